@@ -1,0 +1,222 @@
+"""Programs that are timed to profile a machine.
+
+Each program repeats one body in a loop whose trip count is an argument, on all
+devices at once; the time of a trip is the slope between a short and a long run, so
+that the cost of starting a program cancels. All devices work because devices may
+share what they run on: links, and, simulated on a CPU, the cores themselves.
+"""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+Body = Callable[[Any], Any]
+
+# A trip of the short run warms caches and pages; the long run is stretched to this.
+LONG_RUN_S = 0.03
+MAX_TRIPS = 400
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Program:
+    """A compiled loop; `run(trips)` starts it and waits for its end."""
+
+    name: str
+    run: Callable[[int], None]
+
+
+def _mesh(devices: Sequence[Any], group_size: int) -> Mesh:
+    """Groups of neighbours: axis "member" lies within a group."""
+    grid = np.array(devices).reshape(-1, group_size)
+    return Mesh(grid, ("group", "member"), axis_types=(AxisType.Auto,) * 2)
+
+
+def loop(
+    name: str,
+    devices: Sequence[Any],
+    group_size: int,
+    body: Body,
+    make: Callable[[], Any],
+) -> Program:
+    """Compiles a loop over `body` that starts from `make()` on every device.
+
+    `make` returns the NumPy value, or tuple of values, of one device; `body` maps
+    the device's value to one of the same shape.
+    """
+    mesh = _mesh(devices, group_size)
+    spec = PartitionSpec(("group", "member"))
+
+    def repeat(value: Any, trips: jax.Array) -> Any:
+        local = jax.tree.map(lambda x: x[0], value)
+        last = jax.lax.fori_loop(0, trips, lambda _, v: body(v), local)
+        return jax.tree.map(lambda x: x[None], last)
+
+    mapped = jax.shard_map(
+        repeat,
+        mesh=mesh,
+        in_specs=(spec, PartitionSpec()),
+        out_specs=spec,
+        check_vma=False,
+    )
+    sharding = NamedSharding(mesh, spec)
+    stacked = jax.tree.map(lambda x: np.stack([x] * len(devices)), make())
+    value = jax.device_put(stacked, sharding)
+    compiled = jax.jit(mapped).lower(value, jnp.int32(1)).compile()
+
+    def run(trips: int) -> None:
+        jax.block_until_ready(compiled(value, jnp.int32(trips)))
+
+    return Program(name=name, run=run)
+
+
+def _timed_s(program: Program, trips: int) -> float:
+    start = time.perf_counter()
+    program.run(trips)
+    return time.perf_counter() - start
+
+
+def _long_trips(program: Program) -> int:
+    """Trips that make a run of about LONG_RUN_S."""
+    program.run(1)
+    trip_s = (_timed_s(program, 5) - _timed_s(program, 1)) / 4
+    return max(2, min(MAX_TRIPS, round(LONG_RUN_S / max(trip_s, 1e-6))))
+
+
+def trip_times_s(programs: Sequence[Program], rounds: int) -> list[float]:
+    """Median time of one trip of each program, over `rounds` alternating rounds."""
+    trips = [_long_trips(program) for program in programs]
+    slopes: list[list[float]] = [[] for _ in programs]
+    for _ in range(rounds):
+        for program, count, found in zip(programs, trips, slopes, strict=True):
+            short_s = _timed_s(program, 1)
+            found.append((_timed_s(program, 1 + count) - short_s) / count)
+    return [_typical(found) for found in slopes]
+
+
+def _typical(slopes: Sequence[float]) -> float:
+    """The median; noise may turn a slope negative, which no time is."""
+    median = statistics.median(slopes)
+    return median if median > 0 else max(max(slopes), 1e-9)
+
+
+def _random(shape: tuple[int, ...], dtype: str) -> Any:
+    """Values around 1 / sqrt(size), so that repeated products stay bounded.
+
+    Not zeros: accelerators draw less power on them and clock higher.
+    """
+    generator = np.random.default_rng(0)
+    if jnp.issubdtype(dtype, jnp.integer):
+        return generator.integers(-3, 4, size=shape).astype(dtype)
+    values = generator.standard_normal(shape) / np.sqrt(shape[-1])
+    return values.astype(jnp.dtype(dtype))
+
+
+def matmul(devices: Sequence[Any], dtype: str, size: int) -> Program:
+    """A product of two square matrices per trip: ``2 size^3`` FLOPs a device."""
+    wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else None
+
+    def body(value: Any) -> Any:
+        x, w = value
+        product = jax.lax.dot(x, w, preferred_element_type=wide)
+        return product.astype(x.dtype), w
+
+    def make() -> Any:
+        return _random((size, size), dtype), _random((size, size), dtype)
+
+    return loop(f"matmul {dtype} {size}", devices, 1, body, make)
+
+
+def stream(devices: Sequence[Any], nbytes: int) -> Program:
+    """Reads and writes an array of `nbytes` a trip: ``2 nbytes`` of traffic."""
+
+    def body(x: Any) -> Any:
+        return x * 0.5 + 1.0
+
+    return loop("stream", devices, 1, body, lambda: np.ones(nbytes // 4, np.float32))
+
+
+VECTOR_SIZE = 1 << 16
+VECTOR_STEPS = 64
+
+
+def vector(devices: Sequence[Any]) -> Program:
+    """VECTOR_STEPS multiply-adds on each of VECTOR_SIZE elements a trip."""
+
+    def body(x: Any) -> Any:
+        y = x
+        for _ in range(VECTOR_STEPS):
+            y = y * x + 0.5
+        return y * 1e-3
+
+    return loop(
+        "vector", devices, 1, body, lambda: np.full(VECTOR_SIZE, 0.1, np.float32)
+    )
+
+
+KERNELS = 16
+
+
+def kernels(devices: Sequence[Any]) -> Program:
+    """KERNELS tiny operators a trip, kept apart by barriers."""
+
+    def body(x: Any) -> Any:
+        for _ in range(KERNELS):
+            x = jax.lax.optimization_barrier(x * 0.5)
+        return x
+
+    return loop("kernels", devices, 1, body, lambda: np.ones(8, np.float32))
+
+
+def _collective(kind: str, group_size: int) -> Body:
+    neighbours = [(i, (i + 1) % group_size) for i in range(group_size)]
+    lax = jax.lax
+    bodies: dict[str, Body] = {
+        "all_reduce": lambda x: lax.psum(x, "member"),
+        "all_gather": lambda x: lax.all_gather(x, "member", tiled=True),
+        "reduce_scatter": lambda x: lax.psum_scatter(x, "member", tiled=True),
+        "all_to_all": lambda x: lax.all_to_all(x, "member", 0, 0, tiled=True),
+        "collective_permute": lambda x: lax.ppermute(x, "member", neighbours),
+    }
+    return bodies[kind]
+
+
+def local_elements(kind: str, group_size: int, nbytes: int) -> int:
+    """float32 elements of a device's operand for a collective of this size."""
+    share = group_size if kind == "all_gather" else 1
+    return max(1, nbytes // 4 // share // group_size) * group_size
+
+
+def collective(
+    devices: Sequence[Any], kind: str, group_size: int, nbytes: int
+) -> Program:
+    """One collective of `nbytes` a trip in every group of `group_size` devices."""
+    start = _collective(kind, group_size)
+
+    def body(x: Any) -> Any:
+        # One element makes each trip wait for the one before.
+        return x.at[0].set(start(x)[0] * 0.5)
+
+    elements = local_elements(kind, group_size, nbytes)
+    name = f"{kind} of {group_size}, {nbytes / 2**20:.3g} MiB"
+    return loop(name, devices, group_size, body, lambda: np.ones(elements, np.float32))
+
+
+def matmul_then_reduce(devices: Sequence[Any], size: int) -> Program:
+    """A product and an all-reduce of its result a trip, over all devices."""
+    count = len(devices)
+
+    def body(value: Any) -> Any:
+        x, w = value
+        return jax.lax.psum(x @ w, "member") / count, w
+
+    def make() -> Any:
+        return _random((size, size), "float32"), _random((size, size), "float32")
+
+    return loop(f"matmul and all_reduce {size}", devices, count, body, make)

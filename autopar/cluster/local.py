@@ -1,0 +1,148 @@
+"""The devices of this process, described by a saved profile or by a preset."""
+
+import dataclasses
+import os
+import pathlib
+import re
+import socket
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from autopar.cluster import toml
+from autopar.cluster.errors import ClusterError
+from autopar.cluster.presets import PRESETS, USABLE_MEMORY, Preset
+from autopar.cluster.specs import DeviceSpec, Level
+
+PROFILE_VARIABLE = "AUTOPAR_PROFILE"
+
+# What `jax.Device.device_kind` holds, in lower case, and the preset; the first match
+# counts.
+_KINDS = (
+    ("h200", "h200"),
+    ("b200", "b200"),
+    ("h100", "h100"),
+    ("a100", "a100"),
+    ("v100", "v100"),
+    ("tesla t4", "t4"),
+    ("tpu v5 lite", "v5e"),
+    ("tpu v5e", "v5e"),
+    ("tpu v5", "v5p"),
+    ("cpu", "cpu"),
+)
+
+
+class Device(Protocol):
+    """What is read of a `jax.Device`, whose type checkers do not know."""
+
+    device_kind: str
+    platform: str
+    process_index: int
+
+    def memory_stats(self) -> dict[str, Any] | None:
+        """Sizes in bytes by name, or None."""
+        ...
+
+
+def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
+    """Where the profile of this machine is kept.
+
+    $AUTOPAR_PROFILE if it is set, and otherwise a file of the user's cache folder
+    named after the host, the kind of device and their number.
+    """
+    chosen = os.environ.get(PROFILE_VARIABLE)
+    if chosen:
+        return pathlib.Path(chosen)
+    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path.home() / ".cache"
+    kind = re.sub(r"[^a-z0-9.]+", "_", device_kind.lower())
+    name = f"profile-{socket.gethostname()}-{kind}-{num_devices}.toml"
+    return pathlib.Path(cache) / "autopar" / name
+
+
+def take_devices(count: int | None) -> list[Device]:
+    """The first `count` devices of the JAX backend, or all of them."""
+    import jax  # here, so that planning never starts a backend
+
+    found = jax.devices()
+    if count is None:
+        return found
+    if not 1 <= count <= len(found):
+        raise ClusterError(
+            f"{count} devices asked for, and JAX has {len(found)} "
+            f"({found[0].device_kind}). To simulate more on CPU, start with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+        )
+    return found[:count]
+
+
+def preset_name(device_kind: str) -> str | None:
+    """The preset of what `jax.Device.device_kind` says, if there is one."""
+    lower = device_kind.lower()
+    return next((name for part, name in _KINDS if part in lower), None)
+
+
+def _host_memory_bytes() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+
+
+def _share_of_cpu(device: DeviceSpec, count: int) -> DeviceSpec:
+    """The preset's core, scaled to the part of this host that a device gets."""
+    share = min(1.0, (os.cpu_count() or 1) / count)
+    return dataclasses.replace(
+        device,
+        peak_flops_per_s=tuple((k, v * share) for k, v in device.peak_flops_per_s),
+        memory_bytes=round(_host_memory_bytes() * USABLE_MEMORY / count),
+        memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s * share,
+        vector_flops_per_s=device.vector_flops_per_s * share,
+    )
+
+
+def _device(preset: Preset, devices: Sequence[Device]) -> DeviceSpec:
+    """The preset's device with the memory that the backend really has."""
+    if preset.device.kind == "cpu":
+        return _share_of_cpu(preset.device, len(devices))
+    limit = (devices[0].memory_stats() or {}).get("bytes_limit")
+    if not limit:
+        return preset.device
+    return dataclasses.replace(preset.device, memory_bytes=int(limit))
+
+
+def _sizes(devices: Sequence[Device]) -> tuple[int, ...]:
+    """(processes, devices of each), or just the devices of the one process."""
+    processes = {device.process_index for device in devices}
+    if len(processes) == 1 or len(devices) % len(processes):
+        return (len(devices),)
+    return (len(processes), len(devices) // len(processes))
+
+
+def from_preset(
+    devices: Sequence[Device],
+) -> tuple[DeviceSpec, tuple[Level, ...]]:
+    """The device and the levels that the presets give for these devices."""
+    kind = devices[0].device_kind
+    name = preset_name(kind)
+    if name is None:
+        raise ClusterError(
+            f"no preset describes the device {kind!r}. Measure it once with "
+            "`autopar profile`, or describe it in a TOML file and pass its path."
+        )
+    preset = PRESETS[name]
+    return _device(preset, devices), preset.levels(_sizes(devices))
+
+
+def discover(count: int | None) -> tuple[DeviceSpec, tuple[Level, ...]]:
+    """The device and the levels of the first `count` devices of this process."""
+    devices = take_devices(count)
+    path = profile_path(devices[0].device_kind, len(devices))
+    if not path.is_file() and not os.environ.get(PROFILE_VARIABLE):
+        return from_preset(devices)
+    device, levels = toml.read(path)
+    size = 1
+    for level in levels:
+        size *= level.size
+    if size != len(devices):
+        raise ClusterError(
+            f"the profile {str(path)!r} describes {size} devices, and this process "
+            f"uses {len(devices)}. Run `autopar profile` again, or unset "
+            f"{PROFILE_VARIABLE}."
+        )
+    return device, levels

@@ -1,0 +1,197 @@
+"""Devices, links and levels: the numbers a cost model needs about hardware."""
+
+import dataclasses
+import math
+from typing import Literal, get_args
+
+from autopar.cluster.errors import ClusterError
+
+Kind = Literal[
+    "all_reduce",
+    "all_gather",
+    "reduce_scatter",
+    "all_to_all",
+    "collective_permute",
+]
+"""A collective. The size `nbytes` of each, here and in every cost, is:
+`all_reduce`: local input; `all_gather`: result; `reduce_scatter`: input;
+`all_to_all` and `collective_permute`: local input. All are bytes of one device.
+"""
+
+KINDS: tuple[str, ...] = get_args(Kind)
+TOPOLOGIES = ("switch", "ring")
+DEVICE_KINDS = ("gpu", "tpu", "cpu")
+
+# What a dtype without a rate of its own is computed as, tried in order. XLA widens
+# 8-bit floats to bfloat16 where the hardware has no instruction for them, and the
+# two 16-bit floats share the same units on every device in `presets`.
+_STAND_INS = {
+    "float8": ("float8", "bfloat16", "float16"),
+    "bfloat16": ("bfloat16", "float16"),
+    "float16": ("float16", "bfloat16"),
+    "int4": ("int4", "int8"),
+    "uint4": ("int4", "int8"),
+    "uint8": ("int8",),
+}
+
+
+def _require(condition: bool, owner: str, what: str, value: object) -> None:
+    if not condition:
+        raise ClusterError(f"{owner}: {what}, got {value!r}.")
+
+
+def _positive(owner: str, name: str, value: float) -> None:
+    good = value > 0 and math.isfinite(value)
+    _require(good, owner, f"{name} must be positive and finite", value)
+
+
+def _not_negative(owner: str, name: str, value: float) -> None:
+    good = value >= 0 and math.isfinite(value)
+    _require(good, owner, f"{name} must be zero or positive, and finite", value)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveFit:
+    """Measured time of one collective in groups of one size.
+
+    The time is ``max(latency_s + s_per_byte * n, large_s_per_byte * n)``, where n is
+    the size by the convention of `Kind`. The second term is for buffers that no
+    longer fit a cache, and zero where there is no such effect. `relative_error` is
+    the root mean square of ``predicted / measured - 1`` over the fitted points.
+    """
+
+    kind: str
+    group_size: int
+    latency_s: float
+    s_per_byte: float
+    large_s_per_byte: float = 0.0
+    relative_error: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        owner = "CollectiveFit"
+        _require(self.kind in KINDS, owner, f"kind must be one of {KINDS}", self.kind)
+        enough = self.group_size >= 2
+        _require(enough, owner, "group_size must be 2 or more", self.group_size)
+        _not_negative(owner, "latency_s", self.latency_s)
+        _not_negative(owner, "s_per_byte", self.s_per_byte)
+        _not_negative(owner, "large_s_per_byte", self.large_s_per_byte)
+        _not_negative(owner, "relative_error", self.relative_error)
+
+    def seconds(self, nbytes: float) -> float:
+        """The time of the collective at this size."""
+        small_s = self.latency_s + self.s_per_byte * nbytes
+        return max(small_s, self.large_s_per_byte * nbytes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LinkSpec:
+    """One class of links between devices, under the alpha-beta model.
+
+    Attributes:
+      latency_s: time of an empty message between two neighbours.
+      bandwidth_bytes_per_s: what one device can send through this level while all
+        devices send, one direction, as a collective attains it.
+      topology: "switch" (any device reaches any other at full rate) or "ring" (a
+        torus dimension with wrap-around: half the bandwidth goes each way round).
+      measured: fitted times that replace the model for the kinds they hold.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    topology: str = "switch"
+    # Not hashed: cost functions look links up in caches many thousand times.
+    measured: tuple[CollectiveFit, ...] = dataclasses.field(default=(), hash=False)
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        _not_negative("LinkSpec", "latency_s", self.latency_s)
+        _positive("LinkSpec", "bandwidth_bytes_per_s", self.bandwidth_bytes_per_s)
+        known = self.topology in TOPOLOGIES
+        what = f"topology must be one of {TOPOLOGIES}"
+        _require(known, "LinkSpec", what, self.topology)
+        cases = [(fit.kind, fit.group_size) for fit in self.measured]
+        once = len(set(cases)) == len(cases)
+        what = "each (kind, group_size) may be measured once"
+        _require(once, "LinkSpec", what, cases)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceSpec:
+    """One accelerator (or one simulated CPU device).
+
+    Attributes:
+      name: a preset's name, or any other.
+      kind: "gpu", "tpu" or "cpu".
+      peak_flops_per_s: (dtype name, FLOP/s of dense matrix products) pairs; float32
+        is required, and means what XLA does by default for float32 operands (TF32
+        on GPUs since Ampere, one bfloat16 pass on TPUs).
+      memory_bytes: memory a program may use.
+      memory_bandwidth_bytes_per_s: reads plus writes, as a large copy attains it.
+      matmul_efficiency: part of the peak that a large matrix product attains.
+      kernel_latency_s: time of an operator that has next to nothing to do.
+      vector_flops_per_s: rate of everything but matrix products; 0 means the
+        float32 peak.
+    """
+
+    name: str
+    kind: str
+    peak_flops_per_s: tuple[tuple[str, float], ...]
+    memory_bytes: int
+    memory_bandwidth_bytes_per_s: float
+    matmul_efficiency: float
+    kernel_latency_s: float
+    vector_flops_per_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        owner = f"DeviceSpec {self.name!r}"
+        what = f"kind must be one of {DEVICE_KINDS}"
+        _require(self.kind in DEVICE_KINDS, owner, what, self.kind)
+        dtypes = [dtype for dtype, _ in self.peak_flops_per_s]
+        what = "peak_flops_per_s must name each dtype once, float32 among them"
+        good = "float32" in dtypes and len(set(dtypes)) == len(dtypes)
+        _require(good, owner, what, dtypes)
+        for dtype, value in self.peak_flops_per_s:
+            _positive(owner, f"peak_flops_per_s of {dtype}", value)
+        _positive(owner, "memory_bytes", self.memory_bytes)
+        bandwidth = self.memory_bandwidth_bytes_per_s
+        _positive(owner, "memory_bandwidth_bytes_per_s", bandwidth)
+        part = 0 < self.matmul_efficiency <= 1
+        what = "matmul_efficiency must be above 0 and at most 1"
+        _require(part, owner, what, self.matmul_efficiency)
+        _not_negative(owner, "kernel_latency_s", self.kernel_latency_s)
+        _not_negative(owner, "vector_flops_per_s", self.vector_flops_per_s)
+
+    def peak(self, dtype: str) -> float:
+        """Peak FLOP/s of matrix products in `dtype` (a NumPy or ml_dtypes name).
+
+        A dtype that is not listed runs at the rate of the one it is widened to,
+        and in the last resort at that of float32.
+        """
+        peaks = dict(self.peak_flops_per_s)
+        family = "float8" if dtype.startswith("float8") else dtype
+        for name in (dtype, *_STAND_INS.get(family, ())):
+            if name in peaks:
+                return peaks[name]
+        return peaks["float32"]
+
+    @property
+    def vector_peak(self) -> float:
+        """FLOP/s of operators that are not matrix products."""
+        return self.vector_flops_per_s or self.peak("float32")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Level:
+    """`size` equal parts joined by one class of links, such as hosts in a pod."""
+
+    name: str
+    size: int
+    link: LinkSpec
+
+    def __post_init__(self) -> None:
+        """Check the size."""
+        _require(
+            self.size >= 1, f"Level {self.name!r}", "size must be 1 or more", self.size
+        )

@@ -1,0 +1,98 @@
+"""The operator graph: what the planner needs to know about a program.
+
+Control flow appears as boundary operators that hand values in and out of
+regions (``enter``, ``slice``, ``carry``, ``stack``, ``merge``), each with a
+sharding rule like any other operator. So the planner sees one flat list.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar_passes.program import Value
+from autopar_passes.roles import InputRole, Role
+from autopar_passes.rules import FactorRule
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Operator:
+    """One operator of the graph.
+
+    Attributes:
+      index: position in `OperatorGraph.operators`; the time of the operator.
+      kind: primitive name, or ``input``, ``enter``, ``slice``, ``carry``,
+        ``stack``, ``merge``, ``return`` for the boundary operators.
+      equation: index of the equation it stands for, -1 for ``input``/``return``.
+      inputs: value numbers, None where the operand is a scalar constant.
+      outputs: value numbers.
+      rule: the factors of its dimensions.
+      role: forward, backward or update.
+      module: Flax module path, '' where unknown.
+      flops: floating-point operations on whole arrays, each time it runs.
+      trips: how often it runs in a step.
+      input_trips: how often each operand is handed over in a step.
+      class_index: the first operator that shares its decisions.
+      source: ``file:line`` of the user's code.
+    """
+
+    index: int
+    kind: str
+    equation: int
+    inputs: tuple[int | None, ...]
+    outputs: tuple[int, ...]
+    rule: FactorRule
+    role: Role
+    module: str
+    flops: float
+    trips: float
+    input_trips: tuple[float, ...]
+    class_index: int = -1
+    source: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class GraphInput:
+    """One flat input of the step.
+
+    Attributes:
+      value: its value number.
+      path: where it is in the arguments, such as ``state.params['dense']``.
+      role: parameter, optimizer state, batch or other.
+      output: flat output that carries it to the next step, or -1.
+    """
+
+    value: int
+    path: str
+    role: InputRole
+    output: int = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class OperatorGraph:
+    """A train step as operators over values.
+
+    Attributes:
+      values: all arrays; operators name them by position.
+      operators: in an order in which the program may run.
+      inputs: flat inputs, in the order of the step's arguments.
+      outputs: value of each flat output (None for a constant).
+      unsupported: primitives without a sharding rule, planned replicated.
+      assumed_trips: loops whose trip count is unknown, and the count assumed.
+    """
+
+    values: tuple[Value, ...]
+    operators: tuple[Operator, ...]
+    inputs: tuple[GraphInput, ...]
+    outputs: tuple[int | None, ...]
+    unsupported: tuple[str, ...] = ()
+    assumed_trips: tuple[str, ...] = ()
+
+    @property
+    def num_classes(self) -> int:
+        """Number of operators with decisions of their own."""
+        return len({op.class_index for op in self.operators})
+
+    @property
+    def flops(self) -> float:
+        """Floating-point operations of one step on the whole batch."""
+        return sum(op.flops * op.trips for op in self.operators)

@@ -1,0 +1,95 @@
+"""Every name of JAX that is not public, with the version that forced it.
+
+The rest of the project imports these names from here only, so that a new JAX
+release is met in one place.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+from jax.extend import core as jex_core
+
+# jax.extend.core exports Jaxpr, Literal and Var (public since 0.4.36). What is
+# missing there in 0.10.2 is the name stack of an equation and a way to bind an
+# equation under one; both live in `jax._src.source_info_util`.
+from jax._src import source_info_util as _source_info
+
+Jaxpr = jex_core.Jaxpr
+ClosedJaxpr = jex_core.ClosedJaxpr
+Literal = jex_core.Literal
+Var = jex_core.Var
+DropVar = jex_core.DropVar
+
+
+def name_stack(eqn: Any) -> str:
+    """Returns the name stack of an equation, such as ``jvp(Model)/layer_0``.
+
+    ``JaxprEqn.source_info`` is not documented (0.10.2).
+    """
+    return str(eqn.source_info.name_stack)
+
+
+def source_line(eqn: Any) -> str:
+    """Returns ``file.py:line`` of the user's code that made an equation, or ''.
+
+    ``source_info_util.user_frame`` is private (0.10.2) and changed its
+    argument between releases, so a failure only loses the line.
+    """
+    with contextlib.suppress(Exception):
+        frame = _source_info.user_frame(eqn.source_info.traceback)
+        if frame is not None:
+            name = frame.file_name.rsplit("/", 1)[-1]
+            return f"{name}:{frame.start_line}"
+    return ""
+
+
+@contextlib.contextmanager
+def source_of(eqn: Any) -> Iterator[None]:
+    """Binds primitives under the name stack and traceback of ``eqn``.
+
+    ``source_info_util.user_context`` is what ``jax.core.eval_jaxpr`` itself
+    uses (0.10.2).
+    """
+    stack = _source_info.current_name_stack() + eqn.source_info.name_stack
+    with _source_info.user_context(eqn.source_info.traceback, name_stack=stack):
+        yield
+
+
+def bind(eqn: Any, *args: Any) -> list[Any]:
+    """Binds the primitive of ``eqn`` to ``args``; always returns a list.
+
+    ``Primitive.get_bind_params`` is not part of `jax.extend.core` (0.10.2).
+    """
+    primitive = eqn.primitive
+    out = primitive.bind(*args, **primitive.get_bind_params(eqn.params))
+    return list(out) if primitive.multiple_results else [out]
+
+
+def is_extended(dtype: Any) -> bool:
+    """Says whether a dtype is one of JAX's extended ones, such as a PRNG key."""
+    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+
+
+def itemsize(dtype: Any) -> int:
+    """Returns the bytes of one element; a PRNG key counts its raw words.
+
+    ``jax.random.key_data`` gives the public shape of the raw words.
+    """
+    if is_extended(dtype):
+        aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
+        return int(aval.size) * aval.dtype.itemsize
+    return int(dtype.itemsize)
+
+
+def argument_names(closed: Any) -> tuple[str, ...] | None:
+    """Returns the names of the flat arguments of a traced jaxpr, where known.
+
+    ``Jaxpr.debug_info`` is public only in name (0.10.2).
+    """
+    info = getattr(closed.jaxpr, "debug_info", None)
+    names = getattr(info, "arg_names", None)
+    return tuple(str(n) for n in names) if names else None

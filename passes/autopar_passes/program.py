@@ -1,0 +1,110 @@
+"""The flat program: a train step without calls, with every value numbered.
+
+A `Program` is what the other passes read and what `autopar_passes.apply`
+replays. Nested calls (``jit``, ``custom_jvp_call``, ``checkpoint`` ...) are
+inlined; ``scan``, ``while`` and ``cond`` stay equations with regions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from autopar_passes import jax_compat
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the program; its number is its position in the program."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole, unsharded array."""
+        return self.size * jax_compat.itemsize(self.dtype)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Constant:
+    """A scalar written in the program (JAX's ``Literal``)."""
+
+    value: Any
+    aval: Any
+
+
+# What an equation reads: the number of a value, or a constant.
+Atom = int | Constant
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equation:
+    """One primitive application.
+
+    ``source`` is the JAX equation it came from (primitive, parameters, name
+    stack). ``regions`` are the bodies of control flow, in the order in which
+    the primitive lists them: scan (body), while (cond, body), cond (branches).
+    """
+
+    index: int
+    source: Any
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    name_stack: str
+    regions: tuple[Region, ...] = ()
+
+    @property
+    def primitive(self) -> str:
+        """Name of the primitive."""
+        return self.source.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Parameters of the primitive."""
+        return self.source.params
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """A straight-line list of equations with inputs and outputs."""
+
+    inputs: tuple[int, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A whole step.
+
+    ``body.inputs`` are the flat arguments followed by ``constants``, the
+    arrays that the traced function closed over.
+    """
+
+    values: tuple[Value, ...]
+    body: Region
+    constants: tuple[Any, ...]
+    num_equations: int
+
+    @property
+    def num_arguments(self) -> int:
+        """Number of flat arguments of the step."""
+        return len(self.body.inputs) - len(self.constants)
+
+
+def walk(region: Region) -> list[Equation]:
+    """Returns all equations of a region, bodies after the equation they belong to."""
+    out: list[Equation] = []
+    for eqn in region.equations:
+        out.append(eqn)
+        for inner in eqn.regions:
+            out.extend(walk(inner))
+    return out

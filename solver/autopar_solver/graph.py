@@ -1,0 +1,156 @@
+"""The solver's working copy of a problem: a graph that shrinks, and how to go back.
+
+Nodes keep their original numbers while strategies, links and whole nodes disappear.
+Every change goes through a method here or is recorded as a step of the trail, so that
+choices in what is left map back to choices in the problem.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from autopar_solver.memory import NodeMemory
+
+
+class Step(Protocol):
+    """One recorded change, undone in reverse order."""
+
+    def undo(self, choices: np.ndarray) -> None:
+        """Turns choices after the change into choices before it, in place."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Restrict:
+    """A node kept only some strategies: new index -> old index."""
+
+    node: int
+    kept: np.ndarray
+
+    def undo(self, choices: np.ndarray) -> None:
+        """Looks up the strategy's old index."""
+        choices[self.node] = self.kept[choices[self.node]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Follow:
+    """A node follows another: strategy of the leader -> strategy of the node."""
+
+    node: int
+    leader: int
+    strategy: np.ndarray
+
+    def undo(self, choices: np.ndarray) -> None:
+        """Chooses what the leader's choice determines."""
+        choices[self.node] = self.strategy[choices[self.leader]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Answer:
+    """A node answers its neighbours: their strategies -> its best strategy."""
+
+    node: int
+    neighbours: tuple[int, ...]
+    strategy: np.ndarray
+
+    def undo(self, choices: np.ndarray) -> None:
+        """Chooses the best strategy for what the neighbours chose."""
+        key = tuple(choices[j] for j in self.neighbours)
+        choices[self.node] = self.strategy[key]
+
+
+class ContradictionError(Exception):
+    """No choice is possible: some node has no strategy left."""
+
+
+class Graph:
+    """Costs of nodes and links, and memory by node, that reductions change in place.
+
+    Attributes:
+        costs: node -> ``[S_i]``.
+        links: node -> neighbour -> ``[S_i, S_j]``; both directions share one table.
+        memory: node -> what its strategies occupy, for nodes that occupy anything.
+        constant: cost of what has been decided.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.costs: dict[int, np.ndarray] = {}
+        self.links: dict[int, dict[int, np.ndarray]] = {}
+        self.memory: dict[int, NodeMemory] = {}
+        self.constant = 0.0
+        self.trail: list[Step] = []
+
+    def copy(self) -> "Graph":
+        """A graph that can change on its own, with an empty trail."""
+        other = Graph()
+        other.costs = dict(self.costs)
+        other.links = {i: dict(links) for i, links in self.links.items()}
+        other.memory = dict(self.memory)
+        other.constant = self.constant
+        return other
+
+    def add_node(self, node: int, costs: np.ndarray) -> None:
+        """Adds a node without links or memory."""
+        self.costs[node] = costs
+        self.links[node] = {}
+
+    def add_link(self, i: int, j: int, table: np.ndarray) -> None:
+        """Adds a table ``[S_i, S_j]`` to the link of two different nodes."""
+        if j in self.links[i]:
+            table = self.links[i][j] + table
+        self.links[i][j] = table
+        self.links[j][i] = table.T
+
+    def drop_link(self, i: int, j: int) -> None:
+        """Removes the link between two nodes."""
+        del self.links[i][j]
+        del self.links[j][i]
+
+    def drop_node(self, node: int, step: Step) -> None:
+        """Removes a node; the step says how its choice is found again."""
+        for j in self.links.pop(node):
+            del self.links[j][node]
+        del self.costs[node]
+        self.memory.pop(node, None)
+        self.trail.append(step)
+
+    def restrict(self, node: int, kept: np.ndarray) -> None:
+        """Keeps only some strategies of a node.
+
+        Raises:
+            ContradictionError: none is kept.
+        """
+        if not len(kept):
+            raise ContradictionError(f"node {node} has no strategy left")
+        self.costs[node] = self.costs[node][kept]
+        for j, table in self.links[node].items():
+            part = table[kept]
+            self.links[node][j] = part
+            self.links[j][node] = part.T
+        if node in self.memory:
+            self.memory[node] = self.memory[node].take(kept)
+        self.trail.append(Restrict(node, kept))
+
+    def expand(self, choices: np.ndarray) -> np.ndarray:
+        """Choices of the remaining nodes (others ignored) -> choices before the trail."""
+        choices = choices.copy()
+        for step in reversed(self.trail):
+            step.undo(choices)
+        return choices
+
+    @property
+    def num_links(self) -> int:
+        """Links, each counted once."""
+        return sum(map(len, self.links.values())) // 2
+
+    @property
+    def num_strategies(self) -> int:
+        """Strategies of all nodes."""
+        return sum(map(len, self.costs.values()))
+
+    @property
+    def num_pairs(self) -> int:
+        """Entries of all link tables."""
+        return sum(t.size for links in self.links.values() for t in links.values()) // 2

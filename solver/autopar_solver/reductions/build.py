@@ -1,0 +1,21 @@
+"""From a problem to a graph: loops and parallel edges merged, memory by row."""
+
+import numpy as np
+
+from autopar_solver.graph import Graph
+from autopar_solver.memory import Rows, compress
+from autopar_solver.problem import ShardingProblem
+
+
+def build_graph(problem: ShardingProblem) -> tuple[Graph, Rows]:
+    """Copies a problem into a graph and its memory into rows."""
+    graph = Graph()
+    for i, costs in enumerate(problem.node_costs):
+        graph.add_node(i, costs.astype(np.float64))
+    for (i, j), table in zip(problem.edges, problem.edge_costs, strict=True):
+        if i == j:
+            graph.costs[i] = graph.costs[i] + np.diagonal(table)
+        else:
+            graph.add_link(i, j, table)
+    rows, graph.memory = compress(problem)
+    return graph, rows
