@@ -24,7 +24,7 @@ from autopar.cluster import (
     fit,
     local,
 )
-from autopar.cluster.presets import PCIE_LATENCY_S, USABLE_MEMORY
+from autopar.cluster.presets import PCIE_LATENCY_S
 from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import bytes_ratio, collective_s
 from autopar.cost.compute import op_s
@@ -86,31 +86,30 @@ class Profile:
     elapsed_s: float
 
     def __str__(self) -> str:
-        """A table of the fits and of the held-out checks."""
-        device = self.cluster.device
-        peaks = [f"{k} {v / 1e9:.4g} GFLOP/s" for k, v in device.peak_flops_per_s]
+        """A table of the device, the fits and the held-out checks."""
+        head = f"{self.cluster}, measured in {self.elapsed_s:.0f} s; per device:"
         fits = [_fit_line(f) for f in self.cluster.levels[-1].link.measured]
-        checks = [
-            f"  {c.name:34s} {c.predicted_s * 1e6:10.1f} {c.measured_s * 1e6:10.1f}"
+        if fits:
+            fits.insert(
+                0, "collective           group  latency us   GB/s sent rms error"
+            )
+        checks = [f"{'held out':34s} predicted us measured us    error"]
+        checks += [
+            f"  {c.name:33s} {c.predicted_s * 1e6:11.1f} {c.measured_s * 1e6:11.1f}"
             f" {c.relative_error:+8.0%}"
             for c in self.checks
         ]
-        return "\n".join(
-            [
-                f"{self.cluster}, measured in {self.elapsed_s:.0f} s; per device:",
-                f"  matrix products: {', '.join(peaks)}",
-                f"  vector operators: {device.vector_peak / 1e9:.4g} GFLOP/s",
-                f"  memory: {device.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s",
-                f"  smallest operator: {device.kernel_latency_s * 1e6:.3g} us",
-                *(
-                    ["collective          group  latency us   GB/s sent  rms error"]
-                    * bool(fits)
-                ),
-                *fits,
-                f"held out: {'':26s} predicted us measured us   error",
-                *checks,
-            ]
-        )
+        return "\n".join([head, *_device_lines(self.cluster.device), *fits, *checks])
+
+
+def _device_lines(device: DeviceSpec) -> list[str]:
+    peaks = [f"{k} {v / 1e9:.4g} GFLOP/s" for k, v in device.peak_flops_per_s]
+    return [
+        f"  matrix products: {', '.join(peaks)}",
+        f"  vector operators: {device.vector_peak / 1e9:.4g} GFLOP/s",
+        f"  memory: {device.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s",
+        f"  smallest operator: {device.kernel_latency_s * 1e6:.3g} us",
+    ]
 
 
 def _fit_line(found: CollectiveFit) -> str:

@@ -74,7 +74,7 @@ def make_optimizer(name: str, clip: float = 0.0) -> optax.GradientTransformation
         "adamw": lambda: optax.adamw(1e-3, b2=0.95, weight_decay=0.1),
         "sgd": lambda: optax.sgd(0.1, momentum=0.9),
         "adafactor": lambda: optax.adafactor(1e-2),
-        "lion": lambda: optax.lion(2e-4, weight_decay=0.1),
+        "lion": lambda: optax.lion(5e-4, weight_decay=0.1),
     }
     if name not in optimizers:
         raise ValueError(f"optimizer must be one of {', '.join(optimizers)}: {name!r}.")
@@ -96,7 +96,7 @@ def main(training: Callable[..., Training]) -> None:
     parser.add_argument("--plain", action="store_true", help="use jax.jit, not autopar")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("options", nargs="*", metavar="option=value")
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.devices:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", arguments.devices)

@@ -22,7 +22,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     name: str | None = None
     kind: str | None = None
     peak_flops_per_s: dict[str, float] | None = None
-    memory_bytes: int | None = None
+    memory_bytes: int | float | None = None  # so that 80e9 will do
     memory_bandwidth_bytes_per_s: float | None = None
     matmul_efficiency: float | None = None
     kernel_latency_s: float | None = None
@@ -66,6 +66,8 @@ def _device(given: _Device) -> DeviceSpec:
     own = msgspec.structs.asdict(given)
     del own["preset"]
     values.update({key: value for key, value in own.items() if value is not None})
+    if given.memory_bytes is not None:
+        values["memory_bytes"] = round(given.memory_bytes)
     if given.peak_flops_per_s is not None:
         values["peak_flops_per_s"] = tuple(given.peak_flops_per_s.items())
     required = [

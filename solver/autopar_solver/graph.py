@@ -72,6 +72,8 @@ class Graph:
         links: node -> neighbour -> ``[S_i, S_j]``; both directions share one table.
         memory: node -> what its strategies occupy, for nodes that occupy anything.
         constant: cost of what has been decided.
+        room: per row, what the memory here may occupy; see ``memory.Rows``.
+        slack: what rounding may add to exact sums of memory.
     """
 
     def __init__(self) -> None:
@@ -80,6 +82,8 @@ class Graph:
         self.links: dict[int, dict[int, np.ndarray]] = {}
         self.memory: dict[int, NodeMemory] = {}
         self.constant = 0.0
+        self.room = np.zeros(0)
+        self.slack = 0.0
         self.trail: list[Step] = []
 
     def copy(self) -> "Graph":
@@ -89,6 +93,8 @@ class Graph:
         other.links = {i: dict(links) for i, links in self.links.items()}
         other.memory = dict(self.memory)
         other.constant = self.constant
+        other.room = self.room
+        other.slack = self.slack
         return other
 
     def add_node(self, node: int, costs: np.ndarray) -> None:

@@ -12,6 +12,9 @@ import numpy as np
 from autopar_solver.check import profile
 from autopar_solver.problem import ShardingProblem
 
+ROUNDING = 1e-12
+"""Relative to the limit, what float sums of fractional usages may be off."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class NodeMemory:
@@ -60,10 +63,12 @@ class Rows:
         times: int64 ``[R]``.
         room: float64 ``[R]``: the limit minus everything fixed; negative if no choice
             can fit.
+        slack: what rounding may add to an exact sum; 0 if all numbers are whole.
     """
 
     times: np.ndarray
     room: np.ndarray
+    slack: float = 0.0
 
     def __len__(self) -> int:
         """The number of rows."""
@@ -91,7 +96,13 @@ def compress(problem: ShardingProblem) -> tuple[Rows, dict[int, NodeMemory]]:
     times, low = profile(starts, ends, least)
     _, high = profile(starts, ends, most)
     kept = _maximal(times, starts[choice], ends[choice], low) & (high > limit)
-    rows = Rows(times[kept], limit - low[kept])
+    whole = all(float(x).is_integer() for x in (limit, *(f[2] for f in fixed)))
+    whole = whole and all(
+        bool((usage == np.floor(usage)).all())
+        for usage in {id(t.usage): t.usage for t in terms}.values()
+    )
+    slack = 0.0 if whole else ROUNDING * limit
+    rows = Rows(times[kept], limit - low[kept], slack)
     first = np.searchsorted(rows.times, starts)
     last = np.searchsorted(rows.times, ends)
     live = np.flatnonzero(choice & (first < last))

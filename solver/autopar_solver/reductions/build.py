@@ -3,11 +3,11 @@
 import numpy as np
 
 from autopar_solver.graph import Graph
-from autopar_solver.memory import Rows, compress
+from autopar_solver.memory import compress
 from autopar_solver.problem import ShardingProblem
 
 
-def build_graph(problem: ShardingProblem) -> tuple[Graph, Rows]:
+def build_graph(problem: ShardingProblem) -> Graph:
     """Copies a problem into a graph and its memory into rows."""
     graph = Graph()
     for i, costs in enumerate(problem.node_costs):
@@ -18,4 +18,5 @@ def build_graph(problem: ShardingProblem) -> tuple[Graph, Rows]:
         else:
             graph.add_link(i, j, table)
     rows, graph.memory = compress(problem)
-    return graph, rows
+    graph.room, graph.slack = rows.room, rows.slack
+    return graph

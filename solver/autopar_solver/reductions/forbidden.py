@@ -5,7 +5,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from autopar_solver.graph import Answer, Graph
+from autopar_solver.graph import Answer, ContradictionError, Graph
 
 
 def drop_infinite(graph: Graph) -> None:
@@ -53,6 +53,8 @@ def drop_single(graph: Graph, nodes: Iterable[int] | None = None) -> None:
     for i in list(graph.costs if nodes is None else nodes):
         if len(graph.costs[i]) > 1 or i in graph.memory:
             continue
+        if graph.costs[i][0] == np.inf:
+            raise ContradictionError(f"the only strategy of node {i} is forbidden")
         for j, table in graph.links[i].items():
             graph.costs[j] = graph.costs[j] + table[0]
         graph.constant += float(graph.costs[i][0])

@@ -4,7 +4,7 @@ import heapq
 
 import numpy as np
 
-from autopar_solver.graph import Answer, Graph
+from autopar_solver.graph import Answer, ContradictionError, Graph
 
 MAX_WORK = 4_000_000
 """Additions per node above which it is left alone."""
@@ -49,6 +49,8 @@ def _eliminate(graph: Graph, i: int, neighbours: tuple[int, ...]) -> bool:
     if not _is_free(graph, i, answer):
         return False
     least = np.take_along_axis(total, answer[None], axis=0)[0]
+    if not (least < np.inf).any():
+        raise ContradictionError(f"node {i} has no answer to its neighbours")
     if not neighbours:
         graph.constant += float(least)
     elif len(neighbours) == 1:

@@ -4,6 +4,11 @@ import time
 from collections.abc import Callable
 
 from autopar_solver.graph import Graph
+from autopar_solver.reductions.capacity import (
+    drop_loose_rows,
+    drop_oversized,
+    settle_memory,
+)
 from autopar_solver.reductions.dominated import drop_dominated
 from autopar_solver.reductions.followers import fold_followers
 from autopar_solver.reductions.forbidden import (
@@ -17,9 +22,14 @@ from autopar_solver.solution import ReductionReport
 
 REDUCTIONS: tuple[tuple[str, Callable[[Graph], None]], ...] = (
     ("forbidden strategies", drop_infinite),
+    ("certain memory", settle_memory),
     ("single-strategy nodes", drop_single),
     ("followers", fold_followers),
     ("unsupported strategies", drop_unsupported),
+    ("certain memory", settle_memory),
+    ("strategies over the limit", drop_oversized),
+    ("certain memory", settle_memory),
+    ("memory rows", drop_loose_rows),
     ("single-strategy nodes", drop_single),
     ("separable edges", drop_separable),
     ("low-degree nodes", eliminate_low_degree),

@@ -27,7 +27,10 @@ def split(table: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     (array([1., 4.]), array([0., 1.]))
     """
     # Most tables fail at one corner; looking there first saves the full test.
-    corner = table[0, 0] + table[-1, -1] - table[0, -1] - table[-1, 0]
+    corners = table[[0, -1, 0, -1], [0, -1, -1, 0]]
+    if not np.isfinite(corners).all():
+        return None
+    corner = corners @ (1.0, 1.0, -1.0, -1.0)
     if not abs(corner) <= 4 * RELATIVE_ROUNDING * abs(table).max() < np.inf:
         return None
     u, v = table[:, 0], table[0] - table[0, 0]

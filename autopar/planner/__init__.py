@@ -1,0 +1,1 @@
+"""From an operator graph and a cluster to the plan that runs fastest."""

@@ -1,0 +1,145 @@
+"""Prices of strategies and reshardings, in seconds and in bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.cost.collectives import collective_bytes, collective_s
+from autopar.planner.layout import Axes, Layout, Step, reshard_steps
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pricer:
+    """Prices on one mesh of one cluster."""
+
+    cluster: Cluster
+    mesh: MeshShape
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of each mesh axis."""
+        return self.mesh.sizes
+
+    def group(self, axes: Axes) -> int:
+        """Number of devices in a group over these axes."""
+        out = 1
+        for a in axes:
+            out *= self.sizes[a]
+        return out
+
+    def step_s(self, step: Step, nbytes: float) -> float:
+        """Seconds of one elementary collective on an array of ``nbytes``."""
+        kind = self.runs_as(step.kind)
+        if kind == "slice":
+            return 0.0
+        return _collective_s(kind, step.fraction * nbytes, step.axes, self.mesh)
+
+    def runs_as(self, kind: str) -> str:
+        """What the compiler makes of a collective on this kind of device.
+
+        XLA's CPU pipeline has no pass that forms a reduce-scatter: it runs an
+        all-reduce and keeps a slice.
+        """
+        if kind == "reduce_scatter" and self.cluster.device.kind == "cpu":
+            return "all_reduce"
+        return kind
+
+    def step_bytes(self, step: Step, nbytes: float) -> float:
+        """Bytes that one device sends in one elementary collective."""
+        if step.kind == "slice":
+            return 0.0
+        return collective_bytes(step.kind, step.fraction * nbytes, self.group(step.axes))
+
+    def reshard_s(
+        self, start: Layout, target: Layout, partial: Axes, reduction: str, nbytes: float
+    ) -> float:
+        """Seconds to bring an array from one layout to another."""
+        steps = reshard_steps(start, target, partial, reduction, self.sizes)
+        return sum(self.step_s(s, nbytes) for s in steps)
+
+    def reshard_matrix(
+        self,
+        starts: Sequence[tuple[Layout, Axes]],
+        targets: Sequence[Layout],
+        reduction: str,
+        nbytes: float,
+    ) -> np.ndarray:
+        """Seconds for every pair of a start (with partial axes) and a target."""
+        start_ids, unique_starts = _unique(starts)
+        target_ids, unique_targets = _unique(targets)
+        table = _reshard_table(
+            self, tuple(unique_starts), tuple(unique_targets), reduction, float(nbytes)
+        )
+        return table[np.ix_(start_ids, target_ids)]
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def _collective_s(kind: str, nbytes: float, axes: Axes, mesh: MeshShape) -> float:
+    return collective_s(kind, nbytes, tuple(mesh.axes[a] for a in axes))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _reshard_table(
+    pricer: Pricer,
+    starts: tuple[tuple[Layout, Axes], ...],
+    targets: tuple[Layout, ...],
+    reduction: str,
+    nbytes: float,
+) -> np.ndarray:
+    kinds, index, fractions = _step_table(starts, targets, reduction, pricer.sizes)
+    out = np.zeros((len(starts), len(targets)))
+    for number, (kind, axes) in enumerate(kinds):
+        here = index == number
+        values, inverse = np.unique(fractions[here], return_inverse=True)
+        seconds = np.array(
+            [pricer.step_s(Step(kind, axes, float(f), ()), nbytes) for f in values]
+        )
+        pairs = np.nonzero(here)
+        np.add.at(out, (pairs[0], pairs[1]), seconds[inverse])
+    return out
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _step_table(
+    starts: tuple[tuple[Layout, Axes], ...],
+    targets: tuple[Layout, ...],
+    reduction: str,
+    sizes: tuple[int, ...],
+) -> tuple[list[tuple[str, Axes]], np.ndarray, np.ndarray]:
+    """The steps of every pair, independent of the size of the array.
+
+    Returns the distinct (kind, axes), and for each pair and position in its
+    sequence of steps the number of its (kind, axes), -1 for none, and its fraction.
+    """
+    numbers: dict[tuple[str, Axes], int] = {}
+    paths = [
+        [
+            [
+                (numbers.setdefault((s.kind, s.axes), len(numbers)), s.fraction)
+                for s in reshard_steps(start, target, partial, reduction, sizes)
+                if s.kind != "slice"
+            ]
+            for target in targets
+        ]
+        for start, partial in starts
+    ]
+    longest = max((len(p) for row in paths for p in row), default=0)
+    index = np.full((len(starts), len(targets), max(longest, 1)), -1)
+    fractions = np.zeros(index.shape)
+    for i, row in enumerate(paths):
+        for j, path in enumerate(row):
+            for k, (number, fraction) in enumerate(path):
+                index[i, j, k] = number
+                fractions[i, j, k] = fraction
+    return list(numbers), index, fractions
+
+
+def _unique(items: Sequence[object]) -> tuple[list[int], list[object]]:
+    table: dict[object, int] = {}
+    ids = [table.setdefault(item, len(table)) for item in items]
+    return ids, list(table)

@@ -1,0 +1,1 @@
+"""The integer program of a field, and the backends that solve it."""

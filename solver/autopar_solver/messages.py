@@ -1,0 +1,160 @@
+"""Sequential tree-reweighted message passing (TRW-S): lower bounds by node and strategy.
+
+Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE
+PAMI 28(10), 2006. Nodes are swept in order and back; a sweep never lowers the bound. A
+message ``M[k -> l]`` is what strategies of ``l`` cost at least beyond it.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from autopar_solver.field import Field
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Visit:
+    """What a sweep needs at one node.
+
+    Messages into node ``k`` lie in ``buffer[start:end]``, one row per neighbour.
+
+    Attributes:
+        node: the node's position.
+        low: first flat strategy.
+        high: flat strategy after the last.
+        start: where the messages into the node start.
+        end: where they end.
+        first: first neighbour to send to.
+        last: neighbour after the last to send to.
+        share: part of the node's cost that each chain through it carries.
+        table: ``[sum of S_l, S_k]``: tables to those neighbours, stacked.
+        neighbour: ``[sum of S_l]``: whose row of ``table`` it is.
+        begins: where each neighbour's rows begin.
+        out: where the messages sent go in the buffer.
+    """
+
+    node: int
+    low: int
+    high: int
+    start: int
+    end: int
+    first: int
+    last: int
+    share: float
+    table: np.ndarray
+    neighbour: np.ndarray
+    begins: np.ndarray
+    out: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sweep:
+    """What a sweep proves about every solution of the field, at the sweep's costs.
+
+    Attributes:
+        bound: what it costs at least, without the field's constant.
+        base: such a bound on which ``rises`` stand; at most ``bound``.
+        rises: by flat strategy: choosing it costs at least ``base + rises``. When a
+            node is visited, chains through it carry its whole min-marginal.
+    """
+
+    bound: float
+    base: float
+    rises: np.ndarray
+
+
+class Messages:
+    """Messages on the edges of a field, improved in place by sweeps."""
+
+    def __init__(self, field: Field) -> None:
+        """Starts with all messages zero."""
+        self.field = field
+        self.links = _links(field)
+        counts = np.array([len(links) for links in self.links], np.int64)
+        self.begins = np.concatenate([[0], np.cumsum(counts * field.sizes)])
+        self.buffer = np.zeros(int(self.begins[-1]))
+        self._slots = [
+            {l: slot for slot, (l, _) in enumerate(links)} for links in self.links
+        ]
+        self._forward = [self._visit(k, True) for k in range(field.num_nodes)]
+        self._backward = [
+            self._visit(k, False) for k in reversed(range(field.num_nodes))
+        ]
+
+    def sweep(self, costs: np.ndarray) -> "Sweep":
+        """Forward and back once, with these costs by flat strategy."""
+        base, _ = self._pass(self._forward, costs)
+        bound, rises = self._pass(self._backward, costs)
+        return Sweep(bound=bound, base=base, rises=rises)
+
+    def decode(self, costs: np.ndarray) -> np.ndarray:
+        """Choices in order: each the best for those before, by messages from the rest."""
+        field = self.field
+        choices = np.zeros(field.num_nodes, np.int64)
+        for v, links in zip(self._forward, self.links, strict=True):
+            incoming = self.buffer[v.start : v.end].reshape(-1, v.high - v.low)
+            total = costs[v.low : v.high] + incoming[v.first : v.last].sum(axis=0)
+            for l, table in links[: v.first]:
+                total = total + table[:, choices[l]]
+            choices[v.node] = total.argmin()
+        return choices
+
+    def _pass(
+        self, visits: list[_Visit], costs: np.ndarray
+    ) -> tuple[float, np.ndarray]:
+        buffer, bound = self.buffer, 0.0
+        rises = np.empty(len(costs))
+        for v in visits:
+            own = costs[v.low : v.high]
+            incoming = buffer[v.start : v.end].reshape(-1, len(own))
+            total = own + incoming.sum(axis=0)
+            least = total.min()
+            total -= least
+            bound += least
+            rises[v.low : v.high] = total
+            if v.first == v.last:
+                continue
+            sent = v.share * total - incoming[v.first : v.last]
+            best = (v.table + sent[v.neighbour]).min(axis=1)
+            lows = np.minimum.reduceat(best, v.begins)
+            bound += lows.sum()
+            buffer[v.out] = best - lows[v.neighbour]
+        return float(bound), rises
+
+    def _visit(self, k: int, forward: bool) -> _Visit:
+        field, links = self.field, self.links[k]
+        split = sum(l < k for l, _ in links)
+        first, last = (split, len(links)) if forward else (0, split)
+        targets = links[first:last]
+        widths = [int(field.sizes[l]) for l, _ in targets]
+        none = [np.zeros(0, np.int64)]
+        return _Visit(
+            node=k,
+            low=int(field.offsets[k]),
+            high=int(field.offsets[k + 1]),
+            start=int(self.begins[k]),
+            end=int(self.begins[k + 1]),
+            first=first,
+            last=last,
+            share=1.0 / max(split, len(links) - split, 1),
+            table=np.concatenate(
+                [table.T for _, table in targets] or [np.zeros((0, 0))]
+            ),
+            neighbour=np.repeat(np.arange(len(targets)), widths),
+            begins=np.cumsum([0, *widths])[:-1],
+            out=np.concatenate([self._place(l, k) for l, _ in targets] or none),
+        )
+
+    def _place(self, node: int, sender: int) -> np.ndarray:
+        size = int(self.field.sizes[node])
+        start = int(self.begins[node]) + self._slots[node][sender] * size
+        return np.arange(start, start + size)
+
+
+def _links(field: Field) -> list[list[tuple[int, np.ndarray]]]:
+    """Per node, its neighbours in order with the table ``[S_k, S_l]``."""
+    links: list[list[tuple[int, np.ndarray]]] = [[] for _ in field.nodes]
+    for (k, l), table in zip(field.edges, field.tables, strict=True):
+        links[k].append((l, table))
+        links[l].append((k, table.T))
+    return [sorted(items, key=lambda item: item[0]) for items in links]
