@@ -6,6 +6,7 @@ training step uses them: together.
 """
 
 import dataclasses
+import itertools
 import os
 import pathlib
 import time
@@ -19,7 +20,6 @@ from autopar.cluster import (
     DeviceSpec,
     Level,
     LinkSpec,
-    MeshAxis,
     benchmarks,
     fit,
     local,
@@ -38,6 +38,7 @@ class Settings:
 
     dtypes: tuple[str, ...]
     matmul_sizes: tuple[int, ...]
+    # Of all devices together; the arrays of each must exceed the largest cache.
     stream_bytes: int
     collective_bytes: tuple[int, ...]
     check_matmul_size: int
@@ -48,7 +49,7 @@ class Settings:
 CPU_SETTINGS = Settings(
     dtypes=("float32", "bfloat16", "float16"),
     matmul_sizes=(96, 192, 384, 768),
-    stream_bytes=1 << 24,
+    stream_bytes=1 << 29,
     collective_bytes=(1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23),
     check_matmul_size=512,
     check_bytes=(1 << 18, 1 << 22),
@@ -56,7 +57,7 @@ CPU_SETTINGS = Settings(
 ACCELERATOR_SETTINGS = Settings(
     dtypes=("float32", "bfloat16", "float16", "float8_e4m3fn", "int8"),
     matmul_sizes=(512, 1024, 2048, 4096, 8192),
-    stream_bytes=1 << 29,
+    stream_bytes=1 << 32,
     collective_bytes=(1 << 12, 1 << 18, 1 << 21, 1 << 24, 1 << 27),
     check_matmul_size=3072,
     check_bytes=(1 << 20, 1 << 26),
@@ -121,64 +122,8 @@ def _fit_line(found: CollectiveFit) -> str:
     )
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class _Bench:
-    """The devices, the settings, and where to say what is going on."""
-
-    devices: Sequence[Any]
-    settings: Settings
-    progress: Progress
-
-    def times_s(self, programs: Sequence[benchmarks.Program]) -> list[float]:
-        return benchmarks.trip_times_s(programs, self.settings.rounds)
-
-
-def _matmul_rate(bench: _Bench, dtype: str) -> float | None:
-    """FLOP/s per device of large products, or None if the backend has none."""
-    sizes = bench.settings.matmul_sizes
-    try:
-        programs = [benchmarks.matmul(bench.devices, dtype, n) for n in sizes]
-    except Exception as error:  # whatever a backend says about a dtype it lacks
-        if dtype == "float32":
-            raise
-        bench.progress(f"matmul {dtype}: not supported here ({type(error).__name__})")
-        return None
-    times_s = bench.times_s(programs)
-    latency_s, slope = fit.fit_line([2.0 * n**3 for n in sizes], times_s)
-    rate = fit.round_off(1 / slope) if slope else 2.0 * sizes[-1] ** 3 / times_s[-1]
-    bench.progress(
-        f"matmul {dtype}: {rate / 1e9:.4g} GFLOP/s + {latency_s * 1e6:.3g} us"
-    )
-    return rate
-
-
-def _measure_device(bench: _Bench, memory_bytes: int) -> DeviceSpec:
-    """All of a device but its links."""
-    found = [(dtype, _matmul_rate(bench, dtype)) for dtype in bench.settings.dtypes]
-    # The cost model knows all 8-bit floats by one name.
-    peaks = [("float8" if "float8" in k else k, v) for k, v in found if v]
-    make = (benchmarks.kernels, benchmarks.vector)
-    programs = [program(bench.devices) for program in make]
-    nbytes = bench.settings.stream_bytes
-    programs.append(benchmarks.stream(bench.devices, nbytes))
-    kernels_s, vector_s, stream_s = bench.times_s(programs)
-    flops = 2.0 * benchmarks.VECTOR_STEPS * benchmarks.VECTOR_SIZE
-    bench.progress(f"memory: {2 * nbytes / stream_s / 1e9:.4g} GB/s")
-    platform = bench.devices[0].platform
-    return DeviceSpec(
-        name=f"{_plain(bench.devices[0].device_kind)}-measured",
-        kind=platform if platform in ("cpu", "tpu") else "gpu",
-        peak_flops_per_s=tuple(peaks),
-        memory_bytes=memory_bytes,
-        memory_bandwidth_bytes_per_s=fit.round_off(2 * nbytes / stream_s),
-        matmul_efficiency=1.0,  # the peaks are attained rates
-        kernel_latency_s=fit.round_off(kernels_s / benchmarks.KERNELS),
-        vector_flops_per_s=fit.round_off(flops / vector_s),
-    )
-
-
-def _plain(name: str) -> str:
-    return "-".join(name.lower().split())
+Key = tuple[str | int, ...]
+"""What a program measures, such as ("matmul", "float32", 512)."""
 
 
 def divisors(number: int) -> tuple[int, ...]:
@@ -186,24 +131,106 @@ def divisors(number: int) -> tuple[int, ...]:
     return tuple(k for k in range(2, number + 1) if number % k == 0)
 
 
-def _fit_kind(bench: _Bench, kind: str, group_size: int) -> CollectiveFit:
-    sizes = bench.settings.collective_bytes
-    programs = [
-        benchmarks.collective(bench.devices, kind, group_size, n) for n in sizes
-    ]
-    points = list(zip(map(float, sizes), bench.times_s(programs), strict=True))
-    found = fit.fit_collective(kind, group_size, points)
-    bench.progress(_fit_line(found).strip())
+def _matmuls(
+    devices: Sequence[Any], settings: Settings, dtype: str, progress: Progress
+) -> dict[Key, benchmarks.Program]:
+    """The products of a dtype, or none where the backend has none."""
+    sizes = settings.matmul_sizes
+    if dtype == "float32":
+        sizes = (*sizes, settings.check_matmul_size)
+    try:
+        return {
+            ("matmul", dtype, n): benchmarks.matmul(devices, dtype, n) for n in sizes
+        }
+    except Exception as error:  # whatever a backend says about a dtype it lacks
+        if dtype == "float32":
+            raise
+        progress(f"no matrix products of {dtype}: {type(error).__name__}")
+        return {}
+
+
+def _programs(
+    devices: Sequence[Any], settings: Settings, progress: Progress
+) -> dict[Key, benchmarks.Program]:
+    """Compiles all that is timed, the held-out checks included."""
+    found: dict[Key, benchmarks.Program] = {}
+    for dtype in settings.dtypes:
+        progress(f"compiling matrix products of {dtype}")
+        found |= _matmuls(devices, settings, dtype, progress)
+    found["kernels",] = benchmarks.kernels(devices)
+    found["vector",] = benchmarks.vector(devices)
+    found["stream",] = benchmarks.stream(devices, _stream_bytes(devices, settings))
+    count = len(devices)
+    for kind, k in itertools.product(KINDS, divisors(count)):
+        progress(f"compiling {kind} in groups of {k}")
+        held_out = settings.check_bytes if k == count else ()
+        for n in (*settings.collective_bytes, *held_out):
+            found[kind, k, n] = benchmarks.collective(devices, kind, k, n)
+    if count > 1:
+        size = settings.check_matmul_size
+        found["both", size] = benchmarks.matmul_then_reduce(devices, size)
     return found
 
 
-def _measure_link(bench: _Bench, kept: LinkSpec) -> LinkSpec:
+def _stream_bytes(devices: Sequence[Any], settings: Settings) -> int:
+    """Bytes of one array of one device."""
+    return settings.stream_bytes // len(devices) // benchmarks.STREAM_ARRAYS // 4 * 4
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Times:
+    """The median time of a trip of each program, on all of the devices."""
+
+    devices: Sequence[Any]
+    settings: Settings
+    seconds: dict[Key, float]
+
+    def matmul_rate(self, dtype: str) -> float:
+        """FLOP/s of one device in large products."""
+        sizes = self.settings.matmul_sizes
+        flops = [2.0 * n**3 for n in sizes]
+        times_s = [self.seconds["matmul", dtype, n] for n in sizes]
+        _, slope = fit.fit_line(flops, times_s)
+        return fit.round_off(1 / slope if slope else flops[-1] / times_s[-1])
+
+    def collective(self, kind: str, group_size: int) -> CollectiveFit:
+        """The fit of a collective."""
+        sizes = self.settings.collective_bytes
+        points = [(float(n), self.seconds[kind, group_size, n]) for n in sizes]
+        return fit.fit_collective(kind, group_size, points)
+
+
+def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
+    """All of a device but its links."""
+    dtypes = [
+        k for k in times.settings.dtypes if any(k in key for key in times.seconds)
+    ]
+    # The cost model knows all 8-bit floats by one name.
+    names = ["float8" if "float8" in dtype else dtype for dtype in dtypes]
+    rates = [times.matmul_rate(dtype) for dtype in dtypes]
+    vector_flops = 2.0 * benchmarks.VECTOR_STEPS * benchmarks.VECTOR_SIZE
+    traffic = benchmarks.STREAM_ARRAYS * _stream_bytes(times.devices, times.settings)
+    kernel_s = times.seconds["kernels",] / benchmarks.KERNELS
+    first = times.devices[0]
+    return DeviceSpec(
+        name=f"{'-'.join(first.device_kind.lower().split())}-measured",
+        kind=first.platform if first.platform in ("cpu", "tpu") else "gpu",
+        peak_flops_per_s=tuple(zip(names, rates, strict=True)),
+        memory_bytes=memory_bytes,
+        memory_bandwidth_bytes_per_s=fit.round_off(traffic / times.seconds["stream",]),
+        matmul_efficiency=1.0,  # the peaks are attained rates
+        kernel_latency_s=fit.round_off(kernel_s),
+        vector_flops_per_s=fit.round_off(vector_flops / times.seconds["vector",]),
+    )
+
+
+def _link(times: _Times, kept: LinkSpec) -> LinkSpec:
     """Every collective in groups of every size; of one device, the link `kept`."""
-    count = len(bench.devices)
+    count = len(times.devices)
     if count == 1:
         return kept
-    cases = [(kind, k) for kind in KINDS for k in divisors(count)]
-    fits = [_fit_kind(bench, kind, k) for kind, k in cases]
+    cases = itertools.product(KINDS, divisors(count))
+    fits = tuple(times.collective(kind, k) for kind, k in cases)
     # The plain numbers serve whoever looks at no kind in particular.
     whole = next(f for f in fits if f.kind == "all_gather" and f.group_size == count)
     slope = max(whole.s_per_byte, whole.large_s_per_byte)
@@ -211,38 +238,23 @@ def _measure_link(bench: _Bench, kept: LinkSpec) -> LinkSpec:
     return LinkSpec(
         latency_s=fit.round_off(whole.latency_s / (count - 1)),
         bandwidth_bytes_per_s=fit.round_off(bandwidth or kept.bandwidth_bytes_per_s),
-        measured=tuple(fits),
+        measured=fits,
     )
 
 
-def _predictions(
-    bench: _Bench, cluster: Cluster
-) -> list[tuple[benchmarks.Program, float]]:
-    """Held-out programs with the times the cost model gives them."""
-    device, link, count = cluster.device, cluster.levels[-1].link, len(bench.devices)
-    size = bench.settings.check_matmul_size
+def _predictions(cluster: Cluster, settings: Settings) -> dict[Key, float]:
+    """The times that the cost model gives the held-out programs."""
+    axis = cluster.default_mesh().axes
+    count, size = cluster.num_devices, settings.check_matmul_size
     flops, nbytes = 2.0 * size**3, 3.0 * 4 * size**2
-    matmul_s = op_s(flops, nbytes, "float32", device, is_matmul=True)
-    found = [(benchmarks.matmul(bench.devices, "float32", size), matmul_s)]
-    for kind in KINDS if count > 1 else ():
-        for n in bench.settings.check_bytes:
-            axis = MeshAxis(name="all", size=count, link=link, level=0)
-            program = benchmarks.collective(bench.devices, kind, count, n)
-            found.append((program, collective_s(kind, n, [axis])))
+    matmul_s = op_s(flops, nbytes, "float32", cluster.device, is_matmul=True)
+    found: dict[Key, float] = {("matmul", "float32", size): matmul_s}
     if count > 1:
-        axis = MeshAxis(name="all", size=count, link=link, level=0)
-        both_s = matmul_s + collective_s("all_reduce", 4.0 * size**2, [axis])
-        found.append((benchmarks.matmul_then_reduce(bench.devices, size), both_s))
+        for kind, n in itertools.product(KINDS, settings.check_bytes):
+            found[kind, count, n] = collective_s(kind, n, axis)
+        reduce_s = collective_s("all_reduce", 4.0 * size**2, axis)
+        found["both", size] = matmul_s + reduce_s
     return found
-
-
-def _check(bench: _Bench, cluster: Cluster) -> tuple[Check, ...]:
-    programs, predicted = zip(*_predictions(bench, cluster), strict=True)
-    measured = bench.times_s(programs)
-    return tuple(
-        Check(name=program.name, predicted_s=p, measured_s=m)
-        for program, p, m in zip(programs, predicted, measured, strict=True)
-    )
 
 
 def _known(devices: Sequence[Any]) -> tuple[int, LinkSpec]:
@@ -270,7 +282,7 @@ def run(
 
     Args:
       devices: measure the first so many devices; all of them by default.
-      progress: is given a line of text for each thing measured.
+      progress: is given a line of text for each step.
       settings: sizes and rounds; those of the backend by default.
 
     Raises:
@@ -284,19 +296,21 @@ def run(
             "describe the network between hosts in the saved TOML file."
         )
     default = CPU_SETTINGS if taken[0].platform == "cpu" else ACCELERATOR_SETTINGS
-    bench = _Bench(
-        devices=taken,
-        settings=settings or default,
-        progress=progress or (lambda _: None),
-    )
+    chosen, say = settings or default, progress or (lambda _: None)
     memory_bytes, kept = _known(taken)
-    device = _measure_device(bench, memory_bytes)
-    link = _measure_link(bench, kept)
-    level = Level(name="device", size=len(taken), link=link)
-    cluster = Cluster(device=device, levels=(level,))
-    checks = _check(bench, cluster)
+    programs = _programs(taken, chosen, say)
+    say(f"timing {len(programs)} programs in {chosen.rounds} rounds")
+    times_s = benchmarks.trip_times_s(list(programs.values()), chosen.rounds)
+    seconds = dict(zip(programs, times_s, strict=True))
+    times = _Times(devices=taken, settings=chosen, seconds=seconds)
+    level = Level(name="device", size=len(taken), link=_link(times, kept))
+    cluster = Cluster(device=_device(times, memory_bytes), levels=(level,))
+    checks = [
+        Check(name=programs[key].name, predicted_s=value, measured_s=seconds[key])
+        for key, value in _predictions(cluster, chosen).items()
+    ]
     elapsed_s = time.perf_counter() - start
-    return Profile(cluster=cluster, checks=checks, elapsed_s=elapsed_s)
+    return Profile(cluster=cluster, checks=tuple(checks), elapsed_s=elapsed_s)
 
 
 def measure(devices: int | None = None, progress: Progress | None = None) -> Cluster:

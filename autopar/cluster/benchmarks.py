@@ -19,9 +19,9 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 Body = Callable[[Any], Any]
 
-# A trip of the short run warms caches and pages; the long run is stretched to this.
-LONG_RUN_S = 0.03
-MAX_TRIPS = 400
+# The short run is one trip, which touches every page; the long run takes about this.
+LONG_RUN_S = 0.02
+MAX_TRIPS = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,28 +82,39 @@ def _timed_s(program: Program, trips: int) -> float:
     return time.perf_counter() - start
 
 
+def _extra_s(program: Program, trips: int) -> float:
+    """How much longer `trips` + 1 trips take than one."""
+    program.run(1)  # untimed: brings back to the caches what other programs evicted
+    short_s = _timed_s(program, 1)
+    return _timed_s(program, 1 + trips) - short_s
+
+
 def _long_trips(program: Program) -> int:
-    """Trips that make a run of about LONG_RUN_S."""
-    program.run(1)
-    trip_s = (_timed_s(program, 5) - _timed_s(program, 1)) / 4
-    return max(2, min(MAX_TRIPS, round(LONG_RUN_S / max(trip_s, 1e-6))))
+    """Trips that take about LONG_RUN_S, found by trying."""
+    trips, extra_s = 1, 0.0
+    while extra_s < LONG_RUN_S / 8 and trips < MAX_TRIPS:
+        trips *= 4
+        # The least of three: a pause of the machine must not pass for a long run.
+        extra_s = min(_extra_s(program, trips) for _ in range(3))
+    if extra_s <= 0:
+        return trips
+    return max(2, min(MAX_TRIPS, round(trips * LONG_RUN_S / extra_s)))
 
 
 def trip_times_s(programs: Sequence[Program], rounds: int) -> list[float]:
     """Median time of one trip of each program, over `rounds` alternating rounds."""
     trips = [_long_trips(program) for program in programs]
-    slopes: list[list[float]] = [[] for _ in programs]
+    found: list[list[float]] = [[] for _ in programs]
     for _ in range(rounds):
-        for program, count, found in zip(programs, trips, slopes, strict=True):
-            short_s = _timed_s(program, 1)
-            found.append((_timed_s(program, 1 + count) - short_s) / count)
-    return [_typical(found) for found in slopes]
+        for program, count, slopes in zip(programs, trips, found, strict=True):
+            slopes.append(_extra_s(program, count) / count)
+    return [_typical(slopes) for slopes in found]
 
 
 def _typical(slopes: Sequence[float]) -> float:
     """The median; noise may turn a slope negative, which no time is."""
     median = statistics.median(slopes)
-    return median if median > 0 else max(max(slopes), 1e-9)
+    return median if median > 0 else max(*slopes, 1e-9)
 
 
 def _random(shape: tuple[int, ...], dtype: str) -> Any:
@@ -133,13 +144,20 @@ def matmul(devices: Sequence[Any], dtype: str, size: int) -> Program:
     return loop(f"matmul {dtype} {size}", devices, 1, body, make)
 
 
+STREAM_ARRAYS = 3
+
+
 def stream(devices: Sequence[Any], nbytes: int) -> Program:
-    """Reads and writes an array of `nbytes` a trip: ``2 nbytes`` of traffic."""
+    """Reads two arrays and writes one a trip: traffic of STREAM_ARRAYS * `nbytes`."""
 
-    def body(x: Any) -> Any:
-        return x * 0.5 + 1.0
+    def body(value: Any) -> Any:
+        x, y = value
+        return x, x * 0.5 + y * 0.5
 
-    return loop("stream", devices, 1, body, lambda: np.ones(nbytes // 4, np.float32))
+    def make() -> Any:
+        return np.ones(nbytes // 4, np.float32), np.ones(nbytes // 4, np.float32)
+
+    return loop("stream", devices, 1, body, make)
 
 
 VECTOR_SIZE = 1 << 16
@@ -164,14 +182,14 @@ KERNELS = 16
 
 
 def kernels(devices: Sequence[Any]) -> Program:
-    """KERNELS tiny operators a trip, kept apart by barriers."""
+    """KERNELS tiny matrix products a trip, which no compiler fuses."""
 
     def body(x: Any) -> Any:
         for _ in range(KERNELS):
-            x = jax.lax.optimization_barrier(x * 0.5)
+            x = x @ x
         return x
 
-    return loop("kernels", devices, 1, body, lambda: np.ones(8, np.float32))
+    return loop("kernels", devices, 1, body, lambda: np.eye(8, dtype=np.float32))
 
 
 def _collective(kind: str, group_size: int) -> Body:

@@ -68,16 +68,16 @@ def reshard_steps(
       reduction: how partial results combine; only a sum is scattered.
       sizes: size of each mesh axis.
 
-    The order is: take slices that are free, reduce (scattering where the
-    target wants the axis and it can be appended), move axes between
-    dimensions by all-to-all, gather what is left over. An axis that must leave
-    from the middle of a dimension takes the ones behind it along.
+    The order is: reduce (scattering where the target wants the axis and it
+    can be appended), take slices, which are free, move axes between dimensions
+    by all-to-all, gather what is left over. An axis that must leave from the
+    middle of a dimension takes the ones behind it along. Reduction comes first
+    because a partial value has no layout that a program could state.
     """
     path = _Path(start, target, sizes)
-    path.slice(frozenset(partial))
     path.reduce(partial, scatter=reduction == "sum")
     while path.layout != target:
-        if not (path.slice(frozenset()) or path.move() or path.gather()):
+        if not (path.slice() or path.move() or path.gather()):
             raise AssertionError(f"no way from {start} to {target}")
     return tuple(path.steps)
 
@@ -108,10 +108,10 @@ class _Path:
             return want[len(have)]
         return None
 
-    def slice(self, partial: frozenset[int]) -> bool:
+    def slice(self) -> bool:
         """Splits dimensions over axes that hold nothing yet; costs no bytes."""
         before = self.layout
-        layout, used = before, axes_of(before) | partial
+        layout, used = before, axes_of(before)
         for dim in range(len(before)):
             while (axis := self.next_axis(dim)) is not None and axis not in used:
                 layout = self.replaced(dim, (*self.layout[dim], axis))

@@ -44,7 +44,7 @@ def test_one_device():
     assert level.link == local.from_preset(local.take_devices(1))[1][-1].link
     assert [check.name for check in found.checks] == ["matmul float32 48"]
     assert found.cluster.device.matmul_efficiency == 1.0
-    assert any("matmul float32" in line for line in said)
+    assert any("matrix products of float32" in line for line in said)
     assert "held out" in str(found)
 
 

@@ -1,0 +1,160 @@
+"""A solved problem as layouts: what each operator reads and makes, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from autopar.planner.layout import Axes, Layout, Step, reshard_steps
+from autopar.planner.nodes import Contraction
+from autopar.planner.problem import Copy
+from autopar.planner.strategies import Strategy, layout_of
+from autopar.planner.uses import Source, ValueClass, node_dims, value_class
+from autopar_passes.apply import Hop
+from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.roles import Role
+from autopar_passes.rules import Dims
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyChoice:
+    """The layout of a shared copy, and whether it is the forward copy kept."""
+
+    layout: Layout
+    reuse: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assignment:
+    """Strategies of all nodes and copies of one graph (a `LayoutPlan`).
+
+    Attributes:
+      graph: the operator graph.
+      contraction: its nodes.
+      sources: who reads what.
+      sizes: size of each mesh axis.
+      strategies: the strategy of each node.
+      copies: (value class, backward) -> the copy's choice.
+    """
+
+    graph: OperatorGraph
+    contraction: Contraction
+    sources: dict[ValueClass, Source]
+    sizes: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    copies: dict[tuple[ValueClass, bool], CopyChoice]
+
+    def home_layout(self, value: int) -> Layout:
+        """The layout in which a value is kept."""
+        home = self.contraction.homes.get(value)
+        if home is None:
+            return ((),) * len(self.graph.values[value].shape)
+        return layout_of(self.strategies[home.node], home.dims)
+
+    def layout(self, op: Operator, dims: Dims) -> Layout:
+        """The layout of an operand or result under the operator's own strategy."""
+        node = self.contraction.node_of[op.class_index]
+        return layout_of(
+            self.strategies[node], node_dims(self.contraction, op, dims)
+        )
+
+    def partial(self, op: Operator) -> Axes:
+        """The axes over which an operator's results are partial."""
+        node = self.contraction.nodes[self.contraction.node_of[op.class_index]]
+        mapping = node.members[op.class_index]
+        reduced = [mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0]
+        return tuple(
+            sorted(a for f in reduced for a in self.strategies[node.index][f])
+        )
+
+    def operand(self, op: Operator, slot: int) -> Layout | None:
+        """See `LayoutPlan`."""
+        if op.class_index not in self.contraction.node_of:
+            return None
+        return self.layout(op, op.rule.operands[slot])
+
+    def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
+        """See `LayoutPlan`."""
+        if not self.graph.values[op.outputs[slot]].shape:
+            return ()
+        if op.class_index not in self.contraction.node_of:
+            return ()
+        own = self.layout(op, op.rule.results[slot])
+        return (own, *(s.layout for s in self.result_steps(op, slot) if s.layout != own))
+
+    def result_steps(self, op: Operator, slot: int) -> tuple[Step, ...]:
+        """The collectives between an operator and the home of its result."""
+        own = self.layout(op, op.rule.results[slot])
+        home = self.home_layout(op.outputs[slot])
+        kind = op.rule.reduction
+        if op.outputs[slot] not in self.contraction.homes:
+            home = own
+        node = self.contraction.nodes[self.contraction.node_of[op.class_index]]
+        if node.kind != "contraction":
+            kind = "all"
+        return reshard_steps(own, home, self.partial(op), kind, self.sizes)
+
+    def floating(self, value: int) -> bool:
+        """See `LayoutPlan`."""
+        return value in self.contraction.floating
+
+    def output(self, position: int) -> Layout | None:
+        """See `LayoutPlan`: carried state leaves as it came."""
+        for given in self.graph.inputs:
+            if given.output == position and given.value in self.contraction.homes:
+                return self.home_layout(given.value)
+        return None
+
+    def is_backward(self, op: Operator) -> bool:
+        """See `LayoutPlan`."""
+        return op.role is not Role.FORWARD or op.kind == "return"
+
+    def route(self, value: int, layout: Layout, backward: bool) -> tuple[Hop, ...]:
+        """See `LayoutPlan`."""
+        return tuple(
+            Hop(
+                (value, name, target),
+                tuple(s.layout for s in reshard_steps(start, target, (), "", self.sizes)),
+                fresh,
+            )
+            for name, start, target, fresh in self.legs(value, layout, backward)
+            if start != target or fresh
+        )
+
+    def legs(
+        self, value: int, layout: Layout, backward: bool
+    ) -> Iterator[tuple[str, Layout, Layout, bool]]:
+        """Yields (name, from, to, fresh): to the copy, then to the reader."""
+        home = self.home_layout(value)
+        if value not in self.contraction.homes or layout == home:
+            return
+        key = value_class(self.contraction, value)
+        choice = self.copies.get((key, backward))
+        if choice is None:
+            yield "direct", home, layout, False
+            return
+        other = self.copies.get((key, not backward))
+        name = "backward" if backward and not choice.reuse and other else "forward"
+        fresh = name == "backward" and other is not None and (
+            choice.layout == other.layout != home
+        )
+        yield name, home, choice.layout, fresh
+        yield name, choice.layout, layout, False
+
+
+def assign(
+    graph: OperatorGraph,
+    contraction: Contraction,
+    sources: dict[ValueClass, Source],
+    sizes: tuple[int, ...],
+    strategies: Sequence[Strategy],
+    copies: Sequence[tuple[Copy, int]],
+) -> Assignment:
+    """Makes an assignment from strategies and the chosen strategy of each copy."""
+    chosen = {
+        (c.value_class, c.backward): CopyChoice(
+            layout_of(c.space.strategies[k], c.dims), c.reuse[k]
+        )
+        for c, k in copies
+    }
+    return Assignment(graph, contraction, sources, sizes, tuple(strategies), chosen)

@@ -1,0 +1,242 @@
+"""The planner's problem: nodes, copies and edges, priced for one mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from autopar.planner.layout import Axes, Layout
+from autopar.planner.nodes import Contraction, Node
+from autopar.planner.price import Pricer
+from autopar.planner.strategies import Space, Strategy, copy_space, strategy_space
+from autopar.planner.uses import Source, Use, ValueClass
+from autopar.planner.work import class_trips, materialized, node_work_s
+from autopar_passes.graph import OperatorGraph
+from autopar_passes.rules import Dims
+from autopar_solver import ShardingProblem
+
+# Says which strategies of a node a restricted plan may use.
+Restriction = Callable[[Node, Strategy], bool]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Copy:
+    """A shared copy of a value, in a layout of its own.
+
+    Attributes:
+      node: its node in the problem.
+      value_class: the value it is a copy of.
+      backward: whether backward readers share it, rather than forward ones.
+      factors: size of each factor; ``dims`` are in these factors.
+      dims: the factors of each dimension of the value.
+      space: its strategies.
+      reuse: for each strategy, whether it keeps the forward copy.
+      uses: the readers that share it.
+    """
+
+    node: int
+    value_class: ValueClass
+    backward: bool
+    dims: Dims
+    space: Space
+    reuse: tuple[bool, ...]
+    uses: tuple[Use, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Formulation:
+    """A priced problem and what its nodes stand for."""
+
+    problem: ShardingProblem
+    spaces: tuple[Space, ...]
+    copies: tuple[Copy, ...]
+    pricer: Pricer
+    written: frozenset[int]
+
+
+def contraction_partials(
+    graph: OperatorGraph, contraction: Contraction, node: Node, space: Space
+) -> list[Axes]:
+    """The axes over which a contraction's result is partial, by strategy."""
+    op = graph.operators[node.root]
+    mapping = node.members[node.root]
+    reduced = [mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0]
+    return [tuple(sorted(a for f in reduced for a in s[f])) for s in space.strategies]
+
+
+class Formulator:
+    """Builds the problems of one graph for any mesh."""
+
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        contraction: Contraction,
+        sources: dict[ValueClass, Source],
+    ) -> None:
+        self.graph = graph
+        self.contraction = contraction
+        self.sources = sources
+        self.trips = class_trips(graph)
+        self.written = materialized(graph, contraction)
+
+    def formulate(
+        self, pricer: Pricer, restriction: Restriction | None = None
+    ) -> Formulation:
+        """Prices every strategy and every resharding on one mesh."""
+        spaces, costs = self.node_costs(pricer, restriction)
+        edges: list[tuple[int, int]] = []
+        matrices: list[np.ndarray] = []
+        for edge, matrix in self.result_edges(spaces, pricer):
+            edges.append(edge)
+            matrices.append(matrix)
+        copies: list[Copy] = []
+        for source in self.sources.values():
+            start = len(self.contraction.nodes) + len(copies)
+            made = self.make_copies(source, start, pricer)
+            copies.extend(made)
+            for edge, matrix in self.source_edges(source, made, spaces, pricer):
+                edges.append(edge)
+                matrices.append(matrix)
+        problem = ShardingProblem(
+            name="step",
+            node_costs=(*costs, *(np.zeros(len(c.space.strategies)) for c in copies)),
+            edges=tuple(edges),
+            edge_costs=tuple(matrices),
+        )
+        all_spaces = (*spaces, *(c.space for c in copies))
+        return Formulation(
+            problem, all_spaces, tuple(copies), pricer, frozenset(self.written)
+        )
+
+    def node_costs(
+        self, pricer: Pricer, restriction: Restriction | None
+    ) -> tuple[list[Space], list[np.ndarray]]:
+        spaces: list[Space] = []
+        costs: list[np.ndarray] = []
+        for node in self.contraction.nodes:
+            space = strategy_space(self.graph, self.contraction, node, pricer.sizes)
+            if restriction is not None:
+                kept = tuple(s for s in space.strategies if restriction(node, s))
+                space = Space(kept or space.strategies[:1])
+            spaces.append(space)
+            costs.append(
+                node_work_s(
+                    self.graph, self.contraction, node, space, pricer,
+                    self.trips, self.written,
+                )
+            )  # fmt: skip
+        return spaces, costs
+
+    def result_edges(
+        self, spaces: Sequence[Space], pricer: Pricer
+    ) -> list[tuple[tuple[int, int], np.ndarray]]:
+        """Edges from a contraction to its result, which take the reduction."""
+        out: list[tuple[tuple[int, int], np.ndarray]] = []
+        for node in self.contraction.nodes:
+            if node.kind != "contraction":
+                continue
+            op = self.graph.operators[node.root]
+            mapping = node.members[node.root]
+            partials = contraction_partials(
+                self.graph, self.contraction, node, spaces[node.index]
+            )
+            for value, dims in zip(op.outputs, op.rule.results, strict=True):
+                home = self.contraction.homes.get(value)
+                if home is None:
+                    continue
+                own = tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
+                starts = list(
+                    zip(spaces[node.index].layouts(own), partials, strict=True)
+                )
+                targets = spaces[home.node].layouts(home.dims)
+                nbytes = self.graph.values[value].nbytes
+                matrix = pricer.reshard_matrix(starts, targets, op.rule.reduction, nbytes)
+                weight = self.trips[op.class_index]
+                out.append(((node.index, home.node), weight * matrix))
+        return out
+
+    def make_copies(self, source: Source, start: int, pricer: Pricer) -> list[Copy]:
+        foreign = source.foreign
+        if len({(u.node, u.dims) for u in foreign}) < 2:
+            return []
+        home = self.contraction.nodes[source.home.node]
+        used = sorted({f for d in source.home.dims for f in d})
+        number = {f: k for k, f in enumerate(used)}
+        factors = [home.factors[f][0] for f in used]
+        dims = tuple(tuple(number[f] for f in d) for d in source.home.dims)
+        plain = copy_space(factors, pricer.sizes, orders=len(pricer.sizes) <= 2)
+        groups = [
+            (backward, tuple(u for u in foreign if u.backward is backward))
+            for backward in (False, True)
+        ]
+        groups = [(b, uses) for b, uses in groups if uses]
+        copies: list[Copy] = []
+        for k, (backward, uses) in enumerate(groups):
+            twice = k == 1
+            space = Space(plain.strategies * 2) if twice else plain
+            half = len(plain.strategies)
+            reuse = (False,) * half + (True,) * half if twice else (False,) * half
+            copies.append(
+                Copy(start + k, source.value_class, backward, dims, space, reuse, uses)
+            )
+        return copies
+
+    def source_edges(
+        self,
+        source: Source,
+        copies: Sequence[Copy],
+        spaces: Sequence[Space],
+        pricer: Pricer,
+    ) -> list[tuple[tuple[int, int], np.ndarray]]:
+        nbytes = float(self.graph.values[source.example].nbytes)
+        home = spaces[source.home.node].layouts(source.home.dims)
+        out: list[tuple[tuple[int, int], np.ndarray]] = []
+        if not copies:
+            for use in source.foreign:
+                matrix = self.matrix(home, spaces[use.node].layouts(use.dims), nbytes, pricer)
+                out.append(((source.home.node, use.node), use.weight * matrix))
+            return out
+        for copy in copies:
+            layouts = copy.space.layouts(copy.dims)
+            fetch = self.matrix(home, layouts, nbytes, pricer) * _most(copy.uses)
+            fetch = np.where(np.array(copy.reuse), 0.0, fetch)
+            out.append(((source.home.node, copy.node), fetch))
+            for use in copy.uses:
+                target = spaces[use.node].layouts(use.dims)
+                matrix = self.matrix(layouts, target, nbytes, pricer)
+                out.append(((copy.node, use.node), use.weight * matrix))
+        if len(copies) == 2:
+            out.append(((copies[0].node, copies[1].node), _reuse_matrix(*copies)))
+        return out
+
+    def matrix(
+        self,
+        starts: Sequence[Layout],
+        targets: Sequence[Layout],
+        nbytes: float,
+        pricer: Pricer,
+    ) -> np.ndarray:
+        return pricer.reshard_matrix([(s, ()) for s in starts], targets, "", nbytes)
+
+
+def _most(uses: Sequence[Use]) -> float:
+    """How often the copy is made: once for each instance and trip."""
+    trips: dict[int, float] = {}
+    for use in uses:
+        for value, (_, _, count) in use.readers.items():
+            trips[value] = max(trips.get(value, 0.0), count)
+    return sum(trips.values())
+
+
+def _reuse_matrix(forward: Copy, backward: Copy) -> np.ndarray:
+    """A backward copy that reuses the forward one must have its layout."""
+    same = np.array(
+        [
+            [a == b for b in backward.space.strategies]
+            for a in forward.space.strategies
+        ]
+    )
+    reuse = np.array(backward.reuse)[None, :]
+    return np.where(reuse & ~same, np.inf, 0.0)

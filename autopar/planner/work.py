@@ -1,0 +1,144 @@
+"""The arithmetic and memory traffic of operators, after fusion."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.cost.compute import attained_flops_per_s
+from autopar.planner.nodes import Contraction, Node
+from autopar.planner.price import Pricer
+from autopar.planner.strategies import Space, layout_of
+from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.rules import FactorKind
+
+# Boundary operators hand values over; they compute nothing.
+_BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})
+# Products on the matrix units; everything else runs on the vector units.
+MATRIX = frozenset({"dot_general", "conv_general_dilated"})
+
+
+def materialized(graph: OperatorGraph, contraction: Contraction) -> set[int]:
+    """Returns the values that a fusing compiler writes to memory.
+
+    An element-wise result is fused into its readers; it is written where a
+    reader is no element-wise operator (a product, a reduction's result, a
+    boundary), and so is every result of an operator that is none itself.
+    """
+    out: set[int] = set()
+    for op in graph.operators:
+        fuses = is_elementwise(op)
+        if not fuses:
+            out.update(op.outputs)
+        if op.kind in _BOUNDARY or op.kind in MATRIX or op.kind in ("gather", "scatter-add"):
+            out.update(v for v in op.inputs if v is not None)
+    return out - contraction.floating
+
+
+def is_elementwise(op: Operator) -> bool:
+    """Whether a compiler fuses the operator into its readers."""
+    if op.kind in _BOUNDARY or op.kind in ("slice_step", "stack_step", "random_bits"):
+        return False
+    if op.kind in ("gather", "scatter-add", "sort", "top_k") or op.kind in MATRIX:
+        return False
+    return all(k is not FactorKind.REDUCE for k in op.rule.kinds)
+
+
+def class_trips(graph: OperatorGraph) -> dict[int, float]:
+    """Returns how often the operators of each class run in a step, together."""
+    out: dict[int, float] = {}
+    for op in graph.operators:
+        out[op.class_index] = out.get(op.class_index, 0.0) + op.trips
+    return out
+
+
+def node_work_s(
+    graph: OperatorGraph,
+    contraction: Contraction,
+    node: Node,
+    space: Space,
+    pricer: Pricer,
+    trips: dict[int, float],
+    written: set[int],
+) -> np.ndarray:
+    """Returns seconds of work of a node under each of its strategies.
+
+    Work is divided by the axes given to an operator's factors: an axis that an
+    operator does not use repeats its whole work on every device of that axis.
+    """
+    total = np.zeros(len(space.strategies))
+    split = np.array(
+        [[pricer.group(axes) for axes in s] for s in space.strategies], dtype=float
+    ).reshape(len(space.strategies), -1)
+    for member, mapping in node.members.items():
+        op = graph.operators[member]
+        if op.kind in _BOUNDARY:
+            continue
+        used = sorted({f for f in mapping if f >= 0})
+        shards = split[:, used].prod(axis=1) if used else np.ones(len(total))
+        seconds = operator_s(graph, op, shards, pricer, written)
+        total += trips[member] * seconds
+        total += trips[member] * _reduction_s(graph, op, mapping, space, pricer)
+    return total
+
+
+def operator_s(
+    graph: OperatorGraph,
+    op: Operator,
+    shards: np.ndarray,
+    pricer: Pricer,
+    written: set[int],
+) -> np.ndarray:
+    """Roofline seconds of one operator, by the number of shards of its work.
+
+    A kernel's fixed time is charged once for each result that is written.
+    """
+    device = pricer.cluster.device
+    arrays = [v for v in (*op.inputs, *op.outputs) if v is not None and v in written]
+    nbytes = sum(graph.values[v].nbytes for v in arrays)
+    first = op.inputs[0] if op.inputs and op.inputs[0] is not None else None
+    value = graph.values[first if first is not None else op.outputs[0]]
+    rate = attained_flops_per_s(str(value.dtype), device, op.kind in MATRIX)
+    work = np.maximum(
+        op.flops / rate / shards, nbytes / device.memory_bandwidth_bytes_per_s / shards
+    )
+    kernels = any(v in written for v in op.outputs)
+    return work + (device.kernel_latency_s if kernels else 0.0)
+
+
+def _reduction_s(
+    graph: OperatorGraph,
+    op: Operator,
+    mapping: tuple[int, ...],
+    space: Space,
+    pricer: Pricer,
+) -> np.ndarray:
+    """Seconds of the all-reduces of a small reduction that follows its operand."""
+    total = np.zeros(len(space.strategies))
+    reduced = [mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0]
+    if not reduced:
+        return total
+    for i, strategy in enumerate(space.strategies):
+        partial = tuple(sorted(a for f in reduced for a in strategy[f]))
+        if partial:
+            total[i] = sum(
+                _all_reduce_s(graph, v, dims, strategy, mapping, partial, pricer)
+                for v, dims in zip(op.outputs, op.rule.results, strict=True)
+            )
+    return total
+
+
+def _all_reduce_s(
+    graph: OperatorGraph,
+    value: int,
+    dims: Sequence[tuple[int, ...]],
+    strategy: tuple[tuple[int, ...], ...],
+    mapping: tuple[int, ...],
+    partial: tuple[int, ...],
+    pricer: Pricer,
+) -> float:
+    own = tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
+    layout = layout_of(strategy, own)
+    nbytes = graph.values[value].nbytes
+    return pricer.reshard_s(layout, layout, partial, "all", nbytes)

@@ -1,0 +1,388 @@
+"""Replays a flat program with the layouts of a plan stated in it.
+
+Every value is pinned where it is made, and every resharding is stated step by
+step where a reader needs another layout, so that the compiler's partitioner
+has nothing left to choose.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar_passes import jax_compat
+from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.program import Atom, Constant, Equation, Program, Region, walk
+
+# Mesh axes of each dimension, major to minor, as positions in the mesh.
+Layout = tuple[tuple[int, ...], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Hop:
+    """One resharded form of a value, made from another one.
+
+    Attributes:
+      key: names the form; the same key is the same array.
+      layouts: the layouts to state one after the other, the last one stays.
+      fresh: keep the compiler from merging it with an equal earlier form.
+    """
+
+    key: tuple[Any, ...]
+    layouts: tuple[Layout, ...]
+    fresh: bool = False
+
+
+class LayoutPlan(Protocol):
+    """What the replay asks of a plan."""
+
+    def operand(self, op: Operator, slot: int) -> Layout | None:
+        """The layout an operand must have; None: as it comes."""
+        ...
+
+    def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
+        """The layouts to state for a result, in order; empty: none."""
+        ...
+
+    def floating(self, value: int) -> bool:
+        """Whether each reader makes the value itself, in its own layout."""
+        ...
+
+    def route(self, value: int, layout: Layout, backward: bool) -> tuple[Hop, ...]:
+        """The forms that lead from a value's home to a reader's layout."""
+        ...
+
+    def is_backward(self, op: Operator) -> bool:
+        """Whether an operator reads the backward copies."""
+        ...
+
+    def output(self, position: int) -> Layout | None:
+        """The layout in which a flat output must leave; None: as it comes."""
+        ...
+
+
+def replay(
+    program: Program, graph: OperatorGraph, plan: LayoutPlan, mesh: Any
+) -> Callable[..., list[Any]]:
+    """Returns a function of the flat arguments that states the plan's layouts.
+
+    Args:
+      program: the flat step.
+      graph: its operator graph.
+      plan: the layouts.
+      mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
+    """
+    operators: dict[int, list[Operator]] = {}
+    producer: dict[int, Operator] = {}
+    for op in graph.operators:
+        operators.setdefault(op.equation, []).append(op)
+        producer.update((v, op) for v in op.outputs)
+    sources = {e.index: e for e in walk(program.body)}
+
+    def run(*arguments: Any) -> list[Any]:
+        replayer = _Replayer(program, operators, producer, sources, plan, mesh)
+        values = dict(
+            zip(program.body.inputs, (*arguments, *program.constants), strict=True)
+        )
+        for op in operators.get(-1, []):
+            if op.kind == "input":
+                value = op.outputs[0]
+                values[value] = replayer.pin(values[value], plan.results(op, 0))
+        return replayer.step(program.body, values)
+
+    return run
+
+
+class _Forms:
+    """The values of one scope and their resharded forms."""
+
+    def __init__(self, values: dict[int, Any], outer: _Forms | None) -> None:
+        self.values = values
+        self.forms: dict[tuple[Any, ...], Any] = {}
+        self.outer = outer
+
+    def value(self, number: int) -> Any:
+        scope: _Forms | None = self
+        while scope is not None:
+            if number in scope.values:
+                return scope.values[number]
+            scope = scope.outer
+        raise KeyError(number)
+
+
+class _Replayer:
+    def __init__(
+        self,
+        program: Program,
+        operators: dict[int, list[Operator]],
+        producer: dict[int, Operator],
+        sources: dict[int, Equation],
+        plan: LayoutPlan,
+        mesh: Any,
+    ) -> None:
+        self.program = program
+        self.operators = operators
+        self.producer = producer
+        self.sources = sources
+        self.plan = plan
+        self.mesh = mesh
+        self.scope: _Forms | None = None
+
+    def step(self, body: Region, values: dict[int, Any]) -> list[Any]:
+        """The whole program; carried state leaves in the layout it came in."""
+        self.scope = _Forms(values, None)
+        for eqn in body.equations:
+            self.equation(eqn)
+        layouts = [self.plan.output(k) for k in range(len(body.outputs))]
+        return [
+            self.plain(a) if layout is None else self.read(a, layout, True)
+            for a, layout in zip(body.outputs, layouts, strict=True)
+        ]
+
+    def region(self, region: Region, values: dict[int, Any]) -> list[Any]:
+        self.scope = _Forms(values, self.scope)
+        for eqn in region.equations:
+            self.equation(eqn)
+        out = [self.plain(a) for a in region.outputs]
+        self.scope = self.scope.outer
+        return out
+
+    def forms(self) -> _Forms:
+        assert self.scope is not None
+        return self.scope
+
+    def pin(self, array: Any, layouts: Sequence[Layout]) -> Any:
+        for layout in layouts:
+            array = constrain(array, self.mesh, layout)
+        return array
+
+    def plain(self, atom: Atom) -> Any:
+        """A value as it comes, without a layout of the reader's."""
+        if isinstance(atom, Constant):
+            return atom.value
+        if self.plan.floating(atom) and atom not in self.forms().values:
+            return self.make(atom, None, False)
+        return self.forms().value(atom)
+
+    def read(self, atom: Atom, layout: Layout | None, backward: bool) -> Any:
+        if isinstance(atom, Constant):
+            return atom.value
+        if self.plan.floating(atom):
+            return self.make(atom, layout, backward)
+        if layout is None:
+            return self.forms().value(atom)
+        array = self.forms().value(atom)
+        forms = self.forms().forms
+        for hop in self.plan.route(atom, layout, backward):
+            if hop.key not in forms:
+                made = jax.lax.optimization_barrier(array) if hop.fresh else array
+                forms[hop.key] = self.pin(made, hop.layouts)
+            array = forms[hop.key]
+        return array
+
+    def make(self, value: int, layout: Layout | None, backward: bool) -> Any:
+        """Makes a floating value in the layout that its reader wants."""
+        key = ("floating", value, layout, backward)
+        forms = self.forms().forms
+        if key not in forms:
+            op = self.producer[value]
+            eqn = self.sources[op.equation]
+            wanted = _operand_layouts(op, layout)
+            args = [
+                self.read(a, w, backward)
+                for a, w in zip(eqn.inputs, wanted, strict=True)
+            ]
+            with jax_compat.source_of(eqn.source):
+                (array,) = jax_compat.bind(eqn.source, *args)
+            forms[key] = array if layout is None else constrain(array, self.mesh, layout)
+        return forms[key]
+
+    def operand(self, op: Operator, slot: int, atom: Atom) -> Any:
+        layout = self.plan.operand(op, slot)
+        return self.read(atom, layout, self.plan.is_backward(op))
+
+    def equation(self, eqn: Equation) -> None:
+        ops = self.operators[eqn.index]
+        with jax_compat.source_of(eqn.source):
+            match eqn.primitive:
+                case "scan":
+                    out = self.scan(eqn, ops)
+                case "while":
+                    out = self.loop(eqn, ops)
+                case "cond":
+                    out = self.cond(eqn, ops)
+                case _:
+                    out = self.primitive(eqn, ops[0])
+        self.forms().values.update(zip(eqn.outputs, out, strict=True))
+
+    def primitive(self, eqn: Equation, op: Operator) -> list[Any]:
+        if len(eqn.outputs) == 1 and self.plan.floating(eqn.outputs[0]):
+            return [None]
+        args = [self.operand(op, k, a) for k, a in enumerate(eqn.inputs)]
+        out = jax_compat.bind(eqn.source, *args)
+        return [self.pin(x, self.plan.results(op, k)) for k, x in enumerate(out)]
+
+    def enter(self, ops: Sequence[Operator], inputs: Sequence[int], args: Any) -> dict[int, Any]:
+        """The values of a region's inputs, pinned as their boundary operators say."""
+        found = dict(zip(inputs, args, strict=True))
+        for op in ops:
+            for slot, value in enumerate(op.outputs):
+                if value in found:
+                    found[value] = self.pin(found[value], self.plan.results(op, slot))
+        return found
+
+    def scan(self, eqn: Equation, ops: list[Operator]) -> list[Any]:
+        params, body = eqn.params, eqn.regions[0]
+        consts, carry = params["num_consts"], params["num_carry"]
+        first = consts + carry
+        enters, stacks = ops[: len(eqn.inputs)], ops[len(eqn.inputs) :]
+        outer = [self.operand(op, 0, a) for op, a in zip(enters, eqn.inputs, strict=True)]
+
+        def step(carried: Any, sliced: Any) -> tuple[Any, Any]:
+            args = (*outer[:consts], *carried, *sliced)
+            self.scope = _Forms(self.enter(enters, body.inputs, args), self.scope)
+            for inner in body.equations:
+                self.equation(inner)
+            ends = [
+                self.operand(op, 1, a)
+                for op, a in zip(enters[consts:first], body.outputs, strict=False)
+            ]
+            ys = [
+                self.operand(op, 0, a)
+                for op, a in zip(stacks, body.outputs[carry:], strict=True)
+            ]
+            self.scope = self.scope.outer
+            return _as_avals(ends, carried), ys
+
+        end, stacked = jax.lax.scan(
+            step, outer[consts:first], outer[first:], length=params["length"],
+            reverse=params["reverse"], unroll=params["unroll"],
+        )  # fmt: skip
+        pinned = [
+            self.pin(x, self.plan.results(op, 1))
+            for x, op in zip(end, enters[consts:first], strict=True)
+        ]
+        pinned += [
+            self.pin(x, self.plan.results(op, 0))
+            for x, op in zip(stacked, stacks, strict=True)
+        ]
+        return pinned
+
+    def loop(self, eqn: Equation, ops: list[Operator]) -> list[Any]:
+        cond, body = eqn.regions
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        outer = [self.operand(op, 0, a) for op, a in zip(ops, eqn.inputs, strict=True)]
+        carries = ops[n_cond + n_body :]
+
+        def test(carried: Any) -> Any:
+            args = (*outer[:n_cond], *carried)
+            return self.region(cond, self.enter(ops, cond.inputs, args))[0]
+
+        def step(carried: Any) -> Any:
+            args = (*outer[n_cond : n_cond + n_body], *carried)
+            self.scope = _Forms(self.enter(ops, body.inputs, args), self.scope)
+            for inner in body.equations:
+                self.equation(inner)
+            ends = [
+                self.operand(op, 1, a)
+                for op, a in zip(carries, body.outputs, strict=True)
+            ]
+            self.scope = self.scope.outer
+            return _as_avals(ends, carried)
+
+        end = jax.lax.while_loop(test, step, outer[n_cond + n_body :])
+        return [
+            self.pin(x, self.plan.results(op, 2))
+            for x, op in zip(end, carries, strict=True)
+        ]
+
+    def cond(self, eqn: Equation, ops: list[Operator]) -> list[Any]:
+        count = len(eqn.inputs) - 1
+        merges = ops[count * len(eqn.regions) :]
+        branches: list[Callable[..., Any]] = []
+        arguments: list[Any] = []
+        for b, region in enumerate(eqn.regions):
+            enters = ops[b * count : (b + 1) * count]
+            arguments.append(
+                [
+                    self.operand(op, 0, a)
+                    for op, a in zip(enters, eqn.inputs[1:], strict=True)
+                ]
+            )
+            branches.append(self.branch(region, enters, merges, b))
+        index = self.plain(eqn.inputs[0])
+        out = jax.lax.switch(
+            index,
+            [lambda args, f=f, b=b: f(args[b]) for b, f in enumerate(branches)],
+            arguments,
+        )
+        return [
+            self.pin(x, self.plan.results(op, 0)) for x, op in zip(out, merges, strict=True)
+        ]
+
+    def branch(
+        self, region: Region, enters: list[Operator], merges: list[Operator], slot: int
+    ) -> Callable[[Any], list[Any]]:
+        def run(args: Any) -> list[Any]:
+            self.scope = _Forms(self.enter(enters, region.inputs, args), self.scope)
+            for inner in region.equations:
+                self.equation(inner)
+            ends = [
+                self.operand(op, slot, a)
+                for op, a in zip(merges, region.outputs, strict=True)
+            ]
+            self.scope = self.scope.outer
+            types = [self.program.values[op.outputs[0]] for op in merges]
+            return [
+                jax.numpy.asarray(x, v.dtype) if not hasattr(x, "dtype") else x
+                for x, v in zip(ends, types, strict=True)
+            ]
+
+        return run
+
+
+def _as_avals(ends: Sequence[Any], carried: Sequence[Any]) -> list[Any]:
+    """Turns constants that end a loop into arrays of the carry's type."""
+    return [
+        e if hasattr(e, "aval") else jax.numpy.asarray(e, c.dtype)
+        for e, c in zip(ends, carried, strict=True)
+    ]
+
+
+def _operand_layouts(op: Operator, layout: Layout | None) -> list[Layout | None]:
+    """What a floating operator needs of its operands to make this layout."""
+    if layout is None:
+        return [None] * len(op.inputs)
+    given = {
+        dim[0]: axes
+        for dim, axes in zip(op.rule.results[0], layout, strict=True)
+        if dim
+    }
+    return [
+        tuple(given.get(d[0], ()) if d else () for d in dims)
+        for dims in op.rule.operands
+    ]
+
+
+def partition_spec(mesh: Any, layout: Layout) -> PartitionSpec:
+    """Returns JAX's form of a layout."""
+    names = mesh.axis_names
+    entries = [
+        None if not axes else names[axes[0]] if len(axes) == 1 else tuple(names[a] for a in axes)
+        for axes in layout
+    ]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def constrain(array: Any, mesh: Any, layout: Layout) -> Any:
+    """States the layout of an array in the program being traced."""
+    if not layout or jax_compat.is_extended(array.dtype):
+        return array
+    sharding = NamedSharding(mesh, partition_spec(mesh, layout))
+    return jax.lax.with_sharding_constraint(array, sharding)

@@ -1,0 +1,234 @@
+"""Reads the communication of a partitioned program from the compiler itself.
+
+`shardy_collectives` runs the compiler's partitioner on a lowered program; no
+device is needed. Two forms that accelerators' later passes rewrite are
+normalised: an all-reduce of which only a slice is kept is a reduce-scatter,
+and the same collective of the same array twice is done once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from jax.extend.mlir import passmanager
+
+_PARTITION = (
+    "builtin.module(sdy-propagation-pipeline,"
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
+    "func.func(sdy-reshard-to-collectives))"
+)
+_KINDS = {
+    "sdy.all_gather": "all_gather",
+    "sdy.all_reduce": "all_reduce",
+    "sdy.reduce_scatter": "reduce_scatter",
+    "sdy.all_to_all": "all_to_all",
+    "sdy.collective_permute": "collective_permute",
+}
+_AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
+_SHARDING = re.compile(r"out_sharding=<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AuditedCollective:
+    """One collective that the compiler will run.
+
+    Attributes:
+      kind: as in `autopar.cost.collectives`.
+      axes: names of the mesh axes of its group.
+      group: number of devices in its group.
+      nbytes: its charged size: what one device puts in (all-reduce,
+        reduce-scatter, all-to-all, permute) or gets (all-gather).
+      trips: how often it runs in a step.
+      source: where in the program it comes from.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    group: int
+    nbytes: float
+    trips: float
+    source: str
+
+    @property
+    def sent_bytes(self) -> float:
+        """Bytes that one device sends in one step."""
+        part = (self.group - 1) / self.group
+        match self.kind:
+            case "all_reduce":
+                ratio = 2 * part
+            case "collective_permute":
+                ratio = 1.0
+            case _:
+                ratio = part
+        return ratio * self.nbytes * self.trips
+
+
+def shardy_collectives(lowered: Any) -> tuple[AuditedCollective, ...]:
+    """Partitions a lowered program and lists its collectives.
+
+    Args:
+      lowered: a ``jax.stages.Lowered`` of a program with shardings.
+    """
+    module = lowered.compiler_ir("stablehlo").operation.clone()
+    with module.context:
+        passmanager.PassManager.parse(_PARTITION).run(module)
+        return tuple(_Auditor(module).functions())
+
+
+class _Auditor:
+    def __init__(self, module: Any) -> None:
+        self.bodies: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}
+        for op in module.regions[0].blocks[0].operations:
+            name = op.operation.name
+            if name == "sdy.mesh":
+                found = re.findall(r'"([^"]+)"=(\d+)', str(op.operation.attributes["mesh"]))
+                self.sizes = {axis: int(size) for axis, size in found}
+            elif name == "func.func":
+                self.bodies[op.attributes["sym_name"].value] = op
+
+    def functions(self) -> Iterator[AuditedCollective]:
+        yield from self.region(self.bodies["main"].regions[0], 1.0)
+
+    def region(self, region: Any, trips: float) -> Iterator[AuditedCollective]:
+        seen: set[tuple[Any, ...]] = set()
+        for block in region.blocks:
+            for op in block.operations:
+                name = op.operation.name
+                if name in _KINDS:
+                    key = (name, hash(op.operands[0]), _attributes(op))
+                    if key not in seen:
+                        seen.add(key)
+                        yield from self.collective(op, name, trips)
+                elif name in ("func.call", "call"):
+                    callee = self.bodies[op.attributes["callee"].value]
+                    yield from self.region(callee.regions[0], trips)
+                elif name == "stablehlo.while":
+                    count = _loop_count(op)
+                    for inner in op.regions:
+                        yield from self.region(inner, trips * count)
+                else:
+                    for inner in op.regions:
+                        yield from self.region(inner, trips)
+
+    def collective(self, op: Any, name: str, trips: float) -> Iterator[AuditedCollective]:
+        text = _header(op)
+        after = self.shard_bytes(op.results[0], text)
+        source = _source(op)
+        axes = self.axes(text.split(" out_sharding", 1)[0].split("%", 1)[0])
+        kind = _KINDS[name]
+        if kind == "all_to_all":
+            for part in re.findall(r"\{([^}]*)\}: \d+->\d+", text):
+                names, group = self.named(part)
+                yield AuditedCollective(kind, names, group, after, trips, source)
+            return
+        if kind == "all_reduce":
+            yield from self.reduction(op, text, after, trips, source)
+            return
+        names, group = axes
+        if kind == "collective_permute":
+            names, group = (), 2
+        nbytes = after * group if kind == "reduce_scatter" else after
+        yield AuditedCollective(kind, names, group, nbytes, trips, source)
+
+    def reduction(
+        self, op: Any, text: str, nbytes: float, trips: float, source: str
+    ) -> Iterator[AuditedCollective]:
+        """Splits an all-reduce into the part that is sliced after and the rest."""
+        head = text.split("%", 1)[0]
+        entries = [self.entry(m) for m in _AXIS.finditer(head)]
+        scattered: list[tuple[str, int]] = []
+        users = [u.owner for u in op.results[0].uses]
+        if len(users) == 1 and users[0].operation.name == "sdy.all_slice":
+            cut = _header(users[0]).split("%", 1)[0].split("=", 1)[-1]
+            sliced = {self.entry(m) for m in _AXIS.finditer(cut)}
+            scattered = [e for e in entries if e in sliced]
+        for name, size in scattered:
+            yield AuditedCollective("reduce_scatter", (name,), size, nbytes, trips, source)
+            nbytes /= size
+        rest = [e for e in entries if e not in scattered]
+        if rest:
+            group = math.prod(s for _, s in rest)
+            names = tuple(n for n, _ in rest)
+            yield AuditedCollective("all_reduce", names, group, nbytes, trips, source)
+
+    def entry(self, match: re.Match[str]) -> tuple[str, int]:
+        name, _, size = match.groups()
+        return name, int(size) if size else self.sizes[name]
+
+    def named(self, text: str) -> tuple[tuple[str, ...], int]:
+        entries = [self.entry(m) for m in _AXIS.finditer(text)]
+        return tuple(n for n, _ in entries), math.prod(s for _, s in entries)
+
+    def axes(self, text: str) -> tuple[tuple[str, ...], int]:
+        return self.named(text)
+
+    def shard_bytes(self, value: Any, text: str) -> float:
+        """Bytes of one shard of a collective's result."""
+        shape = list(value.type.shape)
+        bits = _bits(value.type.element_type)
+        match = _SHARDING.search(text)
+        group = self.named(match.group(1))[1] if match else 1
+        return math.prod(shape) * bits / 8 / group
+
+
+def _header(op: Any) -> str:
+    """The first line of an operation, without its result names."""
+    line = str(op.operation).split("\n", 1)[0]
+    return line.split(" = ", 1)[-1]
+
+
+def _attributes(op: Any) -> str:
+    return re.sub(r"%\w+", "%", _header(op))
+
+
+def _source(op: Any) -> str:
+    found = re.search(r'"([^"]+)"', str(op.operation.location))
+    return found.group(1) if found else ""
+
+
+def _bits(element: Any) -> int:
+    text = str(element)
+    if text == "i1":
+        return 8
+    found = re.search(r"(\d+)", text.removeprefix("f8E").lower() if "f8" in text else text)
+    if text.startswith("f8"):
+        return 8
+    return int(found.group(1)) if found else 32
+
+
+def _loop_count(op: Any) -> float:
+    """Reads the count of a counting loop off its condition."""
+    cond = op.regions[0].blocks[0]
+    for inner in cond.operations:
+        if inner.operation.name == "stablehlo.compare":
+            for operand in inner.operands:
+                number = _constant(operand)
+                if number is not None:
+                    return number
+                # The bound may be an operand of the loop.
+                position = _argument_position(operand, cond)
+                if position is not None:
+                    number = _constant(op.operands[position])
+                    if number is not None and number > 0:
+                        return number
+    return 1.0
+
+
+def _constant(value: Any) -> float | None:
+    owner = value.owner
+    if not hasattr(owner, "operation") or "constant" not in owner.operation.name:
+        return None
+    found = re.search(r"dense<(-?\d+)>", str(owner.operation))
+    return float(found.group(1)) if found else None
+
+
+def _argument_position(value: Any, block: Any) -> int | None:
+    for position, argument in enumerate(block.arguments):
+        if argument == value:
+            return position
+    return None
