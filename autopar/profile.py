@@ -48,7 +48,7 @@ class Settings:
 
 CPU_SETTINGS = Settings(
     dtypes=("float32", "bfloat16", "float16"),
-    matmul_sizes=(96, 192, 384, 768),
+    matmul_sizes=(96, 192, 384, 640),
     stream_bytes=1 << 29,
     collective_bytes=(1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23),
     check_matmul_size=512,

@@ -1,8 +1,9 @@
 """Public figures of common devices and of the links they usually come with.
 
-Peaks are dense (no sparsity), decimal, per device, from the vendors' datasheets
-named beside each. What a datasheet promises and what a program attains differ; the
-factors below say by how much. `autopar profile` replaces all of it by measurement.
+Peaks are dense (no sparsity), per device, from the vendors' datasheets named beside
+each; memory is taken as decimal even where a vendor means GiB (7 % more). What a
+datasheet promises and what a program attains differ; the factors below say by how
+much. `autopar profile` replaces all of it by measurement.
 """
 
 import dataclasses
@@ -15,18 +16,19 @@ from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
 # JAX itself reserves 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more:
 # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 USABLE_MEMORY = 0.9
-# Large copies reach about nine tenths of the datasheet's bandwidth (BabelStream on
-# A100 and H100, https://github.com/UoB-HPC/BabelStream).
+# Assumption, near what the STREAM kernels reach on current GPUs
+# (https://github.com/UoB-HPC/BabelStream).
 STREAM_EFFICIENCY = 0.9
-# Bus bandwidth of nccl-tests' all-reduce in one 8-GPU host: about 235 of 300 GB/s on
-# A100 and 360 of 450 GB/s on H100; between hosts over InfiniBand, about nine tenths.
-# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md
+# The bus bandwidth that nccl-tests report of large all-reduces on 8 A100 is 230-250 of
+# 300 GB/s (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md says
+# what that is). All-reduces on H100 reach more, by reductions inside the switch,
+# which are not modelled. The factor for networks is an assumption.
 NVLINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.9
 
-# Time of one step of a collective, from the order of the hardware latencies in
-# NCCL's tuner (src/graph/tuning.cc: NVLink 0.6-3.4 us, PCIe 1-5.7 us, network
-# 5-14 us by protocol); Ethernet and shared memory are assumptions; TPU links take
+# Time of one step of a collective, of the order of the hardware latencies of rings in
+# NCCL's tuner (src/graph/tuning.cc: NVLink 0.5-3.4 us, PCIe 1-6 us, network 3-14 us,
+# by protocol); Ethernet and shared memory are assumptions; TPU links take
 # about 1 us a hop (https://jax-ml.github.io/scaling-book/sharding/).
 NVLINK_LATENCY_S = 2e-6
 PCIE_LATENCY_S = 4e-6
@@ -35,8 +37,7 @@ ETHERNET_LATENCY_S = 30e-6
 ICI_LATENCY_S = 1e-6
 SHARED_MEMORY_LATENCY_S = 20e-6
 
-# Start of one kernel: CUDA launches take 2-5 us on the host and about 2 us on the
-# device between dependent kernels; TPU and CPU figures are assumptions.
+# Assumptions: the gap between two dependent kernels.
 GPU_KERNEL_LATENCY_S = 2e-6
 TPU_KERNEL_LATENCY_S = 1e-6
 CPU_KERNEL_LATENCY_S = 2e-6
@@ -149,8 +150,8 @@ def _tpu(
 
 
 def _a100() -> Preset:
-    # NVIDIA A100 80GB SXM datasheet; a DGX A100 has one 200 Gb/s port per GPU. Large
-    # bfloat16 products reach about 0.8 of the peak (MLPerf and vendor benchmarks).
+    # NVIDIA A100 80GB SXM datasheet; a DGX A100 has one 200 Gb/s port per GPU. The
+    # efficiency is an assumption.
     return _gpu(
         "a100",
         tera_flops={"float32": 156, "bfloat16": 312, "float16": 312, "int8": 624},

@@ -198,7 +198,9 @@ class _Replayer:
             ]
             with jax_compat.source_of(eqn.source):
                 (array,) = jax_compat.bind(eqn.source, *args)
-            forms[key] = array if layout is None else constrain(array, self.mesh, layout)
+            forms[key] = (
+                array if layout is None else constrain(array, self.mesh, layout)
+            )
         return forms[key]
 
     def operand(self, op: Operator, slot: int, atom: Atom) -> Any:
@@ -226,7 +228,9 @@ class _Replayer:
         out = jax_compat.bind(eqn.source, *args)
         return [self.pin(x, self.plan.results(op, k)) for k, x in enumerate(out)]
 
-    def enter(self, ops: Sequence[Operator], inputs: Sequence[int], args: Any) -> dict[int, Any]:
+    def enter(
+        self, ops: Sequence[Operator], inputs: Sequence[int], args: Any
+    ) -> dict[int, Any]:
         """The values of a region's inputs, pinned as their boundary operators say."""
         found = dict(zip(inputs, args, strict=True))
         for op in ops:
@@ -240,7 +244,9 @@ class _Replayer:
         consts, carry = params["num_consts"], params["num_carry"]
         first = consts + carry
         enters, stacks = ops[: len(eqn.inputs)], ops[len(eqn.inputs) :]
-        outer = [self.operand(op, 0, a) for op, a in zip(enters, eqn.inputs, strict=True)]
+        outer = [
+            self.operand(op, 0, a) for op, a in zip(enters, eqn.inputs, strict=True)
+        ]
 
         def step(carried: Any, sliced: Any) -> tuple[Any, Any]:
             args = (*outer[:consts], *carried, *sliced)
@@ -321,7 +327,8 @@ class _Replayer:
             arguments,
         )
         return [
-            self.pin(x, self.plan.results(op, 0)) for x, op in zip(out, merges, strict=True)
+            self.pin(x, self.plan.results(op, 0))
+            for x, op in zip(out, merges, strict=True)
         ]
 
     def branch(
@@ -372,7 +379,11 @@ def partition_spec(mesh: Any, layout: Layout) -> PartitionSpec:
     """Returns JAX's form of a layout."""
     names = mesh.axis_names
     entries = [
-        None if not axes else names[axes[0]] if len(axes) == 1 else tuple(names[a] for a in axes)
+        None
+        if not axes
+        else names[axes[0]]
+        if len(axes) == 1
+        else tuple(names[a] for a in axes)
         for axes in layout
     ]
     while entries and entries[-1] is None:

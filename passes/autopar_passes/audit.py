@@ -29,7 +29,9 @@ _KINDS = {
     "sdy.collective_permute": "collective_permute",
 }
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
-_SHARDING = re.compile(r"out_sharding=<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>")
+_SHARDING = re.compile(
+    r"out_sharding=<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>"
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,7 +88,9 @@ class _Auditor:
         for op in module.regions[0].blocks[0].operations:
             name = op.operation.name
             if name == "sdy.mesh":
-                found = re.findall(r'"([^"]+)"=(\d+)', str(op.operation.attributes["mesh"]))
+                found = re.findall(
+                    r'"([^"]+)"=(\d+)', str(op.operation.attributes["mesh"])
+                )
                 self.sizes = {axis: int(size) for axis, size in found}
             elif name == "func.func":
                 self.bodies[op.attributes["sym_name"].value] = op
@@ -115,11 +119,13 @@ class _Auditor:
                     for inner in op.regions:
                         yield from self.region(inner, trips)
 
-    def collective(self, op: Any, name: str, trips: float) -> Iterator[AuditedCollective]:
+    def collective(
+        self, op: Any, name: str, trips: float
+    ) -> Iterator[AuditedCollective]:
         text = _header(op)
         after = self.shard_bytes(op.results[0], text)
         source = _source(op)
-        axes = self.axes(text.split(" out_sharding", 1)[0].split("%", 1)[0])
+        axes = self.named(text.split("%", 1)[0])
         kind = _KINDS[name]
         if kind == "all_to_all":
             for part in re.findall(r"\{([^}]*)\}: \d+->\d+", text):
@@ -141,20 +147,29 @@ class _Auditor:
         """Splits an all-reduce into the part that is sliced after and the rest."""
         head = text.split("%", 1)[0]
         entries = [self.entry(m) for m in _AXIS.finditer(head)]
-        scattered: list[tuple[str, int]] = []
-        users = [u.owner for u in op.results[0].uses]
-        if len(users) == 1 and users[0].operation.name == "sdy.all_slice":
-            cut = _header(users[0]).split("%", 1)[0].split("=", 1)[-1]
-            sliced = {self.entry(m) for m in _AXIS.finditer(cut)}
-            scattered = [e for e in entries if e in sliced]
+        sliced = self.sliced_axes(op)
+        scattered = [e for e in entries if e in sliced]
         for name, size in scattered:
-            yield AuditedCollective("reduce_scatter", (name,), size, nbytes, trips, source)
+            yield AuditedCollective(
+                "reduce_scatter", (name,), size, nbytes, trips, source
+            )
             nbytes /= size
         rest = [e for e in entries if e not in scattered]
         if rest:
             group = math.prod(s for _, s in rest)
             names = tuple(n for n, _ in rest)
             yield AuditedCollective("all_reduce", names, group, nbytes, trips, source)
+
+    def sliced_axes(self, op: Any) -> set[tuple[str, int]]:
+        """The axes over which a result is only ever sliced."""
+        out: set[tuple[str, int]] = set()
+        while True:
+            users = [u.owner for u in op.results[0].uses]
+            if len(users) != 1 or users[0].operation.name != "sdy.all_slice":
+                return out
+            op = users[0]
+            cut = _header(op).split("%", 1)[0].split("=", 1)[-1]
+            out |= {self.entry(m) for m in _AXIS.finditer(cut)}
 
     def entry(self, match: re.Match[str]) -> tuple[str, int]:
         name, _, size = match.groups()
@@ -163,9 +178,6 @@ class _Auditor:
     def named(self, text: str) -> tuple[tuple[str, ...], int]:
         entries = [self.entry(m) for m in _AXIS.finditer(text)]
         return tuple(n for n, _ in entries), math.prod(s for _, s in entries)
-
-    def axes(self, text: str) -> tuple[tuple[str, ...], int]:
-        return self.named(text)
 
     def shard_bytes(self, value: Any, text: str) -> float:
         """Bytes of one shard of a collective's result."""
@@ -195,7 +207,9 @@ def _bits(element: Any) -> int:
     text = str(element)
     if text == "i1":
         return 8
-    found = re.search(r"(\d+)", text.removeprefix("f8E").lower() if "f8" in text else text)
+    found = re.search(
+        r"(\d+)", text.removeprefix("f8E").lower() if "f8" in text else text
+    )
     if text.startswith("f8"):
         return 8
     return int(found.group(1)) if found else 32

@@ -130,12 +130,20 @@ class _GraphBuilder:
     def plain(self, eqn: Equation, trips: float) -> None:
         values = self.program.values
         scalar = Value((), jnp.dtype("float32"))
-        operands = [scalar if isinstance(a, Constant) else values[a] for a in eqn.inputs]
+        operands = [
+            scalar if isinstance(a, Constant) else values[a] for a in eqn.inputs
+        ]
         results = [values[v] for v in eqn.outputs]
         flops = equation_flops(eqn.primitive, operands, results, eqn.params)
         rule = self.rules[eqn.index]
         self.emit(
-            eqn.primitive, _ids(eqn.inputs), eqn.outputs, rule, trips, eqn=eqn, flops=flops
+            eqn.primitive,
+            _ids(eqn.inputs),
+            eqn.outputs,
+            rule,
+            trips,
+            eqn=eqn,
+            flops=flops,
         )
 
     def enter(self, eqn: Equation, outer: Any, inner: int, trips: float) -> None:
@@ -177,7 +185,12 @@ class _GraphBuilder:
             shape = self.shape(eqn.outputs[k])[1:]
             rule = _sliced(shape, params["length"], stack=True)
             self.emit(
-                "stack_step", _ids((atom,)), (eqn.outputs[k],), rule, inner_trips, eqn=eqn
+                "stack_step",
+                _ids((atom,)),
+                (eqn.outputs[k],),
+                rule,
+                inner_trips,
+                eqn=eqn,
             )
 
     def loop(self, eqn: Equation, trips: float) -> None:
@@ -300,7 +313,9 @@ def _inputs(
         carried=frozenset(carried),
         floating=[_floating(program.values[v]) for v in values],
         read_by=[readers[v] for v in values],
-        from_backward=[isinstance(m, int) and producer[m].role in after for m in makers],
+        from_backward=[
+            isinstance(m, int) and producer[m].role in after for m in makers
+        ],
     )
     return tuple(
         GraphInput(v, paths[i], roles[i], carried.get(i, -1))
@@ -325,7 +340,10 @@ def _with_classes(
         return [dataclasses.replace(op, class_index=op.index) for op in operators]
     role_of = {i.value: (i.role, i.output >= 0) for i in inputs}
     keys = [
-        (_class_key(program, op), role_of.get(op.outputs[0]) if op.kind == "input" else None)
+        (
+            _class_key(program, op),
+            role_of.get(op.outputs[0]) if op.kind == "input" else None,
+        )
         for op in operators
     ]
     classes = repeated_classes(keys)
@@ -337,9 +355,7 @@ def _with_classes(
 
 def _class_key(program: Program, op: Operator) -> tuple[Any, ...]:
     shapes = tuple(
-        None
-        if v is None
-        else (program.values[v].shape, str(program.values[v].dtype))
+        None if v is None else (program.values[v].shape, str(program.values[v].dtype))
         for v in (*op.inputs, *op.outputs)
     )
     return (op.kind, op.role, op.rule, shapes, op.trips)

@@ -49,7 +49,9 @@ def repeated_classes(
 
 def _codes(signatures: Sequence[Hashable]) -> np.ndarray:
     table: dict[Hashable, int] = {}
-    return np.array([table.setdefault(s, len(table)) for s in signatures], dtype=np.int64)
+    return np.array(
+        [table.setdefault(s, len(table)) for s in signatures], dtype=np.int64
+    )
 
 
 def _best_runs(

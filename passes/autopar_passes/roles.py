@@ -71,7 +71,9 @@ def operator_roles(
     """
     count = len(name_stacks)
     backward = ["transpose(" in s for s in name_stacks]
-    forward = ["jvp(" in s and not b for s, b in zip(name_stacks, backward, strict=True)]
+    forward = [
+        "jvp(" in s and not b for s, b in zip(name_stacks, backward, strict=True)
+    ]
     for i in range(count - 1, -1, -1):
         if forward[i]:
             for j in reads[i]:

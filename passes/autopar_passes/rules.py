@@ -62,9 +62,7 @@ class FactorRule:
     @property
     def reduced(self) -> frozenset[int]:
         """Factors whose sharding leaves partial results."""
-        return frozenset(
-            f for f, k in enumerate(self.kinds) if k is FactorKind.REDUCE
-        )
+        return frozenset(f for f, k in enumerate(self.kinds) if k is FactorKind.REDUCE)
 
 
 def replicated_rule(
@@ -136,7 +134,10 @@ def register_rule(primitive: str) -> Callable[[RuleFunction], RuleFunction]:
 
 
 def registered_rule(
-    primitive: str, operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
+    primitive: str,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    params: dict[str, Any],
 ) -> FactorRule | None:
     """Returns the user's rule for an equation, or None if none is registered."""
     function = _REGISTRY.get(primitive)

@@ -36,9 +36,13 @@ _COMBINERS = {
     "stablehlo.or": "or",
     "stablehlo.and": "and",
 }
-_SUMMING = frozenset({"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"})
+_SUMMING = frozenset(
+    {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
+)
 # Operations that make values out of nothing: any sharding of them is free.
-_GENERATORS = frozenset({"stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id"})
+_GENERATORS = frozenset(
+    {"stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id"}
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -245,7 +249,9 @@ class _Reader:
         outer = self.dims
         self.dims = {
             **outer,
-            **{a: self.of(v) for a, v in zip(block.arguments, op.operands, strict=True)},
+            **{
+                a: self.of(v) for a, v in zip(block.arguments, op.operands, strict=True)
+            },
         }
         inner_owner = self.owner
         self.owner = dict.fromkeys(block.arguments, eqn) if eqn is not None else {}
@@ -317,8 +323,12 @@ class _Reader:
             )
 
         in_shapes, out_shapes = _shapes(program, eqn)
-        operand_dims = tuple(dims(v, s) for v, s in zip(operands, in_shapes, strict=True))
-        result_dims = tuple(dims(v, s) for v, s in zip(results, out_shapes, strict=True))
+        operand_dims = tuple(
+            dims(v, s) for v, s in zip(operands, in_shapes, strict=True)
+        )
+        result_dims = tuple(
+            dims(v, s) for v, s in zip(results, out_shapes, strict=True)
+        )
         produced = {f for r in result_dims for d in r for f in d}
         leaves = sorted(number, key=lambda leaf: number[leaf])
         kinds = tuple(self.kind(leaf, number[leaf] in produced) for leaf in leaves)

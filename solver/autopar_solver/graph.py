@@ -14,23 +14,38 @@ from autopar_solver.memory import NodeMemory
 
 
 class Step(Protocol):
-    """One recorded change, undone in reverse order."""
+    """One recorded change. Choices hold a strategy for every node of the problem."""
 
     def undo(self, choices: np.ndarray) -> None:
         """Turns choices after the change into choices before it, in place."""
         ...
 
+    def redo(self, choices: np.ndarray) -> None:
+        """Turns choices before the change into choices after it that cost no more."""
+        ...
+
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Restrict:
-    """A node kept only some strategies: new index -> old index."""
+    """A node kept only some strategies: new index -> old index.
+
+    ``instead`` maps every old strategy to the old one that replaces it.
+    """
 
     node: int
     kept: np.ndarray
+    instead: np.ndarray | None = None
 
     def undo(self, choices: np.ndarray) -> None:
         """Looks up the strategy's old index."""
         choices[self.node] = self.kept[choices[self.node]]
+
+    def redo(self, choices: np.ndarray) -> None:
+        """Looks up the new index; no solution chooses what nothing replaces."""
+        old = choices[self.node]
+        if self.instead is not None:
+            old = self.instead[old]
+        choices[self.node] = np.searchsorted(self.kept, old)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -44,6 +59,9 @@ class Follow:
     def undo(self, choices: np.ndarray) -> None:
         """Chooses what the leader's choice determines."""
         choices[self.node] = self.strategy[choices[self.leader]]
+
+    def redo(self, choices: np.ndarray) -> None:
+        """The leader's choice stands for both."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -59,6 +77,9 @@ class Answer:
         key = tuple(choices[j] for j in self.neighbours)
         choices[self.node] = self.strategy[key]
 
+    def redo(self, choices: np.ndarray) -> None:
+        """The neighbours' choices are enough."""
+
 
 class ContradictionError(Exception):
     """No choice is possible: some node has no strategy left."""
@@ -72,7 +93,8 @@ class Graph:
         links: node -> neighbour -> ``[S_i, S_j]``; both directions share one table.
         memory: node -> what its strategies occupy, for nodes that occupy anything.
         constant: cost of what has been decided.
-        room: per row, what the memory here may occupy; see ``memory.Rows``.
+        rows: which of the problem's memory rows can still break, by number.
+        room: what the memory here may occupy at each of them; see ``memory.Rows``.
         slack: what rounding may add to exact sums of memory.
     """
 
@@ -82,6 +104,7 @@ class Graph:
         self.links: dict[int, dict[int, np.ndarray]] = {}
         self.memory: dict[int, NodeMemory] = {}
         self.constant = 0.0
+        self.rows = np.zeros(0, np.int64)
         self.room = np.zeros(0)
         self.slack = 0.0
         self.trail: list[Step] = []
@@ -93,6 +116,7 @@ class Graph:
         other.links = {i: dict(links) for i, links in self.links.items()}
         other.memory = dict(self.memory)
         other.constant = self.constant
+        other.rows = self.rows
         other.room = self.room
         other.slack = self.slack
         return other
@@ -122,8 +146,15 @@ class Graph:
         self.memory.pop(node, None)
         self.trail.append(step)
 
-    def restrict(self, node: int, kept: np.ndarray) -> None:
-        """Keeps only some strategies of a node.
+    def restrict(
+        self, node: int, kept: np.ndarray, instead: np.ndarray | None = None
+    ) -> None:
+        """Keeps only some strategies of a node, in order.
+
+        Args:
+            node: the node.
+            kept: the strategies that stay.
+            instead: for each strategy, the kept one that can replace it.
 
         Raises:
             ContradictionError: none is kept.
@@ -137,13 +168,20 @@ class Graph:
             self.links[j][node] = part.T
         if node in self.memory:
             self.memory[node] = self.memory[node].take(kept)
-        self.trail.append(Restrict(node, kept))
+        self.trail.append(Restrict(node, kept, instead))
 
     def expand(self, choices: np.ndarray) -> np.ndarray:
         """Choices of the remaining nodes (others ignored) -> choices before the trail."""
         choices = choices.copy()
         for step in reversed(self.trail):
             step.undo(choices)
+        return choices
+
+    def project(self, choices: np.ndarray, first_step: int = 0) -> np.ndarray:
+        """Choices before a step of the trail -> choices now, at no higher cost."""
+        choices = choices.copy()
+        for step in self.trail[first_step:]:
+            step.redo(choices)
         return choices
 
     @property

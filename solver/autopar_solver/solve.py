@@ -1,4 +1,4 @@
-"""Solving a problem."""
+"""Solving a problem: reductions, then bounds and search in turns until they meet."""
 
 import math
 import time
@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar_solver.check import evaluate
-from autopar_solver.field import flatten
-from autopar_solver.graph import ContradictionError
-from autopar_solver.ilp.backend import BackendName, Limits, backend
-from autopar_solver.ilp.solve import solve_field
+from autopar_solver.graph import ContradictionError, Graph
+from autopar_solver.ilp.backend import BackendName
+from autopar_solver.ilp.backend import backend as backend_of
+from autopar_solver.incumbent import Clock, Incumbent
 from autopar_solver.problem import ShardingProblem
 from autopar_solver.reductions.build import build_graph
 from autopar_solver.reductions.pipeline import reduce_graph
-from autopar_solver.solution import Solution, Status
+from autopar_solver.rounds import close_gap
+from autopar_solver.solution import ReductionReport, Solution, Status
 
 
 def solve(
@@ -25,48 +25,53 @@ def solve(
     warm_start: Sequence[int] | None = None,
     backend: BackendName = "highs",
 ) -> Solution:
-    """First version: reductions, then the integer program."""
-    begin = time.monotonic()
-    return _solve(problem, begin, seconds, gap, warm_start, backend)
+    """Finds the cheapest choice of strategies that fits in memory.
 
+    Without a time limit the same problem always gives the same solution.
 
-def _solve(problem, begin, seconds, gap, warm_start, name):  # noqa
-    best, best_cost = None, math.inf
+    Args:
+        problem: what to solve; costs of any scale.
+        seconds: wall-clock limit; None to stop only when the gap is closed.
+        gap: relative difference of cost and bound at which a solution is called
+            optimal; 1e-9 of rounding is always allowed.
+        warm_start: choices to begin with; if they are valid, the result costs at most
+            as much.
+        backend: who solves integer programs: "highs", or "cbc" through PuLP.
+
+    Raises:
+        ValueError: the warm start does not name one strategy per node, or there is no
+            such backend.
+    """
+    clock = Clock(time.monotonic(), seconds)
+    solver = backend_of(backend)
+    incumbent = Incumbent(problem, gap)
     if warm_start is not None:
-        found = evaluate(problem, warm_start)
-        if problem.memory_limit is None or found.peak <= problem.memory_limit:
-            best, best_cost = tuple(int(x) for x in warm_start), found.cost
-            if best_cost == math.inf:
-                best = None
+        incumbent.offer(warm_start)
     graph = build_graph(problem)
-    reports = ()
-    bound = -math.inf
+    reports: tuple[ReductionReport, ...] = ()
     try:
-        reports = reduce_graph(graph)
+        reports = reduce_graph(graph, clock.end)
+        close_gap(graph, incumbent, clock, solver)
     except ContradictionError:
-        return Solution(
-            choices=(), cost=math.inf, bound=math.inf, status=Status.INFEASIBLE,
-            seconds=time.monotonic() - begin, reductions=reports,
-        )
-    field = flatten(graph)
-    choices = np.zeros(len(problem.node_costs), np.int64)
-    if field.num_nodes:
-        left = None if seconds is None else seconds - (time.monotonic() - begin)
-        answer = solve_field(field, backend(name), Limits(left, 0.0))
-        bound = answer.bound
-        if answer.choices is None:
-            status = Status.INFEASIBLE if answer.finished else Status.UNKNOWN
-            if best is None:
-                return Solution(choices=(), cost=math.inf, bound=math.inf if answer.finished else bound, status=status, seconds=time.monotonic() - begin, reductions=reports)
-        else:
-            choices[list(field.nodes)] = answer.choices
-    if not field.num_nodes or answer.choices is not None:
-        choices = graph.expand(choices)
-        found = evaluate(problem, choices)
-        if not field.num_nodes:
-            bound = found.cost
-        if found.cost < best_cost:
-            best, best_cost = tuple(choices.tolist()), found.cost
-    bound = min(bound, best_cost)
-    status = Status.OPTIMAL if best_cost - bound <= gap * abs(best_cost) else Status.FEASIBLE
-    return Solution(choices=best, cost=best_cost, bound=bound, status=status, seconds=time.monotonic() - begin, reductions=reports)
+        # Nothing can be chosen, or nothing below the cost of what is known.
+        incumbent.prove(incumbent.cost)
+    return _solution(incumbent, clock, reports)
+
+
+def _solution(
+    incumbent: Incumbent, clock: Clock, reports: tuple[ReductionReport, ...]
+) -> Solution:
+    if incumbent.choices is None:
+        nothing = incumbent.bound == math.inf
+        status = Status.INFEASIBLE if nothing else Status.UNKNOWN
+    else:
+        status = Status.OPTIMAL if incumbent.proved else Status.FEASIBLE
+    found = incumbent.choices if incumbent.choices is not None else np.zeros(0)
+    return Solution(
+        choices=tuple(int(choice) for choice in found),
+        cost=incumbent.cost,
+        bound=incumbent.bound,
+        status=status,
+        seconds=clock.spent,
+        reductions=reports,
+    )

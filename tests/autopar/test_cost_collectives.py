@@ -2,7 +2,6 @@
 
 import doctest
 import itertools
-import math
 
 import numpy as np
 import pytest
@@ -314,10 +313,10 @@ class TestMeasured:
         assert collective_s("collective_permute", 1e9, axes) == pytest.approx(9.0)
 
 
-def test_eight_h100_attain_the_published_bus_bandwidth():
-    """nccl-tests report about 360 GB/s: 2 (k-1)/k nbytes / time at 8 GB."""
-    axes = Cluster.parse("8:h100").default_mesh().axes
+def test_eight_a100_attain_the_reported_bus_bandwidth():
+    """nccl-tests report 230-250 GB/s: 2 (k-1)/k nbytes / time, at 8 GB."""
+    axes = Cluster.parse("8:a100").default_mesh().axes
     nbytes = 8e9
     time_s = collective_s("all_reduce", nbytes, axes)
     bus_bandwidth = collective_bytes("all_reduce", nbytes, 8) / time_s
-    assert math.isclose(bus_bandwidth, 360e9, rel_tol=0.01)
+    assert 230e9 < bus_bandwidth < 250e9

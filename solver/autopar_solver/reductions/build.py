@@ -18,5 +18,5 @@ def build_graph(problem: ShardingProblem) -> Graph:
         else:
             graph.add_link(i, j, table)
     rows, graph.memory = compress(problem)
-    graph.room, graph.slack = rows.room, rows.slack
+    graph.rows, graph.room, graph.slack = np.arange(len(rows)), rows.room, rows.slack
     return graph

@@ -63,7 +63,7 @@ def drop_loose_rows(graph: Graph) -> None:
     kept = np.flatnonzero(high > graph.room)
     if len(kept) == len(graph.room):
         return
-    graph.room = graph.room[kept]
+    graph.rows, graph.room = graph.rows[kept], graph.room[kept]
     for i, memory in list(graph.memory.items()):
         starts = np.searchsorted(kept, memory.starts)
         ends = np.searchsorted(kept, memory.ends)

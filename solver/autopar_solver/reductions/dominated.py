@@ -19,9 +19,10 @@ def drop_dominated(graph: Graph) -> None:
     for i in list(graph.costs):
         if _work(graph, i) > MAX_WORK:
             continue
-        kept = undominated(_replaceable(graph, i))
-        if not kept.all():
-            graph.restrict(i, np.flatnonzero(kept))
+        instead = replacements(_replaceable(graph, i))
+        kept = np.unique(instead)
+        if len(kept) < len(instead):
+            graph.restrict(i, kept, instead)
 
 
 def _work(graph: Graph, i: int) -> int:
@@ -56,15 +57,16 @@ def _largest_loss(table: np.ndarray) -> np.ndarray:
     return (table[:, None, :] - table[None, :, :]).max(axis=2)
 
 
-def undominated(replaceable: np.ndarray) -> np.ndarray:
-    """Marks strategies to keep; of equal ones the first stays.
+def replacements(replaceable: np.ndarray) -> np.ndarray:
+    """For each strategy the one to use instead; of equal ones the first stays.
 
-    >>> undominated(np.array([[True, True], [True, True]])).tolist()
-    [True, False]
+    >>> replacements(np.array([[True, True], [True, True]])).tolist()
+    [0, 0]
     """
-    kept = np.ones(len(replaceable), bool)
+    instead = np.arange(len(replaceable))
     for a in reversed(range(len(replaceable))):
-        better = replaceable[:, a] & kept
+        better = replaceable[:, a] & (instead == np.arange(len(instead)))
         better[a] = False
-        kept[a] = not better.any()
-    return kept
+        if better.any():
+            instead[instead == a] = int(better.argmax())
+    return instead

@@ -1,0 +1,81 @@
+"""The best solution so far, and what is proved about the best possible one."""
+
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar_solver.check import evaluate
+from autopar_solver.problem import ShardingProblem
+
+ROUNDING = 1e-9
+"""Relative difference of cost and bound that is always taken for equality."""
+
+
+class Clock:
+    """How much time is left."""
+
+    def __init__(self, begin: float, seconds: float | None) -> None:
+        """Runs from ``begin`` (of ``time.monotonic``)."""
+        self.begin = begin
+        self.end = math.inf if seconds is None else begin + seconds
+
+    @property
+    def left(self) -> float:
+        """Seconds left; infinite without a limit."""
+        return self.end - time.monotonic()
+
+    @property
+    def spent(self) -> float:
+        """Seconds since the beginning."""
+        return time.monotonic() - self.begin
+
+
+class Incumbent:
+    """The best valid choices of a problem, and a bound that only rises.
+
+    Attributes:
+        choices: of all nodes of the problem; None until something valid is found.
+        cost: of the choices; infinite until then.
+        bound: no valid choices cost less.
+    """
+
+    def __init__(self, problem: ShardingProblem, gap: float) -> None:
+        """Knows nothing; ``gap`` is relative."""
+        self.problem = problem
+        self.gap = gap
+        self.choices: np.ndarray | None = None
+        self.cost = math.inf
+        self.bound = -math.inf
+
+    def offer(self, choices: Sequence[int] | np.ndarray) -> bool:
+        """Takes choices if they are valid and better; checks them from scratch."""
+        found = evaluate(self.problem, choices)
+        limit = self.problem.memory_limit
+        if not found.cost < self.cost or (limit is not None and found.peak > limit):
+            return False
+        self.choices = np.array(choices, np.int64)
+        self.cost = found.cost
+        return True
+
+    def prove(self, bound: float) -> None:
+        """Raises the bound; it never claims more than the cost."""
+        self.bound = min(max(self.bound, bound), self.cost)
+
+    @property
+    def tolerance(self) -> float:
+        """Absolute difference of cost and bound at which the cost counts as best."""
+        if math.isinf(self.cost):
+            return 0.0
+        return max(self.gap, ROUNDING) * abs(self.cost)
+
+    @property
+    def cutoff(self) -> float:
+        """Costs from here on are of no interest."""
+        return self.cost - 0.9 * self.tolerance if self.cost < math.inf else math.inf
+
+    @property
+    def proved(self) -> bool:
+        """Whether the cost is within the gap of the bound."""
+        return self.cost - self.bound <= self.tolerance

@@ -1,0 +1,189 @@
+"""The rounds of a solve: bound, search, fix, and the integer program, until time."""
+
+import math
+import time
+
+import numpy as np
+
+from autopar_solver.dual import Dual
+from autopar_solver.field import Field, flatten
+from autopar_solver.graph import ContradictionError, Graph
+from autopar_solver.ilp.backend import Backend, Limits
+from autopar_solver.ilp.solve import solve_field
+from autopar_solver.incumbent import Clock, Incumbent
+from autopar_solver.neighbourhood import NeighbourhoodSearch
+from autopar_solver.reductions.pipeline import reduce_graph
+from autopar_solver.search import Position, mend, polish
+
+SMALL_PAIRS = 1_500
+"""Fields up to this size go to the integer program at once."""
+
+PROGRAM_PAIRS = 60_000
+"""Larger fields are only bounded and searched."""
+
+MAX_MENDS = 2_000
+
+
+def close_gap(
+    graph: Graph, incumbent: Incumbent, clock: Clock, backend: Backend
+) -> None:
+    """Improves the incumbent and its bound until they meet or time is out."""
+    state = _State(graph, incumbent, clock, backend)
+    try:
+        while not incumbent.proved and clock.left > 0.02:
+            if not graph.costs:
+                state.finish()
+                return
+            if state.round():
+                return
+    except ContradictionError:
+        # Nothing is left below where strategies were cut off.
+        incumbent.prove(state.removed_above)
+
+
+class _State:
+    """A graph that rounds shrink, with the dual of what is left of it."""
+
+    def __init__(
+        self, graph: Graph, incumbent: Incumbent, clock: Clock, backend: Backend
+    ) -> None:
+        self.graph = graph
+        self.incumbent = incumbent
+        self.clock = clock
+        self.backend = backend
+        self.slice = 0.5
+        self.removed_above = math.inf
+        self.prices = np.zeros(0)
+        self.size = incumbent.problem.num_strategies
+        self._refresh(None)
+
+    def round(self) -> bool:
+        """One turn of every method; True when nothing is left to do."""
+        if self.field.num_pairs > SMALL_PAIRS:
+            self._ascend()
+            if self._done():
+                return True
+            if self._fix():
+                return False
+        if self.field.num_pairs <= PROGRAM_PAIRS and self._program():
+            return True
+        if self._done():
+            return True
+        self._search()
+        self.slice *= 1.5
+        return self._done()
+
+    def finish(self) -> None:
+        """Everything is decided: the trail gives the choices."""
+        blank = np.zeros(len(self.size), np.int64)
+        self.incumbent.offer(self.graph.expand(blank))
+        self._prove(self.graph.constant)
+
+    def _prove(self, bound: float) -> None:
+        """A bound of what is left bounds everything down to where fixing cut off."""
+        self.incumbent.prove(min(bound, self.removed_above))
+
+    def _done(self) -> bool:
+        return self.incumbent.proved or self.clock.left < 0.02
+
+    def _refresh(self, prices: np.ndarray | None) -> None:
+        """Takes up a graph that has changed."""
+        if not self.graph.costs:
+            return
+        self.field = flatten(self.graph)
+        self.dual = Dual(self.field, prices)
+        self.search = NeighbourhoodSearch(self.dual, self.backend)
+        self.position: np.ndarray | None = None
+        if self.incumbent.choices is not None:
+            whole = self.graph.project(self.incumbent.choices)
+            self._hold(whole[list(self.field.nodes)])
+
+    def _hold(self, choices: np.ndarray) -> None:
+        if (choices < self.field.sizes).all() and self.field.memory.fits(choices):
+            self.position = choices
+
+    def _offer(self, choices: np.ndarray) -> bool:
+        """Takes choices of the field's nodes, if they are better."""
+        if self.field.cost(choices) >= self.incumbent.cost:
+            return False
+        whole = np.zeros(len(self.size), np.int64)
+        whole[list(self.field.nodes)] = choices
+        if not self.incumbent.offer(self.graph.expand(whole)):
+            return False
+        self.position = choices
+        return True
+
+    def _ascend(self) -> None:
+        """Raises the bound and decodes, for a slice or until it stalls."""
+        end = time.monotonic() + min(self.slice, self.clock.left)
+        for _ in range(3):
+            self.dual.sweep()
+        steps = 0
+        before = self.dual.bound
+        while time.monotonic() < end:
+            self.dual.ascend(self.incumbent.cost)
+            steps += 1
+            if steps % 5 == 0:
+                self._decode()
+                self._prove(self.dual.bound)
+                if self._done():
+                    return
+        self._decode()
+        self._prove(self.dual.bound)
+
+    def _decode(self) -> None:
+        choices = self.dual.messages.decode(self.dual.costs)
+        position = Position(self.field, choices, self.dual.messages.links)
+        if mend(position, self.dual.costs, MAX_MENDS):
+            polish(position)
+            self._offer(position.choices)
+
+    def _fix(self) -> bool:
+        """Removes strategies that no better solution chooses; True if many went."""
+        cutoff = self.incumbent.cutoff
+        kept = self.dual.bounds < cutoff
+        if kept.all():
+            return False
+        if self.position is not None:
+            kept[self.field.offsets[:-1] + self.position] = True
+        sizes = np.add.reduceat(kept, self.field.offsets[:-1], dtype=np.int64)
+        pairs = sum(int(sizes[k] * sizes[l]) for k, l in self.field.edges)
+        if pairs > 0.7 * self.field.num_pairs:
+            return False
+        self.removed_above = min(self.removed_above, cutoff)
+        prices = np.zeros(len(self.incumbent.problem.memory) + len(self.graph.rows))
+        old_rows, old_prices = self.graph.rows, self.dual.best_prices
+        for k, i in enumerate(self.field.nodes):
+            own = kept[self.field.offsets[k] : self.field.offsets[k + 1]]
+            if not own.all():
+                self.graph.restrict(i, np.flatnonzero(own))
+        reduce_graph(self.graph, self.clock.end)
+        where = np.searchsorted(old_rows, self.graph.rows)
+        self._refresh(old_prices[where])
+        return True
+
+    def _program(self) -> bool:
+        """The integer program, for a slice or as long as it takes; True if solved."""
+        seconds = min(max(2.0, 2 * self.slice), self.clock.left)
+        unlimited = math.isinf(self.clock.end) and self.field.num_pairs <= SMALL_PAIRS
+        rows = tuple(np.flatnonzero(self.dual.best_prices).tolist())
+        limits = Limits(
+            None if unlimited else seconds,
+            0.05 * self.incumbent.tolerance,
+            self.incumbent.cutoff,
+        )
+        answer = solve_field(self.field, self.backend, limits, rows, self.position)
+        if answer.choices is not None:
+            self._offer(answer.choices)
+        self._prove(answer.bound)
+        if answer.finished and answer.choices is None:
+            self._prove(math.inf)
+        return answer.finished
+
+    def _search(self) -> None:
+        if self.position is None:
+            return
+        seconds = min(2 * self.slice, self.clock.left)
+        clock = Clock(time.monotonic(), seconds)
+        choices = self.search.improve(self.position, self.incumbent.cutoff, clock)
+        self._offer(choices)

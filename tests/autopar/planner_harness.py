@@ -1,0 +1,182 @@
+"""Runs small steps under randomly chosen plans; shared by the planner's tests."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from autopar.cluster import Cluster, LinkSpec, MeshAxis, MeshShape
+from autopar.planner.assignment import Assignment, assign
+from autopar.planner.nodes import Contraction, contract
+from autopar.planner.price import Pricer
+from autopar.planner.problem import Copy, Formulator
+from autopar.planner.strategies import strategy_space
+from autopar.planner.traffic import traffic
+from autopar.planner.uses import Source, ValueClass, collect
+from autopar_passes.apply import partition_spec, replay
+from autopar_passes.audit import shardy_collectives
+from autopar_passes.graph import OperatorGraph
+from autopar_passes.trace import TracedStep, pure_arguments, pure_function, trace
+
+MESHES = ((8,), (2, 4), (2, 2, 2))
+_NAMES = ("x", "y", "z")
+# (kind, mesh axes) -> bytes that one device sends in one step.
+Traffic = dict[tuple[str, tuple[str, ...]], float]
+
+
+def pricer_of(sizes: Sequence[int]) -> Pricer:
+    """A pricer for a mesh of these sizes; the prices themselves do not matter."""
+    link = LinkSpec(latency_s=1e-6, bandwidth_bytes_per_s=1e9)
+    axes = tuple(
+        MeshAxis(name=n, size=s, link=link, level=0)
+        for n, s in zip(_NAMES, sizes, strict=False)
+    )
+    return Pricer(Cluster.parse("8:cpu"), MeshShape(axes=axes))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A step, ready to be planned."""
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    traced: TracedStep
+    graph: OperatorGraph
+    contraction: Contraction
+    sources: dict[ValueClass, Source]
+
+
+def prepare(
+    step: Callable[..., Any], args: Sequence[Any], *, share_repeated: bool = True
+) -> Case:
+    """Traces a step and contracts its graph."""
+    traced = trace(step, args)
+    graph = traced.graph(share_repeated=share_repeated)
+    contraction = contract(graph)
+    sources = collect(graph, contraction)
+    return Case(step, tuple(args), traced, graph, contraction, sources)
+
+
+def random_plan(
+    case: Case, sizes: tuple[int, ...], draw: random.Random, *, density: float = 0.9
+) -> Assignment:
+    """Chooses any strategy for every node and every copy.
+
+    ``density`` is the chance that a node may not take its replicated strategy.
+    """
+    pricer = pricer_of(sizes)
+    strategies = []
+    for node in case.contraction.nodes:
+        space = strategy_space(case.graph, case.contraction, node, sizes).strategies
+        sharded = [s for s in space if any(s)]
+        strategies.append(
+            draw.choice(sharded if sharded and draw.random() < density else space)
+        )
+    formulator = Formulator(case.graph, case.contraction, case.sources)
+    chosen: list[tuple[Copy, int]] = []
+    for source in case.sources.values():
+        forward: int | None = None
+        start = len(strategies) + len(chosen)
+        for copy in formulator.make_copies(source, start, pricer):
+            options = range(len(copy.space.strategies))
+            allowed = [
+                k
+                for k in options
+                if not copy.reuse[k]
+                or copy.space.strategies[k] == chosen[-1][0].space.strategies[forward]
+            ]
+            forward = draw.choice(allowed)
+            chosen.append((copy, forward))
+    return assign(
+        case.graph, case.contraction, case.sources, sizes, strategies, chosen
+    )
+
+
+def mesh_of(sizes: Sequence[int]) -> Mesh:
+    """A mesh over the simulated devices."""
+    devices = np.array(jax.devices()[: int(np.prod(sizes))]).reshape(sizes)
+    names = _NAMES[: len(sizes)]
+    return Mesh(devices, names, axis_types=(AxisType.Auto,) * len(sizes))
+
+
+def lowered(case: Case, plan: Assignment) -> Any:
+    """Lowers the replayed step; nothing is compiled yet."""
+    mesh = mesh_of(plan.sizes)
+    run = replay(case.traced.program, case.graph, plan, mesh)
+    inputs = [
+        NamedSharding(mesh, partition_spec(mesh, plan.home_layout(i.value)))
+        for i in case.graph.inputs
+    ]
+    outputs = [
+        None if layout is None else NamedSharding(mesh, partition_spec(mesh, layout))
+        for layout in (plan.output(k) for k in range(len(case.graph.outputs)))
+    ]
+    structs = [
+        jax.ShapeDtypeStruct(v.shape, v.dtype)
+        for v in (case.graph.values[i.value] for i in case.graph.inputs)
+    ]
+    jitted = jax.jit(run, in_shardings=inputs, out_shardings=outputs)
+    return jitted.trace(*structs).lower()
+
+
+def predicted(plan: Assignment) -> Traffic:
+    """The bytes that the plan expects to send."""
+    pricer = pricer_of(plan.sizes)
+    out: Traffic = collections.defaultdict(float)
+    for c in traffic(plan):
+        axes = tuple(_NAMES[a] for a in sorted(c.step.axes))
+        out[c.step.kind, axes] += c.sent_bytes(pricer)
+    return dict(out)
+
+
+def audited(low: Any) -> Traffic:
+    """The bytes that the compiler's partitioner will send."""
+    out: Traffic = collections.defaultdict(float)
+    for c in shardy_collectives(low):
+        out[c.kind, tuple(sorted(c.axes))] += c.sent_bytes
+    return dict(out)
+
+
+def by_kind(found: Traffic) -> dict[str, float]:
+    """Sums over the mesh axes."""
+    out: dict[str, float] = collections.defaultdict(float)
+    for (kind, _), nbytes in found.items():
+        out[kind] += nbytes
+    return dict(out)
+
+
+def plain(case: Case) -> tuple[list[Any], list[Any]]:
+    """The flat arguments, and the flat results of the unplanned step."""
+    function, _ = pure_function(case.step, case.args)
+    pure = pure_arguments(case.args)
+    flat = jax.tree.leaves(pure)
+    return flat, jax.tree.leaves(jax.jit(function)(*pure))
+
+
+def check_equal(got: Sequence[Any], want: Sequence[Any], rtol: float) -> None:
+    """Integers and keys exactly; floats relative to the largest element."""
+    assert len(got) == len(want)
+    for x, y in zip(got, want, strict=True):
+        a, b = _host(x), _host(y)
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        if a.dtype.kind in "iub":
+            np.testing.assert_array_equal(a, b)
+        else:
+            a, b = a.astype(np.float64), b.astype(np.float64)
+            scale = max(1e-6, float(np.abs(b).max(initial=0.0)))
+            np.testing.assert_allclose(a, b, rtol=rtol, atol=rtol * scale)
+
+
+def _host(x: Any) -> np.ndarray:
+    x = jax.numpy.asarray(x)
+    if jax.dtypes.issubdtype(x.dtype, jax.dtypes.prng_key):
+        x = jax.random.key_data(x)
+    return np.asarray(x)
