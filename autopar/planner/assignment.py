@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from autopar.planner.layout import Axes, Layout, Step, reshard_steps
 from autopar.planner.nodes import Contraction
 from autopar.planner.problem import Copy
 from autopar.planner.strategies import Strategy, layout_of
 from autopar.planner.uses import Source, ValueClass, node_dims, value_class
-from autopar_passes.apply import Hop
+from autopar_passes.apply import Route
 from autopar_passes.graph import Operator, OperatorGraph
 from autopar_passes.roles import Role
 from autopar_passes.rules import Dims
@@ -99,47 +99,44 @@ class Assignment:
         return value in self.contraction.floating
 
     def output(self, position: int) -> Layout | None:
-        """See `LayoutPlan`: carried state leaves as it came."""
+        """See `LayoutPlan`: carried state leaves as it came, the rest as it is."""
+        value = self.graph.outputs[position]
+        if value is None:
+            return None
         for given in self.graph.inputs:
-            if given.output == position and given.value in self.contraction.homes:
+            if given.output == position:
                 return self.home_layout(given.value)
-        return None
+        return self.home_layout(value)
 
     def is_backward(self, op: Operator) -> bool:
         """See `LayoutPlan`."""
         return op.role is not Role.FORWARD or op.kind == "return"
 
-    def route(self, value: int, layout: Layout, backward: bool) -> tuple[Hop, ...]:
+    def route(self, value: int, layout: Layout, backward: bool) -> Route:
         """See `LayoutPlan`."""
-        return tuple(
-            Hop(
-                (value, name, target),
-                tuple(s.layout for s in reshard_steps(start, target, (), "", self.sizes)),
-                fresh,
-            )
-            for name, start, target, fresh in self.legs(value, layout, backward)
-            if start != target or fresh
-        )
+        steps, fresh = self.way(value, layout, backward)
+        return Route(tuple(s.layout for s in steps), fresh)
 
-    def legs(
+    def way(
         self, value: int, layout: Layout, backward: bool
-    ) -> Iterator[tuple[str, Layout, Layout, bool]]:
-        """Yields (name, from, to, fresh): to the copy, then to the reader."""
+    ) -> tuple[tuple[Step, ...], bool]:
+        """The steps from a value's home, by its copy, to a reader's layout.
+
+        Also says whether the way is that of a backward copy made anew.
+        """
         home = self.home_layout(value)
         if value not in self.contraction.homes or layout == home:
-            return
+            return (), False
         key = value_class(self.contraction, value)
         choice = self.copies.get((key, backward))
         if choice is None:
-            yield "direct", home, layout, False
-            return
-        other = self.copies.get((key, not backward))
-        name = "backward" if backward and not choice.reuse and other else "forward"
-        fresh = name == "backward" and other is not None and (
-            choice.layout == other.layout != home
+            return reshard_steps(home, layout, (), "", self.sizes), False
+        steps = (
+            *reshard_steps(home, choice.layout, (), "", self.sizes),
+            *reshard_steps(choice.layout, layout, (), "", self.sizes),
         )
-        yield name, home, choice.layout, fresh
-        yield name, choice.layout, layout, False
+        anew = backward and not choice.reuse and (key, False) in self.copies
+        return steps, anew and any(s.kind != "slice" for s in steps)
 
 
 def assign(

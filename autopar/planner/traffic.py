@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from autopar.planner.assignment import Assignment
-from autopar.planner.layout import Layout, Step, reshard_steps
+from autopar.planner.layout import Layout, Step
 from autopar.planner.nodes import MIN_ELEMENTS
 from autopar.planner.price import Pricer
 from autopar_passes.graph import Operator
@@ -40,54 +40,120 @@ class Collective:
         return self.trips * pricer.step_bytes(self.step, self.nbytes)
 
 
+# An array of the planned program: a value, whether it starts a way anew, and
+# the layouts stated for it so far. Equal forms are one array.
+Form = tuple[object, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Forms:
+    """The resharded forms of all values, and what is read as it is."""
+
+    collectives: list[Collective]
+    children: dict[Form, dict[Form, Step]]
+    read: set[Form]
+
+
 def traffic(assignment: Assignment) -> list[Collective]:
     """Lists the collectives of one step, in program order."""
-    graph = assignment.graph
-    out: list[Collective] = []
-    seen: set[tuple[object, ...]] = set()
-    for op in graph.operators:
-        if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
-            continue
-        for slot, value in enumerate(op.inputs):
-            if value is not None:
-                layout = assignment.layout(op, op.rule.operands[slot])
-                trips = op.input_trips[slot]
-                out.extend(_reading(assignment, seen, op, value, layout, trips))
-        for slot, value in enumerate(op.outputs):
-            nbytes = graph.values[value].nbytes
-            out.extend(
-                Collective(step, nbytes, op.trips, value, op.index)
-                for step in assignment.result_steps(op, slot)
-                if step.kind != "slice"
-            )
-    last = graph.operators[-1]
-    for position, value in enumerate(graph.outputs):
+    forms = _Forms([], {}, set())
+    for op in assignment.graph.operators:
+        if op.kind != "return" and op.class_index in assignment.contraction.node_of:
+            for slot, value in enumerate(op.inputs):
+                if value is not None:
+                    layout = assignment.layout(op, op.rule.operands[slot])
+                    _read(assignment, forms, op, value, layout, op.input_trips[slot])
+    last = assignment.graph.operators[-1]
+    for position, value in enumerate(assignment.graph.outputs):
         layout = assignment.output(position)
         if value is not None and layout is not None:
-            out.extend(_reading(assignment, seen, last, value, layout, 1.0))
-    return out
+            _read(assignment, forms, last, value, layout, 1.0)
+    out = forms.collectives + _reductions(assignment, forms)
+    return sorted(out, key=lambda c: c.operator)
 
 
-def _reading(
+def _read(
     assignment: Assignment,
-    seen: set[tuple[object, ...]],
+    forms: _Forms,
     op: Operator,
     value: int,
     layout: Layout,
     trips: float,
-) -> Iterator[Collective]:
-    """The collectives that bring a value to one reader, each form made once."""
+) -> None:
+    """Adds the collectives that bring a value to one reader, each form made once."""
     backward = assignment.is_backward(op)
     for source, wanted in sources_of(assignment, value, layout):
-        for name, start, target, _ in assignment.legs(source, wanted, backward):
-            key = (source, name, target)
-            if key in seen or start == target:
+        steps, fresh = assignment.way(source, wanted, backward)
+        nbytes = assignment.graph.values[source].nbytes
+        form: Form = (source, fresh)
+        if fresh:
+            forms.read.add((source, False))
+        for step in steps:
+            before, form = form, (*form, step.layout)
+            made = forms.children.setdefault(before, {})
+            if form in made:
                 continue
-            seen.add(key)
-            nbytes = assignment.graph.values[source].nbytes
-            for step in reshard_steps(start, target, (), "", assignment.sizes):
-                if step.kind != "slice":
-                    yield Collective(step, nbytes, trips, source, op.index)
+            made[form] = step
+            if step.kind != "slice":
+                collective = Collective(step, nbytes, trips, source, op.index)
+                forms.collectives.append(collective)
+        forms.read.add(form)
+
+
+def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
+    """The collectives that finish the partial results of operators."""
+    out: list[Collective] = []
+    for op in assignment.graph.operators:
+        if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
+            continue
+        for slot, value in enumerate(op.outputs):
+            steps = assignment.result_steps(op, slot)
+            if steps and steps[-1].kind == "all_reduce" and op.rule.reduction == "sum":
+                kept = _sliced(forms, (value, False), frozenset(steps[-1].axes))
+                steps = (*steps[:-1], *scattered(steps[-1], kept, assignment.sizes))
+            nbytes = assignment.graph.values[value].nbytes
+            out.extend(
+                Collective(step, nbytes, op.trips, value, op.index)
+                for step in steps
+                if step.kind != "slice"
+            )
+    return out
+
+
+def _sliced(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
+    """Those of the axes over which every reader keeps only a slice of an array.
+
+    A slice over other axes too is none that a compiler merges with the reduction.
+    """
+    out: frozenset[int] = frozenset()
+    while form not in forms.read:
+        children = forms.children.get(form, {})
+        if len(children) != 1:
+            return out
+        ((form, step),) = children.items()
+        if step.kind != "slice" or not axes.issuperset(step.axes):
+            return out
+        out |= frozenset(step.axes)
+    return out
+
+
+def scattered(
+    step: Step, kept: frozenset[int], sizes: Sequence[int]
+) -> tuple[Step, ...]:
+    """An all-reduce of which only slices are kept is a reduce-scatter.
+
+    The layout of the steps stays that of the all-reduce: the slice follows.
+    """
+    out: list[Step] = []
+    fraction = step.fraction
+    for axis in step.axes:
+        if axis in kept:
+            out.append(Step("reduce_scatter", (axis,), fraction, step.layout))
+            fraction /= sizes[axis]
+    rest = tuple(a for a in step.axes if a not in kept)
+    if rest:
+        out.append(Step("all_reduce", rest, fraction, step.layout))
+    return tuple(out)
 
 
 def sources_of(

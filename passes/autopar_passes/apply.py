@@ -12,27 +12,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar_passes import jax_compat
+from autopar_passes import convolution, jax_compat
 from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.layouts import Layout, constrain
+from autopar_passes.layouts import partition_spec as partition_spec
 from autopar_passes.program import Atom, Constant, Equation, Program, Region, walk
 
-# Mesh axes of each dimension, major to minor, as positions in the mesh.
-Layout = tuple[tuple[int, ...], ...]
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
-class Hop:
-    """One resharded form of a value, made from another one.
+class Route:
+    """The way of a value from its home to a reader.
 
     Attributes:
-      key: names the form; the same key is the same array.
       layouts: the layouts to state one after the other, the last one stays.
-      fresh: keep the compiler from merging it with an equal earlier form.
+        Readers whose routes begin alike share the arrays of that beginning.
+      fresh: start anew, so that nothing is shared with routes that are not
+        fresh (nor merged with them by the compiler).
     """
 
-    key: tuple[Any, ...]
     layouts: tuple[Layout, ...]
     fresh: bool = False
 
@@ -52,8 +49,8 @@ class LayoutPlan(Protocol):
         """Whether each reader makes the value itself, in its own layout."""
         ...
 
-    def route(self, value: int, layout: Layout, backward: bool) -> tuple[Hop, ...]:
-        """The forms that lead from a value's home to a reader's layout."""
+    def route(self, value: int, layout: Layout, backward: bool) -> Route:
+        """The way from a value's home to a reader's layout."""
         ...
 
     def is_backward(self, op: Operator) -> bool:
@@ -177,11 +174,17 @@ class _Replayer:
             return self.forms().value(atom)
         array = self.forms().value(atom)
         forms = self.forms().forms
-        for hop in self.plan.route(atom, layout, backward):
-            if hop.key not in forms:
-                made = jax.lax.optimization_barrier(array) if hop.fresh else array
-                forms[hop.key] = self.pin(made, hop.layouts)
-            array = forms[hop.key]
+        route = self.plan.route(atom, layout, backward)
+        key: tuple[Any, ...] = (atom, route.fresh)
+        if route.fresh:
+            if key not in forms:
+                forms[key] = jax.lax.optimization_barrier(array)
+            array = forms[key]
+        for stated in route.layouts:
+            key = (*key, stated)
+            if key not in forms:
+                forms[key] = constrain(array, self.mesh, stated)
+            array = forms[key]
         return array
 
     def make(self, value: int, layout: Layout | None, backward: bool) -> Any:
@@ -225,8 +228,17 @@ class _Replayer:
         if len(eqn.outputs) == 1 and self.plan.floating(eqn.outputs[0]):
             return [None]
         args = [self.operand(op, k, a) for k, a in enumerate(eqn.inputs)]
-        out = jax_compat.bind(eqn.source, *args)
+        out = self.bind(eqn, op, args)
         return [self.pin(x, self.plan.results(op, k)) for k, x in enumerate(out)]
+
+    def bind(self, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
+        if eqn.primitive != convolution.PRIMITIVE or not convolution.is_grouped(eqn.params):
+            return jax_compat.bind(eqn.source, *args)
+        left, right = (self.plan.operand(op, slot) for slot in range(2))
+        result = self.plan.results(op, 0)
+        assert left is not None and right is not None and result
+        layouts = (left, right, result[0])
+        return [convolution.grouped(eqn.params, args, layouts, op.rule, self.mesh)]
 
     def enter(
         self, ops: Sequence[Operator], inputs: Sequence[int], args: Any
@@ -373,27 +385,3 @@ def _operand_layouts(op: Operator, layout: Layout | None) -> list[Layout | None]
         tuple(given.get(d[0], ()) if d else () for d in dims)
         for dims in op.rule.operands
     ]
-
-
-def partition_spec(mesh: Any, layout: Layout) -> PartitionSpec:
-    """Returns JAX's form of a layout."""
-    names = mesh.axis_names
-    entries = [
-        None
-        if not axes
-        else names[axes[0]]
-        if len(axes) == 1
-        else tuple(names[a] for a in axes)
-        for axes in layout
-    ]
-    while entries and entries[-1] is None:
-        entries.pop()
-    return PartitionSpec(*entries)
-
-
-def constrain(array: Any, mesh: Any, layout: Layout) -> Any:
-    """States the layout of an array in the program being traced."""
-    if not layout or jax_compat.is_extended(array.dtype):
-        return array
-    sharding = NamedSharding(mesh, partition_spec(mesh, layout))
-    return jax.lax.with_sharding_constraint(array, sharding)

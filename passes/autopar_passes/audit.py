@@ -91,7 +91,7 @@ class _Auditor:
                 found = re.findall(
                     r'"([^"]+)"=(\d+)', str(op.operation.attributes["mesh"])
                 )
-                self.sizes = {axis: int(size) for axis, size in found}
+                self.sizes.update((axis, int(size)) for axis, size in found)
             elif name == "func.func":
                 self.bodies[op.attributes["sym_name"].value] = op
 
@@ -147,7 +147,7 @@ class _Auditor:
         """Splits an all-reduce into the part that is sliced after and the rest."""
         head = text.split("%", 1)[0]
         entries = [self.entry(m) for m in _AXIS.finditer(head)]
-        sliced = self.sliced_axes(op)
+        sliced = self.sliced_axes(op, set(entries))
         scattered = [e for e in entries if e in sliced]
         for name, size in scattered:
             yield AuditedCollective(
@@ -160,8 +160,13 @@ class _Auditor:
             names = tuple(n for n, _ in rest)
             yield AuditedCollective("all_reduce", names, group, nbytes, trips, source)
 
-    def sliced_axes(self, op: Any) -> set[tuple[str, int]]:
-        """The axes over which a result is only ever sliced."""
+    def sliced_axes(
+        self, op: Any, reduced: set[tuple[str, int]]
+    ) -> set[tuple[str, int]]:
+        """Those of the reduced axes over which a result is only ever sliced.
+
+        XLA makes no reduce-scatter of a slice over other axes too.
+        """
         out: set[tuple[str, int]] = set()
         while True:
             users = [u.owner for u in op.results[0].uses]
@@ -169,7 +174,10 @@ class _Auditor:
                 return out
             op = users[0]
             cut = _header(op).split("%", 1)[0].split("=", 1)[-1]
-            out |= {self.entry(m) for m in _AXIS.finditer(cut)}
+            axes = {self.entry(m) for m in _AXIS.finditer(cut)}
+            if not axes <= reduced:
+                return out
+            out |= axes
 
     def entry(self, match: re.Match[str]) -> tuple[str, int]:
         name, _, size = match.groups()
@@ -205,6 +213,8 @@ def _source(op: Any) -> str:
 
 def _bits(element: Any) -> int:
     text = str(element)
+    if text.startswith("complex<"):
+        return 2 * _bits(text.removeprefix("complex<").removesuffix(">"))
     if text == "i1":
         return 8
     found = re.search(

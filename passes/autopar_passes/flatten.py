@@ -95,6 +95,9 @@ class _Builder:
         if name in _DROPPED:
             env[eqn.outvars[0]] = inputs[0]
             return
+        if name == "custom_linear_solve":
+            self.call(eqn, *_linear_solve(eqn, inputs), env, stack)
+            return
         if name in _INLINED and (body := _call_body(eqn)) is not None:
             self.call(eqn, body, inputs, env, stack)
             return
@@ -188,6 +191,18 @@ def _call_body(eqn: Any) -> tuple[Any, list[Any]] | None:
             if len(jaxpr.invars) == len(eqn.invars):
                 return jaxpr, consts
     return None
+
+
+def _linear_solve(
+    eqn: Any, inputs: list[Atom]
+) -> tuple[tuple[Any, list[Any]], list[Atom]]:
+    """The body of a linear solve and what it reads: its lowering is ``solve``."""
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    end = start + lengths.solve
+    rest = sum((lengths.matvec, lengths.vecmat, lengths.solve, lengths.transpose_solve))
+    read = inputs[start:end] + inputs[rest:]
+    return _split(eqn.params["jaxprs"].solve), read
 
 
 def _bodies(eqn: Any) -> list[tuple[Any, list[Any]]]:

@@ -16,7 +16,7 @@ import jax
 from jax.extend.mlir import passmanager
 from jax.extend.mlir.dialects import sdy
 
-from autopar_passes import jax_compat
+from autopar_passes import convolution, jax_compat
 from autopar_passes.factors import FactorForest
 from autopar_passes.program import Constant, Equation, Program, Value
 from autopar_passes.rules import (
@@ -339,7 +339,11 @@ class _Reader:
         }
         sizes = tuple(self.forest.size(leaf) for leaf in leaves)
         rule = FactorRule(sizes, kinds, operand_dims, result_dims, "".join(reductions))
-        return rule if len(reductions) < 2 else _replicated(program, eqn)
+        if len(reductions) > 1:
+            return _replicated(program, eqn)
+        if eqn.primitive == convolution.PRIMITIVE:
+            return convolution.whole_windows(rule, eqn.params)
+        return rule
 
     def kind(self, leaf: int, produced: bool) -> FactorKind:
         if self.forest.blocked(leaf):

@@ -4,13 +4,14 @@ With a price ``p[r] >= 0`` per row the memory limit moves into the costs::
 
     bound(p) = min_x (cost(x) + sum_r p[r] (used(x)[r] - room[r]))  <=  best cost
 
-and messages bound the inner minimum from below. Both only get better: each step moves
-the prices along a smoothed subgradient and lets the messages follow with one sweep; a
-step that loses too much is undone and shortened.
+and messages, or elimination on top of them, bound the inner minimum from below. Each
+step moves the prices along a smoothed subgradient and lets the messages follow with one
+sweep; a step that loses too much is undone and shortened.
 """
 
 import numpy as np
 
+from autopar_solver.buckets import Bounds, TooLargeError, eliminate
 from autopar_solver.field import Field
 from autopar_solver.messages import Messages
 
@@ -39,6 +40,7 @@ class Dual:
         best_prices: prices of the best bound.
         costs: by flat strategy, the cost at the present prices.
         rises: of the last sweep; see ``messages.Sweep``.
+        answer: choices that the last elimination found, if there was one.
     """
 
     def __init__(self, field: Field, prices: np.ndarray | None = None) -> None:
@@ -52,6 +54,8 @@ class Dual:
         self.best_prices = self.prices
         self.rises = np.zeros(field.num_strategies)
         self.costs = self._priced(self.prices)
+        self.answer: np.ndarray | None = None
+        self._limits: tuple[int, int] | None = None
         self._level = -np.inf
         self._step = FIRST_STEP
         self._direction: np.ndarray | None = None
@@ -60,6 +64,26 @@ class Dual:
     def sweep(self) -> None:
         """Improves the messages at the present prices."""
         self._level = self._sweep(self.prices, self.costs)
+
+    def deepen(self, limit: int, work: int) -> bool:
+        """Lets later steps eliminate as well; False if that is too much work.
+
+        Args:
+            limit: entries of the largest table; see ``buckets.eliminate``.
+            work: entries of all tables together.
+        """
+        self._limits = (limit, work)
+        try:
+            self.sweep()
+        except TooLargeError:
+            self._limits = None
+            return False
+        return True
+
+    def lighten(self) -> None:
+        """Goes back to messages alone."""
+        self._limits = None
+        self.answer = None
 
     def ascend(self, upper: float) -> None:
         """Moves the prices once; ``upper`` guesses the best cost."""
@@ -114,8 +138,11 @@ class Dual:
         support = (self.prices > 0) | peaks(self._direction)
         slope = np.where(support, self._direction, 0.0)
         move = slope * (self.prices + floor)
-        length = self._step * gap / max(float(move @ slope), 1e-300)
-        prices = np.maximum(self.prices + length * move / self._unit, 0.0)
+        gain = float(move @ slope)
+        if not gain > 0:
+            return self.prices
+        length = self._step * gap / (gain * self._unit)
+        prices = np.maximum(self.prices + length * move, 0.0)
         prices[prices < 1e-4 * floor] = 0.0
         return prices
 
@@ -126,14 +153,31 @@ class Dual:
         return field.costs + field.memory.priced(prices, field.num_strategies)
 
     def _sweep(self, prices: np.ndarray, costs: np.ndarray) -> float:
-        result = self.messages.sweep(costs)
-        offset = self.field.constant - float(prices @ self.field.memory.room)
-        self.rises = result.rises
-        np.maximum(self.bounds, result.base + offset + result.rises, out=self.bounds)
-        bound = result.bound + offset
-        if bound > self.bound:
-            self.bound, self.best_prices = bound, prices
-        return bound - self.field.constant
+        swept = self.messages.sweep(costs)
+        level = self._learn(prices, swept.base, swept.bound, swept.rises)
+        if self._limits is not None:
+            found = self._eliminate(costs)
+            self.answer = found.choices
+            level = self._learn(prices, found.bound, found.bound, found.rises)
+        return level
+
+    def _eliminate(self, costs: np.ndarray) -> Bounds:
+        assert self._limits is not None
+        own, tables = self.messages.shifted(costs)
+        return eliminate(self.field, own, tables, *self._limits)
+
+    def _learn(
+        self, prices: np.ndarray, base: float, bound: float, rises: np.ndarray
+    ) -> float:
+        """Keeps what is proved; returns the bound without the field's constant."""
+        offset = -float(prices @ self.field.memory.room)
+        self.rises = rises
+        proved = base + offset + self.field.constant + rises
+        np.maximum(self.bounds, proved, out=self.bounds)
+        if bound + offset + self.field.constant > self.bound:
+            self.bound = bound + offset + self.field.constant
+            self.best_prices = prices
+        return bound + offset
 
 
 def peaks(values: np.ndarray) -> np.ndarray:

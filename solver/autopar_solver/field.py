@@ -51,7 +51,7 @@ class FlatMemory:
         change = np.bincount(self.starts, amounts, size) - np.bincount(
             self.ends, amounts, size
         )
-        return np.cumsum(change)[:-1]
+        return np.cumsum(change, dtype=np.float64)[:-1]
 
     def fits(self, choices: np.ndarray) -> bool:
         """Whether the choices respect every row."""

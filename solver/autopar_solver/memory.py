@@ -42,6 +42,8 @@ class NodeMemory:
 
 def merge(parts: Sequence[NodeMemory]) -> NodeMemory:
     """The sum of memories over the same strategies; equal intervals become one."""
+    if len(parts) == 1 and len(parts[0].starts) == 1:
+        return parts[0]
     starts = np.concatenate([part.starts for part in parts])
     ends = np.concatenate([part.ends for part in parts])
     usage = np.concatenate([part.usage for part in parts])

@@ -70,6 +70,7 @@ class Messages:
         """Starts with all messages zero."""
         self.field = field
         self.links = _links(field)
+        self._forbidden = _forbidden(field)
         counts = np.array([len(links) for links in self.links], np.int64)
         self.begins = np.concatenate([[0], np.cumsum(counts * field.sizes)])
         self.buffer = np.zeros(int(self.begins[-1]))
@@ -98,6 +99,52 @@ class Messages:
                 total = total + table[:, choices[l]]
             choices[v.node] = total.argmin()
         return choices
+
+    def by_link(self) -> dict[tuple[int, int], np.ndarray]:
+        """``(receiver, sender) -> message``, by the nodes' numbers in the graph."""
+        nodes = self.field.nodes
+        return {
+            (nodes[k], nodes[l]): self._message(k, l).copy()
+            for k, links in enumerate(self.links)
+            for l, _ in links
+        }
+
+    def resume(self, known: dict[tuple[int, int], np.ndarray]) -> None:
+        """Starts from messages of links that are still there."""
+        nodes = self.field.nodes
+        for k, links in enumerate(self.links):
+            for l, _ in links:
+                if (message := known.get((nodes[k], nodes[l]))) is not None:
+                    self._message(k, l)[:] = message
+
+    def shifted(self, costs: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The same problem with what the messages say moved between its parts.
+
+        Every node gets the messages into it, every table loses those along it, and
+        each node then hands back to its tables an equal share.
+        """
+        field = self.field
+        total = costs.copy()
+        for v in self._forward:
+            incoming = self.buffer[v.start : v.end].reshape(-1, v.high - v.low)
+            total[v.low : v.high] += incoming.sum(axis=0)
+        shares = [
+            total[v.low : v.high] / (len(links) + 1)
+            for v, links in zip(self._forward, self.links, strict=True)
+        ]
+        tables = [
+            np.minimum(table, self._forbidden)
+            + (shares[k] - self._message(k, l))[:, None]
+            + (shares[l] - self._message(l, k))
+            for (k, l), table in zip(field.edges, field.tables, strict=True)
+        ]
+        return np.concatenate(shares or [costs]), tables
+
+    def _message(self, node: int, sender: int) -> np.ndarray:
+        """The message into a node from a neighbour."""
+        size = int(self.field.sizes[node])
+        start = int(self.begins[node]) + self._slots[node][sender] * size
+        return self.buffer[start : start + size]
 
     def _pass(
         self, visits: list[_Visit], costs: np.ndarray
@@ -137,8 +184,11 @@ class Messages:
             first=first,
             last=last,
             share=1.0 / max(split, len(links) - split, 1),
-            table=np.concatenate(
-                [table.T for _, table in targets] or [np.zeros((0, 0))]
+            table=np.minimum(
+                np.concatenate(
+                    [table.T for _, table in targets] or [np.zeros((0, 0))]
+                ),
+                self._forbidden,
             ),
             neighbour=np.repeat(np.arange(len(targets)), widths),
             begins=np.cumsum([0, *widths])[:-1],
@@ -158,3 +208,15 @@ def _links(field: Field) -> list[list[tuple[int, np.ndarray]]]:
         links[k].append((l, table))
         links[l].append((k, table.T))
     return [sorted(items, key=lambda item: item[0]) for items in links]
+
+
+def _forbidden(field: Field) -> float:
+    """A finite cost that no solution of finite cost reaches in total.
+
+    Messages cannot subtract infinities; a cheaper pair keeps every bound a bound.
+    """
+    total = 1.0
+    for values in (field.costs, *field.tables):
+        finite = values[values < np.inf]
+        total += float(np.abs(finite).max(initial=0.0))
+    return 4.0 * total

@@ -7,7 +7,7 @@ import numpy as np
 
 from autopar_solver.dual import Dual
 from autopar_solver.field import Field, flatten
-from autopar_solver.graph import ContradictionError, Graph
+from autopar_solver.graph import ContradictionError, Graph, Restrict
 from autopar_solver.ilp.backend import Backend, Limits
 from autopar_solver.ilp.solve import solve_field
 from autopar_solver.incumbent import Clock, Incumbent
@@ -15,8 +15,11 @@ from autopar_solver.neighbourhood import NeighbourhoodSearch
 from autopar_solver.reductions.pipeline import reduce_graph
 from autopar_solver.search import Position, mend, polish
 
-SMALL_PAIRS = 1_500
-"""Fields up to this size go to the integer program at once."""
+WORK_PER_SECOND = 20_000_000
+"""Entries of tables that elimination goes through in a second, roughly."""
+
+STALL_STEPS, STALL_GAIN = 10, 0.02
+"""Climbing stops when so many steps close less than this share of the gap."""
 
 PROGRAM_PAIRS = 60_000
 """Larger fields are only bounded and searched."""
@@ -55,16 +58,20 @@ class _State:
         self.removed_above = math.inf
         self.prices = np.zeros(0)
         self.size = incumbent.problem.num_strategies
-        self._refresh(None)
+        self._refresh(None, {})
 
     def round(self) -> bool:
         """One turn of every method; True when nothing is left to do."""
-        if self.field.num_pairs > SMALL_PAIRS:
-            self._ascend()
-            if self._done():
-                return True
-            if self._fix():
-                return False
+        self._ascend()
+        if self._done():
+            return True
+        if self._fix():
+            return False
+        self._deepen()
+        if self._done():
+            return True
+        if self._fix():
+            return False
         if self.field.num_pairs <= PROGRAM_PAIRS and self._program():
             return True
         if self._done():
@@ -86,12 +93,15 @@ class _State:
     def _done(self) -> bool:
         return self.incumbent.proved or self.clock.left < 0.02
 
-    def _refresh(self, prices: np.ndarray | None) -> None:
+    def _refresh(
+        self, prices: np.ndarray | None, messages: dict[tuple[int, int], np.ndarray]
+    ) -> None:
         """Takes up a graph that has changed."""
         if not self.graph.costs:
             return
         self.field = flatten(self.graph)
         self.dual = Dual(self.field, prices)
+        self.dual.messages.resume(messages)
         self.search = NeighbourhoodSearch(self.dual, self.backend)
         self.position: np.ndarray | None = None
         if self.incumbent.choices is not None:
@@ -114,27 +124,42 @@ class _State:
         return True
 
     def _ascend(self) -> None:
-        """Raises the bound and decodes, for a slice or until it stalls."""
-        end = time.monotonic() + min(self.slice, self.clock.left)
+        """Raises the bound by messages, for a slice or until it stalls."""
+        self.dual.lighten()
         for _ in range(3):
             self.dual.sweep()
-        steps = 0
-        before = self.dual.bound
+        self._climb(5)
+
+    def _deepen(self) -> None:
+        """Raises the bound by elimination, for a slice or until it stalls."""
+        work = int(WORK_PER_SECOND * self.slice)
+        if self.dual.deepen(work // 8, work):
+            self._climb(1)
+
+    def _climb(self, steps_per_decode: int) -> None:
+        end = time.monotonic() + min(self.slice, self.clock.left)
+        before, steps = self.dual.bound, 0
         while time.monotonic() < end:
             self.dual.ascend(self.incumbent.cost)
             steps += 1
-            if steps % 5 == 0:
+            if steps % steps_per_decode == 0:
                 self._decode()
                 self._prove(self.dual.bound)
                 if self._done():
                     return
-        self._decode()
-        self._prove(self.dual.bound)
+            if steps % STALL_STEPS == 0:
+                gain = self.dual.bound - before
+                if gain < STALL_GAIN * (self.incumbent.cost - self.dual.bound):
+                    return
+                before = self.dual.bound
 
     def _decode(self) -> None:
-        choices = self.dual.messages.decode(self.dual.costs)
-        position = Position(self.field, choices, self.dual.messages.links)
-        if mend(position, self.dual.costs, MAX_MENDS):
+        dual = self.dual
+        choices = dual.answer
+        if choices is None:
+            choices = dual.messages.decode(dual.costs)
+        position = Position(self.field, choices, dual.messages.links)
+        if mend(position, dual.costs, MAX_MENDS):
             polish(position)
             self._offer(position.choices)
 
@@ -142,33 +167,34 @@ class _State:
         """Removes strategies that no better solution chooses; True if many went."""
         cutoff = self.incumbent.cutoff
         kept = self.dual.bounds < cutoff
-        if kept.all():
-            return False
         if self.position is not None:
             kept[self.field.offsets[:-1] + self.position] = True
         sizes = np.add.reduceat(kept, self.field.offsets[:-1], dtype=np.int64)
         pairs = sum(int(sizes[k] * sizes[l]) for k, l in self.field.edges)
-        if pairs > 0.7 * self.field.num_pairs:
+        if pairs + kept.sum() > 0.9 * (self.field.num_pairs + len(kept)):
             return False
         self.removed_above = min(self.removed_above, cutoff)
-        prices = np.zeros(len(self.incumbent.problem.memory) + len(self.graph.rows))
-        old_rows, old_prices = self.graph.rows, self.dual.best_prices
-        for k, i in enumerate(self.field.nodes):
-            own = kept[self.field.offsets[k] : self.field.offsets[k + 1]]
-            if not own.all():
-                self.graph.restrict(i, np.flatnonzero(own))
-        reduce_graph(self.graph, self.clock.end)
-        where = np.searchsorted(old_rows, self.graph.rows)
-        self._refresh(old_prices[where])
+        self._remove(~kept)
         return True
+
+    def _remove(self, gone: np.ndarray) -> None:
+        rows, prices = self.graph.rows, self.dual.best_prices
+        messages = self.dual.messages.by_link()
+        first_step = len(self.graph.trail)
+        for k, i in enumerate(self.field.nodes):
+            own = gone[self.field.offsets[k] : self.field.offsets[k + 1]]
+            if own.any():
+                self.graph.restrict(i, np.flatnonzero(~own))
+        reduce_graph(self.graph, self.clock.end)
+        kept = prices[np.searchsorted(rows, self.graph.rows)]
+        self._refresh(kept, _carry(messages, self.graph, first_step))
 
     def _program(self) -> bool:
         """The integer program, for a slice or as long as it takes; True if solved."""
         seconds = min(max(2.0, 2 * self.slice), self.clock.left)
-        unlimited = math.isinf(self.clock.end) and self.field.num_pairs <= SMALL_PAIRS
         rows = tuple(np.flatnonzero(self.dual.best_prices).tolist())
         limits = Limits(
-            None if unlimited else seconds,
+            seconds,
             0.05 * self.incumbent.tolerance,
             self.incumbent.cutoff,
         )
@@ -187,3 +213,19 @@ class _State:
         clock = Clock(time.monotonic(), seconds)
         choices = self.search.improve(self.position, self.incumbent.cutoff, clock)
         self._offer(choices)
+
+
+def _carry(
+    messages: dict[tuple[int, int], np.ndarray], graph: Graph, first_step: int
+) -> dict[tuple[int, int], np.ndarray]:
+    """Messages into nodes whose strategies became fewer."""
+    kept: dict[int, np.ndarray] = {}
+    for step in graph.trail[first_step:]:
+        if isinstance(step, Restrict):
+            before = kept.get(step.node)
+            kept[step.node] = step.kept if before is None else before[step.kept]
+    return {
+        (node, sender): message[kept[node]] if node in kept else message
+        for (node, sender), message in messages.items()
+        if node in graph.costs and sender in graph.costs
+    }

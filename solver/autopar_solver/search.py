@@ -4,6 +4,9 @@ import numpy as np
 
 from autopar_solver.field import Field
 
+MOVES_AT_ONCE = 8
+"""Moves made between two looks at what moves cost."""
+
 
 class Position:
     """Choices of a field's nodes with what a change of one would cost and use.
@@ -68,30 +71,44 @@ Links = list[list[tuple[int, np.ndarray]]]
 def mend(position: Position, costs: np.ndarray, max_moves: int) -> bool:
     """Moves single nodes until the choices fit; False if that does not succeed.
 
-    Each move lowers the worst row, at the least cost per unit. ``costs`` (by flat
-    strategy) may add prices of memory to the field's own costs.
+    Moves lower the worst row, at the least cost per unit. ``costs`` (by flat strategy)
+    may add prices of memory to the field's own costs.
     """
-    field = position.field
-    extra = costs - field.costs
-    for _ in range(max_moves):
-        if position.fits:
-            return True
-        row = int(np.argmax(position.used - field.memory.room))
-        present = field.offsets[:-1] + position.choices
-        use = field.memory.at(row, field.num_strategies)
-        saved = np.repeat(use[present], field.sizes) - use
-        loss = position.losses() + extra - np.repeat(extra[present], field.sizes)
-        needed = position.used[row] - field.memory.room[row]
-        helpful = np.flatnonzero((saved > 0) & (loss < np.inf))
-        if not len(helpful):
+    moves = 0
+    while not position.fits and moves < max_moves:
+        row = int(np.argmax(position.used - position.field.memory.room))
+        made = _lower(position, costs, row)
+        if not made:
             return False
-        # Saving more than is needed is worth nothing.
-        worth = np.minimum(saved[helpful], needed)
-        rate = np.maximum(loss[helpful], 0.0) / worth
-        best = int(helpful[np.argmin(rate)])
-        node = int(np.searchsorted(field.offsets, best, side="right")) - 1
-        position.move(node, best - int(field.offsets[node]))
+        moves += made
     return position.fits
+
+
+def _lower(position: Position, costs: np.ndarray, row: int) -> int:
+    """Moves different nodes until a row fits or ``MOVES_AT_ONCE``; how many moved."""
+    field = position.field
+    present = field.offsets[:-1] + position.choices
+    use = field.memory.at(row, field.num_strategies)
+    saved = np.repeat(use[present], field.sizes) - use
+    extra = costs - field.costs
+    loss = position.losses() + extra - np.repeat(extra[present], field.sizes)
+    needed = float(position.used[row] - field.memory.room[row])
+    helpful = np.flatnonzero((saved > 0) & (loss < np.inf))
+    # Saving more than is needed is worth nothing.
+    rate = np.maximum(loss[helpful], 0.0) / np.minimum(saved[helpful], needed)
+    nodes = np.searchsorted(field.offsets, helpful, side="right") - 1
+    moved: set[int] = set()
+    for at in np.argsort(rate, kind="stable").tolist():
+        node, flat = int(nodes[at]), int(helpful[at])
+        if node in moved:
+            continue
+        position.move(node, flat - int(field.offsets[node]))
+        moved.add(node)
+        needed -= float(saved[flat])
+        # Losses of neighbours have changed: look again after a few moves.
+        if needed <= 0 or len(moved) >= MOVES_AT_ONCE:
+            break
+    return len(moved)
 
 
 def polish(position: Position, passes: int = 10) -> None:

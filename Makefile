@@ -1,0 +1,60 @@
+# `make demo` and `make test` need python3 (3.11 or later) and a package index, nothing else.
+
+# The first of these that runs and is new enough; `make PYTHON=... test` overrides it.
+PYTHON ?= $(shell for python in python3 python3.11 python3.12 python3.13; do \
+	$$python -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$python && break; \
+	done)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/installed-from-lock
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+.PHONY: help demo test lint format wheel-check lock clean
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## make demo         plan a GPT's training step, train it on 8 simulated devices
+demo: $(INSTALLED)
+	$(BIN)/autopar demo
+
+## make test         run the whole test suite (WORKERS=2, PYTEST_ARGS=...)
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+
+## make lint         ruff, pyright and the layers
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	PYTHONPATH=.:solver:passes $(BIN)/lint-imports --no-cache --no-logo
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+## make format       let ruff mend what it can
+format: $(INSTALLED)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+## make wheel-check  build the wheel and use it outside the source tree
+wheel-check: $(INSTALLED)
+	$(BIN)/python scripts/check_wheel.py
+
+## make lock         resolve requirements.lock again; UPGRADE=1 takes newer versions
+lock: $(INSTALLED)
+	$(BIN)/uv pip compile pyproject.toml --group dev --extra plots --universal \
+		--python-version 3.11 --fork-strategy fewest --generate-hashes --no-annotate \
+		--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade) \
+		--quiet --output-file requirements.lock
+
+## make clean        remove the virtual environment and whatever was built
+clean:
+	rm -rf $(VENV) dist build *.egg-info .hypothesis .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The project itself is installed without its dependencies: the lock has them all, the build's too.
+$(INSTALLED): requirements.lock pyproject.toml
+	@test -n "$(PYTHON)" || { echo "autopar needs Python 3.11 or later: make PYTHON=/path/to/python3"; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	@touch $@

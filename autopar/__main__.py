@@ -1,0 +1,5 @@
+"""The command line, as ``python -m autopar``."""
+
+from autopar.cli import main
+
+main()

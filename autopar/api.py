@@ -1,0 +1,113 @@
+"""Planning as a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.convert import make_plan
+from autopar.planner.hints import Pins, pin_restriction, pinned_layouts
+from autopar.planner.price import Pricer
+from autopar.planner.problem import Restriction
+from autopar.planner.search import candidate_meshes, search
+from autopar_passes.roles import InputRole
+
+
+def plan(
+    step: Callable[..., Any],
+    *args: Any,
+    cluster: Cluster,
+    pins: Pins | None = None,
+    axis_names: Sequence[str] | None = None,
+    max_axes: int | None = None,
+    seconds: float | None = None,
+    split_batch: bool = True,
+) -> Plan:
+    """Finds the execution plan of a train step that is fastest on a cluster.
+
+    Args:
+      step: a train step: ``step(state, batch)`` with a Linen ``TrainState``,
+        ``step(params, opt_state, batch)``, or NNX ``step(model, optimizer,
+        batch)``. What comes back with the structure of an argument is carried
+        state.
+      args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
+      cluster: what to plan for; its devices are not needed.
+      pins: path pattern of an input -> its ``PartitionSpec``.
+      axis_names: names of the mesh axes, outermost first.
+      max_axes: most mesh axes to try (default two, or one for each level).
+      seconds: time limit of the solver, for each mesh.
+      split_batch: whether it is an error if no mesh axis divides the batch.
+
+    Raises:
+      TraceError: JAX cannot trace the step.
+      InfeasibleError: no plan fits the memory of a device.
+      PlanError: a pin does not fit, or the batch cannot be split.
+    """
+    analysis = analyse(step, args)
+    return plan_analysis(
+        analysis,
+        cluster,
+        pins=pins,
+        axis_names=axis_names,
+        max_axes=max_axes,
+        seconds=seconds,
+        split_batch=split_batch,
+    )
+
+
+def plan_analysis(
+    analysis: Analysis,
+    cluster: Cluster,
+    *,
+    pins: Pins | None = None,
+    axis_names: Sequence[str] | None = None,
+    max_axes: int | None = None,
+    seconds: float | None = None,
+    split_batch: bool = True,
+) -> Plan:
+    """`plan`, for a step that is already analysed."""
+    meshes = candidate_meshes(cluster, max_axes, axis_names)
+    if split_batch:
+        check_batch(analysis, cluster, meshes)
+
+    def restrict(pricer: Pricer) -> Restriction:
+        layouts = pinned_layouts(analysis, pins or {}, pricer.mesh)
+        return pin_restriction(analysis, layouts)
+
+    result = search(
+        analysis,
+        cluster,
+        meshes=meshes,
+        seconds=seconds,
+        restriction=restrict if pins else None,
+    )
+    return make_plan(analysis, result)
+
+
+def check_batch(
+    analysis: Analysis, cluster: Cluster, meshes: Sequence[MeshShape]
+) -> None:
+    """Raises `PlanError` where no mesh axis divides the leading batch dimension."""
+    shapes = {
+        i.path: analysis.graph.values[i.value].shape
+        for i in analysis.graph.inputs
+        if i.role is InputRole.BATCH
+    }
+    leading = {path: s[0] for path, s in shapes.items() if s and s[0] > 1}
+    sizes = sorted({size for m in meshes for size in m.sizes if size > 1})
+    if not leading or not sizes:
+        return
+    if any(n % size == 0 for n in leading.values() for size in sizes):
+        return
+    path, n = next(iter(leading.items()))
+    up = cluster.num_devices
+    raise PlanError(
+        f"the batch cannot be split: its leading dimension is {n} ('{path}'), and no "
+        f"mesh axis of {cluster} ({', '.join(map(str, sizes))}) divides it.\n"
+        f"  try: a batch of {-(-n // up) * up}, or split_batch=False to plan without "
+        "data parallelism."
+    )

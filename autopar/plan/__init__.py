@@ -1,0 +1,21 @@
+"""Plans: plain data that can be saved, read, printed, compared and run."""
+
+from autopar.plan.schema import (
+    SCHEMA,
+    CopyDecision,
+    NodeDecision,
+    Plan,
+    Predicted,
+    Seconds,
+    SolverReport,
+)
+
+__all__ = [
+    "SCHEMA",
+    "CopyDecision",
+    "NodeDecision",
+    "Plan",
+    "Predicted",
+    "Seconds",
+    "SolverReport",
+]

@@ -1,0 +1,186 @@
+"""Between assignments, which know the graph, and plans, which are plain data."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.plan import CopyDecision, NodeDecision, Plan, Predicted, Seconds, SolverReport
+from autopar.plan.schema import SCHEMA, Spec
+from autopar.planner.analysis import Analysis
+from autopar.planner.assignment import Assignment, CopyChoice
+from autopar.planner.layout import Layout
+from autopar.planner.nodes import Node
+from autopar.planner.search import SearchResult
+from autopar.version import __version__
+
+
+def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
+    """Writes the best candidate of a search down as a plan."""
+    best = result.best
+    names = best.pricer.mesh.names
+    solution = best.solution
+    predicted = Predicted(
+        step_s=best.step_s,
+        compute_s=best.compute_s,
+        communication_s=best.communication_s,
+        communication_bytes=best.communication_bytes,
+        peak_memory_bytes=float(best.peak_memory_bytes),
+    )
+    solver = SolverReport(
+        status=solution.status.value,
+        gap=float(max(0.0, solution.gap)),
+        seconds=result.seconds,
+        cost=float(solution.cost),
+        bound=float(solution.bound),
+        meshes={str(m): c.step_s for m, c in result.tried if c is not None},
+    )
+    seconds = Seconds(
+        trace=analysis.trace_s,
+        graph=analysis.graph_s,
+        solve=result.seconds,
+        total=analysis.trace_s + analysis.graph_s + result.seconds,
+    )
+    inputs, outputs = _interface(analysis, best.assignment, names)
+    return Plan(
+        schema=SCHEMA,
+        version=__version__,
+        cluster=str(best.pricer.cluster),
+        mesh={"axes": dict(zip(names, best.pricer.sizes, strict=True))},
+        predicted=predicted,
+        solver=solver,
+        seconds=seconds,
+        inputs=inputs,
+        outputs=outputs,
+        roles={i.path: i.role.value for i in analysis.graph.inputs},
+        unsupported_ops=analysis.graph.unsupported,
+        assumed=analysis.graph.assumed_trips,
+        fingerprint=analysis.fingerprint,
+        nodes=_node_decisions(analysis, best.assignment, names),
+        copies=_copy_decisions(analysis, best.assignment, names),
+    )
+
+
+def _interface(
+    analysis: Analysis, assignment: Assignment, names: Sequence[str]
+) -> tuple[dict[str, Spec], dict[str, Spec]]:
+    inputs = {
+        i.path: to_spec(assignment.home_layout(i.value), names)
+        for i in analysis.graph.inputs
+    }
+    outputs: dict[str, Spec] = {}
+    for position, path in enumerate(analysis.traced.output_paths):
+        layout = assignment.output(position)
+        if layout is not None:
+            outputs[path] = to_spec(layout, names)
+    return inputs, outputs
+
+
+def _node_decisions(
+    analysis: Analysis, assignment: Assignment, names: Sequence[str]
+) -> tuple[NodeDecision, ...]:
+    members = Counter(op.class_index for op in analysis.graph.operators)
+    return tuple(
+        NodeDecision(
+            name=node_name(analysis, node),
+            kind=node.kind,
+            factors=tuple(size for size, _ in node.factors),
+            axes=to_spec(strategy, names),
+            count=members[node.root],
+        )
+        for node, strategy in zip(
+            analysis.contraction.nodes, assignment.strategies, strict=True
+        )
+    )
+
+
+def _copy_decisions(
+    analysis: Analysis, assignment: Assignment, names: Sequence[str]
+) -> tuple[CopyDecision, ...]:
+    return tuple(
+        CopyDecision(
+            name=operator_name(analysis, producer),
+            producer=producer,
+            slot=slot,
+            backward=backward,
+            axes=to_spec(choice.layout, names),
+            reuse=choice.reuse,
+        )
+        for ((producer, slot), backward), choice in assignment.copies.items()
+    )
+
+
+def node_name(analysis: Analysis, node: Node) -> str:
+    """A readable name: the input's path, or module path and operator."""
+    return operator_name(analysis, node.root)
+
+
+def operator_name(analysis: Analysis, index: int) -> str:
+    """The path of an input, or module path and primitive of an operator."""
+    op = analysis.graph.operators[index]
+    for given in analysis.graph.inputs:
+        if op.kind == "input" and op.outputs[0] == given.value:
+            return given.path
+    return f"{op.module}/{op.kind}" if op.module else op.kind
+
+
+def to_spec(layout: Layout, names: Sequence[str]) -> Spec:
+    """Replaces positions of mesh axes by their names."""
+    return tuple(tuple(names[a] for a in axes) for axes in layout)
+
+
+def from_spec(spec: Spec, names: Sequence[str]) -> Layout:
+    """Replaces names of mesh axes by their positions."""
+    number = {name: a for a, name in enumerate(names)}
+    try:
+        return tuple(tuple(number[n] for n in axes) for axes in spec)
+    except KeyError as error:
+        raise PlanError(
+            f"plan: mesh axis {error} is not one of {', '.join(names)}."
+        ) from None
+
+
+def check_plan(analysis: Analysis, plan: Plan) -> None:
+    """Checks that a plan was made for this step.
+
+    Raises:
+      PlanError: it was made for another one; the message says what differs.
+    """
+    if plan.fingerprint == analysis.fingerprint:
+        return
+    have = {i.path for i in analysis.graph.inputs}
+    want = set(plan.inputs)
+    differ = sorted(have ^ want)
+    what = (
+        f"the plan has {len(want)} inputs, the step has {len(have)}; only in one of "
+        f"them: {', '.join(differ[:4])}"
+        if differ
+        else "the inputs have the same names; shapes, dtypes or operators differ"
+    )
+    raise PlanError(
+        f"the plan belongs to another step ({plan.fingerprint}, not "
+        f"{analysis.fingerprint}): {what}. Make a new plan with autopar.plan."
+    )
+
+
+def restore(analysis: Analysis, plan: Plan) -> Assignment:
+    """Turns a plan back into an assignment of the step's graph.
+
+    Raises:
+      PlanError: the plan belongs to another step or is inconsistent.
+    """
+    check_plan(analysis, plan)
+    names = plan.axis_names
+    copies = {
+        ((c.producer, c.slot), c.backward): CopyChoice(from_spec(c.axes, names), c.reuse)
+        for c in plan.copies
+    }
+    return Assignment(
+        analysis.graph,
+        analysis.contraction,
+        analysis.sources,
+        plan.axis_sizes,
+        tuple(from_spec(n.axes, names) for n in plan.nodes),
+        copies,
+    )

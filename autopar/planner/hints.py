@@ -1,0 +1,112 @@
+"""Hints a user may give: layouts of inputs, and rules for Flax's logical axes.
+
+Hints are never needed. They restrict the search, so a plan with hints is at
+most as good as one without.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import flax.linen as nn
+import jax
+from jax.sharding import PartitionSpec
+
+from autopar.cluster import MeshShape
+from autopar.errors import PlanError
+from autopar.planner.analysis import Analysis
+from autopar.planner.layout import Layout
+from autopar.planner.nodes import Node
+from autopar.planner.problem import Restriction
+from autopar.planner.strategies import Strategy, layout_of
+
+# Pattern of an input's path -> its layout.
+Pins = Mapping[str, PartitionSpec]
+
+
+def pinned_layouts(analysis: Analysis, pins: Pins, mesh: MeshShape) -> dict[int, Layout]:
+    """Returns the layout of each pinned input, by its value.
+
+    Raises:
+      PlanError: a pattern matches no input, or a spec does not fit its array.
+    """
+    out: dict[int, Layout] = {}
+    for pattern, spec in pins.items():
+        matched = [
+            i for i in analysis.graph.inputs if fnmatch.fnmatchcase(i.path, pattern)
+        ]
+        if not matched:
+            some = ", ".join(i.path for i in analysis.graph.inputs[:3])
+            raise PlanError(
+                f"pin '{pattern}' matches no input; inputs are named like {some}."
+            )
+        for given in matched:
+            shape = analysis.graph.values[given.value].shape
+            out[given.value] = _layout(pattern, spec, shape, mesh)
+    return out
+
+
+def _layout(
+    pattern: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshShape
+) -> Layout:
+    names = list(mesh.names)
+    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    if len(entries) > len(shape):
+        raise PlanError(f"pin '{pattern}': {spec} has more entries than shape {shape}.")
+    entries += [()] * (len(shape) - len(entries))
+    layout: list[tuple[int, ...]] = []
+    for size, axes in zip(shape, entries, strict=True):
+        split = 1
+        for axis in axes:
+            if axis not in names:
+                raise PlanError(
+                    f"pin '{pattern}': no mesh axis '{axis}'; the mesh has "
+                    f"{', '.join(names)}. Name axes with axis_names=."
+                )
+            split *= mesh.sizes[names.index(axis)]
+        if size % split:
+            raise PlanError(
+                f"pin '{pattern}': dimension of size {size} cannot be split {split} ways."
+            )
+        layout.append(tuple(names.index(a) for a in axes))
+    return tuple(layout)
+
+
+def logical_pins(tree: Any, rules: Sequence[tuple[str, Any]], prefix: str) -> Pins:
+    """Turns Flax's logical axis names into pins.
+
+    Args:
+      tree: an argument of the step whose leaves may be boxed with names by
+        ``nn.with_logical_partitioning``.
+      rules: Flax's rules, pairs of a logical name and mesh axes.
+      prefix: name of the argument, the first part of its inputs' paths.
+    """
+    specs = nn.logical_to_mesh(nn.get_partition_spec(tree), rules)
+    keyed, _ = jax.tree_util.tree_flatten_with_path(
+        specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+    )
+    out: dict[str, PartitionSpec] = {}
+    for path, spec in keyed:
+        if isinstance(spec, PartitionSpec) and any(e is not None for e in spec):
+            key = jax.tree_util.keystr(path, simple=True, separator="/")
+            out[f"{prefix}/{key}*"] = spec
+    return out
+
+
+def pin_restriction(analysis: Analysis, layouts: Mapping[int, Layout]) -> Restriction:
+    """Allows an input's node only the strategies that give it its pinned layout."""
+    homes = analysis.contraction.homes
+    wanted: dict[int, list[tuple[Any, Layout]]] = {}
+    for value, layout in layouts.items():
+        if value in homes:
+            home = homes[value]
+            wanted.setdefault(home.node, []).append((home.dims, layout))
+
+    def allowed(node: Node, strategy: Strategy) -> bool:
+        return all(
+            layout_of(strategy, dims) == layout for dims, layout in wanted.get(node.index, [])
+        )
+
+    return allowed

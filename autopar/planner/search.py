@@ -1,0 +1,171 @@
+"""Searches meshes and strategies for the plan with the shortest step."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.planner.analysis import Analysis
+from autopar.planner.assignment import Assignment, assign
+from autopar.planner.memory import peak_memory_bytes
+from autopar.planner.price import Pricer
+from autopar.planner.problem import Formulation, Restriction
+from autopar.planner.traffic import Collective, traffic
+from autopar_solver import Solution, Status, solve
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Candidate:
+    """The best assignment found on one mesh.
+
+    Attributes:
+      assignment: strategies as layouts.
+      pricer: the mesh and cluster.
+      solution: what the solver says.
+      collectives: the communication of the assignment.
+      compute_s: seconds of work on arrays in one step.
+      communication_s: seconds of communication in one step.
+      communication_bytes: bytes that one device sends in one step.
+      peak_memory_bytes: most bytes live at once on one device.
+    """
+
+    assignment: Assignment
+    pricer: Pricer
+    formulation: Formulation
+    solution: Solution
+    collectives: tuple[Collective, ...]
+    compute_s: float
+    communication_s: float
+    communication_bytes: float
+    peak_memory_bytes: float
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of one step."""
+        return self.compute_s + self.communication_s
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class SearchResult:
+    """The best candidate, and what every mesh tried came to."""
+
+    best: Candidate
+    tried: tuple[tuple[MeshShape, Candidate | None], ...]
+    seconds: float
+
+
+def candidate_meshes(
+    cluster: Cluster,
+    max_axes: int | None = None,
+    axis_names: Sequence[str] | None = None,
+) -> list[MeshShape]:
+    """Returns the meshes to try: one for each way to cut the levels into axes.
+
+    Two axes within one level are interchangeable, so only one order of their
+    sizes is kept.
+    """
+    levels = sum(level.size > 1 for level in cluster.levels)
+    limit = max(max_axes or 2, levels, 1)
+    if axis_names is not None:
+        shapes = cluster.mesh_shapes(len(axis_names))
+        shapes = tuple(m for m in shapes if len(m.axes) == len(axis_names))
+        named = cluster.mesh_shapes(len(axis_names), axis_names) if shapes else ()
+        return _distinct([m for m in named if len(m.axes) == len(axis_names)])
+    return _distinct(cluster.mesh_shapes(limit))
+
+
+def _distinct(meshes: Sequence[MeshShape]) -> list[MeshShape]:
+    seen: set[tuple[tuple[int, int], ...]] = set()
+    out: list[MeshShape] = []
+    for mesh in meshes:
+        key = tuple(sorted((a.level, a.size) for a in mesh.axes))
+        if key not in seen:
+            seen.add(key)
+            out.append(mesh)
+    return out
+
+
+def search(
+    analysis: Analysis,
+    cluster: Cluster,
+    *,
+    meshes: Sequence[MeshShape] | None = None,
+    seconds: float | None = None,
+    restriction: Callable[[Pricer], Restriction] | None = None,
+) -> SearchResult:
+    """Finds the best plan of a step on a cluster."""
+    start = time.perf_counter()
+    tried: list[tuple[MeshShape, Candidate | None]] = []
+    for mesh in candidate_meshes(cluster) if meshes is None else meshes:
+        pricer = Pricer(cluster, mesh)
+        limit = restriction(pricer) if restriction is not None else None
+        tried.append((mesh, solve_mesh(analysis, pricer, limit, seconds)))
+    found = [c for _, c in tried if c is not None]
+    if not found:
+        raise AssertionError("no mesh has a solution")
+    best = min(found, key=lambda c: c.step_s)
+    return SearchResult(best, tuple(tried), time.perf_counter() - start)
+
+
+def solve_mesh(
+    analysis: Analysis,
+    pricer: Pricer,
+    restriction: Restriction | None,
+    seconds: float | None,
+) -> Candidate | None:
+    """Solves one mesh; None where nothing fits."""
+    formulation = analysis.formulator.formulate(pricer, restriction)
+    solution = solve(formulation.problem, seconds=seconds)
+    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        return None
+    return evaluate(analysis, formulation, solution)
+
+
+def evaluate(
+    analysis: Analysis, formulation: Formulation, solution: Solution
+) -> Candidate:
+    """Turns a solution into layouts and prices what they really do."""
+    count = len(analysis.contraction.nodes)
+    strategies = [
+        formulation.spaces[i].strategies[solution.choices[i]] for i in range(count)
+    ]
+    copies = [(c, solution.choices[c.node]) for c in formulation.copies]
+    pricer = formulation.pricer
+    assignment = assign(
+        analysis.graph,
+        analysis.contraction,
+        analysis.sources,
+        pricer.sizes,
+        strategies,
+        copies,
+    )
+    collectives = tuple(traffic(assignment))
+    inside = sum(
+        c.seconds(pricer) for c in collectives if is_inside_node(assignment, c)
+    )
+    work = sum(
+        float(formulation.problem.node_costs[i][solution.choices[i]])
+        for i in range(count)
+    )
+    return Candidate(
+        assignment,
+        pricer,
+        formulation,
+        solution,
+        collectives,
+        work - inside,
+        sum(c.seconds(pricer) for c in collectives),
+        sum(c.sent_bytes(pricer) for c in collectives),
+        peak_memory_bytes(assignment, formulation.written),
+    )
+
+
+def is_inside_node(assignment: Assignment, collective: Collective) -> bool:
+    """Whether a node's own cost already holds a collective (a small reduction)."""
+    op = assignment.graph.operators[collective.operator]
+    if collective.step.kind != "all_reduce" or collective.value not in op.outputs:
+        return False
+    node = assignment.contraction.nodes[assignment.contraction.node_of[op.class_index]]
+    return node.kind != "contraction"

@@ -1,0 +1,1 @@
+"""Runs plans: compiles the planned step, creates and moves its state."""

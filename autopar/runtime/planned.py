@@ -1,0 +1,132 @@
+"""A planned step as a compiled JAX function."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import PlanError
+from autopar.plan import Plan
+from autopar.planner.analysis import Analysis
+from autopar.planner.assignment import Assignment
+from autopar.planner.convert import restore
+from autopar_passes.apply import partition_spec, replay
+
+
+def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
+    """Lays the plan's mesh over devices (default: the first of `jax.devices`).
+
+    Raises:
+      PlanError: there are fewer devices than the mesh has.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    need = math.prod(plan.axis_sizes)
+    if len(found) < need:
+        raise PlanError(
+            f"the plan is for {need} devices ({_mesh_text(plan)}), this process sees "
+            f"{len(found)}. Plan for autopar.Cluster.local(), or simulate devices with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={need}."
+        )
+    grid = np.array(found[:need], dtype=object).reshape(plan.axis_sizes)
+    return Mesh(grid, plan.axis_names, axis_types=(AxisType.Auto,) * grid.ndim)
+
+
+def abstract_mesh(plan: Plan) -> AbstractMesh:
+    """The plan's mesh without devices, enough to lower and audit."""
+    kinds = (AxisType.Auto,) * len(plan.axis_sizes)
+    return AbstractMesh(plan.axis_sizes, plan.axis_names, axis_types=kinds)
+
+
+def _mesh_text(plan: Plan) -> str:
+    return " ".join(f"{k}={v}" for k, v in plan.mesh["axes"].items())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlannedStep:
+    """The flat step under a plan.
+
+    Attributes:
+      analysis: the step.
+      plan: the plan.
+      assignment: the plan as layouts.
+      mesh: the mesh it runs on (abstract when only lowered).
+      function: the jitted function of the flat arguments.
+    """
+
+    analysis: Analysis
+    plan: Plan
+    assignment: Assignment
+    mesh: Any
+    function: Callable[..., list[Any]]
+
+    @property
+    def in_shardings(self) -> list[NamedSharding]:
+        """Sharding of each flat argument."""
+        return _in_shardings(self.analysis, self.assignment, self.mesh)
+
+    def lower(self) -> Any:
+        """Returns JAX's ``Lowered`` of the planned program."""
+        graph = self.analysis.graph
+        structs = [
+            jax.ShapeDtypeStruct(graph.values[i.value].shape, graph.values[i.value].dtype)
+            for i in graph.inputs
+        ]
+        traced = self.function.trace(*structs)  # pyright: ignore[reportFunctionMemberAccess]
+        if isinstance(self.mesh, AbstractMesh):
+            return traced.lower(lowering_platforms=("cpu",))
+        return traced.lower()
+
+
+def planned_step(
+    analysis: Analysis, plan: Plan, mesh: Any, *, donate: bool = True
+) -> PlannedStep:
+    """Builds the jitted function of a planned step.
+
+    Args:
+      analysis: the step the plan was made for.
+      plan: the plan.
+      mesh: from `device_mesh` or `abstract_mesh`.
+      donate: whether the carried state is consumed by the call.
+
+    Raises:
+      PlanError: the plan belongs to another step.
+    """
+    assignment = restore(analysis, plan)
+    run = replay(analysis.traced.program, analysis.graph, assignment, mesh)
+    carried = tuple(sorted(analysis.traced.carried)) if donate else ()
+    outputs = [
+        _sharding(mesh, assignment.output(k)) for k in range(len(analysis.graph.outputs))
+    ]
+    function = jax.jit(
+        run,
+        in_shardings=_in_shardings(analysis, assignment, mesh),
+        out_shardings=outputs,
+        donate_argnums=carried,
+    )
+    return PlannedStep(analysis, plan, assignment, mesh, function)
+
+
+def _sharding(mesh: Any, layout: Any) -> NamedSharding | None:
+    if layout is None:
+        return None
+    return NamedSharding(mesh, partition_spec(mesh, layout))
+
+
+def _in_shardings(
+    analysis: Analysis, assignment: Assignment, mesh: Any
+) -> list[NamedSharding]:
+    return [
+        NamedSharding(mesh, partition_spec(mesh, assignment.home_layout(i.value)))
+        for i in analysis.graph.inputs
+    ]
+
+
+def replicated(mesh: Any) -> NamedSharding:
+    """The sharding of a value that every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())

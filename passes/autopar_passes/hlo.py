@@ -1,0 +1,328 @@
+"""Reads the communication and memory of a compiled program.
+
+`hlo_collectives` lists what the optimized program sends, in the terms of a
+plan: forms that one compiler pipeline uses in place of another collective are
+charged as that collective, and `compiled_audit` names them as exceptions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from autopar_passes.audit import AuditedCollective
+from autopar_passes.hlo_text import Instruction, Module, Shape, device_groups, parse_module
+from autopar_passes.hlo_values import LAYOUT_OPCODES, WHOLE, Follower, Need, Scope
+
+SCATTERED: Final = "reduce-scatter run as all-reduce"
+GATHERED: Final = "all-gather run as all-reduce"
+WIDENED: Final = "bf16 widened to f32"
+
+_KINDS: Final = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "collective_permute",
+}
+_OTHERS: Final = ("collective-broadcast", "ragged-all-to-all", "send", "recv")
+_WIDENED_TO: Final = "f32"
+_NARROW: Final = ("bf16", "f16")
+_CALLERS: Final = ("call", "fusion", "conditional", "async-start")
+
+# Name and size of each axis of the mesh that the devices stand in.
+Mesh = Sequence[tuple[str, int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledAudit:
+    """What a compiled step sends and holds, on one device.
+
+    Attributes:
+      collectives: all of them, named as a plan names them.
+      communication_bytes: bytes that one device sends in one step.
+      peak_memory_bytes: arguments, results that are not arguments updated in
+        place, and temporary buffers.
+      argument_bytes: bytes of the arguments.
+      output_bytes: bytes of the results.
+      alias_bytes: bytes of results that reuse an argument's buffer.
+      temp_bytes: bytes of the buffer for everything in between.
+      exceptions: the forms that differ from the plan's in a known way.
+    """
+
+    collectives: tuple[AuditedCollective, ...]
+    communication_bytes: float
+    peak_memory_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    exceptions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    collective: AuditedCollective
+    exceptions: tuple[str, ...] = ()
+
+
+def hlo_collectives(text: str, mesh: Mesh = ()) -> tuple[AuditedCollective, ...]:
+    """Lists the collectives of an optimized program.
+
+    A collective in a loop has the trips of the loop. A permute is charged for
+    the fraction of devices that send to another one, and not listed where none
+    does. An array that was widened from 16 to 32 bits only to be sent is
+    charged as if it had not been.
+
+    Args:
+      text: the text of the optimized module, such as ``compiled.as_text()``.
+      mesh: names and sizes of the mesh axes, to name the axes of each group;
+        without them the axes are left out.
+    """
+    return tuple(found.collective for found in _Reader(text, mesh).entry())
+
+
+def compiled_audit(compiled: Any, mesh: Mesh = ()) -> CompiledAudit:
+    """Reads communication and memory of a ``jax.stages.Compiled``.
+
+    Args:
+      compiled: the compiled step.
+      mesh: as in `hlo_collectives`.
+    """
+    reader = _Reader(compiled.as_text(), mesh)
+    found = tuple(reader.entry())
+    names = {name for f in found for name in f.exceptions} | reader.unknown
+    memory = compiled.memory_analysis()
+    arguments = int(memory.argument_size_in_bytes)
+    outputs = int(memory.output_size_in_bytes)
+    aliases = int(memory.alias_size_in_bytes)
+    temporaries = int(memory.temp_size_in_bytes)
+    return CompiledAudit(
+        collectives=tuple(f.collective for f in found),
+        communication_bytes=sum(f.collective.sent_bytes for f in found),
+        peak_memory_bytes=arguments + outputs - aliases + temporaries,
+        argument_bytes=arguments,
+        output_bytes=outputs,
+        alias_bytes=aliases,
+        temp_bytes=temporaries,
+        exceptions=tuple(sorted(names)),
+    )
+
+
+class _Reader:
+    def __init__(self, text: str, mesh: Mesh) -> None:
+        self.module: Module = parse_module(text)
+        self.follow = Follower(self.module)
+        self.mesh = tuple(mesh)
+        self.unknown: set[str] = set()
+
+    def entry(self) -> Iterator[_Found]:
+        computation = self.module.computations[self.module.entry]
+        yield from self.computation(Scope(computation), 1.0)
+
+    def computation(self, scope: Scope, trips: float) -> Iterator[_Found]:
+        """The collectives of one computation, each as often as it runs."""
+        for op in scope.computation.instructions.values():
+            if op.opcode.removesuffix("-start") in _KINDS:
+                yield from self.collective(scope, op, trips)
+            elif op.opcode == "while":
+                inner = trips * self.loop_count(op)
+                for name in (op.callee("condition"), op.callee("body")):
+                    yield from self.called(scope, op, name, inner)
+            elif op.opcode in _CALLERS:
+                for name in op.called:
+                    yield from self.called(scope, op, name, trips)
+            elif op.opcode in _OTHERS:
+                self.unknown.add(f"{op.opcode} not counted")
+
+    def called(
+        self, scope: Scope, op: Instruction, name: str, trips: float
+    ) -> Iterator[_Found]:
+        inner = Scope(self.module.computations[name], op, scope)
+        yield from self.computation(inner, trips)
+
+    def loop_count(self, op: Instruction) -> float:
+        """The trip count noted on a loop, else the largest bound in its condition."""
+        noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
+        if noted:
+            return float(noted[1])
+        bounds = list(self.constants(op.callee("condition")))
+        return float(max(bounds, default=1))
+
+    def constants(self, name: str) -> Iterator[int]:
+        for op in self.module.computations[name].instructions.values():
+            if op.opcode == "constant" and re.fullmatch(r"\d+", op.literal):
+                yield int(op.literal)
+            for inner in op.called:
+                yield from self.constants(inner)
+
+    def collective(self, scope: Scope, op: Instruction, trips: float) -> Iterator[_Found]:
+        kind = _KINDS[op.opcode.removesuffix("-start")]
+        shapes = [scope.instruction(n).shapes[0] for n in op.operands]
+        if kind == "collective_permute":
+            yield from self.permute(scope, op, shapes, trips)
+            return
+        groups = device_groups(op, self.module.num_devices)
+        if kind == "all_reduce":
+            for index, shape in enumerate(shapes):
+                yield from self.reduction(scope, op, index, shape, groups, trips)
+            return
+        if kind == "all_to_all":
+            yield self.found(scope, op, kind, shapes, groups, trips)
+            return
+        ratio = groups.shape[1] if kind == "all_gather" else 1
+        for index, shape in enumerate(shapes):
+            given = (shape,)
+            yield self.found(scope, op, kind, given, groups, trips, ratio, index)
+
+    def found(
+        self,
+        scope: Scope,
+        op: Instruction,
+        kind: str,
+        shapes: Sequence[Shape],
+        groups: np.ndarray,
+        trips: float,
+        ratio: float = 1.0,
+        index: int = 0,
+    ) -> _Found:
+        narrow = self.narrow(scope, op, index)
+        nbytes = ratio * sum(s.nbytes for s in shapes) / (2 if narrow else 1)
+        group = groups.shape[1]
+        made = AuditedCollective(kind, self.axes(groups[0]), group, nbytes, trips, op.source)
+        return _Found(made, (WIDENED,) if narrow else ())
+
+    def permute(
+        self, scope: Scope, op: Instruction, shapes: Sequence[Shape], trips: float
+    ) -> Iterator[_Found]:
+        text = op.attributes.partition("source_target_pairs=")[2]
+        pairs = re.findall(r"\{(\d+),(\d+)\}", text.partition("}}")[0] + "}")
+        sending = [(int(a), int(b)) for a, b in pairs if a != b]
+        if sending:
+            group = np.array(sending[:1])
+            ratio = len(sending) / self.module.num_devices
+            yield self.found(
+                scope, op, "collective_permute", shapes, group, trips, ratio
+            )
+
+    def reduction(
+        self,
+        scope: Scope,
+        op: Instruction,
+        index: int,
+        shape: Shape,
+        groups: np.ndarray,
+        trips: float,
+    ) -> Iterator[_Found]:
+        """Splits an all-reduce into the part that is sliced after and the rest."""
+        narrow = self.narrow(scope, op, index)
+        notes = (WIDENED,) if narrow else ()
+        position = index if len(op.operands) > 1 else None
+        source = self.source(scope, op, position)
+        need = self.follow.need(scope, op.name, position)
+        before = need.joined(groups) if need != WHOLE else WHOLE
+        nbytes = shape.nbytes * before.share / (2 if narrow else 1)
+        if self.placed_in_zeros(scope, op.operands[index]):
+            yield _Found(self.made("all_gather", groups, nbytes, trips, source), (GATHERED, *notes))
+            return
+        scattered, reduced = _split(need, groups, round(before.share / need.share))
+        if scattered.shape[1] > 1:
+            made = self.made("reduce_scatter", scattered, nbytes, trips, source)
+            yield _Found(made, (SCATTERED, *notes))
+            nbytes /= scattered.shape[1]
+        if reduced.shape[1] > 1:
+            yield _Found(self.made("all_reduce", reduced, nbytes, trips, source), notes)
+
+    def made(
+        self, kind: str, groups: np.ndarray, nbytes: float, trips: float, source: str
+    ) -> AuditedCollective:
+        axes = self.axes(groups[0])
+        return AuditedCollective(kind, axes, groups.shape[1], nbytes, trips, source)
+
+    def source(self, scope: Scope, op: Instruction, position: int | None) -> str:
+        """Combined all-reduces keep the origin of each part on its element."""
+        for user in scope.computation.users[op.name]:
+            if position is not None and re.search(rf"\bindex={position}\b", user.attributes):
+                return user.source or op.source
+        return op.source
+
+    def axes(self, group: np.ndarray) -> tuple[str, ...]:
+        """The mesh axes along which the devices of a group differ."""
+        if not self.mesh:
+            return ()
+        places = np.unravel_index(group, [size for _, size in self.mesh])
+        return tuple(
+            name
+            for (name, _), place in zip(self.mesh, places, strict=True)
+            if (place != place[0]).any()
+        )
+
+    def narrow(self, scope: Scope, op: Instruction, index: int) -> bool:
+        """Whether an operand has 16 bits but for its way through this collective.
+
+        All its readers go back to 16 bits, and it came from there; the origin
+        is not visible for an all-reduce, whose operand is a sum in 32 bits.
+        """
+        operand = op.operands[index]
+        if scope.instruction(operand).shapes[0].dtype != _WIDENED_TO:
+            return False
+        reduced = op.opcode.startswith("all-reduce")
+        if not reduced and not self.converted_from(scope, operand):
+            return False
+        position = index if len(op.operands) > 1 else None
+        readers = self.follow.uses(scope, op.name, position, _MOVES)
+        return all(
+            u.reader is not None
+            and u.reader.opcode == "convert"
+            and u.reader.shapes[0].dtype in _NARROW
+            for u in readers
+        )
+
+    def converted_from(self, scope: Scope, name: str) -> bool:
+        """Whether a value is widened from 16 bits just before."""
+        scope, op = self.follow.resolve(scope, name)
+        while op.opcode in _MOVES and op.operands:
+            scope, op = self.follow.resolve(scope, op.operands[0])
+        if op.opcode != "convert":
+            return False
+        return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
+
+    def placed_in_zeros(self, scope: Scope, name: str) -> bool:
+        """Whether a value is one shard written into an array of zeros."""
+        scope, op = self.follow.resolve(scope, name)
+        while op.opcode in LAYOUT_OPCODES:
+            scope, op = self.follow.resolve(scope, op.operands[0])
+        if op.opcode != "dynamic-update-slice":
+            return False
+        scope, base = self.follow.resolve(scope, op.operands[0])
+        if base.opcode == "broadcast":
+            scope, base = self.follow.resolve(scope, base.operands[0])
+        return base.opcode == "constant" and base.literal == "0"
+
+
+# Layout operations that keep the type.
+_MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {"concatenate", "dynamic-slice", "slice"}
+
+
+def _split(
+    need: Need, groups: np.ndarray, ratio: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The groups of the scatter, and of the reduction of what it leaves."""
+    size = groups.shape[1]
+    ratio = math.gcd(max(ratio, 1), size)
+    if not need.slices:
+        rest = groups.reshape(-1, ratio, size // ratio)
+        return rest[:1, :, 0], rest[:1, 0, :]
+    of_slice: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    for device in groups[0].tolist():
+        of_slice.setdefault(need.slices[device], []).append(device)
+    members = list(of_slice.values())
+    if len(members) != ratio:
+        rest = groups.reshape(-1, ratio, size // ratio)
+        return rest[:1, :, 0], rest[:1, 0, :]
+    return np.array([[m[0] for m in members]]), np.array([members[0]])

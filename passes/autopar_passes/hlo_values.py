@@ -1,0 +1,276 @@
+"""Follows values through a compiled program: which part of a result is used.
+
+XLA's CPU pipeline never forms a reduce-scatter: it runs an all-reduce, and
+each device keeps a slice. The slice stands behind layout operations and inside
+fusions, with an offset computed from the device's number; so the offset is
+evaluated here for every device.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Final
+
+import numpy as np
+
+from autopar_passes.hlo_text import Computation, Instruction, Module, device_groups
+
+# Operations that keep every element, or only change its type.
+LAYOUT_OPCODES: Final = frozenset(
+    ("bitcast", "convert", "copy", "optimization-barrier", "reshape", "transpose")
+)
+_REDUCTIONS: Final = frozenset(("all-reduce", "all-reduce-start"))
+_BINARY: Mapping[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "add": np.add,
+    "and": np.bitwise_and,
+    "divide": np.floor_divide,
+    "maximum": np.maximum,
+    "minimum": np.minimum,
+    "multiply": np.multiply,
+    "remainder": np.remainder,
+    "subtract": np.subtract,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scope:
+    """A computation at one place where it is called."""
+
+    computation: Computation
+    call: Instruction | None = None
+    outer: Scope | None = None
+
+    def instruction(self, name: str) -> Instruction:
+        """The instruction with this name."""
+        return self.computation.instructions[name]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Need:
+    """What each device uses of a value.
+
+    Attributes:
+      fraction: size of one slice; 1 where a device uses the whole value.
+      slices: the slices that each device uses, in an arbitrary numbering;
+        empty where they are not known.
+    """
+
+    fraction: float = 1.0
+    slices: tuple[frozenset[tuple[int, ...]], ...] = ()
+
+    @property
+    def share(self) -> float:
+        """The part of the value that one device uses."""
+        count = max((len(s) for s in self.slices), default=1)
+        return min(1.0, count * self.fraction)
+
+    def joined(self, groups: np.ndarray) -> Need:
+        """What each group uses together."""
+        if not self.slices:
+            return Need(min(1.0, self.fraction * groups.shape[1]))
+        union: dict[int, frozenset[tuple[int, ...]]] = {}
+        for group in groups.tolist():
+            together = frozenset[tuple[int, ...]]().union(*(self.slices[d] for d in group))
+            union.update((device, together) for device in group)
+        slices = tuple(union.get(d, s) for d, s in enumerate(self.slices))
+        return Need(self.fraction, slices)
+
+
+WHOLE: Final = Need()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Use:
+    """One reader of a value, layout operations and fusions looked through."""
+
+    scope: Scope
+    reader: Instruction | None
+    operand: int
+
+
+class Follower:
+    """Follows values of one module."""
+
+    def __init__(self, module: Module) -> None:
+        self.module = module
+
+    def uses(
+        self, scope: Scope, name: str, index: int | None, through: frozenset[str]
+    ) -> Iterator[Use]:
+        """Yields the readers of a value.
+
+        Args:
+          scope: where the value is made.
+          name: the instruction that makes it.
+          index: its position in a tuple, None for an array.
+          through: opcodes to look through.
+        """
+        if name == scope.computation.root:
+            yield from self.uses_outside(scope, index, through)
+        for user in scope.computation.users[name]:
+            for position in _positions(user, name):
+                match user.opcode:
+                    case "get-tuple-element":
+                        if _index(user) == (index or 0):
+                            yield from self.uses(scope, user.name, None, through)
+                    case "fusion":
+                        inner = self.inside(scope, user)
+                        parameter = inner.computation.parameters[position]
+                        yield from self.uses(inner, parameter, None, through)
+                    case "tuple" if user.name == scope.computation.root:
+                        yield from self.uses_outside(scope, position, through)
+                    case opcode if opcode in through or opcode.endswith("-done"):
+                        yield from self.uses(scope, user.name, index, through)
+                    case _:
+                        yield Use(scope, user, position)
+
+    def uses_outside(
+        self, scope: Scope, index: int | None, through: frozenset[str]
+    ) -> Iterator[Use]:
+        """The readers of what a fusion returns; other results are used wholly."""
+        if scope.call is None or scope.call.opcode != "fusion" or scope.outer is None:
+            yield Use(scope, None, 0)
+        else:
+            yield from self.uses(scope.outer, scope.call.name, index, through)
+
+    def inside(self, scope: Scope, call: Instruction) -> Scope:
+        """The scope of a fusion's computation."""
+        return Scope(self.module.computations[call.called[0]], call, scope)
+
+    def need(self, scope: Scope, name: str, index: int | None) -> Need:
+        """What each device uses of a value.
+
+        A smaller slice taken beside a larger one is taken to lie within it.
+        """
+        needs = [self.need_of(use) for use in self.uses(scope, name, index, LAYOUT_OPCODES)]
+        largest = max((n.fraction for n in needs), default=1.0)
+        if largest == 1.0:
+            return WHOLE
+        needs = [n for n in needs if n.fraction == largest]
+        if not all(n.slices for n in needs):
+            return Need(largest)
+        per_device = zip(*(n.slices for n in needs), strict=True)
+        return Need(largest, tuple(frozenset().union(*slices) for slices in per_device))
+
+    def need_of(self, use: Use) -> Need:
+        reader = use.reader
+        if reader is None:
+            return WHOLE
+        if reader.opcode == "dynamic-slice" and use.operand == 0:
+            return self.slice_need(use.scope, reader)
+        if reader.opcode in _REDUCTIONS:
+            index = use.operand if len(reader.operands) > 1 else None
+            groups = device_groups(reader, self.module.num_devices)
+            return self.need(use.scope, reader.name, index).joined(groups)
+        return WHOLE
+
+    def slice_need(self, scope: Scope, reader: Instruction) -> Need:
+        """The slice that each device takes, if that depends on the device."""
+        whole = scope.instruction(reader.operands[0]).shapes[0].dims
+        part = reader.shapes[0].dims
+        offsets: list[np.ndarray] = []
+        for name, size, kept in zip(reader.operands[1:], whole, part, strict=True):
+            if kept < size:
+                offset = self.evaluate(scope, name)
+                if offset is None and not self.depends_on_device(scope, name):
+                    return WHOLE
+                offsets.append(np.full(0, 0) if offset is None else offset.reshape(-1))
+        fraction = math.prod(part) / max(math.prod(whole), 1)
+        if any(o.size == 0 for o in offsets):
+            return Need(fraction)
+        if all((o == o[0]).all() for o in offsets):
+            return WHOLE
+        rows = np.stack(offsets, axis=1).astype(int).tolist()
+        return Need(fraction, tuple(frozenset((tuple(row),)) for row in rows))
+
+    def evaluate(self, scope: Scope, name: str) -> np.ndarray | None:
+        """The value of an integer on each device, None where it is not known.
+
+        Returns:
+          The value's array with the devices as first dimension.
+        """
+        scope, instruction = self.resolve(scope, name)
+        parts = [self.evaluate(scope, n) for n in instruction.operands]
+        known = [p for p in parts if p is not None]
+        if len(known) < len(parts):
+            return None
+        devices = self.module.num_devices
+        match instruction.opcode:
+            case "partition-id":
+                return np.arange(devices)
+            case "constant":
+                return _constant(instruction, devices)
+            case "dynamic-slice" if len(known) == 2:
+                last = known[0].shape[1] - 1
+                at = np.clip(known[1].reshape(-1).astype(int), 0, last)
+                return known[0][np.arange(devices), at].reshape(devices, 1)
+            case "clamp":
+                low, value, high = (k.reshape(devices, -1) for k in known)
+                return np.clip(value, low, high)
+            case "bitcast" | "convert" | "copy" | "reshape" | "broadcast":
+                return known[0]
+            case opcode if opcode in _BINARY:
+                left, right = (k.reshape(devices, -1) for k in known)
+                return _BINARY[opcode](left, right)
+            case _:
+                return None
+
+    def depends_on_device(self, scope: Scope, name: str) -> bool:
+        """Whether a value is computed from the number of the device."""
+        scope, instruction = self.resolve(scope, name)
+        if instruction.opcode == "partition-id":
+            return True
+        if math.prod(instruction.shapes[0].dims) > self.module.num_devices:
+            return False
+        return instruction.opcode != "get-tuple-element" and any(self.depends_on_device(scope, n) for n in instruction.operands)
+
+    def resolve(self, scope: Scope, name: str) -> tuple[Scope, Instruction]:
+        """Follows parameters, fusions and loop invariants to where a value is made."""
+        instruction = scope.instruction(name)
+        if instruction.opcode == "parameter" and scope.call and scope.outer:
+            number = int(instruction.literal)
+            if number < len(scope.call.operands):
+                return self.resolve(scope.outer, scope.call.operands[number])
+        if instruction.opcode == "fusion" and len(instruction.shapes) == 1:
+            inner = self.inside(scope, instruction)
+            return self.resolve(inner, inner.computation.root)
+        if instruction.opcode == "get-tuple-element":
+            return self.resolve_element(scope, instruction)
+        return scope, instruction
+
+    def resolve_element(
+        self, scope: Scope, element: Instruction
+    ) -> tuple[Scope, Instruction]:
+        holder = scope.instruction(element.operands[0])
+        if holder.opcode == "tuple":
+            return self.resolve(scope, holder.operands[_index(element)])
+        if holder.opcode == "parameter" and scope.call and scope.outer:
+            root = scope.instruction(scope.computation.root)
+            kept = root.opcode == "tuple" and root.operands[_index(element)]
+            if scope.call.opcode == "while" and kept == element.name:
+                start = scope.outer.instruction(scope.call.operands[0])
+                if start.opcode == "tuple":
+                    return self.resolve(scope.outer, start.operands[_index(element)])
+        return scope, element
+
+
+def _positions(user: Instruction, name: str) -> tuple[int, ...]:
+    return tuple(k for k, operand in enumerate(user.operands) if operand == name)
+
+
+def _index(element: Instruction) -> int:
+    found = re.search(r"\bindex=(\d+)", element.attributes)
+    return int(found[1]) if found else 0
+
+
+def _constant(instruction: Instruction, devices: int) -> np.ndarray | None:
+    """A constant's integers; None where the text leaves them out."""
+    if "..." in instruction.literal or not instruction.shapes:
+        return None
+    numbers = [int(n) for n in re.findall(r"-?\b\d+\b", instruction.literal)]
+    if len(numbers) != math.prod(instruction.shapes[0].dims):
+        return None
+    return np.broadcast_to(np.array(numbers), (devices, len(numbers)))

@@ -1,0 +1,37 @@
+"""Layouts as JAX states them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar_passes import jax_compat
+
+# Mesh axes of each dimension, major to minor, as positions in the mesh.
+Layout = tuple[tuple[int, ...], ...]
+
+
+def partition_spec(mesh: Any, layout: Layout) -> PartitionSpec:
+    """Returns JAX's form of a layout."""
+    names = mesh.axis_names
+    entries = [
+        None
+        if not axes
+        else names[axes[0]]
+        if len(axes) == 1
+        else tuple(names[a] for a in axes)
+        for axes in layout
+    ]
+    while entries and entries[-1] is None:
+        entries.pop()
+    return PartitionSpec(*entries)
+
+
+def constrain(array: Any, mesh: Any, layout: Layout) -> Any:
+    """States the layout of an array in the program being traced."""
+    if not layout or jax_compat.is_extended(array.dtype):
+        return array
+    sharding = NamedSharding(mesh, partition_spec(mesh, layout))
+    return jax.lax.with_sharding_constraint(array, sharding)

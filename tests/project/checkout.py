@@ -1,0 +1,40 @@
+"""What the tests of the project read: its files."""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+SOURCES = {
+    "autopar": ROOT / "autopar",
+    "autopar_passes": ROOT / "passes" / "autopar_passes",
+    "autopar_solver": ROOT / "solver" / "autopar_solver",
+}
+# Folders that are made, not written.
+_MADE = {"build", "dist", "node_modules"}
+
+
+def files(*suffixes: str) -> Iterator[Path]:
+    """Every written file, or those with one of the suffixes, in order."""
+    for folder, subfolders, names in os.walk(ROOT):
+        subfolders[:] = sorted(name for name in subfolders if not _made(name))
+        for name in sorted(names):
+            if not suffixes or name.endswith(suffixes):
+                yield Path(folder, name)
+
+
+def relative(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()
+
+
+def pyproject() -> dict[str, Any]:
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def _made(folder: str) -> bool:
+    hidden = folder.startswith((".", "__")) and folder != ".ci"
+    return hidden or folder in _MADE or folder.endswith(".egg-info")

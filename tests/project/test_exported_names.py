@@ -1,0 +1,43 @@
+"""``from autopar import ...`` shows exactly ``__all__``."""
+
+import inspect
+from types import ModuleType
+
+import pytest
+
+import autopar
+import autopar_passes
+import autopar_solver
+
+PACKAGES = [autopar, autopar_passes, autopar_solver]
+# What a user of the README needs.
+PROMISED = {"Cluster", "Plan", "parallelize", "plan", "register_rule"}
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)
+def test_all_is_sorted_and_resolves(package: ModuleType) -> None:
+    names = list(getattr(package, "__all__", ()))
+
+    assert names == sorted(set(names))
+    assert [name for name in names if not hasattr(package, name)] == []
+
+
+def test_all_is_what_is_public() -> None:
+    public = {
+        name
+        for name, value in vars(autopar).items()
+        if not name.startswith("_") and not inspect.ismodule(value)
+    }
+
+    assert {name for name in autopar.__all__ if not name.startswith("_")} == public
+
+
+def test_what_the_readme_promises_is_there() -> None:
+    assert set(autopar.__all__) >= PROMISED
+
+
+def test_exported_names_are_documented() -> None:
+    exported = (getattr(autopar, name) for name in autopar.__all__)
+    documented = filter(callable, exported)
+
+    assert [value for value in documented if not inspect.getdoc(value)] == []
