@@ -7,7 +7,7 @@ from typing import Any
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plans import Plan
 from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.convert import make_plan
 from autopar.planner.hints import Pins, pin_restriction, pinned_layouts

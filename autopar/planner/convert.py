@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.plan import CopyDecision, NodeDecision, Plan, Predicted, Seconds, SolverReport
-from autopar.plan.schema import SCHEMA, Spec
+from autopar.plans import CopyDecision, NodeDecision, Plan, Predicted, Seconds, SolverReport
+from autopar.plans.schema import SCHEMA, Spec
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment, CopyChoice
 from autopar.planner.layout import Layout

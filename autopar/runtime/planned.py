@@ -12,7 +12,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
-from autopar.plan import Plan
+from autopar.plans import Plan
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment
 from autopar.planner.convert import restore

@@ -1,6 +1,6 @@
 """Plans: plain data that can be saved, read, printed, compared and run."""
 
-from autopar.plan.schema import (
+from autopar.plans.schema import (
     SCHEMA,
     CopyDecision,
     NodeDecision,

@@ -1,0 +1,302 @@
+"""The decorator: a train step that plans itself on its first call."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from flax import nnx
+
+from autopar.api import plan_analysis
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.plans import Plan
+from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.convert import check_plan
+from autopar.runtime import agreement, placement
+from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar_passes.roles import InputRole
+from autopar_passes.trace import is_graph_node, pure_arguments, pure_function
+
+
+def parallelize(
+    step: Callable[..., Any] | None = None,
+    *,
+    cluster: Cluster | None = None,
+    plan: Plan | None = None,
+    devices: Sequence[Any] | None = None,
+    donate: bool = True,
+    **options: Any,
+) -> Any:
+    """Decorates a train step so that it runs under the plan found for it.
+
+    The step keeps its signature. State that comes back with the structure of
+    an argument is carried, and consumed by the call (``donate``). Batches may be
+    numpy or JAX arrays; under ``jax.distributed`` each process passes its part.
+
+    Args:
+      step: the train step; absent when used as ``@parallelize(...)``.
+      cluster: what to plan for; default: the devices of this process.
+      plan: a plan made before, instead of planning on the first call.
+      devices: the devices to run on; default: the first of ``jax.devices()``.
+      donate: whether a call consumes the carried state.
+      **options: hints and limits, as for `autopar.plan`.
+    """
+    if plan is not None and cluster is not None:
+        raise PlanError("parallelize: give cluster= or plan=, not both.")
+
+    def decorate(function: Callable[..., Any]) -> ParallelStep:
+        return ParallelStep(
+            function,
+            cluster=cluster,
+            plan=plan,
+            devices=devices,
+            donate=donate,
+            options=options,
+        )
+
+    return decorate if step is None else decorate(step)
+
+
+class ParallelStep:
+    """A train step that runs under a plan; see `parallelize`."""
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        *,
+        cluster: Cluster | None,
+        plan: Plan | None,
+        devices: Sequence[Any] | None,
+        donate: bool,
+        options: dict[str, Any],
+    ) -> None:
+        functools.update_wrapper(self, step)
+        self._step = step
+        self._cluster = cluster
+        self._given = plan
+        self._devices = devices
+        self._donate = donate
+        self._options = options
+        self._analyses: dict[Any, Analysis] = {}
+        self._planned: dict[Any, PlannedStep] = {}
+        self._current: PlannedStep | None = None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use.
+
+        Raises:
+          PlanError: no plan has been made yet.
+        """
+        if self._current is not None:
+            return self._current.plan
+        if self._given is not None:
+            return self._given
+        raise PlanError(
+            f"{self.__name__}: no plan yet: it is made on the first call, or give "
+            "init(..., batch=...) an example batch."
+        )
+
+    @property
+    def cluster(self) -> Cluster:
+        """The cluster that is planned for."""
+        if self._cluster is None:
+            count = None if self._devices is None else len(self._devices)
+            self._cluster = Cluster.local(count)
+        return self._cluster
+
+    def init(
+        self, create_state: Callable[..., Any], *args: Any, batch: Any = None
+    ) -> Any:
+        """Creates the state directly in its shards; no device holds all of it.
+
+        With an example ``batch`` (or a plan given to `parallelize`) the state
+        lies as the plan wants it. Without, it is split evenly and moved on the
+        first call.
+
+        Args:
+          create_state: makes the state (for NNX: the model and optimizer).
+          args: its arguments.
+          batch: an example batch, arrays or ``ShapeDtypeStruct``s.
+        """
+        abstract = _abstract(create_state, args)
+        if batch is not None:
+            self.prepare(*_splat(abstract), batch)
+        pure, rebuild = _pure_creation(create_state, abstract)
+        shapes = jax.eval_shape(pure, *args)
+        leaves, tree = jax.tree.flatten(shapes)
+        shardings = self._state_shardings(leaves, batch is not None)
+        made = placement.create(pure, args, jax.tree.unflatten(tree, shardings))
+        return rebuild(made)
+
+    def _state_shardings(self, leaves: Sequence[Any], planned: bool) -> list[Any]:
+        if planned and self._current is not None:
+            return self._current.in_shardings[: len(leaves)]
+        if self._given is not None:
+            mesh = device_mesh(self._given, self._devices)
+            specs = list(self._given.inputs.values())[: len(leaves)]
+            return [
+                jax.sharding.NamedSharding(
+                    mesh, jax.sharding.PartitionSpec(*(axes or None for axes in spec))
+                )
+                for spec in specs
+            ]
+        devices = self._devices or jax.devices()[: self.cluster.num_devices]
+        mesh = jax.make_mesh(
+            (len(devices),),
+            ("all",),
+            axis_types=(jax.sharding.AxisType.Auto,),
+            devices=devices,
+        )
+        return [placement.even_sharding(x.shape, mesh) for x in leaves]
+
+    def prepare(self, *args: Any) -> PlannedStep:
+        """Plans for these arguments without running; arrays or structs."""
+        structs = self._structs(args)
+        key = _signature(structs, args)
+        if key not in self._planned:
+            analysis = self._analysis(key, structs)
+            self._planned[key] = self._make(analysis)
+        self._current = self._planned[key]
+        return self._current
+
+    def _analysis(self, key: Any, structs: Sequence[Any]) -> Analysis:
+        if key not in self._analyses:
+            self._analyses[key] = analyse(self._step, structs)
+        return self._analyses[key]
+
+    def _make(self, analysis: Analysis) -> PlannedStep:
+        plan = self._given
+        if plan is None:
+            plan = agreement.agree(
+                lambda: plan_analysis(analysis, self.cluster, **self._options)
+            )
+        check_plan(analysis, plan)
+        agreement.check_same(plan)
+        mesh = device_mesh(plan, self._devices)
+        return planned_step(analysis, plan, mesh, donate=self._donate)
+
+    def _structs(self, args: Sequence[Any]) -> list[Any]:
+        """Abstract arguments, a batch with its global shape."""
+        return [a if is_graph_node(a) else jax.tree.map(_struct, a) for a in args]
+
+    def __call__(self, *args: Any) -> Any:
+        """Runs one step; see `parallelize`."""
+        planned = self.prepare(*args)
+        leaves = jax.tree.leaves(pure_arguments(args))
+        placed = [
+            placement.place_batch(x, _value_shape(planned, k), s)
+            if given.role is InputRole.BATCH
+            else placement.place(x, s)
+            for k, (x, s, given) in enumerate(
+                zip(leaves, planned.in_shardings, planned.analysis.graph.inputs, strict=True)
+            )
+        ]
+        flat = planned.function(*placed)
+        out = jax.tree.unflatten(planned.analysis.traced.out_tree, flat)
+        mutated = planned.analysis.traced.mutated
+        if not mutated:
+            return out
+        state, result = out
+        nnx.update(tuple(args[i] for i in mutated), state)
+        return result
+
+    def lower(self, *args: Any) -> Any:
+        """Returns JAX's ``Lowered`` of the planned program for these arguments."""
+        return self.prepare(*args).lower()
+
+    def replan(self, cluster: Cluster, state: Any) -> Any:
+        """Plans for another cluster, moves the state there and returns it.
+
+        The next call of the step runs under the new plan.
+
+        Args:
+          cluster: the cluster to move to, such as ``Cluster.local(devices=4)``.
+          state: the carried state: one pytree, or a tuple of the leading
+            arguments (NNX: the model and optimizer, updated in place).
+
+        Raises:
+          PlanError: the step has not been planned before.
+        """
+        if self._current is None:
+            raise PlanError(
+                f"{self.__name__}: replan needs a step that ran, or init(..., batch=...)."
+            )
+        analysis = self._current.analysis
+        self._cluster, self._given, self._devices = cluster, None, None
+        self._planned = {}
+        self._current = self._make(analysis)
+        self._planned[self._key_of(analysis)] = self._current
+        return self._move(state)
+
+    def _key_of(self, analysis: Analysis) -> Any:
+        return next(k for k, a in self._analyses.items() if a is analysis)
+
+    def _move(self, state: Any) -> Any:
+        assert self._current is not None
+        args = _splat(state)
+        graph_nodes = tuple(a for a in args if is_graph_node(a))
+        trees = pure_arguments(args)
+        leaves, tree = jax.tree.flatten(trees)
+        shardings = self._current.in_shardings[: len(leaves)]
+        moved = [placement.place(x, s) for x, s in zip(leaves, shardings, strict=True)]
+        new = jax.tree.unflatten(tree, moved)
+        if graph_nodes:
+            nnx.update(graph_nodes, new[0])
+            return state
+        return new if isinstance(state, tuple) and type(state) is tuple else new[0]
+
+
+def _splat(state: Any) -> tuple[Any, ...]:
+    """A state that is a plain tuple holds the step's leading arguments."""
+    return state if type(state) is tuple else (state,)
+
+
+def _struct(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    if isinstance(leaf, jax.Array):
+        aval = jax.typeof(leaf)
+        if not leaf.is_fully_addressable or jax.process_count() == 1:
+            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+    shape = placement.global_shape(leaf)
+    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(jax.typeof(leaf).dtype))
+
+
+def _signature(structs: Sequence[Any], args: Sequence[Any]) -> Any:
+    leaves, tree = jax.tree.flatten(pure_arguments(structs))
+    del args
+    return tree, tuple((tuple(x.shape), str(x.dtype)) for x in leaves)
+
+
+def _value_shape(planned: PlannedStep, position: int) -> tuple[int, ...]:
+    graph = planned.analysis.graph
+    return graph.values[graph.inputs[position].value].shape
+
+
+def _abstract(create_state: Callable[..., Any], args: Sequence[Any]) -> Any:
+    """The shapes of the state; NNX objects stay objects, with abstract arrays."""
+    return nnx.eval_shape(create_state, *args)
+
+
+def _pure_creation(
+    create_state: Callable[..., Any], abstract: Any
+) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
+    """Splits creation into a pure function of arrays and what puts objects back."""
+    if not is_graph_node(abstract):
+        return create_state, lambda made: made
+
+    def pure(*args: Any) -> Any:
+        return pure_arguments(_splat(create_state(*args)))
+
+    def rebuild(made: Any) -> Any:
+        nodes = nnx.merge(nnx.graphdef(_splat(abstract)), made[0])
+        return nodes if type(abstract) is tuple else nodes[0]
+
+    return pure, rebuild
+
+

@@ -1,0 +1,80 @@
+"""Puts arrays where a plan wants them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+
+def place(leaf: Any, sharding: NamedSharding) -> Any:
+    """Returns an array with the given sharding; no copy where it has it already."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
+        sharding, leaf.ndim
+    ):
+        return leaf
+    return jax.device_put(leaf, sharding)
+
+
+def place_batch(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
+    """Places one array of a batch, of which each process holds its own part.
+
+    Args:
+      leaf: what this process was given: its rows of the global array, or, in a
+        program of one process or for arrays that are already global, all of it.
+      shape: the global shape.
+      sharding: where it must lie.
+    """
+    if jax.process_count() == 1 or _is_global(leaf):
+        return place(leaf, sharding)
+    rows = _row_mesh(sharding.mesh)
+    by_process = NamedSharding(rows, PartitionSpec("process") if len(shape) else PartitionSpec())
+    local = np.asarray(leaf)
+    whole = jax.make_array_from_process_local_data(by_process, local, tuple(shape))
+    if by_process.is_equivalent_to(sharding, len(shape)):
+        return whole
+    return jax.jit(lambda x: x, out_shardings=sharding)(whole)
+
+
+def global_shape(leaf: Any) -> tuple[int, ...]:
+    """The shape of a batch array over all processes."""
+    shape = tuple(np.shape(leaf))
+    if jax.process_count() == 1 or _is_global(leaf) or not shape:
+        return shape
+    return (shape[0] * jax.process_count(), *shape[1:])
+
+
+def _is_global(leaf: Any) -> bool:
+    return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
+
+
+def _row_mesh(mesh: Any) -> Mesh:
+    """The same devices as rows of processes, in the order of process numbers."""
+    devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
+    count = len({d.process_index for d in devices})
+    grid = np.array(devices, dtype=object).reshape(count, -1)
+    return Mesh(grid, ("process", "local"))
+
+
+def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
+    """Splits the first dimension that all axes divide; whole where none does.
+
+    Where no plan is known yet, state is created like this, so that no device
+    holds more than its part.
+    """
+    total = mesh.size
+    for dim, size in enumerate(shape):
+        if size and size % total == 0:
+            names = tuple(mesh.axis_names)
+            return NamedSharding(mesh, PartitionSpec(*([None] * dim), names))
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def create(
+    function: Callable[..., Any], args: Sequence[Any], shardings: Any
+) -> Any:
+    """Runs a function that makes a pytree, each leaf created in its own shards."""
+    return jax.jit(function, out_shardings=shardings)(*args)
