@@ -297,11 +297,11 @@ class _Replayer:
         carries = ops[n_cond + n_body :]
 
         def test(carried: Any) -> Any:
-            args = (*outer[:n_cond], *carried)
+            args = (*_kept(outer[:n_cond]), *carried)
             return self.region(cond, self.enter(ops, cond.inputs, args))[0]
 
         def step(carried: Any) -> Any:
-            args = (*outer[n_cond : n_cond + n_body], *carried)
+            args = (*_kept(outer[n_cond : n_cond + n_body]), *carried)
             self.scope = _Forms(self.enter(ops, body.inputs, args), self.scope)
             for inner in body.equations:
                 self.equation(inner)
@@ -362,6 +362,15 @@ class _Replayer:
             ]
 
         return run
+
+
+def _kept(constants: Sequence[Any]) -> list[Any]:
+    """The constants of a while loop, apart from what the loop hands back.
+
+    JAX makes them part of the carry. Shardy would reshard what the body returns
+    to the last layout that is stated of them, and back for the next iteration.
+    """
+    return [jax.lax.optimization_barrier(x) for x in constants]
 
 
 def _as_avals(ends: Sequence[Any], carried: Sequence[Any]) -> list[Any]:

@@ -16,6 +16,8 @@ from typing import Any
 
 from jax.extend.mlir import passmanager
 
+from autopar_passes.graph import UNKNOWN_TRIPS
+
 _PARTITION = (
     "builtin.module(sdy-propagation-pipeline,"
     "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
@@ -28,6 +30,8 @@ _KINDS = {
     "sdy.all_to_all": "all_to_all",
     "sdy.collective_permute": "collective_permute",
 }
+# The condition of a counting loop: its bound, the comparison, and the return.
+_COUNTING_OPERATIONS = 3
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _SHARDING = re.compile(
     r"out_sharding=<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>"
@@ -145,10 +149,8 @@ class _Auditor:
         self, op: Any, text: str, nbytes: float, trips: float, source: str
     ) -> Iterator[AuditedCollective]:
         """Splits an all-reduce into the part that is sliced after and the rest."""
-        head = text.split("%", 1)[0]
-        entries = [self.entry(m) for m in _AXIS.finditer(head)]
-        sliced = self.sliced_axes(op, set(entries))
-        scattered = [e for e in entries if e in sliced]
+        entries = [self.entry(m) for m in _AXIS.finditer(text.split("%", 1)[0])]
+        scattered = self.sliced_axes(op, set(entries))
         for name, size in scattered:
             yield AuditedCollective(
                 "reduce_scatter", (name,), size, nbytes, trips, source
@@ -162,22 +164,23 @@ class _Auditor:
 
     def sliced_axes(
         self, op: Any, reduced: set[tuple[str, int]]
-    ) -> set[tuple[str, int]]:
+    ) -> list[tuple[str, int]]:
         """Those of the reduced axes over which a result is only ever sliced.
 
-        XLA makes no reduce-scatter of a slice over other axes too.
+        They come in the order of the slices. XLA makes no reduce-scatter of a
+        slice over other axes too.
         """
-        out: set[tuple[str, int]] = set()
+        out: list[tuple[str, int]] = []
         while True:
             users = [u.owner for u in op.results[0].uses]
             if len(users) != 1 or users[0].operation.name != "sdy.all_slice":
                 return out
             op = users[0]
             cut = _header(op).split("%", 1)[0].split("=", 1)[-1]
-            axes = {self.entry(m) for m in _AXIS.finditer(cut)}
-            if not axes <= reduced:
+            axes = [self.entry(m) for m in _AXIS.finditer(cut)]
+            if not reduced.issuperset(axes):
                 return out
-            out |= axes
+            out.extend(axes)
 
     def entry(self, match: re.Match[str]) -> tuple[str, int]:
         name, _, size = match.groups()
@@ -226,21 +229,21 @@ def _bits(element: Any) -> int:
 
 
 def _loop_count(op: Any) -> float:
-    """Reads the count of a counting loop off its condition."""
-    cond = op.regions[0].blocks[0]
-    for inner in cond.operations:
-        if inner.operation.name == "stablehlo.compare":
-            for operand in inner.operands:
-                number = _constant(operand)
-                if number is not None:
-                    return number
-                # The bound may be an operand of the loop.
-                position = _argument_position(operand, cond)
-                if position is not None:
-                    number = _constant(op.operands[position])
-                    if number is not None and number > 0:
-                        return number
-    return 1.0
+    """Reads the count of a counting loop, ``i < bound`` with ``i`` from a constant."""
+    block = op.regions[0].blocks[0]
+    compares = [o for o in block.operations if "compare" in o.operation.name]
+    if len(compares) != 1 or len(list(block.operations)) > _COUNTING_OPERATIONS:
+        return UNKNOWN_TRIPS
+    counter, bound = (_initial(op, v) for v in compares[0].operands)
+    if counter is None or bound is None:
+        return UNKNOWN_TRIPS
+    return max(0.0, bound - counter)
+
+
+def _initial(loop: Any, value: Any) -> float | None:
+    """The value of a scalar of a loop's condition when the loop begins."""
+    position = _argument_position(value, loop.regions[0].blocks[0])
+    return _constant(value if position is None else loop.operands[position])
 
 
 def _constant(value: Any) -> float | None:

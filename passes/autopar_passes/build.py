@@ -10,16 +10,11 @@ import jax.numpy as jnp
 
 from autopar_passes import jax_compat, shardy
 from autopar_passes.flops import equation_flops
-from autopar_passes.graph import GraphInput, Operator, OperatorGraph
+from autopar_passes.graph import UNKNOWN_TRIPS, GraphInput, Operator, OperatorGraph
 from autopar_passes.program import Constant, Equation, Program, Region, Value, walk
 from autopar_passes.repeats import repeated_classes
 from autopar_passes.roles import Role, input_roles, module_path, operator_roles
 from autopar_passes.rules import Dims, FactorKind, FactorRule, elementwise_rule
-
-# Trip count of a `while` whose count cannot be read off: the number that XLA's
-# own auto-sharding assumes (openxla/xla, auto_sharding_option.h,
-# loop_iteration_count_estimate).
-UNKNOWN_TRIPS = 100.0
 
 
 def build_graph(

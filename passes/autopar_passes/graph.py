@@ -13,6 +13,10 @@ from autopar_passes.program import Value
 from autopar_passes.roles import InputRole, Role
 from autopar_passes.rules import FactorRule
 
+# Trip count of a `while` whose count cannot be read off: the number that XLA's
+# own auto-sharding assumes (openxla/xla, auto_sharding_option.h,
+# loop_iteration_count_estimate).
+UNKNOWN_TRIPS = 100.0
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operator:

@@ -168,9 +168,7 @@ def _up(
     return buckets, results, exact
 
 
-def _deal(
-    node: int, factors: list[_Factor], pool: _Pool, limit: int
-) -> list[_Bucket]:
+def _deal(node: int, factors: list[_Factor], pool: _Pool, limit: int) -> list[_Bucket]:
     """One bucket if it is small enough, else several; large factors first."""
     order = sorted(factors, key=lambda factor: -factor.table.size)
     groups: list[tuple[set[int], list[_Factor]]] = []
@@ -183,8 +181,7 @@ def _deal(
         else:
             groups.append(({node, *factor.scope}, [factor]))
     return [
-        _Bucket(node, tuple(sorted(scope)), tuple(members))
-        for scope, members in groups
+        _Bucket(node, tuple(sorted(scope)), tuple(members)) for scope, members in groups
     ]
 
 
@@ -228,9 +225,7 @@ def _down(
 
 def _without(total: np.ndarray, bucket: _Bucket, factor: _Factor) -> np.ndarray:
     """The bucket's total less one factor, minimised to that factor's scope."""
-    others = tuple(
-        axis for axis, k in enumerate(bucket.scope) if k not in factor.scope
-    )
+    others = tuple(axis for axis, k in enumerate(bucket.scope) if k not in factor.scope)
     return total.min(axis=others) - factor.table
 
 

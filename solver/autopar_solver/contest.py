@@ -23,13 +23,13 @@ FORBIDDEN = 1e18
 
 class _Nodes(msgspec.Struct):
     intervals: list[tuple[int, int]]
-    costs: list[list[float]]
-    usages: list[list[float]]
+    costs: list[msgspec.Raw]
+    usages: list[msgspec.Raw]
 
 
 class _Edges(msgspec.Struct):
     nodes: list[list[int]]
-    costs: list[list[float]]
+    costs: list[msgspec.Raw]
 
 
 class _Problem(msgspec.Struct):
@@ -95,16 +95,59 @@ def write(path: str | Path, problem: ShardingProblem) -> None:
         name=problem.name,
         nodes=_Nodes(
             intervals=intervals,
-            costs=[_from_infinite(costs) for costs in problem.node_costs],
-            usages=usages,
+            costs=[_raw(_from_infinite(costs)) for costs in problem.node_costs],
+            usages=[_raw(usage) for usage in usages],
         ),
         edges=_Edges(
             nodes=[list(pair) for pair in problem.edges],
-            costs=[_from_infinite(costs) for costs in problem.edge_costs],
+            costs=[_raw(_from_infinite(costs)) for costs in problem.edge_costs],
         ),
         usage_limit=problem.memory_limit,
     )
     Path(path).write_bytes(msgspec.json.encode(_File(problem=raw)))
+
+
+class _Pool:
+    """Arrays by their text in the file: instances repeat few tables many times."""
+
+    def __init__(self, name: str, forbidden: float) -> None:
+        self.name = name
+        self.forbidden = forbidden
+        self.arrays: dict[bytes, np.ndarray] = {}
+        self.tables: dict[tuple[bytes, int, int], np.ndarray] = {}
+
+    def array(self, raw: msgspec.Raw, where: str) -> np.ndarray:
+        key = bytes(raw)
+        found = self.arrays.get(key)
+        if found is None:
+            found = self._parse(key, where)
+            self.arrays[key] = found
+        return found
+
+    def table(
+        self, raw: msgspec.Raw, rows: int, columns: int, where: str
+    ) -> np.ndarray:
+        key = (bytes(raw), rows, columns)
+        found = self.tables.get(key)
+        if found is None:
+            flat = self.array(raw, where)
+            if flat.size != rows * columns:
+                raise ValueError(
+                    f"{self.name}: {where}: {flat.size} costs for "
+                    f"{rows} x {columns} pairs of strategies."
+                )
+            found = flat.reshape(rows, columns)
+            self.tables[key] = found
+        return found
+
+    def _parse(self, text: bytes, where: str) -> np.ndarray:
+        try:
+            values = msgspec.json.decode(text, type=list[float])
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"{self.name}: {where}: {error}") from error
+        array = np.array(values, np.float64)
+        array[array >= self.forbidden] = np.inf
+        return array
 
 
 def _to_problem(raw: _Problem, name: str) -> ShardingProblem:
@@ -118,21 +161,28 @@ def _to_problem(raw: _Problem, name: str) -> ShardingProblem:
         raise ValueError(
             f"{name}: {len(edges.nodes)} edges but {len(edges.costs)} edge costs."
         )
-    pool: dict[bytes, np.ndarray] = {}
-    sizes = [len(costs) for costs in nodes.costs]
+    costs, usages = _Pool(name, FORBIDDEN), _Pool(name, math.inf)
+    node_costs = tuple(
+        costs.array(text, f"costs of node {i}") for i, text in enumerate(nodes.costs)
+    )
+    sizes = [len(own) for own in node_costs]
+    pairs = [_pair(e, ends, sizes, name) for e, ends in enumerate(edges.nodes)]
     return ShardingProblem(
         name=name,
-        node_costs=tuple(_to_infinite(costs, pool) for costs in nodes.costs),
-        edges=tuple(_pair(e, ends, name) for e, ends in enumerate(edges.nodes)),
+        node_costs=node_costs,
+        edges=tuple(pairs),
         edge_costs=tuple(
-            _matrix(e, ends, costs, sizes, name, pool)
-            for e, (ends, costs) in enumerate(
-                zip(edges.nodes, edges.costs, strict=True)
-            )
+            costs.table(text, sizes[i], sizes[j], f"edge {e} ({i}, {j})")
+            for e, ((i, j), text) in enumerate(zip(pairs, edges.costs, strict=True))
         ),
         memory=tuple(
-            MemoryTerm(node=i, start=start, end=end, usage=_shared(usage, pool))
-            for i, ((start, end), usage) in enumerate(
+            MemoryTerm(
+                node=i,
+                start=start,
+                end=end,
+                usage=usages.array(text, f"usages of node {i}"),
+            )
+            for i, ((start, end), text) in enumerate(
                 zip(nodes.intervals, nodes.usages, strict=True)
             )
         ),
@@ -140,50 +190,17 @@ def _to_problem(raw: _Problem, name: str) -> ShardingProblem:
     )
 
 
-def _pair(e: int, ends: list[int], name: str) -> tuple[int, int]:
+def _pair(e: int, ends: list[int], sizes: list[int], name: str) -> tuple[int, int]:
     if len(ends) != 2:
         raise ValueError(f"{name}: edge {e} joins {len(ends)} nodes, not 2.")
-    return ends[0], ends[1]
-
-
-def _matrix(
-    e: int,
-    ends: list[int],
-    costs: list[float],
-    sizes: list[int],
-    name: str,
-    pool: dict[bytes, np.ndarray],
-) -> np.ndarray:
-    if not all(0 <= i < len(sizes) for i in ends):
+    i, j = ends
+    if not (0 <= i < len(sizes) and 0 <= j < len(sizes)):
         raise ValueError(f"{name}: edge {e} {ends}: there are only {len(sizes)} nodes.")
-    rows, columns = (sizes[i] for i in ends)
-    if len(costs) != rows * columns:
-        raise ValueError(
-            f"{name}: edge {e} {ends}: {len(costs)} costs for "
-            f"{rows} x {columns} pairs of strategies."
-        )
-    # A view of the shared row: equal tables stay one array.
-    return _to_infinite(costs, pool, (rows, columns))
+    return i, j
 
 
-def _shared(
-    values: list[float],
-    pool: dict[bytes, np.ndarray],
-    shape: tuple[int, ...] | None = None,
-    forbidden: float = math.inf,
-) -> np.ndarray:
-    array = np.array(values, np.float64).reshape(shape or (len(values),))
-    array[array >= forbidden] = np.inf
-    key = repr(array.shape).encode() + array.tobytes()
-    return pool.setdefault(key, array)
-
-
-def _to_infinite(
-    costs: list[float],
-    pool: dict[bytes, np.ndarray],
-    shape: tuple[int, ...] | None = None,
-) -> np.ndarray:
-    return _shared(costs, pool, shape, FORBIDDEN)
+def _raw(values: list[float]) -> msgspec.Raw:
+    return msgspec.Raw(msgspec.json.encode(values))
 
 
 def _from_infinite(costs: np.ndarray) -> list[float]:

@@ -80,7 +80,7 @@ class Field:
         sizes: int64 ``[N]``, strategies by node.
         offsets: int64 ``[N + 1]``.
         costs: float64, by flat strategy.
-        edges: positions ``(k, l)`` with ``k < l``.
+        edges: positions ``(k, m)`` with ``k < m``.
         tables: ``[S_k, S_l]`` of each edge.
         constant: cost outside the field.
     """
@@ -114,8 +114,8 @@ class Field:
         own = self.costs[self.offsets[:-1] + choices].sum()
         chosen = choices.tolist()
         shared = sum(
-            float(table[chosen[k], chosen[l]])
-            for (k, l), table in zip(self.edges, self.tables, strict=True)
+            float(table[chosen[k], chosen[m]])
+            for (k, m), table in zip(self.edges, self.tables, strict=True)
         )
         return self.constant + float(own) + shared
 
@@ -148,7 +148,7 @@ def flatten(graph: Graph) -> Field:
         sizes=sizes,
         offsets=offsets,
         costs=np.concatenate([graph.costs[i] for i in nodes] or [np.zeros(0)]),
-        edges=tuple((k, l) for k, l, _ in edges),
+        edges=tuple((k, m) for k, m, _ in edges),
         tables=tuple(table for _, _, table in edges),
         memory=_flatten_memory(graph, nodes, sizes, offsets),
         constant=graph.constant,

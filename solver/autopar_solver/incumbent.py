@@ -19,7 +19,8 @@ class Clock:
     def __init__(self, begin: float, seconds: float | None) -> None:
         """Runs from ``begin`` (of ``time.monotonic``)."""
         self.begin = begin
-        self.end = math.inf if seconds is None else begin + seconds
+        self.length = math.inf if seconds is None else seconds
+        self.end = begin + self.length
 
     @property
     def left(self) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar_solver.check import profile
-from autopar_solver.problem import ShardingProblem
+from autopar_solver.problem import MemoryTerm, ShardingProblem
 
 ROUNDING = 1e-12
 """Relative to the limit, what float sums of fractional usages may be off."""
@@ -84,12 +84,7 @@ def compress(problem: ShardingProblem) -> tuple[Rows, dict[int, NodeMemory]]:
     fixed = [f for f in problem.fixed_memory if f[0] < f[1]]
     if limit is None or not (terms or fixed):
         return Rows(np.zeros(0, np.int64), np.zeros(0)), {}
-    allowed = [np.isfinite(costs) for costs in problem.node_costs]
-    spread = {
-        (id(term.usage), term.node): _spread(term.usage, allowed[term.node])
-        for term in terms
-    }
-    bounds = [spread[id(term.usage), term.node] for term in terms]
+    bounds = _spreads(problem, terms)
     starts = np.array([t.start for t in terms] + [f[0] for f in fixed], np.int64)
     ends = np.array([t.end for t in terms] + [f[1] for f in fixed], np.int64)
     least = np.array([b[0] for b in bounds] + [f[2] for f in fixed])
@@ -108,12 +103,23 @@ def compress(problem: ShardingProblem) -> tuple[Rows, dict[int, NodeMemory]]:
     first = np.searchsorted(rows.times, starts)
     last = np.searchsorted(rows.times, ends)
     live = np.flatnonzero(choice & (first < last))
-    return rows, _by_node(problem, terms, live, least, first, last)
+    return rows, _by_node(terms, live, least, first, last)
 
 
-def _spread(usage: np.ndarray, allowed: np.ndarray) -> tuple[float, float]:
-    possible = usage[allowed]
-    return float(possible.min()), float(possible.max())
+def _spreads(
+    problem: ShardingProblem, terms: Sequence[MemoryTerm]
+) -> list[tuple[float, float]]:
+    """The least and the most that the allowed strategies of each term use."""
+    known: dict[tuple[int, int], tuple[float, float]] = {}
+    spreads: list[tuple[float, float]] = []
+    for term in terms:
+        costs = problem.node_costs[term.node]
+        key = (id(term.usage), id(costs))
+        if key not in known:
+            possible = term.usage[np.isfinite(costs)]
+            known[key] = float(possible.min()), float(possible.max())
+        spreads.append(known[key])
+    return spreads
 
 
 def _maximal(
@@ -129,9 +135,7 @@ def _maximal(
     growing = np.flatnonzero(np.isin(times, starts))
     # Times after the last start of a stretch have the same choices live as that start.
     kept = np.zeros(len(times), bool)
-    for group in np.split(
-        np.arange(len(times)), np.flatnonzero(np.diff(stretch)) + 1
-    ):
+    for group in np.split(np.arange(len(times)), np.flatnonzero(np.diff(stretch)) + 1):
         top = low[group].max()
         started = growing[
             np.searchsorted(growing, group[0]) : np.searchsorted(growing, group[-1] + 1)
@@ -145,21 +149,20 @@ def _maximal(
 
 
 def _by_node(
-    problem: ShardingProblem,
-    terms: Sequence,
+    terms: Sequence[MemoryTerm],
     live: np.ndarray,
     least: np.ndarray,
     first: np.ndarray,
     last: np.ndarray,
 ) -> dict[int, NodeMemory]:
-    groups: dict[int, list[int]] = {}
+    parts: dict[int, list[NodeMemory]] = {}
+    shifted: dict[tuple[int, float], np.ndarray] = {}
     for m in live.tolist():
-        groups.setdefault(terms[m].node, []).append(m)
-    memory: dict[int, NodeMemory] = {}
-    for node, members in groups.items():
-        usage = np.stack([terms[m].usage for m in members]).astype(np.float64)
-        usage -= least[members][:, None]
-        # A forbidden strategy may use less than the least allowed one.
-        usage = np.maximum(usage, 0.0)
-        memory[node] = merge([NodeMemory(first[members], last[members], usage)])
-    return memory
+        usage, low = terms[m].usage, float(least[m])
+        key = (id(usage), low)
+        if key not in shifted:
+            # A forbidden strategy may use less than the least allowed one.
+            shifted[key] = np.maximum(usage.astype(np.float64) - low, 0.0)[None]
+        part = NodeMemory(first[m : m + 1], last[m : m + 1], shifted[key])
+        parts.setdefault(terms[m].node, []).append(part)
+    return {node: merge(own) for node, own in parts.items()}

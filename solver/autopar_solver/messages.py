@@ -2,7 +2,7 @@
 
 Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE
 PAMI 28(10), 2006. Nodes are swept in order and back; a sweep never lowers the bound. A
-message ``M[k -> l]`` is what strategies of ``l`` cost at least beyond it.
+message ``M[k -> m]`` is what strategies of ``m`` cost at least beyond it.
 """
 
 import dataclasses
@@ -75,7 +75,7 @@ class Messages:
         self.begins = np.concatenate([[0], np.cumsum(counts * field.sizes)])
         self.buffer = np.zeros(int(self.begins[-1]))
         self._slots = [
-            {l: slot for slot, (l, _) in enumerate(links)} for links in self.links
+            {m: slot for slot, (m, _) in enumerate(links)} for links in self.links
         ]
         self._forward = [self._visit(k, True) for k in range(field.num_nodes)]
         self._backward = [
@@ -95,8 +95,8 @@ class Messages:
         for v, links in zip(self._forward, self.links, strict=True):
             incoming = self.buffer[v.start : v.end].reshape(-1, v.high - v.low)
             total = costs[v.low : v.high] + incoming[v.first : v.last].sum(axis=0)
-            for l, table in links[: v.first]:
-                total = total + table[:, choices[l]]
+            for m, table in links[: v.first]:
+                total = total + table[:, choices[m]]
             choices[v.node] = total.argmin()
         return choices
 
@@ -104,18 +104,18 @@ class Messages:
         """``(receiver, sender) -> message``, by the nodes' numbers in the graph."""
         nodes = self.field.nodes
         return {
-            (nodes[k], nodes[l]): self._message(k, l).copy()
+            (nodes[k], nodes[m]): self._message(k, m).copy()
             for k, links in enumerate(self.links)
-            for l, _ in links
+            for m, _ in links
         }
 
     def resume(self, known: dict[tuple[int, int], np.ndarray]) -> None:
         """Starts from messages of links that are still there."""
         nodes = self.field.nodes
         for k, links in enumerate(self.links):
-            for l, _ in links:
-                if (message := known.get((nodes[k], nodes[l]))) is not None:
-                    self._message(k, l)[:] = message
+            for m, _ in links:
+                if (message := known.get((nodes[k], nodes[m]))) is not None:
+                    self._message(k, m)[:] = message
 
     def shifted(self, costs: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
         """The same problem with what the messages say moved between its parts.
@@ -134,9 +134,9 @@ class Messages:
         ]
         tables = [
             np.minimum(table, self._forbidden)
-            + (shares[k] - self._message(k, l))[:, None]
-            + (shares[l] - self._message(l, k))
-            for (k, l), table in zip(field.edges, field.tables, strict=True)
+            + (shares[k] - self._message(k, m))[:, None]
+            + (shares[m] - self._message(m, k))
+            for (k, m), table in zip(field.edges, field.tables, strict=True)
         ]
         return np.concatenate(shares or [costs]), tables
 
@@ -170,10 +170,10 @@ class Messages:
 
     def _visit(self, k: int, forward: bool) -> _Visit:
         field, links = self.field, self.links[k]
-        split = sum(l < k for l, _ in links)
+        split = sum(m < k for m, _ in links)
         first, last = (split, len(links)) if forward else (0, split)
         targets = links[first:last]
-        widths = [int(field.sizes[l]) for l, _ in targets]
+        widths = [int(field.sizes[m]) for m, _ in targets]
         none = [np.zeros(0, np.int64)]
         return _Visit(
             node=k,
@@ -185,14 +185,12 @@ class Messages:
             last=last,
             share=1.0 / max(split, len(links) - split, 1),
             table=np.minimum(
-                np.concatenate(
-                    [table.T for _, table in targets] or [np.zeros((0, 0))]
-                ),
+                np.concatenate([table.T for _, table in targets] or [np.zeros((0, 0))]),
                 self._forbidden,
             ),
             neighbour=np.repeat(np.arange(len(targets)), widths),
             begins=np.cumsum([0, *widths])[:-1],
-            out=np.concatenate([self._place(l, k) for l, _ in targets] or none),
+            out=np.concatenate([self._place(m, k) for m, _ in targets] or none),
         )
 
     def _place(self, node: int, sender: int) -> np.ndarray:
@@ -204,9 +202,9 @@ class Messages:
 def _links(field: Field) -> list[list[tuple[int, np.ndarray]]]:
     """Per node, its neighbours in order with the table ``[S_k, S_l]``."""
     links: list[list[tuple[int, np.ndarray]]] = [[] for _ in field.nodes]
-    for (k, l), table in zip(field.edges, field.tables, strict=True):
-        links[k].append((l, table))
-        links[l].append((k, table.T))
+    for (k, m), table in zip(field.edges, field.tables, strict=True):
+        links[k].append((m, table))
+        links[m].append((k, table.T))
     return [sorted(items, key=lambda item: item[0]) for items in links]
 
 

@@ -73,15 +73,15 @@ class NeighbourhoodSearch:
             # Mostly breadth first, with some chance of another way.
             pick = 0 if self.random.random() < 0.8 else -1
             k = border.pop(pick)
-            for l, _ in position.links[k]:
-                if l in inside:
+            for m, _ in position.links[k]:
+                if m in inside:
                     continue
-                inside.add(l)
-                border.append(l)
+                inside.add(m)
+                border.append(m)
                 pairs += sum(
-                    int(sizes[l] * sizes[m])
-                    for m, _ in position.links[l]
-                    if m in inside
+                    int(sizes[m] * sizes[n])
+                    for n, _ in position.links[m]
+                    if n in inside
                 )
                 if pairs >= self.pairs:
                     break

@@ -43,13 +43,13 @@ def part_graph(position: Position, members: np.ndarray, kept: np.ndarray) -> Gra
     for k in members.tolist():
         start, end = field.offsets[k], field.offsets[k + 1]
         graph.add_node(k, position.local[start:end].copy())
-        for l, table in position.links[k]:
-            if inside[l]:
-                graph.costs[k] -= table[:, position.choices[l]]
+        for m, table in position.links[k]:
+            if inside[m]:
+                graph.costs[k] -= table[:, position.choices[m]]
     for k in members.tolist():
-        for l, table in position.links[k]:
-            if inside[l] and k < l:
-                graph.add_link(k, l, table)
+        for m, table in position.links[k]:
+            if inside[m] and k < m:
+                graph.add_link(k, m, table)
     _add_memory(graph, position, members)
     for k in members.tolist():
         own = np.flatnonzero(kept[field.offsets[k] : field.offsets[k + 1]])
@@ -98,9 +98,9 @@ def _cost_outside(position: Position, members: np.ndarray) -> float:
     for k in members.tolist():
         flat = field.offsets[k] + position.choices[k]
         cost -= position.local[flat]
-        for l, table in position.links[k]:
-            if inside[l] and k < l:
-                cost += float(table[position.choices[k], position.choices[l]])
+        for m, table in position.links[k]:
+            if inside[m] and k < m:
+                cost += float(table[position.choices[k], position.choices[m]])
     return cost
 
 

@@ -76,7 +76,11 @@ class ShardingProblem:
 
 
 def _check_nodes(problem: ShardingProblem) -> None:
+    checked: set[int] = set()
     for i, costs in enumerate(problem.node_costs):
+        if id(costs) in checked:
+            continue
+        checked.add(id(costs))
         where = f"{problem.name}: node {i}"
         if costs.ndim != 1 or not costs.size:
             raise ValueError(
@@ -104,16 +108,16 @@ def _check_edges(problem: ShardingProblem) -> None:
     for e, ((i, j), costs) in enumerate(
         zip(problem.edges, problem.edge_costs, strict=True)
     ):
-        where = f"{problem.name}: edge {e} ({i}, {j})"
         if not (0 <= i < len(sizes) and 0 <= j < len(sizes)):
+            where = f"{problem.name}: edge {e} ({i}, {j})"
             raise ValueError(f"{where}: there are only {len(sizes)} nodes.")
         if costs.shape != (sizes[i], sizes[j]):
             raise ValueError(
-                f"{where}: costs must have shape {(sizes[i], sizes[j])}, "
-                f"got {costs.shape}."
+                f"{problem.name}: edge {e} ({i}, {j}): costs must have shape "
+                f"{(sizes[i], sizes[j])}, got {costs.shape}."
             )
         if id(costs) not in checked:
-            _check_costs(costs, where)
+            _check_costs(costs, f"{problem.name}: edge {e} ({i}, {j})")
             checked.add(id(costs))
 
 
@@ -121,16 +125,17 @@ def _check_memory(problem: ShardingProblem) -> None:
     sizes = problem.num_strategies
     checked: set[int] = set()
     for m, term in enumerate(problem.memory):
-        where = f"{problem.name}: memory term {m} of node {term.node}"
         if not 0 <= term.node < len(sizes):
+            where = f"{problem.name}: memory term {m} of node {term.node}"
             raise ValueError(f"{where}: there are only {len(sizes)} nodes.")
         if term.usage.shape != (sizes[term.node],):
             raise ValueError(
-                f"{where}: usage must have shape {(sizes[term.node],)}, "
-                f"got {term.usage.shape}."
+                f"{problem.name}: memory term {m} of node {term.node}: usage must have "
+                f"shape {(sizes[term.node],)}, got {term.usage.shape}."
             )
         if id(term.usage) not in checked:
             checked.add(id(term.usage))
+            where = f"{problem.name}: memory term {m} of node {term.node}"
             _check_usage(term.usage, where)
     for start, end, amount in problem.fixed_memory:
         _check_usage(np.array([amount]), f"{problem.name}: fixed [{start}, {end})")

@@ -26,6 +26,12 @@ PROGRAM_PAIRS = 60_000
 
 MAX_MENDS = 2_000
 
+LARGE_GAIN = 0.1
+"""Climbing goes on alone while a slice closes this share of the gap."""
+
+DECODE_PAUSE = 3.0
+"""Time between decodings, in multiples of what one takes."""
+
 
 def close_gap(
     graph: Graph, incumbent: Incumbent, clock: Clock, backend: Backend
@@ -56,16 +62,19 @@ class _State:
         self.backend = backend
         self.slice = 0.5
         self.removed_above = math.inf
-        self.prices = np.zeros(0)
+        self.next_decode = 0.0
         self.size = incumbent.problem.num_strategies
         self._refresh(None, {})
 
     def round(self) -> bool:
         """One turn of every method; True when nothing is left to do."""
-        self._ascend()
+        climbing = self._ascend()
         if self._done():
             return True
         if self._fix():
+            return False
+        if climbing:
+            self.slice *= 1.2
             return False
         self._deepen()
         if self._done():
@@ -123,45 +132,58 @@ class _State:
         self.position = choices
         return True
 
-    def _ascend(self) -> None:
-        """Raises the bound by messages, for a slice or until it stalls."""
+    def _ascend(self) -> bool:
+        """Raises the bound by messages; True if it rose too much to stop now."""
+        before = self.incumbent.cost - self.dual.bound
         self.dual.lighten()
-        for _ in range(3):
-            self.dual.sweep()
-        self._climb(5)
+        self.dual.sweep()
+        if self.incumbent.choices is None:
+            self._decode()
+        stalled = self._climb()
+        after = self.incumbent.cost - self.dual.bound
+        return not stalled and not after > (1 - LARGE_GAIN) * before
 
     def _deepen(self) -> None:
-        """Raises the bound by elimination, for a slice or until it stalls."""
+        """Raises the bound by elimination."""
         work = int(WORK_PER_SECOND * self.slice)
         if self.dual.deepen(work // 8, work):
-            self._climb(1)
+            self._climb()
 
-    def _climb(self, steps_per_decode: int) -> None:
+    def _climb(self) -> bool:
+        """Steps for a slice, decoding now and then; True if it stalls before."""
         end = time.monotonic() + min(self.slice, self.clock.left)
         before, steps = self.dual.bound, 0
-        while time.monotonic() < end:
+        stalled = False
+        while time.monotonic() < end and not stalled and not self._done():
             self.dual.ascend(self.incumbent.cost)
             steps += 1
-            if steps % steps_per_decode == 0:
+            self._prove(self.dual.bound)
+            if time.monotonic() > self.next_decode:
                 self._decode()
-                self._prove(self.dual.bound)
-                if self._done():
-                    return
             if steps % STALL_STEPS == 0:
                 gain = self.dual.bound - before
-                if gain < STALL_GAIN * (self.incumbent.cost - self.dual.bound):
-                    return
+                gap = self.incumbent.cost - self.dual.bound
+                stalled = gain < STALL_GAIN * gap
                 before = self.dual.bound
+        if not self._done():
+            self._decode()
+        return stalled
 
     def _decode(self) -> None:
+        """Turns what the dual suggests into choices that fit."""
+        begin = time.monotonic()
         dual = self.dual
         choices = dual.answer
         if choices is None:
             choices = dual.messages.decode(dual.costs)
         position = Position(self.field, choices, dual.messages.links)
         if mend(position, dual.costs, MAX_MENDS):
-            polish(position)
             self._offer(position.choices)
+            if self.clock.left > 0.1:
+                polish(position)
+                self._offer(position.choices)
+        now = time.monotonic()
+        self.next_decode = now + DECODE_PAUSE * (now - begin)
 
     def _fix(self) -> bool:
         """Removes strategies that no better solution chooses; True if many went."""
@@ -170,7 +192,7 @@ class _State:
         if self.position is not None:
             kept[self.field.offsets[:-1] + self.position] = True
         sizes = np.add.reduceat(kept, self.field.offsets[:-1], dtype=np.int64)
-        pairs = sum(int(sizes[k] * sizes[l]) for k, l in self.field.edges)
+        pairs = sum(int(sizes[k] * sizes[m]) for k, m in self.field.edges)
         if pairs + kept.sum() > 0.9 * (self.field.num_pairs + len(kept)):
             return False
         self.removed_above = min(self.removed_above, cutoff)

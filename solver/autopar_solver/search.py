@@ -39,9 +39,7 @@ class Position:
         memory = self.field.memory
         first, last = np.searchsorted(memory.node, [node, node + 1])
         at = memory.first[first:last]
-        amounts = (
-            memory.usage[at + strategy] - memory.usage[at + self.choices[node]]
-        )
+        amounts = memory.usage[at + strategy] - memory.usage[at + self.choices[node]]
         change = np.zeros(len(self.used) + 1)
         np.add.at(change, memory.starts[first:last], amounts)
         np.subtract.at(change, memory.ends[first:last], amounts)
@@ -157,7 +155,7 @@ def _fitting(position: Position) -> np.ndarray:
 def _local_costs(field: Field, choices: np.ndarray) -> np.ndarray:
     local = field.costs.copy()
     offsets, chosen = field.offsets.tolist(), choices.tolist()
-    for (k, l), table in zip(field.edges, field.tables, strict=True):
-        local[offsets[k] : offsets[k + 1]] += table[:, chosen[l]]
-        local[offsets[l] : offsets[l + 1]] += table[chosen[k]]
+    for (k, m), table in zip(field.edges, field.tables, strict=True):
+        local[offsets[k] : offsets[k + 1]] += table[:, chosen[m]]
+        local[offsets[m] : offsets[m + 1]] += table[chosen[k]]
     return local

@@ -16,6 +16,9 @@ from autopar_solver.reductions.pipeline import reduce_graph
 from autopar_solver.rounds import close_gap
 from autopar_solver.solution import ReductionReport, Solution, Status
 
+REDUCTION_SHARE = 0.3
+"""Share of the time after which no further round of reductions begins."""
+
 
 def solve(
     problem: ShardingProblem,
@@ -50,7 +53,7 @@ def solve(
     graph = build_graph(problem)
     reports: tuple[ReductionReport, ...] = ()
     try:
-        reports = reduce_graph(graph, clock.end)
+        reports = reduce_graph(graph, clock.begin + REDUCTION_SHARE * clock.length)
         close_gap(graph, incumbent, clock, solver)
     except ContradictionError:
         # Nothing can be chosen, or nothing below the cost of what is known.

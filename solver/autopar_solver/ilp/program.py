@@ -1,12 +1,12 @@
 """The integer program of a field.
 
 With ``x[k, a]`` binary (node ``k`` uses strategy ``a``) and ``y[e, a, b] >= 0``
-continuous (edge ``e = (k, l)`` uses the pair)::
+continuous (edge ``e = (k, m)`` uses the pair)::
 
     minimise    sum costs[k, a] x[k, a] + sum tables[e][a, b] y[e, a, b]
     one_strategy_k    sum_a x[k, a] = 1
     source_e_a        sum_b y[e, a, b] = x[k, a]
-    target_e_b        sum_a y[e, a, b] = x[l, b]
+    target_e_b        sum_a y[e, a, b] = x[m, b]
     memory_r          sum usage[r, k, a] x[k, a] <= room[r]
 
 The edge variables are whole as soon as the node variables are. Memory rows are few of
@@ -105,9 +105,7 @@ def exclusion_cut(field: Field, row: int, choices: np.ndarray) -> Cut:
     """
     columns = memory_cut(field, row).columns
     chosen = np.intersect1d(columns, field.offsets[:-1] + choices)
-    return Cut(
-        f"exclusion_{row}", chosen, np.ones(len(chosen)), float(len(chosen) - 1)
-    )
+    return Cut(f"exclusion_{row}", chosen, np.ones(len(chosen)), float(len(chosen) - 1))
 
 
 _Block = tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]
@@ -125,10 +123,10 @@ def _one_strategy(field: Field) -> _Block:
 
 def _edges(field: Field) -> list[_Block]:
     first, blocks = field.num_strategies, list[_Block]()
-    for (k, l), table in zip(field.edges, field.tables, strict=True):
+    for (k, m), table in zip(field.edges, field.tables, strict=True):
         pairs = np.arange(first, first + table.size).reshape(table.shape)
         blocks.append(_marginal(pairs, int(field.offsets[k])))
-        blocks.append(_marginal(pairs.T, int(field.offsets[l])))
+        blocks.append(_marginal(pairs.T, int(field.offsets[m])))
         first += table.size
     return blocks
 

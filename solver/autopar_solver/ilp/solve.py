@@ -73,9 +73,7 @@ def solve_field(
         broken = broken_rows(field, choices)
         if not len(broken):
             cost = field.cost(choices)
-            return FieldAnswer(
-                choices, cost, bound, answer.finished, tuple(cuts)
-            )
+            return FieldAnswer(choices, cost, bound, answer.finished, tuple(cuts))
         for row in broken:
             if row in cuts:
                 extra.append(exclusion_cut(field, row, choices))
@@ -117,7 +115,7 @@ def _values(
     values = np.zeros(len(program.costs))
     values[field.offsets[:-1] + choices] = 1.0
     first = field.num_strategies
-    for (k, l), table in zip(field.edges, field.tables, strict=True):
-        values[first + choices[k] * table.shape[1] + choices[l]] = 1.0
+    for (k, m), table in zip(field.edges, field.tables, strict=True):
+        values[first + choices[k] * table.shape[1] + choices[m]] = 1.0
         first += table.size
     return values

@@ -19,7 +19,10 @@ def drop_dominated(graph: Graph) -> None:
     for i in list(graph.costs):
         if _work(graph, i) > MAX_WORK:
             continue
-        instead = replacements(_replaceable(graph, i))
+        replaceable = _replaceable(graph, i)
+        if np.count_nonzero(replaceable) == len(replaceable):
+            continue
+        instead = replacements(replaceable)
         kept = np.unique(instead)
         if len(kept) < len(instead):
             graph.restrict(i, kept, instead)
@@ -49,9 +52,7 @@ def _largest_loss(table: np.ndarray) -> np.ndarray:
     """``max_k (T[b, k] - T[a, k])``; pairs forbidden under ``a`` do not count."""
     if not np.isfinite(table).all():
         finite = table < np.inf
-        loss = np.where(finite, table, 0.0)[:, None, :] - np.where(
-            finite, table, 0.0
-        )
+        loss = np.where(finite, table, 0.0)[:, None, :] - np.where(finite, table, 0.0)
         loss = np.where(finite[:, None, :], loss, np.inf)
         return np.where(finite[None, :, :], loss, -np.inf).max(axis=2)
     return (table[:, None, :] - table[None, :, :]).max(axis=2)
