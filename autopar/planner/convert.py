@@ -59,6 +59,10 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         fingerprint=analysis.fingerprint,
         nodes=_node_decisions(analysis, best.assignment, names),
         copies=_copy_decisions(analysis, best.assignment, names),
+        shapes={
+            i.path: tuple(analysis.graph.values[i.value].shape)
+            for i in analysis.graph.inputs
+        },
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.planner.layout import Axes, Layout
+from autopar.planner.lifetimes import lifetimes
 from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, Strategy, copy_space, strategy_space
@@ -16,6 +17,9 @@ from autopar.planner.work import class_trips, materialized, node_work_s
 from autopar_passes.graph import OperatorGraph
 from autopar_passes.rules import Dims
 from autopar_solver import ShardingProblem
+
+# Carried state below this fraction of all of it is not split.
+SMALL_STATE = 1e-3
 
 # Says which strategies of a node a restricted plan may use.
 Restriction = Callable[[Node, Strategy], bool]
@@ -66,6 +70,22 @@ def contraction_partials(
     return [tuple(sorted(a for f in reduced for a in s[f])) for s in space.strategies]
 
 
+def small_state(graph: OperatorGraph, contraction: Contraction) -> frozenset[int]:
+    """Returns the nodes of carried state too small to be worth splitting.
+
+    A bias or a norm's scale that is less than `SMALL_STATE` of all state is kept
+    whole: splitting all of these together saves next to no memory, and one
+    small collective is as slow as another.
+    """
+    values = [
+        (contraction.homes[i.value].node, graph.values[i.value].nbytes)
+        for i in graph.inputs
+        if i.output >= 0 and i.value in contraction.homes
+    ]
+    total = sum(nbytes for _, nbytes in values)
+    return frozenset(n for n, nbytes in values if nbytes <= SMALL_STATE * total)
+
+
 class Formulator:
     """Builds the problems of one graph for any mesh."""
 
@@ -80,6 +100,8 @@ class Formulator:
         self.sources = sources
         self.trips = class_trips(graph)
         self.written = materialized(graph, contraction)
+        self.small = small_state(graph, contraction)
+        self.life = lifetimes(graph, frozenset(contraction.floating))
 
     def formulate(
         self, pricer: Pricer, restriction: Restriction | None = None
@@ -120,6 +142,9 @@ class Formulator:
             if restriction is not None:
                 kept = tuple(s for s in space.strategies if restriction(node, s))
                 space = Space(kept or space.strategies[:1])
+            whole = space.strategies[0]
+            if node.index in self.small and not any(whole):
+                space = Space((whole,))
             spaces.append(space)
             costs.append(
                 node_work_s(

@@ -158,7 +158,7 @@ def evaluate(
         work - inside,
         sum(c.seconds(pricer) for c in collectives),
         sum(c.sent_bytes(pricer) for c in collectives),
-        peak_memory_bytes(assignment, formulation.written),
+        peak_memory_bytes(assignment, analysis.formulator.life),
     )
 
 

@@ -10,6 +10,7 @@ from autopar.planner.layout import Layout, Step
 from autopar.planner.nodes import MIN_ELEMENTS
 from autopar.planner.price import Pricer
 from autopar_passes.graph import Operator
+from autopar_passes.rules import INNER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -108,7 +109,8 @@ def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
             continue
         for slot, value in enumerate(op.outputs):
             steps = assignment.result_steps(op, slot)
-            if steps and steps[-1].kind == "all_reduce" and op.rule.reduction == "sum":
+            reduced = bool(steps) and steps[-1].kind == "all_reduce"
+            if reduced and op.rule.reduction != INNER:
                 kept = _sliced(forms, (value, False), frozenset(steps[-1].axes))
                 steps = (*steps[:-1], *scattered(steps[-1], kept, assignment.sizes))
             nbytes = assignment.graph.values[value].nbytes

@@ -109,6 +109,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
       fingerprint: of the step that the plan is for.
       nodes: decisions, in the order of the contracted graph.
       copies: decisions about shared copies.
+      shapes: pytree path of each input -> its shape.
+      target: what the command line made the plan for, such as
+        ``file.py:function``; '' for a plan made in a program.
+      options: the arguments given to the target's function, as text.
     """
 
     schema: int
@@ -126,6 +130,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: str
     nodes: tuple[NodeDecision, ...]
     copies: tuple[CopyDecision, ...]
+    shapes: dict[str, tuple[int, ...]] = {}
+    target: str = ""
+    options: dict[str, str] = {}
 
     @property
     def axis_names(self) -> tuple[str, ...]:

@@ -112,6 +112,7 @@ class _GraphBuilder:
 
     def region(self, region: Region, trips: float) -> None:
         for eqn in region.equations:
+            start = len(self.operators)
             match eqn.primitive:
                 case "scan":
                     self.scan(eqn, trips)
@@ -121,6 +122,15 @@ class _GraphBuilder:
                     self.cond(eqn, trips)
                 case _:
                     self.plain(eqn, trips)
+                    continue
+            self.close(eqn, start)
+
+    def close(self, eqn: Equation, start: int) -> None:
+        """Tells the boundary operators of a region where it ends."""
+        last = len(self.operators) - 1
+        for k in range(start, len(self.operators)):
+            if self.operators[k].equation == eqn.index:
+                self.operators[k] = dataclasses.replace(self.operators[k], until=last)
 
     def plain(self, eqn: Equation, trips: float) -> None:
         values = self.program.values

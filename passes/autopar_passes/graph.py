@@ -37,6 +37,7 @@ class Operator:
       input_trips: how often each operand is handed over in a step.
       class_index: the first operator that shares its decisions.
       source: ``file:line`` of the user's code.
+      until: for a boundary operator, the last operator of its region.
     """
 
     index: int
@@ -52,6 +53,7 @@ class Operator:
     input_trips: tuple[float, ...]
     class_index: int = -1
     source: str = ""
+    until: int = -1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

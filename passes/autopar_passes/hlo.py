@@ -16,7 +16,7 @@ from typing import Any, Final
 import numpy as np
 
 from autopar_passes.audit import AuditedCollective
-from autopar_passes.hlo_text import Instruction, Module, Shape, device_groups, parse_module
+from autopar_passes.hlo_text import Instruction, Module, device_groups, parse_module
 from autopar_passes.hlo_values import LAYOUT_OPCODES, WHOLE, Follower, Need, Scope
 
 SCATTERED: Final = "reduce-scatter run as all-reduce"
@@ -36,7 +36,7 @@ _NARROW: Final = ("bf16", "f16")
 _CALLERS: Final = ("call", "fusion", "conditional", "async-start")
 
 # Name and size of each axis of the mesh that the devices stand in.
-Mesh = Sequence[tuple[str, int]]
+MeshAxes = Sequence[tuple[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -70,31 +70,41 @@ class _Found:
     collective: AuditedCollective
     exceptions: tuple[str, ...] = ()
 
+    def but(self, exception: str) -> _Found:
+        """The same under one more exception."""
+        return _Found(self.collective, (*self.exceptions, exception))
 
-def hlo_collectives(text: str, mesh: Mesh = ()) -> tuple[AuditedCollective, ...]:
+
+def hlo_collectives(
+    text: str, mesh: MeshAxes = (), *, as_run: bool = False
+) -> tuple[AuditedCollective, ...]:
     """Lists the collectives of an optimized program.
 
     A collective in a loop has the trips of the loop. A permute is charged for
     the fraction of devices that send to another one, and not listed where none
-    does. An array that was widened from 16 to 32 bits only to be sent is
-    charged as if it had not been.
+    does. An all-reduce of which each device keeps a slice is listed as a
+    reduce-scatter, followed by an all-reduce of what the scatter leaves to sum;
+    it is charged for the part that its devices keep together. An array that was
+    widened from 16 to 32 bits only to be sent is charged as if it had not been.
 
     Args:
       text: the text of the optimized module, such as ``compiled.as_text()``.
       mesh: names and sizes of the mesh axes, to name the axes of each group;
         without them the axes are left out.
+      as_run: list what this program runs instead, under no other name.
     """
-    return tuple(found.collective for found in _Reader(text, mesh).entry())
+    reader = _Reader(text, mesh, as_run)
+    return tuple(found.collective for found in reader.entry())
 
 
-def compiled_audit(compiled: Any, mesh: Mesh = ()) -> CompiledAudit:
+def compiled_audit(compiled: Any, mesh: MeshAxes = ()) -> CompiledAudit:
     """Reads communication and memory of a ``jax.stages.Compiled``.
 
     Args:
       compiled: the compiled step.
       mesh: as in `hlo_collectives`.
     """
-    reader = _Reader(compiled.as_text(), mesh)
+    reader = _Reader(compiled.as_text(), mesh, False)
     found = tuple(reader.entry())
     names = {name for f in found for name in f.exceptions} | reader.unknown
     memory = compiled.memory_analysis()
@@ -115,10 +125,11 @@ def compiled_audit(compiled: Any, mesh: Mesh = ()) -> CompiledAudit:
 
 
 class _Reader:
-    def __init__(self, text: str, mesh: Mesh) -> None:
+    def __init__(self, text: str, mesh: MeshAxes, as_run: bool) -> None:
         self.module: Module = parse_module(text)
         self.follow = Follower(self.module)
         self.mesh = tuple(mesh)
+        self.as_run = as_run
         self.unknown: set[str] = set()
 
     def entry(self) -> Iterator[_Found]:
@@ -161,94 +172,94 @@ class _Reader:
             for inner in op.called:
                 yield from self.constants(inner)
 
-    def collective(self, scope: Scope, op: Instruction, trips: float) -> Iterator[_Found]:
+    def collective(
+        self, scope: Scope, op: Instruction, trips: float
+    ) -> Iterator[_Found]:
         kind = _KINDS[op.opcode.removesuffix("-start")]
-        shapes = [scope.instruction(n).shapes[0] for n in op.operands]
+        sizes = [scope.instruction(n).shapes[0].nbytes for n in op.operands]
         if kind == "collective_permute":
-            yield from self.permute(scope, op, shapes, trips)
+            yield from self.permute(scope, op, sum(sizes), trips)
             return
         groups = device_groups(op, self.module.num_devices)
-        if kind == "all_reduce":
-            for index, shape in enumerate(shapes):
-                yield from self.reduction(scope, op, index, shape, groups, trips)
-            return
         if kind == "all_to_all":
-            yield self.found(scope, op, kind, shapes, groups, trips)
+            # One operand for each device, or one that is cut up.
+            yield self.found(scope, op, 0, kind, groups, sum(sizes), trips)
             return
-        ratio = groups.shape[1] if kind == "all_gather" else 1
-        for index, shape in enumerate(shapes):
-            given = (shape,)
-            yield self.found(scope, op, kind, given, groups, trips, ratio, index)
-
-    def found(
-        self,
-        scope: Scope,
-        op: Instruction,
-        kind: str,
-        shapes: Sequence[Shape],
-        groups: np.ndarray,
-        trips: float,
-        ratio: float = 1.0,
-        index: int = 0,
-    ) -> _Found:
-        narrow = self.narrow(scope, op, index)
-        nbytes = ratio * sum(s.nbytes for s in shapes) / (2 if narrow else 1)
-        group = groups.shape[1]
-        made = AuditedCollective(kind, self.axes(groups[0]), group, nbytes, trips, op.source)
-        return _Found(made, (WIDENED,) if narrow else ())
+        for index, nbytes in enumerate(sizes):
+            if kind == "all_reduce":
+                yield from self.reduction(scope, op, index, groups, nbytes, trips)
+            else:
+                result = nbytes * (groups.shape[1] if kind == "all_gather" else 1)
+                yield self.found(scope, op, index, kind, groups, result, trips)
 
     def permute(
-        self, scope: Scope, op: Instruction, shapes: Sequence[Shape], trips: float
+        self, scope: Scope, op: Instruction, nbytes: float, trips: float
     ) -> Iterator[_Found]:
-        text = op.attributes.partition("source_target_pairs=")[2]
-        pairs = re.findall(r"\{(\d+),(\d+)\}", text.partition("}}")[0] + "}")
+        text = op.attributes.partition("source_target_pairs=")[2].partition("}}")[0]
+        pairs = [p.split(",") for p in re.findall(r"\d+,\d+", text)]
         sending = [(int(a), int(b)) for a, b in pairs if a != b]
         if sending:
-            group = np.array(sending[:1])
-            ratio = len(sending) / self.module.num_devices
-            yield self.found(
-                scope, op, "collective_permute", shapes, group, trips, ratio
-            )
+            sent = nbytes * len(sending) / self.module.num_devices
+            kind = "collective_permute"
+            yield self.found(scope, op, 0, kind, np.array(sending), sent, trips)
 
     def reduction(
         self,
         scope: Scope,
         op: Instruction,
         index: int,
-        shape: Shape,
         groups: np.ndarray,
+        nbytes: float,
         trips: float,
     ) -> Iterator[_Found]:
         """Splits an all-reduce into the part that is sliced after and the rest."""
-        narrow = self.narrow(scope, op, index)
-        notes = (WIDENED,) if narrow else ()
-        position = index if len(op.operands) > 1 else None
-        source = self.source(scope, op, position)
-        need = self.follow.need(scope, op.name, position)
-        before = need.joined(groups) if need != WHOLE else WHOLE
-        nbytes = shape.nbytes * before.share / (2 if narrow else 1)
-        if self.placed_in_zeros(scope, op.operands[index]):
-            yield _Found(self.made("all_gather", groups, nbytes, trips, source), (GATHERED, *notes))
-            return
+        need = WHOLE
+        if not self.as_run:
+            position = index if len(op.operands) > 1 else None
+            need = self.follow.need(scope, op.name, position)
+            if self.placed_in_zeros(scope, op.operands[index]):
+                kind = "all_gather"
+                found = self.found(scope, op, index, kind, groups, nbytes, trips)
+                yield found.but(GATHERED)
+                return
+        before = need.joined(groups)
+        nbytes *= before.share
         scattered, reduced = _split(need, groups, round(before.share / need.share))
-        if scattered.shape[1] > 1:
-            made = self.made("reduce_scatter", scattered, nbytes, trips, source)
-            yield _Found(made, (SCATTERED, *notes))
-            nbytes /= scattered.shape[1]
+        if (parts := scattered.shape[1]) > 1:
+            kind = "reduce_scatter"
+            found = self.found(scope, op, index, kind, scattered, nbytes, trips)
+            yield found.but(SCATTERED)
+            nbytes /= parts
         if reduced.shape[1] > 1:
-            yield _Found(self.made("all_reduce", reduced, nbytes, trips, source), notes)
+            yield self.found(scope, op, index, "all_reduce", reduced, nbytes, trips)
 
-    def made(
-        self, kind: str, groups: np.ndarray, nbytes: float, trips: float, source: str
-    ) -> AuditedCollective:
-        axes = self.axes(groups[0])
-        return AuditedCollective(kind, axes, groups.shape[1], nbytes, trips, source)
+    def found(
+        self,
+        scope: Scope,
+        op: Instruction,
+        index: int,
+        kind: str,
+        groups: np.ndarray,
+        nbytes: float,
+        trips: float,
+    ) -> _Found:
+        narrow = not self.as_run and self.narrow(scope, op, index)
+        made = AuditedCollective(
+            kind=kind,
+            axes=self.axes(groups[0]),
+            group=groups.shape[1],
+            nbytes=nbytes / 2 if narrow else nbytes,
+            trips=trips,
+            source=self.source(scope, op, index),
+        )
+        return _Found(made, (WIDENED,) if narrow else ())
 
-    def source(self, scope: Scope, op: Instruction, position: int | None) -> str:
+    def source(self, scope: Scope, op: Instruction, index: int) -> str:
         """Combined all-reduces keep the origin of each part on its element."""
-        for user in scope.computation.users[op.name]:
-            if position is not None and re.search(rf"\bindex={position}\b", user.attributes):
-                return user.source or op.source
+        if len(op.operands) > 1 and op.opcode != "all-to-all":
+            for user in scope.computation.users[op.name]:
+                if re.search(rf"\bindex={index}\b", user.attributes):
+                    return user.source or op.source
         return op.source
 
     def axes(self, group: np.ndarray) -> tuple[str, ...]:
@@ -306,12 +317,14 @@ class _Reader:
 
 
 # Layout operations that keep the type.
-_MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {"concatenate", "dynamic-slice", "slice"}
+_MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {
+    "concatenate",
+    "dynamic-slice",
+    "slice",
+}
 
 
-def _split(
-    need: Need, groups: np.ndarray, ratio: int
-) -> tuple[np.ndarray, np.ndarray]:
+def _split(need: Need, groups: np.ndarray, ratio: int) -> tuple[np.ndarray, np.ndarray]:
     """The groups of the scatter, and of the reduction of what it leaves."""
     size = groups.shape[1]
     ratio = math.gcd(max(ratio, 1), size)

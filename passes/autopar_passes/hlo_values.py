@@ -68,12 +68,16 @@ class Need:
         return min(1.0, count * self.fraction)
 
     def joined(self, groups: np.ndarray) -> Need:
-        """What each group uses together."""
+        """What the devices of each group use together."""
+        if self.fraction == 1.0:
+            return self
         if not self.slices:
             return Need(min(1.0, self.fraction * groups.shape[1]))
         union: dict[int, frozenset[tuple[int, ...]]] = {}
         for group in groups.tolist():
-            together = frozenset[tuple[int, ...]]().union(*(self.slices[d] for d in group))
+            together = frozenset[tuple[int, ...]]().union(
+                *(self.slices[d] for d in group)
+            )
             union.update((device, together) for device in group)
         slices = tuple(union.get(d, s) for d, s in enumerate(self.slices))
         return Need(self.fraction, slices)
@@ -91,11 +95,11 @@ class Use:
     operand: int
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
 class Follower:
     """Follows values of one module."""
 
-    def __init__(self, module: Module) -> None:
-        self.module = module
+    module: Module
 
     def uses(
         self, scope: Scope, name: str, index: int | None, through: frozenset[str]
@@ -145,7 +149,9 @@ class Follower:
 
         A smaller slice taken beside a larger one is taken to lie within it.
         """
-        needs = [self.need_of(use) for use in self.uses(scope, name, index, LAYOUT_OPCODES)]
+        needs = [
+            self.need_of(use) for use in self.uses(scope, name, index, LAYOUT_OPCODES)
+        ]
         largest = max((n.fraction for n in needs), default=1.0)
         if largest == 1.0:
             return WHOLE
@@ -156,6 +162,7 @@ class Follower:
         return Need(largest, tuple(frozenset().union(*slices) for slices in per_device))
 
     def need_of(self, use: Use) -> Need:
+        """What each device uses of a value for one reader."""
         reader = use.reader
         if reader is None:
             return WHOLE
@@ -225,7 +232,9 @@ class Follower:
             return True
         if math.prod(instruction.shapes[0].dims) > self.module.num_devices:
             return False
-        return instruction.opcode != "get-tuple-element" and any(self.depends_on_device(scope, n) for n in instruction.operands)
+        return instruction.opcode != "get-tuple-element" and any(
+            self.depends_on_device(scope, n) for n in instruction.operands
+        )
 
     def resolve(self, scope: Scope, name: str) -> tuple[Scope, Instruction]:
         """Follows parameters, fusions and loop invariants to where a value is made."""
@@ -244,6 +253,7 @@ class Follower:
     def resolve_element(
         self, scope: Scope, element: Instruction
     ) -> tuple[Scope, Instruction]:
+        """Follows an element of a tuple, or of a loop's state that never changes."""
         holder = scope.instruction(element.operands[0])
         if holder.opcode == "tuple":
             return self.resolve(scope, holder.operands[_index(element)])

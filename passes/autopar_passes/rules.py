@@ -22,6 +22,10 @@ class FactorKind(enum.Enum):
     BLOCKED = "must be replicated"
 
 
+# `FactorRule.reduction` of an equation that reduces and then goes on, such as a
+# gather that fills in what is out of bounds: it must reduce to every device.
+INNER = "inner"
+
 # Per dimension, the factors that make it up, major to minor. () is a
 # dimension of size one.
 Dims = tuple[tuple[int, ...], ...]
@@ -37,7 +41,7 @@ class FactorRule:
       operands: for each operand, the factors of each dimension.
       results: the same for each result.
       reduction: how partial results combine: ``sum``, ``max``, ``min``, ``or``,
-        ``and``; '' where there is no reduction factor.
+        ``and``, or `INNER`; '' where there is no reduction factor.
     """
 
     sizes: tuple[int, ...]

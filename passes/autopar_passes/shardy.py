@@ -20,6 +20,7 @@ from autopar_passes import convolution, jax_compat
 from autopar_passes.factors import FactorForest
 from autopar_passes.program import Constant, Equation, Program, Value
 from autopar_passes.rules import (
+    INNER,
     Dims,
     FactorKind,
     FactorRule,
@@ -338,7 +339,10 @@ class _Reader:
             if k is FactorKind.REDUCE
         }
         sizes = tuple(self.forest.size(leaf) for leaf in leaves)
-        rule = FactorRule(sizes, kinds, operand_dims, result_dims, "".join(reductions))
+        reduction = "".join(reductions)
+        if reduction and not all(_reduces(v) for v in results):
+            reduction = INNER
+        rule = FactorRule(sizes, kinds, operand_dims, result_dims, reduction)
         if len(reductions) > 1:
             return _replicated(program, eqn)
         if eqn.primitive == convolution.PRIMITIVE:
@@ -352,6 +356,14 @@ class _Reader:
         if reduced == produced:  # reduced inside and still there, or lost unreduced
             return FactorKind.BLOCKED
         return FactorKind.REDUCE if reduced else FactorKind.PASS
+
+
+def _reduces(value: Any) -> bool:
+    """Whether a value is the result of a reduction itself."""
+    owner = getattr(value.owner, "operation", None)
+    return owner is not None and (
+        owner.name in _SUMMING or owner.name in ("stablehlo.reduce", "stablehlo.scatter")
+    )
 
 
 def _rank(value: Any) -> int:

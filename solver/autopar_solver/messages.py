@@ -9,6 +9,7 @@ import dataclasses
 
 import numpy as np
 
+from autopar_solver.compiled import MIN_PAIRS, Tape, compiled_loop, record
 from autopar_solver.field import Field
 
 
@@ -66,8 +67,14 @@ class Sweep:
 class Messages:
     """Messages on the edges of a field, improved in place by sweeps."""
 
-    def __init__(self, field: Field) -> None:
-        """Starts with all messages zero."""
+    def __init__(self, field: Field, *, compiled: bool | None = None) -> None:
+        """Starts with all messages zero.
+
+        Args:
+            field: whose edges carry the messages.
+            compiled: whether to use ``compiled``; by default for large fields, if
+                numba is installed.
+        """
         self.field = field
         self.links = _links(field)
         self._forbidden = _forbidden(field)
@@ -81,11 +88,21 @@ class Messages:
         self._backward = [
             self._visit(k, False) for k in reversed(range(field.num_nodes))
         ]
+        if compiled is None:
+            compiled = field.num_pairs >= MIN_PAIRS and compiled_loop() is not None
+        self._tapes: tuple[Tape, Tape] | None = None
+        if compiled and field.num_nodes:
+            self._tapes = record(self._forward), record(self._backward)
 
     def sweep(self, costs: np.ndarray) -> "Sweep":
         """Forward and back once, with these costs by flat strategy."""
-        base, _ = self._pass(self._forward, costs)
-        bound, rises = self._pass(self._backward, costs)
+        if self._tapes is not None and (loop := compiled_loop()) is not None:
+            forward, backward = self._tapes
+            base, _ = forward.run(loop, costs, self.buffer)
+            bound, rises = backward.run(loop, costs, self.buffer)
+        else:
+            base, _ = self._pass(self._forward, costs)
+            bound, rises = self._pass(self._backward, costs)
         return Sweep(bound=bound, base=base, rises=rises)
 
     def decode(self, costs: np.ndarray) -> np.ndarray:

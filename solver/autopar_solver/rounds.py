@@ -63,6 +63,7 @@ class _State:
         self.slice = 0.5
         self.removed_above = math.inf
         self.next_decode = 0.0
+        self.decode_seconds = 0.0
         self.size = incumbent.problem.num_strategies
         self._refresh(None, {})
 
@@ -151,7 +152,9 @@ class _State:
 
     def _climb(self) -> bool:
         """Steps for a slice, decoding now and then; True if it stalls before."""
-        end = time.monotonic() + min(self.slice, self.clock.left)
+        # A last decoding must fit before the end.
+        left = self.clock.left - 1.2 * self.decode_seconds
+        end = time.monotonic() + min(self.slice, left)
         before, steps = self.dual.bound, 0
         stalled = False
         while time.monotonic() < end and not stalled and not self._done():
@@ -183,7 +186,8 @@ class _State:
                 polish(position)
                 self._offer(position.choices)
         now = time.monotonic()
-        self.next_decode = now + DECODE_PAUSE * (now - begin)
+        self.decode_seconds = now - begin
+        self.next_decode = now + DECODE_PAUSE * self.decode_seconds
 
     def _fix(self) -> bool:
         """Removes strategies that no better solution chooses; True if many went."""

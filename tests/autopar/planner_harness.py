@@ -66,20 +66,25 @@ def prepare(
 
 
 def random_plan(
-    case: Case, sizes: tuple[int, ...], draw: random.Random, *, density: float = 0.9
+    case: Case,
+    sizes: tuple[int, ...],
+    draw: random.Random,
+    *,
+    density: float = 0.9,
+    replicated: bool = False,
 ) -> Assignment:
     """Chooses any strategy for every node and every copy.
 
-    ``density`` is the chance that a node may not take its replicated strategy.
+    ``density`` is the chance that a node may not take its replicated strategy;
+    ``replicated`` takes that one everywhere instead.
     """
     pricer = pricer_of(sizes)
     strategies = []
     for node in case.contraction.nodes:
         space = strategy_space(case.graph, case.contraction, node, sizes).strategies
         sharded = [s for s in space if any(s)]
-        strategies.append(
-            draw.choice(sharded if sharded and draw.random() < density else space)
-        )
+        options = sharded if sharded and draw.random() < density else space
+        strategies.append(space[0] if replicated else draw.choice(options))
     formulator = Formulator(case.graph, case.contraction, case.sources)
     chosen: list[tuple[Copy, int]] = []
     for source in case.sources.values():
@@ -93,7 +98,7 @@ def random_plan(
                 if not copy.reuse[k]
                 or copy.space.strategies[k] == chosen[-1][0].space.strategies[forward]
             ]
-            forward = draw.choice(allowed)
+            forward = allowed[0] if replicated else draw.choice(allowed)
             chosen.append((copy, forward))
     return assign(
         case.graph, case.contraction, case.sources, sizes, strategies, chosen
@@ -125,6 +130,11 @@ def lowered(case: Case, plan: Assignment) -> Any:
     ]
     jitted = jax.jit(run, in_shardings=inputs, out_shardings=outputs)
     return jitted.trace(*structs).lower()
+
+
+def compiled(low: Any) -> Callable[..., Any]:
+    """Compiles without optimising machine code: only sharding is tested here."""
+    return low.compile({"xla_backend_optimization_level": 0})
 
 
 def predicted(plan: Assignment) -> Traffic:

@@ -11,7 +11,7 @@ import autopar_solver
 
 PACKAGES = [autopar, autopar_passes, autopar_solver]
 # What a user of the README needs.
-PROMISED = {"Cluster", "Plan", "parallelize", "plan", "register_rule"}
+PROMISED = {"Cluster", "Plan", "PlanError", "parallelize", "plan", "register_rule"}
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda package: package.__name__)

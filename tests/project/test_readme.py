@@ -17,6 +17,7 @@ import pytest
 from flax.training import train_state
 
 import autopar
+from autopar.cluster import Cluster
 
 README = (checkout.ROOT / "README.md").read_text()
 PAGES = [*checkout.ROOT.glob("*.md"), *(checkout.ROOT / "docs").rglob("*.md")]
@@ -60,36 +61,50 @@ def test_python_examples_use_what_exists() -> None:
     assert used <= set(autopar.__all__)
 
 
-def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both examples, one after the other, around a model of one matrix."""
-    monkeypatch.chdir(tmp_path)
-    names = model()
-    for source in blocks("python"):
-        exec(compile(source, "README.md", "exec"), names)
+def test_the_decorated_step_trains() -> None:
+    names = surroundings()
+    exec(compile(blocks("python")[0], "README.md", "exec"), names)
 
     assert math.isfinite(names["loss"])
-    assert Path("plan.json").is_file()
+    assert {len(x.sharding.device_set) for x in jax.tree.leaves(names["state"])} == {4}
 
 
-def model() -> dict[str, Any]:
-    """What a reader of the README has already."""
+def test_the_plan_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    names = surroundings()
+    names |= {
+        "train_step": train_step,
+        "state": jax.eval_shape(create_state, names["rng"]),
+        "batch": jax.ShapeDtypeStruct((64, 64), "float32"),
+    }
+    exec(compile(blocks("python")[1], "README.md", "exec"), names)
 
-    def create_state(rng: jax.Array) -> train_state.TrainState:
-        params = {"w": jax.random.normal(rng, (64, 64))}
-        return train_state.TrainState.create(
-            apply_fn=None, params=params, tx=optax.sgd(1e-3)
-        )
+    assert autopar.Plan.load("plan.json") == names["plan"]
 
-    def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
-        return ((batch @ params["w"]) ** 2).mean()
 
-    batches = [jax.random.normal(jax.random.key(i), (16, 64)) for i in range(2)]
+def create_state(rng: jax.Array) -> train_state.TrainState:
+    params = {"w": jax.random.normal(rng, (64, 64))}
+    return train_state.TrainState.create(
+        apply_fn=None, params=params, tx=optax.sgd(1e-3)
+    )
+
+
+def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
+    return ((batch @ params["w"]) ** 2).mean()
+
+
+def train_step(state: train_state.TrainState, batch: jax.Array) -> Any:
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+    return state.apply_gradients(grads=grads), loss
+
+
+def surroundings() -> dict[str, Any]:
+    """What a reader of the README has already, around a model of one matrix."""
     return {
-        "jax": jax,
         "rng": jax.random.key(0),
         "create_state": create_state,
         "loss_fn": loss_fn,
-        "batches": batches,
+        "batches": [jax.random.normal(jax.random.key(i), (16, 64)) for i in range(2)],
     }
 
 
@@ -105,6 +120,14 @@ def test_commands_exist(command: str) -> None:
     )
 
     assert result.returncode == 0, result.stderr
+
+
+def test_clusters_and_targets_exist() -> None:
+    for cluster in re.findall(r"--cluster (\S+)", README):
+        assert Cluster.parse(cluster).num_devices > 0
+    for file, function in re.findall(r"autopar \w+ (\S+\.py):(\w+)", README):
+        source = (checkout.ROOT / file).read_text()
+        assert re.search(rf"^(def )?{function}\b", source, re.M)
 
 
 def test_the_readme_shows_commands() -> None:

@@ -1,0 +1,5 @@
+"""The command line; `main` is the console script."""
+
+from autopar.cli.app import main
+
+__all__ = ["main"]

@@ -1,0 +1,205 @@
+"""What the commands share: options, progress, clusters and saved plans."""
+
+import contextlib
+import dataclasses
+import json
+import pathlib
+from collections.abc import Callable, Iterator
+from typing import Annotated, Any
+
+import jax
+import msgspec
+import rich.console
+import rich.text
+import typer
+
+from autopar.api import plan_analysis
+from autopar.cli.target import Workload, load, parse_words
+from autopar.cluster import Cluster, ClusterError
+from autopar.cluster.text import parse_quantity
+from autopar.errors import PlanError, TargetError
+from autopar.planner.analysis import Analysis, analyse
+from autopar.plans import Plan
+
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the target's function."),
+]
+ClusterSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="SPEC",
+        help="Such as 8x8:h100 (hosts x devices), a TOML file, or local.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Seconds = Annotated[
+    float | None,
+    typer.Option(min=0.1, help="Time limit of the solver for each mesh."),
+]
+MaxAxes = Annotated[
+    int | None, typer.Option(min=1, max=4, help="The most mesh axes to try.")
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Memory of a device to use, such as 40GB."),
+]
+Devices = Annotated[
+    int | None, typer.Option(min=1, help="Simulate this many CPU devices.")
+]
+
+Say = Callable[[str], None]
+
+
+@contextlib.contextmanager
+def progress() -> Iterator[Say]:
+    """Shows what is being done, on stderr and only where that is a terminal."""
+    console = rich.console.Console(stderr=True)
+    with console.status("starting") as status:
+        yield lambda text: status.update(rich.text.Text(text))
+
+
+def print_json(data: dict[str, Any]) -> None:
+    """Prints one JSON object; a number that JSON lacks becomes null."""
+    typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
+
+
+def _finite(data: Any) -> Any:
+    if isinstance(data, dict):
+        return {key: _finite(value) for key, value in data.items()}
+    if isinstance(data, list | tuple):
+        return [_finite(value) for value in data]
+    if isinstance(data, float) and not abs(data) < float("inf"):
+        return None
+    return data
+
+
+def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
+    """The cluster that ``--cluster`` and ``--memory`` say.
+
+    Raises:
+      ClusterError: the text is wrong or absent.
+    """
+    if text is None:
+        raise ClusterError("say for which devices: --cluster 8x8:h100, or local.")
+    cluster = Cluster.local() if text == "local" else Cluster.parse(text)
+    if memory is None:
+        return cluster
+    nbytes = round(parse_quantity(memory, "bytes"))
+    device = dataclasses.replace(cluster.device, memory_bytes=nbytes)
+    return dataclasses.replace(cluster, device=device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Limits:
+    """What bounds the search for a plan; None where the default holds."""
+
+    seconds: float | None = None
+    max_axes: int | None = None
+
+
+def make_plan(
+    workload: Workload, cluster: Cluster, limits: Limits, say: Say
+) -> tuple[Analysis, Plan]:
+    """Traces a target's step and plans it; the plan remembers its target."""
+    say(f"tracing {workload.target}")
+    analysis = analyse(workload.step, workload.args)
+    count = len(analysis.contraction.nodes)
+    say(f"planning for {cluster}: {count} decisions")
+    plan = plan_analysis(
+        analysis, cluster, seconds=limits.seconds, max_axes=limits.max_axes
+    )
+    return analysis, msgspec.structs.replace(
+        plan, target=workload.target, options=workload.options
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Subject:
+    """A plan, the step that it is for and the cluster."""
+
+    plan: Plan
+    analysis: Analysis
+    cluster: Cluster
+
+
+def subject(
+    source: str, words: list[str] | None, cluster: str | None, limits: Limits, say: Say
+) -> Subject:
+    """A saved plan with its step made again, or a plan made now for a target.
+
+    Args:
+      source: a plan's JSON file, or a target.
+      words: ``key=value`` options; after a plan, a target may come before them.
+      cluster: the cluster's text; a saved plan knows its own.
+      limits: for a plan that is made now.
+      say: shows progress.
+    """
+    given = list(words or [])
+    if not is_plan_file(source):
+        workload = load(source, parse_words(given))
+        made_for = read_cluster(cluster)
+        analysis, plan = make_plan(workload, made_for, limits, say)
+        return Subject(plan, analysis, made_for)
+    plan = Plan.load(source)
+    target = given.pop(0) if given and "=" not in given[0] else plan.target
+    if not target:
+        raise TargetError(
+            f"{source} does not say which step it is for: add the target, as in "
+            f"{source} train.py:workload."
+        )
+    options = plan.options | parse_words(given)
+    workload = load(target, options)
+    say(f"tracing {target}")
+    return Subject(plan, analyse(workload.step, workload.args), _cluster_of(plan, cluster))
+
+
+def is_plan_file(source: str) -> bool:
+    """Whether a command's first word names a saved plan, not a target."""
+    return ":" not in pathlib.PurePath(source).name or source.endswith(".json")
+
+
+def _cluster_of(plan: Plan, text: str | None) -> Cluster:
+    """The cluster of a saved plan, read back from its text."""
+    try:
+        cluster = read_cluster(text or plan.cluster)
+    except ClusterError as error:
+        if text is not None:
+            raise
+        raise ClusterError(
+            f"the plan's cluster, {plan.cluster}, has no short form: say which it is "
+            "with --cluster cluster.toml."
+        ) from error
+    if str(cluster) != plan.cluster:
+        raise PlanError(f"the plan is for {plan.cluster}, and --cluster says {cluster}.")
+    return cluster
+
+
+def check_folder(path: pathlib.Path | None) -> None:
+    """Checks that a file can be made, before the work and not after it.
+
+    Raises:
+      PlanError: its folder is missing, or it is a folder.
+    """
+    if path is not None and not path.parent.is_dir():
+        raise PlanError(f"{path}: there is no folder {path.parent}.")
+    if path is not None and path.is_dir():
+        raise PlanError(f"{path} is a folder; name a file in it.")
+
+
+def simulate_devices(count: int) -> None:
+    """Makes this process see at least so many CPU devices.
+
+    Raises:
+      PlanError: JAX has already started with fewer.
+    """
+    with contextlib.suppress(RuntimeError):  # JAX has started; it may have enough
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    found = jax.device_count()
+    if found < count:
+        raise PlanError(
+            f"{count} simulated devices are needed, and JAX has already started with "
+            f"{found}. Set XLA_FLAGS=--xla_force_host_platform_device_count={count}."
+        )

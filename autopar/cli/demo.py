@@ -1,0 +1,24 @@
+"""``autopar demo``: plans a GPT, trains it, and checks the predictions."""
+
+from typing import Annotated
+
+import typer
+
+from autopar.cli import common
+
+
+def demo(
+    devices: Annotated[
+        int, typer.Option(min=1, help="CPU devices to simulate.")
+    ] = 8,
+    steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 40,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Time limit of the solver for each mesh.")
+    ] = 10.0,
+) -> None:
+    """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
+    from autopar.demo import run
+
+    common.simulate_devices(devices)
+    with common.progress() as say:
+        run(devices=devices, steps=steps, seconds=seconds, show=typer.echo, say=say)

@@ -1,0 +1,222 @@
+"""``autopar explain``: why a plan is as it is."""
+
+import math
+from collections import defaultdict
+from typing import Annotated, Any
+
+import typer
+
+from autopar.cli import common
+from autopar.planner.explain import (
+    Alternative,
+    Context,
+    Decision,
+    alternatives,
+    context_of,
+    decisions,
+    group_collectives,
+)
+from autopar.planner.layout import shards
+from autopar.plans.table import (
+    CollectiveRow,
+    bytes_text,
+    collapse,
+    collective_lines,
+    columns,
+    seconds_text,
+    shape_text,
+    spec_text,
+    summary_lines,
+    template,
+)
+
+# Rows of the table of collectives, and decisions of one pattern, that are shown.
+_MOST_COLLECTIVES = 12
+_MOST_DECISIONS = 8
+
+Explained = tuple[Decision, list[Alternative]]
+
+
+def explain(
+    source: Annotated[
+        str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[TARGET] [KEY=VALUE]...",
+            help="Where the plan does not know its target; arguments to change.",
+        ),
+    ] = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option(help="Inputs to explain, such as 'state/params/*/kernel'."),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--alternatives", min=0, help="Other layouts to try of each.")
+    ] = 6,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Time limit of the solver for each layout.")
+    ] = 3.0,
+    cluster: common.ClusterSpec = None,
+    as_json: common.Json = False,
+) -> None:
+    """Says where a step's time and memory go, or why an input lies as it does.
+
+    With --tensor: the layout of each input that matches, the communication that
+    it causes, and what the step would take with other layouts, everything else
+    planned again.
+    """
+    with common.progress() as say:
+        limits = common.Limits(seconds)
+        found = common.subject(source, words, cluster, limits, say)
+        context = context_of(found.analysis, found.plan, found.cluster)
+        if tensor is not None:
+            matched = decisions(context, tensor)
+            matched.sort(key=lambda d: -d.nbytes)
+            explained = [
+                (d, alternatives(context, d, limit=limit, seconds=seconds, say=say))
+                for d in matched[:_MOST_DECISIONS]
+            ]
+    if tensor is None:
+        _print_overview(context, as_json)
+    elif as_json:
+        common.print_json(
+            {"step_s": context.plan.predicted.step_s, "inputs": list(map(_data, explained))}
+        )
+    else:
+        typer.echo("\n\n".join("\n".join(_lines(context, e)) for e in explained))
+        if len(matched) > len(explained):
+            left = len(matched) - len(explained)
+            typer.echo(f"\n{left} smaller ones match too; a narrower --tensor shows them.")
+
+
+def _print_overview(context: Context, as_json: bool) -> None:
+    rows = group_collectives(context, context.collectives)
+    memory = _memory_by_role(context)
+    if as_json:
+        common.print_json(
+            {
+                "predicted": context.plan.to_json()["predicted"],
+                "state_bytes": memory,
+                "collectives": list(map(_row_data, rows)),
+            }
+        )
+        return
+    cells = [("held on each device", "bytes")]
+    cells += [(role, bytes_text(nbytes)) for role, nbytes in memory.items()]
+    lines = [*summary_lines(context.plan), "", *columns(cells, right=(1,)), ""]
+    lines += collective_lines(rows[:_MOST_COLLECTIVES]) if rows else ["no communication"]
+    if len(rows) > _MOST_COLLECTIVES:
+        rest = rows[_MOST_COLLECTIVES:]
+        total = seconds_text(sum(r.seconds for r in rest))
+        lines.append(f"... and {len(rest)} that take less, {total} together")
+    typer.echo("\n".join(lines))
+
+
+def _memory_by_role(context: Context) -> dict[str, float]:
+    """Bytes of the step's inputs on one device."""
+    out: dict[str, float] = defaultdict(float)
+    for given in context.analysis.graph.inputs:
+        layout = context.assignment.home_layout(given.value)
+        nbytes = context.analysis.graph.values[given.value].nbytes
+        out[given.role.value] += nbytes / shards(layout, context.pricer.sizes)
+    return dict(out)
+
+
+def _row_data(row: CollectiveRow) -> dict[str, Any]:
+    return {
+        "kind": row.kind,
+        "axes": list(row.axes),
+        "arrays": list(row.arrays),
+        "phase": row.phase,
+        "trips": row.trips,
+        "sent_bytes": row.sent_bytes,
+        "seconds": row.seconds,
+    }
+
+
+def _data(explained: Explained) -> dict[str, Any]:
+    decision, others = explained
+    return {
+        "paths": [i.path for i in decision.inputs],
+        "role": decision.inputs[0].role.value,
+        "layout": decision.spec,
+        "nbytes": decision.nbytes,
+        "shard_bytes": decision.shard_bytes,
+        "shared_by": decision.shared,
+        "collectives": list(map(_row_data, decision.collectives)),
+        "alternatives": [
+            {
+                "layout": a.spec,
+                "step_s": a.step_s,
+                "shard_bytes": a.shard_bytes,
+                "peak_memory_bytes": a.peak_memory_bytes,
+                "proved": a.proved,
+            }
+            for a in others
+        ],
+    }
+
+
+def _lines(context: Context, explained: Explained) -> list[str]:
+    decision, others = explained
+    first = decision.inputs[0]
+    shape = shape_text(context.analysis.graph.values[first.value].shape)
+    lines = _title(decision)
+    lines.append(f"  {first.role.value} {shape}, {bytes_text(decision.nbytes)}")
+    if decision.node is None:
+        return [*lines, "  a scalar: there is no layout to choose"]
+    lines.append(
+        f"  layout {spec_text(decision.spec)}: "
+        f"{bytes_text(decision.shard_bytes)} on each device"
+    )
+    if decision.shared > len(decision.inputs):
+        lines.append(f"  the decision is shared by {decision.shared} inputs")
+    return [*lines, *_communication(decision), *_comparison(context, decision, others)]
+
+
+def _title(decision: Decision) -> list[str]:
+    groups: dict[str, list[str]] = {}
+    for given in decision.inputs:
+        groups.setdefault(template(given.path), []).append(given.path)
+    return [path for paths in groups.values() for path in collapse(paths)]
+
+
+def _communication(decision: Decision) -> list[str]:
+    if not decision.collectives:
+        return ["", "  It takes part in no communication."]
+    rows = collective_lines(decision.collectives)
+    return ["", "  Its communication in one step:", *(f"    {row}" for row in rows)]
+
+
+def _comparison(
+    context: Context, decision: Decision, others: list[Alternative]
+) -> list[str]:
+    if not others:
+        return []
+    step_s = context.plan.predicted.step_s
+    rows = [
+        ("layout", "step", "change", "on each device"),
+        (
+            spec_text(decision.spec),
+            seconds_text(step_s),
+            "chosen",
+            bytes_text(decision.shard_bytes),
+        ),
+        *(_alternative_cells(a, step_s) for a in others),
+    ]
+    heading = "  The step with other layouts, everything else planned again:"
+    lines = ["", heading, *(f"    {row}" for row in columns(rows, right=(1, 2, 3)))]
+    if not all(a.proved for a in others):
+        lines.append("    (at most: the best found within the time limit)")
+    return lines
+
+
+def _alternative_cells(other: Alternative, step_s: float) -> tuple[str, str, str, str]:
+    part = bytes_text(other.shard_bytes)
+    if math.isinf(other.step_s):
+        return (spec_text(other.spec), "nothing fits", "", part)
+    mark = "" if other.proved else "<= "
+    change = f"{other.step_s / step_s - 1:+.2%}" if step_s else ""
+    return (spec_text(other.spec), f"{mark}{seconds_text(other.step_s)}", change, part)

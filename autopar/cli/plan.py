@@ -1,0 +1,57 @@
+"""``autopar plan``: finds the plan of a step on a cluster."""
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from autopar.cli import common
+from autopar.cli.target import load, parse_words
+from autopar.planner.analysis import Analysis
+from autopar.planner.explain import context_of, group_collectives
+from autopar.plans import Plan
+from autopar.plans.html import render_html
+from autopar.plans.table import planning_times, render
+
+
+def plan(
+    target: Annotated[str, typer.Argument(help="file.py:function or module:function.")],
+    words: common.Words = None,
+    cluster: common.ClusterSpec = None,
+    out: Annotated[
+        pathlib.Path | None, typer.Option(help="Where to save the plan as JSON.")
+    ] = None,
+    as_json: common.Json = False,
+    html: Annotated[
+        pathlib.Path | None, typer.Option(help="Where to write a page about the plan.")
+    ] = None,
+    seconds: common.Seconds = None,
+    max_axes: common.MaxAxes = None,
+    memory: common.Memory = None,
+) -> None:
+    """Finds the fastest plan of a train step on a cluster, and prints it.
+
+    The target's function returns (train_step, state, batch); arrays may be
+    jax.ShapeDtypeStruct, so nothing of the model's size is allocated.
+    """
+    for path in (out, html):
+        common.check_folder(path)
+    made_for = common.read_cluster(cluster, memory)
+    limits = common.Limits(seconds, max_axes)
+    with common.progress() as say:
+        workload = load(target, parse_words(words or []))
+        analysis, found = common.make_plan(workload, made_for, limits, say)
+        if out is not None:
+            found.save(out)
+        if html is not None:
+            say(f"writing {html}")
+            html.write_text(_page(analysis, found, made_for), encoding="utf-8")
+    if as_json:
+        common.print_json(found.to_json())
+        return
+    typer.echo(f"{render(found)}\n\n{planning_times(found)}")
+
+
+def _page(analysis: Analysis, found: Plan, cluster: common.Cluster) -> str:
+    context = context_of(analysis, found, cluster)
+    return render_html(found, group_collectives(context, context.collectives))

@@ -1,0 +1,26 @@
+"""``autopar profile``: measures the devices of this process."""
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from autopar import profile as profiling
+from autopar.cli import common
+
+
+def profile(
+    out: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="Where to save it; by default where planning looks for it."),
+    ] = None,
+    devices: common.Devices = None,
+) -> None:
+    """Measures the devices of this process, and saves their numbers for planning."""
+    if devices is not None:
+        common.simulate_devices(devices)
+    common.check_folder(out)
+    with common.progress() as say:
+        found = profiling.run(devices, say)
+        path = profiling.save(found.cluster, out)
+    typer.echo(f"{found}\n\nsaved to {path}")

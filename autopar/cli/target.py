@@ -1,0 +1,270 @@
+"""Loads what a command is about: a function that returns a step and its arguments.
+
+A target is ``file.py:function`` or ``module:function``. The function is called with
+the ``key=value`` words of the command line and returns ``(train_step, state, batch)``;
+a state that is a plain tuple holds the leading arguments of the step, one each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import importlib.util
+import inspect
+import pathlib
+import sys
+import types
+import typing
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.errors import TargetError, TraceError
+
+EXAMPLE = "Example: train.py:workload."
+_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_NAMES = {"int": int, "float": float, "bool": bool, "str": str}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Workload:
+    """A train step and the arguments that it is planned for.
+
+    Attributes:
+      step: the train step.
+      args: its arguments, arrays or shapes.
+      target: the text it was loaded from.
+      options: the arguments given to the function, as text.
+    """
+
+    step: Callable[..., Any]
+    args: tuple[Any, ...]
+    target: str
+    options: dict[str, str]
+
+
+def load(target: str, options: dict[str, str]) -> Workload:
+    """Loads a target and calls its function.
+
+    Raises:
+      TargetError: it cannot be loaded or called, or returns something else.
+    """
+    function = find(target)
+    arguments = convert(target, function, options)
+    try:
+        made = function(**arguments)
+    except (TargetError, TraceError):
+        raise
+    except Exception as error:  # whatever the user's function raises
+        raise TargetError(f"{target} raised {_describe(error)}") from error
+    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
+        raise TargetError(
+            f"{target} must return (train_step, state, batch), and returned "
+            f"{_kind(made)}."
+        )
+    step, state, batch = made
+    args = (*state, batch) if type(state) is tuple else (state, batch)
+    return Workload(step, args, target, options)
+
+
+def parse_words(words: Sequence[str]) -> dict[str, str]:
+    """Splits ``key=value`` words.
+
+    >>> parse_words(["layers=2", "dtype=bfloat16"])
+    {'layers': '2', 'dtype': 'bfloat16'}
+    """
+    out: dict[str, str] = {}
+    for word in words:
+        key, equals, value = word.partition("=")
+        if not equals or not key.isidentifier():
+            raise TargetError(f"{word!r} is not key=value. Example: layers=12.")
+        if key in out:
+            raise TargetError(f"{key!r} is given twice: {out[key]!r} and {value!r}.")
+        out[key] = value
+    return out
+
+
+def find(target: str) -> Callable[..., Any]:
+    """Imports the file or module and takes the function from it."""
+    place, colon, name = target.rpartition(":")
+    if not colon or not place or not name:
+        raise TargetError(
+            f"{target!r} is no target: write file.py:function or module:function. "
+            f"{EXAMPLE}"
+        )
+    module = _import_file(place) if place.endswith(".py") else _import_module(place)
+    function = getattr(module, name, None)
+    if callable(function):
+        return function
+    if function is not None:
+        raise TargetError(f"{target}: {name!r} is {_kind(function)}, not a function.")
+    raise TargetError(f"{place} has no function {name!r}; it has {_functions(module)}.")
+
+
+def _functions(module: types.ModuleType) -> str:
+    names = [
+        name
+        for name, value in vars(module).items()
+        if inspect.isfunction(value) and not name.startswith("_")
+    ]
+    return ", ".join(sorted(names)) or "none"
+
+
+def _import_file(place: str) -> types.ModuleType:
+    """Imports a file as a script is: its folder comes first on ``sys.path``."""
+    path = pathlib.Path(place).resolve()
+    if not path.is_file():
+        raise TargetError(f"{place}: there is no such file. {EXAMPLE}")
+    folder = str(path.parent)
+    if folder in sys.path:
+        sys.path.remove(folder)
+    sys.path.insert(0, folder)
+    loaded = sys.modules.get(path.stem)
+    if loaded is not None and _file_of(loaded) == path:
+        return loaded
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if loaded is None:
+        # As an import would, so that pickling and dataclasses find the module;
+        # a file must not replace a module of the same name, such as its framework.
+        sys.modules[path.stem] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's file raises
+        if sys.modules.get(path.stem) is module:
+            del sys.modules[path.stem]
+        raise TargetError(f"{place} cannot be imported: {_describe(error)}") from error
+    return module
+
+
+def _file_of(module: types.ModuleType) -> pathlib.Path | None:
+    file = getattr(module, "__file__", None)
+    return pathlib.Path(file).resolve() if file else None
+
+
+def _import_module(name: str) -> types.ModuleType:
+    if "" not in sys.path:
+        sys.path.insert(0, "")  # as `python -m` does; a console script has none
+    try:
+        return importlib.import_module(name)
+    except Exception as error:  # whatever the user's module raises
+        hint = " For a file, write file.py:function." if "/" in name else ""
+        raise TargetError(
+            f"module {name!r} cannot be imported: {_describe(error)}{hint}"
+        ) from error
+
+
+def convert(
+    target: str, function: Callable[..., Any], options: dict[str, str]
+) -> dict[str, Any]:
+    """Converts the options by the annotations of the function's parameters.
+
+    Raises:
+      TargetError: a key is unknown or missing, or a value has the wrong type.
+    """
+    try:
+        known = dict(_signature(function).parameters)
+    except (TypeError, ValueError):
+        return {key: guess(text) for key, text in options.items()}
+    kinds = {p.kind for p in known.values()}
+    open_ended = inspect.Parameter.VAR_KEYWORD in kinds
+    named = {
+        key: p
+        for key, p in known.items()
+        if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)
+    }
+    missing = [k for k, p in named.items() if p.default is p.empty and k not in options]
+    if missing:
+        raise TargetError(f"{target} needs {', '.join(f'{k}=...' for k in missing)}.")
+    out: dict[str, Any] = {}
+    for key, text in options.items():
+        if key not in named and not open_ended:
+            raise TargetError(
+                f"{target} has no option {key!r}; it has {_describe_options(named)}."
+            )
+        annotation = named[key].annotation if key in named else inspect.Parameter.empty
+        out[key] = _convert_one(f"{target}: {key}={text}", annotation, text)
+    return out
+
+
+def _signature(function: Callable[..., Any]) -> inspect.Signature:
+    try:
+        return inspect.signature(function, eval_str=True)
+    except NameError:  # an annotation that is imported for type checkers alone
+        return inspect.signature(function)
+
+
+def _describe_options(named: dict[str, inspect.Parameter]) -> str:
+    words = [
+        name if p.default is p.empty else f"{name}={p.default}"
+        for name, p in named.items()
+    ]
+    return ", ".join(words) or "no options"
+
+
+def _convert_one(where: str, annotation: Any, text: str) -> Any:
+    annotation = _NAMES.get(annotation, annotation) if isinstance(annotation, str) else annotation
+    if typing.get_origin(annotation) in (typing.Union, types.UnionType):
+        return _convert_union(where, typing.get_args(annotation), text)
+    if typing.get_origin(annotation) is typing.Literal:
+        return _convert_literal(where, typing.get_args(annotation), text)
+    if annotation is type(None) and text.lower() == "none":
+        return None
+    if annotation is bool:
+        if text.lower() in _BOOLEANS:
+            return _BOOLEANS[text.lower()]
+    elif annotation in (int, float):
+        try:
+            return annotation(text)
+        except ValueError:
+            pass
+    elif annotation is str:
+        return text
+    elif annotation is not type(None):
+        return guess(text)
+    name = {bool: "true or false", int: "a whole number", float: "a number"}
+    raise TargetError(f"{where} is not {name.get(annotation, 'none')}.")
+
+
+def _convert_literal(where: str, values: tuple[Any, ...], text: str) -> Any:
+    for value in values:
+        if str(value) == text:
+            return value
+    raise TargetError(f"{where} is not one of {', '.join(map(str, values))}.")
+
+
+def _convert_union(where: str, kinds: tuple[Any, ...], text: str) -> Any:
+    order = (type(None), bool, int, float)
+    for kind in sorted(kinds, key=lambda k: order.index(k) if k in order else 4):
+        try:
+            return _convert_one(where, kind, text)
+        except TargetError:
+            continue
+    names = ", ".join(getattr(k, "__name__", str(k)) for k in kinds)
+    raise TargetError(f"{where} is none of {names}.")
+
+
+def guess(text: str) -> int | float | bool | str:
+    """The type that a text looks like.
+
+    >>> [guess(text) for text in ("3", "1e-3", "true", "adamw")]
+    [3, 0.001, True, 'adamw']
+    """
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+def _describe(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(".") + "."
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"a tuple of {len(value)}"
+    return f"a value of type {type(value).__name__}"

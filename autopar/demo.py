@@ -1,0 +1,192 @@
+"""The demonstration: plans a GPT, trains it, and compares predicted with actual.
+
+The model is that of ``examples/gpt.py``, so the demonstration needs a checkout of the
+project.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import importlib
+import itertools
+import pathlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+
+from autopar import profile
+from autopar.api import plan_analysis
+from autopar.cluster import Cluster, local
+from autopar.errors import TargetError
+from autopar.planner.analysis import analyse
+from autopar.plans import Plan
+from autopar.plans.table import bytes_text, columns, planning_times, render, seconds_text
+from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar_passes.audit import shardy_collectives
+from autopar_passes.hlo import CompiledAudit, compiled_audit
+
+Show = Callable[[str], None]
+
+OPTIONS: dict[str, Any] = {"layers": 4, "d_model": 128, "seq": 64, "batch": 16}
+# Steps before the timed ones: they compile, and warm the caches.
+_WARM_UP = 3
+# A quick profile: fewer sizes and rounds than `autopar profile`, and one dtype.
+QUICK = dataclasses.replace(
+    profile.CPU_SETTINGS,
+    dtypes=("float32",),
+    matmul_sizes=(96, 256, 512),
+    collective_bytes=(1 << 12, 1 << 17, 1 << 21),
+    check_matmul_size=384,
+    check_bytes=(1 << 19,),
+    rounds=3,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What training under the plan came to.
+
+    Attributes:
+      plan: the plan.
+      losses: the loss of each step.
+      step_s: median seconds of a step, the first ones left out.
+      shardy_bytes: what one device sends, as the compiler's partitioner says.
+      compiled: communication and memory of the compiled step.
+    """
+
+    plan: Plan
+    losses: tuple[float, ...]
+    step_s: float
+    shardy_bytes: float
+    compiled: CompiledAudit
+
+
+def run(*, devices: int, steps: int, seconds: float, show: Show, say: Show) -> Outcome:
+    """Runs the demonstration.
+
+    Args:
+      devices: how many devices to plan for.
+      steps: how many steps to train.
+      seconds: time limit of the solver for each mesh.
+      show: prints a result.
+      say: shows progress.
+
+    Raises:
+      TargetError: the examples are not here.
+    """
+    with example("gpt") as gpt:
+        training, workload = gpt.training(**OPTIONS), gpt.workload(**OPTIONS)
+        cluster = measured_cluster(devices, show, say)
+        say("tracing the train step")
+        analysis = analyse(workload[0], workload[1:])
+        say(f"planning {len(analysis.contraction.nodes)} decisions")
+        plan = plan_analysis(analysis, cluster, seconds=seconds)
+        show(f"{render(plan)}\n\n{planning_times(plan)}\n")
+        step = planned_step(analysis, plan, device_mesh(plan))
+        say("partitioning and compiling")
+        shardy_bytes, compiled = audits(step)
+        losses, step_s = train(training, step, steps, show, say)
+    outcome = Outcome(plan, losses, step_s, shardy_bytes, compiled)
+    show("\n".join(["", *comparison(outcome)]))
+    return outcome
+
+
+@contextlib.contextmanager
+def example(name: str) -> Iterator[Any]:
+    """Imports an example of the checkout that this package lies in.
+
+    Raises:
+      TargetError: the package is installed without the examples.
+    """
+    folder = pathlib.Path(__file__).resolve().parents[1] / "examples"
+    if not (folder / f"{name}.py").is_file():
+        raise TargetError(
+            "the demo trains examples/gpt.py, which an installed package lacks: run it "
+            "in a checkout of the project, with `make demo`."
+        )
+    sys.path.insert(0, str(folder))
+    try:
+        yield importlib.import_module(name)
+    finally:
+        sys.path.remove(str(folder))
+
+
+def measured_cluster(devices: int, show: Show, say: Show) -> Cluster:
+    """The devices of this process; measured now if no profile of them is saved."""
+    kind = local.take_devices(devices)[0].device_kind
+    path = local.profile_path(kind, devices)
+    if path.is_file():
+        show(f"devices as measured in {path}\n")
+        return Cluster.local(devices)
+    show(
+        f"no profile of these {devices} devices is saved (`autopar profile` makes one): "
+        "measuring a quick one"
+    )
+    found = profile.run(devices, say, QUICK if jax.default_backend() == "cpu" else None)
+    show(f"measured in {found.elapsed_s:.0f} s\n")
+    return found.cluster
+
+
+def audits(step: PlannedStep) -> tuple[float, CompiledAudit]:
+    """What the compiler's partitioner, and the compiled step, communicate."""
+    lowered = step.lower()
+    shardy_bytes = sum(c.sent_bytes for c in shardy_collectives(lowered))
+    axes = tuple(step.plan.mesh["axes"].items())
+    return shardy_bytes, compiled_audit(lowered.compile(), axes)
+
+
+def train(
+    training: Any, step: PlannedStep, steps: int, show: Show, say: Show
+) -> tuple[tuple[float, ...], float]:
+    """Trains, shows the loss going down, and returns losses and seconds of a step."""
+    from autopar.runtime.parallelize import parallelize
+
+    say("creating the state in its shards")
+    planned = parallelize(plan=step.plan)(training.step)
+    state = planned.init(training.create_state, jax.random.key(0))
+    losses: list[float] = []
+    took_s: list[float] = []
+    every = max(1, steps // 10)
+    for i, batch in enumerate(itertools.islice(training.batches(0), steps)):
+        say(f"training: step {i} of {steps}")
+        start = time.perf_counter()
+        state, loss = planned(state, batch)
+        losses.append(float(loss))  # waits for the step to end
+        took_s.append(time.perf_counter() - start)
+        if i % every == 0 or i == steps - 1:
+            show(f"step {i:4d}  loss {losses[-1]:7.4f}")
+    return tuple(losses), statistics.median(took_s[min(_WARM_UP, steps - 1) :])
+
+
+def comparison(outcome: Outcome) -> list[str]:
+    """Predicted against actual, as a table."""
+    expected, compiled = outcome.plan.predicted, outcome.compiled
+    times = (expected.step_s, outcome.step_s)
+    sent = expected.communication_bytes
+    held = (expected.peak_memory_bytes, float(compiled.peak_memory_bytes))
+    rows = [
+        ("", "predicted", "actual", "predicted / actual", "actual is"),
+        ("step", *map(seconds_text, times), _ratio(*times), "median of the trained steps"),
+        _bytes_row("sent by a device", (sent, outcome.shardy_bytes), "the partitioned step"),
+        _bytes_row("", (sent, compiled.communication_bytes), "the compiled step"),
+        _bytes_row("held by a device", held, "the compiled step"),
+    ]
+    lines = columns(rows, right=(1, 2, 3))
+    first, last = outcome.losses[0], outcome.losses[-1]
+    notes = [f"note: {name}" for name in compiled.exceptions]
+    return [*lines, *notes, "", f"loss {first:.3f} -> {last:.3f}"]
+
+
+def _bytes_row(name: str, pair: tuple[float, float], source: str) -> tuple[str, ...]:
+    return (name, *map(bytes_text, pair), _ratio(*pair), source)
+
+
+def _ratio(predicted: float, actual: float) -> str:
+    if actual:
+        return f"{predicted / actual:.3f}"
+    return "1.000" if predicted == actual else "-"

@@ -1,0 +1,310 @@
+"""Why a plan is as it is: what a layout costs, and what another would."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.errors import PlanError
+from autopar.planner.analysis import Analysis
+from autopar.planner.assignment import Assignment
+from autopar.planner.convert import restore, to_spec
+from autopar.planner.hints import pin_restriction
+from autopar.planner.layout import Layout, shards
+from autopar.planner.price import Pricer
+from autopar.planner.problem import Formulation
+from autopar.planner.search import Candidate, evaluate, solve_mesh
+from autopar.planner.strategies import layout_of
+from autopar.planner.traffic import Collective, traffic
+from autopar.plans import Plan
+from autopar.plans.schema import Spec
+from autopar.plans.table import CollectiveRow, template
+from autopar_passes.graph import GraphInput
+from autopar_solver import Solution, Status
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """A plan with the step that it is for, and its communication."""
+
+    analysis: Analysis
+    plan: Plan
+    assignment: Assignment
+    pricer: Pricer
+    collectives: tuple[Collective, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """The layout of one input, or of all that share the decision.
+
+    Attributes:
+      node: the node of the contracted graph, None where there is no choice.
+      inputs: the inputs that were asked about.
+      shared: how many inputs share the decision.
+      spec: the layout.
+      nbytes: bytes of one of the arrays.
+      shard_bytes: bytes of its part on one device.
+      collectives: the communication of all inputs that share the decision, and
+        of what is computed for them.
+    """
+
+    node: int | None
+    inputs: tuple[GraphInput, ...]
+    shared: int
+    spec: Spec
+    nbytes: int
+    shard_bytes: float
+    collectives: tuple[CollectiveRow, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another layout of an input, everything else planned again.
+
+    Attributes:
+      spec: the layout.
+      step_s: predicted seconds of one step; infinite where nothing fits.
+      shard_bytes: bytes of one array's part on one device.
+      peak_memory_bytes: most bytes live at once on one device.
+      proved: whether no plan with this layout is faster.
+    """
+
+    spec: Spec
+    step_s: float
+    shard_bytes: float
+    peak_memory_bytes: float
+    proved: bool
+
+
+def context_of(analysis: Analysis, plan: Plan, cluster: Cluster) -> Context:
+    """Puts a plan and its step together.
+
+    Raises:
+      PlanError: the plan is for another step or cluster.
+    """
+    assignment = restore(analysis, plan)
+    pricer = Pricer(cluster, mesh_of(plan, cluster))
+    return Context(analysis, plan, assignment, pricer, tuple(traffic(assignment)))
+
+
+def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:
+    """The plan's mesh on a cluster.
+
+    Raises:
+      PlanError: the cluster has no such mesh.
+    """
+    names = plan.axis_names
+    for mesh in cluster.mesh_shapes(max(len(names), len(cluster.levels)), names):
+        if (mesh.names, mesh.sizes) == (names, plan.axis_sizes):
+            return mesh
+    axes = " ".join(f"{n}={s}" for n, s in zip(names, plan.axis_sizes, strict=True))
+    raise PlanError(f"the plan's mesh {axes} does not fit the cluster {cluster}.")
+
+
+def array_name(analysis: Analysis, value: int) -> str:
+    """The path of an input, or the module and operator that make a value."""
+    op = analysis.contraction.producer[value]
+    if op.kind == "input":
+        return next(i.path for i in analysis.graph.inputs if i.value == value)
+    return f"{op.module}/{op.kind}" if op.module else op.kind
+
+
+def group_collectives(
+    context: Context, collectives: Sequence[Collective]
+) -> tuple[CollectiveRow, ...]:
+    """Joins the collectives that are alike, those that take longest first."""
+    groups: dict[tuple[str, ...], list[tuple[str, Collective]]] = defaultdict(list)
+    names = context.plan.axis_names
+    for collective in collectives:
+        array = array_name(context.analysis, collective.value)
+        phase = context.analysis.graph.operators[collective.operator].role.value
+        axes = tuple(names[a] for a in collective.step.axes)
+        key = (template(array), phase, collective.step.kind, *axes)
+        groups[key].append((array, collective))
+    rows = [
+        CollectiveRow(
+            kind=kind,
+            axes=tuple(axes),
+            arrays=tuple(dict.fromkeys(array for array, _ in found)),
+            phase=phase,
+            trips=sum(c.trips for _, c in found),
+            sent_bytes=sum(c.sent_bytes(context.pricer) for _, c in found),
+            seconds=sum(c.seconds(context.pricer) for _, c in found),
+        )
+        for (_, phase, kind, *axes), found in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda r: -r.seconds))
+
+
+def decisions(context: Context, pattern: str) -> list[Decision]:
+    """The layouts of the inputs that a pattern matches, one for each decision.
+
+    Raises:
+      PlanError: the pattern matches no input.
+    """
+    every = context.analysis.graph.inputs
+    matched = [i for i in every if fnmatch.fnmatchcase(i.path, pattern)]
+    if not matched:
+        some = ", ".join(i.path for i in every[:3])
+        raise PlanError(f"'{pattern}' matches no input; they are named like {some}.")
+    groups: dict[int | None, list[GraphInput]] = {}
+    for given in matched:
+        groups.setdefault(_node_of(context, given), []).append(given)
+    return [_decision(context, node, inputs) for node, inputs in groups.items()]
+
+
+def _node_of(context: Context, given: GraphInput) -> int | None:
+    home = context.analysis.contraction.homes.get(given.value)
+    return None if home is None else home.node
+
+
+def _decision(
+    context: Context, node: int | None, inputs: Sequence[GraphInput]
+) -> Decision:
+    graph = context.analysis.graph
+    layout = context.assignment.home_layout(inputs[0].value)
+    nbytes = graph.values[inputs[0].value].nbytes
+    shared = sum(_node_of(context, i) == node for i in graph.inputs)
+    touching = [] if node is None else _touching(context, node)
+    return Decision(
+        node=node,
+        inputs=tuple(inputs),
+        shared=shared,
+        spec=to_spec(layout, context.plan.axis_names),
+        nbytes=nbytes,
+        shard_bytes=nbytes / shards(layout, context.pricer.sizes),
+        collectives=group_collectives(context, touching),
+    )
+
+
+def _touching(context: Context, node: int) -> list[Collective]:
+    """The collectives of values that live in a node, or that its operators read."""
+    contraction = context.analysis.contraction
+    read = {
+        value
+        for op in context.analysis.graph.operators
+        if contraction.node_of.get(op.class_index) == node
+        for value in op.inputs
+    }
+    homes = contraction.homes
+    return [
+        c
+        for c in context.collectives
+        if c.value in read or (c.value in homes and homes[c.value].node == node)
+    ]
+
+
+def alternatives(
+    context: Context, decision: Decision, *, limit: int, seconds: float, say: Say
+) -> list[Alternative]:
+    """Plans again with each of the most promising other layouts of an input.
+
+    Promising is what costs least while all other decisions stay as they are.
+
+    Args:
+      context: the plan.
+      decision: of the input.
+      limit: how many layouts to try.
+      seconds: time limit of the solver, for each.
+      say: shows progress.
+    """
+    if decision.node is None:
+        return []
+    value = decision.inputs[0].value
+    home = context.analysis.contraction.homes[value]
+    formulation = context.analysis.formulator.formulate(context.pricer)
+    chosen = plan_choices(context, formulation)
+    strategies = formulation.spaces[home.node].strategies
+    alone = _costs_alone(formulation, chosen, home.node)
+    order = sorted(range(len(strategies)), key=lambda k: (alone[k], k))
+    found: dict[Layout, Alternative] = {}
+    current = context.assignment.home_layout(value)
+    for k in order:
+        layout = layout_of(strategies[k], home.dims)
+        if layout == current or layout in found or len(found) == limit:
+            continue
+        spec = to_spec(layout, context.plan.axis_names)
+        say(f"{decision.inputs[0].path}: planning again with {spec}")
+        patched = (*chosen[: home.node], k, *chosen[home.node + 1 :])
+        kept = _evaluated(context, formulation, patched, alone[k])
+        restriction = pin_restriction(context.analysis, {value: layout})
+        solved = solve_mesh(context.analysis, context.pricer, restriction, seconds)
+        shard_bytes = decision.nbytes / shards(layout, context.pricer.sizes)
+        found[layout] = _alternative(spec, shard_bytes, solved, kept)
+    return sorted(found.values(), key=lambda a: a.step_s)
+
+
+def _alternative(
+    spec: Spec, shard_bytes: float, solved: Candidate | None, kept: Candidate | None
+) -> Alternative:
+    """The better of a new plan and the old one with just one layout changed."""
+    best = min((c for c in (solved, kept) if c), key=lambda c: c.step_s, default=None)
+    if best is None:
+        return Alternative(spec, math.inf, shard_bytes, math.inf, False)
+    proved = best is solved and best.solution.status is Status.OPTIMAL
+    return Alternative(spec, best.step_s, shard_bytes, best.peak_memory_bytes, proved)
+
+
+def _evaluated(
+    context: Context, formulation: Formulation, choices: tuple[int, ...], cost: float
+) -> Candidate | None:
+    """Prices the plan with one choice changed; None where that is impossible."""
+    if not math.isfinite(cost):
+        return None
+    solution = Solution(
+        choices=choices, cost=cost, bound=-math.inf, status=Status.FEASIBLE, seconds=0.0
+    )
+    made = evaluate(context.analysis, formulation, solution)
+    fits = made.peak_memory_bytes <= context.pricer.cluster.memory_bytes
+    return made if fits else None
+
+
+def _costs_alone(
+    formulation: Formulation, chosen: Sequence[int], node: int
+) -> list[float]:
+    """The cost of each strategy of a node, its neighbours as they are."""
+    problem = formulation.problem
+    total = problem.node_costs[node].astype(float)
+    for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
+        if i == node and j == node:
+            total = total + costs.diagonal()
+        elif i == node:
+            total = total + costs[:, chosen[j]]
+        elif j == node:
+            total = total + costs[chosen[i]]
+    return [float(cost) for cost in total]
+
+
+def plan_choices(context: Context, formulation: Formulation) -> tuple[int, ...]:
+    """The plan as positions in the strategies of a problem.
+
+    Raises:
+      PlanError: the plan holds a layout that the planner does not consider.
+    """
+    assignment = context.assignment
+    count = len(assignment.strategies)
+    try:
+        nodes = [
+            space.strategies.index(strategy)
+            for space, strategy in zip(
+                formulation.spaces[:count], assignment.strategies, strict=True
+            )
+        ]
+        copies: list[int] = []
+        for copy in formulation.copies:
+            choice = assignment.copies[copy.value_class, copy.backward]
+            options = list(zip(copy.space.layouts(copy.dims), copy.reuse, strict=True))
+            copies.append(options.index((choice.layout, choice.reuse)))
+    except (ValueError, KeyError) as error:
+        raise PlanError(
+            "the plan holds a layout that the planner does not consider; make the "
+            "plan again to compare it with others."
+        ) from error
+    return (*nodes, *copies)

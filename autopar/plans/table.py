@@ -1,0 +1,274 @@
+"""A plan as text: what was decided and what it should cost, nothing that varies.
+
+The text of a plan depends on the plan's decisions and predictions alone, so it can
+be kept and compared. Where the planning time went is in `planning_times`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from autopar.plans.schema import Plan, Spec
+
+_BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def seconds_text(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> seconds_text(0.01406)
+    '14.1 ms'
+    """
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:g} s"
+    for scale, unit in _SECONDS:
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{_three_digits(seconds / scale)} {unit}"
+    return f"{_three_digits(seconds / 1e-6)} us"
+
+
+def bytes_text(nbytes: float) -> str:
+    """A number of bytes in the decimal unit that suits it.
+
+    >>> bytes_text(4_968_455)
+    '4.97 MB'
+    """
+    value = float(nbytes)
+    for unit in _BYTES[:-1]:
+        if abs(value) < 999.5:
+            return f"{_three_digits(value)} {unit}"
+        value /= 1000
+    return f"{_three_digits(value)} {_BYTES[-1]}"
+
+
+def _three_digits(value: float) -> str:
+    """Three significant digits, never in scientific notation."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    digits = 2 - math.floor(math.log10(abs(value)))
+    text = f"{value:.{max(digits, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
+
+
+def spec_text(spec: Spec) -> str:
+    """A layout as JAX writes a `PartitionSpec`, without the trailing None.
+
+    >>> spec_text((("data", "tensor"), (), ("fsdp",), ()))
+    "P(('data', 'tensor'), None, 'fsdp')"
+    """
+    entries = [
+        "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
+        for axes in spec
+    ]
+    while entries and entries[-1] == "None":
+        entries.pop()
+    return f"P({', '.join(entries)})"
+
+
+def mesh_text(plan: Plan) -> str:
+    """The mesh, such as ``data=2 tensor=4``."""
+    return " ".join(f"{name}={size}" for name, size in plan.mesh["axes"].items())
+
+
+def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
+    """Aligns rows of text; the first row is the heading.
+
+    Args:
+      rows: all of the same length.
+      right: the columns that are aligned to the right.
+    """
+    rights = frozenset(right)
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if k in rights else cell.ljust(width)
+            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def render(plan: Plan) -> str:
+    """Returns the plan as a table."""
+    lines = [*summary_lines(plan), "", *input_lines(plan)]
+    lines += _notes("planned replicated, for want of a rule", plan.unsupported_ops)
+    lines += _notes("loops of unknown length, with the trips assumed", plan.assumed)
+    return "\n".join(lines)
+
+
+def summary_lines(plan: Plan) -> list[str]:
+    """The cluster, the mesh, how the plan was found, and the predictions."""
+    expected = plan.predicted
+    found = plan.solver.status
+    if plan.solver.gap > 0:
+        found += f", gap {plan.solver.gap:.2%}"
+    return [
+        f"plan     {plan.cluster}, mesh {mesh_text(plan)}",
+        f"solver   {found}",
+        f"step     {seconds_text(expected.step_s)}: "
+        f"compute {seconds_text(expected.compute_s)}, "
+        f"communication {seconds_text(expected.communication_s)}",
+        f"sends    {bytes_text(expected.communication_bytes)} from each device",
+        f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
+    ]
+
+
+def planning_times(plan: Plan) -> str:
+    """Where the planning time went, in one line."""
+    spent = plan.seconds
+    return (
+        f"planned in {spent.total:.1f} s: tracing {spent.trace:.1f} s, "
+        f"graph {spent.graph:.1f} s, solving {spent.solve:.1f} s"
+    )
+
+
+INPUT_HEADING = ("input", "role", "shape", "layout")
+
+
+def input_lines(plan: Plan) -> list[str]:
+    """The inputs as text, aligned under a heading."""
+    return columns([INPUT_HEADING, *input_rows(plan)])
+
+
+def input_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+    """A row for each input; repeated layers with the same layout share one."""
+    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    for path, spec in plan.inputs.items():
+        shape = shape_text(plan.shapes.get(path))
+        key = (template(path), plan.roles.get(path, ""), shape, spec_text(spec))
+        groups.setdefault(key, []).append(path)
+    rows = [
+        (path, role, shape, spec)
+        for (_, role, shape, spec), paths in groups.items()
+        for path in collapse(paths)
+    ]
+    return _join_moments(rows)
+
+
+def _join_moments(
+    rows: list[tuple[str, str, str, str]],
+) -> list[tuple[str, str, str, str]]:
+    """Joins rows of the optimizer's state that differ in one word, as mu and nu do."""
+    moments = [row for row in rows if row[1] == "optimizer state"]
+    for depth in range(max((row[0].count("/") for row in moments), default=0)):
+        groups: dict[tuple[object, ...], list[str]] = {}
+        for path, *rest in moments:
+            words = path.split("/")
+            key = (tuple(words[:depth]), tuple(words[depth + 1 :]), *rest)
+            groups.setdefault(key, []).append("/".join(words[depth : depth + 1]))
+        joined: dict[str, str] = {}
+        for (head, tail, *_), words in groups.items():
+            if len(words) > 1:
+                pass
+        del joined
+    return rows
+
+
+def shape_text(shape: Sequence[int] | None) -> str:
+    """Sizes joined by ``x``; a scalar is ``scalar``, an unknown shape empty."""
+    if shape is None:
+        return ""
+    return "x".join(map(str, shape)) or "scalar"
+
+
+def _notes(title: str, names: Sequence[str]) -> list[str]:
+    return ["", f"{title}: {', '.join(names)}"] if names else []
+
+
+def template(path: str) -> str:
+    """The path with its numbers masked: equal for repeated layers."""
+    return re.sub(r"\d+", "#", path)
+
+
+def collapse(paths: Sequence[str]) -> list[str]:
+    """Writes paths that differ only in numbers as one, where that names just them.
+
+    >>> collapse(["block_0/up", "block_1/up", "block_2/up"])
+    ['block_{0..2}/up']
+    """
+    if not paths:
+        return []
+    tuples = [tuple(re.findall(r"\d+", path)) for path in paths]
+    if any(n != str(int(n)) for numbers in tuples for n in numbers):
+        return list(paths)  # "01" is not 1
+    words = re.split(r"\d+", paths[0])
+    return [
+        words[0] + "".join(n + w for n, w in zip(numbers, words[1:], strict=True))
+        for numbers in _products([tuple(map(int, t)) for t in tuples])
+    ]
+
+
+def _products(tuples: list[tuple[int, ...]]) -> list[tuple[str, ...]]:
+    """Splits a set of tuples into products of sets, each written as text."""
+    sets = [sorted(set(column)) for column in zip(*tuples, strict=True)]
+    if len(set(tuples)) == math.prod(map(len, sets)):
+        return [tuple(map(_numbers, sets))]
+    first = next(k for k, values in enumerate(sets) if len(values) > 1)
+    return [
+        text
+        for value in sets[first]
+        for text in _products([t for t in tuples if t[first] == value])
+    ]
+
+
+def _numbers(values: Sequence[int]) -> str:
+    """One number as it is, a range as its ends, others one by one."""
+    if len(values) == 1:
+        return str(values[0])
+    stride = values[1] - values[0]
+    even = list(values) == list(range(values[0], values[-1] + 1, stride))
+    if len(values) < 3 or not even:
+        return f"{{{','.join(map(str, values))}}}"
+    second = f",{values[1]}," if stride > 1 else ""
+    return f"{{{values[0]}{second}..{values[-1]}}}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveRow:
+    """Collectives of one step that are alike, in repeated layers.
+
+    Attributes:
+      kind: such as ``all_gather``.
+      axes: the mesh axes of its groups.
+      arrays: names of the arrays that are sent.
+      phase: forward, backward or update.
+      trips: how often it runs in a step, all arrays together.
+      sent_bytes: bytes that one device sends in a step.
+      seconds: their time in a step.
+    """
+
+    kind: str
+    axes: tuple[str, ...]
+    arrays: tuple[str, ...]
+    phase: str
+    trips: float
+    sent_bytes: float
+    seconds: float
+
+
+COLLECTIVE_HEADING = ("collective", "over", "of", "in", "times", "sends", "takes")
+
+
+def collective_cells(row: CollectiveRow) -> tuple[str, ...]:
+    """The texts of a row, under `COLLECTIVE_HEADING`."""
+    return (
+        row.kind,
+        ",".join(row.axes),
+        " ".join(collapse(row.arrays)),
+        row.phase,
+        f"{row.trips:g}",
+        bytes_text(row.sent_bytes),
+        seconds_text(row.seconds),
+    )
+
+
+def collective_lines(rows: Sequence[CollectiveRow]) -> list[str]:
+    """The rows as text, aligned under a heading."""
+    cells = [COLLECTIVE_HEADING, *map(collective_cells, rows)]
+    return columns(cells, right=(4, 5, 6))
