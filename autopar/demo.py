@@ -14,7 +14,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import jax
@@ -25,7 +25,13 @@ from autopar.cluster import Cluster, local
 from autopar.errors import TargetError
 from autopar.planner.analysis import analyse
 from autopar.plans import Plan
-from autopar.plans.table import bytes_text, columns, planning_times, render, seconds_text
+from autopar.plans.table import (
+    bytes_text,
+    columns,
+    planning_times,
+    render,
+    seconds_text,
+)
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
 from autopar_passes.audit import shardy_collectives
 from autopar_passes.hlo import CompiledAudit, compiled_audit
@@ -97,7 +103,7 @@ def run(*, devices: int, steps: int, seconds: float, show: Show, say: Show) -> O
 
 
 @contextlib.contextmanager
-def example(name: str) -> Iterator[Any]:
+def example(name: str) -> Generator[Any]:
     """Imports an example of the checkout that this package lies in.
 
     Raises:
@@ -124,8 +130,8 @@ def measured_cluster(devices: int, show: Show, say: Show) -> Cluster:
         show(f"devices as measured in {path}\n")
         return Cluster.local(devices)
     show(
-        f"no profile of these {devices} devices is saved (`autopar profile` makes one): "
-        "measuring a quick one"
+        f"no profile of these {devices} devices is saved, so a quick one is measured "
+        "(`autopar profile` makes one that stays)"
     )
     found = profile.run(devices, say, QUICK if jax.default_backend() == "cpu" else None)
     show(f"measured in {found.elapsed_s:.0f} s\n")
@@ -171,8 +177,15 @@ def comparison(outcome: Outcome) -> list[str]:
     held = (expected.peak_memory_bytes, float(compiled.peak_memory_bytes))
     rows = [
         ("", "predicted", "actual", "predicted / actual", "actual is"),
-        ("step", *map(seconds_text, times), _ratio(*times), "median of the trained steps"),
-        _bytes_row("sent by a device", (sent, outcome.shardy_bytes), "the partitioned step"),
+        (
+            "step",
+            *map(seconds_text, times),
+            _ratio(*times),
+            "median of the trained steps",
+        ),
+        _bytes_row(
+            "sent by a device", (sent, outcome.shardy_bytes), "the partitioned step"
+        ),
         _bytes_row("", (sent, compiled.communication_bytes), "the compiled step"),
         _bytes_row("held by a device", held, "the compiled step"),
     ]

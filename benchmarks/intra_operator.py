@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from autopar_solver import contest, solve
 from autopar_solver.check import check_solution
 

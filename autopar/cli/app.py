@@ -6,7 +6,7 @@ line on stderr and exit code 2; anything else is a bug and shows its traceback.
 
 import sys
 from collections.abc import Sequence
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 
@@ -15,13 +15,12 @@ from autopar.errors import AutoparError, ClusterError, TraceError
 from autopar.version import __version__
 
 # click's UsageError, which some versions of typer carry inside and do not export.
-_UsageError = typer.BadParameter.__bases__[0]
+_UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 app = typer.Typer(
     name="autopar",
     help="Finds the execution plan that trains a JAX/Flax step fastest, and runs it.",
     add_completion=False,
-    no_args_is_help=True,
     rich_markup_mode=None,  # so that help is plain text in a pipe too
     pretty_exceptions_enable=False,
 )
@@ -44,7 +43,10 @@ def options(
     version: Annotated[
         bool,
         typer.Option(
-            "--version", callback=_print_version, is_eager=True, help="Print the version."
+            "--version",
+            callback=_print_version,
+            is_eager=True,
+            help="Print the version.",
         ),
     ] = False,
 ) -> None:
@@ -60,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         default.
     """
     command = typer.main.get_command(app)
-    words = None if arguments is None else list(arguments)
+    words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     try:
         code = command.main(words, prog_name="autopar", standalone_mode=False)
     except _UsageError as error:

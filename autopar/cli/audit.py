@@ -8,9 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli import common
+from autopar.planner.explain import context_of
 from autopar.plans import Plan
 from autopar.plans.table import bytes_text, columns, mesh_text
-from autopar.planner.explain import context_of
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar_passes.audit import AuditedCollective, shardy_collectives
 
@@ -114,7 +114,9 @@ def audit_lines(plan: Plan, result: dict[str, dict[str, Any]]) -> list[str]:
         name: result[name]["by_kind"] for name in ("shardy", "xla") if name in result
     }
     kinds = sorted({*predicted, *(k for found in audits.values() for k in found)})
-    rows = [("bytes sent from each device", "predicted", *audits)]
+    rows: list[tuple[str, ...]] = [
+        ("bytes sent from each device", "predicted", *audits)
+    ]
     for kind in kinds:
         values = (predicted, *audits.values())
         rows.append((kind, *(bytes_text(v.get(kind, 0.0)) for v in values)))
@@ -127,7 +129,11 @@ def audit_lines(plan: Plan, result: dict[str, dict[str, Any]]) -> list[str]:
         expected = bytes_text(plan.predicted.peak_memory_bytes)
         lines += ["", f"memory   predicted {expected}, compiled {held} on each device"]
         lines += [f"note     {name}" for name in result["xla"]["exceptions"]]
-    return [*lines, "", *_verdicts(totals[0], dict(zip(audits, totals[1:], strict=True)))]
+    return [
+        *lines,
+        "",
+        *_verdicts(totals[0], dict(zip(audits, totals[1:], strict=True))),
+    ]
 
 
 def _verdicts(predicted: float, audited: dict[str, float]) -> list[str]:
@@ -138,5 +144,7 @@ def _verdicts(predicted: float, audited: dict[str, float]) -> list[str]:
             out.append(f"{name} communicates what the plan predicts")
         else:
             share = f" ({total / predicted - 1:+.2%})" if predicted else ""
-            out.append(f"{name} communicates {bytes_text(total - predicted)} more{share}")
+            out.append(
+                f"{name} communicates {bytes_text(total - predicted)} more{share}"
+            )
     return out

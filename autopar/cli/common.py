@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from typing import Annotated, Any
 
 import jax
@@ -23,7 +23,9 @@ from autopar.plans import Plan
 
 Words = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[KEY=VALUE]...", help="Arguments of the target's function."),
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Arguments of the target's function."
+    ),
 ]
 ClusterSpec = Annotated[
     str | None,
@@ -53,7 +55,7 @@ Say = Callable[[str], None]
 
 
 @contextlib.contextmanager
-def progress() -> Iterator[Say]:
+def progress() -> Generator[Say]:
     """Shows what is being done, on stderr and only where that is a terminal."""
     console = rich.console.Console(stderr=True)
     with console.status("starting") as status:
@@ -152,7 +154,9 @@ def subject(
     options = plan.options | parse_words(given)
     workload = load(target, options)
     say(f"tracing {target}")
-    return Subject(plan, analyse(workload.step, workload.args), _cluster_of(plan, cluster))
+    return Subject(
+        plan, analyse(workload.step, workload.args), _cluster_of(plan, cluster)
+    )
 
 
 def is_plan_file(source: str) -> bool:
@@ -172,7 +176,9 @@ def _cluster_of(plan: Plan, text: str | None) -> Cluster:
             "with --cluster cluster.toml."
         ) from error
     if str(cluster) != plan.cluster:
-        raise PlanError(f"the plan is for {plan.cluster}, and --cluster says {cluster}.")
+        raise PlanError(
+            f"the plan is for {plan.cluster}, and --cluster says {cluster}."
+        )
     return cluster
 
 

@@ -1,14 +1,20 @@
 """``autopar compare``: the plan beside those that people write by hand."""
 
-import importlib
+from collections.abc import Sequence
 from typing import Annotated, Any
 
 import typer
 
 from autopar.cli import common
 from autopar.cli.target import load, parse_words
-from autopar.errors import PlanError
-from autopar.plans.table import bytes_text, columns, seconds_text
+from autopar.cluster import Cluster
+from autopar.planner.analysis import Analysis
+from autopar.planner.convert import make_plan
+from autopar.planner.experts import Expert, expert_plans
+from autopar.planner.search import SearchResult
+from autopar.plans import Plan
+from autopar.plans.table import bytes_text, columns, mesh_text, seconds_text
+from autopar.runtime.measure import measure_plans
 
 OURS = "autopar"
 
@@ -21,98 +27,125 @@ def compare(
         bool, typer.Option("--measure", help="Run the plans on this process's devices.")
     ] = False,
     repeats: Annotated[
-        int, typer.Option(min=1, help="Steps to time of each plan.")
-    ] = 10,
+        int, typer.Option(min=1, help="Turns of three timed steps for each plan.")
+    ] = 5,
     devices: common.Devices = None,
-    seconds: common.Seconds = None,
-    max_axes: common.MaxAxes = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Time limit of the solver for each plan.")
+    ] = 10.0,
     memory: common.Memory = None,
     as_json: common.Json = False,
 ) -> None:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
-    With --measure all plans that fit are really run, on this process's devices or
-    on as many simulated ones as --devices says.
+    With --measure all that fit are really run, on this process's devices or on as
+    many simulated ones as --devices says.
     """
     if devices is not None:
         common.simulate_devices(devices)
     made_for = common.read_cluster(cluster, memory)
-    limits = common.Limits(seconds, max_axes)
     with common.progress() as say:
         workload = load(target, parse_words(words or []))
+        limits = common.Limits(seconds)
         analysis, ours = common.make_plan(workload, made_for, limits, say)
         say("planning as experts do")
-        experts = _module("autopar.planner.experts").expert_plans(
-            analysis, made_for, seconds=seconds
-        )
-        rows = [_our_row(ours), *map(_expert_row, experts)]
+        experts = best_experts(expert_plans(analysis, made_for, seconds=seconds))
+        rows = [_our_row(ours), *(expert_row(e, made_for) for e in experts)]
         if measure:
             say("running the plans")
-            plans = {OURS: ours} | _plans(analysis, experts)
-            measured = _module("autopar.runtime.measure").measure_plans(
-                analysis, plans, repeats
-            )
+            plans = {OURS: ours} | _plans(analysis, experts, made_for)
+            measured = measure_plans(analysis, plans, repeats=repeats)
             rows = [row | {"measured_s": measured.get(row["name"])} for row in rows]
     if as_json:
         common.print_json({"cluster": str(made_for), "plans": rows})
     else:
-        typer.echo("\n".join(_lines(rows, measure)))
+        typer.echo("\n".join([f"cluster  {made_for}", "", *table_lines(rows)]))
 
 
-def _module(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        raise PlanError(f"this version of autopar has no {name}.") from error
+def best_experts(experts: Sequence[Expert]) -> list[Expert]:
+    """The fastest plan of each name, over all meshes; one that is possible, if any."""
+
+    def rank(expert: Expert) -> float:
+        return expert.candidate.step_s if expert.candidate else float("inf")
+
+    found: dict[str, Expert] = {}
+    for expert in experts:
+        if expert.name not in found or rank(expert) < rank(found[expert.name]):
+            found[expert.name] = expert
+    return list(found.values())
 
 
-def _our_row(plan: common.Plan) -> dict[str, Any]:
-    return {"name": OURS, **plan.to_json()["predicted"], "reason": ""}
+def fits(expert: Expert, cluster: Cluster) -> bool:
+    """Whether an expert's plan exists and fits the memory of a device."""
+    made = expert.candidate
+    return made is not None and made.peak_memory_bytes <= cluster.memory_bytes
 
 
-def _expert_row(expert: Any) -> dict[str, Any]:
-    best = expert.candidate
-    if best is None:
-        return {"name": expert.name, "step_s": None, "reason": expert.reason}
+def _our_row(plan: Plan) -> dict[str, Any]:
+    predicted = plan.to_json()["predicted"]
     return {
-        "name": expert.name,
-        "step_s": best.step_s,
-        "compute_s": best.compute_s,
-        "communication_s": best.communication_s,
-        "communication_bytes": best.communication_bytes,
-        "peak_memory_bytes": float(best.peak_memory_bytes),
-        "reason": expert.reason,
+        "name": OURS,
+        "mesh": mesh_text(plan),
+        **predicted,
+        "fits": True,
+        "reason": "",
     }
 
 
-def _plans(analysis: common.Analysis, experts: list[Any]) -> dict[str, common.Plan]:
-    """The experts' candidates as plans."""
-    from autopar.planner.convert import make_plan
-    from autopar.planner.search import SearchResult
+def expert_row(expert: Expert, cluster: Cluster) -> dict[str, Any]:
+    """What is printed of an expert's plan; no times where there is none."""
+    row = {"name": expert.name, "mesh": expert.mesh, "fits": fits(expert, cluster)}
+    made = expert.candidate
+    if made is None:
+        reason = expert.reason or "none found within the time limit"
+        return row | {"step_s": None, "reason": reason}
+    held = float(made.peak_memory_bytes)
+    too_much = f"a device has {bytes_text(cluster.memory_bytes)}"
+    return row | {
+        "step_s": made.step_s,
+        "compute_s": made.compute_s,
+        "communication_s": made.communication_s,
+        "communication_bytes": made.communication_bytes,
+        "peak_memory_bytes": held,
+        "reason": "" if row["fits"] else f"does not fit: {too_much}",
+    }
 
+
+def _plans(
+    analysis: Analysis, experts: Sequence[Expert], cluster: Cluster
+) -> dict[str, Plan]:
+    """The experts' plans that fit."""
     return {
         e.name: make_plan(analysis, SearchResult(e.candidate, (), 0.0))
         for e in experts
-        if e.candidate is not None
+        if e.candidate is not None and fits(e, cluster)
     }
 
 
-def _lines(rows: list[dict[str, Any]], measured: bool) -> list[str]:
-    heading = ["plan", "step", "compute", "communication", "sends", "memory"]
-    cells = [[*heading, "measured" if measured else "", "against autopar"]]
-    ours = rows[0]["step_s"]
-    for row in rows:
-        if row["step_s"] is None:
-            cells.append([row["name"], *[""] * 6, f"cannot run: {row['reason']}"])
-            continue
-        times = [seconds_text(row[k]) for k in ("step_s", "compute_s", "communication_s")]
-        sizes = [bytes_text(row[k]) for k in ("communication_bytes", "peak_memory_bytes")]
-        took = row.get("measured_s")
-        text = seconds_text(took) if took is not None else ""
-        ratio = f"{row['step_s'] / ours:.2f} x" if ours and row["name"] != OURS else ""
-        cells.append([row["name"], *times, *sizes, text, ratio])
-    if not measured:
-        cells = [[*row[:6], row[7]] for row in cells]
-    return columns(cells, right=range(1, 7 if measured else 6))
+def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
+    """The plans as a table, ours first."""
+    measured = any("measured_s" in row for row in rows)
+    heading = ["plan", "mesh", "step", "compute", "communication", "sends", "memory"]
+    heading += [*(["measured"] if measured else []), "against autopar"]
+    cells = [heading, *(_cells(row, rows[0], measured) for row in rows)]
+    return columns(cells, right=range(2, len(heading) - 1))
+
+
+def _cells(row: dict[str, Any], ours: dict[str, Any], measured: bool) -> list[str]:
+    if row["step_s"] is None:
+        return [row["name"], row["mesh"], *[""] * (5 + measured), row["reason"]]
+    times = [seconds_text(row[k]) for k in ("step_s", "compute_s", "communication_s")]
+    sizes = [bytes_text(row[k]) for k in ("communication_bytes", "peak_memory_bytes")]
+    took = row.get("measured_s")
+    shown = [seconds_text(took) if took is not None else ""] if measured else []
+    return [row["name"], row["mesh"], *times, *sizes, *shown, _against(row, ours)]
+
+
+def _against(row: dict[str, Any], ours: dict[str, Any]) -> str:
+    """How many times as long a step takes: predicted, then measured."""
+    if row["reason"] or row is ours or not ours["step_s"]:
+        return row["reason"]
+    text = f"{row['step_s'] / ours['step_s']:.3g} x"
+    if row.get("measured_s") and ours.get("measured_s"):
+        text += f", measured {row['measured_s'] / ours['measured_s']:.3g} x"
+    return text

@@ -8,9 +8,7 @@ from autopar.cli import common
 
 
 def demo(
-    devices: Annotated[
-        int, typer.Option(min=1, help="CPU devices to simulate.")
-    ] = 8,
+    devices: Annotated[int, typer.Option(min=1, help="CPU devices to simulate.")] = 8,
     steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 40,
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Time limit of the solver for each mesh.")

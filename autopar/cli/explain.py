@@ -71,24 +71,22 @@ def explain(
         limits = common.Limits(seconds)
         found = common.subject(source, words, cluster, limits, say)
         context = context_of(found.analysis, found.plan, found.cluster)
-        if tensor is not None:
-            matched = decisions(context, tensor)
-            matched.sort(key=lambda d: -d.nbytes)
-            explained = [
-                (d, alternatives(context, d, limit=limit, seconds=seconds, say=say))
-                for d in matched[:_MOST_DECISIONS]
-            ]
+        matched = [] if tensor is None else decisions(context, tensor)
+        matched.sort(key=lambda d: -d.nbytes)
+        explained = [
+            (d, alternatives(context, d, limit=limit, seconds=seconds, say=say))
+            for d in matched[:_MOST_DECISIONS]
+        ]
     if tensor is None:
         _print_overview(context, as_json)
     elif as_json:
-        common.print_json(
-            {"step_s": context.plan.predicted.step_s, "inputs": list(map(_data, explained))}
-        )
+        step_s = context.plan.predicted.step_s
+        common.print_json({"step_s": step_s, "inputs": list(map(_data, explained))})
     else:
         typer.echo("\n\n".join("\n".join(_lines(context, e)) for e in explained))
-        if len(matched) > len(explained):
-            left = len(matched) - len(explained)
-            typer.echo(f"\n{left} smaller ones match too; a narrower --tensor shows them.")
+        left = len(matched) - len(explained)
+        if left:
+            typer.echo(f"\n{left} smaller ones match too: narrow --tensor to see them.")
 
 
 def _print_overview(context: Context, as_json: bool) -> None:
@@ -106,7 +104,9 @@ def _print_overview(context: Context, as_json: bool) -> None:
     cells = [("held on each device", "bytes")]
     cells += [(role, bytes_text(nbytes)) for role, nbytes in memory.items()]
     lines = [*summary_lines(context.plan), "", *columns(cells, right=(1,)), ""]
-    lines += collective_lines(rows[:_MOST_COLLECTIVES]) if rows else ["no communication"]
+    lines += (
+        collective_lines(rows[:_MOST_COLLECTIVES]) if rows else ["no communication"]
+    )
     if len(rows) > _MOST_COLLECTIVES:
         rest = rows[_MOST_COLLECTIVES:]
         total = seconds_text(sum(r.seconds for r in rest))

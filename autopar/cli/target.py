@@ -21,7 +21,20 @@ from typing import Any
 from autopar.errors import TargetError, TraceError
 
 EXAMPLE = "Example: train.py:workload."
-_BOOLEANS = {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}
+_BOOLEANS = {
+    "true": True,
+    "1": True,
+    "yes": True,
+    "false": False,
+    "0": False,
+    "no": False,
+}
+_KINDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    type(None): "none",
+}
 _NAMES = {"int": int, "float": float, "bool": bool, "str": str}
 
 
@@ -122,7 +135,8 @@ def _import_file(place: str) -> types.ModuleType:
     if loaded is not None and _file_of(loaded) == path:
         return loaded
     spec = importlib.util.spec_from_file_location(path.stem, path)
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     if loaded is None:
         # As an import would, so that pickling and dataclasses find the module;
@@ -203,7 +217,11 @@ def _describe_options(named: dict[str, inspect.Parameter]) -> str:
 
 
 def _convert_one(where: str, annotation: Any, text: str) -> Any:
-    annotation = _NAMES.get(annotation, annotation) if isinstance(annotation, str) else annotation
+    annotation = (
+        _NAMES.get(annotation, annotation)
+        if isinstance(annotation, str)
+        else annotation
+    )
     if typing.get_origin(annotation) in (typing.Union, types.UnionType):
         return _convert_union(where, typing.get_args(annotation), text)
     if typing.get_origin(annotation) is typing.Literal:
@@ -222,8 +240,7 @@ def _convert_one(where: str, annotation: Any, text: str) -> Any:
         return text
     elif annotation is not type(None):
         return guess(text)
-    name = {bool: "true or false", int: "a whole number", float: "a number"}
-    raise TargetError(f"{where} is not {name.get(annotation, 'none')}.")
+    raise TargetError(f"{where} is not {_KINDS[annotation]}.")
 
 
 def _convert_literal(where: str, values: tuple[Any, ...], text: str) -> Any:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from autopar.planner.copies import Copy, Mode
 from autopar.planner.layout import Axes, Layout, Step, reshard_steps
 from autopar.planner.nodes import Contraction
-from autopar.planner.problem import Copy
 from autopar.planner.strategies import Strategy, layout_of
 from autopar.planner.uses import Source, ValueClass, node_dims, value_class
 from autopar_passes.apply import Route
@@ -150,7 +150,7 @@ def assign(
     """Makes an assignment from strategies and the chosen strategy of each copy."""
     chosen = {
         (c.value_class, c.backward): CopyChoice(
-            layout_of(c.space.strategies[k], c.dims), c.reuse[k]
+            layout_of(c.space.strategies[k], c.dims), c.modes[k] is Mode.REUSE
         )
         for c, k in copies
     }

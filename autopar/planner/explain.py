@@ -13,10 +13,11 @@ from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment
 from autopar.planner.convert import restore, to_spec
+from autopar.planner.copies import Mode
 from autopar.planner.hints import pin_restriction
 from autopar.planner.layout import Layout, shards
 from autopar.planner.price import Pricer
-from autopar.planner.problem import Formulation
+from autopar.planner.problem import Formulation, Restriction
 from autopar.planner.search import Candidate, evaluate, solve_mesh
 from autopar.planner.strategies import layout_of
 from autopar.planner.traffic import Collective, traffic
@@ -24,6 +25,7 @@ from autopar.plans import Plan
 from autopar.plans.schema import Spec
 from autopar.plans.table import CollectiveRow, template
 from autopar_passes.graph import GraphInput
+from autopar_passes.roles import Role
 from autopar_solver import Solution, Status
 
 Say = Callable[[str], None]
@@ -185,20 +187,34 @@ def _decision(
 
 
 def _touching(context: Context, node: int) -> list[Collective]:
-    """The collectives of values that live in a node, or that its operators read."""
-    contraction = context.analysis.contraction
-    read = {
-        value
-        for op in context.analysis.graph.operators
-        if contraction.node_of.get(op.class_index) == node
-        for value in op.inputs
-    }
-    homes = contraction.homes
-    return [
-        c
-        for c in context.collectives
-        if c.value in read or (c.value in homes and homes[c.value].node == node)
-    ]
+    """The collectives of values that live in a node, and of what updates them."""
+    analysis = context.analysis
+    homes = analysis.contraction.homes
+    values = {value for value, home in homes.items() if home.node == node}
+    for given in analysis.graph.inputs:
+        if _node_of(context, given) == node:
+            values |= _updates(analysis, given)
+    return [c for c in context.collectives if c.value in values]
+
+
+def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
+    """The values of an input's size that its next value is made of, from its gradient.
+
+    The gradient is where the way back meets an operator that reduces.
+    """
+    graph = analysis.graph
+    start = graph.outputs[given.output] if given.output >= 0 else None
+    found: set[int] = set()
+    waiting = [] if start is None else [start]
+    while waiting:
+        value = waiting.pop()
+        if value in found or graph.values[value].size != graph.values[given.value].size:
+            continue
+        found.add(value)
+        op = analysis.contraction.producer[value]
+        if op.role is not Role.FORWARD and not op.rule.reduced:
+            waiting.extend(v for v in op.inputs if v is not None)
+    return found
 
 
 def alternatives(
@@ -235,7 +251,7 @@ def alternatives(
         patched = (*chosen[: home.node], k, *chosen[home.node + 1 :])
         kept = _evaluated(context, formulation, patched, alone[k])
         restriction = pin_restriction(context.analysis, {value: layout})
-        solved = solve_mesh(context.analysis, context.pricer, restriction, seconds)
+        solved = _solved(context, restriction, seconds)
         shard_bytes = decision.nbytes / shards(layout, context.pricer.sizes)
         found[layout] = _alternative(spec, shard_bytes, solved, kept)
     return sorted(found.values(), key=lambda a: a.step_s)
@@ -250,6 +266,16 @@ def _alternative(
         return Alternative(spec, math.inf, shard_bytes, math.inf, False)
     proved = best is solved and best.solution.status is Status.OPTIMAL
     return Alternative(spec, best.step_s, shard_bytes, best.peak_memory_bytes, proved)
+
+
+def _solved(
+    context: Context, restriction: Restriction, seconds: float
+) -> Candidate | None:
+    """The best plan under a restriction, None where none fits or is found."""
+    try:
+        return solve_mesh(context.analysis, context.pricer, restriction, seconds)
+    except PlanError:
+        return None
 
 
 def _evaluated(
@@ -300,7 +326,8 @@ def plan_choices(context: Context, formulation: Formulation) -> tuple[int, ...]:
         copies: list[int] = []
         for copy in formulation.copies:
             choice = assignment.copies[copy.value_class, copy.backward]
-            options = list(zip(copy.space.layouts(copy.dims), copy.reuse, strict=True))
+            kept = [mode is Mode.REUSE for mode in copy.modes]
+            options = list(zip(copy.space.layouts(copy.dims), kept, strict=True))
             copies.append(options.index((choice.layout, choice.reuse)))
     except (ValueError, KeyError) as error:
         raise PlanError(

@@ -8,7 +8,9 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from autopar.planner.layout import Axes, Layout
+from autopar.planner.copies import Copy, Mode
 from autopar.planner.lifetimes import lifetimes
+from autopar.planner.memory_terms import memory_terms
 from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, Strategy, copy_space, strategy_space
@@ -23,30 +25,6 @@ SMALL_STATE = 1e-3
 
 # Says which strategies of a node a restricted plan may use.
 Restriction = Callable[[Node, Strategy], bool]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Copy:
-    """A shared copy of a value, in a layout of its own.
-
-    Attributes:
-      node: its node in the problem.
-      value_class: the value it is a copy of.
-      backward: whether backward readers share it, rather than forward ones.
-      factors: size of each factor; ``dims`` are in these factors.
-      dims: the factors of each dimension of the value.
-      space: its strategies.
-      reuse: for each strategy, whether it keeps the forward copy.
-      uses: the readers that share it.
-    """
-
-    node: int
-    value_class: ValueClass
-    backward: bool
-    dims: Dims
-    space: Space
-    reuse: tuple[bool, ...]
-    uses: tuple[Use, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -104,9 +82,16 @@ class Formulator:
         self.life = lifetimes(graph, frozenset(contraction.floating))
 
     def formulate(
-        self, pricer: Pricer, restriction: Restriction | None = None
+        self,
+        pricer: Pricer,
+        restriction: Restriction | None = None,
+        memory_limit: float | None = None,
     ) -> Formulation:
-        """Prices every strategy and every resharding on one mesh."""
+        """Prices every strategy and every resharding on one mesh.
+
+        With a ``memory_limit`` (bytes of one device) the problem has memory
+        terms; without, it is smaller, and enough where memory is plenty.
+        """
         spaces, costs = self.node_costs(pricer, restriction)
         edges: list[tuple[int, int]] = []
         matrices: list[np.ndarray] = []
@@ -116,7 +101,7 @@ class Formulator:
         copies: list[Copy] = []
         for source in self.sources.values():
             start = len(self.contraction.nodes) + len(copies)
-            made = self.make_copies(source, start, pricer)
+            made = self.make_copies(source, start, pricer, memory=memory_limit is not None)
             copies.extend(made)
             for edge, matrix in self.source_edges(source, made, spaces, pricer):
                 edges.append(edge)
@@ -126,6 +111,12 @@ class Formulator:
             node_costs=(*costs, *(np.zeros(len(c.space.strategies)) for c in copies)),
             edges=tuple(edges),
             edge_costs=tuple(matrices),
+            memory=()
+            if memory_limit is None
+            else memory_terms(
+                self.graph, self.contraction, self.life, spaces, copies, pricer.sizes
+            ),
+            memory_limit=memory_limit,
         )
         all_spaces = (*spaces, *(c.space for c in copies))
         return Formulation(
@@ -182,7 +173,9 @@ class Formulator:
                 out.append(((node.index, home.node), weight * matrix))
         return out
 
-    def make_copies(self, source: Source, start: int, pricer: Pricer) -> list[Copy]:
+    def make_copies(
+        self, source: Source, start: int, pricer: Pricer, *, memory: bool
+    ) -> list[Copy]:
         foreign = source.foreign
         if len({(u.node, u.dims) for u in foreign}) < 2:
             return []
@@ -199,12 +192,13 @@ class Formulator:
         groups = [(b, uses) for b, uses in groups if uses]
         copies: list[Copy] = []
         for k, (backward, uses) in enumerate(groups):
-            twice = k == 1
-            space = Space(plain.strategies * 2) if twice else plain
-            half = len(plain.strategies)
-            reuse = (False,) * half + (True,) * half if twice else (False,) * half
+            modes = [Mode.FETCH]
+            modes += [Mode.REUSE] if k == 1 else []
+            modes += [Mode.SAME] if memory else []
+            space = Space(plain.strategies * len(modes))
+            each = tuple(m for m in modes for _ in plain.strategies)
             copies.append(
-                Copy(start + k, source.value_class, backward, dims, space, reuse, uses)
+                Copy(start + k, source.value_class, backward, dims, space, each, uses)
             )
         return copies
 
@@ -226,7 +220,7 @@ class Formulator:
         for copy in copies:
             layouts = copy.space.layouts(copy.dims)
             fetch = self.matrix(home, layouts, nbytes, pricer) * _most(copy.uses)
-            fetch = np.where(np.array(copy.reuse), 0.0, fetch)
+            fetch = _by_mode(copy, home, layouts, fetch)
             out.append(((source.home.node, copy.node), fetch))
             for use in copy.uses:
                 target = spaces[use.node].layouts(use.dims)
@@ -263,5 +257,18 @@ def _reuse_matrix(forward: Copy, backward: Copy) -> np.ndarray:
             for a in forward.space.strategies
         ]
     )
-    reuse = np.array(backward.reuse)[None, :]
-    return np.where(reuse & ~same, np.inf, 0.0)
+    reuse = np.array([m is Mode.REUSE for m in backward.modes])[None, :]
+    fetched = np.array([m is not Mode.SAME for m in forward.modes])[:, None]
+    return np.where(reuse & ~(same & fetched), np.inf, 0.0)
+
+
+def _by_mode(
+    copy: Copy, home: Sequence[Layout], layouts: Sequence[Layout], fetch: np.ndarray
+) -> np.ndarray:
+    """What each way to come by a copy costs; only the value itself is its layout."""
+    if Mode.SAME in copy.modes:
+        same = np.array([[a == b for b in layouts] for a in home])
+        mine = np.array([m is Mode.SAME for m in copy.modes])[None, :]
+        fetch = np.where(mine & ~same, np.inf, fetch)
+    reuse = np.array([m is Mode.REUSE for m in copy.modes])
+    return np.where(reuse[None, :], 0.0, fetch)

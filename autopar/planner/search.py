@@ -7,8 +7,10 @@ import time
 from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster, MeshShape
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment, assign
+from autopar.planner.infeasible import infeasible
 from autopar.planner.memory import peak_memory_bytes
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Formulation, Restriction
@@ -95,32 +97,75 @@ def search(
     seconds: float | None = None,
     restriction: Callable[[Pricer], Restriction] | None = None,
 ) -> SearchResult:
-    """Finds the best plan of a step on a cluster."""
+    """Finds the best plan of a step on a cluster.
+
+    Args:
+      analysis: the step.
+      cluster: what to plan for.
+      meshes: the meshes to try; default: `candidate_meshes`.
+      seconds: time limit of the solver, for each mesh.
+      restriction: says, for a mesh, which strategies are allowed.
+
+    Raises:
+      InfeasibleError: no mesh has a plan that fits the memory of a device.
+    """
     start = time.perf_counter()
     tried: list[tuple[MeshShape, Candidate | None]] = []
+    failure: InfeasibleError | None = None
     for mesh in candidate_meshes(cluster) if meshes is None else meshes:
         pricer = Pricer(cluster, mesh)
         limit = restriction(pricer) if restriction is not None else None
-        tried.append((mesh, solve_mesh(analysis, pricer, limit, seconds)))
+        try:
+            tried.append((mesh, solve_mesh(analysis, pricer, limit, seconds)))
+        except InfeasibleError as error:
+            tried.append((mesh, None))
+            failure = error
     found = [c for _, c in tried if c is not None]
     if not found:
-        raise AssertionError("no mesh has a solution")
+        assert failure is not None
+        raise failure
     best = min(found, key=lambda c: c.step_s)
     return SearchResult(best, tuple(tried), time.perf_counter() - start)
+
+
+# How often the memory limit is tightened until the exact peak fits.
+_TIGHTENINGS = 5
 
 
 def solve_mesh(
     analysis: Analysis,
     pricer: Pricer,
-    restriction: Restriction | None,
-    seconds: float | None,
-) -> Candidate | None:
-    """Solves one mesh; None where nothing fits."""
+    restriction: Restriction | None = None,
+    seconds: float | None = None,
+) -> Candidate:
+    """Finds the best assignment on one mesh.
+
+    Memory terms enter only where the fastest assignment does not fit without.
+
+    Raises:
+      InfeasibleError: nothing fits the memory of a device.
+    """
+    limit = float(pricer.cluster.memory_bytes)
     formulation = analysis.formulator.formulate(pricer, restriction)
     solution = solve(formulation.problem, seconds=seconds)
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        return None
-    return evaluate(analysis, formulation, solution)
+        raise PlanError(f"no plan found on mesh {pricer.mesh}: {solution.status.value}.")
+    found = evaluate(analysis, formulation, solution)
+    tightened = limit
+    for _ in range(_TIGHTENINGS):
+        if found.peak_memory_bytes <= limit:
+            return found
+        if tightened < limit:
+            tightened *= 0.995 * limit / found.peak_memory_bytes
+        formulation = analysis.formulator.formulate(pricer, restriction, tightened)
+        solution = solve(formulation.problem, seconds=seconds)
+        if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+            raise infeasible(analysis, pricer, formulation)
+        found = evaluate(analysis, formulation, solution)
+        tightened = min(tightened, limit * (1 - 1e-9))
+    if found.peak_memory_bytes <= limit:
+        return found
+    raise infeasible(analysis, pricer, formulation)
 
 
 def evaluate(

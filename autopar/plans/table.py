@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from autopar.plans.schema import Plan, Spec
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+_MOMENTS = "optimizer state"
+# A word that stands for several, such as {mu,nu}; numbers alone are a range.
+_JOINED = re.compile(r"\{[^}0-9.,]")
 _SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
 
 
@@ -40,6 +43,8 @@ def bytes_text(nbytes: float) -> str:
     '4.97 MB'
     """
     value = float(nbytes)
+    if value.is_integer() and abs(value) < 1000:
+        return f"{value:.0f} B"
     for unit in _BYTES[:-1]:
         if abs(value) < 999.5:
             return f"{_three_digits(value)} {unit}"
@@ -106,7 +111,7 @@ def summary_lines(plan: Plan) -> list[str]:
     """The cluster, the mesh, how the plan was found, and the predictions."""
     expected = plan.predicted
     found = plan.solver.status
-    if plan.solver.gap > 0:
+    if plan.solver.gap >= 5e-5:
         found += f", gap {plan.solver.gap:.2%}"
     return [
         f"plan     {plan.cluster}, mesh {mesh_text(plan)}",
@@ -128,6 +133,8 @@ def planning_times(plan: Plan) -> str:
     )
 
 
+# Path, role, shape and layout.
+InputRow = tuple[str, str, str, str]
 INPUT_HEADING = ("input", "role", "shape", "layout")
 
 
@@ -136,9 +143,9 @@ def input_lines(plan: Plan) -> list[str]:
     return columns([INPUT_HEADING, *input_rows(plan)])
 
 
-def input_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
+def input_rows(plan: Plan) -> list[InputRow]:
     """A row for each input; repeated layers with the same layout share one."""
-    groups: dict[tuple[str, str, str, str], list[str]] = {}
+    groups: dict[InputRow, list[str]] = {}
     for path, spec in plan.inputs.items():
         shape = shape_text(plan.shapes.get(path))
         key = (template(path), plan.roles.get(path, ""), shape, spec_text(spec))
@@ -148,26 +155,32 @@ def input_rows(plan: Plan) -> list[tuple[str, str, str, str]]:
         for (_, role, shape, spec), paths in groups.items()
         for path in collapse(paths)
     ]
-    return _join_moments(rows)
-
-
-def _join_moments(
-    rows: list[tuple[str, str, str, str]],
-) -> list[tuple[str, str, str, str]]:
-    """Joins rows of the optimizer's state that differ in one word, as mu and nu do."""
-    moments = [row for row in rows if row[1] == "optimizer state"]
-    for depth in range(max((row[0].count("/") for row in moments), default=0)):
-        groups: dict[tuple[object, ...], list[str]] = {}
-        for path, *rest in moments:
-            words = path.split("/")
-            key = (tuple(words[:depth]), tuple(words[depth + 1 :]), *rest)
-            groups.setdefault(key, []).append("/".join(words[depth : depth + 1]))
-        joined: dict[str, str] = {}
-        for (head, tail, *_), words in groups.items():
-            if len(words) > 1:
-                pass
-        del joined
+    moments = [row for row in rows if row[1] == _MOMENTS]
+    depth = max((row[0].count("/") + 1 for row in moments), default=0)
+    for k in range(depth):
+        rows = _join_moments(rows, k)
     return rows
+
+
+def _join_moments(rows: Sequence[InputRow], depth: int) -> list[InputRow]:
+    """Joins rows of the optimizer's state that differ in one word, as mu and nu do."""
+    groups: dict[tuple[object, ...], list[InputRow]] = {}
+    for row in rows:
+        words: list[str | None] = [*row[0].split("/")]
+        join = (
+            row[1] == _MOMENTS and depth < len(words) and _JOINED.search(row[0]) is None
+        )
+        words[depth : depth + 1] = [None] if join else words[depth : depth + 1]
+        groups.setdefault((tuple(words), row[1:]), []).append(row)
+    return [_joined(alike, depth) for alike in groups.values()]
+
+
+def _joined(alike: Sequence[InputRow], depth: int) -> InputRow:
+    if len(alike) == 1:
+        return alike[0]
+    words = alike[0][0].split("/")
+    words[depth] = f"{{{','.join(row[0].split('/')[depth] for row in alike)}}}"
+    return ("/".join(words), *alike[0][1:])
 
 
 def shape_text(shape: Sequence[int] | None) -> str:

@@ -81,7 +81,7 @@ def _convolution(
     kernel = operands[1]
     out_features = kernel.shape[params["dimension_numbers"].rhs_spec[0]]
     taps = kernel.size / out_features  # input features of a group times window
-    return 2.0 * results[0].size * taps / params["batch_group_count"]
+    return 2.0 * results[0].size * taps
 
 
 @register_flops("sort")

@@ -8,7 +8,6 @@ charged as that collective, and `compiled_audit` names them as exceptions.
 from __future__ import annotations
 
 import dataclasses
-import math
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any, Final
@@ -17,7 +16,14 @@ import numpy as np
 
 from autopar_passes.audit import AuditedCollective
 from autopar_passes.hlo_text import Instruction, Module, device_groups, parse_module
-from autopar_passes.hlo_values import LAYOUT_OPCODES, WHOLE, Follower, Need, Scope
+from autopar_passes.hlo_values import (
+    LAYOUT_OPCODES,
+    WHOLE,
+    Follower,
+    Scope,
+    element_index,
+    split_groups,
+)
 
 SCATTERED: Final = "reduce-scatter run as all-reduce"
 GATHERED: Final = "all-gather run as all-reduce"
@@ -83,8 +89,8 @@ def hlo_collectives(
     A collective in a loop has the trips of the loop. A permute is charged for
     the fraction of devices that send to another one, and not listed where none
     does. An all-reduce of which each device keeps a slice is listed as a
-    reduce-scatter, followed by an all-reduce of what the scatter leaves to sum;
-    it is charged for the part that its devices keep together. An array that was
+    reduce-scatter, followed by an all-reduce of what the scatter leaves to sum
+    and without what an all-reduce before it scatters. An array that was
     widened from 16 to 32 bits only to be sent is charged as if it had not been.
 
     Args:
@@ -162,8 +168,10 @@ class _Reader:
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
         if noted:
             return float(noted[1])
-        bounds = list(self.constants(op.callee("condition")))
-        return float(max(bounds, default=1))
+        bound = max(self.constants(op.callee("condition")), default=0)
+        if bound == 0:
+            self.unknown.add("loop of unknown length counted once")
+        return float(max(bound, 1))
 
     def constants(self, name: str) -> Iterator[int]:
         for op in self.module.computations[name].instructions.values():
@@ -222,9 +230,8 @@ class _Reader:
                 found = self.found(scope, op, index, kind, groups, nbytes, trips)
                 yield found.but(GATHERED)
                 return
-        before = need.joined(groups)
-        nbytes *= before.share
-        scattered, reduced = _split(need, groups, round(before.share / need.share))
+            nbytes *= self.arriving(scope, op.operands[index])
+        scattered, reduced = split_groups(need, groups)
         if (parts := scattered.shape[1]) > 1:
             kind = "reduce_scatter"
             found = self.found(scope, op, index, kind, scattered, nbytes, trips)
@@ -296,23 +303,32 @@ class _Reader:
 
     def converted_from(self, scope: Scope, name: str) -> bool:
         """Whether a value is widened from 16 bits just before."""
-        scope, op = self.follow.resolve(scope, name)
-        while op.opcode in _MOVES and op.operands:
-            scope, op = self.follow.resolve(scope, op.operands[0])
+        scope, op = self.follow.origin(scope, name, _MOVES)
         if op.opcode != "convert":
             return False
         return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
 
+    def arriving(self, scope: Scope, name: str) -> float:
+        """The part of a value that is left if the all-reduce before it scatters."""
+        scope, op = self.follow.origin(scope, name)
+        index = None
+        if op.opcode == "get-tuple-element":
+            index = element_index(op)
+            op = scope.instruction(op.operands[0])
+        if op.opcode != "all-reduce":
+            return 1.0
+        groups = device_groups(op, self.module.num_devices)
+        scattered, _ = split_groups(self.follow.need(scope, op.name, index), groups)
+        return self.arriving(scope, op.operands[index or 0]) / scattered.shape[1]
+
     def placed_in_zeros(self, scope: Scope, name: str) -> bool:
         """Whether a value is one shard written into an array of zeros."""
-        scope, op = self.follow.resolve(scope, name)
-        while op.opcode in LAYOUT_OPCODES:
-            scope, op = self.follow.resolve(scope, op.operands[0])
+        scope, op = self.follow.origin(scope, name)
         if op.opcode != "dynamic-update-slice":
             return False
-        scope, base = self.follow.resolve(scope, op.operands[0])
+        scope, base = self.follow.origin(scope, op.operands[0])
         if base.opcode == "broadcast":
-            scope, base = self.follow.resolve(scope, base.operands[0])
+            scope, base = self.follow.origin(scope, base.operands[0])
         return base.opcode == "constant" and base.literal == "0"
 
 
@@ -322,20 +338,3 @@ _MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {
     "dynamic-slice",
     "slice",
 }
-
-
-def _split(need: Need, groups: np.ndarray, ratio: int) -> tuple[np.ndarray, np.ndarray]:
-    """The groups of the scatter, and of the reduction of what it leaves."""
-    size = groups.shape[1]
-    ratio = math.gcd(max(ratio, 1), size)
-    if not need.slices:
-        rest = groups.reshape(-1, ratio, size // ratio)
-        return rest[:1, :, 0], rest[:1, 0, :]
-    of_slice: dict[frozenset[tuple[int, ...]], list[int]] = {}
-    for device in groups[0].tolist():
-        of_slice.setdefault(need.slices[device], []).append(device)
-    members = list(of_slice.values())
-    if len(members) != ratio:
-        rest = groups.reshape(-1, ratio, size // ratio)
-        return rest[:1, :, 0], rest[:1, 0, :]
-    return np.array([[m[0] for m in members]]), np.array([members[0]])

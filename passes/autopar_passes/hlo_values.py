@@ -118,7 +118,7 @@ class Follower:
             for position in _positions(user, name):
                 match user.opcode:
                     case "get-tuple-element":
-                        if _index(user) == (index or 0):
+                        if element_index(user) == (index or 0):
                             yield from self.uses(scope, user.name, None, through)
                     case "fusion":
                         inner = self.inside(scope, user)
@@ -250,28 +250,57 @@ class Follower:
             return self.resolve_element(scope, instruction)
         return scope, instruction
 
+    def origin(
+        self, scope: Scope, name: str, through: frozenset[str] = LAYOUT_OPCODES
+    ) -> tuple[Scope, Instruction]:
+        """Where a value is made, layout operations looked through."""
+        scope, op = self.resolve(scope, name)
+        while op.opcode in through and op.operands:
+            scope, op = self.resolve(scope, op.operands[0])
+        return scope, op
+
     def resolve_element(
         self, scope: Scope, element: Instruction
     ) -> tuple[Scope, Instruction]:
         """Follows an element of a tuple, or of a loop's state that never changes."""
         holder = scope.instruction(element.operands[0])
         if holder.opcode == "tuple":
-            return self.resolve(scope, holder.operands[_index(element)])
+            return self.resolve(scope, holder.operands[element_index(element)])
         if holder.opcode == "parameter" and scope.call and scope.outer:
             root = scope.instruction(scope.computation.root)
-            kept = root.opcode == "tuple" and root.operands[_index(element)]
+            kept = root.opcode == "tuple" and root.operands[element_index(element)]
             if scope.call.opcode == "while" and kept == element.name:
                 start = scope.outer.instruction(scope.call.operands[0])
                 if start.opcode == "tuple":
-                    return self.resolve(scope.outer, start.operands[_index(element)])
+                    return self.resolve(
+                        scope.outer, start.operands[element_index(element)]
+                    )
         return scope, element
+
+
+def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The groups of the scatter, and of the reduction of what it leaves."""
+    size = groups.shape[1]
+    ratio = round(need.joined(groups).share / need.share)
+    of_slice: dict[frozenset[tuple[int, ...]], list[int]] = {}
+    if need.slices:
+        for device in groups[0].tolist():
+            of_slice.setdefault(need.slices[device], []).append(device)
+    kept = list(of_slice.values())
+    if len(kept) == ratio and len({len(devices) for devices in kept}) == 1:
+        return np.array([[devices[0] for devices in kept]]), np.array(kept[:1])
+    # Which devices keep the same slice is not known, or they overlap.
+    ratio = math.gcd(max(ratio, 1), size)
+    parts = groups[:1].reshape(ratio, size // ratio)
+    return parts[:, :1].T, parts[:1]
 
 
 def _positions(user: Instruction, name: str) -> tuple[int, ...]:
     return tuple(k for k, operand in enumerate(user.operands) if operand == name)
 
 
-def _index(element: Instruction) -> int:
+def element_index(element: Instruction) -> int:
+    """The position that a ``get-tuple-element`` takes."""
     found = re.search(r"\bindex=(\d+)", element.attributes)
     return int(found[1]) if found else 0
 

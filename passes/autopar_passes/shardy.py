@@ -287,6 +287,8 @@ class _Reader:
                 real = [factors[i] for i in indices if rule.factor_sizes[i] > 1]
                 if factor is not None and real:
                     self.united(factor, real)
+                elif factor is not None:  # the rule does not let it be sharded
+                    self.forest.block(factor)
         kind = _combiner(op, name)
         for i in rule.reduction_factors:
             if kind:

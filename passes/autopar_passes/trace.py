@@ -105,8 +105,8 @@ def trace(step: Callable[..., Any], args: Sequence[Any]) -> TracedStep:
       TraceError: JAX cannot trace the step.
     """
     function, mutated = pure_function(step, args)
-    trees = jax.tree.map(_struct, pure_arguments(args))
     try:
+        trees = jax.tree.map(_struct, pure_arguments(args))
         traced = jax.jit(function).trace(*trees)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError) as error:
         raise TraceError(_explain(step, error)) from error
@@ -189,7 +189,8 @@ def _explain(step: Callable[..., Any], error: Exception) -> str:
     first = str(error).strip().split("\n", 1)[0]
     return (
         f"the step '{name}' cannot be traced: {first}\n"
-        "  A planned step must be a function that jax.jit accepts: no Python "
-        "control flow on array values, no conversion of arrays to Python numbers.\n"
+        "  A planned step must be a function that jax.jit accepts: pytrees of arrays "
+        "in and out, no Python control flow on array values, no conversion of arrays "
+        "to Python numbers.\n"
         f"  try: jax.jit({name}).trace(...) on the same arguments shows where."
     )

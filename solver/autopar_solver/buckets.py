@@ -4,7 +4,7 @@ Nodes are eliminated one after another; eliminating a node adds up all tables th
 mention it and minimises over its strategies. Where the sum would be larger than the
 limit, its tables are dealt into several *mini-buckets* that are minimised on their
 own: the node may then answer each of them differently, which only lowers the result
-(Dechter and Rish, "Mini-buckets", JACM 50(2), 2003). Without splits the result is exact.
+(Dechter and Rish, "Mini-buckets", JACM 50(2), 2003). Without splits it is exact.
 
 A pass back down the tree of buckets gives every strategy's own bound.
 """

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +17,28 @@ MIN_PAIRS = 300_000
 """Fields with fewer pairs of strategies are swept faster than the loop is loaded."""
 
 
-class Visit(Protocol):
-    """What the loop needs of a visit; see ``messages``."""
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Visit:
+    """What a sweep does at one node.
 
+    Messages into node ``k`` lie in ``buffer[start:end]``, one row per neighbour.
+
+    Attributes:
+        node: the node's position.
+        low: first flat strategy.
+        high: flat strategy after the last.
+        start: where the messages into the node start.
+        end: where they end.
+        first: first neighbour to send to.
+        last: neighbour after the last to send to.
+        share: part of the node's cost that each chain through it carries.
+        table: ``[sum of S_m, S_k]``: tables to those neighbours, stacked.
+        neighbour: ``[sum of S_m]``: whose row of ``table`` it is.
+        begins: where each neighbour's rows begin.
+        out: where the messages sent go in the buffer.
+    """
+
+    node: int
     low: int
     high: int
     start: int
@@ -28,6 +47,7 @@ class Visit(Protocol):
     last: int
     share: float
     table: np.ndarray
+    neighbour: np.ndarray
     begins: np.ndarray
     out: np.ndarray
 
@@ -125,9 +145,7 @@ def sweep_loop(
         for s in range(first, last):
             width, out = links[link + s - first]
             for a in range(size):
-                scratch[a] = (
-                    shares[n] * rises[low + a] - buffer[start + s * size + a]
-                )
+                scratch[a] = shares[n] * rises[low + a] - buffer[start + s * size + a]
             lowest = np.inf
             for b in range(width):
                 best = np.inf
@@ -139,4 +157,4 @@ def sweep_loop(
             bound += lowest
             for b in range(width):
                 buffer[out + b] -= lowest
-    return bound
+    return float(bound)

@@ -1,7 +1,8 @@
 """The reduced problem as flat arrays: what the dual, the search and the ILP work on.
 
-Strategies of all nodes are numbered in one row ("flat"), node after node; ``offsets[k]``
-is where node ``k`` starts. Nodes are numbered by position, in the problem's order.
+Strategies of all nodes are numbered in one row ("flat"), node after node;
+``offsets[k]`` is where node ``k`` starts. Nodes are numbered by position, in the
+problem's order.
 """
 
 import dataclasses
@@ -83,6 +84,8 @@ class Field:
         edges: positions ``(k, m)`` with ``k < m``.
         tables: ``[S_k, S_l]`` of each edge.
         constant: cost outside the field.
+        forbidden: a finite cost that no solution reaches, for those who cannot
+            calculate with infinite ones.
     """
 
     nodes: tuple[int, ...]
@@ -93,6 +96,7 @@ class Field:
     tables: tuple[np.ndarray, ...]
     memory: FlatMemory
     constant: float
+    forbidden: float
 
     @property
     def num_nodes(self) -> int:
@@ -152,7 +156,22 @@ def flatten(graph: Graph) -> Field:
         tables=tuple(table for _, _, table in edges),
         memory=_flatten_memory(graph, nodes, sizes, offsets),
         constant=graph.constant,
+        forbidden=_forbidden(graph),
     )
+
+
+def _forbidden(graph: Graph) -> float:
+    total = 1e-300
+    for values in graph.costs.values():
+        total += float(np.abs(values[values < np.inf]).max(initial=0.0))
+    for i, links in graph.links.items():
+        for j, table in links.items():
+            if i < j:
+                most = float(table.max())
+                if most == np.inf:
+                    most = float(np.max(table, where=table < np.inf, initial=-np.inf))
+                total += max(most, -float(table.min()), 0.0)
+    return 4.0 * total
 
 
 def _flatten_memory(
@@ -177,3 +196,10 @@ def _flatten_memory(
         room=graph.room,
         slack=graph.slack,
     )
+
+
+Links = list[list[tuple[int, np.ndarray]]]
+"""Per node: its neighbours in order, with the finite table ``[S_node, S_other]``.
+
+Forbidden pairs cost ``Field.forbidden`` here.
+"""

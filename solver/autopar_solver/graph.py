@@ -110,7 +110,7 @@ class Graph:
         self.trail: list[Step] = []
 
     def copy(self) -> "Graph":
-        """A graph that can change on its own, with an empty trail."""
+        """A graph that can change on its own, with the same trail so far."""
         other = Graph()
         other.costs = dict(self.costs)
         other.links = {i: dict(links) for i, links in self.links.items()}
@@ -119,6 +119,7 @@ class Graph:
         other.rows = self.rows
         other.room = self.room
         other.slack = self.slack
+        other.trail = list(self.trail)
         return other
 
     def add_node(self, node: int, costs: np.ndarray) -> None:
@@ -171,7 +172,7 @@ class Graph:
         self.trail.append(Restrict(node, kept, instead))
 
     def expand(self, choices: np.ndarray) -> np.ndarray:
-        """Choices of the remaining nodes (others ignored) -> choices before the trail."""
+        """Choices of the remaining nodes -> choices of all, before the trail."""
         choices = choices.copy()
         for step in reversed(self.trail):
             step.undo(choices)

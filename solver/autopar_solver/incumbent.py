@@ -1,5 +1,6 @@
 """The best solution so far, and what is proved about the best possible one."""
 
+import copy
 import math
 import time
 from collections.abc import Sequence
@@ -46,13 +47,20 @@ class Incumbent:
         """Knows nothing; ``gap`` is relative."""
         self.problem = problem
         self.gap = gap
+        self.unit = _smallest_cost(problem)
         self.choices: np.ndarray | None = None
         self.cost = math.inf
         self.bound = -math.inf
 
+    def fork(self) -> "Incumbent":
+        """The same choices with a bound of its own, for a restricted problem."""
+        other = copy.copy(self)
+        other.bound = -math.inf
+        return other
+
     def offer(self, choices: Sequence[int] | np.ndarray) -> bool:
         """Takes choices if they are valid and better; checks them from scratch."""
-        found = evaluate(self.problem, choices)
+        found = evaluate(self.problem, [int(choice) for choice in choices])
         limit = self.problem.memory_limit
         if not found.cost < self.cost or (limit is not None and found.peak > limit):
             return False
@@ -69,7 +77,7 @@ class Incumbent:
         """Absolute difference of cost and bound at which the cost counts as best."""
         if math.isinf(self.cost):
             return 0.0
-        return max(self.gap, ROUNDING) * abs(self.cost)
+        return max(self.gap * abs(self.cost), ROUNDING * max(abs(self.cost), self.unit))
 
     @property
     def cutoff(self) -> float:
@@ -80,3 +88,15 @@ class Incumbent:
     def proved(self) -> bool:
         """Whether the cost is within the gap of the bound."""
         return self.cost - self.bound <= self.tolerance
+
+
+def _smallest_cost(problem: ShardingProblem) -> float:
+    """The smallest difference that a single choice can make to a cost of zero."""
+    smallest = math.inf
+    known: set[int] = set()
+    for costs in (*problem.node_costs, *problem.edge_costs):
+        if id(costs) not in known:
+            known.add(id(costs))
+            sizes = np.abs(costs[(costs != 0) & (costs < np.inf)])
+            smallest = min(smallest, float(sizes.min(initial=math.inf)))
+    return smallest if smallest < math.inf else 0.0

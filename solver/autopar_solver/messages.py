@@ -1,4 +1,4 @@
-"""Sequential tree-reweighted message passing (TRW-S): lower bounds by node and strategy.
+"""Sequential tree-reweighted message passing (TRW-S): bounds by node and strategy.
 
 Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE
 PAMI 28(10), 2006. Nodes are swept in order and back; a sweep never lowers the bound. A
@@ -9,43 +9,8 @@ import dataclasses
 
 import numpy as np
 
-from autopar_solver.compiled import MIN_PAIRS, Tape, compiled_loop, record
-from autopar_solver.field import Field
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Visit:
-    """What a sweep needs at one node.
-
-    Messages into node ``k`` lie in ``buffer[start:end]``, one row per neighbour.
-
-    Attributes:
-        node: the node's position.
-        low: first flat strategy.
-        high: flat strategy after the last.
-        start: where the messages into the node start.
-        end: where they end.
-        first: first neighbour to send to.
-        last: neighbour after the last to send to.
-        share: part of the node's cost that each chain through it carries.
-        table: ``[sum of S_l, S_k]``: tables to those neighbours, stacked.
-        neighbour: ``[sum of S_l]``: whose row of ``table`` it is.
-        begins: where each neighbour's rows begin.
-        out: where the messages sent go in the buffer.
-    """
-
-    node: int
-    low: int
-    high: int
-    start: int
-    end: int
-    first: int
-    last: int
-    share: float
-    table: np.ndarray
-    neighbour: np.ndarray
-    begins: np.ndarray
-    out: np.ndarray
+from autopar_solver.compiled import MIN_PAIRS, Tape, Visit, compiled_loop, record
+from autopar_solver.field import Field, Links
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -77,7 +42,6 @@ class Messages:
         """
         self.field = field
         self.links = _links(field)
-        self._forbidden = _forbidden(field)
         counts = np.array([len(links) for links in self.links], np.int64)
         self.begins = np.concatenate([[0], np.cumsum(counts * field.sizes)])
         self.buffer = np.zeros(int(self.begins[-1]))
@@ -106,7 +70,7 @@ class Messages:
         return Sweep(bound=bound, base=base, rises=rises)
 
     def decode(self, costs: np.ndarray) -> np.ndarray:
-        """Choices in order: each the best for those before, by messages from the rest."""
+        """Choices in order: each best for those before and the messages from others."""
         field = self.field
         choices = np.zeros(field.num_nodes, np.int64)
         for v, links in zip(self._forward, self.links, strict=True):
@@ -150,7 +114,7 @@ class Messages:
             for v, links in zip(self._forward, self.links, strict=True)
         ]
         tables = [
-            np.minimum(table, self._forbidden)
+            np.minimum(table, field.forbidden)
             + (shares[k] - self._message(k, m))[:, None]
             + (shares[m] - self._message(m, k))
             for (k, m), table in zip(field.edges, field.tables, strict=True)
@@ -163,9 +127,7 @@ class Messages:
         start = int(self.begins[node]) + self._slots[node][sender] * size
         return self.buffer[start : start + size]
 
-    def _pass(
-        self, visits: list[_Visit], costs: np.ndarray
-    ) -> tuple[float, np.ndarray]:
+    def _pass(self, visits: list[Visit], costs: np.ndarray) -> tuple[float, np.ndarray]:
         buffer, bound = self.buffer, 0.0
         rises = np.empty(len(costs))
         for v in visits:
@@ -185,14 +147,14 @@ class Messages:
             buffer[v.out] = best - lows[v.neighbour]
         return float(bound), rises
 
-    def _visit(self, k: int, forward: bool) -> _Visit:
+    def _visit(self, k: int, forward: bool) -> Visit:
         field, links = self.field, self.links[k]
         split = sum(m < k for m, _ in links)
         first, last = (split, len(links)) if forward else (0, split)
         targets = links[first:last]
         widths = [int(field.sizes[m]) for m, _ in targets]
         none = [np.zeros(0, np.int64)]
-        return _Visit(
+        return Visit(
             node=k,
             low=int(field.offsets[k]),
             high=int(field.offsets[k + 1]),
@@ -201,9 +163,8 @@ class Messages:
             first=first,
             last=last,
             share=1.0 / max(split, len(links) - split, 1),
-            table=np.minimum(
-                np.concatenate([table.T for _, table in targets] or [np.zeros((0, 0))]),
-                self._forbidden,
+            table=np.concatenate(
+                [table.T for _, table in targets] or [np.zeros((0, 0))]
             ),
             neighbour=np.repeat(np.arange(len(targets)), widths),
             begins=np.cumsum([0, *widths])[:-1],
@@ -218,20 +179,10 @@ class Messages:
 
 def _links(field: Field) -> list[list[tuple[int, np.ndarray]]]:
     """Per node, its neighbours in order with the table ``[S_k, S_l]``."""
-    links: list[list[tuple[int, np.ndarray]]] = [[] for _ in field.nodes]
+    links: Links = [[] for _ in field.nodes]
     for (k, m), table in zip(field.edges, field.tables, strict=True):
+        if table.size and table.max() == np.inf:
+            table = np.minimum(table, field.forbidden)
         links[k].append((m, table))
         links[m].append((k, table.T))
     return [sorted(items, key=lambda item: item[0]) for items in links]
-
-
-def _forbidden(field: Field) -> float:
-    """A finite cost that no solution of finite cost reaches in total.
-
-    Messages cannot subtract infinities; a cheaper pair keeps every bound a bound.
-    """
-    total = 1.0
-    for values in (field.costs, *field.tables):
-        finite = values[values < np.inf]
-        total += float(np.abs(finite).max(initial=0.0))
-    return 4.0 * total

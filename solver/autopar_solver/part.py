@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 
-from autopar_solver.field import Field, flatten
+from autopar_solver.field import flatten
 from autopar_solver.graph import ContradictionError, Graph
 from autopar_solver.ilp.backend import Backend, Limits
 from autopar_solver.ilp.solve import solve_field
@@ -46,16 +46,24 @@ def part_graph(position: Position, members: np.ndarray, kept: np.ndarray) -> Gra
         for m, table in position.links[k]:
             if inside[m]:
                 graph.costs[k] -= table[:, position.choices[m]]
+        own = graph.costs[k]
+        own[own > 0.5 * field.forbidden] = np.inf
     for k in members.tolist():
         for m, table in position.links[k]:
             if inside[m] and k < m:
-                graph.add_link(k, m, table)
+                graph.add_link(k, m, _with_infinite(table, field.forbidden))
     _add_memory(graph, position, members)
     for k in members.tolist():
         own = np.flatnonzero(kept[field.offsets[k] : field.offsets[k + 1]])
         if len(own) < field.sizes[k]:
             graph.restrict(k, own)
     return graph
+
+
+def _with_infinite(table: np.ndarray, forbidden: float) -> np.ndarray:
+    if table.max() < forbidden:
+        return table
+    return np.where(table < forbidden, table, np.inf)
 
 
 def solve_part(
@@ -66,7 +74,7 @@ def solve_part(
     limits: Limits,
     rows: tuple[int, ...] = (),
 ) -> PartAnswer:
-    """Chooses anew for some nodes, below ``limits.cutoff`` of the whole field's cost."""
+    """Chooses anew for some nodes; ``limits`` are in the whole field's cost."""
     try:
         graph = part_graph(position, members, kept)
         graph.constant = _cost_outside(position, members)
@@ -94,10 +102,10 @@ def _cost_outside(position: Position, members: np.ndarray) -> float:
     field = position.field
     inside = np.zeros(field.num_nodes, bool)
     inside[members] = True
-    cost = field.cost(position.choices)
+    cost: float = field.cost(position.choices)
     for k in members.tolist():
         flat = field.offsets[k] + position.choices[k]
-        cost -= position.local[flat]
+        cost -= float(position.local[flat])
         for m, table in position.links[k]:
             if inside[m] and k < m:
                 cost += float(table[position.choices[k], position.choices[m]])

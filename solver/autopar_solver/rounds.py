@@ -6,7 +6,7 @@ import time
 import numpy as np
 
 from autopar_solver.dual import Dual
-from autopar_solver.field import Field, flatten
+from autopar_solver.field import flatten
 from autopar_solver.graph import ContradictionError, Graph, Restrict
 from autopar_solver.ilp.backend import Backend, Limits
 from autopar_solver.ilp.solve import solve_field
@@ -24,6 +24,15 @@ STALL_STEPS, STALL_GAIN = 10, 0.02
 PROGRAM_PAIRS = 60_000
 """Larger fields are only bounded and searched."""
 
+NARROW_PAIRS = 60_000
+"""Size of the field with favoured strategies only."""
+
+NARROW_SHARES = (0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.01)
+"""Strategies are favoured whose bound lies within such a share of the gap."""
+
+SEARCH_GAIN = 0.02
+"""A search that closes a smaller share of the gap gets less time next."""
+
 MAX_MENDS = 2_000
 
 LARGE_GAIN = 0.1
@@ -34,10 +43,23 @@ DECODE_PAUSE = 3.0
 
 
 def close_gap(
-    graph: Graph, incumbent: Incumbent, clock: Clock, backend: Backend
+    graph: Graph,
+    incumbent: Incumbent,
+    clock: Clock,
+    backend: Backend,
+    *,
+    inner: bool = False,
 ) -> None:
-    """Improves the incumbent and its bound until they meet or time is out."""
-    state = _State(graph, incumbent, clock, backend)
+    """Improves the incumbent and its bound until they meet or time is out.
+
+    Args:
+        graph: what is left to choose; its trail leads back to the problem.
+        incumbent: what is known.
+        clock: when to stop.
+        backend: solves integer programs.
+        inner: whether this graph is a restriction made by another call.
+    """
+    state = _State(graph, incumbent, clock, backend, inner)
     try:
         while not incumbent.proved and clock.left > 0.02:
             if not graph.costs:
@@ -54,8 +76,15 @@ class _State:
     """A graph that rounds shrink, with the dual of what is left of it."""
 
     def __init__(
-        self, graph: Graph, incumbent: Incumbent, clock: Clock, backend: Backend
+        self,
+        graph: Graph,
+        incumbent: Incumbent,
+        clock: Clock,
+        backend: Backend,
+        inner: bool,
     ) -> None:
+        self.inner = inner
+        self.search_share = 2.0
         self.graph = graph
         self.incumbent = incumbent
         self.clock = clock
@@ -84,9 +113,10 @@ class _State:
             return False
         if self.field.num_pairs <= PROGRAM_PAIRS and self._program():
             return True
-        if self._done():
-            return True
-        self._search()
+        if not self._done():
+            self._narrow()
+        if not self._done():
+            self._search()
         self.slice *= 1.5
         return self._done()
 
@@ -195,9 +225,7 @@ class _State:
         kept = self.dual.bounds < cutoff
         if self.position is not None:
             kept[self.field.offsets[:-1] + self.position] = True
-        sizes = np.add.reduceat(kept, self.field.offsets[:-1], dtype=np.int64)
-        pairs = sum(int(sizes[k] * sizes[m]) for k, m in self.field.edges)
-        if pairs + kept.sum() > 0.9 * (self.field.num_pairs + len(kept)):
+        if self._pairs(kept) + kept.sum() > 0.9 * (self.field.num_pairs + len(kept)):
             return False
         self.removed_above = min(self.removed_above, cutoff)
         self._remove(~kept)
@@ -224,7 +252,7 @@ class _State:
             0.05 * self.incumbent.tolerance,
             self.incumbent.cutoff,
         )
-        answer = solve_field(self.field, self.backend, limits, rows, self.position)
+        answer = solve_field(self.field, self.backend, limits, rows)
         if answer.choices is not None:
             self._offer(answer.choices)
         self._prove(answer.bound)
@@ -233,12 +261,55 @@ class _State:
         return answer.finished
 
     def _search(self) -> None:
+        """Chooses again part by part; the less time, the less it found before."""
         if self.position is None:
             return
-        seconds = min(2 * self.slice, self.clock.left)
+        seconds = min(self.search_share * self.slice, self.clock.left)
         clock = Clock(time.monotonic(), seconds)
+        before = self.incumbent.cost
         choices = self.search.improve(self.position, self.incumbent.cutoff, clock)
         self._offer(choices)
+        gain = before - self.incumbent.cost
+        useful = gain > SEARCH_GAIN * (before - self.incumbent.bound)
+        self.search_share = 2.0 if useful else max(self.search_share / 2, 0.25)
+
+    def _narrow(self) -> None:
+        """Solves with only the strategies that the bounds favour, for a slice."""
+        if self.position is None or self.inner:
+            return
+        kept = self._favoured()
+        if kept is None:
+            return
+        graph = self.graph.copy()
+        local = self.incumbent.fork()
+        clock = Clock(time.monotonic(), min(self.slice, self.clock.left))
+        try:
+            for k, i in enumerate(self.field.nodes):
+                own = kept[self.field.offsets[k] : self.field.offsets[k + 1]]
+                if not own.all():
+                    graph.restrict(i, np.flatnonzero(own))
+            reduce_graph(graph, clock.end)
+            close_gap(graph, local, clock, self.backend, inner=True)
+        except ContradictionError:
+            return
+        if local.choices is not None and self.incumbent.offer(local.choices):
+            whole = self.graph.project(self.incumbent.choices)
+            self._hold(whole[list(self.field.nodes)])
+
+    def _favoured(self) -> np.ndarray | None:
+        """Strategies with the least bounds, few enough for ``NARROW_PAIRS``."""
+        dual, field = self.dual, self.field
+        gap = self.incumbent.cost - dual.bound
+        for share in NARROW_SHARES:
+            kept = dual.bounds <= dual.bound + share * gap
+            kept[field.offsets[:-1] + self.position] = True
+            if self._pairs(kept) <= NARROW_PAIRS:
+                return kept
+        return None
+
+    def _pairs(self, kept: np.ndarray) -> int:
+        sizes = np.add.reduceat(kept, self.field.offsets[:-1], dtype=np.int64)
+        return sum(int(sizes[k] * sizes[m]) for k, m in self.field.edges)
 
 
 def _carry(

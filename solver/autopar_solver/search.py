@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from autopar_solver.field import Field
+from autopar_solver.field import Field, Links
 
 MOVES_AT_ONCE = 8
 """Moves made between two looks at what moves cost."""
@@ -17,12 +17,12 @@ class Position:
         used: ``[R]`` usage by row.
     """
 
-    def __init__(self, field: Field, choices: np.ndarray, links: "Links") -> None:
+    def __init__(self, field: Field, choices: np.ndarray, links: Links) -> None:
         """Takes a copy of the choices."""
         self.field = field
         self.links = links
         self.choices = choices.copy()
-        self.local = _local_costs(field, choices)
+        self.local = _local_costs(field, choices, links)
         self.used = field.memory.used(choices)
 
     def move(self, node: int, strategy: int) -> None:
@@ -60,10 +60,6 @@ class Position:
     def fits(self) -> bool:
         """Whether all rows fit."""
         return self.over <= self.field.memory.slack
-
-
-Links = list[list[tuple[int, np.ndarray]]]
-"""Per node: neighbours with the table ``[S_node, S_neighbour]``."""
 
 
 def mend(position: Position, costs: np.ndarray, max_moves: int) -> bool:
@@ -152,10 +148,11 @@ def _fitting(position: Position) -> np.ndarray:
     return fitting
 
 
-def _local_costs(field: Field, choices: np.ndarray) -> np.ndarray:
+def _local_costs(field: Field, choices: np.ndarray, links: Links) -> np.ndarray:
     local = field.costs.copy()
     offsets, chosen = field.offsets.tolist(), choices.tolist()
-    for (k, m), table in zip(field.edges, field.tables, strict=True):
-        local[offsets[k] : offsets[k + 1]] += table[:, chosen[m]]
-        local[offsets[m] : offsets[m + 1]] += table[chosen[k]]
+    for k, neighbours in enumerate(links):
+        own = local[offsets[k] : offsets[k + 1]]
+        for m, table in neighbours:
+            own += table[:, chosen[m]]
     return local

@@ -88,7 +88,7 @@ def mlp_sgd() -> Workload:
 
 @case
 def mlp_adamw_clip() -> Workload:
-    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2))
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adamw(1e-2, eps=1e-3))
     return training(mlp_loss, mlp_params(), mlp_batch(), optimizer)
 
 
@@ -219,7 +219,7 @@ def scan_layers() -> Workload:
         )
         return jnp.mean((x - batch["y"]) ** 2) + 1e-3 * norms.sum()
 
-    return training(loss, _stacked(), mlp_batch(), optax.adam(1e-2))
+    return training(loss, _stacked(), mlp_batch(), optax.adam(1e-2, eps=1e-3))
 
 
 @case
@@ -362,7 +362,7 @@ class _NnxNet(nnx.Module):
 @case
 def nnx_mutated() -> Workload:
     model = _NnxNet(nnx.Rngs(0))
-    optimizer = nnx.Optimizer(model, optax.adam(1e-2), wrt=nnx.Param)
+    optimizer = nnx.Optimizer(model, optax.adam(1e-2, eps=1e-3), wrt=nnx.Param)
 
     def step(model: _NnxNet, optimizer: nnx.Optimizer, batch: Any) -> jax.Array:
         def loss(model: _NnxNet) -> jax.Array:
@@ -451,6 +451,61 @@ def microbatches() -> Workload:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, values.mean()
 
-    optimizer = optax.adam(1e-2)
+    optimizer = optax.adam(1e-2, eps=1e-3)
     params = mlp_params(layers=1)
     return step, (params, optimizer.init(params), mlp_batch(16))
+
+
+@case
+def callbacks() -> Workload:
+    """Effects without results, and a host function that nothing can shard."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"] @ params["w"]
+        jax.debug.callback(lambda value: None, x.sum())
+        scale = jax.pure_callback(
+            lambda v: v * 2.0, jax.ShapeDtypeStruct(x.shape, x.dtype),
+            jax.lax.stop_gradient(x),
+        )  # fmt: skip
+
+        def body(total: jax.Array, row: jax.Array) -> tuple[jax.Array, None]:
+            jax.debug.callback(lambda value: None, row)
+            return total + row, None
+
+        total, _ = jax.lax.scan(body, jnp.zeros(16), x)
+        return jnp.mean((x * scale - batch["y"]) ** 2) + total.sum()
+
+    return training(loss, {"w": normal(0, 16, 16)}, mlp_batch())
+
+
+@case
+def more_primitives() -> Workload:
+    """Scatter, pooling, transposed convolution, associative scan, search, QR."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"] @ params["w"]
+        image = x.reshape(8, 4, 4, 1) * params["w"][0].reshape(1, 1, 1, 16)
+        pooled = linen.avg_pool(image, (2, 2), (2, 2)).mean((1, 2))
+        grown = jax.lax.conv_transpose(
+            image, params["k"], (2, 2), "SAME",
+            dimension_numbers=("NHWC", "HWIO", "NHWC"),
+        )  # fmt: skip
+        prefix = jax.lax.associative_scan(lambda a, b: a * 0.5 + b, x, axis=1)
+        rows = jax.lax.map(lambda r: jnp.sin(r) * r.sum(), x)
+        place = jnp.searchsorted(batch["grid"], x)
+        written = jnp.zeros((8, 32)).at[:, batch["index"]].set(x, unique_indices=True)
+        q, r = jnp.linalg.qr(params["w"] + 4.0 * jnp.eye(16))
+        order = jnp.argsort(x, axis=1)
+        picked = jnp.take_along_axis(x, order, axis=1)
+        return (
+            jnp.mean(pooled * prefix)
+            + jnp.mean(grown**2)
+            + jnp.mean(jnp.logaddexp(rows, place))
+            + jnp.mean(jax.nn.logsumexp(written, axis=1) * picked[:, 0])
+            + 1e-3 * jnp.mean(jnp.abs(q @ r) * jnp.tril(q))
+        )
+
+    params = {"w": normal(0, 16, 16), "k": normal(1, 3, 3, 16, 8)}
+    index = jnp.arange(16) * 2
+    batch = {**mlp_batch(), "grid": jnp.linspace(-1.0, 1.0, 16), "index": index}
+    return training(loss, params, batch)

@@ -271,6 +271,13 @@ def test_loop_counts_its_trips(note, trips):
     assert only(hlo_collectives(text)).trips == trips
 
 
+def test_loop_without_a_bound_counts_once():
+    text = program(
+        ENTER.format(n=0, note=""), before=LOOP.format(n=0, inner=REDUCE, bound=0)
+    )
+    assert only(hlo_collectives(text)).trips == 1
+
+
 def test_nested_loops_multiply():
     inner = "\n".join(
         f"  {line}" for line in ENTER.format(n=0, note="").split("\n")[1:]
@@ -370,9 +377,9 @@ def test_slice_along_some_axes_leaves_an_all_reduce_of_the_slice(axes, parts):
 
 
 def test_slice_along_another_axis_is_not_a_scatter():
-    """Devices of a group keep the same part, so only that part need be summed."""
+    """All devices of a group keep the same part."""
     one = only(hlo_collectives(sliced("a", OVER_B), AXES))
-    assert one == AuditedCollective("all_reduce", ("b",), 4, 256 / 2, 1.0, "")
+    assert one == AuditedCollective("all_reduce", ("b",), 4, 256, 1.0, "")
 
 
 def test_scatter_of_two_axes():

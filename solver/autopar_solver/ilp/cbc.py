@@ -28,7 +28,7 @@ def solve_cbc(program: Program, limits: Limits, start: np.ndarray | None) -> Ans
         options=["primalTolerance 1e-9"],
     )
     model.solve(solver)
-    return _answer(model, variables, limits)
+    return _answer(model, program, variables, limits)
 
 
 def _add_variables(model: pulp.LpProblem, program: Program) -> list[pulp.LpVariable]:
@@ -62,7 +62,10 @@ def _add_row(
 
 
 def _answer(
-    model: pulp.LpProblem, variables: list[pulp.LpVariable], limits: Limits
+    model: pulp.LpProblem,
+    program: Program,
+    variables: list[pulp.LpVariable],
+    limits: Limits,
 ) -> Answer:
     if model.status == pulp.LpStatusInfeasible:
         return Answer(None, np.inf, True)
@@ -74,5 +77,5 @@ def _answer(
     values = np.array([variable.value() or 0.0 for variable in variables])
     finished = model.sol_status == pulp.LpSolutionOptimal
     # PuLP does not pass on CBC's bound; only a finished solve proves one.
-    cost = float(pulp.value(model.objective) or 0.0)
+    cost = float(values @ program.costs)
     return Answer(values, cost - limits.gap if finished else -np.inf, finished)

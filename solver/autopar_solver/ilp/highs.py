@@ -20,11 +20,11 @@ def solve_highs(program: Program, limits: Limits, start: np.ndarray | None) -> A
             len(start), np.arange(len(start), dtype=np.int32), start.astype(np.float64)
         )
     highs.run()
-    return _answer(highs)
+    return _answer(highs, limits)
 
 
 def _set_options(highs: highspy.Highs, limits: Limits) -> None:
-    options: dict[str, object] = {
+    options: dict[str, bool | int | float | str] = {
         "output_flag": False,
         "threads": 1,
         "random_seed": 0,
@@ -63,7 +63,7 @@ def _model(program: Program) -> highspy.HighsLp:
     return model
 
 
-def _answer(highs: highspy.Highs) -> Answer:
+def _answer(highs: highspy.Highs, limits: Limits) -> Answer:
     status = highs.getModelStatus()
     info = highs.getInfo()
     kinds = highspy.HighsModelStatus
@@ -71,4 +71,10 @@ def _answer(highs: highspy.Highs) -> Answer:
         return Answer(None, np.inf, True)
     found = info.primal_solution_status == 2  # kSolutionStatusFeasible
     values = np.array(highs.getSolution().col_value) if found else None
-    return Answer(values, float(info.mip_dual_bound), status == kinds.kOptimal)
+    bound = float(info.mip_dual_bound)
+    finished = status == kinds.kOptimal
+    if finished:
+        # Below the cutoff HiGHS may stop without a bound of its own.
+        proved = min(float(info.objective_function_value), limits.cutoff)
+        bound = max(bound, proved - limits.gap)
+    return Answer(values, bound, finished)

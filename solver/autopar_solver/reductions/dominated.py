@@ -17,7 +17,7 @@ def drop_dominated(graph: Graph) -> None:
         c[b] - c[a] + sum_j max_k (T_j[b, k] - T_j[a, k]) <= 0
     """
     for i in list(graph.costs):
-        if _work(graph, i) > MAX_WORK:
+        if _work(graph, i) > MAX_WORK or not np.isfinite(graph.costs[i]).all():
             continue
         replaceable = _replaceable(graph, i)
         if np.count_nonzero(replaceable) == len(replaceable):
@@ -54,7 +54,9 @@ def _largest_loss(table: np.ndarray) -> np.ndarray:
         finite = table < np.inf
         loss = np.where(finite, table, 0.0)[:, None, :] - np.where(finite, table, 0.0)
         loss = np.where(finite[:, None, :], loss, np.inf)
-        return np.where(finite[None, :, :], loss, -np.inf).max(axis=2)
+        loss = np.where(finite[None, :, :], loss, -np.inf).max(axis=2)
+        # Nothing supports ``a`` at all: anything may replace it.
+        return np.where(loss == -np.inf, 0.0, loss)
     return (table[:, None, :] - table[None, :, :]).max(axis=2)
 
 

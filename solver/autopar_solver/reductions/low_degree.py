@@ -56,7 +56,7 @@ def _eliminate(graph: Graph, i: int, neighbours: tuple[int, ...]) -> bool:
     elif len(neighbours) == 1:
         graph.costs[neighbours[0]] = graph.costs[neighbours[0]] + least
     else:
-        graph.add_link(*neighbours, least)
+        graph.add_link(neighbours[0], neighbours[1], least)
     graph.drop_node(i, Answer(i, neighbours, answer))
     return True
 

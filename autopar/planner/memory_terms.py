@@ -1,0 +1,118 @@
+"""Memory as terms of the solver's problem, one choice at a time.
+
+The exact model (`autopar.planner.memory`) knows both ends of a resharding; a
+term of the problem knows one node. So the terms leave out the short-lived
+forms between two nodes, and the search checks the exact peak of what the
+solver returns and tightens the limit where that is over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.planner.copies import Copy, Mode
+from autopar.planner.layout import shards
+from autopar.planner.lifetimes import Lifetimes
+from autopar.planner.memory import OVERHEAD
+from autopar.planner.nodes import Contraction, Home
+from autopar.planner.strategies import Space
+from autopar_passes.graph import OperatorGraph
+from autopar_passes.rules import Dims
+from autopar_solver import MemoryTerm
+
+
+def memory_terms(
+    graph: OperatorGraph,
+    contraction: Contraction,
+    life: Lifetimes,
+    spaces: Sequence[Space],
+    copies: Sequence[Copy],
+    sizes: Sequence[int],
+) -> tuple[MemoryTerm, ...]:
+    """Returns what each choice occupies, and when."""
+    writer = _Writer(graph, contraction, life, spaces, sizes)
+    terms = [*writer.inputs(), *writer.homes()]
+    for copy in copies:
+        terms.extend(writer.copy(copy))
+    return tuple(terms)
+
+
+class _Writer:
+    def __init__(
+        self,
+        graph: OperatorGraph,
+        contraction: Contraction,
+        life: Lifetimes,
+        spaces: Sequence[Space],
+        sizes: Sequence[int],
+    ) -> None:
+        self.graph = graph
+        self.contraction = contraction
+        self.life = life
+        self.spaces = spaces
+        self.sizes = sizes
+        self.length = len(graph.operators)
+        self.cache: dict[tuple[int, Dims, int], np.ndarray] = {}
+
+    def usage(self, node: int, dims: Dims, nbytes: int) -> np.ndarray:
+        """Bytes of one device under each strategy of a node."""
+        key = (node, dims, nbytes)
+        if key not in self.cache:
+            layouts = self.spaces[node].layouts(dims)
+            self.cache[key] = np.array([nbytes / shards(x, self.sizes) for x in layouts])
+        return self.cache[key]
+
+    def inputs(self) -> Iterator[MemoryTerm]:
+        for given in self.graph.inputs:
+            home = self.contraction.homes.get(given.value)
+            if home is not None:
+                nbytes = self.graph.values[given.value].nbytes
+                usage = self.usage(home.node, home.dims, nbytes)
+                yield MemoryTerm(node=home.node, start=0, end=self.length, usage=usage)
+
+    def homes(self) -> Iterator[MemoryTerm]:
+        graph = self.graph
+        replaced = {graph.outputs[i.output] for i in graph.inputs if i.output >= 0}
+        ends = self.last_reads()
+        for op in graph.operators:
+            for value in op.outputs:
+                home = self.contraction.homes.get(value)
+                if home is None or value not in self.life.written or value in replaced:
+                    continue
+                start = self.life.time[op.index]
+                end = max(start, ends.get(value, start), op.until)
+                yield self.buffer(home, value, start, end)
+
+    def buffer(self, home: Home, value: int, start: int, end: int) -> MemoryTerm:
+        nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
+        usage = self.usage(home.node, home.dims, nbytes)
+        return MemoryTerm(node=home.node, start=start, end=end + 1, usage=usage)
+
+    def last_reads(self) -> dict[int, int]:
+        ends: dict[int, int] = {}
+        for op in self.graph.operators:
+            until = max(self.life.reads[op.index], op.until)
+            for value in op.inputs:
+                if value is not None:
+                    ends[value] = max(ends.get(value, 0), until)
+        return ends
+
+    def copy(self, copy: Copy) -> Iterator[MemoryTerm]:
+        layouts = copy.space.layouts(copy.dims)
+        held = np.array([m is not Mode.SAME for m in copy.modes], dtype=float)
+        split = np.array([shards(x, self.sizes) for x in layouts], dtype=float)
+        spans: dict[int, list[int]] = {}
+        for use in copy.uses:
+            for value, (first, last, _) in use.readers.items():
+                start = self.life.time[first]
+                until = max(self.life.reads[last], self.graph.operators[last].until)
+                span = spans.setdefault(value, [start, until])
+                span[0], span[1] = min(span[0], start), max(span[1], until)
+        cache: dict[int, np.ndarray] = {}
+        for value, (start, end) in spans.items():
+            nbytes = self.graph.values[value].nbytes
+            if nbytes not in cache:
+                cache[nbytes] = OVERHEAD * nbytes * held / split
+            yield MemoryTerm(node=copy.node, start=start, end=end + 1, usage=cache[nbytes])
