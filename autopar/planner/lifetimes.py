@@ -58,10 +58,10 @@ def lifetimes(graph: OperatorGraph, floating: frozenset[int]) -> Lifetimes:
     written: set[int] = set()
     reads = list(time)
     for op in reversed(graph.operators):
-        for v in op.outputs:
+        for slot, v in enumerate(op.outputs):
             users = readers.get(v, [])
             if v not in floating and (
-                v in outputs or _needs_buffer(op, users, graph)
+                v in outputs or _needs_buffer(op, slot, users)
             ):
                 written.add(v)
         if not any(v in written for v in op.outputs) and op.kind != "return":
@@ -70,14 +70,19 @@ def lifetimes(graph: OperatorGraph, floating: frozenset[int]) -> Lifetimes:
     return Lifetimes(tuple(time), frozenset(written), tuple(reads))
 
 
-def _needs_buffer(op: Operator, users: Sequence[Operator], graph: OperatorGraph) -> bool:
-    if op.kind == "input":
+def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
+    if op.kind in ("input", "enter"):
         return False
+    if op.kind == "carry":
+        # Inside and after the loop a carry is one buffer: that of the last output.
+        return slot == len(op.outputs) - 1
     if not is_elementwise(op):
         return True
     if any(r.kind in _OPAQUE for r in users):
         return True
-    return op.kind in _COSTLY and len({r.index for r in users}) > 1
+    if len({r.index for r in users}) < 2:
+        return False
+    return op.kind in _COSTLY or len({r.role for r in users}) > 1
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:

@@ -32,6 +32,10 @@ from autopar_passes.graph import Operator
 OVERHEAD = 1.2
 
 
+# Convolutions run on operands copied into the order that their kernels want.
+_COPIES_OPERANDS = frozenset({"conv_general_dilated"})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
     """Bytes of one device that are live in ``[start, end]`` (operator times)."""
@@ -47,15 +51,20 @@ def buffers(assignment: Assignment, life: Lifetimes) -> list[Buffer]:
     graph = assignment.graph
     ends: dict[int, int] = {}
     forms: dict[tuple[object, ...], list[float]] = {}
+    out: list[Buffer] = []
     for op in graph.operators:
         if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
             continue
         until = max(life.reads[op.index], op.until)
+        start = life.time[op.index]
         for slot, value in enumerate(op.inputs):
             if value is not None:
                 layout = assignment.layout(op, op.rule.operands[slot])
                 _read(assignment, life, op, value, layout, until, ends, forms)
-    out: list[Buffer] = []
+                if op.kind in _COPIES_OPERANDS:
+                    split = shards(layout, assignment.sizes)
+                    nbytes = graph.values[value].nbytes / split
+                    out.append(Buffer(value, nbytes, start, start))
     for key, (nbytes, start, end) in forms.items():
         value = int(str(key[0]))
         out.append(Buffer(value, nbytes, int(start), int(end)))

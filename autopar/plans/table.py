@@ -56,6 +56,7 @@ def _three_digits(value: float) -> str:
     """Three significant digits, never in scientific notation."""
     if value == 0 or not math.isfinite(value):
         return f"{value:g}"
+    value = float(f"{value:.3g}")
     digits = 2 - math.floor(math.log10(abs(value)))
     text = f"{value:.{max(digits, 0)}f}"
     return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text

@@ -108,8 +108,24 @@ def planned_step(
         in_shardings=_in_shardings(analysis, assignment, mesh),
         out_shardings=outputs,
         donate_argnums=carried,
+        compiler_options=_compiler_options(assignment, mesh),
     )
     return PlannedStep(analysis, plan, assignment, mesh, function)
+
+
+def _compiler_options(assignment: Assignment, mesh: Any) -> dict[str, str] | None:
+    """Keeps rematerialisation and repeated gathers apart on simulated devices.
+
+    XLA's CPU pipeline drops optimization barriers before it merges equal
+    expressions, so what was to be computed again is kept instead.
+    """
+    if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
+        return None
+    barrier = any(op.kind == "optimization_barrier" for op in assignment.graph.operators)
+    again = any(
+        backward and not choice.reuse for (_, backward), choice in assignment.copies.items()
+    )
+    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if barrier or again else None
 
 
 def _sharding(mesh: Any, layout: Any) -> NamedSharding | None:

@@ -32,6 +32,7 @@ _KINDS = {
 }
 # The condition of a counting loop: its bound, the comparison, and the return.
 _COUNTING_OPERATIONS = 3
+_SHARDED = "sdy.sharding"
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _SHARDING = re.compile(
     r"out_sharding=<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>"
@@ -81,8 +82,24 @@ def shardy_collectives(lowered: Any) -> tuple[AuditedCollective, ...]:
     """
     module = lowered.compiler_ir("stablehlo").operation.clone()
     with module.context:
+        _spread_host_calls(module)
         passmanager.PassManager.parse(_PARTITION).run(module)
         return tuple(_Auditor(module).functions())
+
+
+def _spread_host_calls(operation: Any) -> None:
+    """Drops the placement of host callbacks on one device.
+
+    Shardy has no collective from one device to all, and fails.
+    """
+    for region in operation.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                inner = op.operation
+                sharding = inner.attributes[_SHARDED] if _SHARDED in inner.attributes else ""
+                if "maximal" in str(sharding):
+                    del inner.attributes[_SHARDED]
+                _spread_host_calls(inner)
 
 
 class _Auditor:

@@ -79,9 +79,7 @@ def operator_roles(
             for j in reads[i]:
                 if j < i and not backward[j]:
                     forward[j] = True
-    after = list(backward)
-    for i in range(count):
-        after[i] = after[i] or any(after[j] for j in reads[i] if j < i)
+    after = _reached(backward, reads)
     update = [a and not b for a, b in zip(after, backward, strict=True)]
     for i in range(count - 1, -1, -1):
         if update[i]:
@@ -92,6 +90,24 @@ def operator_roles(
         Role.BACKWARD if b else Role.UPDATE if u and not f else Role.FORWARD
         for b, u, f in zip(backward, update, forward, strict=True)
     )
+
+
+def _reached(
+    marked: Sequence[bool], reads: Sequence[Sequence[int]]
+) -> list[bool]:
+    """What depends on a marked operator, also by way of a loop's carry.
+
+    A carry comes before the body that makes its next value, so once through
+    the operators is not enough where there are loops.
+    """
+    out = list(marked)
+    changed = True
+    while changed:
+        changed = False
+        for i, sources in enumerate(reads):
+            if not out[i] and any(out[j] for j in sources):
+                out[i] = changed = True
+    return out
 
 
 def input_roles(

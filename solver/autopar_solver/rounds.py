@@ -27,8 +27,8 @@ PROGRAM_PAIRS = 60_000
 NARROW_PAIRS = 60_000
 """Size of the field with favoured strategies only."""
 
-NARROW_SHARES = (0.7, 0.5, 0.35, 0.25, 0.18, 0.12, 0.08, 0.05, 0.03, 0.01)
-"""Strategies are favoured whose bound lies within such a share of the gap."""
+NARROW_RANKS = (12, 8, 6, 5, 4, 3, 2)
+"""How many strategies of each node are favoured, whatever fits first."""
 
 SEARCH_GAIN = 0.02
 """A search that closes a smaller share of the gap gets less time next."""
@@ -297,14 +297,16 @@ class _State:
             self._hold(whole[list(self.field.nodes)])
 
     def _favoured(self) -> np.ndarray | None:
-        """Strategies with the least bounds, few enough for ``NARROW_PAIRS``."""
+        """Each node's strategies of least bound, few enough for ``NARROW_PAIRS``."""
         dual, field = self.dual, self.field
-        gap = self.incumbent.cost - dual.bound
-        for share in NARROW_SHARES:
-            kept = dual.bounds <= dual.bound + share * gap
+        order = np.lexsort((dual.bounds, field.owner()))
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order)) - np.repeat(field.offsets[:-1], field.sizes)
+        for best in NARROW_RANKS:
+            kept = (rank < best) & (dual.bounds < self.incumbent.cutoff)
             kept[field.offsets[:-1] + self.position] = True
             if self._pairs(kept) <= NARROW_PAIRS:
-                return kept
+                return None if kept.all() else kept
         return None
 
     def _pairs(self, kept: np.ndarray) -> int:

@@ -14,10 +14,12 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.cluster import Cluster, LinkSpec, MeshAxis, MeshShape
 from autopar.planner.assignment import Assignment, assign
+from autopar.planner.copies import Copy, Mode
+from autopar.planner.layout import Layout
 from autopar.planner.nodes import Contraction, contract
 from autopar.planner.price import Pricer
-from autopar.planner.problem import Copy, Formulator
-from autopar.planner.strategies import strategy_space
+from autopar.planner.problem import Formulator
+from autopar.planner.strategies import Strategy, layout_of, strategy_space
 from autopar.planner.traffic import traffic
 from autopar.planner.uses import Source, ValueClass, collect
 from autopar_passes.apply import replay
@@ -79,7 +81,7 @@ def random_plan(
     ``replicated`` takes that one everywhere instead.
     """
     pricer = pricer_of(sizes)
-    strategies = []
+    strategies: list[Strategy] = []
     for node in case.contraction.nodes:
         space = strategy_space(case.graph, case.contraction, node, sizes).strategies
         sharded = [s for s in space if any(s)]
@@ -88,21 +90,33 @@ def random_plan(
     formulator = Formulator(case.graph, case.contraction, case.sources)
     chosen: list[tuple[Copy, int]] = []
     for source in case.sources.values():
-        forward: int | None = None
-        start = len(strategies) + len(chosen)
-        for copy in formulator.make_copies(source, start, pricer):
-            options = range(len(copy.space.strategies))
-            allowed = [
-                k
-                for k in options
-                if not copy.reuse[k]
-                or copy.space.strategies[k] == chosen[-1][0].space.strategies[forward]
-            ]
-            forward = allowed[0] if replicated else draw.choice(allowed)
-            chosen.append((copy, forward))
+        home = layout_of(strategies[source.home.node], source.home.dims)
+        start, forward = len(strategies) + len(chosen), None
+        for copy in formulator.make_copies(source, start, pricer, memory=True):
+            allowed = _allowed(copy, home, forward)
+            forward = copy, allowed[0] if replicated else draw.choice(allowed)
+            chosen.append(forward)
     return assign(
         case.graph, case.contraction, case.sources, sizes, strategies, chosen
     )
+
+
+def _allowed(copy: Copy, home: Layout, forward: tuple[Copy, int] | None) -> list[int]:
+    """The strategies of a copy that its value and the forward copy leave it."""
+    out: list[int] = []
+    for k, (strategy, mode) in enumerate(
+        zip(copy.space.strategies, copy.modes, strict=True)
+    ):
+        if mode is Mode.SAME and layout_of(strategy, copy.dims) != home:
+            continue
+        if mode is Mode.REUSE:
+            assert forward is not None
+            other, choice = forward
+            kept = other.modes[choice] is not Mode.SAME
+            if not kept or other.space.strategies[choice] != strategy:
+                continue
+        out.append(k)
+    return out
 
 
 def mesh_of(sizes: Sequence[int]) -> Mesh:

@@ -1,0 +1,310 @@
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar.cli import main
+from autopar.plans import Plan
+from autopar.plans.table import render
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
+SMALL = ("width=64", "batch=64", "layers=1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run_words(*words: object) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
+        return Result(stop.value.code, out, err)
+
+    return run_words
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A plan saved by the command line."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    words = ["plan", TARGET, *SMALL, "--cluster", "2x4:cpu", "--out", str(path)]
+    with pytest.raises(SystemExit):
+        main(words)
+    return path
+
+
+def assert_fails(result: Result, *parts: str) -> None:
+    """One line on stderr, nothing on stdout, exit code 2."""
+    assert result.code == 2
+    assert result.out == ""
+    assert len(result.err.splitlines()) == 1
+    assert result.err.startswith("autopar: ")
+    for part in parts:
+        assert part in result.err
+
+
+def test_version(run: Run) -> None:
+    result = run("--version")
+    assert (result.code, result.out) == (0, f"autopar {autopar.__version__}\n")
+
+
+def test_module_is_a_command_too() -> None:
+    words = [sys.executable, "-m", "autopar", "--version"]
+    root = pathlib.Path(__file__).parents[2]
+    done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=root)
+    assert done.stdout == f"autopar {autopar.__version__}\n"
+
+
+@pytest.mark.parametrize("words", [[], ["--help"]])
+def test_help_lists_the_commands(run: Run, words: list[str]) -> None:
+    result = run(*words)
+    assert result.code == 0
+    for name in ("plan", "explain", "audit", "compare", "profile", "demo"):
+        assert f"  {name} " in result.out
+        assert run(name, "--help").code == 0
+
+
+def test_plan_prints_the_plan_and_where_the_time_went(run: Run) -> None:
+    result = run("plan", TARGET, "--cluster", "2x4:cpu")
+    assert result.code == 0
+    expected = (GOLDEN / "two_layers_2x4_cpu.txt").read_text(encoding="utf-8")
+    assert result.out.startswith(expected)
+    assert result.out.splitlines()[-1].startswith("planned in ")
+
+
+def test_plan_as_json_is_one_object(run: Run) -> None:
+    words = ("--cluster", "2x4:cpu", "--json", "--seconds", 5, "--max-axes", 2)
+    result = run("plan", TARGET, *SMALL, *words)
+    assert result.code == 0
+    found = result.json
+    assert found["schema"] == 1
+    assert found["mesh"] == {"axes": {"data": 2, "tensor": 4}}
+    parts = {"step_s", "compute_s", "communication_s", "communication_bytes"}
+    assert set(found["predicted"]) == parts | {"peak_memory_bytes"}
+    assert {"status", "gap", "seconds"} <= set(found["solver"])
+    assert set(found["seconds"]) == {"trace", "graph", "solve", "total"}
+    assert len(found["inputs"]["params/0/kernel"]) == 2
+    assert found["shapes"]["params/0/kernel"] == [64, 64]
+    assert found["unsupported_ops"] == []
+    assert found["target"] == TARGET
+    assert found["options"] == {"width": "64", "batch": "64", "layers": "1"}
+
+
+def test_options_may_come_after_flags(run: Run) -> None:
+    result = run("plan", TARGET, "--cluster", "8:cpu", *SMALL, "--json")
+    assert result.json["options"]["layers"] == "1"
+
+
+def test_plan_is_saved(run: Run, saved: pathlib.Path) -> None:
+    plan = Plan.load(saved)
+    assert plan.target == TARGET
+    assert "params/0/kernel" in render(plan)
+
+
+def test_plan_writes_a_page(run: Run, tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "report.html"
+    assert run("plan", TARGET, "--cluster", "2x4:cpu", "--html", page).code == 0
+    text = page.read_text(encoding="utf-8")
+    assert text.startswith("<!DOCTYPE html>")
+    assert "params/{0,1}/kernel" in text
+
+
+def test_memory_changes_the_cluster(run: Run) -> None:
+    words = ("--cluster", "8:cpu", "--memory", "1GB", "--json")
+    assert run("plan", TARGET, *SMALL, *words).json["cluster"] == "8:cpu,memory=1GB"
+
+
+def test_no_plan_fits(run: Run) -> None:
+    words = ("--cluster", "2x4:cpu", "--memory", "10kB", "--seconds", 3)
+    assert_fails(run("plan", TARGET, *words), "no plan fits")
+
+
+def test_local_devices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(GOLDEN))  # where no profile is
+    result = run("plan", TARGET, *SMALL, "--cluster", "local", "--json")
+    assert result.code == 0
+    sizes = result.json["mesh"]["axes"].values()
+    assert list(sizes) in ([8], [2, 4], [4, 2])
+
+
+BAD_PLANS: list[tuple[list[str], list[str]]] = [
+    (["plan"], ["Missing argument"]),
+    (["plan", TARGET], ["--cluster"]),
+    (["plan", TARGET, "--cluster", "8:abacus"], ["unknown device 'abacus'"]),
+    (["plan", TARGET, "--cluster", "eight"], ["'eight' is not a shape"]),
+    (["plan", TARGET, "--cluster", "none.toml"], ["none.toml"]),
+    (["plan", TARGET, "--cluster", "8:cpu", "--memory", "3"], ["number of bytes"]),
+    (["plan", TARGET, "--cluster", "8:cpu", "--seconds", "x"], ["--seconds"]),
+    (["plan", TARGET, "--cluster", "8:cpu", "--seconds", "-1"], ["--seconds"]),
+    (["plan", TARGET, "--cluster", "8:cpu", "--max-axes", "0"], ["--max-axes"]),
+    (["plan", TARGET, "--cluster", "8:cpu", "--quick"], ["--quick"]),
+    (["plan", TARGET, "--cluster", "8:cpu", "--out", "/none/p"], ["/none"]),
+    (["plan", TARGET, "--cluster", "8:cpu", "--out", "/"], ["/"]),
+    (["plan", "none.py:f", "--cluster", "8:cpu"], ["none.py", "no such file"]),
+    (["plan", f"{TARGET}s", "--cluster", "8:cpu"], ["no function 'workloads'"]),
+    (["plan", TARGET, "layer=2", "--cluster", "8:cpu"], ["no option", "layers=2"]),
+    (["plan", TARGET, "layers=x", "--cluster", "8:cpu"], ["not a whole number"]),
+    (["plan", TARGET, "layers", "--cluster", "8:cpu"], ["is not key=value"]),
+    (["plan", TARGET, "layers=0", "--cluster", "8:cpu"], ["must be positive"]),
+    (["plan", TARGET, "batch=3", "--cluster", "8:cpu"], ["batch cannot be split"]),
+    (["plan", TARGET, "dtype=no", "--cluster", "8:cpu"], ["raised TypeError"]),
+    (["audit", "none.json"], ["none.json: cannot be read"]),
+    (["explain", "none.json"], ["none.json: cannot be read"]),
+    (["audit", TARGET], ["--cluster"]),
+    (["nothing"], ["No such command 'nothing'"]),
+    (["--nothing"], ["--nothing"]),
+    (["demo", "--steps", "0"], ["--steps"]),
+    (["compare", TARGET, "--cluster", "8:abacus"], ["unknown device"]),
+    (["compare", TARGET, "--cluster", "9:cpu", "--devices", "9"], ["9", "with 8"]),
+    (["profile", "--out", "/none/p.toml"], ["/none"]),
+]
+
+
+@pytest.mark.parametrize(("words", "parts"), BAD_PLANS, ids=lambda x: " ".join(x)[:60])
+def test_bad_input_is_one_line(run: Run, words: list[str], parts: list[str]) -> None:
+    assert_fails(run(*words), *parts)
+
+
+def test_a_step_that_cannot_be_traced(run: Run, tmp_path: pathlib.Path) -> None:
+    file = tmp_path / "untraceable.py"
+    file.write_text(
+        "def step(x, y):\n    return (x if x > 0 else y), y\n"
+        "def workload():\n    return step, 1.0, 2.0\n",
+        encoding="utf-8",
+    )
+    result = run("plan", f"{file}:workload", "--cluster", "8:cpu")
+    assert_fails(result, "the step 'step' cannot be traced")
+
+
+def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise ValueError("a bug")
+
+    monkeypatch.setattr("autopar.cli.common.analyse", broken)
+    with pytest.raises(ValueError, match="a bug"):
+        main(["plan", TARGET, "--cluster", "8:cpu"])
+
+
+def test_audit_agrees_with_the_plan(run: Run, saved: pathlib.Path) -> None:
+    result = run("audit", saved, "--json")
+    assert result.code == 0
+    found = result.json
+    assert found["inputs"] == json.loads(saved.read_text())["inputs"]
+    predicted = found["predicted"]["communication_bytes"]
+    assert found["shardy"]["communication_bytes"] == pytest.approx(predicted)
+    assert found["shardy"]["by_kind"] == pytest.approx(found["predicted_by_kind"])
+    assert "xla" not in found
+
+
+def test_audit_compiles(run: Run) -> None:
+    words = ("width=256", "batch=256", "--cluster", "2x4:cpu", "--compile", "--json")
+    found = run("audit", TARGET, *words).json
+    predicted = found["predicted"]["communication_bytes"]
+    assert predicted > 0
+    assert found["xla"]["communication_bytes"] == pytest.approx(predicted)
+    assert found["xla"]["peak_memory_bytes"] > 0
+
+
+def test_audit_prints_a_table(run: Run) -> None:
+    result = run("audit", TARGET, "width=256", "batch=256", "--cluster", "2x4:cpu")
+    assert result.code == 0
+    assert "shardy communicates what the plan predicts" in result.out
+    assert "total" in result.out
+
+
+def test_explain_gives_an_overview(run: Run, saved: pathlib.Path) -> None:
+    result = run("explain", saved)
+    assert result.code == 0
+    assert "held on each device" in result.out
+    found = run("explain", saved, "--json").json
+    seconds = sum(row["seconds"] for row in found["collectives"])
+    assert seconds == pytest.approx(found["predicted"]["communication_s"])
+    assert set(found["state_bytes"]) == {"parameter", "optimizer state", "batch"}
+
+
+def test_explain_compares_layouts(run: Run, saved: pathlib.Path) -> None:
+    words = ("--tensor", "params/*/kernel", "--alternatives", 2)
+    result = run("explain", saved, *words)
+    assert result.code == 0
+    assert "params/0/kernel" in result.out
+    assert "chosen" in result.out
+    (found,) = run("explain", saved, *words, "--json").json["inputs"]
+    assert len(found["alternatives"]) == 2
+    assert found["layout"] not in [a["layout"] for a in found["alternatives"]]
+
+
+def test_explain_takes_the_target_of_a_plan_made_elsewhere(
+    run: Run, saved: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    data = json.loads(saved.read_text()) | {"target": "", "options": {}}
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(data))
+    assert_fails(run("explain", path), "does not say which step", "train.py:workload")
+    assert run("explain", path, TARGET, *SMALL).code == 0
+
+
+def test_a_plan_of_another_model(run: Run, saved: pathlib.Path) -> None:
+    for command in ("explain", "audit"):
+        assert_fails(run(command, saved, "width=32"), "belongs to another step")
+
+
+def test_a_plan_of_another_cluster(run: Run, saved: pathlib.Path) -> None:
+    result = run("explain", saved, "--cluster", "8:cpu")
+    assert_fails(result, "the plan is for 2x4:cpu", "says 8:cpu")
+
+
+def test_a_plan_of_a_cluster_without_short_form(
+    run: Run, saved: pathlib.Path, tmp_path: pathlib.Path
+) -> None:
+    cluster = autopar.Cluster.parse("2x4:cpu")
+    device = dataclasses.replace(cluster.device, name="mine")
+    custom = dataclasses.replace(cluster, device=device)
+    toml, path = tmp_path / "mine.toml", tmp_path / "plan.json"
+    toml.write_text(custom.to_toml(), encoding="utf-8")
+    words = ("plan", TARGET, *SMALL, "--cluster", toml, "--out", path)
+    assert run(*words).code == 0
+    assert_fails(run("audit", path), "has no short form", "--cluster cluster.toml")
+    assert run("audit", path, "--cluster", toml).code == 0
+
+
+@pytest.mark.parametrize(
+    ("text", "part"),
+    [
+        ("{", "not a plan"),
+        ("[]", "not a plan"),
+        ('{"schema": 999}', "has schema 999"),
+        ('{"schema": 1}', "not a plan"),
+    ],
+)
+def test_files_that_are_no_plans(
+    run: Run, tmp_path: pathlib.Path, text: str, part: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(text)
+    for command in ("explain", "audit"):
+        assert_fails(run(command, path), part)

@@ -1,0 +1,160 @@
+import math
+import pathlib
+
+import msgspec
+import pytest
+
+from autopar.api import plan_analysis
+from autopar.cli.target import load
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.explain import (
+    Context,
+    alternatives,
+    array_name,
+    context_of,
+    decisions,
+    group_collectives,
+    mesh_of,
+    plan_choices,
+)
+from autopar.plans import Plan
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+KERNELS = "params/*/kernel"
+
+
+def silent(_: str) -> None:
+    """Says nothing."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Cluster:
+    return Cluster.parse("2x4:cpu")
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    workload = load(f"{GOLDEN / 'two_layers.py'}:workload", {})
+    return analyse(workload.step, workload.args)
+
+
+@pytest.fixture(scope="module")
+def plan(analysis: Analysis, cluster: Cluster) -> Plan:
+    return plan_analysis(analysis, cluster)
+
+
+@pytest.fixture(scope="module")
+def context(analysis: Analysis, plan: Plan, cluster: Cluster) -> Context:
+    return context_of(analysis, plan, cluster)
+
+
+def test_groups_add_up_to_the_prediction(context: Context, plan: Plan) -> None:
+    rows = group_collectives(context, context.collectives)
+    assert rows
+    expected = plan.predicted
+    assert math.isclose(sum(r.seconds for r in rows), expected.communication_s)
+    assert math.isclose(sum(r.sent_bytes for r in rows), expected.communication_bytes)
+    assert [r.seconds for r in rows] == sorted((r.seconds for r in rows), reverse=True)
+
+
+def test_inputs_are_named_by_their_path(context: Context) -> None:
+    analysis = context.analysis
+    for given in analysis.graph.inputs:
+        assert array_name(analysis, given.value) == given.path
+
+
+def test_a_decision_holds_all_inputs_that_share_it(context: Context) -> None:
+    found = decisions(context, KERNELS)
+    paths = {i.path for d in found for i in d.inputs}
+    assert paths == {"params/0/kernel", "params/1/kernel"}
+    for decision in found:
+        assert decision.shared >= len(decision.inputs)
+        assert decision.nbytes == 256 * 256 * 4
+        axes = [axis for dim in decision.spec for axis in dim]
+        split = math.prod(context.plan.mesh["axes"][axis] for axis in axes)
+        assert decision.shard_bytes == decision.nbytes / split
+
+
+def test_the_gradient_belongs_to_its_parameter(context: Context) -> None:
+    """The plan is data parallel in part, so the gradients are reduced."""
+    phases = {r.phase for d in decisions(context, KERNELS) for r in d.collectives}
+    assert "backward" in phases
+
+
+def test_a_scalar_has_no_layout_to_choose(context: Context) -> None:
+    (decision,) = decisions(context, "opt_state/0/count")
+    assert decision.node is None
+    assert alternatives(context, decision, limit=3, seconds=1.0, say=silent) == []
+
+
+def test_a_pattern_that_matches_nothing_is_an_error(context: Context) -> None:
+    with pytest.raises(PlanError, match=r"'nothing\*' matches no input.*params/0/bias"):
+        decisions(context, "nothing*")
+
+
+def test_the_plan_is_found_again_in_the_problem(context: Context, plan: Plan) -> None:
+    """The cost of the choices, added up here, is the cost that was solved for."""
+    formulation = context.analysis.formulator.formulate(context.pricer)
+    chosen = plan_choices(context, formulation)
+    problem = formulation.problem
+    cost = sum(c[chosen[i]] for i, c in enumerate(problem.node_costs)) + sum(
+        m[chosen[i], chosen[j]]
+        for (i, j), m in zip(problem.edges, problem.edge_costs, strict=True)
+    )
+    assert math.isclose(cost, plan.solver.cost)
+
+
+def test_no_alternative_beats_a_proved_plan(context: Context, plan: Plan) -> None:
+    decision = decisions(context, KERNELS)[0]
+    said: list[str] = []
+    found = alternatives(context, decision, limit=4, seconds=5.0, say=said.append)
+    assert len(found) == len(said) == 4
+    specs = [decision.spec, *(a.spec for a in found)]
+    assert len(set(specs)) == len(specs)
+    assert [a.step_s for a in found] == sorted(a.step_s for a in found)
+    for other in found:
+        if other.proved:
+            assert other.step_s >= plan.predicted.step_s * (1 - 1e-3)
+
+
+def test_the_limit_is_kept(context: Context) -> None:
+    decision = decisions(context, KERNELS)[0]
+    assert alternatives(context, decision, limit=0, seconds=1.0, say=silent) == []
+
+
+def test_the_mesh_must_be_one_of_the_cluster(plan: Plan) -> None:
+    with pytest.raises(PlanError, match=r"mesh .* does not fit the cluster 3:cpu"):
+        mesh_of(plan, Cluster.parse("3:cpu"))
+
+
+def test_the_mesh_is_that_of_the_plan(plan: Plan, cluster: Cluster) -> None:
+    mesh = mesh_of(plan, cluster)
+    assert dict(zip(mesh.names, mesh.sizes, strict=True)) == plan.mesh["axes"]
+
+
+def test_a_plan_with_names_of_its_own_is_explained(
+    analysis: Analysis, cluster: Cluster
+) -> None:
+    made = plan_analysis(analysis, cluster, axis_names=("hosts", "cores"))
+    context = context_of(analysis, made, cluster)
+    assert context.pricer.mesh.names == ("hosts", "cores")
+
+
+def test_a_layout_that_the_planner_lacks_is_an_error(
+    analysis: Analysis, plan: Plan, cluster: Cluster
+) -> None:
+    """Both axes on a factor of a contraction, in an order that is not considered."""
+    index, node = next(
+        (i, n)
+        for i, n in enumerate(plan.nodes)
+        if n.kind == "contraction" and n.factors[0] % 8 == 0
+    )
+    axes = (("tensor", "data"), *((),) * (len(node.factors) - 1))
+    edited = msgspec.structs.replace(node, axes=axes)
+    nodes = (*plan.nodes[:index], edited, *plan.nodes[index + 1 :])
+    context = context_of(analysis, msgspec.structs.replace(plan, nodes=nodes), cluster)
+    formulation = analysis.formulator.formulate(context.pricer)
+    with pytest.raises(PlanError, match="that the planner does not consider"):
+        plan_choices(context, formulation)

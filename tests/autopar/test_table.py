@@ -1,0 +1,300 @@
+import html.parser
+import pathlib
+from typing import Any
+
+import msgspec
+import pytest
+
+from autopar.plans import NodeDecision, Plan, Predicted, Seconds, SolverReport
+from autopar.plans.html import bars, render_html
+from autopar.plans.schema import SCHEMA
+from autopar.plans.table import (
+    CollectiveRow,
+    bytes_text,
+    collapse,
+    collective_lines,
+    columns,
+    input_rows,
+    planning_times,
+    render,
+    seconds_text,
+    shape_text,
+    spec_text,
+)
+
+SPLIT = (("data",), ())
+WHOLE = ((), ())
+
+
+def make_plan(**changes: Any) -> Plan:
+    """A plan that nothing was planned for."""
+    inputs = {
+        "state/params/block_0/up/kernel": SPLIT,
+        "state/params/block_1/up/kernel": SPLIT,
+        "state/params/block_2/up/kernel": WHOLE,
+        "state/mu/block_0/up/kernel": SPLIT,
+        "state/nu/block_0/up/kernel": SPLIT,
+        "batch/x": SPLIT,
+        "batch/n": (),
+    }
+    roles = {
+        path: "parameter"
+        if "params" in path
+        else "batch"
+        if "batch" in path
+        else "optimizer state"
+        for path in inputs
+    }
+    shapes = {path: (8, 16) if spec else () for path, spec in inputs.items()}
+    plan = Plan(
+        schema=SCHEMA,
+        version="0.0",
+        cluster="2:cpu",
+        mesh={"axes": {"data": 2}},
+        predicted=Predicted(
+            step_s=0.003,
+            compute_s=0.002,
+            communication_s=0.001,
+            communication_bytes=4096.0,
+            peak_memory_bytes=2.5e9,
+        ),
+        solver=SolverReport(
+            status="proved optimal", gap=0.0, seconds=1.0, cost=0.003, bound=0.003
+        ),
+        seconds=Seconds(trace=0.5, graph=0.25, solve=1.0, total=1.75),
+        inputs=inputs,
+        outputs={},
+        roles=roles,
+        unsupported_ops=(),
+        assumed=(),
+        fingerprint="0" * 16,
+        nodes=(
+            NodeDecision(name="x", kind="input", factors=(8, 16), axes=(("data",), ())),
+        ),
+        copies=(),
+        shapes=shapes,
+    )
+    return msgspec.structs.replace(plan, **changes)
+
+
+ROW = CollectiveRow(
+    kind="all_gather",
+    axes=("data",),
+    arrays=("block_0/<up>", "block_1/<up>"),
+    phase="forward",
+    trips=2.0,
+    sent_bytes=4096.0,
+    seconds=0.001,
+)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0.0, "0 s"),
+        (2.0, "2.00 s"),
+        (123.4, "123 s"),
+        (0.0141, "14.1 ms"),
+        (0.9999, "1.00 s"),
+        (5.6e-4, "560 us"),
+        (9.996e-4, "1.00 ms"),
+        (2e-9, "0.002 us"),
+        (float("inf"), "inf s"),
+    ],
+)
+def test_times_have_a_unit_that_suits_them(seconds: float, text: str) -> None:
+    assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"),
+    [
+        (0, "0 B"),
+        (4, "4 B"),
+        (999, "999 B"),
+        (0.5, "0.5 B"),
+        (1000, "1.00 kB"),
+        (999_600, "1.00 MB"),
+        (4_968_455, "4.97 MB"),
+        (80e9, "80.0 GB"),
+        (3e18, "3000 PB"),
+    ],
+)
+def test_bytes_have_a_unit_that_suits_them(nbytes: float, text: str) -> None:
+    assert bytes_text(nbytes) == text
+
+
+def test_layouts_are_written_as_jax_writes_them() -> None:
+    from jax.sharding import PartitionSpec as P  # noqa: N817 (as JAX's users do)
+
+    spec = (("data", "tensor"), (), ("fsdp",), ())
+    expected = P(("data", "tensor"), None, "fsdp")
+    assert eval(spec_text(spec), {"P": P}) == expected
+    assert spec_text(()) == spec_text(((), ())) == "P()"
+
+
+@pytest.mark.parametrize(
+    ("paths", "expected"),
+    [
+        ([], []),
+        (["a/b"], ["a/b"]),
+        (["b_3/w"], ["b_3/w"]),
+        (["b_0/w", "b_1/w"], ["b_{0,1}/w"]),
+        (["b_0/w", "b_1/w", "b_2/w"], ["b_{0..2}/w"]),
+        (["b_0/w", "b_2/w", "b_4/w"], ["b_{0,2,..4}/w"]),
+        (["b_0/w", "b_1/w", "b_7/w"], ["b_{0,1,7}/w"]),
+        (["b_10/w", "b_9/w", "b_8/w"], ["b_{8..10}/w"]),
+        (["b_00/w", "b_01/w"], ["b_00/w", "b_01/w"]),
+        ([f"b_{i}/c_{j}" for i in (0, 1) for j in (1, 2)], ["b_{0,1}/c_{1,2}"]),
+        (["b_0/c_1", "b_0/c_2", "b_1/c_2"], ["b_0/c_{1,2}", "b_1/c_2"]),
+    ],
+)
+def test_collapse_names_just_the_given_paths(
+    paths: list[str], expected: list[str]
+) -> None:
+    assert collapse(paths) == expected
+
+
+def test_columns_line_up() -> None:
+    lines = columns([("a", "n"), ("long", "1"), ("b", "234")], right=(1,))
+    assert lines == ["a       n", "long    1", "b     234"]
+
+
+def test_layers_share_a_row_only_with_the_same_layout() -> None:
+    rows = input_rows(make_plan())
+    assert rows == [
+        ("state/params/block_{0,1}/up/kernel", "parameter", "8x16", "P('data')"),
+        ("state/params/block_2/up/kernel", "parameter", "8x16", "P()"),
+        ("state/{mu,nu}/block_0/up/kernel", "optimizer state", "8x16", "P('data')"),
+        ("batch/x", "batch", "8x16", "P('data')"),
+        ("batch/n", "batch", "scalar", "P()"),
+    ]
+
+
+def test_moments_with_other_layouts_have_rows_of_their_own() -> None:
+    plan = make_plan()
+    inputs = plan.inputs | {"state/nu/block_0/up/kernel": WHOLE}
+    paths = [row[0] for row in input_rows(msgspec.structs.replace(plan, inputs=inputs))]
+    assert "state/mu/block_0/up/kernel" in paths
+    assert "state/nu/block_0/up/kernel" in paths
+
+
+def test_a_plan_without_shapes_is_printed_too() -> None:
+    assert "batch/x" in render(make_plan(shapes={}))
+    assert shape_text(None) == ""
+
+
+def test_the_text_of_a_plan_says_what_matters() -> None:
+    plan = make_plan()
+    text = str(plan)
+    assert text == render(plan)
+    for part in ("2:cpu", "data=2", "proved optimal", "3.00 ms", "4.10 kB", "2.50 GB"):
+        assert part in text
+    assert "gap" not in text
+    assert "planned replicated" not in text
+
+
+def test_the_gap_is_shown_where_there_is_one() -> None:
+    solver = msgspec.structs.replace(
+        make_plan().solver, status="best found within the time limit", gap=0.031
+    )
+    assert "best found within the time limit, gap 3.10%" in str(make_plan(solver=solver))
+
+
+def test_what_the_planner_could_not_know_is_named() -> None:
+    text = str(make_plan(unsupported_ops=("fft", "eigh"), assumed=("while: 10",)))
+    assert "for want of a rule: fft, eigh" in text
+    assert "with the trips assumed: while: 10" in text
+
+
+def test_the_text_does_not_depend_on_how_long_planning_took() -> None:
+    slow = Seconds(trace=1.0, graph=2.0, solve=3.0, total=6.0)
+    solver = msgspec.structs.replace(make_plan().solver, seconds=3.0)
+    assert str(make_plan(seconds=slow, solver=solver)) == str(make_plan())
+    assert planning_times(make_plan(seconds=slow)) == (
+        "planned in 6.0 s: tracing 1.0 s, graph 2.0 s, solving 3.0 s"
+    )
+
+
+def test_collectives_are_a_table() -> None:
+    heading, line = collective_lines([ROW])
+    assert heading.split() == ["collective", "over", "of", "in", "times", "sends", "takes"]
+    words = ["all_gather", "data", "block_{0,1}/<up>", "forward", "2", "4.10", "kB"]
+    assert line.split() == [*words, "1.00", "ms"]
+
+
+class _Page(html.parser.HTMLParser):
+    """Collects the text of a page, and checks that its tags are closed in order."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.cells: list[str] = []
+        self.words = ""
+        self.feed(page)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: Any) -> None:
+        del attrs
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: Any) -> None:
+        pass
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words += data
+        if self.open and self.open[-1] == "td":
+            self.cells.append(data)
+
+
+def test_the_page_holds_what_the_table_does() -> None:
+    plan = make_plan(target="train.py:workload", options={"layers": "3"})
+    page = _Page(render_html(plan, [ROW]))
+    for row in input_rows(plan):
+        assert row[0] in page.cells
+    assert "block_{0,1}/<up>" in page.cells  # escaped, so it is text
+    assert "train.py:workload layers=3" in page.words
+    assert "all-gather" in page.words
+
+
+def test_the_page_needs_nothing_else() -> None:
+    page = render_html(make_plan(), [])
+    assert "http" not in page
+    assert "<script" not in page
+
+
+def test_the_page_names_meshes_and_notes() -> None:
+    solver = msgspec.structs.replace(
+        make_plan().solver, meshes={"data=8": 0.2, "data=2 tensor=4": 0.1}
+    )
+    page = _Page(render_html(make_plan(solver=solver, unsupported_ops=("fft",)), []))
+    assert page.cells.index("data=2 tensor=4") < page.cells.index("data=8")
+    assert "fft" in page.words
+
+
+def test_bars_are_as_long_as_their_values() -> None:
+    import re
+
+    chart = bars([("a", 2.0, "#000"), ("b", 1.0, "#000"), ("c", 0.0, "#000")])
+    widths = [float(w) for w in re.findall(r'<rect[^>]* width="([0-9.]+)"', chart)]
+    assert widths[0] == 2 * widths[1]
+    assert 0 < widths[2] <= 1
+    assert bars([]).startswith("<svg")
+
+
+def test_golden() -> None:
+    """The text of a plan for a fixed model and cluster; see `two_layers.py`."""
+    from autopar.api import plan
+    from autopar.cli.target import load
+    from autopar.cluster import Cluster
+
+    folder = pathlib.Path(__file__).parents[1] / "golden"
+    workload = load(f"{folder / 'two_layers.py'}:workload", {})
+    found = plan(workload.step, *workload.args, cluster=Cluster.parse("2x4:cpu"))
+    assert found.solver.status == "proved optimal"
+    expected = (folder / "two_layers_2x4_cpu.txt").read_text(encoding="utf-8")
+    assert str(found) + "\n" == expected
