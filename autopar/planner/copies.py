@@ -39,3 +39,9 @@ class Copy:
     space: Space
     modes: tuple[Mode, ...]
     uses: tuple[Use, ...]
+
+    def mode_of(self, same: bool, reuse: bool) -> Mode:
+        """The mode of a copy with or without the value's own layout."""
+        if reuse:
+            return Mode.REUSE
+        return Mode.SAME if same and Mode.SAME in self.modes else Mode.FETCH

@@ -96,6 +96,7 @@ def search(
     meshes: Sequence[MeshShape] | None = None,
     seconds: float | None = None,
     restriction: Callable[[Pricer], Restriction] | None = None,
+    starts: Sequence[Candidate] = (),
 ) -> SearchResult:
     """Finds the best plan of a step on a cluster.
 
@@ -105,6 +106,8 @@ def search(
       meshes: the meshes to try; default: `candidate_meshes`.
       seconds: time limit of the solver, for each mesh.
       restriction: says, for a mesh, which strategies are allowed.
+      starts: assignments known already; the result is at least as good as those
+        that fit.
 
     Raises:
       InfeasibleError: no mesh has a plan that fits the memory of a device.
@@ -116,15 +119,17 @@ def search(
         pricer = Pricer(cluster, mesh)
         limit = restriction(pricer) if restriction is not None else None
         try:
-            tried.append((mesh, solve_mesh(analysis, pricer, limit, seconds)))
+            known = [c for c in starts if c.pricer.mesh == mesh]
+            found = solve_mesh(analysis, pricer, limit, seconds, known)
+            tried.append((mesh, found))
         except InfeasibleError as error:
             tried.append((mesh, None))
             failure = error
-    found = [c for _, c in tried if c is not None]
-    if not found:
+    solved = [c for _, c in tried if c is not None]
+    if not solved:
         assert failure is not None
         raise failure
-    best = min(found, key=lambda c: c.step_s)
+    best = min(solved, key=lambda c: c.step_s)
     return SearchResult(best, tuple(tried), time.perf_counter() - start)
 
 
@@ -137,6 +142,7 @@ def solve_mesh(
     pricer: Pricer,
     restriction: Restriction | None = None,
     seconds: float | None = None,
+    starts: Sequence[Candidate] = (),
 ) -> Candidate:
     """Finds the best assignment on one mesh.
 
@@ -146,26 +152,53 @@ def solve_mesh(
       InfeasibleError: nothing fits the memory of a device.
     """
     limit = float(pricer.cluster.memory_bytes)
-    formulation = analysis.formulator.formulate(pricer, restriction)
-    solution = solve(formulation.problem, seconds=seconds)
-    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        raise PlanError(f"no plan found on mesh {pricer.mesh}: {solution.status.value}.")
-    found = evaluate(analysis, formulation, solution)
-    tightened = limit
-    for _ in range(_TIGHTENINGS):
-        if found.peak_memory_bytes <= limit:
-            return found
-        if tightened < limit:
-            tightened *= 0.995 * limit / found.peak_memory_bytes
+    fitting = [c for c in starts if c.peak_memory_bytes <= limit]
+    start = min(fitting, key=lambda c: c.step_s, default=None)
+    tightened: float | None = None
+    for _ in range(_TIGHTENINGS + 1):
         formulation = analysis.formulator.formulate(pricer, restriction, tightened)
-        solution = solve(formulation.problem, seconds=seconds)
+        choices = None if start is None else choices_of(formulation, start)
+        solution = solve(formulation.problem, seconds=seconds, warm_start=choices)
         if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-            raise infeasible(analysis, pricer, formulation)
+            break
         found = evaluate(analysis, formulation, solution)
-        tightened = min(tightened, limit * (1 - 1e-9))
-    if found.peak_memory_bytes <= limit:
-        return found
+        if found.peak_memory_bytes <= limit:
+            return found if start is None else min(found, start, key=lambda c: c.step_s)
+        over = limit / found.peak_memory_bytes
+        tightened = limit if tightened is None else 0.995 * tightened * over
+    if start is not None:
+        return start
+    if tightened is None:
+        raise PlanError(f"no plan found on mesh {pricer.mesh}: {solution.status.value}.")
     raise infeasible(analysis, pricer, formulation)
+
+
+def choices_of(formulation: Formulation, candidate: Candidate) -> list[int] | None:
+    """Finds a candidate's strategies in a formulation; None if one is not there."""
+    choices: list[int] = []
+    count = len(candidate.assignment.strategies)
+    for space, strategy in zip(
+        formulation.spaces[:count], candidate.assignment.strategies, strict=True
+    ):
+        if strategy not in space.strategies:
+            return None
+        choices.append(space.strategies.index(strategy))
+    for copy in formulation.copies:
+        chosen = candidate.assignment.copies.get((copy.value_class, copy.backward))
+        if chosen is None:
+            return None
+        home = candidate.assignment.home_layout(copy.uses[0].example)
+        mode = copy.mode_of(chosen.layout == home, chosen.reuse)
+        layouts = copy.space.layouts(copy.dims)
+        matches = [
+            k
+            for k, (layout, m) in enumerate(zip(layouts, copy.modes, strict=True))
+            if layout == chosen.layout and m is mode
+        ]
+        if not matches:
+            return None
+        choices.append(matches[0])
+    return choices
 
 
 def evaluate(

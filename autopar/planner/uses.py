@@ -37,6 +37,11 @@ class Use:
     backward: bool
     readers: dict[int, tuple[int, int, float]]
 
+    @property
+    def example(self) -> int:
+        """One of the values that are read so."""
+        return next(iter(self.readers))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:

@@ -19,6 +19,7 @@ from autopar_passes.layouts import Layout, constrain
 from autopar_passes.layouts import partition_spec as partition_spec
 from autopar_passes.program import Atom, Constant, Equation, Program, Region, walk
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
     """The way of a value from its home to a reader.
@@ -232,7 +233,9 @@ class _Replayer:
         return [self.pin(x, self.plan.results(op, k)) for k, x in enumerate(out)]
 
     def bind(self, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
-        if eqn.primitive != convolution.PRIMITIVE or not convolution.is_grouped(eqn.params):
+        if eqn.primitive != convolution.PRIMITIVE or not convolution.is_grouped(
+            eqn.params
+        ):
             return jax_compat.bind(eqn.source, *args)
         left, right = (self.plan.operand(op, slot) for slot in range(2))
         result = self.plan.results(op, 0)

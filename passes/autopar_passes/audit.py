@@ -96,7 +96,9 @@ def _spread_host_calls(operation: Any) -> None:
         for block in region.blocks:
             for op in block.operations:
                 inner = op.operation
-                sharding = inner.attributes[_SHARDED] if _SHARDED in inner.attributes else ""
+                sharding = (
+                    inner.attributes[_SHARDED] if _SHARDED in inner.attributes else ""
+                )
                 if "maximal" in str(sharding):
                     del inner.attributes[_SHARDED]
                 _spread_host_calls(inner)

@@ -36,7 +36,8 @@ def whole_windows(rule: FactorRule, params: Mapping[str, Any]) -> FactorRule:
         for factor in dims[dim]
     }
     kinds = tuple(
-        FactorKind.BLOCKED if f in windows else kind for f, kind in enumerate(rule.kinds)
+        FactorKind.BLOCKED if f in windows else kind
+        for f, kind in enumerate(rule.kinds)
     )
     reduction = rule.reduction if FactorKind.REDUCE in kinds else ""
     return dataclasses.replace(rule, kinds=kinds, reduction=reduction)

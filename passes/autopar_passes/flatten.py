@@ -29,8 +29,12 @@ _INLINED = frozenset(
     }
 )
 _REMAT = frozenset({"remat", "remat2", "checkpoint"})
-# Identity equations that only say where a value lives; the plan decides that.
-_DROPPED = frozenset({"sharding_constraint", "mesh_cast", "reshard"})
+# Identities: what says where a value lives, which the plan decides, and what
+# matters to differentiation only, which is over. Left in, they would be a second
+# name of the same array to the compiler, and a second resharding to us.
+_DROPPED = frozenset(
+    {"sharding_constraint", "mesh_cast", "reshard", "stop_gradient", "name"}
+)
 
 
 def flatten(closed: Any) -> Program:

@@ -18,6 +18,7 @@ from autopar_passes.rules import FactorRule
 # loop_iteration_count_estimate).
 UNKNOWN_TRIPS = 100.0
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operator:
     """One operator of the graph.

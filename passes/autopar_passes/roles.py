@@ -92,9 +92,7 @@ def operator_roles(
     )
 
 
-def _reached(
-    marked: Sequence[bool], reads: Sequence[Sequence[int]]
-) -> list[bool]:
+def _reached(marked: Sequence[bool], reads: Sequence[Sequence[int]]) -> list[bool]:
     """What depends on a marked operator, also by way of a loop's carry.
 
     A carry comes before the body that makes its next value, so once through

@@ -364,7 +364,8 @@ def _reduces(value: Any) -> bool:
     """Whether a value is the result of a reduction itself."""
     owner = getattr(value.owner, "operation", None)
     return owner is not None and (
-        owner.name in _SUMMING or owner.name in ("stablehlo.reduce", "stablehlo.scatter")
+        owner.name in _SUMMING
+        or owner.name in ("stablehlo.reduce", "stablehlo.scatter")
     )
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -96,9 +97,7 @@ def random_plan(
             allowed = _allowed(copy, home, forward)
             forward = copy, allowed[0] if replicated else draw.choice(allowed)
             chosen.append(forward)
-    return assign(
-        case.graph, case.contraction, case.sources, sizes, strategies, chosen
-    )
+    return assign(case.graph, case.contraction, case.sources, sizes, strategies, chosen)
 
 
 def _allowed(copy: Copy, home: Layout, forward: tuple[Copy, int] | None) -> list[int]:
@@ -117,6 +116,11 @@ def _allowed(copy: Copy, home: Layout, forward: tuple[Copy, int] | None) -> list
                 continue
         out.append(k)
     return out
+
+
+def product(sizes: Iterable[int]) -> int:
+    """Number of shards over axes of these sizes."""
+    return math.prod(sizes)
 
 
 def mesh_of(sizes: Sequence[int]) -> Mesh:

@@ -198,7 +198,9 @@ def test_the_gap_is_shown_where_there_is_one() -> None:
     solver = msgspec.structs.replace(
         make_plan().solver, status="best found within the time limit", gap=0.031
     )
-    assert "best found within the time limit, gap 3.10%" in str(make_plan(solver=solver))
+    assert "best found within the time limit, gap 3.10%" in str(
+        make_plan(solver=solver)
+    )
 
 
 def test_what_the_planner_could_not_know_is_named() -> None:
@@ -218,7 +220,15 @@ def test_the_text_does_not_depend_on_how_long_planning_took() -> None:
 
 def test_collectives_are_a_table() -> None:
     heading, line = collective_lines([ROW])
-    assert heading.split() == ["collective", "over", "of", "in", "times", "sends", "takes"]
+    assert heading.split() == [
+        "collective",
+        "over",
+        "of",
+        "in",
+        "times",
+        "sends",
+        "takes",
+    ]
     words = ["all_gather", "data", "block_{0,1}/<up>", "forward", "2", "4.10", "kB"]
     assert line.split() == [*words, "1.00", "ms"]
 

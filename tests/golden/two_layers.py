@@ -23,7 +23,9 @@ def train_step(params, opt_state, batch):
     return optax.apply_updates(params, updates), opt_state, loss
 
 
-def workload(layers: int = 2, width: int = 256, batch: int = 256, dtype: str = "float32"):
+def workload(
+    layers: int = 2, width: int = 256, batch: int = 256, dtype: str = "float32"
+):
     """The step, and the shapes of its state and batch."""
     if layers < 1:
         raise ValueError(f"layers must be positive, got {layers}.")

@@ -42,9 +42,7 @@ def test_nothing_is_communicated_in_silence_or_in_vain() -> None:
     [(jnp.float32, 4), (jnp.bfloat16, 2), (jnp.int8, 1), (jnp.complex64, 8), (bool, 1)],
 )
 def test_a_gather_is_charged_what_a_device_gets(dtype: Any, size: int) -> None:
-    (found,) = audit(
-        lambda x: state(x, None, "x"), ((8, 16), P("y", "x")), dtype=dtype
-    )
+    (found,) = audit(lambda x: state(x, None, "x"), ((8, 16), P("y", "x")), dtype=dtype)
 
     assert (found.kind, found.axes, found.group) == ("all_gather", ("y",), 4)
     assert found.nbytes == 8 * 16 * size / 2

@@ -34,7 +34,9 @@ PASS, REDUCE, BLOCKED = FactorKind.PASS, FactorKind.REDUCE, FactorKind.BLOCKED
 
 
 def test_a_product_reduces_its_contracted_factor() -> None:
-    rule = only(graph_of(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 4))), "dot_general").rule
+    rule = only(
+        graph_of(jnp.matmul, jnp.ones((2, 3)), jnp.ones((3, 4))), "dot_general"
+    ).rule
 
     (left, right), (result,) = rule.operands, rule.results
     assert left[1] == right[0]
@@ -47,7 +49,9 @@ def test_a_product_reduces_its_contracted_factor() -> None:
     ("reduce", "kind"), [(jnp.sum, "sum"), (jnp.max, "max"), (jnp.min, "min")]
 )
 def test_reductions_say_how_they_combine(reduce: Callable[..., Any], kind: str) -> None:
-    rule = only(graph_of(lambda x: reduce(x, 0), jnp.ones((4, 3))), f"reduce_{kind}").rule
+    rule = only(
+        graph_of(lambda x: reduce(x, 0), jnp.ones((4, 3))), f"reduce_{kind}"
+    ).rule
 
     assert rule.reduction == kind
     assert kinds(rule, rule.operands[0]) == [REDUCE, PASS]
@@ -78,7 +82,9 @@ def test_top_k_keeps_its_last_dimension_whole() -> None:
 
 
 def test_a_reshape_has_compound_dimensions() -> None:
-    rule = only(graph_of(lambda x: x.reshape(4, 6), jnp.ones((4, 2, 3))), "reshape").rule
+    rule = only(
+        graph_of(lambda x: x.reshape(4, 6), jnp.ones((4, 2, 3))), "reshape"
+    ).rule
 
     assert [len(d) for d in rule.results[0]] == [1, 2]
     assert rule.results[0][1] == rule.operands[0][1] + rule.operands[0][2]
@@ -86,7 +92,9 @@ def test_a_reshape_has_compound_dimensions() -> None:
 
 def test_padding_keeps_what_it_pads_whole() -> None:
     """XLA's partitioner fails on a pad of one element to several shards."""
-    rule = only(graph_of(lambda x: jnp.pad(x, ((0, 0), (0, 7))), jnp.ones((4, 1))), "pad").rule
+    rule = only(
+        graph_of(lambda x: jnp.pad(x, ((0, 0), (0, 7))), jnp.ones((4, 1))), "pad"
+    ).rule
 
     assert kinds(rule, rule.results[0]) == [PASS, BLOCKED]
 
@@ -96,7 +104,8 @@ def test_a_filling_gather_reduces_inside() -> None:
 
     filled = only(graph_of(lambda t, i: jnp.take(t, i, axis=0), table, rows), "gather")
     clipped = only(
-        graph_of(lambda t, i: jnp.take(t, i, axis=0, mode="clip"), table, rows), "gather"
+        graph_of(lambda t, i: jnp.take(t, i, axis=0, mode="clip"), table, rows),
+        "gather",
     )
 
     assert filled.rule.reduction == INNER

@@ -60,7 +60,14 @@ def test_calls_are_inlined(wrap: Any) -> None:
     program = flat(wrap(jnp.sin), jnp.ones(3))
 
     check_numbering(program)
-    calls = {"jit", "pjit", "checkpoint", "remat2", "custom_vjp_call", "custom_jvp_call"}
+    calls = {
+        "jit",
+        "pjit",
+        "checkpoint",
+        "remat2",
+        "custom_vjp_call",
+        "custom_jvp_call",
+    }
     assert calls.isdisjoint(primitives(program))
     assert "sin" in primitives(program)
 
@@ -139,5 +146,3 @@ def test_shardings_that_the_user_states_are_left_to_the_plan() -> None:
         return jax.lax.with_sharding_constraint(x, spec) + 1.0
 
     assert primitives(flat(step, jnp.ones(4))) == ["add"]
-
-

@@ -62,9 +62,7 @@ def test_the_gradient_of_a_convolution_costs_what_it_costs(groups: int) -> None:
     traced = trace(lambda x, w, g: jax.vjp(lambda w: conv(x, w), w)[1](g),
                    (x, w, struct(2, 4, 4, 16)))  # fmt: skip
     weight = sum(
-        op.flops
-        for op in traced.graph().operators
-        if op.kind == "conv_general_dilated"
+        op.flops for op in traced.graph().operators if op.kind == "conv_general_dilated"
     )
 
     assert weight == forward
@@ -105,7 +103,8 @@ def test_the_step_of_a_dense_model_costs_six_flops_a_weight_and_example() -> Non
         return jnp.sum(x)
 
     graph = trace(
-        jax.value_and_grad(loss), ([struct(width, width)] * layers, struct(batch, width))
+        jax.value_and_grad(loss),
+        ([struct(width, width)] * layers, struct(batch, width)),
     ).graph()
     products = sum(op.flops for op in graph.operators if op.kind == "dot_general")
 

@@ -72,8 +72,9 @@ def model_classes(layers: int, *, share: bool = True) -> tuple[int, int]:
         updates, state = optimizer.update(grads, state, params)
         return optax.apply_updates(params, updates), state, value
 
-    up, down = jax.ShapeDtypeStruct((8, 16), "float32"), jax.ShapeDtypeStruct(
-        (16, 8), "float32"
+    up, down = (
+        jax.ShapeDtypeStruct((8, 16), "float32"),
+        jax.ShapeDtypeStruct((16, 8), "float32"),
     )
     params = [{"up": up, "down": down}] * layers
     state = jax.eval_shape(optimizer.init, params)

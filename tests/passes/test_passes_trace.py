@@ -78,7 +78,9 @@ def test_linen_train_state() -> None:
     assert len([p for p in moments if "/mu/" in p]) == len(parameters)
     assert len([p for p in moments if "/nu/" in p]) == len(parameters)
     statistics = {
-        p for p, r in roles(graph).items() if "batch_stats" in p and r is InputRole.OTHER
+        p
+        for p, r in roles(graph).items()
+        if "batch_stats" in p and r is InputRole.OTHER
     }
     assert len(statistics) == 2
     state = [i for i in graph.inputs if i.path.startswith("state/")]
@@ -168,7 +170,9 @@ def test_control_flow_on_values_is_explained() -> None:
     def branchy(x: jax.Array) -> jax.Array:
         return x if x.sum() > 0 else -x
 
-    with pytest.raises(TraceError, match="the step 'branchy' cannot be traced") as found:
+    with pytest.raises(
+        TraceError, match="the step 'branchy' cannot be traced"
+    ) as found:
         trace(branchy, (jnp.zeros(3),))
 
     assert "try: jax.jit(branchy).trace" in str(found.value)

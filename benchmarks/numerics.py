@@ -1,0 +1,59 @@
+"""Planned training on 8 simulated devices against one device.
+
+    python benchmarks/numerics.py [example ...]
+
+Trains each example for 20 steps in float32 under the plan found for a 2x4
+cluster, and once plainly on one device, on the same batches, and prints the
+largest relative difference of the losses.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import jax
+import numpy as np
+import workloads
+
+STEPS = 20
+
+
+def main(names: list[str]) -> int:
+    """Prints the table; returns 1 if a loss differs by more than 1e-5."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    import autopar
+
+    sys.path.insert(0, str(workloads.EXAMPLES_DIR))
+    from example_training import plain_step, take_step
+
+    workloads.row("example", "mesh", "first loss", "last loss", "largest relative difference")
+    workloads.row(*["---"] * 5)
+    worst = 0.0
+    for name in names or workloads.EXAMPLES:
+        run = workloads.training(name)
+        batches = list(itertools.islice(run.batches(), STEPS))
+        planned = autopar.parallelize(
+            run.step, cluster=autopar.Cluster.parse("2x4:cpu"), seconds=10
+        )
+        state = planned.init(run.create_state, jax.random.key(0))
+        losses: dict[str, list[float]] = {"planned": [], "plain": []}
+        for kind, step in (("planned", planned), ("plain", plain_step(run))):
+            if kind == "plain":
+                state = run.create_state(jax.random.key(0))
+            for batch in batches:
+                state, loss = take_step(step, state, batch)
+                losses[kind].append(float(loss))
+        ours, plain = (np.array(losses[k]) for k in ("planned", "plain"))
+        difference = float(np.max(np.abs(ours - plain) / np.abs(plain)))
+        worst = max(worst, difference)
+        axes = " ".join(f"{k}={v}" for k, v in planned.plan.mesh["axes"].items())
+        workloads.row(
+            name, axes, f"{ours[0]:.4f}", f"{ours[-1]:.4f}", f"{difference:.1e}"
+        )
+    return int(worst > 1e-5)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

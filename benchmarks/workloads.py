@@ -1,0 +1,56 @@
+"""The examples and clusters that the benchmarks run over."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+import sys
+from typing import Any
+
+EXAMPLES_DIR = pathlib.Path(__file__).resolve().parent.parent / "examples"
+
+# Name in the tables -> (module, options).
+EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
+    "gpt": ("gpt", {}),
+    "gpt-scan": ("gpt", {"scan": True}),
+    "gpt-nnx": ("gpt_nnx", {}),
+    "llama": ("llama", {}),
+    "vit": ("vit", {}),
+    "resnet": ("resnet", {}),
+    "moe": ("moe", {}),
+    "lstm": ("lstm", {}),
+}
+CLUSTERS = ("8", "2x4", "4x8", "8x8", "2x4x4", "16x16")
+
+
+def module(name: str) -> Any:
+    """Imports an example by its name in the tables."""
+    if str(EXAMPLES_DIR) not in sys.path:
+        sys.path.insert(0, str(EXAMPLES_DIR))
+    return importlib.import_module(EXAMPLES[name][0])
+
+
+def training(name: str, **options: Any) -> Any:
+    """Returns an example's step, state and batches."""
+    return module(name).training(**{**EXAMPLES[name][1], **options})
+
+
+def arguments(name: str, **options: Any) -> tuple[Any, tuple[Any, ...]]:
+    """Returns an example's step and its abstract arguments.
+
+    Batches grow with the cluster, so that 256 devices have something to split:
+    give ``batch=``.
+    """
+    step, state, batch = module(name).workload(**{**EXAMPLES[name][1], **options})
+    leading = state if type(state) is tuple else (state,)
+    return step, (*leading, batch)
+
+
+def batch_for(devices: int) -> int:
+    """Batch size for a cluster: at least the examples' own, and one a device."""
+    return max(32, devices)
+
+
+def row(*cells: object) -> None:
+    """Prints one row of a Markdown table."""
+    print("| " + " | ".join(str(c) for c in cells) + " |", flush=True)

@@ -1,0 +1,249 @@
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import pytest
+
+from autopar import demo, profile
+from autopar.cli import compare, main
+from autopar.cli.common import progress, simulate_devices
+from autopar.cluster import Cluster
+from autopar.errors import PlanError, TargetError
+from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.experts import Expert
+from autopar.planner.search import Candidate, search
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
+SMALL = ("width=64", "batch=64", "layers=1")
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run_words(*words: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
+        return stop.value.code, out, err
+
+    return run_words
+
+
+def silent(_: str) -> None:
+    """Says nothing."""
+
+
+# Compare.
+
+
+@pytest.fixture(scope="module")
+def candidate() -> Candidate:
+    from autopar.cli.target import load
+
+    workload = load(TARGET, {"width": "64", "batch": "64", "layers": "1"})
+    analysis: Analysis = analyse(workload.step, workload.args)
+    return search(analysis, Cluster.parse("8:cpu"), seconds=3.0).best
+
+
+def test_compare_puts_the_plan_beside_those_of_experts(run: Run) -> None:
+    code, out, _ = run("compare", TARGET, *SMALL, "--cluster", "2x4:cpu", "--json")
+    assert code == 0
+    found = json.loads(out)
+    names = [row["name"] for row in found["plans"]]
+    assert names[0] == "autopar"
+    assert "data parallel" in names
+    assert len(set(names)) == len(names)
+    ours = found["plans"][0]["step_s"]
+    for row in found["plans"][1:]:
+        assert row["step_s"] is None or ours <= row["step_s"] * 1.001
+
+
+def test_compare_prints_a_table(run: Run) -> None:
+    code, out, _ = run("compare", TARGET, *SMALL, "--cluster", "8:cpu")
+    assert code == 0
+    assert "data parallel" in out
+    assert "measured" not in out
+
+
+def test_compare_measures_what_fits(
+    run: Run, monkeypatch: pytest.MonkeyPatch, candidate: Candidate
+) -> None:
+    """Two plans are really run; the third has no candidate."""
+    experts = [Expert("a", "data=8", candidate), Expert("b", "data=8", None, "too big")]
+    monkeypatch.setattr(compare, "expert_plans", lambda *_, **__: experts)
+    words = ("--cluster", "8:cpu", "--measure", "--devices", 8, "--repeats", 1)
+    code, out, _ = run("compare", TARGET, *SMALL, *words, "--json")
+    assert code == 0
+    ours, first, second = json.loads(out)["plans"]
+    assert ours["measured_s"] > 0
+    assert first["measured_s"] > 0
+    assert second["measured_s"] is None
+    assert (second["step_s"], second["reason"]) == (None, "too big")
+
+
+def test_the_best_mesh_counts_for_each_expert(candidate: Candidate) -> None:
+    slower = dataclasses.replace(candidate, compute_s=candidate.compute_s * 2)
+    experts = [
+        Expert("a", "data=8", None, "too big"),
+        Expert("a", "data=2 tensor=4", slower),
+        Expert("a", "data=4 tensor=2", candidate),
+        Expert("b", "data=8", None, "too big"),
+    ]
+    best = compare.best_experts(experts)
+    assert [(e.name, e.mesh) for e in best] == [
+        ("a", "data=4 tensor=2"),
+        ("b", "data=8"),
+    ]
+
+
+def test_a_plan_that_does_not_fit_is_named(candidate: Candidate) -> None:
+    cluster = Cluster.parse("8:cpu,memory=1MB")
+    large = dataclasses.replace(candidate, peak_memory_bytes=2e6)
+    row = compare.expert_row(Expert("a", "data=8", large), cluster)
+    assert not row["fits"]
+    assert row["reason"] == "does not fit: a device has 1.00 MB"
+    missing = compare.expert_row(Expert("a", "data=8", None), cluster)
+    assert missing["reason"] == "none found within the time limit"
+
+
+def test_ratios_are_against_the_plan() -> None:
+    sizes = {"communication_bytes": 1.0, "peak_memory_bytes": 1.0, "reason": ""}
+    times = {"compute_s": 1e-3, "communication_s": 0.0}
+    row = {"mesh": "data=8", "fits": True, **sizes, **times}
+    rows = [
+        row | {"name": "autopar", "step_s": 1e-3, "measured_s": 2e-3},
+        row | {"name": "data parallel", "step_s": 2e-3, "measured_s": 3e-3},
+    ]
+    heading, ours, other = compare.table_lines(rows)
+    assert "measured" in heading
+    assert ours.endswith("2.00 ms")
+    assert other.endswith("2 x, measured 1.5 x")
+
+
+# Profile.
+
+TINY = dataclasses.replace(
+    demo.QUICK,
+    matmul_sizes=(16, 32, 64),
+    stream_bytes=1 << 22,
+    collective_bytes=(1 << 10, 1 << 12, 1 << 14),
+    check_matmul_size=48,
+    check_bytes=(1 << 13,),
+    rounds=1,
+)
+
+
+def test_profile_is_saved(
+    run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile, "CPU_SETTINGS", TINY)
+    path = tmp_path / "profile.toml"
+    code, out, _ = run("profile", "--devices", 2, "--out", path)
+    assert code == 0
+    assert f"saved to {path}" in out
+    assert "matrix products" in out
+    assert Cluster.parse(str(path)).num_devices == 2
+
+
+# Devices and progress.
+
+
+def test_devices_are_simulated_once() -> None:
+    simulate_devices(8)
+    simulate_devices(2)
+    count = jax.device_count() + 1
+    with pytest.raises(PlanError, match=f"device_count={count}"):
+        simulate_devices(count)
+
+
+def test_progress_takes_any_text(capsys: pytest.CaptureFixture[str]) -> None:
+    with progress() as say:
+        say("planning [bold]")
+    assert capsys.readouterr().out == ""
+
+
+# Demo.
+
+SMALL_GPT: dict[str, Any] = {"layers": 1, "d_model": 32, "seq": 32, "batch": 8}
+
+
+@pytest.fixture
+def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(demo, "OPTIONS", SMALL_GPT)
+    monkeypatch.setattr(
+        demo, "measured_cluster", lambda devices, show, say: Cluster.parse("8:cpu")
+    )
+
+
+@pytest.mark.usefixtures("small_demo")
+def test_demo_trains_and_compares() -> None:
+    shown: list[str] = []
+    found = demo.run(devices=8, steps=12, seconds=3.0, show=shown.append, say=silent)
+    assert len(found.losses) == 12
+    assert found.losses[-1] < found.losses[0] - 0.1
+    predicted = found.plan.predicted.communication_bytes
+    assert found.shardy_bytes == pytest.approx(predicted)
+    assert found.compiled.communication_bytes == pytest.approx(predicted)
+    assert found.step_s > 0
+    text = "\n".join(shown)
+    for part in ("P(", "step    0  loss", "predicted / actual", "partitioned step"):
+        assert part in text
+
+
+def test_demo_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(demo, "run", lambda **options: given.update(options))
+    assert run("demo", "--steps", 12, "--devices", 4, "--seconds", 3)[0] == 0
+    assert (given["devices"], given["steps"], given["seconds"]) == (4, 12, 3.0)
+
+
+def test_demo_uses_a_saved_profile(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.toml"
+    path.write_text(Cluster.parse("8:cpu").to_toml(), encoding="utf-8")
+    monkeypatch.setenv("AUTOPAR_PROFILE", str(path))
+    shown: list[str] = []
+    cluster = demo.measured_cluster(8, shown.append, silent)
+    assert cluster.num_devices == 8
+    assert str(path) in shown[0]
+
+
+def test_demo_measures_where_no_profile_is_saved(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AUTOPAR_PROFILE", str(tmp_path / "none.toml"))
+    monkeypatch.setattr(demo, "QUICK", TINY)
+    shown: list[str] = []
+    assert demo.measured_cluster(2, shown.append, silent).num_devices == 2
+    assert "no profile" in shown[0]
+    assert not (tmp_path / "none.toml").exists()
+
+
+def test_demo_needs_a_checkout(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, run: Run
+) -> None:
+    monkeypatch.setattr(demo, "__file__", str(tmp_path / "autopar" / "demo.py"))
+    with pytest.raises(TargetError, match="run it in a checkout"), demo.example("gpt"):
+        pass
+    code, out, err = run("demo")
+    assert (code, out) == (2, "")
+    assert len(err.splitlines()) == 1
+
+
+def test_a_ratio_needs_something_to_divide_by() -> None:
+    plan = demo._ratio  # pyright: ignore[reportPrivateUsage]
+    assert plan(1.0, 2.0) == "0.500"
+    assert plan(0.0, 0.0) == "1.000"
+    assert plan(1.0, 0.0) == "-"
