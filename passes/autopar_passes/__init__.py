@@ -1,0 +1,1 @@
+"""From a train step to an operator graph, and back to a program."""

@@ -239,7 +239,8 @@ class _Replayer:
             return jax_compat.bind(eqn.source, *args)
         left, right = (self.plan.operand(op, slot) for slot in range(2))
         result = self.plan.results(op, 0)
-        assert left is not None and right is not None and result
+        assert left is not None
+        assert right is not None
         layouts = (left, right, result[0])
         return [convolution.grouped(eqn.params, args, layouts, op.rule, self.mesh)]
 

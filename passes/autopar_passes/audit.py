@@ -35,7 +35,8 @@ _COUNTING_OPERATIONS = 3
 _SHARDED = "sdy.sharding"
 _AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
 _SHARDING = re.compile(
-    r"out_sharding=<@\w+, \[(.*?)\](?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>"
+    r"out_sharding=<@\w+, \[(.*?)\]"
+    r"(?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>"
 )
 
 
@@ -96,10 +97,8 @@ def _spread_host_calls(operation: Any) -> None:
         for block in region.blocks:
             for op in block.operations:
                 inner = op.operation
-                sharding = (
-                    inner.attributes[_SHARDED] if _SHARDED in inner.attributes else ""
-                )
-                if "maximal" in str(sharding):
+                placed = _SHARDED in inner.attributes
+                if placed and "maximal" in str(inner.attributes[_SHARDED]):
                     del inner.attributes[_SHARDED]
                 _spread_host_calls(inner)
 

@@ -23,6 +23,7 @@ class FactorForest:
     """
 
     def __init__(self) -> None:
+        """Starts without factors."""
         self._nodes: list[_Factor] = []
 
     def new(self, size: int) -> int:

@@ -7,16 +7,16 @@ release is met in one place.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
-from jax.extend import core as jex_core
 
 # jax.extend.core exports Jaxpr, Literal and Var (public since 0.4.36). What is
 # missing there in 0.10.2 is the name stack of an equation and a way to bind an
 # equation under one; both live in `jax._src.source_info_util`.
 from jax._src import source_info_util as _source_info
+from jax.extend import core as jex_core
 
 Jaxpr = jex_core.Jaxpr
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -48,7 +48,7 @@ def source_line(eqn: Any) -> str:
 
 
 @contextlib.contextmanager
-def source_of(eqn: Any) -> Iterator[None]:
+def source_of(eqn: Any) -> Generator[None]:
     """Binds primitives under the name stack and traceback of ``eqn``.
 
     ``source_info_util.user_context`` is what ``jax.core.eval_jaxpr`` itself
@@ -71,7 +71,7 @@ def bind(eqn: Any, *args: Any) -> list[Any]:
 
 def is_extended(dtype: Any) -> bool:
     """Says whether a dtype is one of JAX's extended ones, such as a PRNG key."""
-    return jax.dtypes.issubdtype(dtype, jax.dtypes.extended)
+    return jax.numpy.issubdtype(dtype, jax.dtypes.extended)
 
 
 def itemsize(dtype: Any) -> int:

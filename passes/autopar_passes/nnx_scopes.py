@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 import jax
@@ -17,7 +17,7 @@ _PATH = "_autopar_path"
 
 
 @contextlib.contextmanager
-def module_scopes(graph: Any) -> Iterator[None]:
+def module_scopes(graph: Any) -> Generator[None]:
     """Within the context, a call of any module of ``graph`` opens a named scope."""
     modules = list(_named_modules(graph))
     classes = {type(m) for _, m in modules if "__call__" in type(m).__dict__}

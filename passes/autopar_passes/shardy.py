@@ -139,7 +139,7 @@ def _lowered_rules(
         return out
 
     lowered = jax.jit(all_of_them, keep_unused=True).trace(structs).lower()
-    module = lowered.compiler_ir("stablehlo")
+    module: Any = lowered.compiler_ir("stablehlo")
     with module.context:
         passmanager.PassManager.parse(_POPULATE).run(module.operation)
         return _Reader(module).read(program, equations)

@@ -13,7 +13,7 @@ from flax.training import train_state
 
 from autopar_passes.graph import OperatorGraph
 from autopar_passes.roles import InputRole
-from autopar_passes.trace import TraceError, TracedStep, trace
+from autopar_passes.trace import TracedStep, TraceError, trace
 
 
 def roles(graph: OperatorGraph) -> dict[str, InputRole]:
@@ -183,7 +183,7 @@ def test_an_argument_that_is_no_array_is_explained() -> None:
         del label
         return x
 
-    with pytest.raises(TraceError, match="'labelled' cannot be traced.*'adam'"):
+    with pytest.raises(TraceError, match=r"'labelled' cannot be traced.*'adam'"):
         trace(labelled, (jnp.zeros(3), "adam"))
 
 

@@ -1,0 +1,83 @@
+"""Predicted communication and memory against what the compiler really does.
+
+    python benchmarks/predictions.py [--clusters 8 2x4 ...] [example ...]
+
+For every example and cluster: bytes that one device sends, predicted, in the
+module as Shardy partitions it, and (up to 32 devices) in XLA's optimised
+program for simulated devices; and peak memory, predicted and XLA's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+
+import jax
+import workloads
+
+from autopar.api import plan_analysis
+from autopar.cluster import Cluster
+from autopar.planner.analysis import analyse
+from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
+from autopar_passes.audit import shardy_collectives
+from autopar_passes.hlo import compiled_audit
+
+MOST_SIMULATED = 32
+
+
+def percent(predicted: float, real: float) -> str:
+    """The difference of a prediction, relative to what is real."""
+    if real == 0:
+        return "0%" if predicted == 0 else "inf"
+    return f"{100 * (predicted / real - 1):+.1f}%"
+
+
+def main() -> int:
+    """Prints the table."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("examples", nargs="*")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--clusters", nargs="*", default=workloads.CLUSTERS)
+    parser.add_argument("--seconds", type=float, default=10.0)
+    options = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", MOST_SIMULATED)
+    workloads.row(
+        "example", "cluster", "predicted MB", "Shardy", "XLA", "peak memory MB",
+        "against XLA's", "named by the compiled audit",
+    )  # fmt: skip
+    workloads.row(*["---"] * 8)
+    for name in options.examples or workloads.EXAMPLES:
+        for shape in options.clusters:
+            cluster = Cluster.parse(f"{shape}:{options.device}")
+            batch = workloads.batch_for(cluster.num_devices)
+            step, args = workloads.arguments(name, batch=batch)
+            analysis = analyse(step, args)
+            plan = plan_analysis(analysis, cluster, seconds=options.seconds)
+            row(name, shape, analysis, plan)
+    return 0
+
+
+def row(name: str, shape: str, analysis, plan) -> None:  # noqa: ANN001
+    """Audits one plan and prints its row."""
+    predicted = plan.predicted
+    planned = planned_step(analysis, plan, abstract_mesh(plan))
+    shardy = sum(c.sent_bytes for c in shardy_collectives(planned.lower()))
+    xla, peak, named = "", "", ""
+    if math.prod(plan.axis_sizes) <= MOST_SIMULATED:
+        compiled = planned_step(analysis, plan, device_mesh(plan)).lower().compile()
+        axes = tuple(plan.mesh["axes"].items())
+        audit = compiled_audit(compiled, axes)
+        xla = percent(predicted.communication_bytes, audit.communication_bytes)
+        peak = percent(predicted.peak_memory_bytes, audit.peak_memory_bytes)
+        named = "; ".join(audit.exceptions)
+    workloads.row(
+        name, shape, f"{predicted.communication_bytes / 1e6:.3f}",
+        percent(predicted.communication_bytes, shardy), xla,
+        f"{predicted.peak_memory_bytes / 1e6:.2f}", peak, named,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,70 @@
+"""Re-planning in a running loop: 8 -> 4 -> 6 -> 8 simulated devices.
+
+    python benchmarks/replan.py [example ...]
+
+Losses are compared with those of one uninterrupted run on one device; the
+time of each warm re-plan (plan only, without compiling) with that of the
+first plan.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+
+import jax
+import numpy as np
+import workloads
+
+PHASES = (8, 4, 6, 8)
+STEPS = 5
+
+
+def main(names: list[str]) -> int:
+    """Prints the table; returns 1 if a loss differs by more than 1e-5."""
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    import autopar
+
+    sys.path.insert(0, str(workloads.EXAMPLES_DIR))
+    from example_training import plain_step, take_step
+
+    workloads.row(
+        "example", "largest relative difference", "first plan s", "warm re-plans s",
+        "first / slowest warm",
+    )  # fmt: skip
+    workloads.row(*["---"] * 5)
+    worst = 0.0
+    for name in names or ("gpt", "gpt-scan", "llama"):
+        run = workloads.training(name, batch=24)
+        batches = list(itertools.islice(run.batches(), STEPS * len(PHASES)))
+        cluster = autopar.Cluster.parse
+        step = autopar.parallelize(run.step, cluster=cluster("8:cpu"))
+        state = step.init(run.create_state, jax.random.key(0))
+        ours: list[float] = []
+        totals: list[float] = []
+        for phase, devices in enumerate(PHASES):
+            if phase:
+                state = step.replan(cluster(f"{devices}:cpu"), state)
+                totals.append(step.plan.solver.seconds)
+            for batch in batches[phase * STEPS : (phase + 1) * STEPS]:
+                state, loss = take_step(step, state, batch)
+                ours.append(float(loss))
+            if not phase:
+                first = step.plan.seconds.total
+        state, plain = run.create_state(jax.random.key(0)), []
+        reference = plain_step(run)
+        for batch in batches:
+            state, loss = take_step(reference, state, batch)
+            plain.append(float(loss))
+        difference = float(np.max(np.abs(np.array(ours) / np.array(plain) - 1)))
+        worst = max(worst, difference)
+        workloads.row(
+            name, f"{difference:.1e}", f"{first:.2f}",
+            ", ".join(f"{t:.2f}" for t in totals), f"{first / max(totals):.1f}",
+        )  # fmt: skip
+    return int(worst > 1e-5)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
