@@ -21,11 +21,11 @@ GPT12 = {
 }  # fmt: skip
 LLAMA8B = {
     "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336,
-    "vocab": 128256, "seq": 4096, "batch": 64,
+    "vocab": 128256, "seq": 4096, "batch": 64, "remat": True, "dtype": "bfloat16",
 }  # fmt: skip
 GPT3 = {
     "layers": 96, "d_model": 12288, "heads": 96, "seq": 2048, "batch": 1024,
-    "vocab": 51200,
+    "vocab": 51200, "remat": True, "dtype": "bfloat16",
 }  # fmt: skip
 # Name -> (example, options, cluster, bar in seconds).
 CASES = {

@@ -54,8 +54,8 @@ def compare(
         if measure:
             say("running the plans")
             plans = {OURS: ours} | _plans(analysis, experts, made_for)
-            measured = measure_plans(analysis, plans, repeats=repeats)
-            rows = [row | {"measured_s": measured.get(row["name"])} for row in rows]
+            took = measure_plans(analysis, plans, repeats=repeats)
+            rows = [row | {"measured_s": took.get(row["name"])} for row in rows]
     if as_json:
         common.print_json({"cluster": str(made_for), "plans": rows})
     else:

@@ -79,14 +79,20 @@ def explain(
         ]
     if tensor is None:
         _print_overview(context, as_json)
-    elif as_json:
+    else:
+        _print_inputs(context, explained, len(matched) - len(explained), as_json)
+
+
+def _print_inputs(
+    context: Context, explained: list[Explained], left: int, as_json: bool
+) -> None:
+    if as_json:
         step_s = context.plan.predicted.step_s
         common.print_json({"step_s": step_s, "inputs": list(map(_data, explained))})
-    else:
-        typer.echo("\n\n".join("\n".join(_lines(context, e)) for e in explained))
-        left = len(matched) - len(explained)
-        if left:
-            typer.echo(f"\n{left} smaller ones match too: narrow --tensor to see them.")
+        return
+    typer.echo("\n\n".join("\n".join(_lines(context, e)) for e in explained))
+    if left:
+        typer.echo(f"\n{left} smaller ones match too: narrow --tensor to see them.")
 
 
 def _print_overview(context: Context, as_json: bool) -> None:

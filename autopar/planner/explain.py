@@ -23,7 +23,7 @@ from autopar.planner.strategies import layout_of
 from autopar.planner.traffic import Collective, traffic
 from autopar.plans import Plan
 from autopar.plans.schema import Spec
-from autopar.plans.table import CollectiveRow, template
+from autopar.plans.table import CollectiveRow, spec_text, template
 from autopar_passes.graph import GraphInput
 from autopar_passes.roles import Role
 from autopar_solver import Solution, Status
@@ -233,38 +233,53 @@ def alternatives(
     """
     if decision.node is None:
         return []
-    value = decision.inputs[0].value
-    home = context.analysis.contraction.homes[value]
     formulation = context.analysis.formulator.formulate(context.pricer)
     chosen = plan_choices(context, formulation)
+    found: list[Alternative] = []
+    for strategy, layout in _promising(context, decision, formulation, chosen)[:limit]:
+        spec = to_spec(layout, context.plan.axis_names)
+        say(f"{decision.inputs[0].path}: planning again with {spec_text(spec)}")
+        patched = list(chosen)
+        patched[decision.node] = strategy
+        restriction = pin_restriction(
+            context.analysis, {decision.inputs[0].value: layout}
+        )
+        best = _best(
+            _solved(context, restriction, seconds),
+            _evaluated(context, formulation, tuple(patched)),
+        )
+        shard_bytes = decision.nbytes / shards(layout, context.pricer.sizes)
+        found.append(_alternative(spec, shard_bytes, best))
+    return sorted(found, key=lambda a: a.step_s)
+
+
+def _promising(
+    context: Context,
+    decision: Decision,
+    formulation: Formulation,
+    chosen: Sequence[int],
+) -> list[tuple[int, Layout]]:
+    """A strategy for each other layout of an input, the cheapest first."""
+    value = decision.inputs[0].value
+    home = context.analysis.contraction.homes[value]
     strategies = formulation.spaces[home.node].strategies
     alone = _costs_alone(formulation, chosen, home.node)
-    order = sorted(range(len(strategies)), key=lambda k: (alone[k], k))
-    found: dict[Layout, Alternative] = {}
-    current = context.assignment.home_layout(value)
-    for k in order:
-        layout = layout_of(strategies[k], home.dims)
-        if layout == current or layout in found or len(found) == limit:
-            continue
-        spec = to_spec(layout, context.plan.axis_names)
-        say(f"{decision.inputs[0].path}: planning again with {spec}")
-        patched = (*chosen[: home.node], k, *chosen[home.node + 1 :])
-        kept = _evaluated(context, formulation, patched, alone[k])
-        restriction = pin_restriction(context.analysis, {value: layout})
-        solved = _solved(context, restriction, seconds)
-        shard_bytes = decision.nbytes / shards(layout, context.pricer.sizes)
-        found[layout] = _alternative(spec, shard_bytes, solved, kept)
-    return sorted(found.values(), key=lambda a: a.step_s)
+    found: dict[Layout, int] = {}
+    for k in sorted(range(len(strategies)), key=lambda k: (alone[k], k)):
+        found.setdefault(layout_of(strategies[k], home.dims), k)
+    found.pop(context.assignment.home_layout(value), None)
+    return [(k, layout) for layout, k in found.items()]
 
 
-def _alternative(
-    spec: Spec, shard_bytes: float, solved: Candidate | None, kept: Candidate | None
-) -> Alternative:
-    """The better of a new plan and the old one with just one layout changed."""
-    best = min((c for c in (solved, kept) if c), key=lambda c: c.step_s, default=None)
+def _best(*candidates: Candidate | None) -> Candidate | None:
+    """The fastest one there is, the first of equals."""
+    return min((c for c in candidates if c), key=lambda c: c.step_s, default=None)
+
+
+def _alternative(spec: Spec, shard_bytes: float, best: Candidate | None) -> Alternative:
     if best is None:
         return Alternative(spec, math.inf, shard_bytes, math.inf, False)
-    proved = best is solved and best.solution.status is Status.OPTIMAL
+    proved = best.solution.status is Status.OPTIMAL
     return Alternative(spec, best.step_s, shard_bytes, best.peak_memory_bytes, proved)
 
 
@@ -279,9 +294,10 @@ def _solved(
 
 
 def _evaluated(
-    context: Context, formulation: Formulation, choices: tuple[int, ...], cost: float
+    context: Context, formulation: Formulation, choices: tuple[int, ...]
 ) -> Candidate | None:
     """Prices the plan with one choice changed; None where that is impossible."""
+    cost = _cost(formulation, choices)
     if not math.isfinite(cost):
         return None
     solution = Solution(
@@ -290,6 +306,14 @@ def _evaluated(
     made = evaluate(context.analysis, formulation, solution)
     fits = made.peak_memory_bytes <= context.pricer.cluster.memory_bytes
     return made if fits else None
+
+
+def _cost(formulation: Formulation, choices: Sequence[int]) -> float:
+    """The objective of the problem."""
+    problem = formulation.problem
+    nodes = (costs[choices[i]] for i, costs in enumerate(problem.node_costs))
+    edges = zip(problem.edges, problem.edge_costs, strict=True)
+    return float(sum(nodes) + sum(c[choices[i], choices[j]] for (i, j), c in edges))
 
 
 def _costs_alone(

@@ -20,8 +20,9 @@ from autopar_passes.graph import OperatorGraph
 from autopar_passes.rules import Dims
 from autopar_solver import ShardingProblem
 
-# Carried state below this fraction of all of it is not split.
-SMALL_STATE = 1e-3
+# State that is kept whole takes at most these parts of a device and of all state.
+SMALL_OF_DEVICE = 1e-3
+SMALL_OF_STATE = 1e-2
 
 # Says which strategies of a node a restricted plan may use.
 Restriction = Callable[[Node, Strategy], bool]
@@ -48,20 +49,29 @@ def contraction_partials(
     return [tuple(sorted(a for f in reduced for a in s[f])) for s in space.strategies]
 
 
-def small_state(graph: OperatorGraph, contraction: Contraction) -> frozenset[int]:
+def small_state(
+    graph: OperatorGraph, contraction: Contraction, device_bytes: float
+) -> frozenset[int]:
     """Returns the nodes of carried state too small to be worth splitting.
 
-    A bias or a norm's scale that is less than `SMALL_STATE` of all state is kept
-    whole: splitting all of these together saves next to no memory, and one
-    small collective is as slow as another.
+    Biases and scales are kept whole, the smallest first, as long as all of them
+    together stay below `SMALL_OF_DEVICE` of a device's memory and `SMALL_OF_STATE`
+    of the state: splitting them saves next to no memory, and one small
+    collective is as slow as another.
     """
-    values = [
-        (contraction.homes[i.value].node, graph.values[i.value].nbytes)
-        for i in graph.inputs
-        if i.output >= 0 and i.value in contraction.homes
-    ]
-    total = sum(nbytes for _, nbytes in values)
-    return frozenset(n for n, nbytes in values if nbytes <= SMALL_STATE * total)
+    held: dict[int, int] = {}
+    for given in graph.inputs:
+        if given.output >= 0 and given.value in contraction.homes:
+            node = contraction.homes[given.value].node
+            held[node] = held.get(node, 0) + graph.values[given.value].nbytes
+    left = min(SMALL_OF_DEVICE * device_bytes, SMALL_OF_STATE * sum(held.values()))
+    out: set[int] = set()
+    for node, nbytes in sorted(held.items(), key=lambda item: (item[1], item[0])):
+        left -= nbytes
+        if left < 0:
+            break
+        out.add(node)
+    return frozenset(out)
 
 
 class Formulator:
@@ -78,7 +88,6 @@ class Formulator:
         self.sources = sources
         self.trips = class_trips(graph)
         self.written = materialized(graph, contraction)
-        self.small = small_state(graph, contraction)
         self.life = lifetimes(graph, frozenset(contraction.floating))
 
     def formulate(
@@ -128,13 +137,15 @@ class Formulator:
     ) -> tuple[list[Space], list[np.ndarray]]:
         spaces: list[Space] = []
         costs: list[np.ndarray] = []
+        memory = float(pricer.cluster.memory_bytes)
+        small = small_state(self.graph, self.contraction, memory)
         for node in self.contraction.nodes:
             space = strategy_space(self.graph, self.contraction, node, pricer.sizes)
             if restriction is not None:
                 kept = tuple(s for s in space.strategies if restriction(node, s))
                 space = Space(kept or space.strategies[:1])
             whole = space.strategies[0]
-            if node.index in self.small and not any(whole):
+            if node.index in small and not any(whole):
                 space = Space((whole,))
             spaces.append(space)
             costs.append(

@@ -85,7 +85,8 @@ def shardy_collectives(lowered: Any) -> tuple[AuditedCollective, ...]:
     with module.context:
         _spread_host_calls(module)
         passmanager.PassManager.parse(_PARTITION).run(module)
-        return tuple(_Auditor(module).functions())
+        found = _Auditor(module).functions()
+        return tuple(c for c in found if c.nbytes)  # an empty array is never sent
 
 
 def _spread_host_calls(operation: Any) -> None:

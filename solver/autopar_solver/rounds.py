@@ -25,7 +25,7 @@ PROGRAM_PAIRS = 60_000
 """Larger fields are only bounded and searched."""
 
 NARROW_PAIRS = 60_000
-"""Size of the field with favoured strategies only."""
+"""At first, the size of the field with favoured strategies only."""
 
 NARROW_RANKS = (12, 8, 6, 5, 4, 3, 2)
 """How many strategies of each node are favoured, whatever fits first."""
@@ -85,6 +85,7 @@ class _State:
     ) -> None:
         self.inner = inner
         self.search_share = 2.0
+        self.narrow_pairs = float(NARROW_PAIRS)
         self.graph = graph
         self.incumbent = incumbent
         self.clock = clock
@@ -176,7 +177,7 @@ class _State:
 
     def _deepen(self) -> None:
         """Raises the bound by elimination."""
-        work = int(WORK_PER_SECOND * self.slice)
+        work = int(WORK_PER_SECOND * min(self.slice, self.clock.left / 8))
         if self.dual.deepen(work // 8, work):
             self._climb()
 
@@ -292,12 +293,13 @@ class _State:
             close_gap(graph, local, clock, self.backend, inner=True)
         except ContradictionError:
             return
+        self.narrow_pairs *= 2 if local.proved else 0.7
         if local.choices is not None and self.incumbent.offer(local.choices):
             whole = self.graph.project(self.incumbent.choices)
             self._hold(whole[list(self.field.nodes)])
 
     def _favoured(self) -> np.ndarray | None:
-        """Each node's strategies of least bound, few enough for ``NARROW_PAIRS``."""
+        """Each node's strategies of least bound, few enough for the time."""
         dual, field = self.dual, self.field
         order = np.lexsort((dual.bounds, field.owner()))
         rank = np.empty(len(order), np.int64)
@@ -305,7 +307,7 @@ class _State:
         for best in NARROW_RANKS:
             kept = (rank < best) & (dual.bounds < self.incumbent.cutoff)
             kept[field.offsets[:-1] + self.position] = True
-            if self._pairs(kept) <= NARROW_PAIRS:
+            if self._pairs(kept) <= self.narrow_pairs:
                 return None if kept.all() else kept
         return None
 

@@ -134,5 +134,5 @@ def chain(layers: int) -> harness.Case:
 def test_nodes_and_uses_do_not_grow_with_the_layers() -> None:
     few, many = chain(6), chain(12)
 
-    assert len(few.contraction.nodes) == len(many.contraction.nodes)
-    assert len(few.sources) == len(many.sources)
+    assert len(many.contraction.nodes) <= len(few.contraction.nodes)
+    assert len(many.sources) <= len(few.sources)

@@ -125,7 +125,7 @@ def test_bytes_have_a_unit_that_suits_them(nbytes: float, text: str) -> None:
 
 
 def test_layouts_are_written_as_jax_writes_them() -> None:
-    from jax.sharding import PartitionSpec as P  # noqa: N817 (as JAX's users do)
+    from jax.sharding import PartitionSpec as P
 
     spec = (("data", "tensor"), (), ("fsdp",), ())
     expected = P(("data", "tensor"), None, "fsdp")

@@ -1,0 +1,169 @@
+"""The contest's files, its toy example, and its public instances."""
+
+import gzip
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+from problems import random_problem
+
+from autopar_solver import Status, contest, solve
+from autopar_solver.check import check_solution, evaluate
+
+EXAMPLE = {
+    "problem": {
+        "name": "example",
+        "nodes": {
+            "intervals": [[30, 70], [40, 70], [50, 120], [110, 140], [110, 150]],
+            "costs": [[15], [55, 65], [25, 45, 35], [85, 75], [95]],
+            "usages": [[10], [25, 25], [15, 20, 15], [10, 10], [15]],
+        },
+        "edges": {
+            "nodes": [[0, 1], [0, 2], [1, 3], [2, 4], [3, 4]],
+            "costs": [
+                [30, 40],
+                [50, 10, 40],
+                [90, 10, 20, 80],
+                [60, 20, 30],
+                [70, 60],
+            ],
+        },
+        "usage_limit": 50,
+    }
+}
+"""The contest's toy example (google/iopddl, Apache-2.0); its best cost is 445."""
+
+FOLDER = Path(
+    os.environ.get(
+        "AUTOPAR_IOPDDL_DIR",
+        Path(__file__).resolve().parents[2] / ".." / "shared" / "iopddl",
+    )
+)
+
+
+def instance(letter):
+    path = FOLDER / f"asplos-2025-iopddl-{letter}.json.gz"
+    if not path.exists():
+        pytest.skip(f"no public instance {path.name}: set AUTOPAR_IOPDDL_DIR")
+    return contest.read(path)
+
+
+def write_json(path, data):
+    path.write_text(json.dumps(data))
+    return path
+
+
+def changed(*keys, to):
+    data = json.loads(json.dumps(EXAMPLE))
+    inner = data["problem"]
+    for key in keys[:-1]:
+        inner = inner[key]
+    inner[keys[-1]] = to
+    return data
+
+
+def test_example(tmp_path):
+    problem = contest.read(write_json(tmp_path / "example.json", EXAMPLE))
+    solution = solve(problem, gap=0.0)
+    check_solution(problem, solution)
+    assert (problem.name, solution.cost, solution.status) == (
+        "example",
+        445.0,
+        Status.OPTIMAL,
+    )
+
+
+def test_gzip_and_forbidden(tmp_path):
+    data = changed("nodes", "costs", 1, to=[10**18, 65])
+    path = tmp_path / "example.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(data).encode()))
+    assert contest.read(path).node_costs[1].tolist() == [np.inf, 65.0]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_round_trip(seed, tmp_path):
+    """Everything but fixed memory and second terms survives."""
+    problem = random_problem(seed, memory=False)
+    path = tmp_path / "problem.json"
+    contest.write(path, problem)
+    again = contest.read(path)
+    assert again.name == problem.name
+    assert again.edges == problem.edges
+    for mine, other in [
+        (problem.node_costs, again.node_costs),
+        (problem.edge_costs, again.edge_costs),
+    ]:
+        for a, b in zip(mine, other, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_memory_round_trip(tmp_path):
+    problem = contest.read(write_json(tmp_path / "example.json", EXAMPLE))
+    contest.write(tmp_path / "again.json", problem)
+    again = contest.read(tmp_path / "again.json")
+    assert again.memory_limit == 50.0
+    assert evaluate(again, (0, 0, 1, 1, 0)) == evaluate(problem, (0, 0, 1, 1, 0))
+
+
+def test_write_refuses_what_the_format_cannot_hold(tmp_path):
+    with pytest.raises(ValueError, match="fixed memory"):
+        contest.write(tmp_path / "problem.json", random_problem(1))
+
+
+def test_solution_round_trip(tmp_path):
+    path = tmp_path / "solution.json"
+    contest.write_solution(path, np.array([3, 0, 2]))
+    assert json.loads(path.read_text()) == [3, 0, 2]
+    assert contest.read_solution(path) == (3, 0, 2)
+    path.write_text("{}")
+    with pytest.raises(ValueError, match="not a contest solution"):
+        contest.read_solution(path)
+
+
+@pytest.mark.parametrize(
+    ("data", "message"),
+    [
+        ({"problem": 3}, "not a contest instance"),
+        (changed("nodes", "intervals", to=[]), "0 intervals, 5 costs"),
+        (changed("edges", "costs", to=[]), "5 edges but 0 edge costs"),
+        (changed("edges", "nodes", 0, to=[0]), "edge 0 joins 1 nodes"),
+        (changed("edges", "nodes", 0, to=[0, 9]), "edge 0 .*only 5 nodes"),
+        (changed("edges", "costs", 2, to=[1, 2, 3]), "edge 2 .*3 costs for 2 x 2"),
+        (changed("nodes", "usages", 1, to=[1]), r"node 1: usage must have shape \(2,"),
+        (changed("nodes", "usages", 1, to=[1, -1]), "node 1: .*not negative"),
+        (changed("nodes", "costs", 0, to=[10**18]), "node 0: no feasible choice"),
+        (changed("nodes", "costs", 0, to=[]), "edge 0 .*2 costs for 0 x 2"),
+        (changed("nodes", "costs", 0, to=["x"]), "costs of node 0: "),
+    ],
+)
+def test_invalid(data, message, tmp_path):
+    path = write_json(tmp_path / "bad.json", data)
+    with pytest.raises(ValueError, match=message):
+        contest.read(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{", b"\x1f\x8bxx", b"\xff\xfe"])
+def test_garbage(content, tmp_path):
+    path = tmp_path / "bad.json"
+    path.write_bytes(content)
+    with pytest.raises(ValueError, match="not a contest instance"):
+        contest.read(path)
+
+
+def test_public_instance_g():
+    problem = instance("G")
+    solution = solve(problem, seconds=60, gap=1e-6)
+    check_solution(problem, solution)
+    assert (solution.cost, solution.status) == (217039.0, Status.OPTIMAL)
+
+
+def test_public_instance_a():
+    """Folding leaves under a hundredth of it; the best team found 6,548,641,531."""
+    problem = instance("A")
+    solution = solve(problem, seconds=30, gap=1e-4)
+    check_solution(problem, solution)
+    assert solution.cost <= 1.01 * 6_548_641_531
+    folded = {report.name: report.nodes for report in solution.reductions}
+    assert folded["followers"] > 20_000

@@ -1,0 +1,57 @@
+"""Explanations name the time and the terms that bind."""
+
+import numpy as np
+import pytest
+from hypothesis import given
+from problems import brute_force, problems
+
+from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
+from autopar_solver.infeasibility import explain
+
+
+def problem(limit):
+    def term(node, start, end, *usage):
+        return MemoryTerm(node=node, start=start, end=end, usage=np.array(usage))
+
+    return ShardingProblem(
+        name="three",
+        node_costs=(np.zeros(2), np.array([0.0, np.inf]), np.zeros(1)),
+        memory=(
+            term(0, 0, 5, 7.0, 4.0),
+            term(1, 3, 9, 6.0, 1.0),
+            term(2, 4, 6, 5.0),
+            term(2, 8, 8, 100.0),
+        ),
+        memory_limit=limit,
+        fixed_memory=((4, 7, 2.0),),
+    )
+
+
+def test_explains_the_tightest_time():
+    why = explain(problem(10.0))
+    # At 4: 4 (frugal), 6 (the other is forbidden), 5, and 2 fixed.
+    assert (why.time, why.least_peak, why.fixed, why.limit) == (4, 17.0, 2.0, 10.0)
+    assert [(term.term, term.node, term.least) for term in why.terms] == [
+        (1, 1, 6.0),
+        (2, 2, 5.0),
+        (0, 0, 4.0),
+    ]
+    assert why.proves_infeasible
+    assert solve(problem(10.0)).status is Status.INFEASIBLE
+    assert solve(problem(17.0)).status is Status.OPTIMAL
+
+
+@pytest.mark.parametrize("limit", [17.0, None])
+def test_not_infeasible(limit):
+    assert not explain(problem(limit)).proves_infeasible
+
+
+def test_nothing_live():
+    why = explain(ShardingProblem(name="empty", node_costs=()))
+    assert (why.least_peak, why.terms) == (0.0, ())
+
+
+@given(problems())
+def test_proof_is_right(problem):
+    if explain(problem).proves_infeasible:
+        assert brute_force(problem) == np.inf
