@@ -3,11 +3,13 @@
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+import jax
 import typer
 
 from autopar.cli import common
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
+from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.convert import make_plan
 from autopar.planner.experts import Expert, expert_plans
@@ -38,12 +40,14 @@ def compare(
 ) -> None:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
-    With --measure all that fit are really run, on this process's devices or on as
-    many simulated ones as --devices says.
+    With --measure all that fit are really run, on this process's devices; for a
+    cluster of CPU devices they are simulated.
     """
     if devices is not None:
         common.simulate_devices(devices)
     made_for = common.read_cluster(cluster, memory)
+    if measure:
+        _check_devices(made_for)
     with common.progress() as say:
         workload = load(target, parse_words(words or []))
         limits = common.Limits(seconds)
@@ -60,6 +64,22 @@ def compare(
         common.print_json({"cluster": str(made_for), "plans": rows})
     else:
         typer.echo("\n".join([f"cluster  {made_for}", "", *table_lines(rows)]))
+
+
+def _check_devices(cluster: Cluster) -> None:
+    """Checks, before the work, that the plans can be run; simulates CPU devices.
+
+    Raises:
+      PlanError: there are too few devices.
+    """
+    if cluster.device.kind == "cpu":
+        common.simulate_devices(cluster.num_devices)
+    found = jax.device_count()
+    if found < cluster.num_devices:
+        raise PlanError(
+            f"--measure runs plans for {cluster.num_devices} devices, and this process "
+            f"has {found}. Leave it out, or plan for --cluster local."
+        )
 
 
 def best_experts(experts: Sequence[Expert]) -> list[Expert]:

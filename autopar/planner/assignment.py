@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from autopar.planner.copies import Copy, Mode
 from autopar.planner.layout import Axes, Layout, Step, reshard_steps
@@ -43,23 +44,42 @@ class Assignment:
     sizes: tuple[int, ...]
     strategies: tuple[Strategy, ...]
     copies: dict[tuple[ValueClass, bool], CopyChoice]
+    # Answers by class: a program asks the same of every repeated layer.
+    _known: dict[tuple[object, ...], Any] = dataclasses.field(
+        default_factory=dict[tuple[object, ...], Any], compare=False, repr=False
+    )
+
+    def _memo(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = make()
+        return found
 
     def home_layout(self, value: int) -> Layout:
         """The layout in which a value is kept."""
         home = self.contraction.homes.get(value)
         if home is None:
             return ((),) * len(self.graph.values[value].shape)
-        return layout_of(self.strategies[home.node], home.dims)
+        return self._memo(
+            ("home", home.node, home.dims),
+            lambda: layout_of(self.strategies[home.node], home.dims),
+        )
 
     def layout(self, op: Operator, dims: Dims) -> Layout:
         """The layout of an operand or result under the operator's own strategy."""
         node = self.contraction.node_of[op.class_index]
-        return layout_of(
-            self.strategies[node], node_dims(self.contraction, op, dims)
+        return self._memo(
+            ("layout", op.class_index, dims),
+            lambda: layout_of(
+                self.strategies[node], node_dims(self.contraction, op, dims)
+            ),
         )
 
     def partial(self, op: Operator) -> Axes:
         """The axes over which an operator's results are partial."""
+        return self._memo(("partial", op.class_index), lambda: self._partial(op))
+
+    def _partial(self, op: Operator) -> Axes:
         node = self.contraction.nodes[self.contraction.node_of[op.class_index]]
         mapping = node.members[op.class_index]
         reduced = [mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0]
@@ -84,6 +104,10 @@ class Assignment:
 
     def result_steps(self, op: Operator, slot: int) -> tuple[Step, ...]:
         """The collectives between an operator and the home of its result."""
+        key = ("result", op.class_index, slot)
+        return self._memo(key, lambda: self._result_steps(op, slot))
+
+    def _result_steps(self, op: Operator, slot: int) -> tuple[Step, ...]:
         own = self.layout(op, op.rule.results[slot])
         home = self.home_layout(op.outputs[slot])
         kind = op.rule.reduction
@@ -103,10 +127,11 @@ class Assignment:
         value = self.graph.outputs[position]
         if value is None:
             return None
-        for given in self.graph.inputs:
-            if given.output == position:
-                return self.home_layout(given.value)
-        return self.home_layout(value)
+        carried: dict[int, int] = self._memo(
+            ("carried",),
+            lambda: {i.output: i.value for i in self.graph.inputs if i.output >= 0},
+        )
+        return self.home_layout(carried.get(position, value))
 
     def is_backward(self, op: Operator) -> bool:
         """See `LayoutPlan`."""
@@ -115,7 +140,9 @@ class Assignment:
     def route(self, value: int, layout: Layout, backward: bool) -> Route:
         """See `LayoutPlan`."""
         steps, fresh = self.way(value, layout, backward)
-        return Route(tuple(s.layout for s in steps), fresh)
+        # Unstated, what starts anew could take any layout on its way.
+        start = (self.home_layout(value),) if fresh else ()
+        return Route((*start, *(s.layout for s in steps)), fresh)
 
     def way(
         self, value: int, layout: Layout, backward: bool

@@ -8,29 +8,29 @@ inlined; ``scan``, ``while`` and ``cond`` stay equations with regions.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
-
-import numpy as np
 
 from autopar_passes import jax_compat
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Value:
-    """One array of the program; its number is its position in the program."""
+    """One array of the program; its number is its position in the program.
+
+    ``size`` is its number of elements, ``nbytes`` the bytes of the whole array.
+    """
 
     shape: tuple[int, ...]
     dtype: Any
+    size: int = dataclasses.field(init=False, compare=False)
+    nbytes: int = dataclasses.field(init=False, compare=False)
 
-    @property
-    def size(self) -> int:
-        """Number of elements."""
-        return int(np.prod(self.shape, dtype=np.int64)) if self.shape else 1
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the whole, unsharded array."""
-        return self.size * jax_compat.itemsize(self.dtype)
+    def __post_init__(self) -> None:
+        """Computes elements and bytes once: they are asked for very often."""
+        size = math.prod(self.shape)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "nbytes", size * jax_compat.itemsize(self.dtype))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,6 +29,9 @@ GROWTH, SHRINKAGE = 1.3, 0.5
 
 FIRST_STEP = 1e-2
 
+SWEEP_SECONDS, VISIT_SECONDS, ENTRY_SECONDS = 1e-8, 2e-5, 3e-8
+"""What a step takes per pair, per node, and per entry of elimination, roughly."""
+
 
 class Dual:
     """Messages and prices of a field, improved in place.
@@ -60,6 +63,13 @@ class Dual:
         self._step = FIRST_STEP
         self._direction: np.ndarray | None = None
         self._unit = float(np.max(room, initial=0.0)) or 1.0
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step takes, roughly."""
+        swept = SWEEP_SECONDS * self.field.num_pairs
+        swept += VISIT_SECONDS * self.field.num_nodes
+        return swept + ENTRY_SECONDS * (self._limits[1] / 2 if self._limits else 0.0)
 
     def sweep(self) -> None:
         """Improves the messages at the present prices."""

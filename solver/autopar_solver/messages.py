@@ -69,14 +69,17 @@ class Messages:
             bound, rises = self._pass(self._backward, costs)
         return Sweep(bound=bound, base=base, rises=rises)
 
-    def decode(self, costs: np.ndarray) -> np.ndarray:
-        """Choices in order: each best for those before and the messages from others."""
-        field = self.field
-        choices = np.zeros(field.num_nodes, np.int64)
-        for v, links in zip(self._forward, self.links, strict=True):
+    def decode(self, costs: np.ndarray, *, backward: bool = False) -> np.ndarray:
+        """Chooses in order, each best for those before and the messages from others."""
+        choices = np.zeros(self.field.num_nodes, np.int64)
+        visits = list(zip(self._forward, self.links, strict=True))
+        for v, links in reversed(visits) if backward else visits:
             incoming = self.buffer[v.start : v.end].reshape(-1, v.high - v.low)
-            total = costs[v.low : v.high] + incoming[v.first : v.last].sum(axis=0)
-            for m, table in links[: v.first]:
+            # Forward visits send to the neighbours from ``first`` on.
+            cut = v.first
+            open_ones = incoming[:cut] if backward else incoming[cut:]
+            total = costs[v.low : v.high] + open_ones.sum(axis=0)
+            for m, table in links[cut:] if backward else links[:cut]:
                 total = total + table[:, choices[m]]
             choices[v.node] = total.argmin()
         return choices

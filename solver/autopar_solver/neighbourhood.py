@@ -11,6 +11,9 @@ from autopar_solver.search import Position
 FIRST_PAIRS, LEAST_PAIRS, MOST_PAIRS = 4_000, 500, 200_000
 """Pairs of strategies in a part: at first, at least, at most."""
 
+PART_SECONDS, PAIR_SECONDS, MOST_BRANCHES = 0.02, 3e-5, 200
+"""What a part takes, roughly, and its limit, where time is only counted."""
+
 FAST_SECONDS, SLOW_SECONDS = 0.3, 2.0
 """Parts solved faster grow; slower ones are cut off and shrink."""
 
@@ -35,11 +38,18 @@ class NeighbourhoodSearch:
             members = self._members(position, kept)
             begin = clock.left
             seconds = min(SLOW_SECONDS, clock.left)
-            limits = Limits(seconds, 1e-7 * abs(cost), min(cost, cutoff))
+            counted = clock.counted
+            limits = Limits(
+                None if counted else seconds,
+                1e-7 * abs(cost),
+                min(cost, cutoff),
+                MOST_BRANCHES if counted else None,
+            )
             rows = np.flatnonzero(self.dual.best_prices)
             answer = solve_part(
                 position, members, kept, self.backend, limits, tuple(rows.tolist())
             )
+            clock.tick(PART_SECONDS + PAIR_SECONDS * answer.pairs)
             self._adapt(begin - clock.left, answer.finished)
             if answer.choices is not None and field.memory.fits(answer.choices):
                 found = field.cost(answer.choices)

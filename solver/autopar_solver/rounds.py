@@ -1,7 +1,6 @@
 """The rounds of a solve: bound, search, fix, and the integer program, until time."""
 
 import math
-import time
 
 import numpy as np
 
@@ -27,7 +26,7 @@ PROGRAM_PAIRS = 60_000
 NARROW_PAIRS = 60_000
 """At first, the size of the field with favoured strategies only."""
 
-NARROW_RANKS = (12, 8, 6, 5, 4, 3, 2)
+NARROW_RANKS = (12, 8, 6, 5, 4, 3, 2, 1)
 """How many strategies of each node are favoured, whatever fits first."""
 
 SEARCH_GAIN = 0.02
@@ -37,6 +36,15 @@ MAX_MENDS = 2_000
 
 LARGE_GAIN = 0.1
 """Climbing goes on alone while a slice closes this share of the gap."""
+
+DECODE_SECONDS = 1e-4
+"""What decoding, mending and polishing take per node, roughly."""
+
+NODES_PER_SECOND = 100
+"""Branches of the integer program per second, where time is only counted."""
+
+NUM_RECENT = 6
+"""Decoded choices whose strategies are favoured as well."""
 
 DECODE_PAUSE = 3.0
 """Time between decodings, in multiples of what one takes."""
@@ -93,6 +101,8 @@ class _State:
         self.slice = 0.5
         self.removed_above = math.inf
         self.next_decode = 0.0
+        self.backward = True
+        self.recent: list[np.ndarray] = []
         self.decode_seconds = 0.0
         self.size = incumbent.problem.num_strategies
         self._refresh(None, {})
@@ -145,6 +155,7 @@ class _State:
         self.dual.messages.resume(messages)
         self.search = NeighbourhoodSearch(self.dual, self.backend)
         self.position: np.ndarray | None = None
+        self.recent = []
         if self.incumbent.choices is not None:
             whole = self.graph.project(self.incumbent.choices)
             self._hold(whole[list(self.field.nodes)])
@@ -185,14 +196,15 @@ class _State:
         """Steps for a slice, decoding now and then; True if it stalls before."""
         # A last decoding must fit before the end.
         left = self.clock.left - 1.2 * self.decode_seconds
-        end = time.monotonic() + min(self.slice, left)
+        slice_clock = self.clock.within(min(self.slice, left))
         before, steps = self.dual.bound, 0
         stalled = False
-        while time.monotonic() < end and not stalled and not self._done():
+        while slice_clock.left > 0 and not stalled and not self._done():
             self.dual.ascend(self.incumbent.cost)
+            self.clock.tick(self.dual.step_seconds)
             steps += 1
             self._prove(self.dual.bound)
-            if time.monotonic() > self.next_decode:
+            if self.clock.now > self.next_decode:
                 self._decode()
             if steps % STALL_STEPS == 0:
                 gain = self.dual.bound - before
@@ -205,18 +217,21 @@ class _State:
 
     def _decode(self) -> None:
         """Turns what the dual suggests into choices that fit."""
-        begin = time.monotonic()
+        begin = self.clock.now
         dual = self.dual
         choices = dual.answer
         if choices is None:
-            choices = dual.messages.decode(dual.costs)
+            self.backward = not self.backward
+            choices = dual.messages.decode(dual.costs, backward=self.backward)
+        self.recent = [*self.recent[1 - NUM_RECENT :], choices]
         position = Position(self.field, choices, dual.messages.links)
         if mend(position, dual.costs, MAX_MENDS):
             self._offer(position.choices)
             if self.clock.left > 0.1:
                 polish(position)
                 self._offer(position.choices)
-        now = time.monotonic()
+        self.clock.tick(DECODE_SECONDS * self.field.num_nodes)
+        now = self.clock.now
         self.decode_seconds = now - begin
         self.next_decode = now + DECODE_PAUSE * self.decode_seconds
 
@@ -240,7 +255,7 @@ class _State:
             own = gone[self.field.offsets[k] : self.field.offsets[k + 1]]
             if own.any():
                 self.graph.restrict(i, np.flatnonzero(~own))
-        reduce_graph(self.graph, self.clock.end)
+        reduce_graph(self.graph, self.clock.deadline)
         kept = prices[np.searchsorted(rows, self.graph.rows)]
         self._refresh(kept, _carry(messages, self.graph, first_step))
 
@@ -248,10 +263,12 @@ class _State:
         """The integer program, for a slice or as long as it takes; True if solved."""
         seconds = min(max(2.0, 2 * self.slice), self.clock.left)
         rows = tuple(np.flatnonzero(self.dual.best_prices).tolist())
+        counted = self.clock.counted
         limits = Limits(
-            seconds,
+            None if counted else seconds,
             0.05 * self.incumbent.tolerance,
             self.incumbent.cutoff,
+            int(NODES_PER_SECOND * seconds) if counted else None,
         )
         answer = solve_field(self.field, self.backend, limits, rows)
         if answer.choices is not None:
@@ -266,7 +283,7 @@ class _State:
         if self.position is None:
             return
         seconds = min(self.search_share * self.slice, self.clock.left)
-        clock = Clock(time.monotonic(), seconds)
+        clock = self.clock.within(seconds)
         before = self.incumbent.cost
         choices = self.search.improve(self.position, self.incumbent.cutoff, clock)
         self._offer(choices)
@@ -283,30 +300,31 @@ class _State:
             return
         graph = self.graph.copy()
         local = self.incumbent.fork()
-        clock = Clock(time.monotonic(), min(self.slice, self.clock.left))
+        clock = self.clock.within(self.slice)
         try:
             for k, i in enumerate(self.field.nodes):
                 own = kept[self.field.offsets[k] : self.field.offsets[k + 1]]
                 if not own.all():
                     graph.restrict(i, np.flatnonzero(own))
-            reduce_graph(graph, clock.end)
+            reduce_graph(graph, clock.deadline)
             close_gap(graph, local, clock, self.backend, inner=True)
         except ContradictionError:
             return
         self.narrow_pairs *= 2 if local.proved else 0.7
         if local.choices is not None and self.incumbent.offer(local.choices):
-            whole = self.graph.project(self.incumbent.choices)
+            whole = self.graph.project(local.choices)
             self._hold(whole[list(self.field.nodes)])
 
     def _favoured(self) -> np.ndarray | None:
-        """Each node's strategies of least bound, few enough for the time."""
+        """Each node's least bounds and last decodings, few enough for the time."""
         dual, field = self.dual, self.field
         order = np.lexsort((dual.bounds, field.owner()))
         rank = np.empty(len(order), np.int64)
         rank[order] = np.arange(len(order)) - np.repeat(field.offsets[:-1], field.sizes)
         for best in NARROW_RANKS:
             kept = (rank < best) & (dual.bounds < self.incumbent.cutoff)
-            kept[field.offsets[:-1] + self.position] = True
+            for choices in (self.position, *self.recent):
+                kept[field.offsets[:-1] + choices] = True
             if self._pairs(kept) <= self.narrow_pairs:
                 return None if kept.all() else kept
         return None

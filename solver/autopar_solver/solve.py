@@ -53,7 +53,9 @@ def solve(
     graph = build_graph(problem)
     reports: tuple[ReductionReport, ...] = ()
     try:
-        reports = reduce_graph(graph, clock.begin + REDUCTION_SHARE * clock.length)
+        reports = reduce_graph(
+            graph, clock.within(REDUCTION_SHARE * clock.length).deadline
+        )
         close_gap(graph, incumbent, clock, solver)
     except ContradictionError:
         # Nothing can be chosen, or nothing below the cost of what is known.

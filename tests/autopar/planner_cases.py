@@ -56,11 +56,12 @@ def training(
 
 
 def mlp_params(width: int = 16, hidden: int = 32, layers: int = 2) -> Any:
+    # Small weights: a saturated unit's gradient is rounding noise, which Adam scales.
     return [
         {
-            "up": normal(2 * i, width, hidden),
-            "bias": normal(50 + i, hidden),
-            "down": normal(2 * i + 1, hidden, width),
+            "up": normal(2 * i, width, hidden, scale=0.2),
+            "bias": normal(50 + i, hidden, scale=0.2),
+            "down": normal(2 * i + 1, hidden, width, scale=0.2),
         }
         for i in range(layers)
     ]

@@ -92,6 +92,14 @@ def test_compare_measures_what_fits(
     assert (second["step_s"], second["reason"]) == (None, "too big")
 
 
+@pytest.mark.parametrize("spec", ["2x8:cpu", "2x8:h100"])
+def test_compare_cannot_measure_on_devices_it_lacks(run: Run, spec: str) -> None:
+    code, out, err = run("compare", TARGET, *SMALL, "--cluster", spec, "--measure")
+    assert (code, out) == (2, "")
+    assert "16" in err
+    assert len(err.splitlines()) == 1
+
+
 def test_the_best_mesh_counts_for_each_expert(candidate: Candidate) -> None:
     slower = dataclasses.replace(candidate, compute_s=candidate.compute_s * 2)
     experts = [

@@ -69,7 +69,9 @@ def test_elimination_bounds(problem, limit):
     if limit == UNLIMITED:
         assert found.exact
         possible = best < np.inf
-        np.testing.assert_allclose((found.bound + found.rises)[possible], best[possible])
+        np.testing.assert_allclose(
+            (found.bound + found.rises)[possible], best[possible]
+        )
         if possible.any():
             assert field.cost(found.choices) == pytest.approx(found.bound)
 

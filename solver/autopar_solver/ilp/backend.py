@@ -20,11 +20,14 @@ class Limits:
         gap: absolute difference of cost and bound that counts as proved, in the
             program's units.
         cutoff: only better costs are of interest; ``inf`` if all are.
+        nodes: branches of the search tree; a limit that does not depend on the
+            machine. None for no limit.
     """
 
     seconds: float | None
     gap: float
     cutoff: float = np.inf
+    nodes: int | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)

@@ -22,6 +22,7 @@ def solve_cbc(program: Program, limits: Limits, start: np.ndarray | None) -> Ans
         msg=False,
         threads=1,
         timeLimit=limits.seconds,
+        maxNodes=limits.nodes,
         gapRel=0.0,
         gapAbs=limits.gap,
         warmStart=start is not None,

@@ -35,6 +35,8 @@ def _set_options(highs: highspy.Highs, limits: Limits) -> None:
     }
     if limits.seconds is not None:
         options["time_limit"] = max(limits.seconds, 0.01)
+    if limits.nodes is not None:
+        options["mip_max_nodes"] = limits.nodes
     if np.isfinite(limits.cutoff):
         options["objective_bound"] = limits.cutoff
     for name, value in options.items():

@@ -64,7 +64,8 @@ def solve_field(
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left < 0.02:
             return FieldAnswer(None, np.inf, bound, False, tuple(cuts))
-        inner = Limits(left, limits.gap / scale, _inner(limits.cutoff, field, scale))
+        cutoff = _inner(limits.cutoff, field, scale)
+        inner = Limits(left, limits.gap / scale, cutoff, limits.nodes)
         answer = backend(program, inner, _values(field, program, start))
         bound = max(bound, min(answer.bound * scale + field.constant, limits.cutoff))
         if answer.values is None:
