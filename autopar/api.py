@@ -16,6 +16,10 @@ from autopar.planner.problem import Restriction
 from autopar.planner.search import candidate_meshes, search
 from autopar_passes.roles import InputRole
 
+# Most plans are proved optimal in a tenth of this; with very tight memory the
+# solver would go on for minutes to close the last percent.
+SOLVER_SECONDS = 30.0
+
 
 def plan(
     step: Callable[..., Any],
@@ -24,7 +28,7 @@ def plan(
     pins: Pins | None = None,
     axis_names: Sequence[str] | None = None,
     max_axes: int | None = None,
-    seconds: float | None = None,
+    seconds: float | None = SOLVER_SECONDS,
     split_batch: bool = True,
 ) -> Plan:
     """Finds the execution plan of a train step that is fastest on a cluster.
@@ -39,7 +43,8 @@ def plan(
       pins: path pattern of an input -> its ``PartitionSpec``.
       axis_names: names of the mesh axes, outermost first.
       max_axes: most mesh axes to try (default two, or one for each level).
-      seconds: time limit of the solver, for each mesh.
+      seconds: time limit of the solver, for each mesh (None: until it is proved
+        optimal); below the limit the same call gives the same plan.
       split_batch: whether it is an error if no mesh axis divides the batch.
 
     Raises:
@@ -66,7 +71,7 @@ def plan_analysis(
     pins: Pins | None = None,
     axis_names: Sequence[str] | None = None,
     max_axes: int | None = None,
-    seconds: float | None = None,
+    seconds: float | None = SOLVER_SECONDS,
     split_batch: bool = True,
 ) -> Plan:
     """`plan`, for a step that is already analysed."""

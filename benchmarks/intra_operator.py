@@ -45,7 +45,7 @@ def _row(path: Path, limit: float, gap: float) -> str:
     check_solution(problem, solution)
     return (
         f"| {problem.name} | {len(problem.node_costs):,} | {len(problem.edges):,} "
-        f"| {limit:g} | {solution.cost:,.10g} | {solution.bound:,.10g} "
+        f"| {limit:g} | {solution.cost:,.15g} | {solution.bound:,.15g} "
         f"| {solution.gap:.2e} | {solution.status.name} | {spent:.1f} |"
     )
 

@@ -8,7 +8,7 @@ solver returns and tightens the limit where that is over.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from autopar.planner.lifetimes import Lifetimes
 from autopar.planner.memory import OVERHEAD
 from autopar.planner.nodes import Contraction, Home
 from autopar.planner.strategies import Space
+from autopar.planner.uses import Source
 from autopar_passes.graph import OperatorGraph
 from autopar_passes.rules import Dims
 from autopar_solver import MemoryTerm
@@ -29,11 +30,13 @@ def memory_terms(
     life: Lifetimes,
     spaces: Sequence[Space],
     copies: Sequence[Copy],
+    sources: Iterable[Source],
     sizes: Sequence[int],
 ) -> tuple[MemoryTerm, ...]:
     """Returns what each choice occupies, and when."""
     writer = _Writer(graph, contraction, life, spaces, sizes)
-    terms = [*writer.inputs(), *writer.homes()]
+    terms = [*writer.inputs(), *writer.homes(), *writer.partials()]
+    terms.extend(writer.arrivals(sources))
     for copy in copies:
         terms.extend(writer.copy(copy))
     return tuple(terms)
@@ -85,6 +88,32 @@ class _Writer:
                 end = max(start, ends.get(value, start), op.until)
                 yield self.buffer(home, value, start, end)
 
+    def partials(self) -> Iterator[MemoryTerm]:
+        """Results of contractions before their reduction, while that lasts."""
+        for op in self.graph.operators:
+            index = self.contraction.node_of.get(op.class_index)
+            if index is None or self.contraction.nodes[index].kind != "contraction":
+                continue
+            mapping = self.contraction.nodes[index].members[op.class_index]
+            start = self.life.time[op.index]
+            for value, dims in zip(op.outputs, op.rule.results, strict=True):
+                own = tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
+                nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
+                usage = self.usage(index, own, nbytes)
+                yield MemoryTerm(node=index, start=start, end=start + 1, usage=usage)
+
+    def arrivals(self, sources: Iterable[Source]) -> Iterator[MemoryTerm]:
+        """What a reader has a value resharded to, while it arrives."""
+        for source in sources:
+            for use in source.foreign:
+                for value, (first, _, _) in use.readers.items():
+                    nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
+                    usage = self.usage(use.node, use.dims, nbytes)
+                    start = self.life.time[first]
+                    yield MemoryTerm(
+                        node=use.node, start=start, end=start + 1, usage=usage
+                    )
+
     def buffer(self, home: Home, value: int, start: int, end: int) -> MemoryTerm:
         nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
         usage = self.usage(home.node, home.dims, nbytes)
@@ -115,4 +144,5 @@ class _Writer:
             nbytes = self.graph.values[value].nbytes
             if nbytes not in cache:
                 cache[nbytes] = OVERHEAD * nbytes * held / split
-            yield MemoryTerm(node=copy.node, start=start, end=end + 1, usage=cache[nbytes])
+            usage = cache[nbytes]
+            yield MemoryTerm(node=copy.node, start=start, end=end + 1, usage=usage)

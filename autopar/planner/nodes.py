@@ -34,7 +34,10 @@ MIN_ELEMENTS = 2
 
 # Never recomputed for each reader: costly, or the end of a region.
 _ANCHORED = frozenset(
-    {"random_bits", "enter", "carry", "merge", "slice_step", "stack_step"}
+    {
+        "random_bits", "enter", "carry", "merge", "slice_step", "stack_step",
+        "optimization_barrier",
+    }  # fmt: skip
 )
 _CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "gather", "scatter-add"})
 

@@ -123,8 +123,9 @@ class Formulator:
             memory=()
             if memory_limit is None
             else memory_terms(
-                self.graph, self.contraction, self.life, spaces, copies, pricer.sizes
-            ),
+                self.graph, self.contraction, self.life, spaces, copies,
+                self.sources.values(), pricer.sizes,
+            ),  # fmt: skip
             memory_limit=memory_limit,
         )
         all_spaces = (*spaces, *(c.space for c in copies))

@@ -221,6 +221,8 @@ class _Replayer:
                     out = self.loop(eqn, ops)
                 case "cond":
                     out = self.cond(eqn, ops)
+                case "optimization_barrier":
+                    out = self.barrier(eqn, ops)
                 case _:
                     out = self.primitive(eqn, ops[0])
         self.forms().values.update(zip(eqn.outputs, out, strict=True))
@@ -231,6 +233,14 @@ class _Replayer:
         args = [self.operand(op, k, a) for k, a in enumerate(eqn.inputs)]
         out = self.bind(eqn, op, args)
         return [self.pin(x, self.plan.results(op, k)) for k, x in enumerate(out)]
+
+    def barrier(self, eqn: Equation, ops: list[Operator]) -> list[Any]:
+        """One equation, but an operator for each value that passes through it."""
+        args = [self.operand(op, 0, a) for op, a in zip(ops, eqn.inputs, strict=True)]
+        out = jax_compat.bind(eqn.source, *args)
+        return [
+            self.pin(x, self.plan.results(op, 0)) for op, x in zip(ops, out, strict=True)
+        ]
 
     def bind(self, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
         if eqn.primitive != convolution.PRIMITIVE or not convolution.is_grouped(

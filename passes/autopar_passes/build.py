@@ -120,10 +120,19 @@ class _GraphBuilder:
                     self.loop(eqn, trips)
                 case "cond":
                     self.cond(eqn, trips)
+                case "optimization_barrier":
+                    self.barrier(eqn, trips)
+                    continue
                 case _:
                     self.plain(eqn, trips)
                     continue
             self.close(eqn, start)
+
+    def barrier(self, eqn: Equation, trips: float) -> None:
+        """Values only pass through together; their layouts are independent."""
+        for atom, value in zip(eqn.inputs, eqn.outputs, strict=True):
+            rule = _identity(self.shape(value), 1)
+            self.emit(eqn.primitive, _ids((atom,)), (value,), rule, trips, eqn=eqn)
 
     def close(self, eqn: Equation, start: int) -> None:
         """Tells the boundary operators of a region where it ends."""

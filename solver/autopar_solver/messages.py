@@ -11,6 +11,7 @@ import numpy as np
 
 from autopar_solver.compiled import MIN_PAIRS, Tape, Visit, compiled_loop, record
 from autopar_solver.field import Field, Links
+from autopar_solver.graph import Graph, Restrict
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -189,3 +190,19 @@ def _links(field: Field) -> list[list[tuple[int, np.ndarray]]]:
         links[k].append((m, table))
         links[m].append((k, table.T))
     return [sorted(items, key=lambda item: item[0]) for items in links]
+
+
+def carry(
+    messages: dict[tuple[int, int], np.ndarray], graph: Graph, first_step: int
+) -> dict[tuple[int, int], np.ndarray]:
+    """Messages into nodes whose strategies became fewer."""
+    kept: dict[int, np.ndarray] = {}
+    for step in graph.trail[first_step:]:
+        if isinstance(step, Restrict):
+            before = kept.get(step.node)
+            kept[step.node] = step.kept if before is None else before[step.kept]
+    return {
+        (node, sender): message[kept[node]] if node in kept else message
+        for (node, sender), message in messages.items()
+        if node in graph.costs and sender in graph.costs
+    }

@@ -6,10 +6,11 @@ import numpy as np
 
 from autopar_solver.dual import Dual
 from autopar_solver.field import flatten
-from autopar_solver.graph import ContradictionError, Graph, Restrict
+from autopar_solver.graph import ContradictionError, Graph
 from autopar_solver.ilp.backend import Backend, Limits
 from autopar_solver.ilp.solve import solve_field
 from autopar_solver.incumbent import Clock, Incumbent
+from autopar_solver.messages import carry
 from autopar_solver.neighbourhood import NeighbourhoodSearch
 from autopar_solver.reductions.pipeline import reduce_graph
 from autopar_solver.search import Position, mend, polish
@@ -17,7 +18,7 @@ from autopar_solver.search import Position, mend, polish
 WORK_PER_SECOND = 20_000_000
 """Entries of tables that elimination goes through in a second, roughly."""
 
-STALL_STEPS, STALL_GAIN = 10, 0.02
+STALL_STEPS, STALL_GAIN = 10, 0.01
 """Climbing stops when so many steps close less than this share of the gap."""
 
 PROGRAM_PAIRS = 60_000
@@ -67,6 +68,8 @@ def close_gap(
         backend: solves integer programs.
         inner: whether this graph is a restriction made by another call.
     """
+    if incumbent.proved or clock.left < 0.02:
+        return
     state = _State(graph, incumbent, clock, backend, inner)
     try:
         while not incumbent.proved and clock.left > 0.02:
@@ -92,7 +95,7 @@ class _State:
         inner: bool,
     ) -> None:
         self.inner = inner
-        self.search_share = 2.0
+        self.search_share = 1.0
         self.narrow_pairs = float(NARROW_PAIRS)
         self.graph = graph
         self.incumbent = incumbent
@@ -227,7 +230,7 @@ class _State:
         position = Position(self.field, choices, dual.messages.links)
         if mend(position, dual.costs, MAX_MENDS):
             self._offer(position.choices)
-            if self.clock.left > 0.1:
+            if self.clock.left > max(0.1, self.decode_seconds):
                 polish(position)
                 self._offer(position.choices)
         self.clock.tick(DECODE_SECONDS * self.field.num_nodes)
@@ -257,7 +260,7 @@ class _State:
                 self.graph.restrict(i, np.flatnonzero(~own))
         reduce_graph(self.graph, self.clock.deadline)
         kept = prices[np.searchsorted(rows, self.graph.rows)]
-        self._refresh(kept, _carry(messages, self.graph, first_step))
+        self._refresh(kept, carry(messages, self.graph, first_step))
 
     def _program(self) -> bool:
         """The integer program, for a slice or as long as it takes; True if solved."""
@@ -289,7 +292,7 @@ class _State:
         self._offer(choices)
         gain = before - self.incumbent.cost
         useful = gain > SEARCH_GAIN * (before - self.incumbent.bound)
-        self.search_share = 2.0 if useful else max(self.search_share / 2, 0.25)
+        self.search_share = 1.0 if useful else max(self.search_share / 2, 0.1)
 
     def _narrow(self) -> None:
         """Solves with only the strategies that the bounds favour, for a slice."""
@@ -300,7 +303,7 @@ class _State:
             return
         graph = self.graph.copy()
         local = self.incumbent.fork()
-        clock = self.clock.within(self.slice)
+        clock = self.clock.within(2 * self.slice)
         try:
             for k, i in enumerate(self.field.nodes):
                 own = kept[self.field.offsets[k] : self.field.offsets[k + 1]]
@@ -332,19 +335,3 @@ class _State:
     def _pairs(self, kept: np.ndarray) -> int:
         sizes = np.add.reduceat(kept, self.field.offsets[:-1], dtype=np.int64)
         return sum(int(sizes[k] * sizes[m]) for k, m in self.field.edges)
-
-
-def _carry(
-    messages: dict[tuple[int, int], np.ndarray], graph: Graph, first_step: int
-) -> dict[tuple[int, int], np.ndarray]:
-    """Messages into nodes whose strategies became fewer."""
-    kept: dict[int, np.ndarray] = {}
-    for step in graph.trail[first_step:]:
-        if isinstance(step, Restrict):
-            before = kept.get(step.node)
-            kept[step.node] = step.kept if before is None else before[step.kept]
-    return {
-        (node, sender): message[kept[node]] if node in kept else message
-        for (node, sender), message in messages.items()
-        if node in graph.costs and sender in graph.costs
-    }

@@ -53,9 +53,8 @@ def solve(
     graph = build_graph(problem)
     reports: tuple[ReductionReport, ...] = ()
     try:
-        reports = reduce_graph(
-            graph, clock.within(REDUCTION_SHARE * clock.length).deadline
-        )
+        early = clock.within(REDUCTION_SHARE * clock.length)
+        reports = reduce_graph(graph, early.deadline)
         close_gap(graph, incumbent, clock, solver)
     except ContradictionError:
         # Nothing can be chosen, or nothing below the cost of what is known.

@@ -75,11 +75,8 @@ def solve_field(
         if not len(broken):
             cost = field.cost(choices)
             return FieldAnswer(choices, cost, bound, answer.finished, tuple(cuts))
-        for row in broken:
-            if row in cuts:
-                extra.append(exclusion_cut(field, row, choices))
-            else:
-                cuts[row] = memory_cut(field, row)
+        extra += [exclusion_cut(field, row, choices) for row in broken if row in cuts]
+        cuts |= {row: memory_cut(field, row) for row in broken if row not in cuts}
 
 
 def broken_rows(field: Field, choices: np.ndarray) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ def reduce_graph(
     small = False
     while not small and (deadline is None or time.monotonic() < deadline):
         before = _size(graph)
-        _run(graph, REDUCTIONS, totals)
+        _run(graph, REDUCTIONS, totals, deadline)
         small = _is_small(before, _size(graph))
     before = None
     while before != _size(graph):
@@ -79,8 +79,11 @@ def _run(
     graph: Graph,
     reductions: tuple[tuple[str, Reduction], ...],
     totals: dict[str, tuple[int, int, int]],
+    deadline: float | None = None,
 ) -> None:
     for name, reduction in reductions:
+        if deadline is not None and time.monotonic() > deadline:
+            return
         before = _size(graph)
         reduction(graph)
         nodes, edges, strategies = (
