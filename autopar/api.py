@@ -7,13 +7,13 @@ from typing import Any
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.errors import PlanError
-from autopar.plans import Plan
 from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.convert import make_plan
 from autopar.planner.hints import Pins, pin_restriction, pinned_layouts
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Restriction
 from autopar.planner.search import candidate_meshes, search
+from autopar.plans import Plan
 from autopar_passes.roles import InputRole
 
 # Most plans are proved optimal in a tenth of this; with very tight memory the

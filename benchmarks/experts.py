@@ -27,8 +27,8 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0)
     options = parser.parse_args()
     workloads.row(
-        "example", "cluster", "ours ms", "gap", "best expert ms", "expert", "ours / best",
-        "infeasible experts",
+        "example", "cluster", "ours ms", "gap", "best expert ms", "expert",
+        "ours / best", "infeasible experts",
     )  # fmt: skip
     workloads.row(*["---"] * 8)
     slower = 0
@@ -37,7 +37,9 @@ def main() -> int:
             cluster = Cluster.parse(f"{shape}:{options.device}")
             batch = workloads.batch_for(cluster.num_devices)
             step, args = workloads.arguments(name, batch=batch)
-            result, experts = compare(analyse(step, args), cluster, seconds=options.seconds)
+            result, experts = compare(
+                analyse(step, args), cluster, seconds=options.seconds
+            )
             found = [e for e in experts if e.candidate is not None]
             best = min(found, key=lambda e: e.candidate.step_s)
             ours = result.best

@@ -28,7 +28,9 @@ def main(names: list[str]) -> int:
     sys.path.insert(0, str(workloads.EXAMPLES_DIR))
     from example_training import plain_step, take_step
 
-    workloads.row("example", "mesh", "first loss", "last loss", "largest relative difference")
+    workloads.row(
+        "example", "mesh", "first loss", "last loss", "largest relative difference"
+    )
     workloads.row(*["---"] * 5)
     worst = 0.0
     for name in names or workloads.EXAMPLES:

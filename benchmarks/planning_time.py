@@ -17,7 +17,8 @@ import time
 import workloads
 
 GPT12 = {
-    "layers": 12, "d_model": 768, "heads": 12, "seq": 1024, "batch": 512, "vocab": 50304,
+    "layers": 12, "d_model": 768, "heads": 12, "seq": 1024, "batch": 512,
+    "vocab": 50304,
 }  # fmt: skip
 LLAMA8B = {
     "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 8, "ffn": 14336,
@@ -75,7 +76,10 @@ def main(names: list[str]) -> int:
     workloads.row(*["---"] * 9)
     for name in names or CASES:
         run = subprocess.run(
-            [sys.executable, __file__, "--one", name], capture_output=True, text=True, check=True
+            [sys.executable, __file__, "--one", name],
+            capture_output=True,
+            text=True,
+            check=True,
         )
         found = json.loads(run.stdout.strip().split("\n")[-1])
         workloads.row(

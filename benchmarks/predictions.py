@@ -59,7 +59,7 @@ def main() -> int:
     return 0
 
 
-def row(name: str, shape: str, analysis, plan) -> None:  # noqa: ANN001
+def row(name: str, shape: str, analysis, plan) -> None:
     """Audits one plan and prints its row."""
     predicted = plan.predicted
     planned = planned_step(analysis, plan, abstract_mesh(plan))

@@ -83,9 +83,7 @@ class Assignment:
         node = self.contraction.nodes[self.contraction.node_of[op.class_index]]
         mapping = node.members[op.class_index]
         reduced = [mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0]
-        return tuple(
-            sorted(a for f in reduced for a in self.strategies[node.index][f])
-        )
+        return tuple(sorted(a for f in reduced for a in self.strategies[node.index][f]))
 
     def operand(self, op: Operator, slot: int) -> Layout | None:
         """See `LayoutPlan`."""
@@ -100,7 +98,10 @@ class Assignment:
         if op.class_index not in self.contraction.node_of:
             return ()
         own = self.layout(op, op.rule.results[slot])
-        return (own, *(s.layout for s in self.result_steps(op, slot) if s.layout != own))
+        return (
+            own,
+            *(s.layout for s in self.result_steps(op, slot) if s.layout != own),
+        )
 
     def result_steps(self, op: Operator, slot: int) -> tuple[Step, ...]:
         """The collectives between an operator and the home of its result."""

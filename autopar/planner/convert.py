@@ -6,13 +6,20 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.plans import CopyDecision, NodeDecision, Plan, Predicted, Seconds, SolverReport
-from autopar.plans.schema import SCHEMA, Spec
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment, CopyChoice
 from autopar.planner.layout import Layout
 from autopar.planner.nodes import Node
 from autopar.planner.search import SearchResult
+from autopar.plans import (
+    CopyDecision,
+    NodeDecision,
+    Plan,
+    Predicted,
+    Seconds,
+    SolverReport,
+)
+from autopar.plans.schema import SCHEMA, Spec
 from autopar.version import __version__
 
 
@@ -177,7 +184,9 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
     check_plan(analysis, plan)
     names = plan.axis_names
     copies = {
-        ((c.producer, c.slot), c.backward): CopyChoice(from_spec(c.axes, names), c.reuse)
+        ((c.producer, c.slot), c.backward): CopyChoice(
+            from_spec(c.axes, names), c.reuse
+        )
         for c in plan.copies
     }
     return Assignment(

@@ -111,7 +111,11 @@ def restriction(
         has_batch = BATCH in named.values()
         used = [(a, named.get(f, "")) for f, axes in enumerate(strategy) for a in axes]
         for axis, name in used:
-            if axis in recipe.data and name != BATCH and not _may_shard(role, recipe, has_batch, node):
+            if (
+                axis in recipe.data
+                and name != BATCH
+                and not _may_shard(role, recipe, has_batch, node)
+            ):
                 return False
             if axis in recipe.tensor and not _may_tensor(name, recipe, node):
                 return False
@@ -150,7 +154,9 @@ def _must_shard(role: InputRole | None, recipe: Recipe) -> bool:
 
 def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
     homes = analysis.contraction.homes
-    return {homes[i.value].node: i.role for i in analysis.graph.inputs if i.value in homes}
+    return {
+        homes[i.value].node: i.role for i in analysis.graph.inputs if i.value in homes
+    }
 
 
 def _most_split(node: Node, axes: Sequence[int], sizes: Sequence[int]) -> int:

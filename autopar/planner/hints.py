@@ -12,6 +12,7 @@ from typing import Any
 
 import flax.linen as nn
 import jax
+from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import MeshShape
@@ -26,7 +27,9 @@ from autopar.planner.strategies import Strategy, layout_of
 Pins = Mapping[str, PartitionSpec]
 
 
-def pinned_layouts(analysis: Analysis, pins: Pins, mesh: MeshShape) -> dict[int, Layout]:
+def pinned_layouts(
+    analysis: Analysis, pins: Pins, mesh: MeshShape
+) -> dict[int, Layout]:
     """Returns the layout of each pinned input, by its value.
 
     Raises:
@@ -52,7 +55,9 @@ def _layout(
     pattern: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshShape
 ) -> Layout:
     names = list(mesh.names)
-    entries = [() if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec]
+    entries = [
+        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
+    ]
     if len(entries) > len(shape):
         raise PlanError(f"pin '{pattern}': {spec} has more entries than shape {shape}.")
     entries += [()] * (len(shape) - len(entries))
@@ -68,7 +73,7 @@ def _layout(
             split *= mesh.sizes[names.index(axis)]
         if size % split:
             raise PlanError(
-                f"pin '{pattern}': dimension of size {size} cannot be split {split} ways."
+                f"pin '{pattern}': a dimension of {size} cannot be split {split} ways."
             )
         layout.append(tuple(names.index(a) for a in axes))
     return tuple(layout)
@@ -83,7 +88,7 @@ def logical_pins(tree: Any, rules: Sequence[tuple[str, Any]], prefix: str) -> Pi
       rules: Flax's rules, pairs of a logical name and mesh axes.
       prefix: name of the argument, the first part of its inputs' paths.
     """
-    specs = nn.logical_to_mesh(nn.get_partition_spec(tree), rules)
+    specs = spmd.logical_to_mesh(nn.get_partition_spec(tree), rules)
     keyed, _ = jax.tree_util.tree_flatten_with_path(
         specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
@@ -106,7 +111,8 @@ def pin_restriction(analysis: Analysis, layouts: Mapping[int, Layout]) -> Restri
 
     def allowed(node: Node, strategy: Strategy) -> bool:
         return all(
-            layout_of(strategy, dims) == layout for dims, layout in wanted.get(node.index, [])
+            layout_of(strategy, dims) == layout
+            for dims, layout in wanted.get(node.index, [])
         )
 
     return allowed

@@ -196,7 +196,10 @@ def assignments(
     out: list[Layout] = []
     options = range(-1, len(factors))
     for choice in itertools.product(options, repeat=len(sizes)):
-        groups = [tuple(a for a, f in enumerate(choice) if f == k) for k in range(len(factors))]
+        groups = [
+            tuple(a for a, f in enumerate(choice) if f == k)
+            for k in range(len(factors))
+        ]
         even = all(
             size % math.prod(sizes[a] for a in g) == 0
             for size, g in zip(factors, groups, strict=True)

@@ -60,9 +60,7 @@ def lifetimes(graph: OperatorGraph, floating: frozenset[int]) -> Lifetimes:
     for op in reversed(graph.operators):
         for slot, v in enumerate(op.outputs):
             users = readers.get(v, [])
-            if v not in floating and (
-                v in outputs or _needs_buffer(op, slot, users)
-            ):
+            if v not in floating and (v in outputs or _needs_buffer(op, slot, users)):
                 written.add(v)
         if not any(v in written for v in op.outputs) and op.kind != "return":
             ends = [reads[r.index] for v in op.outputs for r in readers.get(v, [])]

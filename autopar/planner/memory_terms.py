@@ -64,7 +64,9 @@ class _Writer:
         key = (node, dims, nbytes)
         if key not in self.cache:
             layouts = self.spaces[node].layouts(dims)
-            self.cache[key] = np.array([nbytes / shards(x, self.sizes) for x in layouts])
+            self.cache[key] = np.array(
+                [nbytes / shards(x, self.sizes) for x in layouts]
+            )
         return self.cache[key]
 
     def inputs(self) -> Iterator[MemoryTerm]:
@@ -97,7 +99,9 @@ class _Writer:
             mapping = self.contraction.nodes[index].members[op.class_index]
             start = self.life.time[op.index]
             for value, dims in zip(op.outputs, op.rule.results, strict=True):
-                own = tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
+                own = tuple(
+                    tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims
+                )
                 nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
                 usage = self.usage(index, own, nbytes)
                 yield MemoryTerm(node=index, start=start, end=start + 1, usage=usage)

@@ -19,8 +19,6 @@ layers share them.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 
 from autopar_passes.graph import Operator, OperatorGraph
 from autopar_passes.roles import InputRole, Role
@@ -35,11 +33,18 @@ MIN_ELEMENTS = 2
 # Never recomputed for each reader: costly, or the end of a region.
 _ANCHORED = frozenset(
     {
-        "random_bits", "enter", "carry", "merge", "slice_step", "stack_step",
+        "random_bits",
+        "enter",
+        "carry",
+        "merge",
+        "slice_step",
+        "stack_step",
         "optimization_barrier",
-    }  # fmt: skip
+    }
 )
-_CONTRACTIONS = frozenset({"dot_general", "conv_general_dilated", "gather", "scatter-add"})
+_CONTRACTIONS = frozenset(
+    {"dot_general", "conv_general_dilated", "gather", "scatter-add"}
+)
 
 
 @dataclasses.dataclass(slots=True)
@@ -137,7 +142,9 @@ class _Contractor:
         if op.kind == "input":
             self.start(op, "input", state=self.is_state(op))
         elif self.floats(op):
-            self.shared.update(((op.class_index, s), None) for s in range(len(op.outputs)))
+            self.shared.update(
+                ((op.class_index, s), None) for s in range(len(op.outputs))
+            )
         elif self.contracts(op):
             self.contraction(op)
         elif (leader := self.leader(op)) is not None:
@@ -158,11 +165,15 @@ class _Contractor:
         if any(k is not FactorKind.PASS for k in op.rule.kinds):
             return False
         result = op.rule.results[0]
-        if any(len(d) > 1 for d in (*result, *(d for o in op.rule.operands for d in o))):
+        if any(
+            len(d) > 1 for d in (*result, *(d for o in op.rule.operands for d in o))
+        ):
             return False
         if not op.rule.factors_of(result) >= op.rule.free:
             return False
-        arrays = [v for v in op.inputs if v is not None and self.size(v) >= MIN_ELEMENTS]
+        arrays = [
+            v for v in op.inputs if v is not None and self.size(v) >= MIN_ELEMENTS
+        ]
         return all(
             v in self.out.floating or self.size(v) < self.size(op.outputs[0])
             for v in arrays
@@ -227,17 +238,23 @@ class _Contractor:
     def join(self, op: Operator, node: Node, mapping: tuple[int, ...]) -> None:
         node.members[op.class_index] = mapping
         self.out.node_of[op.class_index] = node.index
-        for slot, (value, dims) in enumerate(zip(op.outputs, op.rule.results, strict=True)):
+        for slot, (value, dims) in enumerate(
+            zip(op.outputs, op.rule.results, strict=True)
+        ):
             if self.size(value) >= MIN_ELEMENTS:
                 home_dims = tuple(
                     tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims
                 )
                 self.shared[op.class_index, slot] = Home(node.index, home_dims)
 
-    def new_node(self, op: Operator, kind: str, state: bool) -> tuple[Node, tuple[int, ...]]:
+    def new_node(
+        self, op: Operator, kind: str, state: bool
+    ) -> tuple[Node, tuple[int, ...]]:
         factors: list[tuple[int, bool]] = []
         mapping: list[int] = []
-        for f, (size, kind_of) in enumerate(zip(op.rule.sizes, op.rule.kinds, strict=True)):
+        for f, (size, kind_of) in enumerate(
+            zip(op.rule.sizes, op.rule.kinds, strict=True)
+        ):
             del f
             if size < 2 or kind_of is FactorKind.BLOCKED:
                 mapping.append(-1)
@@ -257,12 +274,12 @@ class _Contractor:
         node, mapping = self.new_node(op, "contraction", False)
         node.members[op.class_index] = mapping
         self.out.node_of[op.class_index] = node.index
-        for slot, (value, dims) in enumerate(zip(op.outputs, op.rule.results, strict=True)):
+        for slot, (value, dims) in enumerate(
+            zip(op.outputs, op.rule.results, strict=True)
+        ):
             if self.size(value) < MIN_ELEMENTS:
                 continue
-            result = Node(
-                len(self.out.nodes), "array", [], {}, op.class_index, False
-            )
+            result = Node(len(self.out.nodes), "array", [], {}, op.class_index, False)
             home_dims: list[tuple[int, ...]] = []
             for d in dims:
                 own: list[int] = []
@@ -273,5 +290,3 @@ class _Contractor:
                 home_dims.append(tuple(own))
             self.out.nodes.append(result)
             self.shared[op.class_index, slot] = Home(result.index, tuple(home_dims))
-
-

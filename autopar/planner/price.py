@@ -53,10 +53,17 @@ class Pricer:
         """Bytes that one device sends in one elementary collective."""
         if step.kind == "slice":
             return 0.0
-        return collective_bytes(step.kind, step.fraction * nbytes, self.group(step.axes))
+        return collective_bytes(
+            step.kind, step.fraction * nbytes, self.group(step.axes)
+        )
 
     def reshard_s(
-        self, start: Layout, target: Layout, partial: Axes, reduction: str, nbytes: float
+        self,
+        start: Layout,
+        target: Layout,
+        partial: Axes,
+        reduction: str,
+        nbytes: float,
     ) -> float:
         """Seconds to bring an array from one layout to another."""
         steps = reshard_steps(start, target, partial, reduction, self.sizes)

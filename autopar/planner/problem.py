@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from autopar.planner.layout import Axes, Layout
 from autopar.planner.copies import Copy, Mode
+from autopar.planner.layout import Axes, Layout
 from autopar.planner.lifetimes import lifetimes
 from autopar.planner.memory_terms import memory_terms
 from autopar.planner.nodes import Contraction, Node
@@ -17,7 +17,6 @@ from autopar.planner.strategies import Space, Strategy, copy_space, strategy_spa
 from autopar.planner.uses import Source, Use, ValueClass
 from autopar.planner.work import class_trips, materialized, node_work_s
 from autopar_passes.graph import OperatorGraph
-from autopar_passes.rules import Dims
 from autopar_solver import ShardingProblem
 
 # State that is kept whole takes at most these parts of a device and of all state.
@@ -83,6 +82,7 @@ class Formulator:
         contraction: Contraction,
         sources: dict[ValueClass, Source],
     ) -> None:
+        """Derives what does not depend on the mesh."""
         self.graph = graph
         self.contraction = contraction
         self.sources = sources
@@ -101,18 +101,20 @@ class Formulator:
         With a ``memory_limit`` (bytes of one device) the problem has memory
         terms; without, it is smaller, and enough where memory is plenty.
         """
-        spaces, costs = self.node_costs(pricer, restriction)
+        spaces, costs = self._node_costs(pricer, restriction)
         edges: list[tuple[int, int]] = []
         matrices: list[np.ndarray] = []
-        for edge, matrix in self.result_edges(spaces, pricer):
+        for edge, matrix in self._result_edges(spaces, pricer):
             edges.append(edge)
             matrices.append(matrix)
         copies: list[Copy] = []
         for source in self.sources.values():
             start = len(self.contraction.nodes) + len(copies)
-            made = self.make_copies(source, start, pricer, memory=memory_limit is not None)
+            made = self._make_copies(
+                source, start, pricer, memory=memory_limit is not None
+            )
             copies.extend(made)
-            for edge, matrix in self.source_edges(source, made, spaces, pricer):
+            for edge, matrix in self._source_edges(source, made, spaces, pricer):
                 edges.append(edge)
                 matrices.append(matrix)
         problem = ShardingProblem(
@@ -123,9 +125,14 @@ class Formulator:
             memory=()
             if memory_limit is None
             else memory_terms(
-                self.graph, self.contraction, self.life, spaces, copies,
-                self.sources.values(), pricer.sizes,
-            ),  # fmt: skip
+                self.graph,
+                self.contraction,
+                self.life,
+                spaces,
+                copies,
+                self.sources.values(),
+                pricer.sizes,
+            ),
             memory_limit=memory_limit,
         )
         all_spaces = (*spaces, *(c.space for c in copies))
@@ -133,7 +140,7 @@ class Formulator:
             problem, all_spaces, tuple(copies), pricer, frozenset(self.written)
         )
 
-    def node_costs(
+    def _node_costs(
         self, pricer: Pricer, restriction: Restriction | None
     ) -> tuple[list[Space], list[np.ndarray]]:
         spaces: list[Space] = []
@@ -157,7 +164,7 @@ class Formulator:
             )  # fmt: skip
         return spaces, costs
 
-    def result_edges(
+    def _result_edges(
         self, spaces: Sequence[Space], pricer: Pricer
     ) -> list[tuple[tuple[int, int], np.ndarray]]:
         """Edges from a contraction to its result, which take the reduction."""
@@ -174,18 +181,22 @@ class Formulator:
                 home = self.contraction.homes.get(value)
                 if home is None:
                     continue
-                own = tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
+                own = tuple(
+                    tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims
+                )
                 starts = list(
                     zip(spaces[node.index].layouts(own), partials, strict=True)
                 )
                 targets = spaces[home.node].layouts(home.dims)
                 nbytes = self.graph.values[value].nbytes
-                matrix = pricer.reshard_matrix(starts, targets, op.rule.reduction, nbytes)
+                matrix = pricer.reshard_matrix(
+                    starts, targets, op.rule.reduction, nbytes
+                )
                 weight = self.trips[op.class_index]
                 out.append(((node.index, home.node), weight * matrix))
         return out
 
-    def make_copies(
+    def _make_copies(
         self, source: Source, start: int, pricer: Pricer, *, memory: bool
     ) -> list[Copy]:
         foreign = source.foreign
@@ -214,7 +225,7 @@ class Formulator:
             )
         return copies
 
-    def source_edges(
+    def _source_edges(
         self,
         source: Source,
         copies: Sequence[Copy],
@@ -226,23 +237,25 @@ class Formulator:
         out: list[tuple[tuple[int, int], np.ndarray]] = []
         if not copies:
             for use in source.foreign:
-                matrix = self.matrix(home, spaces[use.node].layouts(use.dims), nbytes, pricer)
+                matrix = self._matrix(
+                    home, spaces[use.node].layouts(use.dims), nbytes, pricer
+                )
                 out.append(((source.home.node, use.node), use.weight * matrix))
             return out
         for copy in copies:
             layouts = copy.space.layouts(copy.dims)
-            fetch = self.matrix(home, layouts, nbytes, pricer) * _most(copy.uses)
+            fetch = self._matrix(home, layouts, nbytes, pricer) * _most(copy.uses)
             fetch = _by_mode(copy, home, layouts, fetch)
             out.append(((source.home.node, copy.node), fetch))
             for use in copy.uses:
                 target = spaces[use.node].layouts(use.dims)
-                matrix = self.matrix(layouts, target, nbytes, pricer)
+                matrix = self._matrix(layouts, target, nbytes, pricer)
                 out.append(((copy.node, use.node), use.weight * matrix))
         if len(copies) == 2:
             out.append(((copies[0].node, copies[1].node), _reuse_matrix(*copies)))
         return out
 
-    def matrix(
+    def _matrix(
         self,
         starts: Sequence[Layout],
         targets: Sequence[Layout],
@@ -264,10 +277,7 @@ def _most(uses: Sequence[Use]) -> float:
 def _reuse_matrix(forward: Copy, backward: Copy) -> np.ndarray:
     """A backward copy that reuses the forward one must have its layout."""
     same = np.array(
-        [
-            [a == b for b in backward.space.strategies]
-            for a in forward.space.strategies
-        ]
+        [[a == b for b in backward.space.strategies] for a in forward.space.strategies]
     )
     reuse = np.array([m is Mode.REUSE for m in backward.modes])[None, :]
     fetched = np.array([m is not Mode.SAME for m in forward.modes])[:, None]

@@ -155,11 +155,14 @@ def solve_mesh(
     fitting = [c for c in starts if c.peak_memory_bytes <= limit]
     start = min(fitting, key=lambda c: c.step_s, default=None)
     tightened: float | None = None
+    formulation: Formulation | None = None
+    status = Status.UNKNOWN
     for _ in range(_TIGHTENINGS + 1):
         formulation = analysis.formulator.formulate(pricer, restriction, tightened)
         choices = None if start is None else choices_of(formulation, start)
         solution = solve(formulation.problem, seconds=seconds, warm_start=choices)
-        if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        status = solution.status
+        if status in (Status.INFEASIBLE, Status.UNKNOWN):
             break
         found = evaluate(analysis, formulation, solution)
         if found.peak_memory_bytes <= limit:
@@ -168,8 +171,11 @@ def solve_mesh(
         tightened = limit if tightened is None else 0.995 * tightened * over
     if start is not None:
         return start
-    if tightened is None:
-        raise PlanError(f"no plan found on mesh {pricer.mesh}: {solution.status.value}.")
+    if tightened is None or status is Status.UNKNOWN or formulation is None:
+        raise PlanError(
+            f"no plan found on mesh {pricer.mesh} in {seconds} s: {status.value}. "
+            "Give the solver more time with seconds=."
+        )
     raise infeasible(analysis, pricer, formulation)
 
 

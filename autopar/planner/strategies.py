@@ -40,7 +40,9 @@ def strategy_space(
 ) -> Space:
     """Returns the strategies of a node on a mesh with these axis sizes."""
     factors = [size for size, _ in node.factors]
-    orders = node.kind != "contraction" and (len(sizes) <= _ORDERED_MESHES or node.state)
+    orders = node.kind != "contraction" and (
+        len(sizes) <= _ORDERED_MESHES or node.state
+    )
     compound = _compound_dims(graph, contraction, node)
     kept = [
         s
@@ -63,7 +65,9 @@ def _compound_dims(
     mapping = node.members.get(node.root)
     if mapping is None:
         homes = [contraction.homes.get(v) for v in op.outputs]
-        return [d for h in homes if h and h.node == node.index for d in h.dims if len(d) > 1]
+        return [
+            d for h in homes if h and h.node == node.index for d in h.dims if len(d) > 1
+        ]
     out: list[tuple[int, ...]] = []
     for dims in (*op.rule.operands, *op.rule.results):
         out.extend(tuple(mapping[f] for f in d) for d in dims if len(d) > 1)

@@ -177,5 +177,7 @@ def sources_of(
     return out
 
 
-def _axes_of(dims: Sequence[tuple[int, ...]], layout: Layout) -> dict[int, tuple[int, ...]]:
+def _axes_of(
+    dims: Sequence[tuple[int, ...]], layout: Layout
+) -> dict[int, tuple[int, ...]]:
     return {d[0]: axes for d, axes in zip(dims, layout, strict=True) if d}

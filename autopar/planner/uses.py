@@ -115,7 +115,9 @@ def collect(graph: OperatorGraph, contraction: Contraction) -> dict[ValueClass, 
             last = graph.operators[-1]
             _read(graph, contraction, uses, last, value, home.dims, home.node, 1.0)
     return {
-        key: Source(key, example[key], contraction.homes[example[key]], tuple(u.values()))
+        key: Source(
+            key, example[key], contraction.homes[example[key]], tuple(u.values())
+        )
         for key, u in uses.items()
     }
 
@@ -151,5 +153,9 @@ def _read(
             use.weight += trips
         else:
             most = max(before[2], trips)
-            use.readers[source] = (min(before[0], op.index), max(before[1], op.index), most)
+            use.readers[source] = (
+                min(before[0], op.index),
+                max(before[1], op.index),
+                most,
+            )
             use.weight += most - before[2]

@@ -31,7 +31,11 @@ def materialized(graph: OperatorGraph, contraction: Contraction) -> set[int]:
         fuses = is_elementwise(op)
         if not fuses:
             out.update(op.outputs)
-        if op.kind in _BOUNDARY or op.kind in MATRIX or op.kind in ("gather", "scatter-add"):
+        if (
+            op.kind in _BOUNDARY
+            or op.kind in MATRIX
+            or op.kind in ("gather", "scatter-add")
+        ):
             out.update(v for v in op.inputs if v is not None)
     return out - contraction.floating
 

@@ -13,6 +13,7 @@ import numpy as np
 from autopar.planner.analysis import Analysis
 from autopar.plans import Plan
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar_passes import jax_compat
 
 
 def measure_plans(
@@ -30,7 +31,9 @@ def measure_plans(
       repeats: how many turns each plan gets; the median turn counts.
       steps: steps in one turn.
     """
-    runners = {name: _Runner(planned_on_devices(analysis, p)) for name, p in plans.items()}
+    runners = {
+        name: _Runner(planned_on_devices(analysis, p)) for name, p in plans.items()
+    }
     turns: dict[str, list[float]] = {name: [] for name in plans}
     for runner in runners.values():
         runner.turn(2)
@@ -73,11 +76,13 @@ def made_up_inputs(planned: PlannedStep) -> list[Any]:
     out: list[Any] = []
     for given, sharding in zip(graph.inputs, planned.in_shardings, strict=True):
         value = graph.values[given.value]
-        if jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        if jax_compat.is_extended(value.dtype):
             key = jax.random.key(0)
             array: Any = jax.numpy.broadcast_to(key, value.shape)
         elif jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
-            array = (0.02 * np.abs(rng.standard_normal(value.shape))).astype(value.dtype)
+            array = (0.02 * np.abs(rng.standard_normal(value.shape))).astype(
+                value.dtype
+            )
         else:
             array = np.zeros(value.shape, value.dtype)
         out.append(jax.device_put(array, sharding))

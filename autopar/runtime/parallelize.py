@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,13 +12,13 @@ from flax import nnx
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.plans import Plan
 from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.convert import check_plan
+from autopar.plans import Plan
 from autopar.runtime import agreement, placement
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
 from autopar_passes.roles import InputRole
-from autopar_passes.trace import is_graph_node, pure_arguments, pure_function
+from autopar_passes.trace import is_graph_node, pure_arguments
 
 
 def parallelize(
@@ -74,6 +73,8 @@ class ParallelStep:
         donate: bool,
         options: dict[str, Any],
     ) -> None:
+        """See `parallelize`, which makes these."""
+        self.__name__ = getattr(step, "__name__", type(step).__name__)
         functools.update_wrapper(self, step)
         self._step = step
         self._cluster = cluster
@@ -193,7 +194,12 @@ class ParallelStep:
             if given.role is InputRole.BATCH
             else placement.place(x, s)
             for k, (x, s, given) in enumerate(
-                zip(leaves, planned.in_shardings, planned.analysis.graph.inputs, strict=True)
+                zip(
+                    leaves,
+                    planned.in_shardings,
+                    planned.analysis.graph.inputs,
+                    strict=True,
+                )
             )
         ]
         flat = planned.function(*placed)
@@ -224,7 +230,8 @@ class ParallelStep:
         """
         if self._current is None:
             raise PlanError(
-                f"{self.__name__}: replan needs a step that ran, or init(..., batch=...)."
+                f"{self.__name__}: replan needs a step that ran, or "
+                "init(..., batch=...)."
             )
         analysis = self._current.analysis
         self._cluster, self._given, self._devices = cluster, None, None
@@ -262,9 +269,13 @@ def _struct(leaf: Any) -> Any:
     if isinstance(leaf, jax.Array):
         aval = jax.typeof(leaf)
         if not leaf.is_fully_addressable or jax.process_count() == 1:
-            return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+            return jax.ShapeDtypeStruct(
+                aval.shape, aval.dtype, weak_type=aval.weak_type
+            )
     shape = placement.global_shape(leaf)
-    return jax.ShapeDtypeStruct(shape, jax.dtypes.canonicalize_dtype(jax.typeof(leaf).dtype))
+    return jax.ShapeDtypeStruct(
+        shape, jax.dtypes.canonicalize_dtype(jax.typeof(leaf).dtype)
+    )
 
 
 def _signature(structs: Sequence[Any], args: Sequence[Any]) -> Any:
@@ -298,5 +309,3 @@ def _pure_creation(
         return nodes if type(abstract) is tuple else nodes[0]
 
     return pure, rebuild
-
-

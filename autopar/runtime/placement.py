@@ -31,7 +31,9 @@ def place_batch(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any
     if jax.process_count() == 1 or _is_global(leaf):
         return place(leaf, sharding)
     rows = _row_mesh(sharding.mesh)
-    by_process = NamedSharding(rows, PartitionSpec("process") if len(shape) else PartitionSpec())
+    by_process = NamedSharding(
+        rows, PartitionSpec("process") if len(shape) else PartitionSpec()
+    )
     local = np.asarray(leaf)
     whole = jax.make_array_from_process_local_data(by_process, local, tuple(shape))
     if by_process.is_equivalent_to(sharding, len(shape)):
@@ -73,8 +75,6 @@ def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec())
 
 
-def create(
-    function: Callable[..., Any], args: Sequence[Any], shardings: Any
-) -> Any:
+def create(function: Callable[..., Any], args: Sequence[Any], shardings: Any) -> Any:
     """Runs a function that makes a pytree, each leaf created in its own shards."""
     return jax.jit(function, out_shardings=shardings)(*args)

@@ -12,10 +12,10 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
-from autopar.plans import Plan
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment
 from autopar.planner.convert import restore
+from autopar.plans import Plan
 from autopar_passes.apply import partition_spec, replay
 
 
@@ -74,7 +74,9 @@ class PlannedStep:
         """Returns JAX's ``Lowered`` of the planned program."""
         graph = self.analysis.graph
         structs = [
-            jax.ShapeDtypeStruct(graph.values[i.value].shape, graph.values[i.value].dtype)
+            jax.ShapeDtypeStruct(
+                graph.values[i.value].shape, graph.values[i.value].dtype
+            )
             for i in graph.inputs
         ]
         traced = self.function.trace(*structs)  # pyright: ignore[reportFunctionMemberAccess]
@@ -101,7 +103,8 @@ def planned_step(
     run = replay(analysis.traced.program, analysis.graph, assignment, mesh)
     carried = tuple(sorted(analysis.traced.carried)) if donate else ()
     outputs = [
-        _sharding(mesh, assignment.output(k)) for k in range(len(analysis.graph.outputs))
+        _sharding(mesh, assignment.output(k))
+        for k in range(len(analysis.graph.outputs))
     ]
     function = jax.jit(
         run,
@@ -121,11 +124,16 @@ def _compiler_options(assignment: Assignment, mesh: Any) -> dict[str, str] | Non
     """
     if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
         return None
-    barrier = any(op.kind == "optimization_barrier" for op in assignment.graph.operators)
-    again = any(
-        backward and not choice.reuse for (_, backward), choice in assignment.copies.items()
+    barrier = any(
+        op.kind == "optimization_barrier" for op in assignment.graph.operators
     )
-    return {"xla_disable_hlo_passes": "cse_barrier_expander"} if barrier or again else None
+    again = any(
+        backward and not choice.reuse
+        for (_, backward), choice in assignment.copies.items()
+    )
+    return (
+        {"xla_disable_hlo_passes": "cse_barrier_expander"} if barrier or again else None
+    )
 
 
 def _sharding(mesh: Any, layout: Any) -> NamedSharding | None:

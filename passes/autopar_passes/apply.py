@@ -239,7 +239,8 @@ class _Replayer:
         args = [self.operand(op, 0, a) for op, a in zip(ops, eqn.inputs, strict=True)]
         out = jax_compat.bind(eqn.source, *args)
         return [
-            self.pin(x, self.plan.results(op, 0)) for op, x in zip(ops, out, strict=True)
+            self.pin(x, self.plan.results(op, 0))
+            for op, x in zip(ops, out, strict=True)
         ]
 
     def bind(self, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
