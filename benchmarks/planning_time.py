@@ -84,7 +84,8 @@ def main(names: list[str]) -> int:
         found = json.loads(run.stdout.strip().split("\n")[-1])
         workloads.row(
             name, CASES[name][3], f"{found['plan_s']:.1f}", f"{found['trace_s']:.1f}",
-            f"{found['graph_s']:.1f}", f"{found['solve_s']:.1f}", f"{found['import_s']:.1f}",
+            f"{found['graph_s']:.1f}", f"{found['solve_s']:.1f}",
+            f"{found['import_s']:.1f}",
             f"{found['gap']:.1e}", f"{found['rss_gb']:.2f}",
         )  # fmt: skip
     return 0

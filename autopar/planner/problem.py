@@ -110,7 +110,7 @@ class Formulator:
         copies: list[Copy] = []
         for source in self.sources.values():
             start = len(self.contraction.nodes) + len(copies)
-            made = self._make_copies(
+            made = self.make_copies(
                 source, start, pricer, memory=memory_limit is not None
             )
             copies.extend(made)
@@ -196,9 +196,10 @@ class Formulator:
                 out.append(((node.index, home.node), weight * matrix))
         return out
 
-    def _make_copies(
+    def make_copies(
         self, source: Source, start: int, pricer: Pricer, *, memory: bool
     ) -> list[Copy]:
+        """Returns the copies of one value, numbered from ``start``."""
         foreign = source.foreign
         if len({(u.node, u.dims) for u in foreign}) < 2:
             return []

@@ -7,33 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from contest_files import EXAMPLE, changed, write_json
 from problems import random_problem
 
 from autopar_solver import Status, contest, solve
 from autopar_solver.check import check_solution, evaluate
-
-EXAMPLE = {
-    "problem": {
-        "name": "example",
-        "nodes": {
-            "intervals": [[30, 70], [40, 70], [50, 120], [110, 140], [110, 150]],
-            "costs": [[15], [55, 65], [25, 45, 35], [85, 75], [95]],
-            "usages": [[10], [25, 25], [15, 20, 15], [10, 10], [15]],
-        },
-        "edges": {
-            "nodes": [[0, 1], [0, 2], [1, 3], [2, 4], [3, 4]],
-            "costs": [
-                [30, 40],
-                [50, 10, 40],
-                [90, 10, 20, 80],
-                [60, 20, 30],
-                [70, 60],
-            ],
-        },
-        "usage_limit": 50,
-    }
-}
-"""The contest's toy example (google/iopddl, Apache-2.0); its best cost is 445."""
 
 FOLDER = Path(
     os.environ.get(
@@ -48,20 +26,6 @@ def instance(letter):
     if not path.exists():
         pytest.skip(f"no public instance {path.name}: set AUTOPAR_IOPDDL_DIR")
     return contest.read(path)
-
-
-def write_json(path, data):
-    path.write_text(json.dumps(data))
-    return path
-
-
-def changed(*keys, to):
-    data = json.loads(json.dumps(EXAMPLE))
-    inner = data["problem"]
-    for key in keys[:-1]:
-        inner = inner[key]
-    inner[keys[-1]] = to
-    return data
 
 
 def test_example(tmp_path):

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from test_contest import EXAMPLE, changed, write_json
+from contest_files import EXAMPLE, changed, write_json
 from typer.testing import CliRunner
 
 from autopar_solver.cli import app
