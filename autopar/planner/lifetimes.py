@@ -74,6 +74,9 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
     if op.kind == "carry":
         # Inside and after the loop a carry is one buffer: that of the last output.
         return slot == len(op.outputs) - 1
+    if op.kind == "slice_step":
+        # One step of a scanned array is read where it lies.
+        return any(r.kind in _OPAQUE for r in users)
     if not is_elementwise(op):
         return True
     if any(r.kind in _OPAQUE for r in users):

@@ -117,13 +117,18 @@ def _homes(
             end = last if value in kept else max(start, ends.get(value, start))
             nbytes = graph.values[value].nbytes
             home = shards(assignment.home_layout(value), assignment.sizes)
-            yield Buffer(value, nbytes / home, start, max(end, op.until))
+            yield Buffer(value, nbytes / home, start, max(end, held_until(op)))
             if op.class_index in assignment.contraction.node_of:
                 own = shards(
                     assignment.layout(op, op.rule.results[slot]), assignment.sizes
                 )
                 if own != home or assignment.partial(op):
                     yield Buffer(value, nbytes / own, start, start)
+
+
+def held_until(op: Operator) -> int:
+    """The end of the region whose carry or stacked result an operator makes."""
+    return -1 if op.kind == "slice_step" else op.until
 
 
 def input_bytes(assignment: Assignment) -> float:

@@ -15,7 +15,7 @@ import numpy as np
 from autopar.planner.copies import Copy, Mode
 from autopar.planner.layout import shards
 from autopar.planner.lifetimes import Lifetimes
-from autopar.planner.memory import OVERHEAD
+from autopar.planner.memory import OVERHEAD, held_until
 from autopar.planner.nodes import Contraction, Home
 from autopar.planner.strategies import Space
 from autopar.planner.uses import Source
@@ -87,7 +87,7 @@ class _Writer:
                 if home is None or value not in self.life.written or value in replaced:
                     continue
                 start = self.life.time[op.index]
-                end = max(start, ends.get(value, start), op.until)
+                end = max(start, ends.get(value, start), held_until(op))
                 yield self.buffer(home, value, start, end)
 
     def partials(self) -> Iterator[MemoryTerm]:
