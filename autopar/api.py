@@ -9,7 +9,15 @@ from autopar.cluster import Cluster, MeshShape
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.convert import make_plan
-from autopar.planner.hints import Pins, pin_restriction, pinned_layouts
+from autopar.planner.hints import (
+    LogicalRules,
+    Pins,
+    check_pinned,
+    fitting_meshes,
+    logical_pins,
+    pin_restriction,
+    pinned_layouts,
+)
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Restriction
 from autopar.planner.search import candidate_meshes, search
@@ -26,6 +34,7 @@ def plan(
     *args: Any,
     cluster: Cluster,
     pins: Pins | None = None,
+    logical_axis_rules: LogicalRules | None = None,
     axis_names: Sequence[str] | None = None,
     max_axes: int | None = None,
     seconds: float | None = SOLVER_SECONDS,
@@ -40,7 +49,10 @@ def plan(
         state.
       args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
       cluster: what to plan for; its devices are not needed.
-      pins: path pattern of an input -> its ``PartitionSpec``.
+      pins: path pattern of an input -> its ``PartitionSpec``, as in
+        ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
+      logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes; they
+        pin what ``nn.with_logical_partitioning`` has named in the arguments.
       axis_names: names of the mesh axes, outermost first.
       max_axes: most mesh axes to try (default two, or one for each level).
       seconds: time limit of the solver, for each mesh (None: until it is proved
@@ -53,10 +65,11 @@ def plan(
       PlanError: a pin does not fit, or the batch cannot be split.
     """
     analysis = analyse(step, args)
+    named = logical_pins(step, args, logical_axis_rules or ())
     return plan_analysis(
         analysis,
         cluster,
-        pins=pins,
+        pins={**named, **(pins or {})},
         axis_names=axis_names,
         max_axes=max_axes,
         seconds=seconds,
@@ -76,6 +89,8 @@ def plan_analysis(
 ) -> Plan:
     """`plan`, for a step that is already analysed."""
     meshes = candidate_meshes(cluster, max_axes, axis_names)
+    if pins:
+        meshes = fitting_meshes(analysis, pins, meshes)
     if split_batch:
         check_batch(analysis, cluster, meshes)
 
@@ -90,6 +105,8 @@ def plan_analysis(
         seconds=seconds,
         restriction=restrict if pins else None,
     )
+    if pins:
+        check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
     return make_plan(analysis, result)
 
 

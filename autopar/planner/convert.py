@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment, CopyChoice
+from autopar.planner.consistent import check_consistent
 from autopar.planner.layout import Layout
 from autopar.planner.nodes import Node
 from autopar.planner.search import SearchResult
@@ -144,21 +145,18 @@ def to_spec(layout: Layout, names: Sequence[str]) -> Spec:
 def from_spec(spec: Spec, names: Sequence[str]) -> Layout:
     """Replaces names of mesh axes by their positions."""
     number = {name: a for a, name in enumerate(names)}
-    try:
-        return tuple(tuple(number[n] for n in axes) for axes in spec)
-    except KeyError as error:
-        raise PlanError(
-            f"plan: mesh axis {error} is not one of {', '.join(names)}."
-        ) from None
+    return tuple(tuple(number[n] for n in axes) for axes in spec)
 
 
 def check_plan(analysis: Analysis, plan: Plan) -> None:
     """Checks that a plan was made for this step.
 
     Raises:
-      PlanError: it was made for another one; the message says what differs.
+      PlanError: it was made for another one; the message says what differs. Or it
+        is inconsistent.
     """
     if plan.fingerprint == analysis.fingerprint:
+        check_consistent(analysis, plan)
         return
     have = {i.path for i in analysis.graph.inputs}
     want = set(plan.inputs)
@@ -189,7 +187,7 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
         )
         for c in plan.copies
     }
-    return Assignment(
+    assignment = Assignment(
         analysis.graph,
         analysis.contraction,
         analysis.sources,
@@ -197,3 +195,12 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
         tuple(from_spec(n.axes, names) for n in plan.nodes),
         copies,
     )
+    for given in analysis.graph.inputs:
+        stored = to_spec(assignment.home_layout(given.value), names)
+        if plan.inputs[given.path] != stored:
+            raise PlanError(
+                f"the plan contradicts itself: input '{given.path}' is "
+                f"{plan.inputs[given.path]}, its node says {stored}. To change a "
+                "layout, plan again with pins=: autopar.plan(..., pins={...})."
+            )
+    return assignment

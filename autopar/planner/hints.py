@@ -7,7 +7,7 @@ most as good as one without.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -18,13 +18,17 @@ from jax.sharding import PartitionSpec
 from autopar.cluster import MeshShape
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis
+from autopar.planner.assignment import Assignment
 from autopar.planner.layout import Layout
 from autopar.planner.nodes import Node
 from autopar.planner.problem import Restriction
 from autopar.planner.strategies import Strategy, layout_of
+from autopar_passes.trace import argument_names, is_graph_node
 
 # Pattern of an input's path -> its layout.
 Pins = Mapping[str, PartitionSpec]
+# Flax's logical axis name -> mesh axes, the first that fits.
+LogicalRules = Sequence[tuple[str, Any]]
 
 
 def pinned_layouts(
@@ -61,6 +65,9 @@ def _layout(
     if len(entries) > len(shape):
         raise PlanError(f"pin '{pattern}': {spec} has more entries than shape {shape}.")
     entries += [()] * (len(shape) - len(entries))
+    used = [axis for axes in entries for axis in axes]
+    if len(set(used)) < len(used):
+        raise PlanError(f"pin '{pattern}': {spec} uses a mesh axis twice.")
     layout: list[tuple[int, ...]] = []
     for size, axes in zip(shape, entries, strict=True):
         split = 1
@@ -79,24 +86,69 @@ def _layout(
     return tuple(layout)
 
 
-def logical_pins(tree: Any, rules: Sequence[tuple[str, Any]], prefix: str) -> Pins:
+def fitting_meshes(
+    analysis: Analysis, pins: Pins, meshes: Sequence[MeshShape]
+) -> list[MeshShape]:
+    """Returns the meshes that have the pins' axes, in sizes that divide the arrays.
+
+    Raises:
+      PlanError: there is none; the message is that of the last mesh, which has the
+        most axes.
+    """
+    out: list[MeshShape] = []
+    failure: PlanError | None = None
+    for mesh in meshes:
+        try:
+            pinned_layouts(analysis, pins, mesh)
+            out.append(mesh)
+        except PlanError as error:
+            failure = error
+    if failure is not None and not out:
+        raise failure
+    return out
+
+
+def check_pinned(
+    pins: Pins, analysis: Analysis, assignment: Assignment, mesh: MeshShape
+) -> None:
+    """Raises `PlanError` where an assignment could not keep to a pin."""
+    for pattern, spec in pins.items():
+        for value, layout in pinned_layouts(analysis, {pattern: spec}, mesh).items():
+            if assignment.home_layout(value) != layout:
+                path = next(i.path for i in analysis.graph.inputs if i.value == value)
+                raise PlanError(
+                    f"pin '{pattern}': '{path}' cannot be stored as {spec} on mesh "
+                    f"{mesh}: another pin of the same array, or the way it is used, "
+                    "rules it out. Remove the pin or change its axes."
+                )
+
+
+def logical_pins(
+    step: Callable[..., Any], args: Sequence[Any], rules: LogicalRules
+) -> dict[str, PartitionSpec]:
     """Turns Flax's logical axis names into pins.
 
     Args:
-      tree: an argument of the step whose leaves may be boxed with names by
+      step: the train step, which names the arguments.
+      args: its arguments; their leaves may be boxed with names by
         ``nn.with_logical_partitioning``.
       rules: Flax's rules, pairs of a logical name and mesh axes.
-      prefix: name of the argument, the first part of its inputs' paths.
     """
-    specs = spmd.logical_to_mesh(nn.get_partition_spec(tree), rules)
-    keyed, _ = jax.tree_util.tree_flatten_with_path(
-        specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
-    )
     out: dict[str, PartitionSpec] = {}
-    for path, spec in keyed:
-        if isinstance(spec, PartitionSpec) and any(e is not None for e in spec):
-            key = jax.tree_util.keystr(path, simple=True, separator="/")
-            out[f"{prefix}/{key}*"] = spec
+    if not rules:
+        return out
+    for prefix, tree in zip(argument_names(step, args), args, strict=True):
+        if is_graph_node(tree):
+            continue
+        specs = spmd.logical_to_mesh(nn.get_partition_spec(tree), rules)
+        keyed, _ = jax.tree_util.tree_flatten_with_path(
+            specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
+        )
+        for path, spec in keyed:
+            if isinstance(spec, PartitionSpec) and any(e is not None for e in spec):
+                key = jax.tree_util.keystr(path, simple=True, separator="/")
+                # The box is a pytree node of its own, whose one leaf is `value`.
+                out[f"{prefix}/{key}/value"] = spec
     return out
 
 

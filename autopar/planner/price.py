@@ -12,6 +12,11 @@ from autopar.cluster import Cluster, MeshShape
 from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.planner.layout import Axes, Layout, Step, reshard_steps
 
+# Simulated devices share the cores, so that those that reach a collective early
+# wait for the others: least squares over the measured steps of five examples, each
+# under fifteen plans (benchmarks/step_time.py). Between real devices it is 1.
+CPU_SKEW = 1.5
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pricer:
@@ -37,7 +42,23 @@ class Pricer:
         kind = self.runs_as(step.kind)
         if kind == "slice":
             return 0.0
-        return _collective_s(kind, step.fraction * nbytes, step.axes, self.mesh)
+        size = step.fraction * nbytes
+        wire = _collective_s(kind, size, step.axes, self.mesh)
+        if self.cluster.device.kind == "cpu":
+            wire *= CPU_SKEW
+        return wire + self.move_s(step, size)
+
+    def move_s(self, step: Step, size: float) -> float:
+        """Seconds to bring a collective's pieces into their places on one device.
+
+        The pieces of an all-gather arrive one after the other and are copied into
+        the array; an all-to-all packs them before, too; a scattered sum is cut out
+        of the whole. Each copy reads and writes.
+        """
+        copies = {"all_gather": 1.0, "all_to_all": 2.0}.get(step.kind, 0.0)
+        if step.kind == "reduce_scatter":
+            copies = 1.0 / self.group(step.axes)
+        return 2.0 * copies * size / self.cluster.device.memory_bandwidth_bytes_per_s
 
     def runs_as(self, kind: str) -> str:
         """What the compiler makes of a collective on this kind of device.

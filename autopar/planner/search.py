@@ -14,6 +14,7 @@ from autopar.planner.infeasible import infeasible
 from autopar.planner.memory import peak_memory_bytes
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Formulation, Restriction
+from autopar.planner.ties import split_batch_inputs
 from autopar.planner.traffic import Collective, traffic
 from autopar_solver import Solution, Status, solve
 
@@ -73,7 +74,12 @@ def candidate_meshes(
     if axis_names is not None:
         shapes = cluster.mesh_shapes(len(axis_names))
         shapes = tuple(m for m in shapes if len(m.axes) == len(axis_names))
-        named = cluster.mesh_shapes(len(axis_names), axis_names) if shapes else ()
+        if not shapes:
+            raise PlanError(
+                f"axis_names={tuple(axis_names)}: {cluster} cannot be cut into "
+                f"{len(axis_names)} mesh axes of two devices or more. Give fewer names."
+            )
+        named = cluster.mesh_shapes(len(axis_names), axis_names)
         return _distinct([m for m in named if len(m.axes) == len(axis_names)])
     return _distinct(cluster.mesh_shapes(limit))
 
@@ -166,6 +172,7 @@ def solve_mesh(
             break
         found = evaluate(analysis, formulation, solution)
         if found.peak_memory_bytes <= limit:
+            found = _tie_broken(analysis, found)
             return found if start is None else min(found, start, key=lambda c: c.step_s)
         over = limit / found.peak_memory_bytes
         tightened = limit if tightened is None else 0.995 * tightened * over
@@ -177,6 +184,17 @@ def solve_mesh(
             "Give the solver more time with seconds=."
         )
     raise infeasible(analysis, pricer, formulation)
+
+
+def _tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
+    """Splits the batch inputs of a candidate where that is free and still fits."""
+    solution = split_batch_inputs(analysis, found.formulation, found.solution)
+    if solution.choices == found.solution.choices:
+        return found
+    split = evaluate(analysis, found.formulation, solution)
+    limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
+    fits = split.peak_memory_bytes <= limit
+    return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found
 
 
 def choices_of(formulation: Formulation, candidate: Candidate) -> list[int] | None:

@@ -11,7 +11,7 @@ from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, layout_of
 from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.rules import FactorKind
+from autopar_passes.rules import FactorKind, FactorRule
 
 # Boundary operators hand values over; they compute nothing.
 _BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})
@@ -79,9 +79,12 @@ def node_work_s(
         op = graph.operators[member]
         if op.kind in _BOUNDARY:
             continue
-        used = sorted({f for f in mapping if f >= 0})
-        shards = split[:, used].prod(axis=1) if used else np.ones(len(total))
-        seconds = operator_s(graph, op, shards, pricer, written)
+        # Column f: into how many parts each strategy splits factor f of the rule.
+        parts = np.ones((len(total), len(mapping)))
+        for factor, own in enumerate(mapping):
+            if own >= 0:
+                parts[:, factor] = split[:, own]
+        seconds = operator_s(graph, op, parts, pricer, written)
         total += trips[member] * seconds
         total += trips[member] * _reduction_s(graph, op, mapping, space, pricer)
     return total
@@ -90,14 +93,22 @@ def node_work_s(
 def operator_s(
     graph: OperatorGraph,
     op: Operator,
-    shards: np.ndarray,
+    parts: np.ndarray,
     pricer: Pricer,
     written: set[int],
 ) -> np.ndarray:
-    """Roofline seconds of one operator, by the number of shards of its work.
+    """Roofline seconds of one operator under each strategy.
 
     A kernel's fixed time is charged once for each result that is written.
+
+    Args:
+      graph: the operator graph.
+      op: the operator.
+      parts: ``[strategies, factors]``, into how many parts each factor is split.
+      pricer: the mesh and cluster.
+      written: the values that are written to memory.
     """
+    shards = parts.prod(axis=1)
     device = pricer.cluster.device
     arrays = [v for v in (*op.inputs, *op.outputs) if v is not None and v in written]
     nbytes = sum(graph.values[v].nbytes for v in arrays)
@@ -107,8 +118,61 @@ def operator_s(
     work = np.maximum(
         op.flops / rate / shards, nbytes / device.memory_bandwidth_bytes_per_s / shards
     )
+    if op.kind not in MATRIX:
+        work = work * (CPU_ELEMENTWISE if device.kind == "cpu" else 1.0)
+    else:
+        sides = matrix_sides(op.rule, parts)
+        work = work / matrix_efficiency(sides, device.kind)
+        if device.kind == "cpu" and op.kind == "conv_general_dilated":
+            bandwidth = device.memory_bandwidth_bytes_per_s
+            patches = 2.0 * sides[:, 0] * sides[:, 2] * value.nbytes / value.size
+            work = work + PATCH_PASSES * patches / bandwidth
     kernels = any(v in written for v in op.outputs)
     return work + (device.kernel_latency_s if kernels else 0.0)
+
+
+# A matrix product with one side of this length runs at half its rate: what is left
+# of a tile or a vector is wasted. 8 is the width of a vector register of 32-bit
+# numbers (AVX2), and fits the measured steps of benchmarks/step_time.py; 16 and 32
+# are a quarter of the tiles that GPU libraries prefer (64) and of a TPU's matrix unit
+# (128), assumptions.
+HALF_RATE_SIDE = {"cpu": 8.0, "gpu": 16.0, "tpu": 32.0}
+# XLA's CPU code for element-wise operators and reductions takes longer than one
+# pass over memory: least squares over the measured steps of five examples, each
+# under fifteen plans (benchmarks/step_time.py).
+CPU_ELEMENTWISE = 2.0
+# XLA's CPU convolutions are products over unfolded patches (Eigen), which are
+# written and read once, mostly in cache: half a pass over memory each way.
+PATCH_PASSES = 0.5
+
+
+def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
+    """Returns the sides M, N, K of a product on one shard, ``[strategies, 3]``.
+
+    M is only in the left operand and the result, N only in the right one and the
+    result, K is reduced.
+    """
+    left, right = (rule.factors_of(dims) for dims in rule.operands[:2])
+    result = rule.factors_of(rule.results[0])
+    sides = ((left - right) & result, (right - left) & result, (left & right) - result)
+    columns: list[np.ndarray] = []
+    for side in sides:
+        factors = sorted(side)
+        whole = float(np.prod([rule.sizes[f] for f in factors]))
+        columns.append(whole / parts[:, factors].prod(axis=1))
+    return np.stack(columns, axis=1)
+
+
+def matrix_efficiency(sides: np.ndarray, kind: str) -> np.ndarray:
+    """Part of the attained rate that a product with these sides reaches.
+
+    The product over the sides of ``side / (side + h)``, h from `HALF_RATE_SIDE`.
+
+    >>> float(matrix_efficiency(np.array([[8.0, 24.0, 8.0]]), "cpu")[0])
+    0.1875
+    """
+    half = HALF_RATE_SIDE[kind]
+    return (sides / (sides + half)).prod(axis=1)
 
 
 def _reduction_s(

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
+from autopar.api import plan as make_plan
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.convert import check_plan
+from autopar.planner.hints import logical_pins
 from autopar.plans import Plan
-from autopar.runtime import agreement, placement
+from autopar.runtime import agreement, arguments, placement
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
 from autopar_passes.roles import InputRole
 from autopar_passes.trace import is_graph_node, pure_arguments
@@ -46,6 +49,9 @@ def parallelize(
     """
     if plan is not None and cluster is not None:
         raise PlanError("parallelize: give cluster= or plan=, not both.")
+    known = inspect.signature(make_plan).parameters
+    if unknown := sorted(set(options) - set(known) | {"step", "args"} & set(options)):
+        raise TypeError(f"parallelize: unknown options {', '.join(unknown)}.")
 
     def decorate(function: Callable[..., Any]) -> ParallelStep:
         return ParallelStep(
@@ -83,6 +89,8 @@ class ParallelStep:
         self._donate = donate
         self._options = options
         self._analyses: dict[Any, Analysis] = {}
+        self._hints: dict[Any, dict[str, Any]] = {}
+        self._batches = arguments.BatchArguments(step)
         self._planned: dict[Any, PlannedStep] = {}
         self._current: PlannedStep | None = None
 
@@ -138,6 +146,7 @@ class ParallelStep:
         if planned and self._current is not None:
             return self._current.in_shardings[: len(leaves)]
         if self._given is not None:
+            arguments.check_shapes(self.__name__, self._given, leaves)
             mesh = device_mesh(self._given, self._devices)
             specs = list(self._given.inputs.values())[: len(leaves)]
             return [
@@ -157,38 +166,42 @@ class ParallelStep:
 
     def prepare(self, *args: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
-        structs = self._structs(args)
-        key = _signature(structs, args)
+        structs = self._batches.structs(args)
+        key = arguments.signature(structs)
         if key not in self._planned:
-            analysis = self._analysis(key, structs)
-            self._planned[key] = self._make(analysis)
+            if key not in self._analyses:
+                self._analyses[key] = analyse(self._step, structs)
+                self._hints[key] = self._resolved(structs)
+            self._planned[key] = self._make(key)
         self._current = self._planned[key]
         return self._current
 
-    def _analysis(self, key: Any, structs: Sequence[Any]) -> Analysis:
-        if key not in self._analyses:
-            self._analyses[key] = analyse(self._step, structs)
-        return self._analyses[key]
+    def _resolved(self, structs: Sequence[Any]) -> dict[str, Any]:
+        """The options of `plan_analysis`, with logical axes turned into pins."""
+        options = dict(self._options)
+        rules = options.pop("logical_axis_rules", None) or ()
+        named = logical_pins(self._step, structs, rules)
+        options["pins"] = {**named, **(options.get("pins") or {})}
+        return options
 
-    def _make(self, analysis: Analysis) -> PlannedStep:
+    def _make(self, key: Any) -> PlannedStep:
+        analysis = self._analyses[key]
         plan = self._given
         if plan is None:
-            plan = agreement.agree(
-                lambda: plan_analysis(analysis, self.cluster, **self._options)
-            )
+            cluster, hints = self.cluster, self._hints[key]
+            plan = agreement.agree(lambda: plan_analysis(analysis, cluster, **hints))
+        agreement.check_same(plan, analysis.fingerprint)
         check_plan(analysis, plan)
-        agreement.check_same(plan)
         mesh = device_mesh(plan, self._devices)
         return planned_step(analysis, plan, mesh, donate=self._donate)
 
-    def _structs(self, args: Sequence[Any]) -> list[Any]:
-        """Abstract arguments, a batch with its global shape."""
-        return [a if is_graph_node(a) else jax.tree.map(_struct, a) for a in args]
-
-    def __call__(self, *args: Any) -> Any:
-        """Runs one step; see `parallelize`."""
-        planned = self.prepare(*args)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs one step; see `parallelize`. Under a JAX transform, the plain step."""
+        args = arguments.positional(self._step, args, kwargs)
         leaves = jax.tree.leaves(pure_arguments(args))
+        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+            return self._step(*args)
+        planned = self.prepare(*args)
         placed = [
             placement.place_batch(x, _value_shape(planned, k), s)
             if given.role is InputRole.BATCH
@@ -202,6 +215,8 @@ class ParallelStep:
                 )
             )
         ]
+        if self._donate:
+            placement.separate(placed, planned.analysis.traced.carried)
         flat = planned.function(*placed)
         out = jax.tree.unflatten(planned.analysis.traced.out_tree, flat)
         mutated = planned.analysis.traced.mutated
@@ -234,54 +249,29 @@ class ParallelStep:
                 "init(..., batch=...)."
             )
         analysis = self._current.analysis
+        key = next(k for k, a in self._analyses.items() if a is analysis)
         self._cluster, self._given, self._devices = cluster, None, None
-        self._planned = {}
-        self._current = self._make(analysis)
-        self._planned[self._key_of(analysis)] = self._current
+        self._planned = {key: self._make(key)}
+        self._current = self._planned[key]
         return self._move(state)
-
-    def _key_of(self, analysis: Analysis) -> Any:
-        return next(k for k, a in self._analyses.items() if a is analysis)
 
     def _move(self, state: Any) -> Any:
         assert self._current is not None
         args = _splat(state)
-        graph_nodes = tuple(a for a in args if is_graph_node(a))
-        trees = pure_arguments(args)
-        leaves, tree = jax.tree.flatten(trees)
+        leaves, tree = jax.tree.flatten(pure_arguments(args))
+        arguments.check_leading(self.__name__, self._current.analysis, leaves)
         shardings = self._current.in_shardings[: len(leaves)]
         moved = [placement.place(x, s) for x, s in zip(leaves, shardings, strict=True)]
-        new = jax.tree.unflatten(tree, moved)
-        if graph_nodes:
-            nnx.update(graph_nodes, new[0])
-            return state
-        return new if isinstance(state, tuple) and type(state) is tuple else new[0]
+        new = list(jax.tree.unflatten(tree, moved))
+        if nodes := tuple(a for a in args if is_graph_node(a)):
+            nnx.update(nodes, new.pop(0))
+        out = tuple(a if is_graph_node(a) else new.pop(0) for a in args)
+        return out if type(state) is tuple else out[0]
 
 
 def _splat(state: Any) -> tuple[Any, ...]:
     """A state that is a plain tuple holds the step's leading arguments."""
     return state if type(state) is tuple else (state,)
-
-
-def _struct(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    if isinstance(leaf, jax.Array):
-        aval = jax.typeof(leaf)
-        if not leaf.is_fully_addressable or jax.process_count() == 1:
-            return jax.ShapeDtypeStruct(
-                aval.shape, aval.dtype, weak_type=aval.weak_type
-            )
-    shape = placement.global_shape(leaf)
-    return jax.ShapeDtypeStruct(
-        shape, jax.dtypes.canonicalize_dtype(jax.typeof(leaf).dtype)
-    )
-
-
-def _signature(structs: Sequence[Any], args: Sequence[Any]) -> Any:
-    leaves, tree = jax.tree.flatten(pure_arguments(structs))
-    del args
-    return tree, tuple((tuple(x.shape), str(x.dtype)) for x in leaves)
 
 
 def _value_shape(planned: PlannedStep, position: int) -> tuple[int, ...]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -11,12 +12,38 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def place(leaf: Any, sharding: NamedSharding) -> Any:
-    """Returns an array with the given sharding; no copy where it has it already."""
+    """Returns an array with the given sharding; no copy where it has it already.
+
+    In a program of several processes, an array of this process alone must have
+    the same values on every process.
+    """
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
         sharding, leaf.ndim
     ):
         return leaf
-    return jax.device_put(leaf, sharding)
+    if jax.process_count() == 1 or _is_global(leaf):
+        return jax.device_put(leaf, sharding)
+    if jax.dtypes.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key):
+        return _place_key(leaf, sharding)
+    return jax.device_put(np.asarray(leaf), sharding)
+
+
+def _place_key(key: Any, sharding: NamedSharding) -> Any:
+    """Keys are no numpy arrays: their data travels whole and is wrapped there."""
+    whole = NamedSharding(sharding.mesh, PartitionSpec())
+    data = jax.device_put(np.asarray(jax.random.key_data(key)), whole)
+    impl = jax.random.key_impl(key)
+    wrap = functools.partial(jax.random.wrap_key_data, impl=impl)
+    return jax.jit(wrap, out_shardings=sharding)(data)
+
+
+def separate(leaves: list[Any], donated: Iterable[int]) -> None:
+    """Copies what is donated twice: an array may stand in a state only once."""
+    seen: set[int] = set()
+    for k in sorted(donated):
+        if id(leaves[k]) in seen:
+            leaves[k] = jax.numpy.copy(leaves[k])
+        seen.add(id(leaves[k]))
 
 
 def place_batch(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
@@ -30,10 +57,10 @@ def place_batch(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any
     """
     if jax.process_count() == 1 or _is_global(leaf):
         return place(leaf, sharding)
+    if tuple(np.shape(leaf)) == tuple(shape):
+        return place(leaf, sharding)
     rows = _row_mesh(sharding.mesh)
-    by_process = NamedSharding(
-        rows, PartitionSpec("process") if len(shape) else PartitionSpec()
-    )
+    by_process = NamedSharding(rows, PartitionSpec("process"))
     local = np.asarray(leaf)
     whole = jax.make_array_from_process_local_data(by_process, local, tuple(shape))
     if by_process.is_equivalent_to(sharding, len(shape)):
@@ -44,9 +71,17 @@ def place_batch(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any
 def global_shape(leaf: Any) -> tuple[int, ...]:
     """The shape of a batch array over all processes."""
     shape = tuple(np.shape(leaf))
-    if jax.process_count() == 1 or _is_global(leaf) or not shape:
+    if jax.process_count() == 1 or _is_global(leaf) or not shape or _is_key(leaf):
         return shape
     return (shape[0] * jax.process_count(), *shape[1:])
+
+
+def _is_key(leaf: Any) -> bool:
+    """Whether an array is a key; raw ones are recognised by their shape."""
+    dtype = jax.typeof(leaf).dtype
+    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    return tuple(np.shape(leaf)) == (2,) and dtype == np.uint32
 
 
 def _is_global(leaf: Any) -> bool:

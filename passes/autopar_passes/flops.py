@@ -13,6 +13,19 @@ from typing import Any
 
 from autopar_passes.program import Value
 
+# Element-wise functions that are more than one instruction, in FLOPs: the time
+# of an element on a CPU core under XLA, over that of one FLOP of a multiply-add
+# (benchmarks/elementwise.py, rounded). Functions not measured there are counted
+# as the measured one that they are computed with.
+_ELEMENT_FLOPS = {
+    "acos": 15.0, "acosh": 10.0, "asin": 15.0, "asinh": 10.0, "atan2": 15.0,
+    "cbrt": 40.0, "cos": 15.0, "cosh": 10.0, "digamma": 15.0, "div": 2.0,
+    "erf": 5.0, "erf_inv": 15.0, "erfc": 10.0, "exp": 6.0, "exp2": 6.0,
+    "expm1": 8.0, "lgamma": 15.0, "log": 6.0, "log1p": 8.0, "logistic": 6.0,
+    "pow": 40.0, "rem": 4.0, "rsqrt": 3.0, "sin": 15.0, "sinh": 10.0,
+    "sqrt": 4.0, "tan": 15.0, "tanh": 5.0,
+}  # fmt: skip
+
 FlopsFunction = Callable[[Sequence[Value], Sequence[Value], dict[str, Any]], float]
 _REGISTRY: dict[str, FlopsFunction] = {}
 
@@ -62,7 +75,8 @@ def equation_flops(
     function = _REGISTRY.get(primitive)
     if function is not None:
         return function(operands, results, params)
-    return float(max((v.size for v in (*operands, *results)), default=0))
+    elements = float(max((v.size for v in (*operands, *results)), default=0))
+    return elements * _ELEMENT_FLOPS.get(primitive, 1.0)
 
 
 @register_flops("dot_general")

@@ -111,14 +111,12 @@ def trace(step: Callable[..., Any], args: Sequence[Any]) -> TracedStep:
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError) as error:
         raise TraceError(_explain(step, error)) from error
     out = traced.out_info
-    names = _argument_names(step, args, mutated)
+    names = argument_names(step, args)
     return TracedStep(
         program=flatten(traced.jaxpr),
         in_tree=jax.tree.structure(trees),
         out_tree=jax.tree.structure(out),
-        input_paths=tuple(
-            p for n, t in zip(names, trees, strict=True) for p in _paths(n, t)
-        ),
+        input_paths=tuple(_input_paths(names, trees, mutated)),
         output_paths=tuple(_paths("result", out)),
         carried=carried_leaves(trees, out),
         mutated=mutated,
@@ -166,16 +164,30 @@ def _struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _argument_names(
-    step: Callable[..., Any], args: Sequence[Any], mutated: Sequence[int]
-) -> list[str]:
+def argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
+    """The step's own names of its arguments; ``args2`` for those without."""
     try:
         names = list(inspect.signature(step).parameters)[: len(args)]
     except (TypeError, ValueError):
         names = []
-    names += [f"args{i}" for i in range(len(names), len(args))]
+    return names + [f"args{i}" for i in range(len(names), len(args))]
+
+
+def _input_paths(
+    names: Sequence[str], trees: Sequence[Any], mutated: Sequence[int]
+) -> list[str]:
+    """Paths that start with the argument's name, also within the joint NNX state."""
     rest = [n for i, n in enumerate(names) if i not in mutated]
-    return ["", *rest] if mutated else rest
+    if not mutated:
+        return [p for n, t in zip(names, trees, strict=True) for p in _paths(n, t)]
+    # The joint state is keyed by position among the mutated arguments.
+    joint = [
+        "/".join((names[mutated[int(first)]], *more))
+        for first, *more in (p.split("/") for p in _paths("", trees[0]))
+    ]
+    return joint + [
+        p for n, t in zip(rest, trees[1:], strict=True) for p in _paths(n, t)
+    ]
 
 
 def _paths(name: str, tree: Any) -> list[str]:

@@ -1,0 +1,67 @@
+"""Checks that a plan fits the step that it names, decision by decision.
+
+A file may have been edited by hand; what does not fit is refused as a whole.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.errors import PlanError
+from autopar.planner.analysis import Analysis
+from autopar.plans import NodeDecision, Plan
+from autopar.plans.schema import Spec
+
+
+def check_consistent(analysis: Analysis, plan: Plan) -> None:
+    """Checks the mesh, and each decision of a plan, against the step's graph.
+
+    Raises:
+      PlanError: the plan does not fit; the message names the first thing wrong.
+    """
+    axes = plan.mesh.get("axes", {})
+    if not axes or any(size < 1 for size in axes.values()):
+        raise _wrong(f"its mesh is {plan.mesh}")
+    nodes = analysis.contraction.nodes
+    if len(nodes) != len(plan.nodes):
+        raise _wrong(f"it decides {len(plan.nodes)} nodes, the step has {len(nodes)}")
+    for node, decision in zip(nodes, plan.nodes, strict=True):
+        _check_node([size for size, _ in node.factors], decision, axes)
+    for copy in plan.copies:
+        if (copy.producer, copy.slot) not in analysis.sources:
+            raise _wrong(f"nothing reads the copy '{copy.name}'")
+        _check_axes(copy.name, copy.axes, axes)
+    if list(plan.inputs) != [i.path for i in analysis.graph.inputs]:
+        raise _wrong("its inputs are not those of the step")
+
+
+def _check_node(
+    factors: Sequence[int], decision: NodeDecision, axes: dict[str, int]
+) -> None:
+    if list(decision.factors) != list(factors) or len(decision.axes) != len(factors):
+        raise _wrong(
+            f"'{decision.name}' has factors {tuple(factors)}, the plan gives axes "
+            f"{decision.axes} to {decision.factors}"
+        )
+    _check_axes(decision.name, decision.axes, axes)
+    for size, names in zip(factors, decision.axes, strict=True):
+        parts = math.prod(axes[n] for n in names)
+        if size % parts:
+            raise _wrong(f"'{decision.name}': {size} cannot be split {parts} ways")
+
+
+def _check_axes(name: str, spec: Spec, axes: dict[str, int]) -> None:
+    used = [n for names in spec for n in names]
+    for n in used:
+        if n not in axes:
+            raise _wrong(f"'{name}': mesh axis '{n}' is not one of {', '.join(axes)}")
+    if len(set(used)) < len(used):
+        raise _wrong(f"'{name}': {spec} uses a mesh axis twice")
+
+
+def _wrong(what: str) -> PlanError:
+    return PlanError(
+        f"the plan does not fit its step: {what}. It may have been edited; make a new "
+        "plan with autopar.plan."
+    )

@@ -1,0 +1,107 @@
+"""Breaks ties between layouts of batch inputs: the more split, the better.
+
+Where all readers of a batch input take slices of it, the model charges nothing
+for keeping it whole on every device. Real input pipelines deliver parts, so
+among choices of the same cost the one that is split most is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.planner.analysis import Analysis
+from autopar.planner.layout import Layout
+from autopar.planner.problem import Formulation
+from autopar_passes.roles import InputRole
+from autopar_solver import ShardingProblem, Solution
+
+# Costs that differ by less than this part of the step are the same but for rounding.
+_ROUNDING = 1e-12
+
+
+def split_batch_inputs(
+    analysis: Analysis, formulation: Formulation, solution: Solution
+) -> Solution:
+    """Returns a solution of the same cost whose batch inputs are split most."""
+    choices = list(solution.choices)
+    slack = _ROUNDING * abs(solution.cost)
+    for group, layouts in _groups(analysis, formulation):
+        sizes = formulation.pricer.sizes
+        rank = [_split(layout, sizes) for layout in layouts]
+        best = _cheapest(formulation.problem, choices, group, choices[group[0]])
+        limit = best[0] + slack
+        order = sorted(range(len(rank)), key=lambda k: rank[k], reverse=True)
+        for k in order:
+            if rank[k] <= rank[choices[group[0]]]:
+                break
+            cost, picked = _cheapest(formulation.problem, choices, group, k)
+            if cost <= limit:
+                for node, choice in zip(group, picked, strict=True):
+                    choices[node] = choice
+                break
+    return dataclasses.replace(solution, choices=tuple(choices))
+
+
+def _groups(
+    analysis: Analysis, formulation: Formulation
+) -> Iterator[tuple[list[int], list[Layout]]]:
+    """The node of each batch input with its copies, and the input's layouts."""
+    for given in analysis.graph.inputs:
+        home = analysis.contraction.homes.get(given.value)
+        if given.role is not InputRole.BATCH or home is None:
+            continue
+        node = analysis.contraction.nodes[home.node]
+        if node.kind != "input":
+            continue
+        copies = [
+            c.node
+            for c in formulation.copies
+            if analysis.sources[c.value_class].home.node == home.node
+        ]
+        if len(copies) <= 2:
+            layouts = formulation.spaces[home.node].layouts(home.dims)
+            yield [home.node, *copies], layouts
+
+
+def _split(layout: Layout, sizes: Sequence[int]) -> tuple[int, int]:
+    """How often the rows are split, then how often all dimensions are."""
+    parts = [int(np.prod([sizes[a] for a in axes], dtype=int)) for axes in layout]
+    return (parts[0] if parts else 1), int(np.prod(parts, dtype=int))
+
+
+def _cheapest(
+    problem: ShardingProblem, choices: Sequence[int], group: Sequence[int], first: int
+) -> tuple[float, tuple[int, ...]]:
+    """The best choices of a group whose first node is fixed, all others as chosen."""
+    own = [np.array(problem.node_costs[n], dtype=float) for n in group]
+    number = {n: k for k, n in enumerate(group)}
+    between = np.zeros((len(own[1]), len(own[2])) if len(group) == 3 else ())
+    for (i, j), matrix in zip(problem.edges, problem.edge_costs, strict=True):
+        a, b = number.get(i), number.get(j)
+        if a is None and b is None:
+            continue
+        if b is None and a is not None:
+            own[a] = own[a] + matrix[:, choices[j]]
+        elif a is None and b is not None:
+            own[b] = own[b] + matrix[choices[i], :]
+        elif a == 0 and b is not None:
+            own[b] = own[b] + matrix[first, :]
+        elif b == 0 and a is not None:
+            own[a] = own[a] + matrix[:, first]
+        else:
+            between = between + (matrix if (a, b) == (1, 2) else matrix.T)
+    return _minimum(own, between, first)
+
+
+def _minimum(
+    own: Sequence[np.ndarray], between: np.ndarray, first: int
+) -> tuple[float, tuple[int, ...]]:
+    base = float(own[0][first])
+    if len(own) == 1:
+        return base, (first,)
+    total = own[1] if len(own) == 2 else own[1][:, None] + own[2][None, :] + between
+    where = np.unravel_index(int(np.argmin(total)), total.shape)
+    return base + float(total[where]), (first, *(int(k) for k in where))

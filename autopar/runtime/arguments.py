@@ -1,0 +1,142 @@
+"""What a call of a step hands over: structure, shapes, and whose part it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from flax import nnx
+
+from autopar.errors import PlanError
+from autopar.planner.analysis import Analysis
+from autopar.plans import Plan
+from autopar.runtime import placement
+from autopar_passes.trace import carried_leaves, is_graph_node, pure_arguments
+from autopar_passes.trace import pure_function as pure_step
+
+
+def positional(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Any, ...]:
+    """Puts arguments given by name in their places.
+
+    Raises:
+      TypeError: one of them is keyword-only.
+    """
+    if not kwargs:
+        return args
+    bound = inspect.signature(step).bind(*args, **kwargs)
+    if bound.kwargs:
+        raise TypeError(
+            f"a planned step takes positional arguments only, not "
+            f"{', '.join(bound.kwargs)}=: bind them with functools.partial."
+        )
+    return bound.args
+
+
+def signature(structs: Sequence[Any]) -> Any:
+    """What a plan depends on: structure, shapes, dtypes, and NNX's static parts."""
+    leaves, tree = jax.tree.flatten(pure_arguments(structs))
+    nodes = tuple(a for a in structs if is_graph_node(a))
+    static = nnx.graphdef(nodes) if nodes else None
+    return tree, static, tuple((tuple(x.shape), str(x.dtype)) for x in leaves)
+
+
+class BatchArguments:
+    """Finds the global shapes of a call's arguments.
+
+    In a program of several processes, state is the same on every process or
+    already global; of a batch each process holds its own rows. An argument
+    that comes back from the step is state, any other is batch.
+    """
+
+    def __init__(self, step: Callable[..., Any]) -> None:
+        """Knows no arguments yet."""
+        self._step = step
+        self._state: dict[Any, frozenset[int]] = {}
+
+    def structs(self, args: Sequence[Any]) -> list[Any]:
+        """Abstract arguments with global shapes; NNX objects stay as they are."""
+        local = [_structs(a) for a in args]
+        if jax.process_count() == 1:
+            return local
+        key = signature(local)
+        if key not in self._state:
+            self._state[key] = state_arguments(self._step, local)
+        return [
+            x if i in self._state[key] or is_graph_node(x) else _global(a)
+            for i, (a, x) in enumerate(zip(args, local, strict=True))
+        ]
+
+
+def state_arguments(step: Callable[..., Any], structs: Sequence[Any]) -> frozenset[int]:
+    """Positions of the arguments that come back from the step."""
+    function, mutated = pure_step(step, structs)
+    trees = pure_arguments(structs)
+    carried = carried_leaves(trees, jax.eval_shape(function, *trees))
+    rest = [i for i in range(len(structs)) if i not in mutated]
+    start = len(jax.tree.leaves(trees[0])) if mutated else 0
+    found = set(mutated)
+    for i in rest:
+        if start in carried:
+            found.add(i)
+        start += len(jax.tree.leaves(structs[i]))
+    return frozenset(found)
+
+
+def _structs(arg: Any) -> Any:
+    return arg if is_graph_node(arg) else jax.tree.map(_struct, arg)
+
+
+def _struct(leaf: Any) -> Any:
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    aval = jax.typeof(leaf)
+    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
+
+
+def _global(arg: Any) -> Any:
+    """Structs of the whole batch, of which each process was given its rows."""
+
+    def whole(leaf: Any) -> Any:
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        struct = _struct(leaf)
+        return jax.ShapeDtypeStruct(placement.global_shape(leaf), struct.dtype)
+
+    return jax.tree.map(whole, arg)
+
+
+def check_leading(name: str, analysis: Analysis, leaves: Sequence[Any]) -> None:
+    """Checks that a state is what the step's leading arguments hold.
+
+    Raises:
+      PlanError: it is not.
+    """
+    graph = analysis.graph
+    want = [tuple(graph.values[i.value].shape) for i in graph.inputs[: len(leaves)]]
+    if want != [tuple(np.shape(x)) for x in leaves]:
+        raise PlanError(
+            f"{name}: the state is not what the step's first arguments hold. Pass the "
+            "carried arguments in the step's order, several of them as a tuple, such "
+            "as (params, opt_state)."
+        )
+
+
+def check_shapes(name: str, plan: Plan, leaves: Sequence[Any]) -> None:
+    """Checks that a state has the shapes of a plan's first inputs.
+
+    Raises:
+      PlanError: it does not.
+    """
+    planned = list(plan.shapes.items())[: len(leaves)]
+    for (path, shape), leaf in zip(planned, leaves, strict=False):
+        if tuple(shape) != tuple(leaf.shape):
+            raise PlanError(
+                f"{name}: the plan belongs to another step: its '{path}' has shape "
+                f"{tuple(shape)}, the created state's leaf has {tuple(leaf.shape)}. "
+                "Make a new plan with autopar.plan."
+            )

@@ -1,0 +1,104 @@
+"""One process of a training program; run by test_multiprocess.py.
+
+Usage: python multiprocess_worker.py PROCESS COUNT PORT OUT
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import sys
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+import step_forms as forms
+from jax.experimental import multihost_utils
+
+import autopar
+
+
+def rows() -> int:
+    """Of this process."""
+    return forms.BATCH // jax.process_count()
+
+
+def local_batches(count: int, process: int) -> list[Any]:
+    """This process's rows of the batches that one process would see."""
+    mine = slice(process * rows(), (process + 1) * rows())
+    return [{k: v[mine] for k, v in b.items()} for b in forms.batches(count)]
+
+
+def train(form: forms.Form, create_outside: bool) -> tuple[list[float], Any]:
+    step = autopar.parallelize(form.step, cluster=forms.cheap("2x2:cpu"), seconds=5)
+    given = local_batches(4, jax.process_index())
+    if create_outside:
+        state = form.create(jax.random.key(0))
+    else:
+        example = forms.batch_structs()
+        state = step.init(form.create, jax.random.key(0), batch=example)
+    return form.losses(step, state, given), step.plan
+
+
+def errors(process: int) -> dict[str, str]:
+    """What each process says where the plan fails, or theirs differ."""
+    out: dict[str, str] = {}
+    form = forms.FORMS["plain"]
+    small = forms.with_memory(forms.cheap("2x2:cpu"), 10_000)
+    state = form.create(jax.random.key(0))
+    batch = local_batches(1, process)[0]
+    try:
+        autopar.parallelize(form.step, cluster=small)(*state, batch)
+    except autopar.PlanError as error:
+        out["infeasible"] = str(error)
+    width = (2, 4)[process]
+    args = (*state, forms.batch_structs(forms.BATCH * width))
+    plan = autopar.plan(form.step, *args, cluster=forms.cheap("2x2:cpu"))
+    try:
+        autopar.parallelize(form.step, plan=plan)(*state, batch)
+    except autopar.PlanError as error:
+        out["different"] = str(error)
+    return out
+
+
+def keyed(process: int) -> float:
+    """A key and a scalar are the same on every process, not parts of a batch."""
+
+    def step(w: Any, batch: Any, key: Any, scale: Any) -> Any:
+        noise = jax.random.normal(key, w.shape)
+        out = ((batch["x"] @ w - batch["y"]) ** 2).mean()
+        return w - 0.1 * scale * noise, out + (scale * noise).sum()
+
+    run = autopar.parallelize(step, cluster=forms.cheap("2x2:cpu"), seconds=5)
+    w = np.eye(forms.WIDTH, dtype=np.float32)
+    batch = local_batches(1, process)[0]
+    new, first = run(w, batch, jax.random.key(3), np.float32(0.5))
+    _, second = run(new, batch, jax.random.PRNGKey(3), np.float32(0.5))
+    return float(first) + float(second)
+
+
+def results(process: int) -> dict[str, Any]:
+    """The losses and plans of the three forms, on four devices."""
+    found: dict[str, Any] = {}
+    for name, outside in (("linen", False), ("plain", True), ("nnx", False)):
+        losses, plan = train(forms.FORMS[name], outside)
+        found[name] = losses
+        found[f"{name} plan"] = msgspec.to_builtins(plan)
+    return {**found, "keyed": keyed(process)}
+
+
+def main() -> None:
+    process, count, port, out = sys.argv[1:]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 4 // int(count))
+    jax.distributed.initialize(
+        f"localhost:{port}", int(count), int(process), initialization_timeout=30
+    )
+    found = {**results(int(process)), "errors": errors(int(process))}
+    multihost_utils.sync_global_devices("done")
+    pathlib.Path(out).write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""The same program in two processes, each with its part of the devices and batch."""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import socket
+import subprocess
+import sys
+from typing import Any
+
+import multiprocess_worker
+import numpy as np
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+TIMEOUT_S = 120
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return int(s.getsockname()[1])
+
+
+def run(count: int, folder: pathlib.Path) -> list[Any]:
+    """Runs the worker in so many processes; what each of them found."""
+    port = free_port()
+    path = os.pathsep.join(str(p) for p in (ROOT, ROOT / "solver", ROOT / "passes"))
+    # Collectives between processes need a thread for each device and its peer;
+    # XLA sizes its pool by NPROC.
+    env = {**os.environ, "PYTHONPATH": path, "NPROC": "4", "XLA_FLAGS": ""}
+    outs = [folder / f"{count}_{k}.json" for k in range(count)]
+    processes = [
+        subprocess.Popen(
+            [sys.executable, str(HERE / "multiprocess_worker.py"),
+             str(k), str(count), str(port), str(out)],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for k, out in enumerate(outs)
+    ]  # fmt: skip
+    try:
+        logs = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    for p, log in zip(processes, logs, strict=True):
+        assert p.returncode == 0, log
+    return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("processes")
+    first, second = run(2, folder)
+    one = json.loads(json.dumps(multiprocess_worker.results(0)))
+    return {"one": one, "first": first, "second": second}
+
+
+@pytest.mark.parametrize("form", ["linen", "plain", "nnx"])
+def test_losses_equal_those_of_one_process(found: Any, form: str) -> None:
+    for process in ("first", "second"):
+        np.testing.assert_allclose(found[process][form], found["one"][form], rtol=1e-5)
+
+
+@pytest.mark.parametrize("form", ["linen", "plain", "nnx"])
+def test_every_process_holds_the_plan_of_the_first(found: Any, form: str) -> None:
+    """The seconds too: it is planned once."""
+    plan = found["first"][f"{form} plan"]
+    assert found["second"][f"{form} plan"] == plan
+    assert plan["nodes"] == found["one"][f"{form} plan"]["nodes"]
+    assert plan["shapes"]["batch/x"] == [24, 16]
+
+
+def test_keys_and_scalars_are_the_same_everywhere(found: Any) -> None:
+    want = found["one"]["keyed"]
+    assert found["first"]["keyed"] == pytest.approx(want, rel=1e-5)
+    assert found["second"]["keyed"] == pytest.approx(want, rel=1e-5)
+
+
+def test_a_failure_to_plan_reaches_every_process(found: Any) -> None:
+    """Otherwise the others would wait for a plan for ever."""
+    for process in ("first", "second"):
+        assert "no plan fits" in found[process]["errors"]["infeasible"]
+
+
+def test_different_plans_are_found_out(found: Any) -> None:
+    for process in ("first", "second"):
+        assert "different plans" in found[process]["errors"]["different"]
