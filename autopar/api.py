@@ -26,7 +26,7 @@ from autopar_passes.roles import InputRole
 
 # Most plans are proved optimal in a tenth of this; with very tight memory the
 # solver would go on for minutes to close the last percent.
-SOLVER_SECONDS = 30.0
+SOLVER_SECONDS = 10.0
 
 
 def plan(
@@ -55,8 +55,9 @@ def plan(
         pin what ``nn.with_logical_partitioning`` has named in the arguments.
       axis_names: names of the mesh axes, outermost first.
       max_axes: most mesh axes to try (default two, or one for each level).
-      seconds: time limit of the solver, for each mesh (None: until it is proved
-        optimal); below the limit the same call gives the same plan.
+      seconds: time limit of the solver, for each mesh. With None it runs until the
+        plan is proved optimal, and the same call always gives the same plan; with
+        a limit, plans within the solver's gap of each other may take turns.
       split_batch: whether it is an error if no mesh axis divides the batch.
 
     Raises:

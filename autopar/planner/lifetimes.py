@@ -83,7 +83,11 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
         return True
     if len({r.index for r in users}) < 2:
         return False
-    return op.kind in _COSTLY or len({r.role for r in users}) > 1
+    if op.kind in _COSTLY:
+        return True
+    # What is cheap to make from one array is made again from that, if it is kept.
+    arrays = {v for v in op.inputs if v is not None}
+    return len({r.role for r in users}) > 1 and len(arrays) > 1
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 from flax import nnx
+from jax.core import Tracer
 
 from autopar.api import plan as make_plan
 from autopar.api import plan_analysis
@@ -199,7 +200,7 @@ class ParallelStep:
         """Runs one step; see `parallelize`. Under a JAX transform, the plain step."""
         args = arguments.positional(self._step, args, kwargs)
         leaves = jax.tree.leaves(pure_arguments(args))
-        if any(isinstance(x, jax.core.Tracer) for x in leaves):
+        if any(isinstance(x, Tracer) for x in leaves):
             return self._step(*args)
         planned = self.prepare(*args)
         placed = [

@@ -10,6 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar_passes import jax_compat
+
 
 def place(leaf: Any, sharding: NamedSharding) -> Any:
     """Returns an array with the given sharding; no copy where it has it already.
@@ -23,7 +25,7 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
         return leaf
     if jax.process_count() == 1 or _is_global(leaf):
         return jax.device_put(leaf, sharding)
-    if jax.dtypes.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key):
+    if jax_compat.is_extended(jax.typeof(leaf).dtype):
         return _place_key(leaf, sharding)
     return jax.device_put(np.asarray(leaf), sharding)
 
@@ -79,7 +81,7 @@ def global_shape(leaf: Any) -> tuple[int, ...]:
 def _is_key(leaf: Any) -> bool:
     """Whether an array is a key; raw ones are recognised by their shape."""
     dtype = jax.typeof(leaf).dtype
-    if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key):
+    if jax_compat.is_extended(dtype):
         return True
     return tuple(np.shape(leaf)) == (2,) and dtype == np.uint32
 

@@ -21,7 +21,7 @@ CLUSTER = forms.cheap("2x4:cpu")
 
 
 def planned(**options: Any) -> autopar.Plan:
-    options = {"cluster": CLUSTER, "seconds": 5, **options}
+    options = {"cluster": CLUSTER, "seconds": None, **options}
     state = forms.create_plain(jax.random.key(0))
     return autopar.plan(forms.plain_step, *state, forms.batch_structs(), **options)
 

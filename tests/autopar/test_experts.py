@@ -1,0 +1,152 @@
+"""Expert plans keep to the rules they are named after."""
+
+from __future__ import annotations
+
+import functools
+import math
+
+import optax
+import pytest
+import step_forms as forms
+from planner_steps import mlp_batch, mlp_loss, mlp_params, training
+
+from autopar import Cluster
+from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.experts import Expert, expert_plans, recipes
+from autopar_passes.roles import InputRole
+
+CLUSTER = forms.cheap("2x4:cpu")
+
+
+@functools.cache
+def analysis() -> Analysis:
+    params = mlp_params(width=32, hidden=64, layers=2)
+    return analyse(*training(mlp_loss, params, mlp_batch(32, 32), optax.adam(1e-2)))
+
+
+@functools.cache
+def experts() -> dict[str, Expert]:
+    return {e.name: e for e in expert_plans(analysis(), CLUSTER, seconds=5)}
+
+
+def parts(name: str, role: InputRole, *, matrices: bool = False) -> list[int]:
+    """In how many parts each input of a role is stored under an expert plan."""
+    candidate = experts()[name].candidate
+    assert candidate is not None
+    assignment = candidate.assignment
+    out: list[int] = []
+    for given in analysis().graph.inputs:
+        shape = analysis().graph.values[given.value].shape
+        if given.role is role and (len(shape) > 1 or not matrices):
+            layout = assignment.home_layout(given.value)
+            out.append(math.prod(assignment.sizes[a] for d in layout for a in d))
+    assert out
+    return out
+
+
+def rows_split(name: str) -> set[int]:
+    """Over how many devices the rows of the layers' results are split."""
+    candidate = experts()[name].candidate
+    assert candidate is not None
+    assignment = candidate.assignment
+    found: set[int] = set()
+    for node, strategy in zip(
+        analysis().contraction.nodes, assignment.strategies, strict=True
+    ):
+        op = analysis().graph.operators[node.root]
+        if node.kind == "contraction" and "transpose" not in op.module:
+            rows = [k for k, (size, _) in enumerate(node.factors) if size == 32]
+            found |= {
+                math.prod(assignment.sizes[a] for a in strategy[k]) for k in rows[:1]
+            }
+    return found
+
+
+def test_every_recipe_is_solved() -> None:
+    assert set(experts()) == {r.name for r in recipes(2)}
+    for expert in experts().values():
+        assert expert.candidate is not None, expert.reason
+        assert expert.candidate.step_s > 0
+
+
+def test_data_parallel_keeps_state_whole() -> None:
+    assert set(parts("data parallel", InputRole.PARAMETER)) == {1}
+    assert set(parts("data parallel", InputRole.OPTIMIZER_STATE)) == {1}
+    assert set(parts("data parallel", InputRole.BATCH)) == {8}
+
+
+def test_zero_1_splits_optimizer_state_only() -> None:
+    assert set(parts("ZeRO-1", InputRole.PARAMETER)) == {1}
+    assert set(parts("ZeRO-1", InputRole.OPTIMIZER_STATE, matrices=True)) == {8}
+
+
+def test_fsdp_splits_parameters_and_batch() -> None:
+    name = "FSDP (ZeRO-3)"
+    assert set(parts(name, InputRole.PARAMETER, matrices=True)) == {8}
+    assert set(parts(name, InputRole.OPTIMIZER_STATE, matrices=True)) == {8}
+    assert set(parts(name, InputRole.BATCH)) == {8}
+
+
+def test_tensor_parallel_never_splits_the_batch() -> None:
+    candidate = experts()["tensor parallel"].candidate
+    assert candidate is not None
+    for given in analysis().graph.inputs:
+        if given.role is InputRole.BATCH:
+            layout = candidate.assignment.home_layout(given.value)
+            assert layout[0] == ()
+    assert max(parts("tensor parallel", InputRole.PARAMETER, matrices=True)) == 8
+
+
+def test_data_x_tensor_gives_each_axis_its_job() -> None:
+    candidate = experts()["data x tensor"].candidate
+    assert candidate is not None
+    for given in analysis().graph.inputs:
+        layout = candidate.assignment.home_layout(given.value)
+        used = {a for d in layout for a in d}
+        if given.role is InputRole.BATCH:
+            assert 1 not in layout[0]
+        elif given.role is InputRole.PARAMETER:
+            assert 0 not in used
+
+
+def test_data_parallel_sums_gradients_only() -> None:
+    """What it sends is the gradients once, by an all-reduce (and the loss)."""
+    candidate = experts()["data parallel"].candidate
+    assert candidate is not None
+    graph = analysis().graph
+    gradients = sum(
+        graph.values[i.value].nbytes
+        for i in graph.inputs
+        if i.role is InputRole.PARAMETER
+    )
+    assert {c.step.kind for c in candidate.collectives} == {"all_reduce"}
+    summed = sum(c.nbytes * c.step.fraction for c in candidate.collectives)
+    axes = {c.step.axes for c in candidate.collectives}
+    times = 1 if axes == {(0, 1)} else 2
+    assert gradients <= summed <= times * (gradients + 1024)
+
+
+def test_an_impossible_recipe_has_a_reason() -> None:
+    """Data parallelism keeps all state on every device; here it does not fit."""
+    graph = analysis().graph
+    state = sum(
+        graph.values[i.value].nbytes
+        for i in graph.inputs
+        if i.role is not InputRole.BATCH
+    )
+    small = forms.with_memory(CLUSTER, int(0.9 * state))
+    found = {e.name: e for e in expert_plans(analysis(), small, seconds=5)}
+    assert found["data parallel"].candidate is None
+    assert "no plan fits" in found["data parallel"].reason
+    assert found["FSDP (ZeRO-3)"].candidate is not None
+
+
+def test_one_axis_has_no_mixed_recipes() -> None:
+    names = {e.name for e in expert_plans(analysis(), Cluster.parse("2:cpu"))}
+    assert names == {r.name for r in recipes(1)}
+
+
+@pytest.mark.parametrize("count", [1, 2, 3])
+def test_recipes_use_every_axis_once(count: int) -> None:
+    for recipe in recipes(count):
+        assert sorted((*recipe.data, *recipe.tensor)) == list(range(count))

@@ -1,0 +1,127 @@
+"""Predicted memory against the compiler's, and against sums done by hand."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import planner_harness as harness
+import pytest
+import step_forms as forms
+from planner_steps import mlp_batch, mlp_loss, mlp_params, training
+
+import autopar
+from autopar.planner.lifetimes import lifetimes
+from autopar.planner.memory import (
+    OVERHEAD,
+    Buffer,
+    buffers,
+    input_bytes,
+    peak_memory_bytes,
+    usage_by_time,
+)
+
+CLUSTER = forms.cheap("2x4:cpu")
+LOWEST, HIGHEST = -0.15, 0.40
+
+
+def chain(layers: int, rows: int) -> Any:
+    params = mlp_params(width=64, hidden=256, layers=layers)
+    return training(mlp_loss, params, mlp_batch(rows, 64), optax.adam(1e-3))
+
+
+def remat_chain() -> Any:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        for p in params:
+            x = jax.checkpoint(lambda p, x: x + jnp.tanh(x @ p["up"]) @ p["down"])(p, x)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params = mlp_params(width=64, hidden=256, layers=3)
+    return training(loss, params, mlp_batch(512, 64), optax.sgd(1e-2))
+
+
+CASES = {
+    "state": lambda: chain(layers=3, rows=64),
+    "activations": lambda: chain(layers=2, rows=2048),
+    "remat": remat_chain,
+}
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_peak_is_near_the_compilers(name: str) -> None:
+    step, args = CASES[name]()
+    run = autopar.parallelize(step, cluster=CLUSTER, seconds=5)
+    found = run.lower(*args).compile().memory_analysis()
+    assert found is not None
+    actual = (
+        found.argument_size_in_bytes
+        + found.output_size_in_bytes
+        - found.alias_size_in_bytes
+        + found.temp_size_in_bytes
+    )
+    error = run.plan.predicted.peak_memory_bytes / actual - 1
+    assert LOWEST <= error <= HIGHEST
+
+
+def prepared() -> harness.Case:
+    return harness.prepare(*training(mlp_loss, mlp_params(), mlp_batch()))
+
+
+def test_inputs_are_counted_in_their_shards() -> None:
+    """The bytes that each device really gets."""
+    case = prepared()
+    plan = harness.random_plan(case, (2, 4), random.Random(5))
+    expected = 0.0
+    for given in case.graph.inputs:
+        value = case.graph.values[given.value]
+        layout = plan.home_layout(given.value)
+        parts = harness.product((2, 4)[a] for d in layout for a in d)
+        expected += value.nbytes / parts
+    assert input_bytes(plan) == pytest.approx(expected)
+
+
+def test_a_replicated_plan_needs_all_state() -> None:
+    case = prepared()
+    plan = harness.random_plan(case, (8,), random.Random(0), replicated=True)
+    life = lifetimes(case.graph, frozenset(case.contraction.floating))
+    total = sum(case.graph.values[i.value].nbytes for i in case.graph.inputs)
+    assert input_bytes(plan) == total
+    assert peak_memory_bytes(plan, life) > total
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_peak_is_the_most_that_is_live(seed: int) -> None:
+    """Against a sum over all buffers at every time."""
+    case = prepared()
+    plan = harness.random_plan(case, (2, 4), random.Random(seed))
+    life = lifetimes(case.graph, frozenset(case.contraction.floating))
+    found = buffers(plan, life)
+    assert all(b.nbytes >= 0 and b.start <= b.end for b in found)
+    live = [
+        sum(b.nbytes for b in found if b.start <= t <= b.end)
+        for t in range(len(case.graph.operators))
+    ]
+    expected = input_bytes(plan) + OVERHEAD * max(live)
+    assert peak_memory_bytes(plan, life) == pytest.approx(expected)
+
+
+def test_usage_by_time() -> None:
+    found = [Buffer(0, 10.0, 0, 1), Buffer(1, 5.0, 1, 3), Buffer(2, 1.0, 3, 3)]
+    np.testing.assert_array_equal(usage_by_time(found, 5), [10, 15, 5, 6, 0])
+    np.testing.assert_array_equal(usage_by_time([], 3), [0, 0, 0])
+
+
+def test_a_resharded_form_takes_part_in_the_peak() -> None:
+    """Gathered parameters are whole for a while, however they are stored."""
+    case = prepared()
+    life = lifetimes(case.graph, frozenset(case.contraction.floating))
+    sharded = [
+        harness.random_plan(case, (8,), random.Random(s), density=1.0) for s in range(8)
+    ]
+    for plan in sharded:
+        assert peak_memory_bytes(plan, life) > input_bytes(plan)

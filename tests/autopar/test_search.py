@@ -1,0 +1,295 @@
+"""The search finds the best plan of its space, and keeps to its limits."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import planner_cases
+import pytest
+import step_forms as forms
+from planner_steps import mlp_batch, mlp_loss, mlp_params, training
+
+import autopar
+from autopar import Cluster, InfeasibleError
+from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.compare import compare
+from autopar.planner.price import Pricer
+from autopar.planner.problem import Formulation
+from autopar.planner.search import (
+    candidate_meshes,
+    choices_of,
+    evaluate,
+    search,
+    solve_mesh,
+)
+from autopar.planner.ties import split_batch_inputs
+from autopar_solver import Solution, Status, solve
+from autopar_solver.check import evaluate as check_choices
+
+CLUSTERS = {"cheap": forms.cheap("2x4:cpu"), "cpu": Cluster.parse("8:cpu")}
+# The solver stops once it is within this of the proved optimum.
+GAP = 1e-4
+
+
+def analysed(name: str) -> Analysis:
+    return analyse(*planner_cases.workload(name))
+
+
+def mlp(rows: int = 64, layers: int = 2) -> Analysis:
+    params = mlp_params(width=32, hidden=128, layers=layers)
+    return analyse(*training(mlp_loss, params, mlp_batch(rows, 32)))
+
+
+@pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+@pytest.mark.parametrize(
+    "name", ["mlp_adamw_clip", "attention", "embedding", "mixture_of_experts"]
+)
+def test_never_slower_than_an_expert(name: str, cluster: str) -> None:
+    result, experts = compare(analysed(name), CLUSTERS[cluster], seconds=5)
+    known = [e.candidate.step_s for e in experts if e.candidate is not None]
+    assert known
+    assert result.best.step_s <= min(known)
+
+
+@pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+def test_without_warm_starts_neither(cluster: str) -> None:
+    """Up to the gap: every expert plan is a point of the search's own space."""
+    analysis = mlp()
+    _, experts = compare(analysis, CLUSTERS[cluster], seconds=5)
+    known = [e.candidate.step_s for e in experts if e.candidate is not None]
+    found = search(analysis, CLUSTERS[cluster], seconds=5).best
+    assert found.step_s <= (1 + GAP) * min(known)
+
+
+def test_the_best_of_all_meshes_is_taken() -> None:
+    result = search(mlp(), CLUSTERS["cpu"], seconds=5)
+    assert [str(m) for m, _ in result.tried] == [
+        str(m) for m in candidate_meshes(CLUSTERS["cpu"])
+    ]
+    assert result.best.step_s == min(c.step_s for _, c in result.tried if c)
+
+
+class TestMemory:
+    """A step of which a device cannot hold all."""
+
+    CLUSTER = forms.cheap("2x4:cpu")
+
+    def test_tighter_limits_never_give_faster_plans(self) -> None:
+        analysis = mlp(layers=1)
+        free = search(analysis, self.CLUSTER, seconds=5).best
+        before = free.step_s
+        for share in (1.0, 0.9, 0.8, 0.7):
+            limit = int(share * free.peak_memory_bytes)
+            try:
+                found = search(
+                    analysis, forms.with_memory(self.CLUSTER, limit), seconds=5
+                ).best
+            except InfeasibleError:
+                assert share < 1.0
+                break
+            assert found.peak_memory_bytes <= limit
+            assert found.step_s >= (1 - 2 * GAP) * before
+            before = found.step_s
+
+    def test_plenty_of_memory_changes_nothing(self) -> None:
+        analysis = mlp(layers=1)
+        plans = [
+            search(analysis, forms.with_memory(self.CLUSTER, n), seconds=None).best
+            for n in (2**40, 2**41)
+        ]
+        assert plans[0].assignment.strategies == plans[1].assignment.strategies
+
+    def test_a_limit_makes_state_split(self) -> None:
+        """Whole parameters do not fit where links are slow; split ones do."""
+        analysis = mlp(rows=8, layers=1)
+        cluster = Cluster.parse("8:cpu")
+        free = search(analysis, cluster, seconds=5).best
+        limit = int(0.6 * free.peak_memory_bytes)
+        found = search(analysis, forms.with_memory(cluster, limit), seconds=5).best
+        assert found.peak_memory_bytes <= limit
+        assert found.step_s > free.step_s
+
+    def test_why_nothing_fits(self) -> None:
+        state = forms.create_plain(jax.random.key(0))
+        small = forms.with_memory(self.CLUSTER, 1500)
+        with pytest.raises(InfeasibleError) as caught:
+            autopar.plan(
+                forms.plain_step, *state, forms.batch_structs(), cluster=small,
+                seconds=5,
+            )  # fmt: skip
+        first, largest, fixes = str(caught.value).split("\n")
+        assert "no plan fits" in first
+        assert "the device has 1.5kB" in first
+        assert "per device" in first
+        assert largest.startswith("  largest: ")
+        assert any(n in largest for n in ("params/", "opt_state/", "batch/"))
+        assert fixes.startswith("  try: ")
+        assert "devices" in fixes
+        assert "memory=" in fixes
+
+    def test_the_memory_it_asks_for_is_nearly_enough(self) -> None:
+        """The least peak is a bound: what fits needs that much, and not much more."""
+        analysis = mlp(layers=1)
+        fitting = search(analysis, self.CLUSTER, seconds=5).best.peak_memory_bytes
+        low, high = 0, int(fitting)
+        for _ in range(5):
+            middle = (low + high) // 2
+            try:
+                search(analysis, forms.with_memory(self.CLUSTER, middle), seconds=2)
+                high = middle
+            except (InfeasibleError, autopar.PlanError):
+                low = middle
+        assert high > 0
+        total = sum(
+            analysis.graph.values[i.value].nbytes for i in analysis.graph.inputs
+        )
+        assert high >= total / 8
+
+
+# Brute force ----------------------------------------------------------------
+
+
+def product_step(w: Any, batch: Any) -> Any:
+    return w - 0.1 * batch["x"].T @ (batch["x"] @ w), (batch["x"] @ w).sum()
+
+
+def chain_step(state: Any, batch: Any) -> Any:
+    out = jnp.tanh(batch["x"] @ state["a"]) @ state["b"]
+    return {"a": state["a"] * 0.9, "b": state["b"] + out.sum(0)}, out.sum()
+
+
+def scale_step(state: Any, batch: Any) -> Any:
+    return state * 0.9 + (batch["x"] ** 2).mean(0), state.sum()
+
+
+TINY = {
+    "product": (product_step, (jnp.ones((32, 64)), {"x": jnp.ones((64, 32))})),
+    "chain": (
+        chain_step,
+        ({"a": jnp.ones((16, 32)), "b": jnp.ones((32, 8))}, {"x": jnp.ones((64, 16))}),
+    ),
+    "scale": (scale_step, (jnp.ones(64), {"x": jnp.ones((128, 64))})),
+}
+SAMPLES = 20_000
+
+
+def all_choices(formulation: Formulation) -> Sequence[tuple[int, ...]]:
+    """Every assignment, or a random part where there are too many."""
+    counts = [len(c) for c in formulation.problem.node_costs]
+    if math.prod(counts) <= SAMPLES:
+        return list(itertools.product(*map(range, counts)))
+    draw = random.Random(0)
+    return [tuple(draw.randrange(n) for n in counts) for _ in range(SAMPLES)]
+
+
+@pytest.mark.parametrize("text", ["4:cpu", "2x2:cpu"])
+@pytest.mark.parametrize("cheap", [False, True])
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_nothing_is_cheaper_than_what_the_solver_finds(
+    name: str, cheap: bool, text: str
+) -> None:
+    step, args = TINY[name]
+    analysis = analyse(step, args)
+    cluster = forms.cheap(text) if cheap else Cluster.parse(text)
+    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+    formulation = analysis.formulator.formulate(pricer)
+    found = solve(formulation.problem, seconds=5)
+
+    assert found.status is Status.OPTIMAL
+    checked = check_choices(formulation.problem, found.choices)
+    assert checked.cost == pytest.approx(found.cost, rel=1e-9)
+    best = min(
+        check_choices(formulation.problem, choices).cost
+        for choices in all_choices(formulation)
+    )
+    assert found.cost <= (1 + GAP) * best
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_the_solver_counts_what_the_plan_does(name: str) -> None:
+    """Random assignments: the problem's cost is the time of their work and traffic."""
+    step, args = TINY[name]
+    analysis = analyse(step, args)
+    cluster = Cluster.parse("2x2:cpu")
+    formulation = analysis.formulator.formulate(
+        Pricer(cluster, candidate_meshes(cluster)[0])
+    )
+    counts = [len(c) for c in formulation.problem.node_costs]
+    draw, seen = random.Random(name), 0
+    while seen < 30:
+        choices = tuple(draw.randrange(n) for n in counts)
+        cost = check_choices(formulation.problem, choices).cost
+        if math.isinf(cost):
+            continue
+        seen += 1
+        solution = Solution(
+            choices=choices, cost=cost, bound=0.0, status=Status.FEASIBLE, seconds=0.0
+        )
+        candidate = evaluate(analysis, formulation, solution)
+        # Copies that turn out alike are sent once, so it may be less.
+        assert candidate.step_s <= cost * (1 + 1e-9)
+
+
+class TestTies:
+    """Of layouts at the same price, a batch input takes the one split most."""
+
+    def tie(self, cluster: Cluster, rows: int) -> tuple[Any, Any]:
+        analysis = mlp(rows=rows)
+        pricer = Pricer(cluster, candidate_meshes(cluster)[-1])
+        formulation = analysis.formulator.formulate(pricer)
+        solution = solve(formulation.problem, seconds=5)
+        plain = evaluate(analysis, formulation, solution)
+        split = split_batch_inputs(analysis, formulation, solution)
+        return plain, evaluate(analysis, formulation, split)
+
+    @pytest.mark.parametrize("rows", [64, 1024, 8192])
+    @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
+    def test_the_price_stays(self, cluster: str, rows: int) -> None:
+        plain, split = self.tie(CLUSTERS[cluster], rows)
+        assert split.step_s == pytest.approx(plain.step_s, rel=1e-9)
+        assert split.communication_bytes == plain.communication_bytes
+        assert split.peak_memory_bytes <= plain.peak_memory_bytes
+
+    def test_a_batch_that_is_only_sliced_is_stored_in_parts(self) -> None:
+        args = (*forms.create_plain(jax.random.key(0)), forms.batch_structs(768))
+        plan = autopar.plan(forms.plain_step, *args, cluster=CLUSTERS["cheap"])
+        parts = [
+            math.prod(plan.mesh["axes"][a] for a in plan.inputs[f"batch/{n}"][0])
+            for n in "xy"
+        ]
+        assert parts == [8, 8]
+
+
+class TestWarmStarts:
+    def test_a_candidate_is_found_again(self) -> None:
+        analysis = mlp()
+        cluster = CLUSTERS["cheap"]
+        pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+        found = solve_mesh(analysis, pricer, seconds=5)
+        again = analysis.formulator.formulate(pricer)
+        choices = choices_of(again, found)
+        assert choices is not None
+        cost = check_choices(again.problem, choices).cost
+        assert cost == pytest.approx(found.solution.cost, rel=1e-9)
+
+    def test_the_result_is_at_least_as_good(self) -> None:
+        analysis = mlp()
+        cluster = CLUSTERS["cpu"]
+        best = search(analysis, cluster, seconds=5).best
+        warm = search(analysis, cluster, seconds=5, starts=[best]).best
+        assert warm.step_s <= best.step_s
+
+    def test_a_start_that_does_not_fit_is_not_returned(self) -> None:
+        analysis = mlp(layers=1)
+        cluster = forms.cheap("2x4:cpu")
+        best = search(analysis, cluster, seconds=5).best
+        over = dataclasses.replace(best, peak_memory_bytes=1e18)
+        found = search(analysis, cluster, seconds=5, starts=[over]).best
+        assert found.peak_memory_bytes < 1e18
