@@ -33,7 +33,7 @@ def main(names: list[str]) -> int:
     )
     workloads.row(*["---"] * 5)
     worst = 0.0
-    for name in names or workloads.EXAMPLES:
+    for name in names or (*workloads.EXAMPLES, "resnet-slow"):
         run = workloads.training(name)
         batches = list(itertools.islice(run.batches(), STEPS))
         planned = autopar.parallelize(

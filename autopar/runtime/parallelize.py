@@ -93,6 +93,8 @@ class ParallelStep:
         self._hints: dict[Any, dict[str, Any]] = {}
         self._batches = arguments.BatchArguments(step)
         self._planned: dict[Any, PlannedStep] = {}
+        # By cluster: going back to one finds its plan and its compiled program.
+        self._known: dict[str, dict[Any, PlannedStep]] = {}
         self._current: PlannedStep | None = None
 
     @property
@@ -249,10 +251,14 @@ class ParallelStep:
                 f"{self.__name__}: replan needs a step that ran, or "
                 "init(..., batch=...)."
             )
+        if self._given is None and self._devices is None:
+            self._known.setdefault(self.cluster.fingerprint(), self._planned)
         analysis = self._current.analysis
         key = next(k for k, a in self._analyses.items() if a is analysis)
         self._cluster, self._given, self._devices = cluster, None, None
-        self._planned = {key: self._make(key)}
+        self._planned = self._known.setdefault(cluster.fingerprint(), {})
+        if key not in self._planned:
+            self._planned[key] = self._make(key)
         self._current = self._planned[key]
         return self._move(state)
 
