@@ -4,7 +4,8 @@
 
 Trains each example for 20 steps in float32 under the plan found for a 2x4
 cluster, and once plainly on one device, on the same batches, and prints the
-largest relative difference of the losses.
+largest relative difference of the losses; beside it that of a second plain run
+whose first parameters are changed by one unit in the last place.
 """
 
 from __future__ import annotations
@@ -29,9 +30,14 @@ def main(names: list[str]) -> int:
     from example_training import plain_step, take_step
 
     workloads.row(
-        "example", "mesh", "first loss", "last loss", "largest relative difference"
+        "example",
+        "mesh",
+        "first loss",
+        "last loss",
+        "largest relative difference",
+        "one device, nudged",
     )
-    workloads.row(*["---"] * 5)
+    workloads.row(*["---"] * 6)
     worst = 0.0
     for name in names or (*workloads.EXAMPLES, "resnet-slow"):
         run = workloads.training(name)
@@ -40,19 +46,29 @@ def main(names: list[str]) -> int:
             run.step, cluster=autopar.Cluster.parse("2x4:cpu"), seconds=10
         )
         state = planned.init(run.create_state, jax.random.key(0))
-        losses: dict[str, list[float]] = {"planned": [], "plain": []}
-        for kind, step in (("planned", planned), ("plain", plain_step(run))):
-            if kind == "plain":
+        losses: dict[str, list[float]] = {"planned": [], "plain": [], "nudged": []}
+        plain_run = plain_step(run)
+        kinds = (("planned", planned), ("plain", plain_run), ("nudged", plain_run))
+        for kind, step in kinds:
+            if kind != "planned":
                 state = run.create_state(jax.random.key(0))
+            if kind == "nudged":
+                state = workloads.nudged(state)
             for batch in batches:
                 state, loss = take_step(step, state, batch)
                 losses[kind].append(float(loss))
-        ours, plain = (np.array(losses[k]) for k in ("planned", "plain"))
+        ours, plain, nudged = (np.array(found) for found in losses.values())
+        sensitivity = float(np.max(np.abs(nudged - plain) / np.abs(plain)))
         difference = float(np.max(np.abs(ours - plain) / np.abs(plain)))
         worst = max(worst, difference)
         axes = " ".join(f"{k}={v}" for k, v in planned.plan.mesh["axes"].items())
         workloads.row(
-            name, axes, f"{ours[0]:.4f}", f"{ours[-1]:.4f}", f"{difference:.1e}"
+            name,
+            axes,
+            f"{ours[0]:.4f}",
+            f"{ours[-1]:.4f}",
+            f"{difference:.1e}",
+            f"{sensitivity:.1e}",
         )
     return int(worst > 1e-5)
 

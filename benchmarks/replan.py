@@ -31,10 +31,10 @@ def main(names: list[str]) -> int:
     from example_training import plain_step, take_step
 
     workloads.row(
-        "example", "largest relative difference", "first plan s", "warm re-plans s",
-        "first / slowest warm",
+        "example", "largest relative difference", "one device, nudged",
+        "first plan s", "warm re-plans s", "first / slowest warm",
     )  # fmt: skip
-    workloads.row(*["---"] * 5)
+    workloads.row(*["---"] * 6)
     worst = 0.0
     for name in names or ("gpt", "gpt-scan", "llama"):
         run = workloads.training(name, batch=24)
@@ -54,15 +54,20 @@ def main(names: list[str]) -> int:
                 ours.append(float(loss))
             if not phase:
                 first = step.plan.seconds.total
-        state, plain = run.create_state(jax.random.key(0)), []
         reference = plain_step(run)
-        for batch in batches:
-            state, loss = take_step(reference, state, batch)
-            plain.append(float(loss))
+        plain: list[float] = []
+        nudged: list[float] = []
+        for losses in (plain, nudged):
+            state = run.create_state(jax.random.key(0))
+            state = workloads.nudged(state) if losses is nudged else state
+            for batch in batches:
+                state, loss = take_step(reference, state, batch)
+                losses.append(float(loss))
+        sensitivity = float(np.max(np.abs(np.array(nudged) / np.array(plain) - 1)))
         difference = float(np.max(np.abs(np.array(ours) / np.array(plain) - 1)))
         worst = max(worst, difference)
         workloads.row(
-            name, f"{difference:.1e}", f"{first:.2f}",
+            name, f"{difference:.1e}", f"{sensitivity:.1e}", f"{first:.2f}",
             ", ".join(f"{t:.2f}" for t in totals), f"{first / max(totals):.1f}",
         )  # fmt: skip
     return int(worst > 1e-5)

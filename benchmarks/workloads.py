@@ -59,3 +59,27 @@ def batch_for(devices: int) -> int:
 def row(*cells: object) -> None:
     """Prints one row of a Markdown table."""
     print("| " + " | ".join(str(c) for c in cells) + " |", flush=True)
+
+
+def nudged(state: Any) -> Any:
+    """The state with every float changed by about one unit in the last place.
+
+    How far the losses of one device move under this says how far apart two
+    correct runs of the same step may be.
+    """
+    import jax
+    import numpy as np
+    from flax import nnx
+
+    rng = np.random.default_rng(0)
+
+    def change(leaf: Any) -> Any:
+        if not jax.numpy.issubdtype(jax.numpy.result_type(leaf), jax.numpy.floating):
+            return leaf
+        signs = rng.choice([-1.0, 1.0], size=leaf.shape)
+        return (leaf * (1 + 1e-7 * signs)).astype(leaf.dtype)
+
+    if type(state) is tuple and isinstance(state[0], nnx.Module):
+        nnx.update(state[0], jax.tree.map(change, nnx.state(state[0])))
+        return state
+    return jax.tree.map(change, state)

@@ -221,6 +221,8 @@ class ParallelStep:
         if self._donate:
             placement.separate(placed, planned.analysis.traced.carried)
         flat = planned.function(*placed)
+        if self._donate:
+            placement.consume(leaves, placed, planned.analysis.traced.carried)
         out = jax.tree.unflatten(planned.analysis.traced.out_tree, flat)
         mutated = planned.analysis.traced.mutated
         if not mutated:

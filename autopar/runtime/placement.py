@@ -48,6 +48,18 @@ def separate(leaves: list[Any], donated: Iterable[int]) -> None:
         seen.add(id(leaves[k]))
 
 
+def consume(
+    given: Sequence[Any], placed: Sequence[Any], donated: Iterable[int]
+) -> None:
+    """Deletes what a call consumed, also where its memory could not be used again.
+
+    An array that was copied into its place first still belongs to the caller.
+    """
+    for k in donated:
+        if given[k] is placed[k] and not given[k].is_deleted():
+            given[k].delete()
+
+
 def place_batch(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
     """Places one array of a batch, of which each process holds its own part.
 
