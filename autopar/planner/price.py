@@ -13,8 +13,8 @@ from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.planner.layout import Axes, Layout, Step, reshard_steps
 
 # Simulated devices share the cores, so that those that reach a collective early
-# wait for the others: least squares over the measured steps of five examples, each
-# under fifteen plans (benchmarks/step_time.py). Between real devices it is 1.
+# wait for the others. Chosen by hand, below the 1.9 of least squares over measured
+# steps (docs/cost-model.md). Between real devices it is 1.
 CPU_SKEW = 1.5
 
 

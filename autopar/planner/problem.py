@@ -35,7 +35,6 @@ class Formulation:
     spaces: tuple[Space, ...]
     copies: tuple[Copy, ...]
     pricer: Pricer
-    written: frozenset[int]
 
 
 def contraction_partials(
@@ -136,9 +135,7 @@ class Formulator:
             memory_limit=memory_limit,
         )
         all_spaces = (*spaces, *(c.space for c in copies))
-        return Formulation(
-            problem, all_spaces, tuple(copies), pricer, frozenset(self.written)
-        )
+        return Formulation(problem, all_spaces, tuple(copies), pricer)
 
     def _node_costs(
         self, pricer: Pricer, restriction: Restriction | None

@@ -133,13 +133,13 @@ def operator_s(
 
 # A matrix product with one side of this length runs at half its rate: what is left
 # of a tile or a vector is wasted. 8 is the width of a vector register of 32-bit
-# numbers (AVX2), and fits the measured steps of benchmarks/step_time.py; 16 and 32
-# are a quarter of the tiles that GPU libraries prefer (64) and of a TPU's matrix unit
-# (128), assumptions.
+# numbers (AVX2); 16 and 32 are a quarter of the tiles that GPU libraries prefer (64)
+# and of a TPU's matrix unit (128). Assumptions, none of them fitted.
 HALF_RATE_SIDE = {"cpu": 8.0, "gpu": 16.0, "tpu": 32.0}
 # XLA's CPU code for element-wise operators and reductions takes longer than one
-# pass over memory: least squares over the measured steps of five examples, each
-# under fifteen plans (benchmarks/step_time.py).
+# pass over memory. Chosen by hand: least squares over measured steps gave about 3,
+# but then the fastest plans of some examples were predicted worse
+# (docs/cost-model.md).
 CPU_ELEMENTWISE = 2.0
 # XLA's CPU convolutions are products over unfolded patches (Eigen), which are
 # written and read once, mostly in cache: half a pass over memory each way.

@@ -9,14 +9,15 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment
 from autopar.planner.convert import restore
 from autopar.plans import Plan
-from autopar_passes.apply import partition_spec, replay
+from autopar_passes.apply import replay
+from autopar_passes.layouts import partition_spec
 
 
 def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
@@ -149,8 +150,3 @@ def _in_shardings(
         NamedSharding(mesh, partition_spec(mesh, assignment.home_layout(i.value)))
         for i in analysis.graph.inputs
     ]
-
-
-def replicated(mesh: Any) -> NamedSharding:
-    """The sharding of a value that every device holds whole."""
-    return NamedSharding(mesh, PartitionSpec())

@@ -16,7 +16,6 @@ import jax
 from autopar_passes import convolution, jax_compat
 from autopar_passes.graph import Operator, OperatorGraph
 from autopar_passes.layouts import Layout, constrain
-from autopar_passes.layouts import partition_spec as partition_spec
 from autopar_passes.program import Atom, Constant, Equation, Program, Region, walk
 
 

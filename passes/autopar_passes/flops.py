@@ -13,10 +13,10 @@ from typing import Any
 
 from autopar_passes.program import Value
 
-# Element-wise functions that are more than one instruction, in FLOPs: the time
-# of an element on a CPU core under XLA, over that of one FLOP of a multiply-add
-# (benchmarks/elementwise.py, rounded). Functions not measured there are counted
-# as the measured one that they are computed with.
+# Element-wise functions that are more than one instruction, in FLOPs: the time of
+# an element on a CPU core under XLA (benchmarks/elementwise.py) at the 11 GFLOP/s
+# of vector work that `autopar profile` measured beside it, roughly rounded.
+# Functions not measured are guessed from those that they are computed with.
 _ELEMENT_FLOPS = {
     "acos": 15.0, "acosh": 10.0, "asin": 15.0, "asinh": 10.0, "atan2": 15.0,
     "cbrt": 40.0, "cos": 15.0, "cosh": 10.0, "digamma": 15.0, "div": 2.0,
