@@ -19,16 +19,8 @@ Traffic = dict[str, float]
 
 
 def audit(
-    source: Annotated[
-        str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")
-    ],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[TARGET] [KEY=VALUE]...",
-            help="Where the plan does not know its target; arguments to change.",
-        ),
-    ] = None,
+    source: common.PlanOrTarget,
+    words: common.PlanWords = None,
     cluster: common.ClusterSpec = None,
     compiled: Annotated[
         bool,

@@ -21,6 +21,16 @@ from autopar.errors import PlanError, TargetError
 from autopar.planner.analysis import Analysis, analyse
 from autopar.plans import Plan
 
+PlanOrTarget = Annotated[
+    str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")
+]
+PlanWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[TARGET] [KEY=VALUE]...",
+        help="Where the plan does not know its target; arguments to change.",
+    ),
+]
 Words = Annotated[
     list[str] | None,
     typer.Argument(

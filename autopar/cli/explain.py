@@ -38,16 +38,8 @@ Explained = tuple[Decision, list[Alternative]]
 
 
 def explain(
-    source: Annotated[
-        str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")
-    ],
-    words: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[TARGET] [KEY=VALUE]...",
-            help="Where the plan does not know its target; arguments to change.",
-        ),
-    ] = None,
+    source: common.PlanOrTarget,
+    words: common.PlanWords = None,
     tensor: Annotated[
         str | None,
         typer.Option(help="Inputs to explain, such as 'state/params/*/kernel'."),
