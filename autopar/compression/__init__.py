@@ -1,0 +1,1 @@
+"""Gradient compression: codecs, error feedback, synchronisation and policies."""

@@ -1,0 +1,149 @@
+"""What a codec is: it turns a partial gradient into messages, and a sum back.
+
+A codec describes the communication of one gradient as a generator. It yields a
+request for each round of communication and is sent the answer, so that the
+rounds of many gradients can be fused: `autopar.compression.exchange` runs all
+generators of a bucket in step and makes one collective of what they ask for in
+the same round. What a codec sends is therefore exactly what it yields, and
+`exchange.wire_bytes` counts it by running the generator on abstract values.
+
+Legend of shapes: n workers, c elements of one chunk, b bytes of one message.
+A partial gradient comes as *chunks* ``(n, c)`` in float32, zero-padded; chunk
+``i`` is the part that worker ``i`` owns when the sum is scattered.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+from collections.abc import Generator
+from typing import Any, ClassVar
+
+import jax
+
+# A codec's state: a pytree of arrays local to one device.
+State = Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllToAll:
+    """Row i of ``payload``, uint8 (n, b), goes to worker i; answer: (n, b)."""
+
+    payload: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllGather:
+    """``payload``, uint8 (b,), goes to all; answer: (n, b)."""
+
+    payload: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllReduce:
+    """``values``, float32 (k,), are summed over the workers; answer: (k,)."""
+
+    values: jax.Array
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ReduceScatter:
+    """``values``, float32 (n, c), are summed; answer: this worker's row, (c,)."""
+
+    values: jax.Array
+
+
+Request = AllToAll | AllGather | AllReduce | ReduceScatter
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reduced:
+    """What a codec made of one gradient.
+
+    Attributes:
+      total: the sum over all workers, (n, c), or this worker's row (c,) when
+        scattered. Bit-identical on all workers.
+      sent: what the others understood of this worker's own contribution,
+        (n, c): the error is ``chunks - sent``.
+      state: the codec's new state.
+    """
+
+    total: jax.Array
+    sent: jax.Array
+    state: State
+
+
+Rounds = Generator[Request, jax.Array, Reduced]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """What a codec knows of the step.
+
+    Attributes:
+      workers: number of workers, n.
+      worker: this worker's number, an int32 scalar.
+      step: number of the step, an int32 scalar, the same on all workers.
+      seed: a number of its own for each gradient of a step.
+      shape: shape of the gradient on this device, before chunking.
+      size: its number of elements; chunks hold zeros behind it when it is not
+        scattered.
+      scatter: whether each worker needs only its own chunk of the sum.
+    """
+
+    workers: int
+    worker: jax.Array
+    step: jax.Array
+    seed: int
+    shape: tuple[int, ...]
+    size: int
+    scatter: bool
+
+
+@dataclasses.dataclass(frozen=True)
+class Codec(abc.ABC):
+    """A way to send gradients; its fields are its parameters.
+
+    Class attributes:
+      name: the word it is written with, as in ``int4:block=64``.
+      feedback: whether its error must be fed back for training to converge.
+      linear: whether the sum of what is sent is what the sum would send.
+    """
+
+    name: ClassVar[str]
+    feedback: ClassVar[bool] = False
+    linear: ClassVar[bool] = False
+
+    def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
+        """The state before the first step, of one device; default: none.
+
+        Args:
+          shape: shape of the gradient on one device.
+          size: elements of all chunks together, padding included.
+          workers: number of workers.
+        """
+        del shape, size, workers
+        return ()
+
+    def check(self, shape: tuple[int, ...], *, scatter: bool) -> str:
+        """Why the codec cannot be used for such a gradient, or ''."""
+        del shape, scatter
+        return ""
+
+    def chunk(self, elements: int) -> int:
+        """The smallest chunk of at least ``elements`` that it can work on.
+
+        Only where the sum is not scattered; a scattered gradient has the chunks
+        that its layout gives.
+        """
+        return elements
+
+    @abc.abstractmethod
+    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+        """Sums a gradient over the workers, round by round.
+
+        Args:
+          chunks: this worker's partial gradient, float32 (n, c).
+          state: of `init` or of the step before.
+          context: the step.
+        """

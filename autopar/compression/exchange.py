@@ -1,0 +1,204 @@
+"""Runs the rounds of many codecs in step, one collective for each kind of request."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compression.codec import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Codec,
+    Context,
+    Reduced,
+    ReduceScatter,
+    Request,
+    Rounds,
+)
+
+
+class Links(Protocol):
+    """The collectives over a group of workers."""
+
+    workers: int
+
+    def all_to_all(self, payload: jax.Array) -> jax.Array:
+        """uint8 (n, b) -> (n, b)."""
+        ...
+
+    def all_gather(self, payload: jax.Array) -> jax.Array:
+        """uint8 (b,) -> (n, b)."""
+        ...
+
+    def all_reduce(self, values: jax.Array) -> jax.Array:
+        """float32 (k,) -> (k,)."""
+        ...
+
+    def reduce_scatter(self, values: jax.Array) -> jax.Array:
+        """float32 (n, c) -> (c,)."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MeshLinks:
+    """Collectives over mesh axes, inside a fully manual `jax.shard_map`."""
+
+    axes: tuple[str, ...]
+    workers: int
+
+    def all_to_all(self, payload: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return jax.lax.all_to_all(payload, self.axes, 0, 0, tiled=True)
+
+    def all_gather(self, payload: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return jax.lax.all_gather(payload, self.axes, axis=0, tiled=False)
+
+    def all_reduce(self, values: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return jax.lax.psum(values, self.axes)
+
+    def reduce_scatter(self, values: jax.Array) -> jax.Array:
+        """See `Links`."""
+        out = jax.lax.psum_scatter(values, self.axes, scatter_dimension=0, tiled=True)
+        return out.reshape(values.shape[1:])
+
+
+def exchange(rounds: Sequence[Rounds], links: Links) -> list[Reduced]:
+    """Runs generators in step until all have returned.
+
+    Requests of one kind that are made in the same round travel together.
+    """
+    out: list[Reduced | None] = [None] * len(rounds)
+    answers: list[jax.Array | None] = [None] * len(rounds)
+    running = list(range(len(rounds)))
+    while running:
+        asked: dict[int, Request] = {}
+        for k in running:
+            try:
+                answer = answers[k]
+                generator = rounds[k]
+                asked[k] = next(generator) if answer is None else generator.send(answer)
+            except StopIteration as stop:
+                out[k] = stop.value
+        answers = _answer(asked, links, len(rounds))
+        running = list(asked)
+    assert all(r is not None for r in out)
+    return [r for r in out if r is not None]
+
+
+def _answer(
+    asked: dict[int, Request], links: Links, count: int
+) -> list[jax.Array | None]:
+    answers: list[jax.Array | None] = [None] * count
+    kinds: tuple[tuple[type[Any], Callable[[Any], jax.Array]], ...] = (
+        (AllToAll, links.all_to_all),
+        (AllGather, links.all_gather),
+        (AllReduce, links.all_reduce),
+        (ReduceScatter, links.reduce_scatter),
+    )
+    for kind, collective in kinds:
+        members = [k for k, request in asked.items() if isinstance(request, kind)]
+        if not members:
+            continue
+        arrays = [_content(asked[k]) for k in members]
+        widths = [a.shape[-1] for a in arrays]
+        whole = collective(jnp.concatenate(arrays, axis=-1))
+        ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
+        for k, part in zip(members, jnp.split(whole, ends, axis=-1), strict=True):
+            answers[k] = part
+    return answers
+
+
+def _content(request: Request) -> jax.Array:
+    match request:
+        case AllToAll() | AllGather():
+            if request.payload.dtype != jnp.uint8:
+                raise TypeError(f"a payload must be uint8, not {request.payload.dtype}")
+            return request.payload
+        case AllReduce() | ReduceScatter():
+            return request.values
+
+
+@dataclasses.dataclass(slots=True)
+class _Counter:
+    """Stands for links and counts what one worker sends."""
+
+    workers: int
+    sent: float = 0.0
+    rounds: int = 0
+
+    def _count(self, nbytes: float) -> None:
+        self.sent += nbytes
+        self.rounds += 1
+
+    def all_to_all(self, payload: jax.Array) -> jax.Array:
+        self._count(payload.size * (self.workers - 1) / self.workers)
+        return payload
+
+    def all_gather(self, payload: jax.Array) -> jax.Array:
+        self._count(payload.size * (self.workers - 1))
+        return jnp.broadcast_to(payload, (self.workers, *payload.shape))
+
+    def all_reduce(self, values: jax.Array) -> jax.Array:
+        self._count(8.0 * values.size * (self.workers - 1) / self.workers)
+        return values
+
+    def reduce_scatter(self, values: jax.Array) -> jax.Array:
+        self._count(4.0 * values.size * (self.workers - 1) / self.workers)
+        return values[0]
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def wire_cost(
+    codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
+) -> tuple[float, int]:
+    """Bytes that one worker sends for a gradient, and in how many rounds.
+
+    The codec's generator is run on abstract values, so this is what is sent.
+    An all-to-all sends the rows of the others, an all-gather sends the payload
+    to each other worker, an all-reduce twice (n - 1) / n of its array (a ring).
+
+    Args:
+      codec: the codec.
+      shape: of the gradient on one device.
+      workers: number of workers, n.
+      scatter: whether each worker needs only its part of the sum.
+    """
+    counter = _Counter(workers)
+    size = math.prod(shape)
+    chunk = chunk_elements(codec, size, workers, scatter=scatter)
+
+    def run(chunks: Any, state: Any, worker: Any) -> Any:
+        context = Context(workers, worker, worker, 0, shape, size, scatter)
+        reduced = exchange([codec.reduce(chunks, state, context)], counter)[0]
+        return reduced.total
+
+    jax.eval_shape(
+        run,
+        jax.ShapeDtypeStruct((workers, chunk), jnp.float32),
+        jax.eval_shape(lambda: codec.init(shape, workers * chunk, workers)),
+        jax.ShapeDtypeStruct((), jnp.int32),
+    )
+    return counter.sent, counter.rounds
+
+
+def wire_bytes(
+    codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
+) -> float:
+    """Bytes that one worker sends for a gradient; see `wire_cost`."""
+    return wire_cost(codec, shape, workers, scatter=scatter)[0]
+
+
+def chunk_elements(codec: Codec, size: int, workers: int, *, scatter: bool) -> int:
+    """Elements of one of the chunks that a gradient is cut into."""
+    if scatter:
+        return size // workers
+    return codec.chunk(max(1, -(-size // workers)))
