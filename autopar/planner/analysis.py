@@ -11,6 +11,7 @@ from typing import Any
 from autopar.planner.nodes import Contraction, contract
 from autopar.planner.problem import Formulator
 from autopar.planner.uses import Source, ValueClass, collect
+from autopar_passes.deferral import Deferral, find_deferrals
 from autopar_passes.graph import OperatorGraph
 from autopar_passes.trace import TracedStep, trace
 
@@ -24,6 +25,7 @@ class Analysis:
       graph: the operator graph.
       contraction: the nodes with a choice.
       sources: who reads what.
+      deferrals: the ways on which sums over devices may wait.
       formulator: builds the problem of any mesh.
       fingerprint: changes when the step does.
       trace_s: seconds of tracing.
@@ -34,6 +36,7 @@ class Analysis:
     graph: OperatorGraph
     contraction: Contraction
     sources: dict[ValueClass, Source]
+    deferrals: tuple[Deferral, ...]
     formulator: Formulator
     fingerprint: str
     trace_s: float
@@ -53,12 +56,14 @@ def analyse(step: Callable[..., Any], args: Sequence[Any]) -> Analysis:
     graph = traced.graph()
     contraction = contract(graph)
     sources = collect(graph, contraction)
-    formulator = Formulator(graph, contraction, sources)
+    deferrals = find_deferrals(traced.program, graph)
+    formulator = Formulator(graph, contraction, sources, deferrals)
     return Analysis(
         traced,
         graph,
         contraction,
         sources,
+        deferrals,
         formulator,
         fingerprint(traced, contraction, graph),
         traced_at - start,

@@ -7,12 +7,14 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.planner.copies import Copy, Mode
+from autopar.planner.deferred import Stacking, stacking
 from autopar.planner.layout import Axes, Layout, Step, reshard_steps
 from autopar.planner.nodes import Contraction
 from autopar.planner.strategies import Strategy, layout_of
 from autopar.planner.uses import Source, ValueClass, node_dims, value_class
-from autopar_passes.apply import Route
+from autopar_passes.deferral import Deferral
 from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.layout_plan import Route
 from autopar_passes.roles import Role
 from autopar_passes.rules import Dims
 
@@ -36,6 +38,9 @@ class Assignment:
       sizes: size of each mesh axis.
       strategies: the strategy of each node.
       copies: (value class, backward) -> the copy's choice.
+      deferrals: the ways on which sums may wait.
+      codecs: value where a sum is due -> how it is sent, as text; a value that
+        is not here is summed as it is.
     """
 
     graph: OperatorGraph
@@ -44,6 +49,8 @@ class Assignment:
     sizes: tuple[int, ...]
     strategies: tuple[Strategy, ...]
     copies: dict[tuple[ValueClass, bool], CopyChoice]
+    deferrals: tuple[Deferral, ...] = ()
+    codecs: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
     # Answers by class: a program asks the same of every repeated layer.
     _known: dict[tuple[object, ...], Any] = dataclasses.field(
         default_factory=dict[tuple[object, ...], Any], compare=False, repr=False
@@ -85,11 +92,21 @@ class Assignment:
         reduced = [mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0]
         return tuple(sorted(a for f in reduced for a in self.strategies[node.index][f]))
 
+    def partial_of(self, op: Operator) -> Axes:
+        """`partial`, of any operator: () where it has no node."""
+        has = op.class_index in self.contraction.node_of
+        return self.partial(op) if has else ()
+
     def operand(self, op: Operator, slot: int) -> Layout | None:
         """See `LayoutPlan`."""
         if op.class_index not in self.contraction.node_of:
             return None
-        return self.layout(op, op.rule.operands[slot])
+        layout = self.layout(op, op.rule.operands[slot])
+        if self.stackings and op.outputs and op.kind != "carry":
+            partial = self.stackings.get(op.outputs[0])
+            if partial is not None and op.index not in partial.deferral.contributions:
+                return partial.strip(layout)
+        return layout
 
     def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
         """See `LayoutPlan`."""
@@ -117,7 +134,50 @@ class Assignment:
         node = self.contraction.nodes[self.contraction.node_of[op.class_index]]
         if node.kind != "contraction":
             kind = "all"
+        partial = self.stackings.get(op.outputs[slot])
+        if partial is not None:
+            start, end = partial.strip(own), partial.strip(home)
+            return reshard_steps(start, end, (), "", self.sizes)
         return reshard_steps(own, home, self.partial(op), kind, self.sizes)
+
+    @property
+    def stackings(self) -> dict[int, Stacking]:
+        """The values that stay partial under this plan, each with its way."""
+        return self._memo(("stackings",), self._stackings)
+
+    def _stackings(self) -> dict[int, Stacking]:
+        # While the ways are judged, nothing is partial yet.
+        self._known["stackings",] = {}
+        found = [
+            way
+            for d in self.deferrals
+            if d.hoisted or any(v in self.codecs for v in d.ends)
+            if (way := stacking(self, d)) is not None
+        ]
+        self._known.clear()
+        return {v: way for way in found for v in way.deferral.members}
+
+    def stacked(self, value: int) -> tuple[Axes, Layout] | None:
+        """See `LayoutPlan`."""
+        way = self.stackings.get(value)
+        return None if way is None else (way.axes, way.strip(self.home_layout(value)))
+
+    def due(self, value: int) -> tuple[Layout, ...] | None:
+        """See `LayoutPlan`."""
+        way = self.stackings.get(value)
+        if way is None or value not in way.deferral.ends:
+            return None
+        home = self.home_layout(value)
+        layouts = (way.strip(home), *(s.layout for s in self.due_steps(value)))
+        return tuple(dict.fromkeys(layouts))
+
+    def due_steps(self, value: int) -> tuple[Step, ...]:
+        """The collectives that take a sum that was put off."""
+        way = self.stackings[value]
+        home = self.home_layout(value)
+        return reshard_steps(
+            way.strip(home), home, way.axes, way.reduction, self.sizes
+        )
 
     def floating(self, value: int) -> bool:
         """See `LayoutPlan`."""
@@ -174,6 +234,8 @@ def assign(
     sizes: tuple[int, ...],
     strategies: Sequence[Strategy],
     copies: Sequence[tuple[Copy, int]],
+    deferrals: tuple[Deferral, ...] = (),
+    codecs: dict[int, str] | None = None,
 ) -> Assignment:
     """Makes an assignment from strategies and the chosen strategy of each copy."""
     chosen = {
@@ -182,4 +244,13 @@ def assign(
         )
         for c, k in copies
     }
-    return Assignment(graph, contraction, sources, sizes, tuple(strategies), chosen)
+    return Assignment(
+        graph,
+        contraction,
+        sources,
+        sizes,
+        tuple(strategies),
+        chosen,
+        deferrals,
+        codecs or {},
+    )

@@ -194,6 +194,7 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
         plan.axis_sizes,
         tuple(from_spec(n.axes, names) for n in plan.nodes),
         copies,
+        analysis.deferrals,
     )
     for given in analysis.graph.inputs:
         stored = to_spec(assignment.home_layout(given.value), names)

@@ -15,7 +15,9 @@ from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, Strategy, copy_space, strategy_space
 from autopar.planner.uses import Source, Use, ValueClass
+from autopar.planner.traffic import times_due
 from autopar.planner.work import class_trips, materialized, node_work_s
+from autopar_passes.deferral import Deferral
 from autopar_passes.graph import OperatorGraph
 from autopar_solver import ShardingProblem
 
@@ -72,6 +74,44 @@ def small_state(
     return frozenset(out)
 
 
+# Of each class: bytes of a sum over devices, and how often it is taken in a step.
+Sums = dict[int, list[tuple[int, float]]]
+
+
+def sums_due(
+    graph: OperatorGraph, contraction: Contraction, deferrals: Sequence[Deferral]
+) -> Sums:
+    """Returns the sums that finish the results of each class of operators.
+
+    A result whose sum waits is summed where its way ends, together with what meets
+    it there, so each contribution carries its part.
+    """
+    waiting = {
+        op: (deferral, ends) for deferral in deferrals for op, ends in deferral.reach
+    }
+    out: Sums = {}
+    for op in graph.operators:
+        sums: dict[int, float] = {}
+        if op.index in waiting:
+            deferral, ends = waiting[op.index]
+            for end in ends:
+                times = times_due(graph, contraction.producer[end])
+                nbytes = graph.values[end].nbytes
+                sums[nbytes] = sums.get(nbytes, 0.0) + times / deferral.sharing(end)
+        elif op.outputs:
+            sums[graph.values[op.outputs[0]].nbytes] = op.trips
+        known = out.setdefault(op.class_index, [])
+        known.extend(sums.items())
+    return {c: _added_up(sums) for c, sums in out.items()}
+
+
+def _added_up(sums: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    total: dict[int, float] = {}
+    for nbytes, weight in sums:
+        total[nbytes] = total.get(nbytes, 0.0) + weight
+    return sorted(total.items())
+
+
 class Formulator:
     """Builds the problems of one graph for any mesh."""
 
@@ -80,12 +120,15 @@ class Formulator:
         graph: OperatorGraph,
         contraction: Contraction,
         sources: dict[ValueClass, Source],
+        deferrals: Sequence[Deferral] = (),
     ) -> None:
         """Derives what does not depend on the mesh."""
+        self.deferrals = tuple(d for d in deferrals if d.hoisted)
         self.graph = graph
         self.contraction = contraction
         self.sources = sources
         self.trips = class_trips(graph)
+        self.sums = sums_due(graph, contraction, self.deferrals)
         self.written = materialized(graph, contraction)
         self.life = lifetimes(graph, frozenset(contraction.floating))
 
@@ -156,7 +199,7 @@ class Formulator:
             costs.append(
                 node_work_s(
                     self.graph, self.contraction, node, space, pricer,
-                    self.trips, self.written,
+                    self.trips, self.sums, self.written,
                 )
             )  # fmt: skip
         return spaces, costs
@@ -174,7 +217,8 @@ class Formulator:
             partials = contraction_partials(
                 self.graph, self.contraction, node, spaces[node.index]
             )
-            for value, dims in zip(op.outputs, op.rule.results, strict=True):
+            for slot, value in enumerate(op.outputs):
+                dims = op.rule.results[slot]
                 home = self.contraction.homes.get(value)
                 if home is None:
                     continue
@@ -185,12 +229,14 @@ class Formulator:
                     zip(spaces[node.index].layouts(own), partials, strict=True)
                 )
                 targets = spaces[home.node].layouts(home.dims)
-                nbytes = self.graph.values[value].nbytes
-                matrix = pricer.reshard_matrix(
-                    starts, targets, op.rule.reduction, nbytes
-                )
-                weight = self.trips[op.class_index]
-                out.append(((node.index, home.node), weight * matrix))
+                whole = [(self.graph.values[value].nbytes, self.trips[op.class_index])]
+                sums = self.sums[op.class_index] if slot == 0 else whole
+                kind = op.rule.reduction
+                parts = [
+                    weight * pricer.reshard_matrix(starts, targets, kind, nbytes)
+                    for nbytes, weight in sums
+                ]
+                out.append(((node.index, home.node), np.sum(parts, axis=0)))
         return out
 
     def make_copies(

@@ -242,6 +242,7 @@ def evaluate(
         pricer.sizes,
         strategies,
         copies,
+        analysis.deferrals,
     )
     collectives = tuple(traffic(assignment))
     inside = sum(
@@ -267,7 +268,7 @@ def evaluate(
 def is_inside_node(assignment: Assignment, collective: Collective) -> bool:
     """Whether a node's own cost already holds a collective (a small reduction)."""
     op = assignment.graph.operators[collective.operator]
-    if collective.step.kind != "all_reduce" or collective.value not in op.outputs:
+    if collective.step.kind != "all_reduce" or collective.value in op.inputs:
         return False
     node = assignment.contraction.nodes[assignment.contraction.node_of[op.class_index]]
     return node.kind != "contraction"

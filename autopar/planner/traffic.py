@@ -9,7 +9,7 @@ from autopar.planner.assignment import Assignment
 from autopar.planner.layout import Layout, Step
 from autopar.planner.nodes import MIN_ELEMENTS
 from autopar.planner.price import Pricer
-from autopar_passes.graph import Operator
+from autopar_passes.graph import Operator, OperatorGraph
 from autopar_passes.rules import INNER
 
 
@@ -61,7 +61,7 @@ def traffic(assignment: Assignment) -> list[Collective]:
     for op in assignment.graph.operators:
         if op.kind != "return" and op.class_index in assignment.contraction.node_of:
             for slot, value in enumerate(op.inputs):
-                if value is not None:
+                if value is not None and not stays_partial(assignment, op, value):
                     layout = assignment.layout(op, op.rule.operands[slot])
                     _read(assignment, forms, op, value, layout, op.input_trips[slot])
     last = assignment.graph.operators[-1]
@@ -69,7 +69,7 @@ def traffic(assignment: Assignment) -> list[Collective]:
         layout = assignment.output(position)
         if value is not None and layout is not None:
             _read(assignment, forms, last, value, layout, 1.0)
-    out = forms.collectives + _reductions(assignment, forms)
+    out = forms.collectives + _reductions(assignment, forms) + _due(assignment)
     return sorted(out, key=lambda c: c.operator)
 
 
@@ -120,6 +120,44 @@ def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
                 if step.kind != "slice"
             )
     return out
+
+
+def stays_partial(assignment: Assignment, op: Operator, value: int) -> bool:
+    """Whether an operator hands a partial value on, its sum not taken."""
+    stackings = assignment.stackings
+    return (
+        value in stackings
+        and any(v in stackings for v in op.outputs)
+        and value not in stackings[value].deferral.ends
+    )
+
+
+def _due(assignment: Assignment) -> list[Collective]:
+    """The collectives that take the sums that were put off."""
+    out: list[Collective] = []
+    for value, way in assignment.stackings.items():
+        if value not in way.deferral.ends or value in assignment.codecs:
+            continue
+        first = next(c for c, ends in way.deferral.reach if value in ends)
+        out.extend(
+            Collective(
+                step,
+                assignment.graph.values[value].nbytes,
+                times_due(assignment.graph, assignment.contraction.producer[value]),
+                value,
+                first,
+            )
+            for step in assignment.due_steps(value)
+            if step.kind != "slice"
+        )
+    return out
+
+
+def times_due(graph: OperatorGraph, maker: Operator) -> float:
+    """How often a sum is taken: what a loop stacks is complete after the loop."""
+    if maker.kind != "stack_step":
+        return maker.trips
+    return maker.trips / graph.values[maker.outputs[0]].shape[0]
 
 
 def _sliced(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:

@@ -64,6 +64,7 @@ def node_work_s(
     space: Space,
     pricer: Pricer,
     trips: dict[int, float],
+    sums: dict[int, list[tuple[int, float]]],
     written: set[int],
 ) -> np.ndarray:
     """Returns seconds of work of a node under each of its strategies.
@@ -86,7 +87,7 @@ def node_work_s(
                 parts[:, factor] = split[:, own]
         seconds = operator_s(graph, op, parts, pricer, written)
         total += trips[member] * seconds
-        total += trips[member] * _reduction_s(graph, op, mapping, space, pricer)
+        total += _reduction_s(op, mapping, space, pricer, sums[op.class_index])
     return total
 
 
@@ -176,37 +177,34 @@ def matrix_efficiency(sides: np.ndarray, kind: str) -> np.ndarray:
 
 
 def _reduction_s(
-    graph: OperatorGraph,
     op: Operator,
     mapping: tuple[int, ...],
     space: Space,
     pricer: Pricer,
+    sums: Sequence[tuple[int, float]],
 ) -> np.ndarray:
-    """Seconds of the all-reduces of a small reduction that follows its operand."""
+    """Seconds of the all-reduces of a small reduction that follows its operand.
+
+    Args:
+      op: the reduction.
+      mapping: the node's factors of those of its rule.
+      space: the node's strategies.
+      pricer: the mesh and cluster.
+      sums: bytes of the sums over devices, and how often each is taken.
+    """
     total = np.zeros(len(space.strategies))
     reduced = [mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0]
     if not reduced:
         return total
     for i, strategy in enumerate(space.strategies):
         partial = tuple(sorted(a for f in reduced for a in strategy[f]))
-        if partial:
-            total[i] = sum(
-                _all_reduce_s(graph, v, dims, strategy, mapping, partial, pricer)
-                for v, dims in zip(op.outputs, op.rule.results, strict=True)
+        if not partial:
+            continue
+        for dims in op.rule.results:
+            own = tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
+            layout = layout_of(strategy, own)
+            total[i] += sum(
+                times * pricer.reshard_s(layout, layout, partial, "all", nbytes)
+                for nbytes, times in sums
             )
     return total
-
-
-def _all_reduce_s(
-    graph: OperatorGraph,
-    value: int,
-    dims: Sequence[tuple[int, ...]],
-    strategy: tuple[tuple[int, ...], ...],
-    mapping: tuple[int, ...],
-    partial: tuple[int, ...],
-    pricer: Pricer,
-) -> float:
-    own = tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
-    layout = layout_of(strategy, own)
-    nbytes = graph.values[value].nbytes
-    return pricer.reshard_s(layout, layout, partial, "all", nbytes)

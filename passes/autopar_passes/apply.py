@@ -7,59 +7,17 @@ has nothing left to choose.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 
-from autopar_passes import convolution, jax_compat
+from autopar_passes import convolution, jax_compat, stacked
 from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.layout_plan import LayoutPlan, Synchroniser
 from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program import Atom, Constant, Equation, Program, Region, walk
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Route:
-    """The way of a value from its home to a reader.
-
-    Attributes:
-      layouts: the layouts to state one after the other, the last one stays.
-        Readers whose routes begin alike share the arrays of that beginning.
-      fresh: start anew, so that nothing is shared with routes that are not
-        fresh (nor merged with them by the compiler).
-    """
-
-    layouts: tuple[Layout, ...]
-    fresh: bool = False
-
-
-class LayoutPlan(Protocol):
-    """What the replay asks of a plan."""
-
-    def operand(self, op: Operator, slot: int) -> Layout | None:
-        """The layout an operand must have; None: as it comes."""
-        ...
-
-    def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
-        """The layouts to state for a result, in order; empty: none."""
-        ...
-
-    def floating(self, value: int) -> bool:
-        """Whether each reader makes the value itself, in its own layout."""
-        ...
-
-    def route(self, value: int, layout: Layout, backward: bool) -> Route:
-        """The way from a value's home to a reader's layout."""
-        ...
-
-    def is_backward(self, op: Operator) -> bool:
-        """Whether an operator reads the backward copies."""
-        ...
-
-    def output(self, position: int) -> Layout | None:
-        """The layout in which a flat output must leave; None: as it comes."""
-        ...
+from autopar_passes.stacked import Stacked
 
 
 def replay(
@@ -72,6 +30,9 @@ def replay(
       graph: its operator graph.
       plan: the layouts.
       mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
+
+    The function's keyword ``synchroniser`` takes sums that were put off; without
+    one they are plain reductions.
     """
     operators: dict[int, list[Operator]] = {}
     producer: dict[int, Operator] = {}
@@ -80,8 +41,12 @@ def replay(
         producer.update((v, op) for v in op.outputs)
     sources = {e.index: e for e in walk(program.body)}
 
-    def run(*arguments: Any) -> list[Any]:
-        replayer = _Replayer(program, operators, producer, sources, plan, mesh)
+    def run(
+        *arguments: Any, synchroniser: Synchroniser | None = None
+    ) -> list[Any]:
+        replayer = _Replayer(
+            program, operators, producer, sources, plan, mesh, synchroniser
+        )
         values = dict(
             zip(program.body.inputs, (*arguments, *program.constants), strict=True)
         )
@@ -120,7 +85,9 @@ class _Replayer:
         sources: dict[int, Equation],
         plan: LayoutPlan,
         mesh: Any,
+        synchroniser: Synchroniser | None,
     ) -> None:
+        self.synchroniser = synchroniser
         self.program = program
         self.operators = operators
         self.producer = producer
@@ -163,16 +130,36 @@ class _Replayer:
             return atom.value
         if self.plan.floating(atom) and atom not in self.forms().values:
             return self.make(atom, None, False)
-        return self.forms().value(atom)
+        return self.whole(atom)
+
+    def whole(self, value: int) -> Any:
+        """A value with a home; its sum is taken now if that is still due."""
+        array = self.forms().value(value)
+        return self.summed(value) if isinstance(array, Stacked) else array
+
+    def summed(self, value: int) -> Any:
+        """Takes the sums that the synchroniser takes together with that of a value."""
+        assert self.synchroniser is not None
+        scope = self.forms()
+        while value not in scope.values:
+            assert scope.outer is not None
+            scope = scope.outer
+        together = {
+            v: scope.values[v]
+            for v in sorted(self.synchroniser.takes(value))
+            if isinstance(scope.values.get(v), Stacked)
+        }
+        scope.values.update(self.synchroniser.take(together))
+        return scope.values[value]
 
     def read(self, atom: Atom, layout: Layout | None, backward: bool) -> Any:
         if isinstance(atom, Constant):
             return atom.value
         if self.plan.floating(atom):
             return self.make(atom, layout, backward)
+        array = self.whole(atom)
         if layout is None:
-            return self.forms().value(atom)
-        array = self.forms().value(atom)
+            return array
         forms = self.forms().forms
         route = self.plan.route(atom, layout, backward)
         key: tuple[Any, ...] = (atom, route.fresh)
@@ -229,9 +216,52 @@ class _Replayer:
     def primitive(self, eqn: Equation, op: Operator) -> list[Any]:
         if len(eqn.outputs) == 1 and self.plan.floating(eqn.outputs[0]):
             return [None]
+        if eqn.outputs and self.plan.stacked(eqn.outputs[0]) is not None:
+            return self.partial(eqn, op)
         args = [self.operand(op, k, a) for k, a in enumerate(eqn.inputs)]
         out = self.bind(eqn, op, args)
         return [self.pin(x, self.plan.results(op, k)) for k, x in enumerate(out)]
+
+    def partial(self, eqn: Equation, op: Operator) -> list[Any]:
+        """An operator whose results stay partial."""
+        found = self.plan.stacked(eqn.outputs[0])
+        assert found is not None
+        axes, layout = found
+        operands = [self.partial_operand(op, k, a) for k, a in enumerate(eqn.inputs)]
+        if any(isinstance(x, Stacked) for x in operands):
+            out = stacked.linear(eqn, operands, axes, self.mesh)
+        else:
+            given = [self.plan.operand(op, k) for k in range(len(operands))]
+            layouts = [
+                ((),) * jax.numpy.ndim(x) if layout is None else layout
+                for x, layout in zip(operands, given, strict=True)
+            ]
+            own = self.plan.results(op, 0)
+            layout = own[0] if own else layout
+            out = [
+                stacked.contribute(eqn, operands, layouts, layout, axes, self.mesh)
+            ]
+        return [self.put_off(v, x) for v, x in zip(eqn.outputs, out, strict=True)]
+
+    def partial_operand(self, op: Operator, slot: int, atom: Atom) -> Any:
+        """A partial operand as it is, any other one apart from the partial axes."""
+        if isinstance(atom, int) and self.plan.stacked(atom) is not None:
+            array = self.forms().value(atom)
+            if isinstance(array, Stacked):
+                return array
+        return self.operand(op, slot, atom)
+
+    def put_off(self, value: int, array: Any) -> Any:
+        """Pins a stacked array; where its sum is due and nobody else takes it, sums."""
+        found = self.plan.stacked(value)
+        assert found is not None
+        partial = stacked.stack(array, *found, self.mesh)
+        due = self.plan.due(value)
+        if due is None:
+            return partial
+        if self.synchroniser is not None and self.synchroniser.takes(value):
+            return partial
+        return self.pin(stacked.total(partial), due)
 
     def barrier(self, eqn: Equation, ops: list[Operator]) -> list[Any]:
         """One equation, but an operator for each value that passes through it."""
@@ -261,18 +291,45 @@ class _Replayer:
         found = dict(zip(inputs, args, strict=True))
         for op in ops:
             for slot, value in enumerate(op.outputs):
-                if value in found:
-                    found[value] = self.pin(found[value], self.plan.results(op, slot))
+                if value not in found:
+                    continue
+                partial = self.plan.stacked(value)
+                found[value] = (
+                    self.pin(found[value], self.plan.results(op, slot))
+                    if partial is None
+                    else stacked.stack(found[value], *partial, self.mesh)
+                )
         return found
+
+    def hand_in(self, op: Operator, atom: Atom) -> Any:
+        """What a loop starts with; a carry that stays partial starts lifted."""
+        partial = self.plan.stacked(op.outputs[0]) if op.kind == "carry" else None
+        if partial is None:
+            return self.operand(op, 0, atom)
+        axes, layout = partial
+        whole = self.read(atom, layout, self.plan.is_backward(op))
+        return stacked.lift(whole, axes, layout, self.mesh).array
+
+    def hand_on(self, op: Operator, slot: int, atom: Atom) -> Any:
+        """What an iteration ends with; a partial value as its stacked array."""
+        array = self.partial_operand(op, slot, atom)
+        return array.array if isinstance(array, Stacked) else array
+
+    def hand_out(self, op: Operator, slot: int, array: Any) -> Any:
+        """What is left after a loop; stacked results of all iterations in front."""
+        value = op.outputs[slot]
+        if self.plan.stacked(value) is None:
+            return self.pin(array, self.plan.results(op, slot))
+        if op.kind == "stack_step":
+            array = jax.numpy.moveaxis(array, 1, 0)
+        return self.put_off(value, array)
 
     def scan(self, eqn: Equation, ops: list[Operator]) -> list[Any]:
         params, body = eqn.params, eqn.regions[0]
         consts, carry = params["num_consts"], params["num_carry"]
         first = consts + carry
         enters, stacks = ops[: len(eqn.inputs)], ops[len(eqn.inputs) :]
-        outer = [
-            self.operand(op, 0, a) for op, a in zip(enters, eqn.inputs, strict=True)
-        ]
+        outer = [self.hand_in(op, a) for op, a in zip(enters, eqn.inputs, strict=True)]
 
         def step(carried: Any, sliced: Any) -> tuple[Any, Any]:
             args = (*outer[:consts], *carried, *sliced)
@@ -280,11 +337,11 @@ class _Replayer:
             for inner in body.equations:
                 self.equation(inner)
             ends = [
-                self.operand(op, 1, a)
+                self.hand_on(op, 1, a)
                 for op, a in zip(enters[consts:first], body.outputs, strict=False)
             ]
             ys = [
-                self.operand(op, 0, a)
+                self.hand_on(op, 0, a)
                 for op, a in zip(stacks, body.outputs[carry:], strict=True)
             ]
             self.scope = self.scope.outer
@@ -295,11 +352,11 @@ class _Replayer:
             reverse=params["reverse"], unroll=params["unroll"],
         )  # fmt: skip
         pinned = [
-            self.pin(x, self.plan.results(op, 1))
+            self.hand_out(op, 1, x)
             for x, op in zip(end, enters[consts:first], strict=True)
         ]
         pinned += [
-            self.pin(x, self.plan.results(op, 0))
+            self.hand_out(op, 0, x)
             for x, op in zip(stacked, stacks, strict=True)
         ]
         return pinned
@@ -307,7 +364,7 @@ class _Replayer:
     def loop(self, eqn: Equation, ops: list[Operator]) -> list[Any]:
         cond, body = eqn.regions
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
-        outer = [self.operand(op, 0, a) for op, a in zip(ops, eqn.inputs, strict=True)]
+        outer = [self.hand_in(op, a) for op, a in zip(ops, eqn.inputs, strict=True)]
         carries = ops[n_cond + n_body :]
 
         def test(carried: Any) -> Any:
@@ -320,7 +377,7 @@ class _Replayer:
             for inner in body.equations:
                 self.equation(inner)
             ends = [
-                self.operand(op, 1, a)
+                self.hand_on(op, 1, a)
                 for op, a in zip(carries, body.outputs, strict=True)
             ]
             self.scope = self.scope.outer
@@ -328,8 +385,7 @@ class _Replayer:
 
         end = jax.lax.while_loop(test, step, outer[n_cond + n_body :])
         return [
-            self.pin(x, self.plan.results(op, 2))
-            for x, op in zip(end, carries, strict=True)
+            self.hand_out(op, 2, x) for x, op in zip(end, carries, strict=True)
         ]
 
     def cond(self, eqn: Equation, ops: list[Operator]) -> list[Any]:

@@ -1,0 +1,113 @@
+"""Partial results as ordinary arrays: one slice of a leading dimension each.
+
+A value that is partial over mesh axes of together n devices is held as an array
+``(n, *shape)`` whose leading dimension is split over those axes; the value is
+the sum over that dimension. So a partial value has a layout that the program
+can state, and nothing is communicated until the sum is taken.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar_passes import jax_compat
+from autopar_passes.deferral import ADDITIVE
+from autopar_passes.layouts import Layout, constrain, partition_spec
+from autopar_passes.program import Equation
+
+Axes = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stacked:
+    """A partial value: ``array`` is ``(n, *shape)``, n devices of ``axes``."""
+
+    array: Any
+    axes: Axes
+    layout: Layout
+
+
+def group_size(mesh: Any, axes: Axes) -> int:
+    """Number of devices of a group over mesh axes."""
+    return math.prod(mesh.shape[mesh.axis_names[a]] for a in axes)
+
+
+def stack(array: Any, axes: Axes, layout: Layout, mesh: Any) -> Stacked:
+    """States the layout of a stacked array."""
+    return Stacked(constrain(array, mesh, (axes, *layout)), axes, layout)
+
+
+def contribute(
+    eqn: Equation,
+    operands: Sequence[Any],
+    layouts: Sequence[Layout],
+    result: Layout,
+    axes: Axes,
+    mesh: Any,
+) -> Any:
+    """Runs a contraction shard by shard and stacks the partial results.
+
+    Args:
+      eqn: the equation, whose parameters do not depend on the operands' sizes.
+      operands: what it reads.
+      layouts: of the operands.
+      result: layout of the result, apart from what is partial.
+      axes: the mesh axes over which the result is partial.
+      mesh: the mesh of the layouts.
+    """
+
+    def shard(*local: Any) -> Any:
+        (out,) = jax_compat.bind(eqn.source, *local)
+        return out[None]
+
+    return jax.shard_map(
+        shard,
+        mesh=mesh,
+        in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
+        out_specs=partition_spec(mesh, (axes, *result)),
+        check_vma=False,
+    )(*operands)
+
+
+def lift(array: Any, axes: Axes, layout: Layout, mesh: Any) -> Stacked:
+    """A whole value as a partial one: the first device of a group holds it."""
+    n = group_size(mesh, axes)
+    array = jnp.asarray(array)
+    first = jax.lax.broadcasted_iota(np.int32, (n, *array.shape), 0) == 0
+    whole = jax.lax.broadcast_in_dim(
+        array, (n, *array.shape), tuple(range(1, array.ndim + 1))
+    )
+    zero = jax.lax.full_like(whole, 0)
+    return stack(jax.lax.select(first, whole, zero), axes, layout, mesh)
+
+
+def linear(eqn: Equation, operands: Sequence[Any], axes: Axes, mesh: Any) -> list[Any]:
+    """Runs an equation that is linear in its stacked operands on each slice.
+
+    In a sum of stacked and whole operands, the whole ones are lifted.
+    """
+    if eqn.primitive in ADDITIVE:
+        operands = [
+            x
+            if isinstance(x, Stacked)
+            else lift(x, axes, ((),) * jnp.ndim(x), mesh)
+            for x in operands
+        ]  # fmt: skip
+    in_axes = [0 if isinstance(x, Stacked) else None for x in operands]
+    arrays = [x.array if isinstance(x, Stacked) else x for x in operands]
+    bind = functools.partial(jax_compat.bind, eqn.source)
+    return jax.vmap(bind, in_axes=in_axes)(*arrays)
+
+
+def total(partial: Stacked) -> Any:
+    """The sum that was put off."""
+    zero = np.zeros((), partial.array.dtype)
+    return jax.lax.reduce(partial.array, zero, jax.lax.add, (0,))
