@@ -1,0 +1,206 @@
+"""Error feedback: what a codec dropped is sent later.
+
+``e`` is a worker's residual, ``g`` its gradient, ``C`` the codec, ``a`` the
+preview. In every step a worker sends ``C(d)`` and keeps ``e = d - C(d)``, with
+
+- residual: ``d = g + decay * e`` (Seide et al., Interspeech 2014; Karimireddy
+  et al., arXiv 1901.09847);
+- partial: ``d = change + (1 - a) * e``, where ``change = x - x'`` is what a local
+  optimizer made of the parameters from ``x - a * e`` on, so that it holds the
+  previewed ``a * e`` already. With ``a = 1`` this is step-ahead error feedback,
+  SAEF (Xu et al., arXiv 2008.05823, Algorithm 1); with ``0 < a < 1`` partial
+  error feedback, SA-PEF (arXiv 2601.20738), and ``a = 0`` is the plain kind.
+
+The partial kind needs a training loop of its own, whose step is, with the
+gradients of `autopar.compression.synchronise` being changes of parameters::
+
+    ahead = step_ahead(params, residuals, a)
+    stepped, opt_state = local_step(ahead, opt_state, batch)
+    partials = change(params, stepped)
+    totals, states, sums = synchronise(gradients, partials, states, ...)
+    params = apply_change(params, totals, workers)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compression.exchange import Links
+
+Kind = Literal["none", "residual", "partial"]
+ResidualDtype = Literal["float32", "bfloat16"]
+
+_KINDS = ("none", "residual", "partial")
+_DTYPES = ("float32", "bfloat16")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Feedback:
+    """How a worker's error is fed back.
+
+    Attributes:
+      kind: none, residual or partial; see the module.
+      decay: factor of the residual; below 1 old errors fade, as LoCo does
+        (arXiv 2407.04480, 0.8). Residual kind only.
+      average_every: the residuals are averaged over the workers every so many
+        steps, the error averaging of SAEF; 0: never. A dense all-reduce.
+      dtype: of the residual between steps.
+      preview: ``a`` of the partial kind, the share of the residual that is in
+        the parameters at which the gradient is taken.
+    """
+
+    kind: Kind = "none"
+    decay: float = 1.0
+    average_every: int = 0
+    dtype: ResidualDtype = "float32"
+    preview: float = 1.0
+
+    def __post_init__(self) -> None:
+        """Checks the fields."""
+        if self.kind not in _KINDS:
+            raise ValueError(
+                f"Feedback: kind must be one of {', '.join(_KINDS)}, got {self.kind!r}."
+            )
+        if self.dtype not in _DTYPES:
+            raise ValueError(
+                f"Feedback: dtype must be one of {', '.join(_DTYPES)}, got "
+                f"{self.dtype!r}."
+            )
+        for name, value in (("decay", self.decay), ("preview", self.preview)):
+            if not (math.isfinite(value) and 0.0 <= value <= 1.0):
+                raise ValueError(f"Feedback: {name} must be in 0..1, got {value}.")
+        if self.kind == "partial" and self.decay != 1.0:
+            raise ValueError(
+                "Feedback: the partial kind has no decay; use preview, or "
+                f"kind='residual', got decay={self.decay}."
+            )
+        if self.average_every < 0:
+            raise ValueError(
+                f"Feedback: average_every must be 0 (never) or a number of steps, got "
+                f"{self.average_every}."
+            )
+        if self.kind == "none" and self.average_every:
+            raise ValueError(
+                "Feedback: average_every needs a residual; use kind='residual'."
+            )
+
+    @property
+    def active(self) -> bool:
+        """Whether there is a residual at all."""
+        return self.kind != "none"
+
+    @property
+    def carried(self) -> float:
+        """The share of the residual that is added to what is sent."""
+        return 1.0 - self.preview if self.kind == "partial" else self.decay
+
+
+def with_residual(
+    gradient: jax.Array, residual: jax.Array, feedback: Feedback
+) -> jax.Array:
+    """What a worker wants to send, ``d``, float32 of the gradient's shape."""
+    wanted = gradient.astype(jnp.float32)
+    if not feedback.active or feedback.carried == 0.0:
+        return wanted
+    return wanted + feedback.carried * residual.astype(jnp.float32)
+
+
+def average_due(step: jax.Array, every: int) -> jax.Array:
+    """Whether the residuals are averaged at the end of a step, a bool scalar.
+
+    Algorithm 1 of arXiv 2008.05823 averages at the start of step ``t`` when
+    ``(t + 1) % p == 0``; the end of step ``step`` is the start of ``step + 1``.
+    """
+    return (step + 2) % every == 0
+
+
+def next_residuals(
+    feedbacks: Sequence[Feedback],
+    errors: Sequence[jax.Array],
+    links: Links,
+    step: jax.Array,
+) -> list[Any]:
+    """The residuals that the next step starts with; () where there is none.
+
+    Where averages are due, those of one period take one all-reduce.
+
+    Args:
+      feedbacks: of each gradient.
+      errors: what was not sent of each, float32.
+      links: the collectives over the workers.
+      step: number of the step, an int32 scalar, the same on all workers.
+    """
+    out: list[Any] = [
+        error.astype(feedback.dtype) if feedback.active else ()
+        for feedback, error in zip(feedbacks, errors, strict=True)
+    ]
+    for every in sorted({f.average_every for f in feedbacks} - {0}):
+        members = [k for k, f in enumerate(feedbacks) if f.average_every == every]
+        averaged = jax.lax.cond(
+            average_due(step, every),
+            lambda own: _average(own, links),
+            lambda own: own,
+            [out[k] for k in members],
+        )
+        for k, residual in zip(members, averaged, strict=True):
+            out[k] = residual
+    return out
+
+
+def _average(own: list[jax.Array], links: Links) -> list[jax.Array]:
+    """The mean over the workers of each array, in one all-reduce."""
+    flat = jnp.concatenate([a.astype(jnp.float32).reshape(-1) for a in own])
+    mean = links.all_reduce(flat) / links.workers
+    ends = list(itertools.accumulate(a.size for a in own))[:-1]
+    return [
+        part.reshape(array.shape).astype(array.dtype)
+        for array, part in zip(own, jnp.split(mean, ends), strict=True)
+    ]
+
+
+def step_ahead(params: Any, residuals: Any, preview: float = 1.0) -> Any:
+    """The parameters at which a worker takes its gradient, ``x - a * e``.
+
+    Args:
+      params: ``x``, a pytree, the same on all workers.
+      residuals: ``e`` of this worker, a pytree of the same structure, as kept in
+        the states of `autopar.compression.synchronise`.
+      preview: ``a``; 1 is SAEF (arXiv 2008.05823, Algorithm 1), less is SA-PEF
+        (arXiv 2601.20738), 0 leaves the parameters as they are.
+    """
+
+    def ahead(param: jax.Array, residual: jax.Array) -> jax.Array:
+        moved = param.astype(jnp.float32) - preview * residual.astype(jnp.float32)
+        return moved.astype(param.dtype)
+
+    return jax.tree.map(ahead, params, residuals)
+
+
+def change(params: Any, stepped: Any) -> Any:
+    """What a worker's local step changed, ``x - x'``, previewed residual included.
+
+    Args:
+      params: ``x``, from which `step_ahead` started.
+      stepped: ``x'``, after the local optimizer's step or steps.
+    """
+    return jax.tree.map(lambda x, x_new: x - x_new, params, stepped)
+
+
+def apply_change(params: Any, totals: Any, workers: int) -> Any:
+    """The parameters after a step, ``x - mean of what was sent``.
+
+    Args:
+      params: ``x``.
+      totals: sums over the workers of what they sent.
+      workers: number of workers.
+    """
+    return jax.tree.map(
+        lambda x, total: x - (total / workers).astype(x.dtype), params, totals
+    )

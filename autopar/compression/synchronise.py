@@ -1,0 +1,336 @@
+"""Sums gradients over workers through codecs, with error feedback.
+
+Everything runs on one device's arrays inside a fully manual `jax.shard_map`
+(``check_vma=False``). The collectives of all gradients of a call are fused.
+
+The states differ between workers; their global arrays need a leading dim over
+the workers' axes, to which `init_state` gives the part of one worker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compression.codec import Codec, Context, Reduced, Rounds
+from autopar.compression.exchange import Links, chunk_elements, exchange
+from autopar.compression.feedback import Feedback, next_residuals, with_residual
+from autopar.compression.quantise import without_server_feedback
+
+State = dict[str, Any]
+
+# The columns of the sums.
+WANTED, ERROR, SENT, RESIDUAL, NON_FINITE = range(5)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Gradient:
+    """How one gradient is summed.
+
+    Attributes:
+      name: of the parameter, for messages.
+      shape: of the gradient on one device.
+      codec: how it is sent.
+      feedback: how the codec's error is fed back.
+      scatter_dim: the dim of which worker i needs only the i-th part of the
+        sum; None: all need the whole sum.
+      seed: a number that no other gradient of the step has.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    codec: Codec
+    feedback: Feedback = dataclasses.field(default_factory=Feedback)
+    scatter_dim: int | None = None
+    seed: int = 0
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def scatter(self) -> bool:
+        """Whether each worker needs only its own part of the sum."""
+        return self.scatter_dim is not None
+
+    def chunk(self, workers: int) -> int:
+        """Elements of one chunk."""
+        return chunk_elements(self.codec, self.size, workers, scatter=self.scatter)
+
+
+def check_gradient(gradient: Gradient, dtype: Any, workers: int) -> None:
+    """Checks that a gradient can be summed as it says.
+
+    Raises:
+      ValueError: it cannot; the message says why.
+    """
+    where = f"gradient {gradient.name!r} of shape {gradient.shape}"
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ValueError(
+            f"{where}: only real floating-point gradients can be compressed, got "
+            f"{jnp.dtype(dtype).name}; sum it with jax.lax.psum."
+        )
+    if workers < 1:
+        raise ValueError(f"{where}: needs at least one worker, got {workers}.")
+    dim = gradient.scatter_dim
+    if dim is not None:
+        if not 0 <= dim < len(gradient.shape):
+            raise ValueError(f"{where}: there is no dim {dim} to scatter.")
+        if gradient.shape[dim] % workers:
+            raise ValueError(
+                f"{where}: dim {dim} does not divide into {workers} equal parts; "
+                "scatter another dim, or use scatter_dim=None."
+            )
+    if gradient.size:
+        problem = gradient.codec.check(gradient.shape, scatter=gradient.scatter)
+        if problem:
+            raise ValueError(f"{where}: codec {gradient.codec.name}: {problem}")
+
+
+def init_state(gradient: Gradient, workers: int) -> State:
+    """The state of one worker before the first step.
+
+    Returns:
+      ``residual``: zeros of the gradient's shape in the feedback's dtype, or
+      (); ``codec``: the state of the codec.
+    """
+    if not gradient.size:
+        return {"residual": (), "codec": ()}
+    codec = gradient.codec
+    if gradient.scatter:
+        codec = without_server_feedback(codec)
+    elements = workers * gradient.chunk(workers)
+    residual: Any = ()
+    if gradient.feedback.active:
+        residual = jnp.zeros(gradient.shape, gradient.feedback.dtype)
+    return {
+        "residual": residual,
+        "codec": codec.init(gradient.shape, elements, workers),
+    }
+
+
+def synchronise(
+    gradients: Sequence[Gradient],
+    partials: Sequence[jax.Array],
+    states: Sequence[State],
+    links: Links,
+    worker: jax.Array,
+    step: jax.Array,
+) -> tuple[list[jax.Array], list[State], jax.Array]:
+    """Sums gradients over the workers.
+
+    Args:
+      gradients: how each is summed.
+      partials: this worker's part of each, of any floating dtype.
+      states: of `init_state` or the step before.
+      links: the collectives over the workers.
+      worker: number of this worker, int32 scalar.
+      step: number of the step from 0, int32 scalar, the same on all workers.
+
+    Returns:
+      The sums in the partials' dtypes, whole or, where scattered, this worker's
+      part; the new states; and float32 (number of gradients, 5) of this
+      worker: the squared norms of what was to be sent, of its error, of what
+      was sent and of the new residual, and the number of elements of the
+      partial that are not finite.
+
+    Raises:
+      ValueError: a partial does not fit its gradient; see `check_gradient`.
+    """
+    _check_call(gradients, partials, states, links.workers)
+    entries = list(zip(gradients, partials, states, strict=True))
+    live = [entry for entry in entries if entry[0].size]
+    done = iter(_synchronise_some(live, links, jnp.int32(worker), jnp.int32(step)))
+    results = [
+        next(done) if entry[0].size else _nothing(*entry, links) for entry in entries
+    ]
+    totals = [total for total, _, _ in results]
+    new_states = [state for _, state, _ in results]
+    sums = [jnp.zeros((0, 5), jnp.float32)] + [row[None] for _, _, row in results]
+    return totals, new_states, jnp.concatenate(sums)
+
+
+def settle(old_states: Any, new_states: Any, finite: jax.Array) -> Any:
+    """The new states where the step was finite, else the old ones.
+
+    Args:
+      old_states: before the step.
+      new_states: after it, a tree of the same structure.
+      finite: bool scalar, the same on all workers.
+    """
+    return jax.tree.map(
+        lambda new, old: jnp.where(finite, new, old), new_states, old_states
+    )
+
+
+def report(sums: jax.Array) -> dict[str, jax.Array]:
+    """What the sums of `synchronise` say about the codecs.
+
+    Args:
+      sums: (..., 5), of one worker or summed over workers and steps.
+
+    Returns:
+      ``relative_error``: of what was sent, in the L2 norm; ``gain``: the share
+      of the squared norm that was sent, GraVAC's compression gain (arXiv
+      2305.12201); ``residual_norm``: L2 norm of the residual; ``non_finite``:
+      number of elements. Each of shape (...). Where nothing was to be sent the
+      error is 0 and the gain 1.
+    """
+    wanted = sums[..., WANTED]
+    some = wanted > 0
+    safe = jnp.where(some, wanted, 1.0)
+    return {
+        "relative_error": jnp.where(some, jnp.sqrt(sums[..., ERROR] / safe), 0.0),
+        "gain": jnp.where(some, sums[..., SENT] / safe, 1.0),
+        "residual_norm": jnp.sqrt(sums[..., RESIDUAL]),
+        "non_finite": sums[..., NON_FINITE],
+    }
+
+
+def _check_call(
+    gradients: Sequence[Gradient],
+    partials: Sequence[jax.Array],
+    states: Sequence[State],
+    workers: int,
+) -> None:
+    if not len(gradients) == len(partials) == len(states):
+        raise ValueError(
+            f"synchronise: got {len(gradients)} gradients, {len(partials)} partials "
+            f"and {len(states)} states; each gradient needs one of each."
+        )
+    for gradient, partial in zip(gradients, partials, strict=True):
+        if tuple(partial.shape) != gradient.shape:
+            raise ValueError(
+                f"synchronise: gradient {gradient.name!r} is of shape "
+                f"{gradient.shape}, its partial of {tuple(partial.shape)}; the shape "
+                "is the one on one device."
+            )
+        check_gradient(gradient, partial.dtype, workers)
+
+
+def _synchronise_some(
+    entries: Sequence[tuple[Gradient, jax.Array, State]],
+    links: Links,
+    worker: jax.Array,
+    step: jax.Array,
+) -> list[tuple[jax.Array, State, jax.Array]]:
+    """Total, state and row of sums of each gradient; all have elements."""
+    gradients = [gradient for gradient, _, _ in entries]
+    partials = [partial for _, partial, _ in entries]
+    wanted = [
+        with_residual(partial, state["residual"], gradient.feedback)
+        for gradient, partial, state in entries
+    ]
+    rounds = [
+        _start(gradient, values, state, links.workers, worker, step)
+        for values, (gradient, _, state) in zip(wanted, entries, strict=True)
+    ]
+    reduced = exchange(rounds, links)
+    errors = [
+        values - _from_chunks(gradient, result.sent)
+        for gradient, values, result in zip(gradients, wanted, reduced, strict=True)
+    ]
+    feedbacks = [gradient.feedback for gradient in gradients]
+    residuals = next_residuals(feedbacks, errors, links, step)
+    return [
+        (
+            _total(gradients[k], reduced[k], links.workers).astype(partials[k].dtype),
+            {"residual": residuals[k], "codec": reduced[k].state},
+            _sums(partials[k], wanted[k], errors[k], residuals[k]),
+        )
+        for k in range(len(gradients))
+    ]
+
+
+def _nothing(
+    gradient: Gradient, partial: jax.Array, state: State, links: Links
+) -> tuple[jax.Array, State, jax.Array]:
+    """The same of a gradient without elements."""
+    total = partial.reshape(_own_shape(gradient, links.workers))
+    return total, state, jnp.zeros((5,), jnp.float32)
+
+
+def _start(
+    gradient: Gradient,
+    wanted: jax.Array,
+    state: State,
+    workers: int,
+    worker: jax.Array,
+    step: jax.Array,
+) -> Rounds:
+    context = Context(
+        workers=workers,
+        worker=worker,
+        step=step,
+        seed=gradient.seed,
+        shape=gradient.shape,
+        size=gradient.size,
+        scatter=gradient.scatter,
+    )
+    chunks = _to_chunks(gradient, wanted, workers)
+    return gradient.codec.reduce(chunks, state["codec"], context)
+
+
+def _to_chunks(gradient: Gradient, whole: jax.Array, workers: int) -> jax.Array:
+    """A whole gradient as (n, c)."""
+    if gradient.scatter_dim is not None:
+        front = jnp.moveaxis(whole, gradient.scatter_dim, 0)
+        return front.reshape(workers, -1)
+    chunk = gradient.chunk(workers)
+    flat = jnp.pad(whole.reshape(-1), (0, workers * chunk - gradient.size))
+    return flat.reshape(workers, chunk)
+
+
+def _from_chunks(gradient: Gradient, chunks: jax.Array) -> jax.Array:
+    """(n, c) as a whole gradient."""
+    dim = gradient.scatter_dim
+    if dim is None:
+        return chunks.reshape(-1)[: gradient.size].reshape(gradient.shape)
+    return _back(gradient.shape, dim, chunks)
+
+
+def _back(shape: tuple[int, ...], dim: int, values: jax.Array) -> jax.Array:
+    """Values in the order of a shape with ``dim`` in front, in its own order."""
+    rest = shape[:dim] + shape[dim + 1 :]
+    return jnp.moveaxis(values.reshape(shape[dim], *rest), 0, dim)
+
+
+def _own_shape(gradient: Gradient, workers: int) -> tuple[int, ...]:
+    """Shape of what a worker gets of the sum."""
+    shape = list(gradient.shape)
+    if gradient.scatter_dim is not None:
+        shape[gradient.scatter_dim] //= workers
+    return tuple(shape)
+
+
+def _total(gradient: Gradient, reduced: Reduced, workers: int) -> jax.Array:
+    if gradient.scatter_dim is None:
+        return _from_chunks(gradient, reduced.total)
+    shape = _own_shape(gradient, workers)
+    return _back(shape, gradient.scatter_dim, reduced.total)
+
+
+def _sums(
+    partial: jax.Array, wanted: jax.Array, error: jax.Array, residual: Any
+) -> jax.Array:
+    """The row of one gradient, float32 (5,)."""
+    kept = jnp.zeros(()) if isinstance(residual, tuple) else _squared_norm(residual)
+    return jnp.stack(
+        (
+            _squared_norm(wanted),
+            _squared_norm(error),
+            _squared_norm(wanted - error),
+            kept,
+            jnp.sum(~jnp.isfinite(partial), dtype=jnp.float32),
+        )
+    )
+
+
+def _squared_norm(values: jax.Array) -> jax.Array:
+    return jnp.sum(jnp.square(values.astype(jnp.float32)))

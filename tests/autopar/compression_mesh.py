@@ -1,0 +1,65 @@
+"""Synchronises gradients over four simulated workers of a mesh."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autopar.compression.exchange import MeshLinks
+from autopar.compression.feedback import Feedback
+from autopar.compression.synchronise import init_state, synchronise
+
+WORKERS = 4
+FED_BACK = Feedback("residual")
+
+
+@functools.lru_cache(maxsize=64)
+def program(gradients, axes=("data",), sizes=(WORKERS,)):
+    """One step of all workers: arrays have a leading dim over them."""
+    devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
+    mesh = jax.sharding.Mesh(devices, axes)
+    links = MeshLinks(axes, devices.size)
+
+    def one(partials, states, step):
+        partials, states = jax.tree.map(lambda a: a[0], (partials, states))
+        out = synchronise(
+            gradients, partials, states, links, jax.lax.axis_index(axes), step
+        )
+        return jax.tree.map(lambda a: a[None], out)
+
+    whole = PartitionSpec(axes)
+    return jax.jit(
+        jax.shard_map(
+            one,
+            mesh=mesh,
+            in_specs=(whole, whole, PartitionSpec()),
+            out_specs=whole,
+            check_vma=False,
+        )
+    )
+
+
+def begin(gradients):
+    """The states of all workers before the first step."""
+    states = [init_state(gradient, WORKERS) for gradient in gradients]
+    return jax.tree.map(lambda a: jnp.stack([a] * WORKERS), states)
+
+
+def run(gradients, partials, states=None, step=0, **options):
+    """Totals, states and sums of all workers as numpy arrays."""
+    gradients = tuple(gradients)
+    partials = [jnp.asarray(p) for p in partials]
+    states = begin(gradients) if states is None else states
+    out = program(gradients, **options)(partials, states, jnp.int32(step))
+    return jax.tree.map(np.asarray, out)
+
+
+def normal(*shape, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(np.float32)
+
+
+def norm(values):
+    return float(np.linalg.norm(np.asarray(values, np.float64)))
