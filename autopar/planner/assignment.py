@@ -175,9 +175,7 @@ class Assignment:
         """The collectives that take a sum that was put off."""
         way = self.stackings[value]
         home = self.home_layout(value)
-        return reshard_steps(
-            way.strip(home), home, way.axes, way.reduction, self.sizes
-        )
+        return reshard_steps(way.strip(home), home, way.axes, "sum", self.sizes)
 
     def floating(self, value: int) -> bool:
         """See `LayoutPlan`."""

@@ -29,12 +29,10 @@ class Stacking:
     Attributes:
       deferral: the way.
       axes: the mesh axes over which its values are partial.
-      reduction: ``sum`` where the sum may be scattered, else ``all``.
     """
 
     deferral: Deferral
     axes: Axes
-    reduction: str
 
     def strip(self, layout: Layout) -> Layout:
         """A layout without the partial axes: how a value on the way is held."""
@@ -51,14 +49,7 @@ def stacking(assignment: Assignment, deferral: Deferral) -> Stacking | None:
     axes = partials.pop()
     if partials or not axes:
         return None
-    kinds = {
-        assignment.contraction.nodes[
-            assignment.contraction.node_of[op.class_index]
-        ].kind
-        for op in makers
-    }
-    reduction = "sum" if kinds == {"contraction"} else "all"
-    way = Stacking(deferral, axes, reduction)
+    way = Stacking(deferral, axes)
     fits = (
         all(_starts(assignment, way, op) for op in makers)
         and all(
@@ -126,5 +117,5 @@ def _ends(assignment: Assignment, way: Stacking, value: int) -> bool:
     """Whether the sum, once taken, is where its readers expect the value."""
     home = assignment.home_layout(value)
     start = way.strip(home)
-    steps = reshard_steps(start, home, way.axes, way.reduction, assignment.sizes)
+    steps = reshard_steps(start, home, way.axes, "sum", assignment.sizes)
     return all(s.kind in ("slice", "all_reduce", "reduce_scatter") for s in steps)

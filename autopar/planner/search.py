@@ -268,7 +268,8 @@ def evaluate(
 def is_inside_node(assignment: Assignment, collective: Collective) -> bool:
     """Whether a node's own cost already holds a collective (a small reduction)."""
     op = assignment.graph.operators[collective.operator]
-    if collective.step.kind != "all_reduce" or collective.value in op.inputs:
+    sums = ("all_reduce", "reduce_scatter")
+    if collective.step.kind not in sums or collective.value in op.inputs:
         return False
     node = assignment.contraction.nodes[assignment.contraction.node_of[op.class_index]]
     return node.kind != "contraction"

@@ -69,7 +69,7 @@ def traffic(assignment: Assignment) -> list[Collective]:
         layout = assignment.output(position)
         if value is not None and layout is not None:
             _read(assignment, forms, last, value, layout, 1.0)
-    out = forms.collectives + _reductions(assignment, forms) + _due(assignment)
+    out = forms.collectives + _reductions(assignment, forms) + _due(assignment, forms)
     return sorted(out, key=lambda c: c.operator)
 
 
@@ -109,10 +109,8 @@ def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
             continue
         for slot, value in enumerate(op.outputs):
             steps = assignment.result_steps(op, slot)
-            reduced = bool(steps) and steps[-1].kind == "all_reduce"
-            if reduced and op.rule.reduction != INNER:
-                kept = _sliced(forms, (value, False), frozenset(steps[-1].axes))
-                steps = (*steps[:-1], *scattered(steps[-1], kept, assignment.sizes))
+            if op.rule.reduction != INNER:
+                steps = _finished(assignment, forms, value, steps)
             nbytes = assignment.graph.values[value].nbytes
             out.extend(
                 Collective(step, nbytes, op.trips, value, op.index)
@@ -132,7 +130,7 @@ def stays_partial(assignment: Assignment, op: Operator, value: int) -> bool:
     )
 
 
-def _due(assignment: Assignment) -> list[Collective]:
+def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
     """The collectives that take the sums that were put off."""
     out: list[Collective] = []
     for value, way in assignment.stackings.items():
@@ -147,7 +145,7 @@ def _due(assignment: Assignment) -> list[Collective]:
                 value,
                 first,
             )
-            for step in assignment.due_steps(value)
+            for step in _finished(assignment, forms, value, assignment.due_steps(value))
             if step.kind != "slice"
         )
     return out
@@ -158,6 +156,16 @@ def times_due(graph: OperatorGraph, maker: Operator) -> float:
     if maker.kind != "stack_step":
         return maker.trips
     return maker.trips / graph.values[maker.outputs[0]].shape[0]
+
+
+def _finished(
+    assignment: Assignment, forms: _Forms, value: int, steps: tuple[Step, ...]
+) -> tuple[Step, ...]:
+    """The steps of a reduction, given what its readers keep of the result."""
+    if not steps or steps[-1].kind != "all_reduce":
+        return steps
+    kept = _sliced(forms, (value, False), frozenset(steps[-1].axes))
+    return (*steps[:-1], *scattered(steps[-1], kept, assignment.sizes))
 
 
 def _sliced(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:

@@ -228,10 +228,10 @@ class _Replayer:
         assert found is not None
         axes, layout = found
         operands = [self.partial_operand(op, k, a) for k, a in enumerate(eqn.inputs)]
+        given = [self.plan.operand(op, k) for k in range(len(operands))]
         if any(isinstance(x, Stacked) for x in operands):
-            out = stacked.linear(eqn, operands, axes, self.mesh)
+            out = stacked.linear(eqn, operands, given, axes, self.mesh)
         else:
-            given = [self.plan.operand(op, k) for k in range(len(operands))]
             layouts = [
                 ((),) * jax.numpy.ndim(x) if layout is None else layout
                 for x, layout in zip(operands, given, strict=True)

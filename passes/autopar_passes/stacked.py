@@ -89,18 +89,31 @@ def lift(array: Any, axes: Axes, layout: Layout, mesh: Any) -> Stacked:
     return stack(jax.lax.select(first, whole, zero), axes, layout, mesh)
 
 
-def linear(eqn: Equation, operands: Sequence[Any], axes: Axes, mesh: Any) -> list[Any]:
+def linear(
+    eqn: Equation,
+    operands: Sequence[Any],
+    layouts: Sequence[Layout | None],
+    axes: Axes,
+    mesh: Any,
+) -> list[Any]:
     """Runs an equation that is linear in its stacked operands on each slice.
 
     In a sum of stacked and whole operands, the whole ones are lifted.
+
+    Args:
+      eqn: the equation.
+      operands: what it reads, stacked or whole.
+      layouts: of the operands, apart from the leading dimension; None: as it comes.
+      axes: the mesh axes over which the stacked operands are partial.
+      mesh: the mesh of the layouts.
     """
     if eqn.primitive in ADDITIVE:
         operands = [
             x
             if isinstance(x, Stacked)
-            else lift(x, axes, ((),) * jnp.ndim(x), mesh)
-            for x in operands
-        ]  # fmt: skip
+            else lift(x, axes, layout or ((),) * jnp.ndim(x), mesh)
+            for x, layout in zip(operands, layouts, strict=True)
+        ]
     in_axes = [0 if isinstance(x, Stacked) else None for x in operands]
     arrays = [x.array if isinstance(x, Stacked) else x for x in operands]
     bind = functools.partial(jax_compat.bind, eqn.source)
