@@ -195,6 +195,7 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
         tuple(from_spec(n.axes, names) for n in plan.nodes),
         copies,
         analysis.deferrals,
+        {g.value: g.codec for g in plan.gradients if g.codec},
     )
     for given in analysis.graph.inputs:
         stored = to_spec(assignment.home_layout(given.value), names)

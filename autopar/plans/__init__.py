@@ -2,7 +2,9 @@
 
 from autopar.plans.schema import (
     SCHEMA,
+    Compression,
     CopyDecision,
+    GradientDecision,
     NodeDecision,
     Plan,
     Predicted,
@@ -12,7 +14,9 @@ from autopar.plans.schema import (
 
 __all__ = [
     "SCHEMA",
+    "Compression",
     "CopyDecision",
+    "GradientDecision",
     "NodeDecision",
     "Plan",
     "Predicted",

@@ -90,6 +90,58 @@ class CopyDecision(msgspec.Struct, frozen=True, kw_only=True):
     reuse: bool
 
 
+class GradientDecision(msgspec.Struct, frozen=True, kw_only=True):
+    """How one gradient is summed over the devices that hold parts of it.
+
+    Attributes:
+      name: path of the parameter.
+      value: number of the gradient's value in the program.
+      shape: of the whole gradient.
+      axes: names of the mesh axes over which it is summed.
+      codec: how it is sent, as text; '' leaves it to the compiler.
+      feedback: whether what was not sent is added to the next step's gradient.
+      average_every: steps between averages of the residuals over the devices; 0:
+        never.
+      bucket: gradients of one bucket are sent together.
+      dense_bytes: bytes that one device sends without a codec.
+      wire_bytes: bytes that one device sends with it.
+      error: expected relative error of what is sent, in the L2 norm.
+      saved_s: seconds a step that the codec saves.
+    """
+
+    name: str
+    value: int
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    codec: str = ""
+    feedback: bool = False
+    average_every: int = 0
+    bucket: int = 0
+    dense_bytes: float = 0.0
+    wire_bytes: float = 0.0
+    error: float = 0.0
+    saved_s: float = 0.0
+
+
+class Compression(msgspec.Struct, frozen=True, kw_only=True):
+    """Why gradients are sent as they are.
+
+    Attributes:
+      mode: ``none``, ``auto``, or the codec that was asked for.
+      error_budget: largest relative error of the whole gradient, in the
+        optimizer's metric; None: unlimited.
+      metric: how errors of different gradients add up.
+      error: the relative error of the choice, in that metric.
+      reason: the outcome in words.
+    """
+
+    mode: str = "none"
+    error_budget: float | None = None
+    metric: str = ""
+    error: float = 0.0
+    reason: str = ""
+
+
 class Plan(msgspec.Struct, frozen=True, kw_only=True):
     """An execution plan: everything that was decided, and what it should cost.
 
@@ -113,6 +165,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
       target: what the command line made the plan for, such as
         ``file.py:function``; '' for a plan made in a program.
       options: the arguments given to the target's function, as text.
+      gradients: how each gradient is summed.
+      compression: why so.
     """
 
     schema: int
@@ -133,6 +187,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     shapes: dict[str, tuple[int, ...]] = {}
     target: str = ""
     options: dict[str, str] = {}
+    gradients: tuple[GradientDecision, ...] = ()
+    compression: Compression = Compression()
 
     @property
     def axis_names(self) -> tuple[str, ...]:

@@ -8,14 +8,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from autopar.compression.synchronise import NON_FINITE
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment
 from autopar.planner.convert import restore
 from autopar.plans import Plan
+from autopar.runtime.synchronisation import (
+    StepSynchroniser,
+    Synchronisation,
+    synchronisation,
+)
 from autopar_passes.apply import replay
 from autopar_passes.layouts import partition_spec
 
@@ -57,14 +64,18 @@ class PlannedStep:
       plan: the plan.
       assignment: the plan as layouts.
       mesh: the mesh it runs on (abstract when only lowered).
-      function: the jitted function of the flat arguments.
+      function: the jitted function of the flat arguments; with a
+        synchronisation it takes its state behind them, and returns the flat
+        results, the new state and the sums of each gradient.
+      synchronisation: how gradients are summed, None: all by the compiler.
     """
 
     analysis: Analysis
     plan: Plan
     assignment: Assignment
     mesh: Any
-    function: Callable[..., list[Any]]
+    function: Callable[..., Any]
+    synchronisation: Synchronisation | None = None
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
@@ -80,6 +91,8 @@ class PlannedStep:
             )
             for i in graph.inputs
         ]
+        if self.synchronisation is not None:
+            structs.append(self.synchronisation.structs())
         traced = self.function.trace(*structs)  # pyright: ignore[reportFunctionMemberAccess]
         if isinstance(self.mesh, AbstractMesh):
             return traced.lower(lowering_platforms=("cpu",))
@@ -107,14 +120,52 @@ def planned_step(
         _sharding(mesh, assignment.output(k))
         for k in range(len(analysis.graph.outputs))
     ]
+    inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
+    found = synchronisation(assignment, plan, mesh)
+    if found is None:
+        function = jax.jit(
+            run,
+            in_shardings=inputs,
+            out_shardings=outputs,
+            donate_argnums=carried,
+            compiler_options=_compiler_options(assignment, mesh),
+        )
+        return PlannedStep(analysis, plan, assignment, mesh, function)
+    state = found.shardings()
     function = jax.jit(
-        run,
-        in_shardings=_in_shardings(analysis, assignment, mesh),
-        out_shardings=outputs,
-        donate_argnums=carried,
+        _synchronised(run, found, analysis.traced.carried),
+        in_shardings=[*inputs, state],
+        out_shardings=(outputs, state, None),
+        donate_argnums=(*carried, len(inputs)) if donate else (),
         compiler_options=_compiler_options(assignment, mesh),
     )
-    return PlannedStep(analysis, plan, assignment, mesh, function)
+    return PlannedStep(analysis, plan, assignment, mesh, function, found)
+
+
+def _synchronised(
+    run: Callable[..., list[Any]], how: Synchronisation, carried: dict[int, int]
+) -> Callable[..., Any]:
+    """A step whose gradients are summed by codecs.
+
+    Where a gradient is not finite, what is carried stays as it was: the step
+    leaves no trace but the count of such elements in its sums.
+    """
+
+    def step(*arguments: Any) -> Any:
+        *flat, state = arguments
+        synchroniser = StepSynchroniser(how, state)
+        out = run(*flat, synchroniser=synchroniser)
+        after, sums = synchroniser.finish()
+        finite = jnp.all(sums[:, NON_FINITE] == 0)
+        for argument, result in carried.items():
+            out[result] = jax.lax.select(
+                jnp.broadcast_to(finite, out[result].shape),
+                out[result],
+                jnp.asarray(flat[argument]),
+            )
+        return out, after, sums
+
+    return step
 
 
 def _compiler_options(assignment: Assignment, mesh: Any) -> dict[str, str] | None:
