@@ -127,44 +127,59 @@ def _content(request: Request) -> jax.Array:
             return request.values
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Message:
+    """One collective of a codec.
+
+    Attributes:
+      kind: ``all_to_all``, ``all_gather``, ``all_reduce`` or ``reduce_scatter``.
+      nbytes: its size: of the whole result of an all-gather, of the operand on one
+        device of the others.
+      sent: bytes that one worker sends: (n - 1) / n of the size, twice that for an
+        all-reduce (a ring).
+    """
+
+    kind: str
+    nbytes: float
+    sent: float
+
+
 @dataclasses.dataclass(slots=True)
-class _Counter:
-    """Stands for links and counts what one worker sends."""
+class _Recorder:
+    """Stands for links and records what is asked of them."""
 
     workers: int
-    sent: float = 0.0
-    rounds: int = 0
+    messages: list[Message] = dataclasses.field(default_factory=list[Message])
 
-    def _count(self, nbytes: float) -> None:
-        self.sent += nbytes
-        self.rounds += 1
+    def _record(self, kind: str, nbytes: float) -> None:
+        part = (self.workers - 1) / self.workers
+        sent = (2 if kind == "all_reduce" else 1) * part * nbytes
+        self.messages.append(Message(kind, nbytes, sent))
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
-        self._count(payload.size * (self.workers - 1) / self.workers)
+        self._record("all_to_all", payload.size)
         return payload
 
     def all_gather(self, payload: jax.Array) -> jax.Array:
-        self._count(payload.size * (self.workers - 1))
+        self._record("all_gather", payload.size * self.workers)
         return jnp.broadcast_to(payload, (self.workers, *payload.shape))
 
     def all_reduce(self, values: jax.Array) -> jax.Array:
-        self._count(8.0 * values.size * (self.workers - 1) / self.workers)
+        self._record("all_reduce", 4.0 * values.size)
         return values
 
     def reduce_scatter(self, values: jax.Array) -> jax.Array:
-        self._count(4.0 * values.size * (self.workers - 1) / self.workers)
+        self._record("reduce_scatter", 4.0 * values.size)
         return values[0]
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def wire_cost(
+def messages(
     codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
-) -> tuple[float, int]:
-    """Bytes that one worker sends for a gradient, and in how many rounds.
+) -> tuple[Message, ...]:
+    """The collectives of one gradient, in the order of its rounds.
 
     The codec's generator is run on abstract values, so this is what is sent.
-    An all-to-all sends the rows of the others, an all-gather sends the payload
-    to each other worker, an all-reduce twice (n - 1) / n of its array (a ring).
 
     Args:
       codec: the codec.
@@ -172,13 +187,15 @@ def wire_cost(
       workers: number of workers, n.
       scatter: whether each worker needs only its part of the sum.
     """
-    counter = _Counter(workers)
     size = math.prod(shape)
+    if workers == 1 or not size:
+        return ()
+    recorder = _Recorder(workers)
     chunk = chunk_elements(codec, size, workers, scatter=scatter)
 
     def run(chunks: Any, state: Any, worker: Any) -> Any:
         context = Context(workers, worker, worker, 0, shape, size, scatter)
-        reduced = exchange([codec.reduce(chunks, state, context)], counter)[0]
+        reduced = exchange([codec.reduce(chunks, state, context)], recorder)[0]
         return reduced.total
 
     jax.eval_shape(
@@ -187,13 +204,21 @@ def wire_cost(
         jax.eval_shape(lambda: codec.init(shape, workers * chunk, workers)),
         jax.ShapeDtypeStruct((), jnp.int32),
     )
-    return counter.sent, counter.rounds
+    return tuple(recorder.messages)
+
+
+def wire_cost(
+    codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
+) -> tuple[float, int]:
+    """Bytes that one worker sends for a gradient, and in how many rounds."""
+    found = messages(codec, shape, workers, scatter=scatter)
+    return sum(m.sent for m in found), len(found)
 
 
 def wire_bytes(
     codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
 ) -> float:
-    """Bytes that one worker sends for a gradient; see `wire_cost`."""
+    """Bytes that one worker sends for a gradient; see `messages`."""
     return wire_cost(codec, shape, workers, scatter=scatter)[0]
 
 

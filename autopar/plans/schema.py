@@ -97,7 +97,10 @@ class GradientDecision(msgspec.Struct, frozen=True, kw_only=True):
       name: path of the parameter.
       value: number of the gradient's value in the program.
       shape: of the whole gradient.
+      local_shape: of the part of it that one device holds before it is summed.
       axes: names of the mesh axes over which it is summed.
+      workers: number of devices that it is summed over.
+      scatter: whether each of them needs only its part of the sum.
       codec: how it is sent, as text; '' leaves it to the compiler.
       feedback: whether what was not sent is added to the next step's gradient.
       average_every: steps between averages of the residuals over the devices; 0:
@@ -112,7 +115,10 @@ class GradientDecision(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     value: int
     shape: tuple[int, ...]
+    local_shape: tuple[int, ...]
     axes: tuple[str, ...]
+    workers: int
+    scatter: bool = False
     codec: str = ""
     feedback: bool = False
     average_every: int = 0

@@ -77,3 +77,11 @@ def check_same(plan: Plan, fingerprint: str) -> None:
             f"({', '.join(f'{d:08x}' for d in every.tolist())}): pass the same plan= "
             "and the same step to every process."
         )
+
+
+def shared_number(value: float) -> float:
+    """The first process's number, on every process."""
+    if jax.process_count() == 1:
+        return value
+    shared = multihost_utils.broadcast_one_to_all(np.float32(value))
+    return float(shared)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -14,12 +14,14 @@ from jax.core import Tracer
 from autopar.api import plan as make_plan
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster
+from autopar.compression.policy import GradientReport, Policy
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.convert import check_plan
 from autopar.planner.hints import logical_pins
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, placement
+from autopar.runtime.codec_run import CodecRun, recoded
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
 from autopar_passes.roles import InputRole
 from autopar_passes.trace import is_graph_node, pure_arguments
@@ -32,6 +34,7 @@ def parallelize(
     plan: Plan | None = None,
     devices: Sequence[Any] | None = None,
     donate: bool = True,
+    policy: Policy | None = None,
     **options: Any,
 ) -> Any:
     """Decorates a train step so that it runs under the plan found for it.
@@ -46,6 +49,8 @@ def parallelize(
       plan: a plan made before, instead of planning on the first call.
       devices: the devices to run on; default: the first of ``jax.devices()``.
       donate: whether a call consumes the carried state.
+      policy: changes the codecs of gradients while training; see
+        `autopar.compression.policy`. Needs ``compression=``.
       **options: hints and limits, as for `autopar.plan`.
     """
     if plan is not None and cluster is not None:
@@ -61,6 +66,7 @@ def parallelize(
             plan=plan,
             devices=devices,
             donate=donate,
+            policy=policy,
             options=options,
         )
 
@@ -78,6 +84,7 @@ class ParallelStep:
         plan: Plan | None,
         devices: Sequence[Any] | None,
         donate: bool,
+        policy: Policy | None,
         options: dict[str, Any],
     ) -> None:
         """See `parallelize`, which makes these."""
@@ -96,6 +103,9 @@ class ParallelStep:
         # By cluster: going back to one finds its plan and its compiled program.
         self._known: dict[str, dict[Any, PlannedStep]] = {}
         self._current: PlannedStep | None = None
+        self._codecs = CodecRun(policy)
+        # By step and codecs: a policy that goes back finds its compiled program.
+        self._variants: dict[tuple[int, Any], PlannedStep] = {}
 
     @property
     def plan(self) -> Plan:
@@ -167,6 +177,51 @@ class ParallelStep:
         )
         return [placement.even_sharding(x.shape, mesh) for x in leaves]
 
+    @property
+    def compression_state(self) -> Any:
+        """The state of the codecs: residuals and what they learned; None: none yet.
+
+        Save it with the train state. After a restart, assign what was saved; the
+        next call places it for the plan in use.
+        """
+        return self._codecs.state
+
+    @compression_state.setter
+    def compression_state(self, state: Any) -> None:
+        self._codecs.restore(state)
+
+    @property
+    def telemetry(self) -> dict[str, GradientReport]:
+        """What the last step says of each compressed gradient, by parameter.
+
+        Raises:
+          PlanError: no step with compressed gradients has run.
+        """
+        return self._codecs.report()
+
+    def recode(self, codecs: Mapping[str, str]) -> None:
+        """Sends gradients by other codecs from the next call on.
+
+        Args:
+          codecs: name of a parameter -> codec as text. Sets of codecs that were
+            used before are not compiled again.
+
+        Raises:
+          PlanError: a parameter has no compressed gradient.
+        """
+        if self._current is None:
+            raise PlanError(f"{self.__name__}: recode needs a step that was planned.")
+        current = self._current
+        plan = recoded(current.plan, codecs)
+        key = next(k for k, p in self._planned.items() if p is current)
+        self._variants.setdefault((id(current.analysis), _codecs_of(current.plan)), current)
+        variant = (id(current.analysis), _codecs_of(plan))
+        if variant not in self._variants:
+            self._variants[variant] = planned_step(
+                current.analysis, plan, current.mesh, donate=self._donate
+            )
+        self._planned[key] = self._current = self._variants[variant]
+
     def prepare(self, *args: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
         structs = self._batches.structs(args)
@@ -220,9 +275,14 @@ class ParallelStep:
         ]
         if self._donate:
             placement.separate(placed, planned.analysis.traced.carried)
-        flat = planned.function(*placed)
+        if planned.synchronisation is None:
+            flat = planned.function(*placed)
+        else:
+            flat = self._codecs.run(planned, placed)
         if self._donate:
             placement.consume(leaves, placed, planned.analysis.traced.carried)
+        if planned.synchronisation is not None and (wish := self._codecs.advise()):
+            self.recode(wish)
         out = jax.tree.unflatten(planned.analysis.traced.out_tree, flat)
         mutated = planned.analysis.traced.mutated
         if not mutated:
@@ -276,6 +336,10 @@ class ParallelStep:
             nnx.update(nodes, new.pop(0))
         out = tuple(a if is_graph_node(a) else new.pop(0) for a in args)
         return out if type(state) is tuple else out[0]
+
+
+def _codecs_of(plan: Plan) -> tuple[str, ...]:
+    return tuple(g.codec for g in plan.gradients)
 
 
 def _splat(state: Any) -> tuple[Any, ...]:

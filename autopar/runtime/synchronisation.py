@@ -36,7 +36,8 @@ from autopar.compression.synchronise import (
 )
 from autopar.errors import PlanError
 from autopar.planner.assignment import Assignment
-from autopar.planner.layout import Layout, axes_of
+from autopar.planner.gradients import scattered_dim
+from autopar.planner.layout import Layout
 from autopar.plans import GradientDecision, Plan
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.stacked import Stacked
@@ -170,7 +171,7 @@ def _member(
         )
     axes, layout = found
     home = assignment.home_layout(value)
-    dim = _scattered(home, axes)
+    dim = scattered_dim(home, axes)
     sizes = assignment.sizes
     whole = assignment.graph.values[value]
     local = tuple(
@@ -196,17 +197,6 @@ def _member(
         raise PlanError(str(error)) from error
     result = layout if dim is None else home
     return Member(decision, gradient, links, (axes, *layout), result, home)
-
-
-def _scattered(home: Layout, axes: tuple[int, ...]) -> int | None:
-    """The dim that all the axes of a sum split, behind whatever else splits it."""
-    if not set(axes) <= axes_of(home):
-        return None
-    for dim, split in enumerate(home):
-        count = len(axes)
-        if set(split[-count:]) == set(axes):
-            return dim
-    return None
 
 
 class StepSynchroniser:

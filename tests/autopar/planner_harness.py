@@ -27,6 +27,7 @@ from autopar_passes.apply import replay
 from autopar_passes.audit import shardy_collectives
 from autopar_passes.graph import OperatorGraph
 from autopar_passes.layouts import partition_spec
+from autopar_passes.deferral import Deferral, find_deferrals
 from autopar_passes.trace import TracedStep, pure_arguments, pure_function, trace
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
@@ -55,6 +56,7 @@ class Case:
     graph: OperatorGraph
     contraction: Contraction
     sources: dict[ValueClass, Source]
+    deferrals: tuple[Deferral, ...] = ()
 
 
 def prepare(
@@ -65,7 +67,14 @@ def prepare(
     graph = traced.graph(share_repeated=share_repeated)
     contraction = contract(graph)
     sources = collect(graph, contraction)
-    return Case(step, tuple(args), traced, graph, contraction, sources)
+    deferrals = find_deferrals(traced.program, graph)
+    return Case(step, tuple(args), traced, graph, contraction, sources, deferrals)
+
+
+def all_waiting(case: Case) -> Case:
+    """The case with every sum put off that may be, not only those in loops."""
+    waiting = tuple(dataclasses.replace(d, hoisted=True) for d in case.deferrals)
+    return dataclasses.replace(case, deferrals=waiting)
 
 
 def random_plan(
@@ -97,7 +106,15 @@ def random_plan(
             allowed = _allowed(copy, home, forward)
             forward = copy, allowed[0] if replicated else draw.choice(allowed)
             chosen.append(forward)
-    return assign(case.graph, case.contraction, case.sources, sizes, strategies, chosen)
+    return assign(
+        case.graph,
+        case.contraction,
+        case.sources,
+        sizes,
+        strategies,
+        chosen,
+        case.deferrals,
+    )
 
 
 def _allowed(copy: Copy, home: Layout, forward: tuple[Copy, int] | None) -> list[int]:

@@ -1,0 +1,160 @@
+"""Runs steps whose gradients are sent by codecs, and reports what they did."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+
+from autopar.compression.policy import GradientReport, Observation, Policy
+from autopar.compression.registry import parse_codec
+from autopar.compression.synchronise import (
+    ERROR,
+    NON_FINITE,
+    RESIDUAL,
+    SENT,
+    WANTED,
+)
+from autopar.errors import PlanError
+from autopar.planner.gradients import repriced
+from autopar.plans import GradientDecision, Plan
+from autopar.runtime import agreement
+from autopar.runtime.codec_state import carry_over, restored
+from autopar.runtime.planned import PlannedStep
+from autopar.runtime.synchronisation import State, Synchronisation
+
+
+class CodecRun:
+    """The codecs' side of a planned step: their state, telemetry and policy."""
+
+    def __init__(self, policy: Policy | None) -> None:
+        """Starts without state; the first step makes it."""
+        self.policy = policy
+        self._state: State | None = None
+        self._saved: Any = None
+        self._owner: Synchronisation | None = None
+        self._sums: Any = None
+        self._planned: PlannedStep | None = None
+        self._since = 0.0
+        self._steps = 0
+        self._done = 0
+
+    @property
+    def state(self) -> State | None:
+        """The state after the last step; None before the first."""
+        return self._saved if self._state is None else self._state
+
+    def restore(self, state: Any) -> None:
+        """Takes a saved state; the next step places it."""
+        self._saved, self._state, self._owner = state, None, None
+
+    def run(self, planned: PlannedStep, placed: Sequence[Any]) -> list[Any]:
+        """Runs one step and keeps the codecs' new state."""
+        how = planned.synchronisation
+        assert how is not None
+        state = self._state_for(how)
+        # A program that runs for the first time is compiled first.
+        new = self._planned is not planned
+        flat, self._state, self._sums = planned.function(*placed, state)
+        self._planned = planned
+        self._done += 1
+        if new:
+            jax.block_until_ready(self._sums)
+            self._since, self._steps = time.perf_counter(), 0
+        else:
+            self._steps += 1
+        return flat
+
+    def _state_for(self, how: Synchronisation) -> State:
+        if self._owner is not how:
+            if self._state is not None:
+                self._state = carry_over(self._state, how)
+            elif self._saved is not None:
+                self._state = restored(self._saved, how)
+            else:
+                self._state = how.init()
+            self._saved, self._owner = None, how
+        assert self._state is not None
+        return self._state
+
+    def report(self) -> dict[str, GradientReport]:
+        """The telemetry of the last step, by parameter.
+
+        Raises:
+          PlanError: no step has run yet.
+        """
+        if self._planned is None:
+            raise PlanError("telemetry: no step has run yet.")
+        sums = np.asarray(self._sums, dtype=float)
+        how = self._planned.synchronisation
+        assert how is not None
+        rows = zip(how.members.values(), sums, strict=True)
+        return {m.decision.name: _report(m.decision, row) for m, row in rows}
+
+    def finite(self) -> bool:
+        """Whether every gradient of the last step was finite."""
+        return not np.asarray(self._sums)[:, NON_FINITE].any()
+
+    def advise(self) -> Mapping[str, str] | None:
+        """What the policy wants from the next step on; None: no change."""
+        if self.policy is None or self._done % max(1, self.policy.every):
+            return None
+        finite, gradients = self.finite(), self.report()
+        seconds = (time.perf_counter() - self._since) / max(1, self._steps)
+        seconds = agreement.shared_number(seconds)
+        self._since, self._steps = time.perf_counter(), 0
+        if not finite:
+            bad = [n for n, r in gradients.items() if not np.isfinite(r.norm)]
+            warnings.warn(
+                f"step {self._done}: the gradients of {', '.join(bad[:4])} are not "
+                "finite; the step was skipped and the state kept.",
+                stacklevel=3,
+            )
+        return self.policy.observe(Observation(self._done, seconds, gradients, finite))
+
+
+def _report(decision: GradientDecision, row: np.ndarray) -> GradientReport:
+    wanted = float(row[WANTED])
+    return GradientReport(
+        codec=decision.codec,
+        elements=int(np.prod(decision.shape)),
+        wire_bytes=decision.wire_bytes,
+        dense_bytes=decision.dense_bytes,
+        norm=float(np.sqrt(wanted)),
+        relative_error=float(np.sqrt(row[ERROR] / wanted)) if wanted > 0 else 0.0,
+        gain=float(row[SENT] / wanted) if wanted > 0 else 1.0,
+        residual_norm=float(np.sqrt(row[RESIDUAL])),
+    )
+
+
+def recoded(plan: Plan, codecs: Mapping[str, str]) -> Plan:
+    """The plan with other codecs for some gradients.
+
+    Raises:
+      PlanError: a name is none of its gradients.
+    """
+    known = {g.name for g in plan.gradients if g.codec}
+    if unknown := sorted(set(codecs) - known):
+        raise PlanError(
+            f"no compressed gradient named {', '.join(unknown[:4])}; the plan has "
+            f"{', '.join(sorted(known)[:8])}."
+        )
+    return msgspec.structs.replace(
+        plan,
+        gradients=tuple(
+            with_codec(g, codecs[g.name]) if g.name in codecs else g
+            for g in plan.gradients
+        ),
+    )
+
+
+def with_codec(decision: GradientDecision, text: str) -> GradientDecision:
+    """A decision with another codec, its bytes counted anew."""
+    feedback = parse_codec(text).feedback
+    changed = msgspec.structs.replace(decision, codec=text, feedback=feedback)
+    return repriced(changed)

@@ -1,0 +1,118 @@
+"""Runs a codec on simulated workers: `jax.vmap` with a named axis of workers."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compression.codec import Codec, Context
+from autopar.compression.exchange import MeshLinks, chunk_elements, exchange
+
+EPSILON = float(np.finfo(np.float32).eps)
+
+
+class Result(NamedTuple):
+    """What n workers know after a step, on the leading axis."""
+
+    total: np.ndarray
+    sent: np.ndarray
+    chunks: np.ndarray
+    states: Any
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(codec: Codec, shape, n, seed, scatter):
+    size = math.prod(shape)
+
+    links = MeshLinks(("workers",), n)
+
+    def run(chunks, state, worker, step):
+        context = Context(n, worker, step, seed, shape, size, scatter)
+        (end,) = exchange([codec.reduce(chunks, state, context)], links)
+        return end.total, end.sent, end.state
+
+    mapped = jax.vmap(run, in_axes=(0, 0, 0, None), axis_name="workers")
+    return jax.jit(mapped)
+
+
+def initial(codec: Codec, shape, n, scatter=False):
+    """The states of all workers before the first step."""
+    c = chunk_elements(codec, math.prod(shape), n, scatter=scatter)
+    state = codec.init(tuple(shape), n * c, n)
+    return jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * n), state)
+
+
+def chunked(codec: Codec, gradients, scatter=False) -> np.ndarray:
+    """The workers' gradients, (n, *shape), as chunks (n, n, c)."""
+    gradients = np.asarray(gradients, np.float32)
+    n = gradients.shape[0]
+    flat = gradients.reshape(n, -1)
+    c = chunk_elements(codec, flat.shape[1], n, scatter=scatter)
+    return np.pad(flat, ((0, 0), (0, n * c - flat.shape[1]))).reshape(n, n, c)
+
+
+def simulate(
+    codec: Codec, gradients, states=None, *, step=0, seed=7, scatter=False, chunks=None
+) -> Result:
+    """One step of all workers, compiled as a whole.
+
+    Args:
+      codec: the codec.
+      gradients: float32 (n, *shape).
+      states: of `initial` or of the step before; default: `initial`.
+      step: number of the step.
+      seed: the gradient's.
+      scatter: whether each worker gets its own chunk of the sum.
+      chunks: (n, n, c), instead of the gradients' own, as error feedback makes.
+    """
+    gradients = np.asarray(gradients, np.float32)
+    n, *shape = gradients.shape
+    if states is None:
+        states = initial(codec, tuple(shape), n, scatter)
+    if chunks is None:
+        chunks = chunked(codec, gradients, scatter)
+    run = _compiled(codec, tuple(shape), n, seed, scatter)
+    total, sent, states = run(
+        jnp.asarray(chunks), states, jnp.arange(n, dtype=jnp.int32), jnp.int32(step)
+    )
+    return Result(np.asarray(total), np.asarray(sent), chunks, states)
+
+
+def assert_same_everywhere(result: Result) -> None:
+    """All workers hold the same total, bit for bit."""
+    first = result.total[0]
+    for other in result.total[1:]:
+        np.testing.assert_array_equal(first.view(np.uint32), other.view(np.uint32))
+
+
+def assert_conserved(result: Result, *, exact: bool = True) -> None:
+    """What is sent and what is left make what there was.
+
+    Exactly where elements are picked, for x - bf16(x) is exact; otherwise to the
+    rounding of the two operations.
+    """
+    error = result.chunks - result.sent
+    again = result.sent + error
+    if exact:
+        np.testing.assert_array_equal(again, result.chunks)
+    else:
+        bound = np.abs(result.chunks) + np.abs(result.sent)
+        assert (np.abs(again - result.chunks) <= 2 * EPSILON * bound).all()
+
+
+def flat_total(result: Result, size: int, *, scatter=False) -> np.ndarray:
+    """The sum as one vector of the gradient's elements."""
+    whole = result.total if scatter else result.total[0]
+    return whole.reshape(-1)[:size]
+
+
+def relative_error(result: Result, gradients, *, scatter=False) -> float:
+    """The sum's relative L2 error."""
+    exact = np.asarray(gradients, np.float64).sum(axis=0).reshape(-1)
+    got = flat_total(result, exact.size, scatter=scatter)
+    return float(np.linalg.norm(got - exact) / np.linalg.norm(exact))
