@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import msgspec
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.compression import (
+    DEFAULT_BUDGET,
+    Choice,
+    decisions,
+    described,
+    joint,
+    parsed,
+    uniform,
+)
 from autopar.planner.convert import make_plan
 from autopar.planner.hints import (
     LogicalRules,
@@ -20,7 +32,7 @@ from autopar.planner.hints import (
 )
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Restriction
-from autopar.planner.search import candidate_meshes, search
+from autopar.planner.search import SearchResult, candidate_meshes, search
 from autopar.plans import Plan
 from autopar_passes.roles import InputRole
 
@@ -39,6 +51,8 @@ def plan(
     max_axes: int | None = None,
     seconds: float | None = SOLVER_SECONDS,
     split_batch: bool = True,
+    compression: str = "none",
+    error_budget: float | None = None,
 ) -> Plan:
     """Finds the execution plan of a train step that is fastest on a cluster.
 
@@ -59,6 +73,11 @@ def plan(
         plan is proved optimal, and the same call always gives the same plan; with
         a limit, plans within the solver's gap of each other may take turns.
       split_batch: whether it is an error if no mesh axis divides the batch.
+      compression: how gradients are sent between devices: ``none`` as they are;
+        ``auto`` each as trains fastest, chosen together with the layouts; or the
+        text of a codec for all of them, such as ``int8`` or ``powersgd:rank=4``.
+      error_budget: for ``auto``, the largest relative error of the gradients, in
+        the optimizer's metric; default: that of int4 codes.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -75,6 +94,8 @@ def plan(
         max_axes=max_axes,
         seconds=seconds,
         split_batch=split_batch,
+        compression=compression,
+        error_budget=error_budget,
     )
 
 
@@ -87,8 +108,11 @@ def plan_analysis(
     max_axes: int | None = None,
     seconds: float | None = SOLVER_SECONDS,
     split_batch: bool = True,
+    compression: str = "none",
+    error_budget: float | None = None,
 ) -> Plan:
     """`plan`, for a step that is already analysed."""
+    codec = parsed(compression)
     meshes = candidate_meshes(cluster, max_axes, axis_names)
     if pins:
         meshes = fitting_meshes(analysis, pins, meshes)
@@ -108,7 +132,51 @@ def plan_analysis(
     )
     if pins:
         check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    return make_plan(analysis, result)
+    made = make_plan(analysis, result)
+    if compression == "none":
+        return made
+    restriction = restrict if pins else None
+    budget = DEFAULT_BUDGET if error_budget is None else error_budget
+    if codec is not None:
+        choice = first = uniform(analysis, result.best, codec)
+    else:
+        choice, first = joint(
+            analysis,
+            result,
+            budget=budget,
+            errors={},
+            seconds=seconds,
+            restriction=restriction,
+        )
+    return with_choice(analysis, result, choice, first, compression, budget)
+
+
+def with_choice(
+    analysis: Analysis,
+    result: SearchResult,
+    choice: Choice,
+    first: Choice,
+    mode: str,
+    budget: float,
+) -> Plan:
+    """The plan of a choice of codecs."""
+    found = dataclasses.replace(result, best=choice.candidate)
+    plan = make_plan(analysis, found)
+    gradients = decisions(choice)
+    sent = sum(g.wire_bytes - g.dense_bytes for g in gradients)
+    predicted = msgspec.structs.replace(
+        plan.predicted,
+        step_s=choice.step_s,
+        communication_s=plan.predicted.communication_s - choice.saved_s,
+        communication_bytes=plan.predicted.communication_bytes + sent,
+        peak_memory_bytes=plan.predicted.peak_memory_bytes + choice.memory_bytes,
+    )
+    return msgspec.structs.replace(
+        plan,
+        predicted=predicted,
+        gradients=gradients,
+        compression=described(choice, first, mode, budget),
+    )
 
 
 def check_batch(

@@ -9,6 +9,7 @@ its name is used.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 import types
 import typing
@@ -88,6 +89,7 @@ def codec_class(name: str) -> type[Codec]:
     return _CODECS[name]
 
 
+@functools.lru_cache(maxsize=1 << 12)
 def parse_codec(text: str) -> Codec:
     """The codec that a text such as ``int4:block=64,hadamard=false`` means.
 

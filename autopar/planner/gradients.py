@@ -21,15 +21,10 @@ from autopar.planner.assignment import Assignment
 from autopar.planner.deferred import stacking
 from autopar.planner.layout import Axes, Layout, axes_of
 from autopar.planner.nodes import Contraction
+from autopar.planner.traffic import worth_a_codec
 from autopar.plans import GradientDecision
 from autopar_passes.graph import Operator, OperatorGraph
 from autopar_passes.roles import InputRole, Role
-
-# Gradients with fewer elements, and those of vectors, are sent as they are: they
-# make up next to nothing of the bytes, and norms and biases suffer most (PowerSGD,
-# arXiv 1905.13727, and CGX, arXiv 2111.08617, do the same).
-SMALLEST = 1024
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
@@ -65,8 +60,7 @@ class Site:
     @property
     def compressible(self) -> bool:
         """Whether it is large enough, and no vector."""
-        dims = sum(size > 1 for size in self.shape)
-        return dims > 1 and math.prod(self.shape) >= SMALLEST
+        return worth_a_codec(self.shape)
 
     def refuses(self, codec: Codec) -> str:
         """Why a codec cannot be used for it, or ''."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar.planner.coded import Prices, coded_matrix
 from autopar.planner.copies import Copy, Mode
 from autopar.planner.layout import Axes, Layout
 from autopar.planner.lifetimes import lifetimes
@@ -15,7 +16,7 @@ from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, Strategy, copy_space, strategy_space
 from autopar.planner.uses import Source, Use, ValueClass
-from autopar.planner.traffic import times_due
+from autopar.planner.traffic import times_due, worth_a_codec
 from autopar.planner.work import class_trips, materialized, node_work_s
 from autopar_passes.deferral import Deferral
 from autopar_passes.graph import OperatorGraph
@@ -105,6 +106,39 @@ def sums_due(
     return {c: _added_up(sums) for c, sums in out.items()}
 
 
+# Of each class: shape of a gradient, and how many of it are summed in a step.
+CodedSums = dict[int, list[tuple[tuple[int, ...], float]]]
+
+
+def coded_sums(
+    graph: OperatorGraph, contraction: Contraction, deferrals: Sequence[Deferral]
+) -> CodedSums:
+    """Returns the gradients that classes of operators contribute to.
+
+    A class is left out where not all of its operators make gradients that are
+    worth a codec.
+    """
+    made: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    ends_of = {op: (d, ends) for d in deferrals for op, ends in d.reach}
+    plain: set[int] = set()
+    for op in graph.operators:
+        deferral, ends = ends_of.get(op.index, (None, ()))
+        if deferral is None or not all(
+            e in deferral.gradients and worth_a_codec(graph.values[e].shape)
+            for e in ends
+        ):
+            plain.add(op.class_index)
+            continue
+        own = graph.values[op.outputs[0]]
+        for end in ends:
+            value = graph.values[end]
+            shape = own.shape if value.size == own.size else value.shape
+            times = times_due(graph, contraction.producer[end])
+            found = made.setdefault(op.class_index, [])
+            found.append((shape, times / deferral.sharing(end)))
+    return {c: rows for c, rows in made.items() if c not in plain}
+
+
 def _added_up(sums: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
     total: dict[int, float] = {}
     for nbytes, weight in sums:
@@ -123,12 +157,13 @@ class Formulator:
         deferrals: Sequence[Deferral] = (),
     ) -> None:
         """Derives what does not depend on the mesh."""
-        self.deferrals = tuple(d for d in deferrals if d.hoisted)
+        self.coded = coded_sums(graph, contraction, deferrals)
         self.graph = graph
         self.contraction = contraction
         self.sources = sources
         self.trips = class_trips(graph)
-        self.sums = sums_due(graph, contraction, self.deferrals)
+        hoisted = [d for d in deferrals if d.hoisted]
+        self.sums = sums_due(graph, contraction, hoisted)
         self.written = materialized(graph, contraction)
         self.life = lifetimes(graph, frozenset(contraction.floating))
 
@@ -137,16 +172,18 @@ class Formulator:
         pricer: Pricer,
         restriction: Restriction | None = None,
         memory_limit: float | None = None,
+        prices: Prices | None = None,
     ) -> Formulation:
         """Prices every strategy and every resharding on one mesh.
 
         With a ``memory_limit`` (bytes of one device) the problem has memory
-        terms; without, it is smaller, and enough where memory is plenty.
+        terms; without, it is smaller, and enough where memory is plenty. With
+        ``prices`` gradients may be sent by codecs.
         """
         spaces, costs = self._node_costs(pricer, restriction)
         edges: list[tuple[int, int]] = []
         matrices: list[np.ndarray] = []
-        for edge, matrix in self._result_edges(spaces, pricer):
+        for edge, matrix in self._result_edges(spaces, pricer, prices):
             edges.append(edge)
             matrices.append(matrix)
         copies: list[Copy] = []
@@ -205,7 +242,7 @@ class Formulator:
         return spaces, costs
 
     def _result_edges(
-        self, spaces: Sequence[Space], pricer: Pricer
+        self, spaces: Sequence[Space], pricer: Pricer, prices: Prices | None
     ) -> list[tuple[tuple[int, int], np.ndarray]]:
         """Edges from a contraction to its result, which take the reduction."""
         out: list[tuple[tuple[int, int], np.ndarray]] = []
@@ -236,7 +273,15 @@ class Formulator:
                     weight * pricer.reshard_matrix(starts, targets, kind, nbytes)
                     for nbytes, weight in sums
                 ]
-                out.append(((node.index, home.node), np.sum(parts, axis=0)))
+                matrix = np.sum(parts, axis=0)
+                coded = self.coded.get(op.class_index)
+                if prices is not None and coded and slot == 0:
+                    ways = [
+                        weight * coded_matrix(pricer, prices, starts, targets, shape)
+                        for shape, weight in coded
+                    ]
+                    matrix = np.minimum(matrix, np.sum(ways, axis=0))
+                out.append(((node.index, home.node), matrix))
         return out
 
     def make_copies(

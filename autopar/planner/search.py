@@ -10,6 +10,7 @@ from autopar.cluster import Cluster, MeshShape
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment, assign
+from autopar.planner.coded import Prices
 from autopar.planner.infeasible import infeasible
 from autopar.planner.memory import peak_memory_bytes
 from autopar.planner.price import Pricer
@@ -149,6 +150,7 @@ def solve_mesh(
     restriction: Restriction | None = None,
     seconds: float | None = None,
     starts: Sequence[Candidate] = (),
+    prices: Prices | None = None,
 ) -> Candidate:
     """Finds the best assignment on one mesh.
 
@@ -164,7 +166,9 @@ def solve_mesh(
     formulation: Formulation | None = None
     status = Status.UNKNOWN
     for _ in range(_TIGHTENINGS + 1):
-        formulation = analysis.formulator.formulate(pricer, restriction, tightened)
+        formulation = analysis.formulator.formulate(
+            pricer, restriction, tightened, prices
+        )
         choices = None if start is None else choices_of(formulation, start)
         solution = solve(formulation.problem, seconds=seconds, warm_start=choices)
         status = solution.status

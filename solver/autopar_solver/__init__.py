@@ -11,15 +11,42 @@
 (1, 0)
 """
 
+from autopar_solver.lgreco import (
+    LGreCoProblem,
+    LGreCoResult,
+    solve_lgreco,
+    solve_lgreco_ilp,
+)
 from autopar_solver.problem import MemoryTerm, ShardingProblem
+from autopar_solver.selection import (
+    CodecSelection,
+    SelectionCost,
+    SelectionResult,
+    recompute,
+    wire_weights,
+)
+from autopar_solver.selection_ilp import solve_selection
+from autopar_solver.selection_relaxation import SelectionRelaxation, solve_relaxation
 from autopar_solver.solution import ReductionReport, Solution, Status
 from autopar_solver.solve import solve
 
 __all__ = [
+    "CodecSelection",
+    "LGreCoProblem",
+    "LGreCoResult",
     "MemoryTerm",
     "ReductionReport",
+    "SelectionCost",
+    "SelectionRelaxation",
+    "SelectionResult",
     "ShardingProblem",
     "Solution",
     "Status",
+    "recompute",
     "solve",
+    "solve_lgreco",
+    "solve_lgreco_ilp",
+    "solve_relaxation",
+    "solve_selection",
+    "wire_weights",
 ]

@@ -1,0 +1,203 @@
+"""Sums gradients through the sparsest of several codecs that sends enough of them.
+
+GraVAC (arXiv 2305.12201) compresses a gradient in two ways and sends, in each step,
+what is small if its gain suffices, else what is larger. Here all of it is one
+compiled program: the gains of the levels are found without sending anything, summed
+over the workers, and one branch of a `jax.lax.switch` communicates. All workers
+see the same sums, so they take the same branch.
+
+The levels share the residuals; each has its own codecs' state, which stays as it
+was in the steps in which another level sends.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compression.exchange import Links
+from autopar.compression.synchronise import (
+    SENT,
+    WANTED,
+    Gradient,
+    State,
+    init_state,
+    synchronise,
+)
+
+
+def init_level_states(
+    levels: Sequence[Sequence[Gradient]], workers: int
+) -> list[State]:
+    """The states of one worker before the first step.
+
+    Returns:
+      By gradient, ``residual``, of all levels, and ``codec``, a tuple of the
+      codec's state of each level.
+
+    Raises:
+      ValueError: the levels are not of the same gradients.
+    """
+    _check_levels(levels)
+    found = [[init_state(gradient, workers) for gradient in level] for level in levels]
+    return [
+        {"residual": states[0]["residual"], "codec": tuple(s["codec"] for s in states)}
+        for states in zip(*found, strict=True)
+    ]
+
+
+def synchronise_levels(
+    levels: Sequence[Sequence[Gradient]],
+    partials: Sequence[jax.Array],
+    states: Sequence[State],
+    links: Links,
+    worker: jax.Array,
+    step: jax.Array,
+    threshold: float | jax.Array,
+) -> tuple[list[jax.Array], list[State], jax.Array, jax.Array]:
+    """Sums gradients over the workers by the first level that sends enough.
+
+    The gain of a level is ``sum |sent|^2 / sum |wanted|^2`` over all gradients and
+    workers. A codec whose message depends on the others' (PowerSGD's second round,
+    a sketch) is judged by what it would send if all workers held the same.
+
+    Args:
+      levels: the same gradients with other codecs, from the sparsest to the one
+        that is taken if no other's gain suffices.
+      partials: this worker's part of each gradient.
+      states: of `init_level_states` or the step before.
+      links: the collectives over the workers.
+      worker: number of this worker, int32 scalar.
+      step: number of the step from 0, int32 scalar, the same on all workers.
+      threshold: the least gain, the same on all workers; 0.75 in the paper.
+
+    Returns:
+      Totals, states and sums as of `autopar.compression.synchronise`, and the
+      level that was taken, an int32 scalar. Partials that are not finite have no
+      gain, and take the last level.
+
+    Raises:
+      ValueError: the levels are not of the same gradients, or those do not fit.
+    """
+    _check_levels(levels)
+    ok = _enough(levels, partials, states, links, worker, step, threshold)
+    level = jnp.argmax(ok).astype(jnp.int32)
+    branches = [_branch(k, levels[k], links) for k in range(len(levels))]
+    totals, new_states, sums = jax.lax.switch(
+        level, branches, list(partials), list(states), jnp.int32(worker), step
+    )
+    return totals, new_states, sums, level
+
+
+def level_gains(
+    levels: Sequence[Sequence[Gradient]],
+    partials: Sequence[jax.Array],
+    states: Sequence[State],
+    links: Links,
+    worker: jax.Array,
+    step: jax.Array,
+) -> jax.Array:
+    """Gain of each level over all workers, float32 (levels,); see the caller."""
+    alone = _Alone(links.workers)
+    rows: list[jax.Array] = []
+    for k, level in enumerate(levels):
+        own = [_state_of(state, k) for state in states]
+        sums = synchronise(level, partials, own, alone, worker, step)[2]
+        rows.append(jnp.sum(sums, axis=0)[jnp.array([SENT, WANTED])])
+    if not rows:
+        return jnp.zeros((0,), jnp.float32)
+    sent, wanted = links.all_reduce(jnp.stack(rows).reshape(-1)).reshape(-1, 2).T
+    some = wanted > 0
+    gains = jnp.where(some, sent / jnp.where(some, wanted, 1.0), 1.0)
+    # NaN is not larger than 0 either.
+    return jnp.where(jnp.isfinite(wanted), gains, -1.0)
+
+
+def _enough(
+    levels: Sequence[Sequence[Gradient]],
+    partials: Sequence[jax.Array],
+    states: Sequence[State],
+    links: Links,
+    worker: jax.Array,
+    step: jax.Array,
+    threshold: float | jax.Array,
+) -> jax.Array:
+    """Which levels may be taken, bool (levels,); the last one always."""
+    gains = level_gains(levels[:-1], partials, states, links, worker, step)
+    return jnp.append(gains >= threshold, True)
+
+
+def _branch(k: int, level: Sequence[Gradient], links: Links) -> Callable[..., Any]:
+    """Sums by one level."""
+
+    def run(
+        partials: list[jax.Array],
+        states: list[State],
+        worker: jax.Array,
+        step: jax.Array,
+    ) -> Any:
+        own = [_state_of(state, k) for state in states]
+        totals, after, sums = synchronise(level, partials, own, links, worker, step)
+        merged = [
+            {
+                "residual": new["residual"],
+                "codec": (*old["codec"][:k], new["codec"], *old["codec"][k + 1 :]),
+            }
+            for old, new in zip(states, after, strict=True)
+        ]
+        return totals, merged, sums
+
+    return run
+
+
+def _state_of(state: State, level: int) -> State:
+    return {"residual": state["residual"], "codec": state["codec"][level]}
+
+
+def _check_levels(levels: Sequence[Sequence[Gradient]]) -> None:
+    if not levels:
+        raise ValueError("synchronise_levels: needs at least one level.")
+    wanted = [_without_codec(gradient) for gradient in levels[0]]
+    for k, level in enumerate(levels):
+        if [_without_codec(gradient) for gradient in level] != wanted:
+            raise ValueError(
+                "synchronise_levels: the levels must hold the same gradients with the "
+                f"same feedback, and differ in their codecs alone; level {k} holds "
+                f"{', '.join(g.name for g in level) or 'none'} and differs from level "
+                "0; make it with dataclasses.replace(gradient, codec=...)."
+            )
+
+
+def _without_codec(gradient: Gradient) -> tuple[Any, ...]:
+    return tuple(
+        getattr(gradient, field.name)
+        for field in dataclasses.fields(gradient)
+        if field.name != "codec"
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Alone:
+    """Stands for links to workers that all hold the same; nothing is sent."""
+
+    workers: int
+
+    def all_to_all(self, payload: jax.Array) -> jax.Array:
+        """See `Links`: everyone has sent this worker its first row."""
+        return jnp.broadcast_to(payload[0], payload.shape)
+
+    def all_gather(self, payload: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return jnp.broadcast_to(payload, (self.workers, *payload.shape))
+
+    def all_reduce(self, values: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return values * self.workers
+
+    def reduce_scatter(self, values: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return values[0] * self.workers

@@ -1,0 +1,30 @@
+"""Policies: they change how gradients are sent while training goes on.
+
+>>> import autopar.compression.policies as policies
+>>> policies.GraVAC(levels=policies.topk_levels(10, 100)).every
+5
+"""
+
+from autopar.compression.policies.accordion import Accordion
+from autopar.compression.policies.dct import Dct
+from autopar.compression.policies.gravac import GraVAC, topk_levels
+from autopar.compression.policies.lgreco import AcrossFamilies, LGreCo
+from autopar.compression.policies.probe import (
+    QUANTISERS,
+    Probe,
+    powersgd_family,
+    topk_family,
+)
+
+__all__ = [
+    "QUANTISERS",
+    "Accordion",
+    "AcrossFamilies",
+    "Dct",
+    "GraVAC",
+    "LGreCo",
+    "Probe",
+    "powersgd_family",
+    "topk_family",
+    "topk_levels",
+]

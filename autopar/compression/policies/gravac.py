@@ -1,0 +1,231 @@
+"""GraVAC: the compression factor at which the most of the gradients arrives in time.
+
+Tyagi and Swany, "GraVAC: Adaptive compression for communication-efficient
+distributed DL training", CLOUD 2023 (arXiv 2305.12201). With ``g`` the gradient,
+residual included, and ``C`` the codec of a level::
+
+    gain       = E |C(g)|^2 / E |g|^2
+    throughput = steps per second x gain
+
+The levels, from the least to the largest factor, are climbed one at a time. A
+window of observations is spent on each; the next is tried as long as throughput
+improves by more than ``omega``, else the smaller factor is kept. Whenever the gain
+falls below ``epsilon`` the level below is used, and below the first the gradients
+are sent dense. After ``retry`` windows on a level the next one is tried again, for
+gains and links change while training goes on.
+
+The published code compresses each gradient twice, by the level in use and by the
+first, to be able to fall back within a step: `autopar.compression.fallback` does
+that. This policy looks at the telemetry of the level in use alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from autopar.compression.policies.signals import (
+    DENSE,
+    canonical,
+    changes,
+    check_count,
+    check_share,
+    managed,
+    restore,
+    saved,
+    squared_norms,
+)
+from autopar.compression.policy import Observation
+
+Stepping = Literal["geometric", "exponential"]
+
+TEN_TO_THOUSAND = ("topk:ratio=0.1", "topk:ratio=0.01", "topk:ratio=0.001")
+"""Factors 10, 100 and 1000, the range of the paper's top-k."""
+
+
+def topk_levels(
+    least: float = 10.0,
+    most: float = 1000.0,
+    factor: float = 10.0,
+    stepping: Stepping = "geometric",
+) -> tuple[str, ...]:
+    """Levels of top-k from one compression factor to another.
+
+    Args:
+      least: the first factor, elements by elements sent.
+      most: the last one.
+      factor: by what the first step multiplies.
+      stepping: whether all steps multiply by it, or each by the square of what the
+        one before multiplied by.
+
+    >>> topk_levels(10, 1000)
+    ('topk:ratio=0.1', 'topk', 'topk:ratio=0.001')
+    >>> topk_levels(10, 1000, 2, "exponential")
+    ('topk:ratio=0.1', 'topk:ratio=0.05', 'topk:ratio=0.0125', 'topk:ratio=0.001')
+    """
+    if not (1.0 <= least <= most and factor > 1.0):
+        raise ValueError(
+            "topk_levels: needs 1 <= least <= most and factor > 1, got least="
+            f"{least}, most={most}, factor={factor}."
+        )
+    if stepping not in ("geometric", "exponential"):
+        raise ValueError(
+            f"topk_levels: stepping must be geometric or exponential, got {stepping!r}."
+        )
+    factors = [least]
+    while factors[-1] < most:
+        factors.append(min(factors[-1] * factor, most))
+        factor = factor**2 if stepping == "exponential" else factor
+    return tuple(canonical(f"topk:ratio={1.0 / f:.6g}") for f in factors)
+
+
+@dataclasses.dataclass(slots=True)
+class GraVACState:
+    """What GraVAC remembers.
+
+    Attributes:
+      names: the gradients that it manages; none before the first observation.
+      level: in use; -1 is dense.
+      count: observations of this level.
+      sent: running mean of the squared norm of what was sent.
+      wanted: the same of what was to be.
+      seconds: sum over the observations of this level.
+      throughput: by level, the last measured; None where there is none.
+      waiting: windows to stay before the next level is tried again; 0: climbing.
+    """
+
+    names: list[str] = dataclasses.field(default_factory=list[str])
+    level: int = 0
+    count: int = 0
+    sent: float = 0.0
+    wanted: float = 0.0
+    seconds: float = 0.0
+    throughput: list[float | None] = dataclasses.field(
+        default_factory=list[float | None]
+    )
+    waiting: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraVAC:
+    """See the module.
+
+    Attributes:
+      levels: codecs from the least to the largest compression factor.
+      every: steps between observations.
+      window: observations before a level is judged; with ``every`` the paper's
+        window in steps, 25.
+      alpha: weight of a new observation in the running means of the norms.
+      epsilon: the least gain.
+      omega: by what share throughput must improve for a larger factor to be kept.
+      retry: windows until the next level is tried again.
+      state: what it remembers.
+    """
+
+    levels: tuple[str, ...] = TEN_TO_THOUSAND
+    every: int = 5
+    window: int = 5
+    alpha: float = 0.05
+    epsilon: float = 0.75
+    omega: float = 0.05
+    retry: int = 8
+    state: GraVACState = dataclasses.field(
+        default_factory=GraVACState, init=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        if not self.levels:
+            raise ValueError("GraVAC: needs at least one level; see topk_levels.")
+        object.__setattr__(self, "levels", tuple(canonical(x) for x in self.levels))
+        check_count("GraVAC", every=self.every, window=self.window, retry=self.retry)
+        check_share("GraVAC", epsilon=self.epsilon, alpha=self.alpha)
+        if self.alpha == 0.0 or self.omega < 0.0:
+            raise ValueError(
+                "GraVAC: alpha must be positive and omega not negative, got alpha="
+                f"{self.alpha}, omega={self.omega}."
+            )
+
+    @property
+    def codec(self) -> str:
+        """The codec in use."""
+        return DENSE if self.state.level < 0 else self.levels[self.state.level]
+
+    @property
+    def gain(self) -> float:
+        """Of the level in use, the running mean."""
+        return self.state.sent / self.state.wanted if self.state.wanted > 0 else 1.0
+
+    def observe(self, seen: Observation) -> Mapping[str, str] | None:
+        """See `autopar.compression.policy.Policy`."""
+        state = self.state
+        if not seen.finite:
+            return None
+        if not state.names:
+            state.names = managed(seen.gradients)
+            state.throughput = [None] * len(self.levels)
+        elif self._measured(seen):
+            if state.level >= 0 and self.gain < self.epsilon:
+                self._move(state.level - 1, waiting=self.retry)
+            elif state.count >= self.window:
+                self._judge()
+        return changes(dict.fromkeys(state.names, self.codec), seen.gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON values."""
+        return saved(self.state)
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Goes on from a saved state.
+
+        Raises:
+          ValueError: it is that of another policy, or of other levels.
+        """
+        found = values.get("throughput", ())
+        if len(found) not in (0, len(self.levels)):
+            raise ValueError(
+                f"GraVAC: the saved state is of {len(found)} levels, this one has "
+                f"{len(self.levels)}."
+            )
+        restore(self.state, values, "GraVAC")
+
+    def _measured(self, seen: Observation) -> bool:
+        """Takes the norms in; False if the level is not in use yet."""
+        state = self.state
+        reports = [seen.gradients[n] for n in state.names if n in seen.gradients]
+        if not reports or any(r.codec != self.codec for r in reports):
+            return False
+        sent, wanted = squared_norms(reports)
+        first = state.count == 0
+        weight = 1.0 if first else self.alpha
+        state.sent += weight * (sent - state.sent)
+        state.wanted += weight * (wanted - state.wanted)
+        state.seconds += seen.seconds
+        state.count += 1
+        return True
+
+    def _judge(self) -> None:
+        """Decides at the end of a window."""
+        state = self.state
+        here = state.level
+        throughput = self.gain * state.count / max(state.seconds, 1e-12)
+        if here >= 0:
+            state.throughput[here] = throughput
+        below = state.throughput[here - 1] if here > 0 else None
+        worse = below is not None and throughput < below * (1.0 + self.omega)
+        if state.waiting > 1:
+            self._move(here, waiting=state.waiting - 1)
+        elif state.waiting == 0 and worse:
+            self._move(here - 1, waiting=self.retry)
+        else:
+            top = here + 1 == len(self.levels)
+            self._move(here if top else here + 1, waiting=self.retry if top else 0)
+
+    def _move(self, level: int, *, waiting: int) -> None:
+        """Starts a window on a level."""
+        state = self.state
+        if level != state.level:
+            state.sent = state.wanted = 0.0
+        state.level, state.waiting = level, waiting
+        state.count, state.seconds = 0, 0.0

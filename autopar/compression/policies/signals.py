@@ -1,0 +1,102 @@
+"""What policies have in common: which gradients, what was sent of them, their state.
+
+A policy is a frozen dataclass of options with one small state, a dataclass of
+JSON values that `saved` turns into a dict and `restore` fills again.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autopar.compression.policy import GradientReport
+from autopar.compression.registry import format_codec, parse_codec
+
+DENSE = "dense"
+"""The codec of what is not compressed, and that of small gradients in any plan."""
+
+MIN_ELEMENTS = 1024
+"""Below this a gradient is sent as it is: the least layer of CGX (torch_cgx)."""
+
+
+def canonical(text: str) -> str:
+    """A codec's text as the reports of a step write it.
+
+    Raises:
+      ValueError: it names no codec.
+
+    >>> canonical(" int8:block=256 ")
+    'int8'
+    """
+    return format_codec(parse_codec(text))
+
+
+def managed(gradients: Mapping[str, GradientReport]) -> list[str]:
+    """The gradients that a policy may change: those that are not sent densely.
+
+    Where all are, those with at least `MIN_ELEMENTS`.
+    """
+    chosen = [name for name, report in gradients.items() if report.codec != DENSE]
+    if chosen:
+        return sorted(chosen)
+    return sorted(n for n, r in gradients.items() if r.elements >= MIN_ELEMENTS)
+
+
+def squared_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
+    """Squared norms of what was sent, and of what was to be, over gradients."""
+    sent = wanted = 0.0
+    for report in reports:
+        square = report.norm**2
+        wanted += square
+        sent += report.gain * square
+    return sent, wanted
+
+
+def changes(
+    wish: Mapping[str, str], gradients: Mapping[str, GradientReport]
+) -> dict[str, str] | None:
+    """What of a wish is not so already; None: nothing."""
+    different = {
+        name: codec
+        for name, codec in wish.items()
+        if name in gradients and gradients[name].codec != codec
+    }
+    return different or None
+
+
+def check_count(where: str, **counts: int) -> None:
+    """Raises ValueError unless all numbers are positive."""
+    for name, value in counts.items():
+        if value < 1:
+            raise ValueError(f"{where}: {name} must be at least 1, got {value}.")
+
+
+def check_share(where: str, **shares: float) -> None:
+    """Raises ValueError unless all numbers are from 0 to 1."""
+    for name, value in shares.items():
+        if not 0.0 <= value <= 1.0:
+            raise ValueError(f"{where}: {name} must be from 0 to 1, got {value}.")
+
+
+def saved(state: Any) -> dict[str, Any]:
+    """A policy's state as JSON values."""
+    return dataclasses.asdict(state)
+
+
+def restore(state: Any, values: Mapping[str, Any], where: str) -> None:
+    """Fills a policy's state with what `saved` returned.
+
+    Raises:
+      ValueError: it was saved by another policy.
+    """
+    fields = [field.name for field in dataclasses.fields(state)]
+    if sorted(values) != sorted(fields):
+        raise ValueError(
+            f"{where}: its saved state has {', '.join(sorted(fields))}, got "
+            f"{', '.join(sorted(values)) or 'nothing'}; load what the state_dict() of "
+            f"a {where} returned."
+        )
+    for name in fields:
+        setattr(state, name, copy.deepcopy(values[name]))

@@ -1,0 +1,425 @@
+"""Chooses how each gradient is sent, together with the layouts.
+
+The choice for given layouts is a small program
+(`autopar_solver.selection`): least exposed and local seconds under a budget of
+error. Layouts are chosen with it by its prices: with a price on error and a
+weight on each second of the link, every gradient's best codec for every pair of
+layouts is known, so the problem of the layouts stays what it was, with other
+costs on the edges that carry gradients. Its best plans are then judged by the
+exact choice, and so is the plan that was best without codecs: what is returned is
+never worse than choosing the layouts first and the codecs after.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from autopar.cluster import MeshShape
+from autopar.compression.codec import Codec
+from autopar.compression.exchange import messages
+from autopar.compression.registry import format_codec, parse_codec
+from autopar.compression.synchronise import Gradient, init_state
+from autopar.compression.feedback import Feedback
+from autopar.cost.compression import (
+    added_s,
+    effective_error,
+    local_s,
+    relative_error,
+    round_s,
+    wire_s,
+)
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.analysis import Analysis
+from autopar.planner.coded import Prices
+from autopar.planner.gradients import Site, decision, sites
+from autopar.planner.price import CPU_SKEW, Pricer
+from autopar.planner.problem import Restriction
+from autopar.planner.search import Candidate, SearchResult, solve_mesh
+from autopar.plans import Compression, GradientDecision
+from autopar_solver import (
+    CodecSelection,
+    SelectionResult,
+    Status,
+    solve_relaxation,
+    solve_selection,
+)
+
+# What ``auto`` chooses from; '' leaves a gradient to the compiler.
+CANDIDATES = (
+    "", "bf16", "fp8", "int8", "int4", "sign", "topk:ratio=0.01", "blocktopk",
+    "threshold:ratio=0.01", "threshold:ratio=0.05", "powersgd:rank=1",
+    "powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=8", "powersgd:rank=16",
+    "powersgd:rank=32", "predicted:ratio=0.05", "predicted:ratio=0.1",
+)  # fmt: skip
+# Effective relative error of the whole gradient that ``auto`` allows: between that of
+# int8 without feedback and of half the elements lost.
+DEFAULT_BUDGET = 0.1
+# Codecs that save less than this part of a step are not worth their error.
+WORTHWHILE = 0.03
+# Rounds of choosing layouts by the prices of the best choice so far.
+ROUNDS = 2
+
+# name of a parameter -> codec -> relative error of its gradient, measured.
+Errors = Mapping[str, Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Codecs for one assignment.
+
+    Attributes:
+      candidate: the assignment.
+      sites: its gradients.
+      codecs: of each, '' where it is left to the compiler.
+      saved_s: seconds of a step that they save.
+      each_s: the same of each gradient.
+      error: effective relative error of the whole gradient.
+      memory_bytes: what the codecs keep on one device.
+      problem: the program that chose.
+    """
+
+    candidate: Candidate
+    sites: tuple[Site, ...]
+    codecs: tuple[str, ...]
+    saved_s: float
+    each_s: tuple[float, ...]
+    error: float
+    memory_bytes: float
+    problem: CodecSelection | None
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.candidate.step_s - self.saved_s
+
+
+def parsed(text: str) -> Codec | None:
+    """The codec that a mode names; None for ``none`` and ``auto``.
+
+    Raises:
+      PlanError: there is no such codec.
+    """
+    if text in ("none", "auto"):
+        return None
+    try:
+        return parse_codec(text)
+    except ValueError as error:
+        raise PlanError(f"compression={text!r}: {error}") from error
+
+
+def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> Choice:
+    """Every gradient by one codec, the small ones as they are.
+
+    Raises:
+      PlanError: the codec can be used for none of them.
+    """
+    found = sites(analysis, candidate.assignment)
+    large = [s for s in found if s.compressible]
+    refusals = {s.value: s.refuses(codec) for s in large}
+    if large and all(refusals.values()):
+        why = next(iter(refusals.values()))
+        raise PlanError(
+            f"compression={format_codec(codec)!r} cannot be used for any gradient of "
+            f"this plan: {why} Try another codec, or compression='auto'."
+        )
+    text = format_codec(codec)
+    codecs = ["dense" if refusals.get(s.value, "small") else text for s in found]
+    return _judged(candidate, found, codecs, {})
+
+
+def _judged(
+    candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
+) -> Choice:
+    """What given codecs save, each charged alone and each kind of message once."""
+    pricer = candidate.pricer
+    before = [_option(pricer, s, "", errors) for s in found]
+    after = [_option(pricer, s, c, errors) for s, c in zip(found, codecs, strict=True)]
+    each = [
+        b.wire_s + b.local_s - a.wire_s - a.local_s
+        for b, a in zip(before, after, strict=True)
+    ]
+    latency = _latency_s(pricer, found, codecs) - _latency_s(
+        pricer, found, [""] * len(found)
+    )
+    total = sum(math.prod(s.shape) for s in found)
+    squared = sum(a.error for a in after)
+    return Choice(
+        candidate,
+        tuple(found),
+        tuple(codecs),
+        sum(each) - latency,
+        tuple(each),
+        math.sqrt(squared / total) if total else 0.0,
+        sum(a.memory_bytes for a in after),
+        None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """What one codec does for one gradient; ``error`` is weighted by elements."""
+
+    wire_s: float
+    local_s: float
+    error: float
+    memory_bytes: float
+
+
+def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> Option:
+    """Prices a codec for a gradient; '' is what the compiler does."""
+    axes = tuple(pricer.mesh.axes[a] for a in site.axes)
+    skew = CPU_SKEW if pricer.cluster.device.kind == "cpu" else 1.0
+    if not text:
+        kind = pricer.runs_as("reduce_scatter" if site.scatter else "all_reduce")
+        nbytes = float(site.elements * site.itemsize)
+        return Option(skew * added_s(kind, nbytes, axes), 0.0, 0.0, 0.0)
+    codec = parse_codec(text)
+    wire = wire_s(codec, site.local_shape, site.workers, axes, scatter=site.scatter)
+    local = local_s(codec, site.elements, pricer.cluster.device)
+    error = errors.get(site.name, {}).get(text)
+    if error is None:
+        error = relative_error(codec, site.local_shape)
+    counted = effective_error(error, feedback=codec.feedback)
+    weighted = math.prod(site.shape) * counted**2
+    return Option(skew * wire, local, weighted, _state_bytes(site, codec))
+
+
+def _state_bytes(site: Site, codec: Codec) -> float:
+    """What a codec keeps of one gradient on one device, residual included."""
+    import jax
+
+    kind = "residual" if codec.feedback else "none"
+    how = Gradient(site.name, site.local_shape, codec, Feedback(kind=kind))
+    state = jax.eval_shape(lambda: init_state(how, site.workers))
+    return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
+
+
+def _latency_s(pricer: Pricer, found: Sequence[Site], codecs: Sequence[str]) -> float:
+    """Latency of the messages: gradients of the same axes send together."""
+    rounds: set[tuple[int, str, tuple[int, ...]]] = set()
+    for site, text in zip(found, codecs, strict=True):
+        if not text:
+            rounds.add((0, "all_reduce", site.axes))
+            continue
+        sent = messages(
+            parse_codec(text), site.local_shape, site.workers, scatter=site.scatter
+        )
+        rounds.update((k, m.kind, site.axes) for k, m in enumerate(sent))
+    return sum(
+        round_s(kind, tuple(pricer.mesh.axes[a] for a in axes))
+        for _, kind, axes in rounds
+    )
+
+
+def choose(
+    analysis: Analysis, candidate: Candidate, budget: float, errors: Errors
+) -> Choice:
+    """The codecs that make a given assignment fastest, within the budget."""
+    found = sites(analysis, candidate.assignment)
+    large = [s for s in found if s.compressible]
+    nothing = _judged(candidate, found, [""] * len(found), errors)
+    if not large:
+        return nothing
+    texts = [_allowed(site) for site in large]
+    problem = _selection(candidate, found, large, texts, budget, errors)
+    answer = solve_selection(problem, seconds=10.0)
+    if answer.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        return dataclasses.replace(nothing, problem=problem)
+    chosen = {
+        s.value: t[k] for s, t, k in zip(large, texts, answer.choices, strict=True)
+    }
+    coded = any(chosen.values())
+    rest = "dense" if coded else ""
+    codecs = [chosen.get(s.value, "") or rest for s in found]
+    made = _judged(candidate, found, codecs, errors)
+    hidden = _hidden_s(problem, answer)
+    made = dataclasses.replace(made, problem=problem, saved_s=made.saved_s - hidden)
+    if made.saved_s < WORTHWHILE * candidate.step_s:
+        return dataclasses.replace(nothing, problem=problem)
+    return made
+
+
+def _hidden_s(problem: CodecSelection, answer: SelectionResult) -> float:
+    """What of the wire time that is saved was hidden anyway."""
+    from autopar_solver import recompute
+
+    dense = recompute(problem, [0] * len(problem.num_options))
+    return (dense.wire_s - dense.exposed_s) - (answer.wire_s - answer.exposed_s)
+
+
+def _allowed(site: Site) -> list[str]:
+    return [t for t in CANDIDATES if not t or not site.refuses(parse_codec(t))]
+
+
+def _selection(
+    candidate: Candidate,
+    found: Sequence[Site],
+    large: Sequence[Site],
+    texts: Sequence[Sequence[str]],
+    budget: float,
+    errors: Errors,
+) -> CodecSelection:
+    pricer = candidate.pricer
+    options = [
+        [_option(pricer, s, t, errors) for t in row]
+        for s, row in zip(large, texts, strict=True)
+    ]
+    total = sum(math.prod(s.shape) for s in found)
+    ready, backward = _schedule(candidate, large)
+    left = pricer.cluster.memory_bytes - candidate.peak_memory_bytes
+
+    def column(field: str) -> tuple[np.ndarray, ...]:
+        return tuple(np.array([getattr(o, field) for o in row]) for row in options)
+
+    return CodecSelection(
+        wire_s=column("wire_s"),
+        local_s=column("local_s"),
+        error=column("error"),
+        ready_s=ready,
+        backward_s=backward,
+        error_budget=budget**2 * total,
+        memory_bytes=column("memory_bytes"),
+        memory_budget_bytes=max(0.0, left),
+    )
+
+
+def _schedule(
+    candidate: Candidate, large: Sequence[Site]
+) -> tuple[tuple[float, ...], float]:
+    """When gradients are complete, and when the backward pass ends.
+
+    On CPU devices nothing is hidden: programs run one operator after the other
+    there. Elsewhere the backward pass takes two thirds of the work and its
+    gradients come in program order.
+    """
+    if candidate.pricer.cluster.device.kind == "cpu":
+        return (0.0,) * len(large), 0.0
+    backward = candidate.compute_s * 2 / 3
+    order = sorted(s.ready for s in large)
+    count = len(order)
+    ready = tuple(backward * (order.index(s.ready) + 1) / count for s in large)
+    return ready, backward
+
+
+Restrictor = Callable[[Pricer], Restriction]
+
+
+def joint(
+    analysis: Analysis,
+    result: SearchResult,
+    *,
+    budget: float,
+    errors: Errors,
+    seconds: float | None,
+    restriction: Restrictor | None,
+) -> tuple[Choice, Choice]:
+    """The best layouts and codecs together, and the best when layouts come first."""
+    known = [c for _, c in result.tried if c is not None]
+    choices = [choose(analysis, c, budget, errors) for c in known]
+    first = choices[known.index(result.best)]
+    best = min(choices, key=lambda c: c.step_s)
+    meshes = [mesh for mesh, _ in result.tried]
+    for _ in range(ROUNDS):
+        prices = _prices(best, errors)
+        found = [
+            choose(analysis, c, budget, errors)
+            for mesh in meshes
+            if (c := _solved(analysis, mesh, result, prices, seconds, restriction))
+        ]
+        better = min(found, key=lambda c: c.step_s, default=best)
+        if better.step_s >= best.step_s * (1 - 1e-6):
+            break
+        best = better
+        meshes = [best.candidate.pricer.mesh]
+    return best, first
+
+
+def _prices(best: Choice, errors: Errors) -> Prices:
+    """What a second on the link and an error are worth at the best choice so far.
+
+    Where that sends nothing, an error is free: the exact choice sees to the budget.
+    """
+    codecs, known = CANDIDATES[1:], dict(errors)
+    dual = None if best.problem is None else solve_relaxation(best.problem)
+    if dual is None or dual.status is not Status.OPTIMAL:
+        return Prices(1.0, 0.0, codecs, known)
+    weights = dual.wire_weights
+    weight = float(np.mean(weights)) if weights else 1.0
+    return Prices(weight, dual.seconds_per_error, codecs, known)
+
+
+def _solved(
+    analysis: Analysis,
+    mesh: MeshShape,
+    result: SearchResult,
+    prices: Prices,
+    seconds: float | None,
+    restriction: Restrictor | None,
+) -> Candidate | None:
+    pricer = Pricer(result.best.pricer.cluster, mesh)
+    limit = restriction(pricer) if restriction is not None else None
+    try:
+        return solve_mesh(analysis, pricer, limit, seconds, prices=prices)
+    except InfeasibleError:
+        return None
+
+
+def decisions(choice: Choice) -> tuple[GradientDecision, ...]:
+    """Writes a choice down."""
+    names = choice.candidate.pricer.mesh.names
+    out: list[GradientDecision] = []
+    for site, text, saved in zip(
+        choice.sites, choice.codecs, choice.each_s, strict=True
+    ):
+        error = relative_error(parse_codec(text), site.local_shape) if text else 0.0
+        out.append(
+            msgspec.structs.replace(
+                decision(site, names, text), error=error, saved_s=saved
+            )
+        )
+    return tuple(out)
+
+
+def described(
+    choice: Choice, first: Choice, mode: str, budget: float | None
+) -> Compression:
+    """Says why."""
+    return Compression(
+        mode=mode,
+        error_budget=budget,
+        metric="root mean square over elements of each gradient's relative error",
+        error=choice.error,
+        reason=_reason(choice, first, mode),
+    )
+
+
+def _reason(choice: Choice, first: Choice, mode: str) -> str:
+    step = choice.candidate.step_s
+    pricer = choice.candidate.pricer
+    dense = [_option(pricer, s, "", {}) for s in choice.sites]
+    wire = sum(o.wire_s for o in dense)
+    if mode != "auto":
+        return f"asked for; saves {_ms(choice.saved_s)} of a step of {_ms(step)}"
+    if not choice.sites:
+        return "no gradient is summed over devices in this plan"
+    if not any(choice.codecs):
+        return (
+            f"dense: sending gradients takes {_ms(wire)} of a step of {_ms(step)}; no "
+            "codec within the error budget saves "
+            f"{100 * WORTHWHILE:.0f}% of the step after encoding and decoding"
+        )
+    gain = first.step_s - choice.step_s
+    moved = f", {_ms(gain)} of it by other layouts" if gain > 1e-9 else ""
+    return (
+        f"codecs save {_ms(choice.saved_s)} of a step of {_ms(step)} "
+        f"({_ms(wire)} of it gradients){moved}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,229 @@
+"""Starts one process in each namespace and talks to it.
+
+A worker writes lines that start with ``@bed`` to its standard output, with JSON
+behind it: ``{"result": ...}`` is kept, ``{"rate_mbit": ...}`` changes the rate of all
+links and is answered with one line on its standard input. All other lines are its log.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Protocol
+
+MARK = "@bed "
+RANK, COUNT, COORDINATOR = "BED_RANK", "BED_COUNT", "BED_COORDINATOR"
+COORDINATOR_PORT = 29400
+"""In a namespace of its own no other program can hold it."""
+
+# One thread for what XLA computes: the hosts share the machine's cores. NPROC sizes
+# XLA's pool, which a collective blocks a thread of.
+XLA_FLAGS = "--xla_cpu_multi_thread_eigen=false"
+NPROC = "4"
+
+_LOG_LINES = 400
+_POLL_S = 0.02
+_GRACE_S = 2.0
+REPOSITORY = pathlib.Path(__file__).resolve().parents[2]
+
+
+class RunFailed(RuntimeError):
+    """A process failed or took too long; the text has the end of its log."""
+
+
+class Place(Protocol):
+    """What is needed of `bed.Host`."""
+
+    @property
+    def rank(self) -> int:
+        """Number of the host."""
+        ...
+
+    @property
+    def namespace(self) -> str:
+        """Name of its namespace."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Its address."""
+        ...
+
+
+def environment(
+    rank: int, count: int, coordinator: str, more: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables of one worker."""
+    folders = (REPOSITORY, REPOSITORY / "solver", REPOSITORY / "passes")
+    return {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(map(str, folders)),
+        "PYTHONUNBUFFERED": "1",
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": XLA_FLAGS,
+        "OMP_NUM_THREADS": "1",
+        "NPROC": NPROC,
+        **more,
+        RANK: str(rank),
+        COUNT: str(count),
+        COORDINATOR: f"{coordinator}:{COORDINATOR_PORT}",
+    }
+
+
+class Running:
+    """The processes of one command, one in each namespace."""
+
+    def __init__(
+        self,
+        hosts: Sequence[Place],
+        command: Sequence[str],
+        env: Mapping[str, str],
+        set_rate: Callable[[float | None], None],
+    ) -> None:
+        """Starts them; `bed.Bed.start` makes these.
+
+        Args:
+          hosts: where to.
+          command: the program and its arguments.
+          env: more variables for it.
+          set_rate: is called with the rates that workers ask for, in Mbit/s.
+        """
+        self.results: list[list[Any]] = [[] for _ in hosts]
+        self._set_rate = set_rate
+        self._logs = [collections.deque[str](maxlen=_LOG_LINES) for _ in hosts]
+        self._folder = tempfile.TemporaryDirectory(prefix="bed-")
+        self._errors = [
+            pathlib.Path(self._folder.name) / f"{host.rank}.err" for host in hosts
+        ]
+        self._written = [""] * len(hosts)  # to the files, once those are gone
+        self._processes: list[subprocess.Popen[str]] = []
+        self._readers: list[threading.Thread] = []
+        self._problem: str | None = None
+        for host, errors in zip(hosts, self._errors, strict=True):
+            variables = environment(host.rank, len(hosts), hosts[0].address, env)
+            self._start(host, command, variables, errors)
+
+    def _start(
+        self,
+        host: Place,
+        command: Sequence[str],
+        variables: Mapping[str, str],
+        errors: pathlib.Path,
+    ) -> None:
+        with errors.open("w") as stderr:
+            process = subprocess.Popen(
+                ["ip", "netns", "exec", host.namespace, *command],
+                env=dict(variables),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=stderr,
+                text=True,
+                start_new_session=True,  # a Ctrl-C is for the parent, who cleans up
+            )
+        self._processes.append(process)
+        reader = threading.Thread(target=self._read, args=(host.rank,), daemon=True)
+        self._readers.append(reader)
+        reader.start()
+
+    def _read(self, rank: int) -> None:
+        process = self._processes[rank]
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith(MARK):
+                self._serve(rank, line)
+            else:
+                self._logs[rank].append(line)
+
+    def _serve(self, rank: int, line: str) -> None:
+        """Does what a worker asks for."""
+        try:
+            message = json.loads(line.removeprefix(MARK))
+            if "result" in message:
+                self.results[rank].append(message["result"])
+                return
+            if "say" in message:
+                print(message["say"], file=sys.stderr, flush=True)
+                return
+            self._set_rate(message["rate_mbit"])
+            answer = self._processes[rank].stdin
+            assert answer is not None
+            answer.write("done\n")
+            answer.flush()
+        except Exception as error:  # of this thread, which nobody joins in time
+            self._problem = f"process {rank} asked {line.strip()!r}: {error}"
+
+    def wait(self, timeout_s: float) -> list[list[Any]]:
+        """Waits for all to end and returns the results that each one reported.
+
+        Raises:
+          RunFailed: one failed, or they took longer than ``timeout_s``.
+        """
+        deadline = time.monotonic() + timeout_s
+        try:
+            while True:
+                codes = [process.poll() for process in self._processes]
+                self._check(codes, time.monotonic() > deadline, timeout_s)
+                if all(code == 0 for code in codes):
+                    break
+                time.sleep(_POLL_S)
+            for reader in self._readers:
+                reader.join(_GRACE_S)
+            if self._problem:
+                raise RunFailed(self._problem)
+        except RunFailed:
+            time.sleep(0.2)  # the others may say what went wrong
+            raise
+        finally:
+            self.stop()
+        return self.results
+
+    def _check(self, codes: Sequence[int | None], late: bool, timeout_s: float) -> None:
+        if self._problem:
+            raise RunFailed(self._problem)
+        for rank, code in enumerate(codes):
+            if code:
+                raise RunFailed(
+                    f"process {rank} ended with {code}:\n{self.log(rank, 40)}"
+                )
+        if late:
+            still = [rank for rank, code in enumerate(codes) if code is None]
+            raise RunFailed(
+                f"processes {still} had not ended after {timeout_s:g} s; the log of "
+                f"{still[0]}:\n{self.log(still[0], 20)}"
+            )
+
+    def log(self, rank: int, lines: int = _LOG_LINES) -> str:
+        """The end of what a process wrote."""
+        errors = self._written[rank]
+        if self._errors[rank].exists():
+            errors = self._errors[rank].read_text(errors="replace")
+        last = errors.splitlines(keepends=True)[-lines:]
+        return "".join([*list(self._logs[rank])[-lines:], *last])
+
+    def stop(self) -> None:
+        """Kills what still runs; the results and logs stay."""
+        for process in self._processes:
+            if process.poll() is None:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+        for process, reader in zip(self._processes, self._readers, strict=True):
+            process.wait()
+            reader.join(_GRACE_S)
+            for stream in (process.stdin, process.stdout):
+                if stream is not None:
+                    with contextlib.suppress(BrokenPipeError):
+                        stream.close()
+        if self._errors and self._errors[0].exists():
+            texts = [path.read_text(errors="replace") for path in self._errors]
+            self._written = texts
+        self._folder.cleanup()

@@ -1,0 +1,132 @@
+"""The commands that make and remove network namespaces, and what they say."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+PREFIX = "apb"
+NAME = re.compile(rf"({PREFIX}(\d+))(w\d+|v\d+|br)")
+"""Of what a bed makes: its prefix, in which its maker's number is, and the rest."""
+
+HOSTS_ROOT = pathlib.Path("/etc/netns")
+
+
+class BedUnavailable(RuntimeError):
+    """This machine cannot make the bed; the text says what is missing."""
+
+
+def command(words: Sequence[str], doing: str) -> str:
+    """Runs a tool; its output, or `BedUnavailable` with what it said."""
+    done = subprocess.run(words, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BedUnavailable(why(doing, (done.stderr or done.stdout).strip()))
+    return done.stdout
+
+
+def why(doing: str, said: str) -> str:
+    """The text of an error: what failed, what the tool said, and what to do."""
+    hints = {
+        "Operation not permitted": "run as root, in a container with CAP_NET_ADMIN "
+        "and CAP_SYS_ADMIN",
+        "Unknown device type": "the kernel lacks this kind of device (modules bridge "
+        "and veth)",
+        "qdisc kind is unknown": "the kernel lacks the token bucket filter (module "
+        "sch_tbf)",
+        "File exists": "an earlier run left it: python benchmarks/network/bed.py clean",
+    }
+    found = [hint for text, hint in hints.items() if text in said]
+    return f"cannot {doing}: {said}" + (f"; {found[0]}." if found else "")
+
+
+def require_tools() -> None:
+    """Raises `BedUnavailable` where the system or the user cannot make namespaces."""
+    if sys.platform != "linux":
+        raise BedUnavailable(f"network namespaces are Linux's; this is {sys.platform}.")
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        raise BedUnavailable(
+            f"{' and '.join(missing)} not found: install iproute2 "
+            "(apt-get install iproute2)."
+        )
+    if os.geteuid() != 0:
+        raise BedUnavailable(
+            "network namespaces need root: run with sudo, or in a container with "
+            "CAP_NET_ADMIN and CAP_SYS_ADMIN."
+        )
+
+
+def output(*words: str) -> str:
+    """What a tool prints; '' where it fails."""
+    return subprocess.run(words, capture_output=True, text=True, check=False).stdout
+
+
+def names_with(prefix: str) -> tuple[list[str], list[str]]:
+    """The (namespaces, interfaces of the bridge side) that exist with a prefix."""
+    spaces = [line.split()[0] for line in output("ip", "netns", "list").splitlines()]
+    folders = [p.name for p in HOSTS_ROOT.glob(f"{prefix}w*")]
+    links = re.findall(r"^\d+: ([^:@\s]+)", output("ip", "-o", "link"), re.MULTILINE)
+
+    def ours(names: Sequence[str]) -> list[str]:
+        found = {n for n in names if (m := _parts(n)) and m[0] == prefix}
+        return sorted(found)
+
+    return ours(spaces + folders), ours(links)
+
+
+def _parts(name: str) -> tuple[str, str] | None:
+    """(prefix, rest) of a name that a bed gives."""
+    match = re.fullmatch(r"(.+?)(w\d+|v\d+|br)", name)
+    return (match[1], match[2]) if match else None
+
+
+def remove(prefix: str) -> list[str]:
+    """Ends the processes in the namespaces of a prefix and removes all of them.
+
+    Returns the names of what was removed.
+    """
+    spaces, links = names_with(prefix)
+    for space in spaces:
+        _end_processes(space)
+    for link in links:  # a namespace that lingers would keep its end otherwise
+        output("ip", "link", "del", link)
+    for space in spaces:
+        output("ip", "netns", "del", space)
+        shutil.rmtree(HOSTS_ROOT / space, ignore_errors=True)
+    return spaces + links
+
+
+def _end_processes(space: str, patience_s: float = 5.0) -> None:
+    deadline = time.monotonic() + patience_s
+    while pids := output("ip", "netns", "pids", space).split():
+        for pid in pids:
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if time.monotonic() > deadline:
+            return
+        time.sleep(0.02)
+
+
+def clean(everything: bool = False) -> list[str]:
+    """Removes the beds whose makers are dead (or all of them); returns the names."""
+    require_tools()
+    spaces = [line.split()[0] for line in output("ip", "netns", "list").splitlines()]
+    folders = [p.name for p in HOSTS_ROOT.glob(f"{PREFIX}*")]
+    links = re.findall(r"^\d+: ([^:@\s]+)", output("ip", "-o", "link"), re.MULTILINE)
+    matches = [m for n in {*spaces, *folders, *links} if (m := NAME.fullmatch(n))]
+    owners = {m[1]: int(m[2]) for m in matches}
+    dead = [
+        prefix
+        for prefix, pid in sorted(owners.items())
+        if everything or not pathlib.Path(f"/proc/{pid}").exists()
+    ]
+    return [name for prefix in dead for name in remove(prefix)]

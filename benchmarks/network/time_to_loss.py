@@ -1,0 +1,295 @@
+"""Time of training over real links to the loss that the dense run ends with.
+
+    python benchmarks/network/time_to_loss.py --rates 100 1000 --steps 300 \\
+        --compression dense int8 --seeds 0 1 2 --out runs.json
+
+For every rate and seed, the configurations of ``--compression`` train the language
+model on four hosts, a few steps each in turns, so that the noise of the machine meets
+all of them. "dense" runs without the option; anything else is handed to the planner
+as ``compression=``. The clock runs only in steps: not while
+programs are compiled, batches made or evaluation losses measured. What a step takes
+is the longest that any process took.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import bed
+import clusters
+import jax
+import language_model
+import launch
+import numpy as np
+import summaries
+import worker
+from jax.sharding import PartitionSpec
+
+import autopar
+
+DENSE = "dense"
+WARM_STEPS = 2
+DECAY_STEPS = 100  # at least, so that a short trial run is possible
+TIMEOUT_S = 3600.0
+
+
+@dataclasses.dataclass(slots=True)
+class Run:
+    """One configuration in training.
+
+    Attributes:
+      compression: of the command line.
+      step: the planned step.
+      state: the carried state, global arrays.
+      sent: traffic of one step, by this process.
+      done: steps taken.
+      step_s: seconds of each.
+      cpu_s: of this process in each.
+      losses: training loss of each.
+      evaluations: (step, evaluation loss).
+    """
+
+    compression: str
+    step: Any
+    state: Any
+    sent: worker.Traffic
+    done: int = 0
+    step_s: list[float] = dataclasses.field(default_factory=list)
+    cpu_s: list[float] = dataclasses.field(default_factory=list)
+    losses: list[float] = dataclasses.field(default_factory=list)
+    evaluations: list[tuple[int, float]] = dataclasses.field(default_factory=list)
+
+
+class Evaluator:
+    """The evaluation loss of a state, computed by all processes together."""
+
+    def __init__(self, workload: language_model.Workload, rows: int = 256) -> None:
+        """Lays the held-out windows over the processes."""
+        mesh = jax.make_mesh(
+            (jax.device_count(),), ("all",), (jax.sharding.AxisType.Auto,)
+        )
+        split = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("all"))
+        whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+        data = language_model.evaluation_batch(workload.sizes, rows)
+        part = rows // worker.count()
+        mine = slice(worker.rank() * part, (worker.rank() + 1) * part)
+        self._data = {
+            name: jax.make_array_from_process_local_data(split, array[mine])
+            for name, array in data.items()
+        }
+        self._whole = whole
+        self._loss = jax.jit(workload.eval_loss, out_shardings=whole)
+
+    def __call__(self, state: Any) -> float:
+        """Of the parameters; where they are sharded, they are gathered first."""
+        params = jax.device_put(state.params, self._whole)
+        return float(self._loss(params, self._data))
+
+
+def data_parallel_plan(
+    workload: language_model.Workload, compression: str
+) -> autopar.Plan:
+    """The plan of one who has not looked at the links: the batch is split.
+
+    Left to itself, the planner finds that links this slow are not worth using for a
+    model this small: every host computes the whole batch. So this is planned for
+    links that cost next to nothing, with all state whole on every host.
+    """
+    fast = autopar.Cluster.parse(
+        f"{worker.count()}x1:cpu,network=1000Gb/s,network_latency=1us"
+    )
+    pins = {
+        "state/params/*": PartitionSpec(),
+        "state/opt_state/*": PartitionSpec(),
+        "data/*": PartitionSpec("data"),
+    }
+    state = jax.eval_shape(workload.create)
+    data = jax.eval_shape(lambda: workload.batch(0))
+    options: dict[str, Any] = (
+        {} if compression == DENSE else {"compression": compression}
+    )
+    return autopar.plan(
+        workload.step, state, data, cluster=fast, pins=pins, seconds=None, **options
+    )
+
+
+def parallel_step(
+    workload: language_model.Workload,
+    compression: str,
+    cluster: autopar.Cluster,
+    mode: str,
+) -> Any:
+    """The step under `data_parallel_plan`, or under what is found for a cluster."""
+    if mode == "data":
+        plan = data_parallel_plan(workload, compression)
+        return autopar.parallelize(workload.step, plan=plan)
+    options: dict[str, Any] = (
+        {} if compression == DENSE else {"compression": compression}
+    )
+    return autopar.parallelize(workload.step, cluster=cluster, **options)
+
+
+def start_run(
+    workload: language_model.Workload, compression: str, step: Any, idle: Any
+) -> Run:
+    """Compiles, counts the bytes of a step and starts again from step 0."""
+    example = jax.eval_shape(lambda: workload.batch(0))
+    state = step.init(workload.create, batch=example)
+    for k in range(WARM_STEPS):
+        state, metrics = step(state, rows(workload, k))
+        jax.block_until_ready((state, metrics))
+    data = rows(workload, WARM_STEPS)
+    sent, _ = worker.measure(lambda: jax.block_until_ready(step(state, data)), idle)
+    return Run(compression, step, step.init(workload.create, batch=example), sent)
+
+
+def rows(workload: language_model.Workload, step: int) -> Any:
+    """This process's rows of the batch of a step."""
+    return workload.batch(step, worker.rank(), worker.count())
+
+
+def advance(run: Run, workload: language_model.Workload, steps: int) -> None:
+    """Takes some steps, each on the clock."""
+    for _ in range(steps):
+        data = rows(workload, run.done)
+        worker.barrier()
+        started_s, started_cpu_s = time.perf_counter(), time.process_time()
+        run.state, metrics = run.step(run.state, data)
+        jax.block_until_ready((run.state, metrics))
+        run.step_s.append(time.perf_counter() - started_s)
+        run.cpu_s.append(time.process_time() - started_cpu_s)
+        run.losses.append(float(metrics["loss"]))
+        run.done += 1
+
+
+def record(run: Run, rate_mbit: float, seed: int) -> dict[str, Any]:
+    """What a run found, as JSON."""
+    plan = run.step.plan
+    sent = run.sent
+    return {
+        "rate_mbit": rate_mbit,
+        "seed": seed,
+        "compression": run.compression,
+        "step_s": run.step_s,
+        "cpu_s": run.cpu_s,
+        "losses": run.losses,
+        "evaluations": run.evaluations,
+        "sent_bytes": sent.sent_bytes,
+        "data_bytes": sent.data_bytes,
+        "wire_bytes": sent.wire_bytes,
+        "predicted_step_s": plan.predicted.step_s,
+        "mesh": plan.mesh,
+        "table": str(plan) if worker.rank() == 0 else "",
+    }
+
+
+def train(options: argparse.Namespace, rate_mbit: float, seed: int) -> None:
+    """All configurations at one rate with one seed, in turns."""
+    sizes = language_model.Sizes(
+        batch=options.batch, decay_steps=max(options.steps, DECAY_STEPS)
+    )
+    workload = language_model.build(seed, sizes)
+    fits = clusters.load(options.links)
+    cluster = clusters.described(rate_mbit or None, worker.count(), fits)
+    evaluate = Evaluator(workload)
+    worker.set_rate(None)  # what is not on the clock need not wait for the links
+    idle = worker.background()
+    runs: list[Run] = []
+    for name in options.compression:
+        step = parallel_step(workload, name, cluster, options.plan)
+        runs.append(start_run(workload, name, step, idle))
+        worker.say(f"{rate_mbit:g} Mbit/s, seed {seed}: compiled {name}")
+    for turn, start in enumerate(range(0, options.steps, options.turn)):
+        steps = min(options.turn, options.steps - start)
+        worker.set_rate(rate_mbit or None)
+        order = runs[turn % len(runs) :] + runs[: turn % len(runs)]
+        for run in order:
+            advance(run, workload, steps)
+        worker.set_rate(None)
+        for run in runs:
+            run.evaluations.append((run.done, evaluate(run.state)))
+        worker.say(f"step {runs[0].done}: {_progress(runs)}")
+    for run in runs:
+        worker.report(record(run, rate_mbit, seed))
+
+
+def _progress(runs: Sequence[Run]) -> str:
+    return ", ".join(
+        f"{run.compression} {run.evaluations[-1][1]:.3f} "
+        f"({1e3 * float(np.median(run.step_s)):.0f} ms)"
+        for run in runs
+    )
+
+
+def inside(options: argparse.Namespace) -> None:
+    """What every worker does."""
+    worker.start()
+    for rate, seed in itertools.product(options.rates, options.seeds):
+        train(options, rate, seed)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 1000.0],
+                        help="Mbit/s; 0: unshaped")  # fmt: skip
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--batch", type=int, default=language_model.Sizes().batch,
+                        help="rows over all hosts")  # fmt: skip
+    parser.add_argument("--turn", type=int, default=20,
+                        help="steps of one configuration before the next one's, and "
+                        "between evaluations")  # fmt: skip
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--compression", nargs="+", default=[DENSE],
+                        help="dense first, the measure of the others")  # fmt: skip
+    parser.add_argument("--hosts", type=int, default=4)
+    parser.add_argument("--plan", choices=["data", "auto"], default="data",
+                        help="data: plain data parallelism; auto: what the planner "
+                        "finds for the links")  # fmt: skip
+    parser.add_argument("--links", type=pathlib.Path,
+                        help="a file of collectives.py, to plan with")  # fmt: skip
+    parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds")
+    parser.add_argument("--out", type=pathlib.Path, help="everything, as JSON")
+    parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.compression[0] != DENSE:
+        parser.error(f"--compression must begin with {DENSE}.")
+    return options
+
+
+def main() -> int:
+    """See the module."""
+    options = parse()
+    if options.inside:
+        inside(options)
+        return 0
+    command = [sys.executable, __file__, "--inside", *sys.argv[1:]]
+    code = 0
+    with bed.Bed(options.hosts) as hosts:
+        running = hosts.start(command)
+        try:
+            running.wait(options.timeout)
+        except launch.RunFailed as error:  # what has ended before is worth keeping
+            print(f"RunFailed: {error}", file=sys.stderr)
+            code = 1
+    records = summaries.merged(running.results)
+    print(summaries.table(records))
+    if options.out:
+        found = {"records": records, "machine": clusters.machine()}
+        options.out.write_text(json.dumps(found))
+    return code
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except bed.BedUnavailable as error:
+        sys.exit(f"BedUnavailable: {error}")
