@@ -14,13 +14,14 @@ from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.compression import (
     DEFAULT_BUDGET,
     Choice,
+    choose,
     decisions,
     described,
     joint,
     parsed,
     uniform,
 )
-from autopar.planner.convert import make_plan
+from autopar.planner.convert import make_plan, restore
 from autopar.planner.hints import (
     LogicalRules,
     Pins,
@@ -32,7 +33,7 @@ from autopar.planner.hints import (
 )
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Restriction
-from autopar.planner.search import SearchResult, candidate_meshes, search
+from autopar.planner.search import SearchResult, candidate_meshes, given, search
 from autopar.plans import Plan
 from autopar_passes.roles import InputRole
 
@@ -53,6 +54,7 @@ def plan(
     split_batch: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
+    layouts: Plan | None = None,
 ) -> Plan:
     """Finds the execution plan of a train step that is fastest on a cluster.
 
@@ -76,6 +78,8 @@ def plan(
       compression: how gradients are sent between devices: ``none`` as they are;
         ``auto`` each as trains fastest, chosen together with the layouts; or the
         text of a codec for all of them, such as ``int8`` or ``powersgd:rank=4``.
+      layouts: a plan whose layouts are kept, on this cluster; only the codecs are
+        chosen.
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
 
@@ -96,6 +100,7 @@ def plan(
         split_batch=split_batch,
         compression=compression,
         error_budget=error_budget,
+        layouts=layouts,
     )
 
 
@@ -110,6 +115,7 @@ def plan_analysis(
     split_batch: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
+    layouts: Plan | None = None,
 ) -> Plan:
     """`plan`, for a step that is already analysed."""
     codec = parsed(compression)
@@ -123,13 +129,17 @@ def plan_analysis(
         layouts = pinned_layouts(analysis, pins or {}, pricer.mesh)
         return pin_restriction(analysis, layouts)
 
-    result = search(
-        analysis,
-        cluster,
-        meshes=meshes,
-        seconds=seconds,
-        restriction=restrict if pins else None,
-    )
+    if layouts is not None:
+        kept = restore(analysis, layouts)
+        result = given(analysis, cluster, kept, layouts.axis_names)
+    else:
+        result = search(
+            analysis,
+            cluster,
+            meshes=meshes,
+            seconds=seconds,
+            restriction=restrict if pins else None,
+        )
     if pins:
         check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
     made = make_plan(analysis, result)
@@ -139,6 +149,8 @@ def plan_analysis(
     budget = DEFAULT_BUDGET if error_budget is None else error_budget
     if codec is not None:
         choice = first = uniform(analysis, result.best, codec)
+    elif layouts is not None:
+        choice = first = choose(analysis, result.best, budget, {})
     else:
         choice, first = joint(
             analysis,

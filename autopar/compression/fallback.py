@@ -30,6 +30,33 @@ from autopar.compression.synchronise import (
 )
 
 
+@dataclasses.dataclass(slots=True)
+class Alone:
+    """Stands for links to workers that all hold the same; nothing is sent.
+
+    Attributes:
+      workers: number of workers.
+    """
+
+    workers: int
+
+    def all_to_all(self, payload: jax.Array) -> jax.Array:
+        """See `Links`: everyone has sent this worker its first row."""
+        return jnp.broadcast_to(payload[0], payload.shape)
+
+    def all_gather(self, payload: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return jnp.broadcast_to(payload, (self.workers, *payload.shape))
+
+    def all_reduce(self, values: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return values * self.workers
+
+    def reduce_scatter(self, values: jax.Array) -> jax.Array:
+        """See `Links`."""
+        return values[0] * self.workers
+
+
 def init_level_states(
     levels: Sequence[Sequence[Gradient]], workers: int
 ) -> list[State]:
@@ -102,7 +129,7 @@ def level_gains(
     step: jax.Array,
 ) -> jax.Array:
     """Gain of each level over all workers, float32 (levels,); see the caller."""
-    alone = _Alone(links.workers)
+    alone = Alone(links.workers)
     rows: list[jax.Array] = []
     for k, level in enumerate(levels):
         own = [_state_of(state, k) for state in states]
@@ -178,26 +205,3 @@ def _without_codec(gradient: Gradient) -> tuple[Any, ...]:
         for field in dataclasses.fields(gradient)
         if field.name != "codec"
     )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Alone:
-    """Stands for links to workers that all hold the same; nothing is sent."""
-
-    workers: int
-
-    def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `Links`: everyone has sent this worker its first row."""
-        return jnp.broadcast_to(payload[0], payload.shape)
-
-    def all_gather(self, payload: jax.Array) -> jax.Array:
-        """See `Links`."""
-        return jnp.broadcast_to(payload, (self.workers, *payload.shape))
-
-    def all_reduce(self, values: jax.Array) -> jax.Array:
-        """See `Links`."""
-        return values * self.workers
-
-    def reduce_scatter(self, values: jax.Array) -> jax.Array:
-        """See `Links`."""
-        return values[0] * self.workers

@@ -17,7 +17,7 @@ from autopar.planner.price import Pricer
 from autopar.planner.problem import Formulation, Restriction
 from autopar.planner.ties import split_batch_inputs
 from autopar.planner.traffic import Collective, traffic
-from autopar_solver import Solution, Status, solve
+from autopar_solver import Solution, Status, check, solve
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +169,7 @@ def solve_mesh(
         formulation = analysis.formulator.formulate(
             pricer, restriction, tightened, prices
         )
-        choices = None if start is None else choices_of(formulation, start)
+        choices = None if start is None else choices_of(formulation, start.assignment)
         solution = solve(formulation.problem, seconds=seconds, warm_start=choices)
         status = solution.status
         if status in (Status.INFEASIBLE, Status.UNKNOWN):
@@ -201,21 +201,21 @@ def _tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
     return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found
 
 
-def choices_of(formulation: Formulation, candidate: Candidate) -> list[int] | None:
-    """Finds a candidate's strategies in a formulation; None if one is not there."""
+def choices_of(formulation: Formulation, assignment: Assignment) -> list[int] | None:
+    """Finds an assignment's strategies in a formulation; None if one is not there."""
     choices: list[int] = []
-    count = len(candidate.assignment.strategies)
+    count = len(assignment.strategies)
     for space, strategy in zip(
-        formulation.spaces[:count], candidate.assignment.strategies, strict=True
+        formulation.spaces[:count], assignment.strategies, strict=True
     ):
         if strategy not in space.strategies:
             return None
         choices.append(space.strategies.index(strategy))
     for copy in formulation.copies:
-        chosen = candidate.assignment.copies.get((copy.value_class, copy.backward))
+        chosen = assignment.copies.get((copy.value_class, copy.backward))
         if chosen is None:
             return None
-        home = candidate.assignment.home_layout(copy.uses[0].example)
+        home = assignment.home_layout(copy.uses[0].example)
         mode = copy.mode_of(chosen.layout == home, chosen.reuse)
         layouts = copy.space.layouts(copy.dims)
         matches = [
@@ -277,3 +277,40 @@ def is_inside_node(assignment: Assignment, collective: Collective) -> bool:
         return False
     node = assignment.contraction.nodes[assignment.contraction.node_of[op.class_index]]
     return node.kind != "contraction"
+
+
+def given(
+    analysis: Analysis, cluster: Cluster, assignment: Assignment, names: Sequence[str]
+) -> SearchResult:
+    """A search that tries one assignment only, on another cluster perhaps.
+
+    Args:
+      analysis: the step.
+      cluster: what it is priced for.
+      assignment: the layouts.
+      names: of its mesh axes.
+
+    Raises:
+      PlanError: the cluster has no such mesh, or the layouts do not fit the step.
+    """
+    shapes = cluster.mesh_shapes(max(len(names), 1), names)
+    fitting = [m for m in shapes if m.sizes == assignment.sizes and m.names == names]
+    if not fitting:
+        sizes = "x".join(map(str, assignment.sizes))
+        raise PlanError(f"layouts=: {cluster} has no mesh of {sizes} devices.")
+    start = time.perf_counter()
+    pricer = Pricer(cluster, fitting[0])
+    formulation = analysis.formulator.formulate(pricer, None, float("inf"))
+    choices = choices_of(formulation, assignment)
+    if choices is None:
+        raise PlanError("layouts=: the plan's layouts are none of this step's.")
+    cost = check.evaluate(formulation.problem, choices).cost
+    solution = Solution(
+        choices=tuple(choices),
+        cost=cost,
+        bound=0.0,
+        status=Status.FEASIBLE,
+        seconds=0.0,
+    )
+    found = evaluate(analysis, formulation, solution)
+    return SearchResult(found, ((fitting[0], found),), time.perf_counter() - start)

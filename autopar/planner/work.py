@@ -87,7 +87,9 @@ def node_work_s(
                 parts[:, factor] = split[:, own]
         seconds = operator_s(graph, op, parts, pricer, written)
         total += trips[member] * seconds
-        total += _reduction_s(op, mapping, space, pricer, sums[op.class_index])
+        # That of a contraction is on the edge to its result.
+        if node.kind != "contraction":
+            total += _reduction_s(op, mapping, space, pricer, sums[op.class_index])
     return total
 
 

@@ -274,7 +274,7 @@ class TestWarmStarts:
         pricer = Pricer(cluster, candidate_meshes(cluster)[0])
         found = solve_mesh(analysis, pricer, seconds=5)
         again = analysis.formulator.formulate(pricer)
-        choices = choices_of(again, found)
+        choices = choices_of(again, found.assignment)
         assert choices is not None
         cost = check_choices(again.problem, choices).cost
         assert cost == pytest.approx(found.solution.cost, rel=1e-9)

@@ -19,6 +19,7 @@ import numpy as np
 
 from autopar.compression.codec import Codec, Context, Reduced, Rounds
 from autopar.compression.exchange import chunk_elements, exchange, wire_cost
+from autopar.compression.fallback import Alone
 from autopar.compression.registry import parse_codec
 
 WARM_UP = 5
@@ -126,7 +127,9 @@ def powersgd_family(
     return tuple("powersgd" if r == 4 else f"powersgd:rank={r}" for r in ranks)
 
 
-def topk_family(ratios: Iterable[float] = (0.001, 0.003, 0.01, 0.03, 0.1)) -> Any:
+def topk_family(
+    ratios: Iterable[float] = (0.001, 0.003, 0.01, 0.03, 0.1),
+) -> tuple[str, ...]:
     """Top-k at some shares of the elements."""
     return tuple("topk" if r == 0.01 else f"topk:ratio={r!r}" for r in ratios)
 
@@ -145,33 +148,10 @@ def _encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]
         chunks = jnp.pad(values.reshape(-1), (0, chunk - size)).reshape(1, chunk)
         context = Context(1, jnp.int32(0), step, seed, shape, size, False)
         rounds: Rounds = codec.reduce(chunks, state, context)
-        reduced: Reduced = exchange([rounds], _Loopback())[0]
+        reduced: Reduced = exchange([rounds], Alone(1))[0]
         return jnp.linalg.norm(chunks - reduced.sent), reduced.state
 
     return lambda: codec.init(shape, chunk, 1), jax.jit(encode)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Loopback:
-    """The links of a single worker."""
-
-    workers: int = 1
-
-    def all_to_all(self, payload: jax.Array) -> jax.Array:
-        """See `autopar.compression.exchange.Links`."""
-        return payload
-
-    def all_gather(self, payload: jax.Array) -> jax.Array:
-        """See `autopar.compression.exchange.Links`."""
-        return payload[None]
-
-    def all_reduce(self, values: jax.Array) -> jax.Array:
-        """See `autopar.compression.exchange.Links`."""
-        return values
-
-    def reduce_scatter(self, values: jax.Array) -> jax.Array:
-        """See `autopar.compression.exchange.Links`."""
-        return values[0]
 
 
 def check_samples(samples: Mapping[str, np.ndarray], where: str) -> None:
