@@ -175,12 +175,12 @@ def with_choice(
     found = dataclasses.replace(result, best=choice.candidate)
     plan = make_plan(analysis, found)
     gradients = decisions(choice)
-    sent = sum(g.wire_bytes - g.dense_bytes for g in gradients)
+    sent = choice.other_bytes + sum(g.wire_bytes for g in gradients if g.codec)
     predicted = msgspec.structs.replace(
         plan.predicted,
         step_s=choice.step_s,
         communication_s=plan.predicted.communication_s - choice.saved_s,
-        communication_bytes=plan.predicted.communication_bytes + sent,
+        communication_bytes=sent,
         peak_memory_bytes=plan.predicted.peak_memory_bytes + choice.memory_bytes,
     )
     return msgspec.structs.replace(

@@ -40,6 +40,7 @@ from autopar.planner.gradients import Site, decision, sites
 from autopar.planner.price import CPU_SKEW, Pricer
 from autopar.planner.problem import Restriction
 from autopar.planner.search import Candidate, SearchResult, solve_mesh
+from autopar.planner.traffic import Collective, traffic
 from autopar.plans import Compression, GradientDecision
 from autopar_solver import (
     CodecSelection,
@@ -80,6 +81,7 @@ class Choice:
       each_s: the same of each gradient.
       error: effective relative error of the whole gradient.
       memory_bytes: what the codecs keep on one device.
+      other_bytes: what one device sends besides gradients with codecs.
       problem: the program that chose.
     """
 
@@ -90,6 +92,7 @@ class Choice:
     each_s: tuple[float, ...]
     error: float
     memory_bytes: float
+    other_bytes: float
     problem: CodecSelection | None
 
     @property
@@ -135,29 +138,50 @@ def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> Choice:
 def _judged(
     candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
 ) -> Choice:
-    """What given codecs save, each charged alone and each kind of message once."""
+    """What given codecs save.
+
+    Gradients that wait are summed once where several operators contribute, and
+    messages of one kind travel together, so each is charged what its bytes add,
+    and the latency of each kind of message is charged once.
+    """
     pricer = candidate.pricer
+    options = zip(found, codecs, strict=True)
+    after = [_option(pricer, s, c, errors) for s, c in options]
     before = [_option(pricer, s, "", errors) for s in found]
-    after = [_option(pricer, s, c, errors) for s, c in zip(found, codecs, strict=True)]
     each = [
-        b.wire_s + b.local_s - a.wire_s - a.local_s
-        for b, a in zip(before, after, strict=True)
+        b.wire_s - a.wire_s - a.local_s for b, a in zip(before, after, strict=True)
     ]
-    latency = _latency_s(pricer, found, codecs) - _latency_s(
-        pricer, found, [""] * len(found)
-    )
+    texts = {s.value: c for s, c in zip(found, codecs, strict=True) if c}
+    waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
+    left = traffic(waiting)
+    coded = [a for a, text in zip(after, codecs, strict=True) if text]
+    saved = _added_s(pricer, candidate.collectives) - _added_s(pricer, left)
+    saved -= sum(a.wire_s + a.local_s for a in coded)
+    none = [""] * len(found)
+    saved -= _latency_s(pricer, found, codecs) - _latency_s(pricer, found, none)
     total = sum(math.prod(s.shape) for s in found)
     squared = sum(a.error for a in after)
     return Choice(
         candidate,
         tuple(found),
         tuple(codecs),
-        sum(each) - latency,
+        saved,
         tuple(each),
         math.sqrt(squared / total) if total else 0.0,
         sum(a.memory_bytes for a in after),
+        sum(c.sent_bytes(pricer) for c in left),
         None,
     )
+
+
+def _added_s(pricer: Pricer, collectives: Sequence[Collective]) -> float:
+    """Seconds of the bytes of collectives, without their latencies."""
+    total = 0.0
+    for c in collectives:
+        kind = pricer.runs_as(c.step.kind)
+        axes = tuple(pricer.mesh.axes[a] for a in c.step.axes)
+        total += c.trips * added_s(kind, c.step.fraction * c.nbytes, axes)
+    return total * (CPU_SKEW if pricer.cluster.device.kind == "cpu" else 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

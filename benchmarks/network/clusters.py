@@ -57,6 +57,8 @@ def described(
 ) -> Cluster:
     """Hosts with one CPU device each, joined by links of a rate.
 
+    The hosts are namespaces of one machine: each has its part of the cores.
+
     Args:
       rate_mbit: in Mbit/s; None: unshaped.
       hosts: their number.
@@ -70,10 +72,18 @@ def described(
         for line in fits
         if line["kind"] and line["rate_mbit"] == (rate_mbit or 0)
     )
+    share = min(1.0, (os.cpu_count() or 1) / hosts)
+    device = cluster.device
+    device = dataclasses.replace(
+        device,
+        peak_flops_per_s=tuple((d, share * f) for d, f in device.peak_flops_per_s),
+        vector_flops_per_s=share * device.vector_flops_per_s,
+        memory_bandwidth_bytes_per_s=share * device.memory_bandwidth_bytes_per_s,
+    )
     outer, *inner = cluster.levels
     link = dataclasses.replace(outer.link, measured=measured)
     outer = dataclasses.replace(outer, link=link)
-    return dataclasses.replace(cluster, levels=(outer, *inner))
+    return dataclasses.replace(cluster, device=device, levels=(outer, *inner))
 
 
 def load(path: pathlib.Path | None) -> list[dict[str, Any]]:

@@ -5,8 +5,9 @@
 
 For every rate and seed, the configurations of ``--compression`` train the language
 model on four hosts, a few steps each in turns, so that the noise of the machine meets
-all of them. "dense" runs without the option; anything else is handed to the planner
-as ``compression=``. The clock runs only in steps: not while
+all of them. "dense" is data parallel and sends gradients as they are; "auto" or a
+codec has the same layouts, with ``compression=``; "plan:auto" and "plan:none" leave
+the layouts to the planner too, for these links. The clock runs only in steps: not while
 programs are compiled, batches made or evaluation losses measured. What a step takes
 is the longest that any process took.
 """
@@ -14,6 +15,7 @@ is the longest that any process took.
 from __future__ import annotations
 
 import argparse
+import collections
 import dataclasses
 import itertools
 import json
@@ -36,6 +38,7 @@ from jax.sharding import PartitionSpec
 import autopar
 
 DENSE = "dense"
+PLANNED = "plan:"
 WARM_STEPS = 2
 DECAY_STEPS = 100  # at least, so that a short trial run is possible
 TIMEOUT_S = 3600.0
@@ -94,14 +97,12 @@ class Evaluator:
         return float(self._loss(params, self._data))
 
 
-def data_parallel_plan(
-    workload: language_model.Workload, compression: str
-) -> autopar.Plan:
+def data_parallel_plan(workload: language_model.Workload) -> autopar.Plan:
     """The plan of one who has not looked at the links: the batch is split.
 
-    Left to itself, the planner finds that links this slow are not worth using for a
-    model this small: every host computes the whole batch. So this is planned for
-    links that cost next to nothing, with all state whole on every host.
+    Left to itself, the planner may find that links this slow are not worth using
+    for a model this small: every host computes the whole batch. So this is planned
+    for links that cost next to nothing, with all state whole on every host.
     """
     fast = autopar.Cluster.parse(
         f"{worker.count()}x1:cpu,network=1000Gb/s,network_latency=1us"
@@ -113,28 +114,31 @@ def data_parallel_plan(
     }
     state = jax.eval_shape(workload.create)
     data = jax.eval_shape(lambda: workload.batch(0))
-    options: dict[str, Any] = (
-        {} if compression == DENSE else {"compression": compression}
-    )
     return autopar.plan(
-        workload.step, state, data, cluster=fast, pins=pins, seconds=None, **options
+        workload.step, state, data, cluster=fast, pins=pins, seconds=None
     )
 
 
 def parallel_step(
-    workload: language_model.Workload,
-    compression: str,
-    cluster: autopar.Cluster,
-    mode: str,
+    workload: language_model.Workload, name: str, cluster: autopar.Cluster
 ) -> Any:
-    """The step under `data_parallel_plan`, or under what is found for a cluster."""
-    if mode == "data":
-        plan = data_parallel_plan(workload, compression)
-        return autopar.parallelize(workload.step, plan=plan)
-    options: dict[str, Any] = (
-        {} if compression == DENSE else {"compression": compression}
-    )
-    return autopar.parallelize(workload.step, cluster=cluster, **options)
+    """The step of one configuration; see the module."""
+    free, _, mode = name.rpartition(PLANNED)
+    if free or name.startswith(PLANNED):
+        return autopar.parallelize(workload.step, cluster=cluster, compression=mode)
+    plan = data_parallel_plan(workload)
+    if name != DENSE:
+        state = jax.eval_shape(workload.create)
+        data = jax.eval_shape(lambda: workload.batch(0))
+        plan = autopar.plan(
+            workload.step,
+            state,
+            data,
+            cluster=cluster,
+            compression=name,
+            layouts=plan,
+        )
+    return autopar.parallelize(workload.step, plan=plan)
 
 
 def start_run(
@@ -186,6 +190,9 @@ def record(run: Run, rate_mbit: float, seed: int) -> dict[str, Any]:
         "data_bytes": sent.data_bytes,
         "wire_bytes": sent.wire_bytes,
         "predicted_step_s": plan.predicted.step_s,
+        "predicted_bytes": plan.predicted.communication_bytes,
+        "reason": plan.compression.reason,
+        "codecs": dict(collections.Counter(g.codec for g in plan.gradients)),
         "mesh": plan.mesh,
         "table": str(plan) if worker.rank() == 0 else "",
     }
@@ -204,7 +211,7 @@ def train(options: argparse.Namespace, rate_mbit: float, seed: int) -> None:
     idle = worker.background()
     runs: list[Run] = []
     for name in options.compression:
-        step = parallel_step(workload, name, cluster, options.plan)
+        step = parallel_step(workload, name, cluster)
         runs.append(start_run(workload, name, step, idle))
         worker.say(f"{rate_mbit:g} Mbit/s, seed {seed}: compiled {name}")
     for turn, start in enumerate(range(0, options.steps, options.turn)):
@@ -251,9 +258,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--compression", nargs="+", default=[DENSE],
                         help="dense first, the measure of the others")  # fmt: skip
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--plan", choices=["data", "auto"], default="data",
-                        help="data: plain data parallelism; auto: what the planner "
-                        "finds for the links")  # fmt: skip
     parser.add_argument("--links", type=pathlib.Path,
                         help="a file of collectives.py, to plan with")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds")
