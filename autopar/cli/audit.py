@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli import common
+from autopar.planner.codec_traffic import codec_rows
 from autopar.planner.explain import context_of
 from autopar.plans import Plan
 from autopar.plans.table import bytes_text, columns, mesh_text
@@ -28,6 +29,8 @@ def audit(
     ] = False,
     seconds: common.Seconds = None,
     max_axes: common.MaxAxes = None,
+    compression: common.Compression = "none",
+    error_budget: common.ErrorBudget = None,
     as_json: common.Json = False,
 ) -> None:
     """Partitions a planned step with the compiler, and compares the communication.
@@ -35,10 +38,10 @@ def audit(
     No device is needed. With --compile the step is also compiled for simulated
     CPU devices, and the memory of the compiled step is read.
     """
+    limits = common.Limits(seconds, max_axes, compression, error_budget)
     with common.progress() as say:
         if compiled:
             _start_devices(source, cluster)
-        limits = common.Limits(seconds, max_axes)
         found = common.subject(source, words, cluster, limits, say)
         say("partitioning")
         result = audit_plan(found, compiled, say)
@@ -65,6 +68,9 @@ def audit_plan(
     predicted: Traffic = defaultdict(float)
     for collective in context.collectives:
         predicted[collective.step.kind] += collective.sent_bytes(context.pricer)
+    for row in codec_rows(found.plan, context.pricer):
+        if row.sent_bytes:
+            predicted[row.kind] += row.sent_bytes
     abstract = planned_step(found.analysis, found.plan, abstract_mesh(found.plan))
     lowered = abstract.lower()
     out = {

@@ -19,6 +19,7 @@ from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.compression import parsed
 from autopar.plans import Plan
 
 PlanOrTarget = Annotated[
@@ -56,6 +57,20 @@ MaxAxes = Annotated[
 Memory = Annotated[
     str | None,
     typer.Option(metavar="SIZE", help="Memory of a device to use, such as 40GB."),
+]
+Compression = Annotated[
+    str,
+    typer.Option(
+        metavar="{auto,none,CODEC}",
+        help="How gradients are sent: none as they are; auto by the codecs that are "
+        "fastest within the error budget; or all by one, such as int8.",
+    ),
+]
+ErrorBudget = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, help="With auto: the largest relative error of the gradients."
+    ),
 ]
 Devices = Annotated[
     int | None, typer.Option(min=1, help="Simulate this many CPU devices.")
@@ -105,10 +120,33 @@ def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Limits:
-    """What bounds the search for a plan; None where the default holds."""
+    """What bounds the search for a plan; None where the default holds.
+
+    Attributes:
+      seconds: time limit of the solver for each mesh.
+      max_axes: most mesh axes to try.
+      compression: how gradients are sent.
+      error_budget: largest relative error of the gradients, for ``auto``.
+      layouts: a plan whose layouts are kept.
+
+    Raises:
+      PlanError: there is no such codec, or a budget for other than ``auto``.
+    """
 
     seconds: float | None = None
     max_axes: int | None = None
+    compression: str = "none"
+    error_budget: float | None = None
+    layouts: Plan | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the compression before any work is done."""
+        parsed(self.compression)
+        if self.error_budget is not None and self.compression != "auto":
+            raise PlanError(
+                f"--error-budget {self.error_budget:g} bounds what --compression auto "
+                f"chooses, and --compression is {self.compression}."
+            )
 
 
 def make_plan(
@@ -120,7 +158,13 @@ def make_plan(
     count = len(analysis.contraction.nodes)
     say(f"planning for {cluster}: {count} decisions")
     plan = plan_analysis(
-        analysis, cluster, seconds=limits.seconds, max_axes=limits.max_axes
+        analysis,
+        cluster,
+        seconds=limits.seconds,
+        max_axes=limits.max_axes,
+        compression=limits.compression,
+        error_budget=limits.error_budget,
+        layouts=limits.layouts,
     )
     return analysis, msgspec.structs.replace(
         plan, target=workload.target, options=workload.options
@@ -154,6 +198,11 @@ def subject(
         made_for = read_cluster(cluster)
         analysis, plan = make_plan(workload, made_for, limits, say)
         return Subject(plan, analysis, made_for)
+    if limits.compression != "none":
+        raise PlanError(
+            f"{source} is a plan already, so --compression has no effect; for other "
+            "codecs make a plan with autopar plan --layouts."
+        )
     plan = Plan.load(source)
     target = given.pop(0) if given and "=" not in given[0] else plan.target
     if not target:

@@ -36,13 +36,17 @@ def compare(
         float, typer.Option(min=0.1, help="Time limit of the solver for each plan.")
     ] = 10.0,
     memory: common.Memory = None,
+    compression: common.Compression = "none",
+    error_budget: common.ErrorBudget = None,
     as_json: common.Json = False,
 ) -> None:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
+    With --compression only the plan has codecs, the usual ones have none.
     With --measure all that fit are really run, on this process's devices; for a
     cluster of CPU devices they are simulated.
     """
+    limits = common.Limits(seconds, None, compression, error_budget)
     if devices is not None:
         common.simulate_devices(devices)
     made_for = common.read_cluster(cluster, memory)
@@ -50,7 +54,6 @@ def compare(
         _check_devices(made_for)
     with common.progress() as say:
         workload = load(target, parse_words(words or []))
-        limits = common.Limits(seconds)
         analysis, ours = common.make_plan(workload, made_for, limits, say)
         say("planning as experts do")
         experts = best_experts(expert_plans(analysis, made_for, seconds=seconds))

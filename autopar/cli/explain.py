@@ -7,6 +7,8 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli import common
+from autopar.cli.gradients import gradient_data, gradient_lines
+from autopar.planner.codec_traffic import codec_rows
 from autopar.planner.explain import (
     Alternative,
     Context,
@@ -17,6 +19,7 @@ from autopar.planner.explain import (
     group_collectives,
 )
 from autopar.planner.layout import shards
+from autopar.planner.search import given as layouts_alone
 from autopar.plans.table import (
     CollectiveRow,
     bytes_text,
@@ -51,16 +54,18 @@ def explain(
         float, typer.Option(min=0.1, help="Time limit of the solver for each layout.")
     ] = 3.0,
     cluster: common.ClusterSpec = None,
+    compression: common.Compression = "none",
+    error_budget: common.ErrorBudget = None,
     as_json: common.Json = False,
 ) -> None:
     """Says where a step's time and memory go, or why an input lies as it does.
 
     With --tensor: the layout of each input that matches, the communication that
     it causes, and what the step would take with other layouts, everything else
-    planned again.
+    planned again; and how its gradient is sent, beside other codecs.
     """
+    limits = common.Limits(seconds, None, compression, error_budget)
     with common.progress() as say:
-        limits = common.Limits(seconds)
         found = common.subject(source, words, cluster, limits, say)
         context = context_of(found.analysis, found.plan, found.cluster)
         matched = [] if tensor is None else decisions(context, tensor)
@@ -72,23 +77,46 @@ def explain(
     if tensor is None:
         _print_overview(context, as_json)
     else:
-        _print_inputs(context, explained, len(matched) - len(explained), as_json)
+        left = len(matched) - len(explained)
+        _print_inputs(context, explained, left, limit, as_json)
 
 
 def _print_inputs(
-    context: Context, explained: list[Explained], left: int, as_json: bool
+    context: Context, explained: list[Explained], left: int, limit: int, as_json: bool
 ) -> None:
+    step_s = _plain_step_s(context)
     if as_json:
-        step_s = context.plan.predicted.step_s
-        common.print_json({"step_s": step_s, "inputs": list(map(_data, explained))})
+        inputs = [_data(context, e) for e in explained]
+        common.print_json({"step_s": step_s, "inputs": inputs})
         return
-    typer.echo("\n\n".join("\n".join(_lines(context, e)) for e in explained))
+    texts = [
+        [*_lines(context, e, step_s), *gradient_lines(context, _paths(e[0]), limit)]
+        for e in explained
+    ]
+    typer.echo("\n\n".join(map("\n".join, texts)))
     if left:
         typer.echo(f"\n{left} smaller ones match too: narrow --tensor to see them.")
 
 
+def _plain_step_s(context: Context) -> float:
+    """Seconds of a step without codecs, as other layouts are priced too."""
+    plan = context.plan
+    if not any(g.codec for g in plan.gradients):
+        return plan.predicted.step_s
+    names = plan.axis_names
+    cluster = context.pricer.cluster
+    found = layouts_alone(context.analysis, cluster, context.assignment, names)
+    return found.best.step_s
+
+
+def _paths(decision: Decision) -> list[str]:
+    return [i.path for i in decision.inputs]
+
+
 def _print_overview(context: Context, as_json: bool) -> None:
     rows = group_collectives(context, context.collectives)
+    rows += codec_rows(context.plan, context.pricer)
+    rows = sorted(rows, key=lambda row: -row.seconds)
     memory = _memory_by_role(context)
     if as_json:
         common.print_json(
@@ -134,10 +162,10 @@ def _row_data(row: CollectiveRow) -> dict[str, Any]:
     }
 
 
-def _data(explained: Explained) -> dict[str, Any]:
+def _data(context: Context, explained: Explained) -> dict[str, Any]:
     decision, others = explained
     return {
-        "paths": [i.path for i in decision.inputs],
+        "paths": _paths(decision),
         "role": decision.inputs[0].role.value,
         "layout": decision.spec,
         "nbytes": decision.nbytes,
@@ -154,10 +182,11 @@ def _data(explained: Explained) -> dict[str, Any]:
             }
             for a in others
         ],
+        "gradients": gradient_data(context, _paths(decision)),
     }
 
 
-def _lines(context: Context, explained: Explained) -> list[str]:
+def _lines(context: Context, explained: Explained, step_s: float) -> list[str]:
     decision, others = explained
     first = decision.inputs[0]
     shape = shape_text(context.analysis.graph.values[first.value].shape)
@@ -171,7 +200,11 @@ def _lines(context: Context, explained: Explained) -> list[str]:
     )
     if decision.shared > len(decision.inputs):
         lines.append(f"  the decision is shared by {decision.shared} inputs")
-    return [*lines, *_communication(decision), *_comparison(context, decision, others)]
+    return [
+        *lines,
+        *_communication(decision),
+        *_comparison(context, decision, others, step_s),
+    ]
 
 
 def _title(decision: Decision) -> list[str]:
@@ -189,11 +222,10 @@ def _communication(decision: Decision) -> list[str]:
 
 
 def _comparison(
-    context: Context, decision: Decision, others: list[Alternative]
+    context: Context, decision: Decision, others: list[Alternative], step_s: float
 ) -> list[str]:
     if not others:
         return []
-    step_s = context.plan.predicted.step_s
     rows = [
         ("layout", "step", "change", "on each device"),
         (
@@ -204,7 +236,9 @@ def _comparison(
         ),
         *(_alternative_cells(a, step_s) for a in others),
     ]
-    heading = "  The step with other layouts, everything else planned again:"
+    coded = any(g.codec for g in context.plan.gradients)
+    without = "without codecs and " if coded else ""
+    heading = f"  The step {without}with other layouts, everything else planned again:"
     lines = ["", heading, *(f"    {row}" for row in columns(rows, right=(1, 2, 3)))]
     if not all(a.proved for a in others):
         lines.append("    (at most: the best found within the time limit)")

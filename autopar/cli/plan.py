@@ -8,6 +8,7 @@ import typer
 from autopar.cli import common
 from autopar.cli.target import load, parse_words
 from autopar.planner.analysis import Analysis
+from autopar.planner.codec_traffic import codec_rows
 from autopar.planner.explain import context_of, group_collectives
 from autopar.plans import Plan
 from autopar.plans.html import render_html
@@ -28,6 +29,12 @@ def plan(
     seconds: common.Seconds = None,
     max_axes: common.MaxAxes = None,
     memory: common.Memory = None,
+    compression: common.Compression = "none",
+    error_budget: common.ErrorBudget = None,
+    layouts: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A plan whose layouts are kept; only codecs are chosen."),
+    ] = None,
 ) -> None:
     """Finds the fastest plan of a train step on a cluster, and prints it.
 
@@ -37,7 +44,8 @@ def plan(
     for path in (out, html):
         common.check_folder(path)
     made_for = common.read_cluster(cluster, memory)
-    limits = common.Limits(seconds, max_axes)
+    kept = None if layouts is None else Plan.load(layouts)
+    limits = common.Limits(seconds, max_axes, compression, error_budget, kept)
     with common.progress() as say:
         workload = load(target, parse_words(words or []))
         analysis, found = common.make_plan(workload, made_for, limits, say)
@@ -54,4 +62,6 @@ def plan(
 
 def _page(analysis: Analysis, found: Plan, cluster: common.Cluster) -> str:
     context = context_of(analysis, found, cluster)
-    return render_html(found, group_collectives(context, context.collectives))
+    rows = group_collectives(context, context.collectives)
+    rows += codec_rows(found, context.pricer)
+    return render_html(found, sorted(rows, key=lambda row: -row.seconds))

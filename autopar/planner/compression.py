@@ -427,10 +427,10 @@ def _reason(choice: Choice, first: Choice, mode: str) -> str:
     pricer = choice.candidate.pricer
     dense = [_option(pricer, s, "", {}) for s in choice.sites]
     wire = sum(o.wire_s for o in dense)
-    if mode != "auto":
-        return f"asked for; saves {_ms(choice.saved_s)} of a step of {_ms(step)}"
     if not choice.sites:
         return "no gradient is summed over devices in this plan"
+    if mode != "auto":
+        return f"asked for; saves {_ms(choice.saved_s)} of a step of {_ms(step)}"
     if not any(choice.codecs):
         return (
             f"dense: sending gradients takes {_ms(wire)} of a step of {_ms(step)}; no "

@@ -103,7 +103,8 @@ def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:
       PlanError: the cluster has no such mesh.
     """
     names = plan.axis_names
-    for mesh in cluster.mesh_shapes(max(len(names), len(cluster.levels)), names):
+    levels = sum(level.size > 1 for level in cluster.levels)
+    for mesh in cluster.mesh_shapes(max(len(names), levels), names):
         if (mesh.names, mesh.sizes) == (names, plan.axis_sizes):
             return mesh
     axes = " ".join(f"{n}={s}" for n, s in zip(names, plan.axis_sizes, strict=True))

@@ -9,10 +9,15 @@ from typing import TYPE_CHECKING
 
 from autopar.plans.table import (
     COLLECTIVE_HEADING,
+    GRADIENT_HEADING,
+    GRADIENT_NUMBERS,
     INPUT_HEADING,
     CollectiveRow,
     bytes_text,
     collective_cells,
+    compressed,
+    compression_notes,
+    gradient_rows,
     input_rows,
     mesh_text,
     planning_times,
@@ -61,6 +66,7 @@ def render_html(plan: Plan, collectives: Sequence[CollectiveRow]) -> str:
         _table(COLLECTIVE_HEADING, list(map(collective_cells, collectives)), {4, 5, 6})
         if collectives
         else "<p>None.</p>",
+        *_gradients(plan),
         *_meshes(plan),
         *_notes("Planned replicated, for want of a rule", plan.unsupported_ops),
         *_notes("Loops of unknown length, with the trips assumed", plan.assumed),
@@ -155,6 +161,16 @@ def _table(
         f"<table><thead><tr>{line('th', heading)}</tr></thead>\n"
         f"<tbody>\n{body}\n</tbody></table>"
     )
+
+
+def _gradients(plan: Plan) -> list[str]:
+    """How gradients are sent, and why so."""
+    if not compressed(plan):
+        return []
+    rows = gradient_rows(plan)
+    table = [_table(GRADIENT_HEADING, rows, set(GRADIENT_NUMBERS))] if rows else []
+    notes = [f"<p>{_text(f'{n}: {text}')}</p>" for n, text in compression_notes(plan)]
+    return ["<h2>Gradients</h2>", *table, *notes]
 
 
 def _meshes(plan: Plan) -> list[str]:

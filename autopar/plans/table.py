@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from autopar.plans.schema import Plan, Spec
+    from autopar.plans.schema import GradientDecision, Plan, Spec
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 _MOMENTS = "optimizer state"
@@ -103,6 +103,8 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
 def render(plan: Plan) -> str:
     """Returns the plan as a table."""
     lines = [*summary_lines(plan), "", *input_lines(plan)]
+    if compressed(plan):
+        lines += ["", *gradient_lines(plan)]
     lines += _notes("planned replicated, for want of a rule", plan.unsupported_ops)
     lines += _notes("loops of unknown length, with the trips assumed", plan.assumed)
     return "\n".join(lines)
@@ -241,6 +243,87 @@ def _numbers(values: Sequence[int]) -> str:
         return f"{{{','.join(map(str, values))}}}"
     second = f",{values[1]}," if stride > 1 else ""
     return f"{{{values[0]}{second}..{values[-1]}}}"
+
+
+GRADIENT_HEADING = ("gradient", "sent as", "over", "sends", "ratio", "error", "saves")
+# The columns of it that hold numbers.
+GRADIENT_NUMBERS = (3, 4, 5, 6)
+
+
+def compressed(plan: Plan) -> bool:
+    """Whether codecs were asked for, or the plan has some."""
+    return plan.compression.mode != "none" or any(g.codec for g in plan.gradients)
+
+
+def gradient_lines(plan: Plan) -> list[str]:
+    """How gradients are sent as text, and why so; only why where none has a codec."""
+    rows = gradient_rows(plan)
+    table = columns([GRADIENT_HEADING, *rows], right=GRADIENT_NUMBERS)
+    notes = [f"{name:9}{text}" for name, text in compression_notes(plan)]
+    return [*table, "", *notes] if rows else notes
+
+
+def gradient_rows(plan: Plan) -> list[tuple[str, ...]]:
+    """The texts under `GRADIENT_HEADING`; repeated layers that are alike share a row.
+
+    Bytes and seconds are those of all gradients of a row. Without any codec there is
+    nothing to tell.
+    """
+    if not any(g.codec for g in plan.gradients):
+        return []
+    groups: dict[tuple[object, ...], list[GradientDecision]] = {}
+    for gradient in plan.gradients:
+        cost = (gradient.dense_bytes, gradient.wire_bytes, gradient.error)
+        key = (template(gradient.name), method_text(gradient), gradient.axes, *cost)
+        groups.setdefault(key, []).append(gradient)
+    return [_gradient_cells(alike) for alike in groups.values()]
+
+
+def _gradient_cells(alike: Sequence[GradientDecision]) -> tuple[str, ...]:
+    first = alike[0]
+    return (
+        " ".join(collapse([g.name for g in alike])),
+        method_text(first),
+        ",".join(first.axes),
+        bytes_text(sum(g.wire_bytes for g in alike)),
+        ratio_text(first.dense_bytes, first.wire_bytes),
+        f"{first.error:.2g}",
+        seconds_text(sum(g.saved_s for g in alike)),
+    )
+
+
+def method_text(gradient: GradientDecision) -> str:
+    """How a gradient is sent, such as ``int4, feedback``."""
+    words = [gradient.codec or "as it is"]
+    if gradient.feedback:
+        words.append("feedback")
+    if gradient.average_every:
+        words.append(f"averaged every {gradient.average_every} steps")
+    return ", ".join(words)
+
+
+def ratio_text(dense_bytes: float, wire_bytes: float) -> str:
+    """How many times fewer bytes are sent; '' where there is nothing to send.
+
+    >>> ratio_text(28672, 7224)
+    '3.97 x'
+    """
+    if not dense_bytes or not wire_bytes:
+        return ""
+    return f"{_three_digits(dense_bytes / wire_bytes)} x"
+
+
+def compression_notes(plan: Plan) -> list[tuple[str, str]]:
+    """What came of compression, and its error, each with a title."""
+    made = plan.compression
+    reason = f": {made.reason}" if made.reason else ""
+    notes = [("codecs", f"{made.mode}{reason}")]
+    if any(g.codec for g in plan.gradients):
+        bounded = made.mode == "auto" and made.error_budget is not None
+        limit = f", at most {made.error_budget:g}" if bounded else ""
+        metric = f" ({made.metric})" if made.metric else ""
+        notes.append(("error", f"{made.error:.3g}{limit}{metric}"))
+    return notes
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

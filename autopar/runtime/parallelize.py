@@ -58,6 +58,13 @@ def parallelize(
     known = inspect.signature(make_plan).parameters
     if unknown := sorted(set(options) - set(known) | {"step", "args"} & set(options)):
         raise TypeError(f"parallelize: unknown options {', '.join(unknown)}.")
+    ignored = {"compression", "error_budget", "layouts"} & set(options)
+    if plan is not None and ignored:
+        raise PlanError(
+            f"parallelize: {', '.join(f'{name}=' for name in sorted(ignored))} has no "
+            "effect with plan=, which has its own codecs. For other codecs on its "
+            "layouts, leave plan= out and give layouts=plan."
+        )
 
     def decorate(function: Callable[..., Any]) -> ParallelStep:
         return ParallelStep(

@@ -245,7 +245,11 @@ class _Replayer:
 
     def partial_operand(self, op: Operator, slot: int, atom: Atom) -> Any:
         """A partial operand as it is, any other one apart from the partial axes."""
-        if isinstance(atom, int) and self.plan.stacked(atom) is not None:
+        if (
+            isinstance(atom, int)
+            and self.plan.stacked(atom) is not None
+            and self.plan.due(atom) is None
+        ):
             array = self.forms().value(atom)
             if isinstance(array, Stacked):
                 return array

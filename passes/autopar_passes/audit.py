@@ -3,7 +3,8 @@
 `shardy_collectives` runs the compiler's partitioner on a lowered program; no
 device is needed. Two forms that accelerators' later passes rewrite are
 normalised: an all-reduce of which only a slice is kept is a reduce-scatter,
-and the same collective of the same array twice is done once.
+and the same collective of the same array twice is done once. Collectives that the
+program itself asks for, inside a `jax.shard_map`, are listed as they are.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 from jax.extend.mlir import passmanager
 
 from autopar_passes.graph import UNKNOWN_TRIPS
@@ -29,6 +31,14 @@ _KINDS = {
     "sdy.reduce_scatter": "reduce_scatter",
     "sdy.all_to_all": "all_to_all",
     "sdy.collective_permute": "collective_permute",
+}
+# Those that a program asks for inside a manual computation.
+_ASKED_KINDS = {
+    "stablehlo.all_gather": "all_gather",
+    "stablehlo.all_reduce": "all_reduce",
+    "stablehlo.reduce_scatter": "reduce_scatter",
+    "stablehlo.all_to_all": "all_to_all",
+    "stablehlo.collective_permute": "collective_permute",
 }
 # The condition of a counting loop: its bound, the comparison, and the return.
 _COUNTING_OPERATIONS = 3
@@ -131,6 +141,8 @@ class _Auditor:
                     if key not in seen:
                         seen.add(key)
                         yield from self.collective(op, name, trips)
+                elif name in _ASKED_KINDS:
+                    yield from self.asked(op, _ASKED_KINDS[name], trips)
                 elif name in ("func.call", "call"):
                     callee = self.bodies[op.attributes["callee"].value]
                     yield from self.region(callee.regions[0], trips)
@@ -163,6 +175,31 @@ class _Auditor:
             names, group = (), 2
         nbytes = after * group if kind == "reduce_scatter" else after
         yield AuditedCollective(kind, names, group, nbytes, trips, source)
+
+    def asked(self, op: Any, kind: str, trips: float) -> Iterator[AuditedCollective]:
+        """A collective of a manual computation, whose arrays are one device's."""
+        arrays = op.results if kind == "all_gather" else op.operands
+        nbytes = sum(_array_bytes(value) for value in arrays)
+        source = _source(op)
+        if kind == "collective_permute":
+            pairs = _integers(op.attributes["source_target_pairs"])
+            sending = int(np.sum(pairs[:, 0] != pairs[:, 1]))
+            sent = nbytes * sending / math.prod(self.sizes.values())
+            yield AuditedCollective(kind, (), 2, sent, trips, source)
+            return
+        groups = _integers(op.attributes["replica_groups"])
+        axes, size = self.differing(groups[0]), groups.shape[1]
+        if size > 1:
+            yield AuditedCollective(kind, axes, size, nbytes, trips, source)
+
+    def differing(self, group: np.ndarray) -> tuple[str, ...]:
+        """The mesh axes along which the devices of a group differ."""
+        places = np.unravel_index(group, tuple(self.sizes.values()))
+        return tuple(
+            name
+            for name, place in zip(self.sizes, places, strict=True)
+            if (place != place[0]).any()
+        )
 
     def reduction(
         self, op: Any, text: str, nbytes: float, trips: float, source: str
@@ -231,6 +268,20 @@ def _attributes(op: Any) -> str:
 def _source(op: Any) -> str:
     found = re.search(r'"([^"]+)"', str(op.operation.location))
     return found.group(1) if found else ""
+
+
+def _array_bytes(value: Any) -> float:
+    """Bytes of an array of a manual computation."""
+    return math.prod(value.type.shape) * _bits(value.type.element_type) / 8
+
+
+def _integers(attribute: Any) -> np.ndarray:
+    """The matrix of integers that an attribute holds."""
+    rows, columns = attribute.type.shape
+    numbers = [int(n) for n in attribute]
+    if attribute.is_splat:
+        numbers = [attribute.get_splat_value().value] * (rows * columns)
+    return np.array(numbers).reshape(rows, columns)
 
 
 def _bits(element: Any) -> int:

@@ -80,6 +80,8 @@ class _Finder:
         self.graph = graph
         self.sources = {e.index: e for e in walk(program.body)}
         self.inside = _nested(program.body)
+        # Products of two partial values: a product of sums is no sum of products.
+        self.products: set[int] = set()
         self.readers: dict[int, list[tuple[Operator, int]]] = {}
         self.producer: dict[int, Operator] = {}
         for op in graph.operators:
@@ -89,10 +91,18 @@ class _Finder:
                     self.readers.setdefault(value, []).append((op, slot))
 
     def run(self) -> tuple[Deferral, ...]:
-        ways: list[tuple[int, set[int], set[int]]] = []
-        for op in self.graph.operators:
-            if op.role is Role.BACKWARD and self.contributes(op):
-                ways.append((op.index, *self.way(op)))
+        makers = [
+            op
+            for op in self.graph.operators
+            if op.role is Role.BACKWARD and self.contributes(op)
+        ]
+        partial = set[int]().union(*(self.way(op)[0] for op in makers))
+        self.products.update(
+            op.index
+            for op in self.graph.operators
+            if op.kind == "mul" and partial.issuperset(op.inputs)
+        )
+        ways = [(op.index, *self.way(op)) for op in makers]
         groups: list[list[tuple[int, set[int], set[int]]]] = []
         for way in ways:
             met = [g for g in groups if any(way[1] & other[1] for other in g)]
@@ -199,7 +209,7 @@ class _Finder:
         if op.kind in UNARY:
             return slot == 0
         if op.kind == "mul":
-            return op.inputs[0] != op.inputs[1]
+            return op.index not in self.products
         padding = op.kind == "pad" and slot == 0
         return padding and self.is_zero(self.sources[op.equation].inputs[1])
 

@@ -167,6 +167,7 @@ def solve_lgreco_ilp(
     *,
     error_budget: float | None = None,
     seconds: float | None = None,
+    gap: float = 0.0,
     backend: BackendName = "highs",
 ) -> LGreCoResult:
     """Solves the same problem without rounding, as an integer program.
@@ -181,6 +182,8 @@ def solve_lgreco_ilp(
         problem: what to solve; ``buckets`` does not matter.
         error_budget: instead of the problem's own.
         seconds: wall-clock limit; None to stop only when the optimum is proved.
+        gap: by how much an optimal size may be above the least, as a share of what all
+            choices together can change; 1e-9 is always allowed.
         backend: who solves it: "highs", or "cbc" through PuLP.
 
     Raises:
@@ -193,7 +196,7 @@ def solve_lgreco_ilp(
     if not np.logical_or.reduceat(possible, starts[:-1]).all():
         return _result(problem, (), begin, budget)
     program = _program(problem, starts, possible, budget)
-    limits = Limits(seconds=seconds, gap=GAP_UNITS)
+    limits = Limits(seconds=seconds, gap=max(gap * SIZE_UNITS, GAP_UNITS))
     answer = backend_of(backend)(program, limits, None)
     if answer.values is None:
         none = Status.INFEASIBLE if answer.finished else Status.UNKNOWN

@@ -124,14 +124,12 @@ def search_labels(
         labels = _extend(labels, options, outlook, place)
         labels = labels.keep(_affordable(problem, labels, outlook, place))
         promise = _promise(labels, relaxed, outlook, place)
-        kept = promise < cutoff_s
-        labels, promise = labels.keep(kept), promise[kept]
+        labels, promise = labels.keep(promise < cutoff_s), promise[promise < cutoff_s]
         kept = np.sort(_undominated(problem, labels))
         labels, promise = labels.keep(kept), promise[kept]
-        if len(promise) > width:
-            order = np.argsort(promise, kind="stable")
-            missed = min(missed, float(promise[order[width]]))
-            labels = labels.keep(np.sort(order[:width]))
+        order = np.argsort(promise, kind="stable")
+        missed = min([missed, *promise[order[width:]][:1].tolist()])
+        labels = labels.keep(np.sort(order[:width]))
         stages.append(labels)
     if not len(labels.local):
         return LabelAnswer(None, missed)

@@ -59,6 +59,12 @@ def test_groups_add_up_to_the_prediction(context: Context, plan: Plan) -> None:
     assert [r.seconds for r in rows] == sorted((r.seconds for r in rows), reverse=True)
 
 
+def test_a_level_of_one_device_has_no_axis(plan: Plan) -> None:
+    mesh = {"axes": {"data": 4}}
+    found = mesh_of(msgspec.structs.replace(plan, mesh=mesh), Cluster.parse("4x1:cpu"))
+    assert (found.names, found.sizes) == (("data",), (4,))
+
+
 def test_inputs_are_named_by_their_path(context: Context) -> None:
     analysis = context.analysis
     for given in analysis.graph.inputs:

@@ -5,7 +5,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from autopar.plans import NodeDecision, Plan, Predicted, Seconds, SolverReport
+from autopar.plans import (
+    Compression,
+    GradientDecision,
+    NodeDecision,
+    Plan,
+    Predicted,
+    Seconds,
+    SolverReport,
+)
 from autopar.plans.html import bars, render_html
 from autopar.plans.schema import SCHEMA
 from autopar.plans.table import (
@@ -14,8 +22,11 @@ from autopar.plans.table import (
     collapse,
     collective_lines,
     columns,
+    gradient_rows,
     input_rows,
+    method_text,
     planning_times,
+    ratio_text,
     render,
     seconds_text,
     shape_text,
@@ -233,6 +244,124 @@ def test_collectives_are_a_table() -> None:
     assert line.split() == [*words, "1.00", "ms"]
 
 
+def make_gradient(name: str, **changes: Any) -> GradientDecision:
+    """A gradient of which a quarter of the bytes is sent."""
+    made = GradientDecision(
+        name=name,
+        value=1,
+        shape=(8, 16),
+        local_shape=(8, 16),
+        axes=("data",),
+        workers=2,
+        codec="int8",
+        dense_bytes=4096.0,
+        wire_bytes=1024.0,
+        error=0.0134,
+        saved_s=0.001,
+    )
+    return msgspec.structs.replace(made, **changes)
+
+
+def make_compressed(**changes: Any) -> Plan:
+    """Two layers are alike, a third is not, a bias is sent as it is."""
+    sketchy: dict[str, Any] = {"codec": "topk", "feedback": True, "average_every": 20}
+    plain: dict[str, Any] = {"codec": "", "wire_bytes": 4096.0, "error": 0.0}
+    gradients = (
+        make_gradient("params/block_0/up"),
+        make_gradient("params/block_1/up"),
+        make_gradient("params/block_2/up", **sketchy),
+        make_gradient("params/bias", saved_s=0.0, **plain),
+    )
+    compression = Compression(
+        mode="auto",
+        error_budget=0.1,
+        metric="root mean square",
+        error=0.0501,
+        reason="x",
+    )
+    return make_plan(**{"gradients": gradients, "compression": compression, **changes})
+
+
+def test_gradients_that_are_alike_share_a_row() -> None:
+    """Bytes and seconds are of all gradients of a row, ratios and errors of each."""
+    assert gradient_rows(make_compressed()) == [
+        (
+            "params/block_{0,1}/up",
+            "int8",
+            "data",
+            "2.05 kB",
+            "4.00 x",
+            "0.013",
+            "2.00 ms",
+        ),
+        (
+            "params/block_2/up",
+            "topk, feedback, averaged every 20 steps",
+            "data",
+            "1.02 kB",
+            "4.00 x",
+            "0.013",
+            "1.00 ms",
+        ),
+        ("params/bias", "as it is", "data", "4.10 kB", "1.00 x", "0", "0 s"),
+    ]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"codec": "int4"},
+        {"feedback": True},
+        {"axes": ("tensor",)},
+        {"wire_bytes": 2048.0},
+        {"dense_bytes": 8192.0},
+        {"error": 0.5},
+    ],
+)
+def test_gradients_that_differ_have_rows_of_their_own(change: dict[str, Any]) -> None:
+    pair = (make_gradient("params/0/up"), make_gradient("params/1/up", **change))
+    assert len(gradient_rows(make_compressed(gradients=pair))) == 2
+
+
+def test_the_text_says_how_gradients_are_sent_and_why() -> None:
+    lines = str(make_compressed()).splitlines()
+    heading = next(line for line in lines if line.startswith("gradient"))
+    assert heading.split()[-4:] == ["sends", "ratio", "error", "saves"]
+    assert "codecs   auto: x" in lines
+    assert "error    0.0501, at most 0.1 (root mean square)" in lines
+    # Behind the inputs.
+    inputs = next(k for k, line in enumerate(lines) if line.startswith("input"))
+    assert lines.index(heading) > inputs
+
+
+def test_a_plan_without_codecs_says_only_why() -> None:
+    plain = (make_gradient("params/0/up", codec=""),)
+    text = str(make_compressed(gradients=plain))
+    assert "codecs   auto: x" in text
+    assert "error    " not in text
+    assert "as it is" not in text
+
+
+def test_nothing_is_said_where_nothing_was_asked_for() -> None:
+    plain = (make_gradient("params/0/up", codec=""),)
+    made = make_plan(gradients=plain)
+    assert str(made) == str(make_plan())
+    assert render_html(made, []) == render_html(make_plan(), [])
+
+
+def test_a_codec_that_was_asked_for_has_no_budget() -> None:
+    compression = Compression(mode="int8", error_budget=0.1, error=0.0134, metric="rms")
+    text = str(make_compressed(compression=compression))
+    assert "error    0.0134 (rms)" in text
+    assert "codecs   int8\n" in text
+
+
+def test_ratios_of_nothing_are_empty() -> None:
+    assert ratio_text(0.0, 0.0) == ratio_text(100.0, 0.0) == ""
+    assert ratio_text(1000.0, 10.0) == "100 x"
+    assert method_text(make_gradient("w", codec="")) == "as it is"
+
+
 class _Page(html.parser.HTMLParser):
     """Collects the text of a page, and checks that its tags are closed in order."""
 
@@ -269,6 +398,15 @@ def test_the_page_holds_what_the_table_does() -> None:
     assert "block_{0,1}/<up>" in page.cells  # escaped, so it is text
     assert "train.py:workload layers=3" in page.words
     assert "all-gather" in page.words
+
+
+def test_the_page_tells_of_gradients_too() -> None:
+    plan = make_compressed()
+    page = _Page(render_html(plan, []))
+    for row in gradient_rows(plan):
+        assert [page.cells.count(cell) >= 1 for cell in row] == [True] * len(row)
+    assert "codecs: auto: x" in page.words
+    assert "Gradients" in page.words
 
 
 def test_the_page_needs_nothing_else() -> None:

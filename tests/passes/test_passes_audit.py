@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -155,3 +156,75 @@ def test_no_devices_are_needed() -> None:
 
     assert {f.kind for f in found} == {"all_gather"}
     assert sum(f.sent_bytes for f in found) == pytest.approx(512 * 512 * 4 * 511 / 512)
+
+
+# What a program asks for inside a shard_map, on arrays f32 (4, 4) of one device: the
+# axes, the devices of a group and the bytes that are charged.
+ASKED: list[tuple[str, Callable[[jax.Array], jax.Array], tuple[str, ...], int]] = [
+    ("all_reduce", lambda x: jax.lax.psum(x, "y"), ("y",), 64),
+    ("all_reduce", lambda x: jax.lax.psum(x, ("x", "y")), ("x", "y"), 64),
+    ("all_gather", lambda x: jax.lax.all_gather(x, "x"), ("x",), 128),
+    (
+        "reduce_scatter",
+        lambda x: jax.lax.psum_scatter(x, "y", scatter_dimension=1),
+        ("y",),
+        64,
+    ),
+    ("all_to_all", lambda x: jax.lax.all_to_all(x, "y", 0, 1), ("y",), 64),
+    (
+        "all_to_all",
+        lambda x: jax.lax.all_to_all(x.astype(jnp.uint8), ("y",), 0, 0, tiled=True),
+        ("y",),
+        16,
+    ),
+]
+
+
+@pytest.mark.parametrize(("kind", "ask", "axes", "nbytes"), ASKED)
+def test_what_a_manual_computation_asks_for_is_charged_as_it_is(
+    kind: str, ask: Callable[[jax.Array], jax.Array], axes: tuple[str, ...], nbytes: int
+) -> None:
+    (found,) = audit(_manual(ask), ((8, 16), P("x", "y")))
+
+    sizes = {"x": 2, "y": 4}
+    assert (found.kind, found.axes) == (kind, axes)
+    assert found.group == math.prod(sizes[a] for a in axes)
+    assert found.nbytes == nbytes
+
+
+def test_a_permute_is_charged_for_the_devices_that_send() -> None:
+    def ask(x: jax.Array) -> jax.Array:
+        return jax.lax.ppermute(x, "y", [(0, 1), (1, 2), (3, 3)])
+
+    (found,) = audit(_manual(ask), ((8, 16), P("x", "y")))
+
+    # Of four devices on y, two send to another one.
+    assert found.kind == "collective_permute"
+    assert found.sent_bytes == 64 * 2 / 4
+
+
+def test_a_manual_loop_counts_its_trips() -> None:
+    def ask(x: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, _: (jax.lax.psum(c, "y"), None), x, length=3)[0]
+
+    (found,) = audit(_manual(ask), ((8, 16), P("x", "y")))
+
+    assert (found.kind, found.trips) == ("all_reduce", 3)
+
+
+def test_equal_collectives_of_a_manual_computation_are_both_run() -> None:
+    def ask(x: jax.Array) -> jax.Array:
+        return jax.lax.psum(x, "y") + jax.lax.psum(x, "y")
+
+    assert len(audit(_manual(ask), ((8, 16), P("x", "y")))) == 2
+
+
+def _manual(ask: Callable[[jax.Array], jax.Array]) -> Callable[..., Any]:
+    """A step that keeps what comes of asking, one entry for each device."""
+
+    def own(x: jax.Array) -> jax.Array:
+        return ask(x)[None]
+
+    return jax.shard_map(
+        own, mesh=MESH, in_specs=P("x", "y"), out_specs=P(("x", "y")), check_vma=False
+    )

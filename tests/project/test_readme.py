@@ -69,6 +69,18 @@ def test_the_decorated_step_trains() -> None:
     assert {len(x.sharding.device_set) for x in jax.tree.leaves(names["state"])} == {4}
 
 
+def test_the_compressed_step_trains() -> None:
+    names = surroundings() | {"autopar": autopar, "jax": jax}
+    exec(compile(blocks("python")[2], "README.md", "exec"), names)
+    step = names["train_step"]
+    state = step.init(names["create_state"], names["rng"])
+    for batch in names["batches"]:
+        state, loss = step(state, batch)
+
+    assert math.isfinite(loss)
+    assert step.plan.compression.mode == "auto"
+
+
 def test_the_plan_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = surroundings()

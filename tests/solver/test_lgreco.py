@@ -256,6 +256,15 @@ def test_ties_take_the_first_parameter_and_the_least_error():
     assert solve_lgreco(problem).choices == (1,)
 
 
+@pytest.mark.parametrize("gap", [1e-1, 1e-3])
+def test_gap_is_a_share_of_what_choices_change(gap):
+    problem = power_sgd(3, layers=15)
+    span = sum(float((row - row.min()).sum()) for row in problem.size)
+    exact, near = solve_lgreco_ilp(problem), solve_lgreco_ilp(problem, gap=gap)
+    check(problem, near, problem.error_budget)
+    assert exact.size <= near.size <= exact.size + gap * span
+
+
 def test_no_time_is_no_answer():
     """Out of time is not infeasible."""
     problem = power_sgd(0, layers=120)

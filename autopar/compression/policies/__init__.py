@@ -6,9 +6,10 @@
 """
 
 from autopar.compression.policies.accordion import Accordion
+from autopar.compression.policies.across import AcrossFamilies
 from autopar.compression.policies.dct import Dct
 from autopar.compression.policies.gravac import GraVAC, topk_levels
-from autopar.compression.policies.lgreco import AcrossFamilies, LGreCo
+from autopar.compression.policies.lgreco import LGreCo
 from autopar.compression.policies.probe import (
     QUANTISERS,
     Probe,

@@ -87,10 +87,11 @@ class GraVACState:
     Attributes:
       names: the gradients that it manages; none before the first observation.
       level: in use; -1 is dense.
-      count: observations of this level.
+      count: observations of this level since its window began.
+      seen: the same since it was moved to.
       sent: running mean of the squared norm of what was sent.
       wanted: the same of what was to be.
-      seconds: sum over the observations of this level.
+      seconds: sum over the observations of this window.
       throughput: by level, the last measured; None where there is none.
       waiting: windows to stay before the next level is tried again; 0: climbing.
     """
@@ -98,6 +99,7 @@ class GraVACState:
     names: list[str] = dataclasses.field(default_factory=list[str])
     level: int = 0
     count: int = 0
+    seen: int = 0
     sent: float = 0.0
     wanted: float = 0.0
     seconds: float = 0.0
@@ -116,7 +118,7 @@ class GraVAC:
       every: steps between observations.
       window: observations before a level is judged; with ``every`` the paper's
         window in steps, 25.
-      alpha: weight of a new observation in the running means of the norms.
+      alpha: least weight of a new observation in the running means of the norms.
       epsilon: the least gain.
       omega: by what share throughput must improve for a larger factor to be kept.
       retry: windows until the next level is tried again.
@@ -197,12 +199,13 @@ class GraVAC:
         if not reports or any(r.codec != self.codec for r in reports):
             return False
         sent, wanted = squared_norms(reports)
-        first = state.count == 0
-        weight = 1.0 if first else self.alpha
+        # The plain mean until it holds as many as the running one remembers.
+        weight = max(self.alpha, 1.0 / (state.seen + 1))
         state.sent += weight * (sent - state.sent)
         state.wanted += weight * (wanted - state.wanted)
         state.seconds += seen.seconds
         state.count += 1
+        state.seen += 1
         return True
 
     def _judge(self) -> None:
@@ -227,5 +230,6 @@ class GraVAC:
         state = self.state
         if level != state.level:
             state.sent = state.wanted = 0.0
+            state.seen = 0
         state.level, state.waiting = level, waiting
         state.count, state.seconds = 0, 0.0

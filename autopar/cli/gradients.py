@@ -1,0 +1,122 @@
+"""The part of ``autopar explain`` about gradients: why they are sent as they are."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from autopar.planner.codec_traffic import CodecOption, codec_options
+from autopar.planner.explain import Context
+from autopar.planner.traffic import worth_a_codec
+from autopar.plans import GradientDecision
+from autopar.plans.table import (
+    bytes_text,
+    collapse,
+    columns,
+    method_text,
+    ratio_text,
+    seconds_text,
+    template,
+)
+
+_HEADING = ("codec", "sends", "ratio", "link", "device", "error", "counts as", "")
+
+
+def gradients_of(
+    context: Context, paths: Sequence[str]
+) -> list[list[GradientDecision]]:
+    """The gradients of parameters, those that are alike together.
+
+    Args:
+      context: the plan.
+      paths: of the parameters.
+    """
+    groups: dict[tuple[object, ...], list[GradientDecision]] = {}
+    for gradient in context.plan.gradients:
+        if gradient.name in paths:
+            how = (template(gradient.name), method_text(gradient), gradient.axes)
+            key = (*how, gradient.local_shape, gradient.scatter)
+            groups.setdefault(key, []).append(gradient)
+    return list(groups.values())
+
+
+def options_of(context: Context, gradient: GradientDecision) -> list[CodecOption]:
+    """The ways to send a gradient, the fastest first."""
+    value = context.analysis.graph.values[gradient.value]
+    itemsize = value.nbytes // max(1, value.size)
+    return codec_options(gradient, itemsize, context.pricer)
+
+
+def gradient_lines(context: Context, paths: Sequence[str], limit: int) -> list[str]:
+    """How the gradients of parameters are sent, and what else they could be sent as.
+
+    Args:
+      context: the plan.
+      paths: of the parameters.
+      limit: how many other codecs to list, the fastest ones.
+    """
+    lines: list[str] = []
+    for alike in gradients_of(context, paths):
+        first = alike[0]
+        names = " ".join(collapse([g.name for g in alike]))
+        over = f"over {','.join(first.axes)}, {first.workers} devices"
+        lines += ["", f"  Gradient of {names}, {over}: {method_text(first)}"]
+        if not worth_a_codec(first.shape):
+            lines.append("    vectors and what is small have no codec")
+            continue
+        options = _shown(options_of(context, first), first.codec, limit)
+        rows = [_HEADING, *(_cells(first, option) for option in options)]
+        lines += [f"    {row}" for row in columns(rows, right=range(1, 7))]
+    return lines
+
+
+def _shown(
+    options: Sequence[CodecOption], chosen: str, limit: int
+) -> list[CodecOption]:
+    """The fastest others, the chosen one and what the compiler does."""
+    usable = [o for o in options if not o.refused]
+    others = [o for o in usable if o.codec not in (chosen, "")][:limit]
+    return [o for o in usable if o in others or o.codec in (chosen, "")]
+
+
+def _cells(gradient: GradientDecision, option: CodecOption) -> tuple[str, ...]:
+    return (
+        option.codec or "as it is",
+        bytes_text(option.wire_bytes),
+        ratio_text(gradient.dense_bytes, option.wire_bytes),
+        seconds_text(option.wire_s),
+        seconds_text(option.local_s),
+        f"{option.error:.2g}",
+        f"{option.counted_error:.2g}",
+        "chosen" if option.codec == gradient.codec else "",
+    )
+
+
+def gradient_data(context: Context, paths: Sequence[str]) -> list[dict[str, Any]]:
+    """The same for programs, one entry for each gradient and all of its options."""
+    return [
+        {
+            "name": gradient.name,
+            "codec": gradient.codec,
+            "feedback": gradient.feedback,
+            "axes": list(gradient.axes),
+            "workers": gradient.workers,
+            "dense_bytes": gradient.dense_bytes,
+            "wire_bytes": gradient.wire_bytes,
+            "options": [_option(o) for o in options_of(context, gradient)],
+        }
+        for alike in gradients_of(context, paths)
+        for gradient in alike
+    ]
+
+
+def _option(option: CodecOption) -> dict[str, Any]:
+    return {
+        "codec": option.codec,
+        "wire_bytes": option.wire_bytes,
+        "wire_s": option.wire_s,
+        "local_s": option.local_s,
+        "error": option.error,
+        "counted_error": option.counted_error,
+        "usable": math.isfinite(option.seconds),
+        "refused": option.refused,
+    }

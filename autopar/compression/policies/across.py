@@ -1,0 +1,180 @@
+"""Chooses among all families of codecs at once, for the least time.
+
+Seconds are minimised, and errors are counted as the optimizer does. With ``r`` the
+relative error of a gradient::
+
+    minimise    sum bytes / bandwidth + rounds latency + elements encode_s
+    subject to  sum w r^2 <= budget^2 sum w
+
+with ``w`` its number of elements for Adam, which divides each element by the root
+of its mean square so that all weigh the same, and its squared norm for SGD.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+
+from autopar.compression.policies.probe import (
+    QUANTISERS,
+    Choice,
+    Probe,
+    powersgd_family,
+    topk_family,
+)
+from autopar.compression.policies.samples import (
+    Samples,
+    SampleState,
+    observed,
+    probed,
+    set_codecs,
+)
+from autopar.compression.policies.signals import DENSE, check_count, restore, saved
+from autopar.compression.policy import Observation
+from autopar_solver import CodecSelection, solve_selection
+
+Optimizer = Literal["adam", "sgd"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AcrossFamilies:
+    """See the module.
+
+    Attributes:
+      probe: how the gradients are summed.
+      bandwidth_bytes_per_s: of the link of one device.
+      latency_s: of a round of communication.
+      options: codecs to choose from; dense is always one.
+      budget: the largest relative error of all gradients together, in the
+        optimizer's metric; None: that of the reference.
+      reference: codec that defines the budget.
+      optimizer: whose metric counts.
+      encode_s_per_element: by name of a codec, seconds to encode and decode an
+        element; those not named take none.
+      every: steps between choices.
+      state: what it remembers.
+    """
+
+    needs_samples: ClassVar[bool] = True
+    probe: Probe
+    bandwidth_bytes_per_s: float
+    latency_s: float = 0.0
+    options: tuple[str, ...] = (*QUANTISERS, *powersgd_family(4), *topk_family())
+    budget: float | None = None
+    reference: str = "int4"
+    optimizer: Optimizer = "adam"
+    encode_s_per_element: Mapping[str, float] = dataclasses.field(
+        default_factory=dict[str, float]
+    )
+    every: int = 100
+    state: SampleState = dataclasses.field(
+        default_factory=SampleState, init=False, compare=False
+    )
+    samples: Samples = dataclasses.field(
+        default_factory=Samples, init=False, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        set_codecs(self, self.reference, self.options)
+        check_count("AcrossFamilies", every=self.every)
+        if not (self.bandwidth_bytes_per_s > 0 and self.latency_s >= 0):
+            raise ValueError(
+                "AcrossFamilies: bandwidth_bytes_per_s must be positive and latency_s "
+                f"not negative, got {self.bandwidth_bytes_per_s} and {self.latency_s}."
+            )
+        if self.budget is not None and not self.budget >= 0:
+            raise ValueError(
+                f"AcrossFamilies: budget must not be negative, got {self.budget}."
+            )
+        if self.optimizer not in ("adam", "sgd"):
+            raise ValueError(
+                "AcrossFamilies: optimizer must be adam or sgd, got "
+                f"{self.optimizer!r}."
+            )
+
+    def choose(self, samples: Mapping[str, np.ndarray]) -> Mapping[str, str]:
+        """The codecs for gradients with these samples; see `LGreCo.choose`."""
+        texts = (DENSE, self.reference, *self.options)
+        names, every = probed(self.probe, samples, texts, DENSE)
+        if not names:
+            return {}
+        # The reference is one of the options only if it is listed.
+        allowed = {DENSE, *self.options}
+        found = [tuple(c for c in row if c.text in allowed) for row in every]
+        weights = [self._weight(samples[name]) for name in names]
+        total = math.fsum(weights) or 1.0
+        parts = [weight / total for weight in weights]
+        problem = CodecSelection(
+            wire_s=tuple(np.array([self._wire_s(c) for c in row]) for row in found),
+            local_s=tuple(
+                np.array([self._local_s(c, samples[name].size) for c in row])
+                for name, row in zip(names, found, strict=True)
+            ),
+            error=tuple(
+                np.array([part * choice.error**2 for choice in row])
+                for part, row in zip(parts, found, strict=True)
+            ),
+            ready_s=(0.0,) * len(names),
+            backward_s=0.0,
+            error_budget=self._budget(every, parts),
+        )
+        picked = solve_selection(problem).choices
+        return {
+            name: row[choice].text
+            for name, row, choice in zip(names, found, picked, strict=True)
+        }
+
+    def give_samples(self, samples: Mapping[str, np.ndarray]) -> None:
+        """Takes samples for the next observation.
+
+        Raises:
+          ValueError: one holds numbers that are not finite.
+        """
+        self.samples.give(samples, "AcrossFamilies")
+
+    def observe(self, seen: Observation) -> Mapping[str, str] | None:
+        """See `autopar.compression.policy.Policy`."""
+        return observed(self.state, self.choose, self.samples, seen)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON values; samples are not part of it."""
+        return saved(self.state)
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Goes on from a saved state.
+
+        Raises:
+          ValueError: it is that of another policy.
+        """
+        restore(self.state, values, "AcrossFamilies")
+
+    def _weight(self, sample: np.ndarray) -> float:
+        if self.optimizer == "adam":
+            return float(sample.size)
+        return float(np.sum(np.square(sample.astype(np.float64))))
+
+    def _wire_s(self, choice: Choice) -> float:
+        moving = choice.wire_bytes / self.bandwidth_bytes_per_s
+        return moving + choice.rounds * self.latency_s
+
+    def _local_s(self, choice: Choice, elements: int) -> float:
+        name = choice.text.partition(":")[0]
+        return elements * self.encode_s_per_element.get(name, 0.0)
+
+    def _budget(
+        self, every: Sequence[Sequence[Choice]], parts: Sequence[float]
+    ) -> float:
+        """The largest sum of weighted squares."""
+        if self.budget is not None:
+            return self.budget**2
+        return math.fsum(
+            part * choice.error**2
+            for part, row in zip(parts, every, strict=True)
+            for choice in row
+            if choice.text == self.reference
+        )

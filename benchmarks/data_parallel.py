@@ -1,0 +1,233 @@
+"""Trains a small language model by data parallelism, with gradients sent by codecs.
+
+Four devices are simulated in one process. The model is that of the network
+benchmark (`benchmarks/network/language_model.py`) in a smaller size, the step is
+`autopar.parallelize`'s own under a plan that is pinned to data parallelism, and so
+losses and bytes are those of four machines; seconds are not.
+
+Import this before anything that imports JAX.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+import statistics
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+DEVICES = 4
+# Programs of several simulated devices share the cores; more threads only wait.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        f"--xla_force_host_platform_device_count={DEVICES}",
+        "--xla_cpu_multi_thread_eigen=false",
+    )
+)
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+import autopar
+
+sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "network"))
+import language_model
+
+SIZES = language_model.Sizes(
+    layers=2, d_model=128, heads=4, seq=16, batch=64, learning_rate=3e-3
+)
+EVAL_ROWS = 512
+CLUSTER = f"{DEVICES}x1:cpu,network=100Gb/s"
+
+State = Any
+# Called with the number of the step that comes next, and the state.
+Hook = Callable[[int, State], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Run:
+    """One training run.
+
+    Attributes:
+      loss: on the held-out text after the last step, nats a character.
+      nbytes: that one worker sends in a step, averaged over the steps.
+      last_nbytes: that it sends in the last step.
+    """
+
+    loss: float
+    nbytes: float
+    last_nbytes: float
+
+
+class Trainer:
+    """The model, its data-parallel plan, and a compiled step for each codec."""
+
+    def __init__(
+        self, steps: int, sizes: language_model.Sizes = SIZES, warm_up: int = 0
+    ) -> None:
+        """Plans; steps are compiled when they first run.
+
+        Args:
+          steps: of each run; the learning rate has decayed by then.
+          sizes: of the model.
+          warm_up: steps at the start of each run with dense gradients.
+        """
+        self.steps = steps
+        self.warm_up = warm_up
+        self.sizes = sizes._replace(decay_steps=steps)
+        self.workload = language_model.build(0, self.sizes)
+        self._evaluate = jax.jit(self.workload.eval_loss)
+        self._held_out = language_model.evaluation_batch(self.sizes, EVAL_ROWS)
+        self._steps: dict[str, Any] = {}
+        self.base = autopar.plan(
+            *self._arguments(),
+            cluster=autopar.Cluster.parse(CLUSTER),
+            max_axes=1,
+            axis_names=("data",),
+            pins={"state/*": PartitionSpec(), "data/*": PartitionSpec("data")},
+        )
+
+    def _arguments(self) -> tuple[Any, ...]:
+        return self.workload.step, self.create(0), self.workload.batch(0)
+
+    def create(self, seed: int) -> State:
+        """The state of step 0, of the functions that are compiled."""
+        state = self.workload.create()
+        params = language_model.build(seed, self.sizes).create().params
+        # A number of Flax is a Python int at first: it would be compiled for twice.
+        return state.replace(params=params, step=jnp.int32(0))
+
+    @functools.cache
+    def plan(self, codec: str) -> autopar.Plan:
+        """The data-parallel plan with a codec.
+
+        Raises:
+          RuntimeError: a gradient is not summed over all devices.
+        """
+        plan = autopar.plan(
+            *self._arguments(),
+            cluster=autopar.Cluster.parse(CLUSTER),
+            compression=codec,
+            layouts=self.base,
+        )
+        leaves = len(jax.tree.leaves(jax.eval_shape(self.workload.create).params))
+        summed = [g for g in plan.gradients if g.codec and g.axes == ("data",)]
+        if plan.axis_sizes != (DEVICES,) or len(summed) != leaves:
+            raise RuntimeError(
+                f"the plan is not data parallel: mesh {plan.axis_sizes}, "
+                f"{len(summed)} of {leaves} gradients are summed over it."
+            )
+        return plan
+
+    def step(self, codec: str) -> Any:
+        """The parallel step that starts with a codec; compiled once."""
+        if codec not in self._steps:
+            plan = self.plan(codec)
+            self._steps[codec] = autopar.parallelize(self.workload.step, plan=plan)
+        step = self._steps[codec]
+        step.compression_state = None
+        return step
+
+    def codecs(self, codec: str) -> dict[str, str]:
+        """What the plan of a codec says of each gradient."""
+        return {g.name: g.codec for g in self.plan(codec).gradients}
+
+    def run(
+        self,
+        codec: str,
+        seed: int,
+        *,
+        warm_up: int | None = None,
+        hook: Hook | None = None,
+    ) -> Run:
+        """Trains from the start.
+
+        Args:
+          codec: of all gradients large enough, after the warm-up.
+          seed: of the initialisation and of the batches.
+          warm_up: instead of the trainer's.
+          hook: called before each step; may recode ``step(codec)``.
+        """
+        warm_up = self.warm_up if warm_up is None else warm_up
+        step = self.step(codec)
+        start = self.codecs("dense" if warm_up else codec)
+        if step_codecs(step) != start:
+            self._recode(step, start, seed)
+        state, batch = self.create(seed), self._batches(seed)
+        sent = 0.0
+        for k in range(self.steps):
+            if warm_up and k == warm_up:
+                step.recode(self.codecs(codec))
+            if hook is not None:
+                hook(k, state)
+            state, metrics = step(state, batch(k))
+            # Collectives of one process can wait for each other's threads if the
+            # programs of many steps are under way.
+            jax.block_until_ready(metrics)
+            sent += sent_bytes(step.plan)
+        return Run(self.loss(state), sent / self.steps, sent_bytes(step.plan))
+
+    def _recode(self, step: Any, codecs: Mapping[str, str], seed: int) -> None:
+        """Changes codecs, of a step that has to be planned first."""
+        step.prepare(self.create(seed), self._batches(seed)(0))
+        step.recode(codecs)
+
+    def _batches(self, seed: int) -> Callable[[int], Any]:
+        return functools.partial(language_model.batch, self.sizes, seed)
+
+    def batch(self, seed: int, k: int) -> Any:
+        """The batch of a step, all workers together."""
+        return self._batches(seed)(k)
+
+    def loss(self, state: State) -> float:
+        """Held-out loss, nats a character."""
+        params = jax.tree.map(np.asarray, state.params)
+        return float(self._evaluate(params, self._held_out))
+
+    @functools.cached_property
+    def partial_gradients(self) -> Callable[[State, Any], dict[str, np.ndarray]]:
+        """``f(state, batch)``: each worker's part of the gradients, (n, *shape).
+
+        Parts are of the loss's mean over all rows, as the plan sums them.
+        """
+
+        def one(params: Any, rows: Any) -> Any:
+            grads = jax.grad(self.workload.eval_loss)(params, rows)
+            return jax.tree.map(lambda g: g / DEVICES, grads)
+
+        mapped = jax.jit(jax.vmap(one, in_axes=(None, 0)))
+
+        def call(state: State, batch: Any) -> dict[str, np.ndarray]:
+            split = jax.tree.map(lambda x: x.reshape(DEVICES, -1, *x.shape[1:]), batch)
+            grads = mapped(jax.tree.map(np.asarray, state.params), split)
+            flat, _ = jax.tree_util.tree_flatten_with_path(grads)
+            return {_path(path): np.asarray(leaf) for path, leaf in flat}
+
+        return call
+
+
+def _path(path: Sequence[Any]) -> str:
+    """A parameter's name as plans write it."""
+    return "/".join(["state", "params", *(str(key.key) for key in path)])
+
+
+def step_codecs(step: Any) -> dict[str, str]:
+    """The codec of each gradient of a parallel step."""
+    return {g.name: g.codec for g in step.plan.gradients}
+
+
+def sent_bytes(plan: autopar.Plan) -> float:
+    """Bytes that one worker sends for all gradients of a step."""
+    return math.fsum(g.wire_bytes for g in plan.gradients)
+
+
+def spread(losses: Sequence[float]) -> tuple[float, float]:
+    """Mean and sample standard deviation."""
+    return statistics.fmean(losses), statistics.stdev(losses)

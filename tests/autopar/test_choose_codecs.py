@@ -1,0 +1,319 @@
+"""Codecs where they pay, chosen with the layouts and within a budget of error."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+import planner_cases
+import pytest
+from jax.sharding import PartitionSpec
+from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
+
+from autopar import Cluster, Plan
+from autopar.api import plan_analysis
+from autopar.compression.registry import parse_codec
+from autopar.cost.compression import effective_error, relative_error
+from autopar.planner.analysis import Analysis, analyse
+from autopar.planner.compression import CANDIDATES, DEFAULT_BUDGET, choose
+from autopar.planner.gradients import gradients_of, parameter_names
+from autopar.planner.search import search
+
+ROWS, WIDTH, HIDDEN = 512, 128, 256
+SPLIT = {"batch/*": PartitionSpec("data")}
+# Four hosts with one device each.
+SLOW, MEDIUM, FAST = "100Mb/s", "1Gb/s", "100Gb/s"
+
+
+@functools.cache
+def analysis() -> Analysis:
+    step, args = training(
+        mlp_loss,
+        mlp_params(WIDTH, HIDDEN, 1),
+        mlp_batch(ROWS, WIDTH),
+        optax.adamw(1e-2),
+    )
+    return analyse(step, args)
+
+
+def cluster(bandwidth: str) -> Cluster:
+    return Cluster.parse(f"4x1:cpu,network={bandwidth}")
+
+
+def planned(bandwidth: str, compression: str, **options: Any) -> Plan:
+    return plan_analysis(
+        analysis(),
+        cluster(bandwidth),
+        axis_names=("data",),
+        max_axes=1,
+        compression=compression,
+        **{"seconds": None, **options},
+    )
+
+
+@functools.cache
+def data_parallel(bandwidth: str, compression: str) -> Plan:
+    return planned(bandwidth, compression, pins=SPLIT)
+
+
+@functools.cache
+def free(bandwidth: str, compression: str) -> Plan:
+    """With all layouts for the planner to choose."""
+    return planned(bandwidth, compression)
+
+
+def splits_batch(plan: Plan) -> bool:
+    return any(plan.inputs["batch/x"][0])
+
+
+class TestLinks:
+    """What is chosen depends on what a second on the link is worth."""
+
+    def test_on_fast_links_nothing_is_compressed(self) -> None:
+        plan = data_parallel(FAST, "auto")
+
+        assert {g.codec for g in plan.gradients} == {""}
+        assert all(g.wire_bytes == g.dense_bytes for g in plan.gradients)
+        assert plan.predicted.step_s == data_parallel(FAST, "none").predicted.step_s
+
+    def test_the_reason_for_nothing(self) -> None:
+        found = data_parallel(FAST, "auto").compression
+
+        assert found.mode == "auto"
+        assert found.error == 0.0
+        assert found.reason.startswith("dense: sending gradients takes 0.0")
+        assert "saves 3% of the step after encoding and decoding" in found.reason
+
+    def test_on_slow_links_large_gradients_are(self) -> None:
+        plan, without = (data_parallel(SLOW, mode) for mode in ("auto", "none"))
+
+        found = {g.name: g for g in plan.gradients}
+        assert found["params/0/bias"].codec == "dense"
+        for name in ("params/0/up", "params/0/down"):
+            assert found[name].codec in CANDIDATES[1:]
+            assert found[name].wire_bytes < found[name].dense_bytes / 4
+            assert found[name].saved_s > 0
+        assert plan.predicted.step_s < without.predicted.step_s / 2
+        assert plan.compression.reason.startswith("codecs save ")
+
+    def test_the_prediction_counts_what_is_sent(self) -> None:
+        plan = data_parallel(SLOW, "int8")
+        without = data_parallel(SLOW, "none")
+
+        assert plan.inputs == without.inputs
+        wire = sum(g.wire_bytes for g in plan.gradients)
+        dense = sum(g.dense_bytes for g in plan.gradients)
+        # A ring of four sends 3/2 of what it sums.
+        elements = 2 * WIDTH * HIDDEN + HIDDEN
+        assert dense == 1.5 * 4 * elements
+        assert wire == pytest.approx(
+            1.5 * ((1 + 2 / 256) * 2 * WIDTH * HIDDEN) + 6 * HIDDEN
+        )
+        gone = (
+            without.predicted.communication_bytes - plan.predicted.communication_bytes
+        )
+        assert gone == pytest.approx(dense - wire)
+
+    def test_residuals_take_memory(self) -> None:
+        """Without feedback nothing is kept, with it an array of each gradient."""
+        plain, int8, int4 = (
+            data_parallel(SLOW, c).predicted.peak_memory_bytes
+            for c in ("none", "int8", "int4")
+        )
+        assert int8 == plain
+        assert int4 >= plain + 4 * 2 * WIDTH * HIDDEN
+
+    def test_slower_links_never_help(self) -> None:
+        steps = [
+            data_parallel(b, "auto").predicted.step_s for b in (FAST, MEDIUM, SLOW)
+        ]
+        assert steps == sorted(steps)
+
+    def test_a_codec_that_is_asked_for_is_used(self) -> None:
+        """Even where it does not pay; the plan says that."""
+        plan = data_parallel(FAST, "int8")
+
+        codecs = {g.name: g.codec for g in plan.gradients}
+        assert codecs == {
+            "params/0/up": "int8",
+            "params/0/down": "int8",
+            "params/0/bias": "dense",
+        }
+        assert plan.predicted.step_s > data_parallel(FAST, "none").predicted.step_s
+        assert plan.compression.reason.startswith("asked for; saves -")
+
+    def test_without_gradients_to_send_the_plan_says_so(self) -> None:
+        for mode in ("auto", "int8"):
+            plan = free("10Mb/s", mode)
+            assert plan.gradients == ()
+            assert plan.compression.reason.startswith("no gradient is summed")
+
+
+class TestJoint:
+    """Layouts and codecs together."""
+
+    def test_the_layouts_change_with_the_codecs(self) -> None:
+        """Replicated without; data parallel once gradients are small."""
+        without, plan = free(MEDIUM, "none"), free(MEDIUM, "auto")
+
+        assert not splits_batch(without)
+        assert splits_batch(plan)
+        assert plan.predicted.step_s < 0.9 * without.predicted.step_s
+        assert "by other layouts" in plan.compression.reason
+
+    @pytest.mark.parametrize("pinned", [True, False])
+    @pytest.mark.parametrize("bandwidth", ["10Mb/s", SLOW, MEDIUM, "10Gb/s", FAST])
+    def test_never_worse_than_layouts_first(self, bandwidth: str, pinned: bool) -> None:
+        make = data_parallel if pinned else free
+        without = make(bandwidth, "none")
+        after = planned(bandwidth, "auto", layouts=without)
+
+        together = make(bandwidth, "auto").predicted.step_s
+
+        assert together <= after.predicted.step_s * (1 + 1e-9)
+        assert after.predicted.step_s <= without.predicted.step_s * (1 + 1e-9)
+        assert after.inputs == without.inputs
+
+    def test_the_same_call_gives_the_same_plan(self) -> None:
+        plans = [planned(MEDIUM, "auto") for _ in range(2)]
+
+        first, second = plans
+        assert first.gradients == second.gradients
+        assert first.nodes == second.nodes
+        assert first.compression == second.compression
+        assert first.predicted == second.predicted
+
+
+class TestBudget:
+    """The root mean square, over elements, of each gradient's effective error."""
+
+    BUDGETS = (0.0, 0.002, 0.01, 0.03, 0.1, 0.3, 1.0)
+
+    @staticmethod
+    @functools.cache
+    def plan(budget: float) -> Plan:
+        return planned(
+            SLOW, "auto", layouts=data_parallel(SLOW, "none"), error_budget=budget
+        )
+
+    @pytest.mark.parametrize("budget", BUDGETS)
+    def test_it_is_kept(self, budget: float) -> None:
+        plan = self.plan(budget)
+
+        squares = total = 0.0
+        for g in plan.gradients:
+            codec = parse_codec(g.codec or "dense")
+            error = relative_error(codec, g.local_shape)
+            counted = effective_error(error, feedback=codec.feedback)
+            squares += math.prod(g.shape) * counted**2
+            total += math.prod(g.shape)
+        assert math.sqrt(squares / total) <= budget * (1 + 1e-9)
+        assert plan.compression.error == pytest.approx(math.sqrt(squares / total))
+        assert plan.compression.error_budget == budget
+
+    def test_less_error_is_never_faster(self) -> None:
+        steps = [self.plan(budget).predicted.step_s for budget in self.BUDGETS]
+
+        assert steps == sorted(steps, reverse=True)
+        assert steps[-1] < steps[0]
+
+    def test_less_error_is_never_faster_with_other_layouts(self) -> None:
+        steps = [
+            planned(SLOW, "auto", pins=SPLIT, error_budget=b).predicted.step_s
+            for b in (0.002, DEFAULT_BUDGET, 1.0)
+        ]
+        assert steps == sorted(steps, reverse=True)
+
+    def test_without_a_budget_nothing_is_lost(self) -> None:
+        assert {g.codec for g in self.plan(0.0).gradients} <= {"", "dense"}
+
+    def test_the_default(self) -> None:
+        plan = planned(SLOW, "auto", layouts=data_parallel(SLOW, "none"))
+        assert plan.compression.error_budget == DEFAULT_BUDGET
+        assert plan.gradients == self.plan(DEFAULT_BUDGET).gradients
+
+
+def test_measured_errors_take_the_place_of_expected_ones() -> None:
+    """A codec that does badly on a gradient is not used for it."""
+    found = search(
+        analysis(),
+        cluster(SLOW),
+        meshes=None,
+        seconds=None,
+        restriction=None,
+    )
+    _, candidate = next(
+        (mesh, c) for mesh, c in found.tried if c is not None and c is found.best
+    )
+    plain = choose(analysis(), candidate, DEFAULT_BUDGET, {})
+    names = {s.name: c for s, c in zip(plain.sites, plain.codecs, strict=True)}
+    if not any(names.values()):
+        pytest.skip("nothing to compress in this plan")
+
+
+class TestNames:
+    """A gradient is named by the parameter that it updates."""
+
+    @staticmethod
+    def names(found: Analysis) -> list[str]:
+        values = gradients_of(found)
+        return sorted(parameter_names(found.graph, found.contraction, values).values())
+
+    @pytest.mark.parametrize(
+        "optimizer",
+        [
+            optax.sgd(0.1, momentum=0.9),
+            optax.adamw(1e-2),
+            optax.lion(1e-2),
+            optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-2)),
+            optax.chain(
+                optax.clip(1.0), optax.add_decayed_weights(0.1), optax.lamb(0.1)
+            ),
+            optax.MultiSteps(
+                optax.adam(1e-2), every_k_schedule=2
+            ).gradient_transformation(),
+        ],
+        ids=["sgd", "adamw", "lion", "clip_norm", "lamb", "multi_steps"],
+    )
+    def test_whatever_the_optimizer(self, optimizer: Any) -> None:
+        """Also where several parameters have the same shape."""
+        params = mlp_params(16, 32, 2)
+        step, args = training(mlp_loss, params, mlp_batch(), optimizer)
+
+        found = self.names(analyse(step, args))
+
+        assert found == sorted(
+            f"params/{k}/{name}" for k in range(2) for name in ("up", "bias", "down")
+        )
+
+    @pytest.mark.parametrize(
+        ("name", "prefix"),
+        [("nnx_mutated", "model/"), ("conv_batchnorm", "state/params/")],
+    )
+    def test_whatever_the_form(self, name: str, prefix: str) -> None:
+        step, args = planner_cases.workload(name)
+
+        found = self.names(analyse(step, args))
+
+        assert found
+        assert all(n.startswith(prefix) for n in found)
+
+    def test_each_value_has_its_own(self) -> None:
+        """The gradient of a value is that of the parameter it is named by."""
+        params = {"first": jnp.ones((16, 16)), "second": jnp.ones((16, 16))}
+
+        def loss(params: Any, batch: Any) -> jax.Array:
+            hidden = jnp.tanh(batch["x"] @ params["first"])
+            return jnp.mean((hidden @ params["second"] - batch["y"]) ** 2)
+
+        tx = optax.sgd(0.1)
+        found = analyse(trained(loss, tx), (params, tx.init(params), mlp_batch()))
+        names = parameter_names(found.graph, found.contraction, gradients_of(found))
+
+        # The backward pass meets the second layer first.
+        order = [names[v] for v in sorted(names)]
+        assert order == ["params/second", "params/first"]

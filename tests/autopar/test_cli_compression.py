@@ -1,0 +1,241 @@
+"""The command line where gradients are compressed."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from autopar.cli import main
+from autopar.compression.registry import codec_names
+from autopar.plans import Plan
+
+GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
+TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
+SMALL = ("width=128", "batch=4096", "layers=3")
+# Its network is so slow that compressed gradients train faster.
+SLOW = ("--cluster", "2x4:cpu,network=100Mb/s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run_words(*words: object) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
+        return Result(stop.value.code, out, err)
+
+    return run_words
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A plan with codecs, saved by the command line."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    words = ["plan", TARGET, *SMALL, *SLOW, "--compression", "auto", "--out", str(path)]
+    with pytest.raises(SystemExit):
+        main(words)
+    return path
+
+
+def kernels(plan: Plan) -> dict[str, str]:
+    return {g.name: g.codec for g in plan.gradients if "kernel" in g.name}
+
+
+def test_auto_compresses_where_that_is_faster(run: Run, saved: pathlib.Path) -> None:
+    plan = Plan.load(saved)
+    assert plan.compression.mode == "auto"
+    assert len(kernels(plan)) == 3
+    assert all(codec not in ("", "dense") for codec in kernels(plan).values())
+    plain = run("plan", TARGET, *SMALL, *SLOW, "--json").json
+    assert plan.predicted.step_s < plain["predicted"]["step_s"]
+    assert plain["gradients"] == []
+
+
+def test_the_table_says_how_gradients_are_sent(run: Run) -> None:
+    result = run("plan", TARGET, *SMALL, *SLOW, "--compression", "auto")
+    assert result.code == 0
+    assert "gradient" in result.out
+    assert "params/{0..2}/kernel" in result.out
+    assert "codecs   auto: codecs save" in result.out
+    assert "error    " in result.out
+    assert "gradient" not in run("plan", TARGET, *SMALL, *SLOW).out
+
+
+def test_the_page_says_so_too(run: Run, tmp_path: pathlib.Path) -> None:
+    page = tmp_path / "plan.html"
+    words = (*SLOW, "--compression", "auto", "--html", page)
+    assert run("plan", TARGET, *SMALL, *words).code == 0
+    text = page.read_text(encoding="utf-8")
+    assert "<h2>Gradients</h2>" in text
+    assert "codecs: auto: codecs save" in text
+    assert "encode" in text
+
+
+def test_a_codec_of_its_own_for_all(run: Run) -> None:
+    words = (*SLOW, "--compression", "int4:block=64", "--json")
+    found = run("plan", TARGET, *SMALL, *words).json
+    codecs = {g["codec"] for g in found["gradients"]}
+    assert codecs == {"int4:block=64", "dense"}
+    assert found["compression"]["mode"] == "int4:block=64"
+
+
+def test_a_tight_budget_leaves_gradients_as_they_are(run: Run) -> None:
+    words = ("--compression", "auto", "--error-budget", 1e-9)
+    result = run("plan", TARGET, *SMALL, *SLOW, *words, "--json")
+    assert result.code == 0
+    assert {g["codec"] for g in result.json["gradients"]} == {""}
+    assert result.json["compression"]["error_budget"] == 1e-9
+    printed = run("plan", TARGET, *SMALL, *SLOW, *words).out
+    assert "codecs   auto: dense: " in printed
+    assert "sent as" not in printed
+
+
+def test_layouts_of_a_plan_are_kept(run: Run, tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "plan.json"
+    assert run("plan", TARGET, *SMALL, *SLOW, "--out", path).code == 0
+    words = (*SLOW, "--compression", "auto", "--layouts", path, "--json")
+    found = run("plan", TARGET, *SMALL, *words).json
+    assert found["inputs"] == json.loads(path.read_text())["inputs"]
+    assert found["nodes"] == json.loads(path.read_text())["nodes"]
+    assert found["compression"]["mode"] == "auto"
+
+
+BAD: list[tuple[list[str], list[str]]] = [
+    (["--compression", "gzip"], ["'gzip'", *codec_names()]),
+    (["--compression", "int4:rank=2"], ["int4 has no field 'rank'", "block=256"]),
+    (["--compression", "topk:ratio=2"], ["ratio", "got 2"]),
+    (["--compression", "auto", "--error-budget", "-1"], ["--error-budget"]),
+    (["--error-budget", "0.1"], ["--error-budget 0.1", "--compression is none"]),
+    (["--compression", "int8", "--error-budget", "0.1"], ["--compression is int8"]),
+]
+
+
+@pytest.mark.parametrize("command", ["plan", "audit", "explain", "compare"])
+@pytest.mark.parametrize(("words", "parts"), BAD, ids=lambda x: " ".join(x)[:40])
+def test_bad_options_are_one_line(
+    run: Run, command: str, words: list[str], parts: list[str]
+) -> None:
+    result = run(command, TARGET, *SMALL, *SLOW, *words)
+    assert (result.code, result.out) == (2, "")
+    assert len(result.err.splitlines()) == 1
+    for part in parts:
+        assert part in result.err
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--layouts", "none.json"), "none.json: cannot be read"),
+        (("--layouts", str(GOLDEN / "two_layers.py")), "not a plan"),
+    ],
+)
+def test_layouts_must_be_a_plan(run: Run, words: tuple[str, ...], part: str) -> None:
+    result = run("plan", TARGET, *SMALL, *SLOW, *words)
+    assert (result.code, result.out) == (2, "")
+    assert part in result.err
+
+
+def test_layouts_of_another_step(run: Run, saved: pathlib.Path) -> None:
+    words = ("width=32", *SLOW, "--layouts", saved)
+    result = run("plan", TARGET, *words)
+    assert (result.code, result.out) == (2, "")
+    assert "belongs to another step" in result.err
+
+
+@pytest.mark.parametrize("command", ["audit", "explain"])
+def test_a_saved_plan_keeps_its_codecs(
+    run: Run, saved: pathlib.Path, command: str
+) -> None:
+    result = run(command, saved, "--compression", "int8")
+    assert (result.code, result.out) == (2, "")
+    assert "is a plan already" in result.err
+
+
+def test_audit_counts_the_messages_of_codecs(run: Run, saved: pathlib.Path) -> None:
+    found = run("audit", saved, "--json").json
+    assert found["shardy"]["by_kind"] == pytest.approx(found["predicted_by_kind"])
+    predicted = found["predicted"]["communication_bytes"]
+    assert found["shardy"]["communication_bytes"] == pytest.approx(predicted, rel=0.05)
+    assert "shardy communicates what the plan predicts" in run("audit", saved).out
+
+
+def test_audit_plans_with_codecs(run: Run) -> None:
+    words = (*SLOW, "--compression", "int8", "--compile", "--json")
+    found = run("audit", TARGET, *SMALL, *words).json
+    total = sum(found["predicted_by_kind"].values())
+    assert {"all_to_all", "all_gather"} <= set(found["predicted_by_kind"])
+    for audit in ("shardy", "xla"):
+        assert found[audit]["communication_bytes"] == pytest.approx(total, rel=0.01)
+
+
+def test_explain_lists_the_messages(run: Run, saved: pathlib.Path) -> None:
+    rows = run("explain", saved, "--json").json["collectives"]
+    arrays = {array for row in rows for array in row["arrays"]}
+    assert {"params/0/kernel", "telemetry"} <= arrays
+    assert {"encode", "all_reduce"} <= {row["kind"] for row in rows}
+    seconds = [row["seconds"] for row in rows]
+    assert seconds == sorted(seconds, reverse=True)
+
+
+def test_explain_compares_codecs(run: Run, saved: pathlib.Path) -> None:
+    words = ("--tensor", "params/*", "--alternatives", 2)
+    result = run("explain", saved, *words)
+    assert result.code == 0
+    codec = kernels(Plan.load(saved))["params/0/kernel"]
+    assert f": {codec}" in result.out
+    assert "as it is" in result.out
+    assert "without codecs" in result.out
+    assert "vectors and what is small have no codec" in result.out
+    found = run("explain", saved, *words, "--json").json
+    by_name = {g["name"]: g for i in found["inputs"] for g in i["gradients"]}
+    gradient = by_name["params/0/kernel"]
+    assert gradient["codec"] == codec
+    (chosen,) = [o for o in gradient["options"] if o["codec"] == codec]
+    assert chosen["wire_bytes"] == gradient["wire_bytes"]
+    (plain,) = [o for o in gradient["options"] if not o["codec"]]
+    assert plain["wire_bytes"] == gradient["dense_bytes"]
+
+
+def test_the_step_without_codecs_is_what_layouts_are_compared_with(
+    run: Run, saved: pathlib.Path
+) -> None:
+    words = ("--tensor", "params/0/kernel", "--alternatives", 1, "--json")
+    found = run("explain", saved, *words).json
+    plan = Plan.load(saved)
+    assert found["step_s"] > plan.predicted.step_s
+    layouts = ("--layouts", saved, "--json")
+    plain = run("plan", TARGET, *SMALL, *SLOW, *layouts).json
+    assert found["step_s"] == pytest.approx(plain["predicted"]["step_s"])
+
+
+def test_compare_gives_only_the_plan_codecs(run: Run) -> None:
+    words = (*SLOW, "--json")
+    coded = run("compare", TARGET, *SMALL, *words, "--compression", "auto").json
+    plain = run("compare", TARGET, *SMALL, *words).json
+    assert coded["plans"][0]["step_s"] < plain["plans"][0]["step_s"]
+    assert coded["plans"][1]["name"] == plain["plans"][1]["name"]
+    experts = [row["step_s"] for row in coded["plans"][1:]]
+    assert experts == pytest.approx([row["step_s"] for row in plain["plans"][1:]])

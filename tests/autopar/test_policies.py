@@ -1,0 +1,624 @@
+"""Policies on telemetry made up for them, and the fall-back inside one program."""
+
+import dataclasses
+import functools
+import itertools
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from compression_mesh import FED_BACK, WORKERS, normal
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from jax.sharding import PartitionSpec
+
+from autopar.compression.dense import Dense
+from autopar.compression.exchange import MeshLinks, wire_bytes
+from autopar.compression.fallback import (
+    init_level_states,
+    level_gains,
+    synchronise_levels,
+)
+from autopar.compression.feedback import Feedback
+from autopar.compression.lowrank import PowerSGD
+from autopar.compression.policies import (
+    Accordion,
+    AcrossFamilies,
+    Dct,
+    GraVAC,
+    LGreCo,
+    Probe,
+    powersgd_family,
+    topk_family,
+    topk_levels,
+)
+from autopar.compression.policies.probe import relative_error
+from autopar.compression.policy import GradientReport, Observation
+from autopar.compression.quantise import Int8, Sign
+from autopar.compression.registry import parse_codec
+from autopar.compression.sparse import TopK
+from autopar.compression.synchronise import Gradient, init_state, synchronise
+
+
+def report(codec="int8", norm=1.0, gain=1.0, residual=0.0, elements=4096):
+    return GradientReport(
+        codec=codec,
+        elements=elements,
+        wire_bytes=1.0,
+        dense_bytes=4.0,
+        norm=norm,
+        relative_error=math.sqrt(1.0 - gain),
+        gain=gain,
+        residual_norm=residual,
+    )
+
+
+class Training:
+    """Follows a policy's wishes; what is reported depends on the codec in use."""
+
+    def __init__(self, policy, codecs, gains=None, seconds=None):
+        self.policy = policy
+        self.codecs = dict(codecs)
+        self.gains = gains or {}
+        self.seconds = seconds or {}
+        self.step = 0
+        self.history = []
+
+    def observe(self, norms=None, residuals=None, finite=True):
+        self.step += self.policy.every
+        reports = {
+            name: report(
+                codec,
+                norm=(norms or {}).get(name, 1.0),
+                gain=self.gains.get(codec, 1.0),
+                residual=(residuals or {}).get(name, 0.0),
+            )
+            for name, codec in self.codecs.items()
+        }
+        seconds = max(self.seconds.get(c, 1.0) for c in self.codecs.values())
+        wish = self.policy.observe(Observation(self.step, seconds, reports, finite))
+        assert wish is None or wish
+        self.codecs.update(wish or {})
+        self.history.append(dict(self.codecs))
+        return wish
+
+
+# --- GraVAC -----------------------------------------------------------------
+
+LEVELS = ("topk:ratio=0.1", "topk", "topk:ratio=0.001")
+
+
+def gravac(gains, seconds, observations=40, **options):
+    policy = GraVAC(**{"epsilon": 0.5, "window": 2, "retry": 100, **options})
+    training = Training(
+        policy,
+        {"w": "topk:ratio=0.1"},
+        dict(zip(LEVELS, gains, strict=True)),
+        {"dense": 8.0, **dict(zip(LEVELS, seconds, strict=True))},
+    )
+    for _ in range(observations):
+        training.observe()
+    return training
+
+
+def test_gravac_climbs_while_throughput_improves():
+    # Gain over seconds: 0.9 / 4, 0.8 / 2, 0.6 / 1.
+    assert gravac((0.9, 0.8, 0.6), (4, 2, 1)).codecs["w"] == "topk:ratio=0.001"
+
+
+def test_gravac_goes_back_from_a_level_that_is_no_faster():
+    # 0.9 / 4 < 0.8 / 2 > 0.6 / 1.9: the last level was tried, and left.
+    training = gravac((0.9, 0.8, 0.6), (4, 2, 1.9))
+    assert training.codecs["w"] == "topk"
+    assert any(step["w"] == "topk:ratio=0.001" for step in training.history)
+
+
+@pytest.mark.parametrize(("faster", "expected"), [(1.04, LEVELS[0]), (1.06, LEVELS[1])])
+def test_gravac_keeps_the_smaller_factor_unless_it_gains_more_than_omega(
+    faster, expected
+):
+    training = gravac((0.9, 0.9, 0.1), (4, 4 / faster, 1), omega=0.05)
+    assert training.codecs["w"] == expected
+
+
+def test_gravac_never_stays_below_epsilon():
+    """However fast a level is, a gain under epsilon is left at the next observation."""
+    training = gravac((0.9, 0.8, 0.4), (4, 2, 0.001))
+    used = [step["w"] for step in training.history]
+    assert used.count("topk:ratio=0.001") == 1
+    assert used[-1] == "topk"
+
+
+def test_gravac_sends_dense_where_no_level_has_enough_gain():
+    training = gravac((0.4, 0.3, 0.2), (4, 2, 1))
+    assert training.codecs["w"] == "dense"
+
+
+def test_gravac_tries_the_next_level_again_after_retry_windows():
+    training = gravac((0.9, 0.8, 0.4), (4, 2, 1), window=2, retry=3, observations=40)
+    tries = [
+        k for k, step in enumerate(training.history) if step["w"] == "topk:ratio=0.001"
+    ]
+    # One observation at the level, then three windows of two at the one below.
+    assert set(np.diff(tries)) == {1 + 3 * 2}
+
+
+def test_gravac_follows_a_link_that_changes():
+    training = gravac((0.9, 0.8, 0.6), (4, 3.9, 3.8), retry=2, observations=12)
+    assert training.codecs["w"] == LEVELS[0]
+    training.seconds = {LEVELS[0]: 40.0, LEVELS[1]: 4.0, LEVELS[2]: 0.4}
+    for _ in range(12):
+        training.observe()
+    assert training.codecs["w"] == LEVELS[2]
+
+
+def test_gravac_gain_is_of_squared_norms_over_all_gradients():
+    policy = GraVAC(alpha=1.0, epsilon=0.0)
+    codec = policy.levels[0]
+    reports = {
+        "a": report(codec, norm=3.0, gain=0.5),
+        "b": report(codec, norm=1.0, gain=1.0),
+        "small": report("dense", norm=100.0, elements=10),
+    }
+    for step in (5, 10):
+        policy.observe(Observation(step, 1.0, reports, True))
+    assert policy.gain == pytest.approx((0.5 * 9 + 1.0) / (9 + 1))
+
+
+def test_gravac_ignores_steps_that_are_not_finite():
+    policy = GraVAC()
+    training = Training(policy, {"w": "int8"})
+    training.observe(norms={"w": math.nan}, finite=False)
+    assert policy.state.names == []
+
+
+@pytest.mark.parametrize("stepping", ["geometric", "exponential"])
+def test_topk_levels_go_from_the_least_to_the_largest_factor(stepping):
+    found = [parse_codec(text).ratio for text in topk_levels(5, 700, 3, stepping)]
+    assert found[0] == pytest.approx(1 / 5)
+    assert found[-1] == pytest.approx(1 / 700, rel=1e-5)
+    steps = np.log(np.array(found[:-2]) / found[1:-1]) / np.log(3)
+    expected = [1, 1, 1, 1] if stepping == "geometric" else [1, 2]
+    np.testing.assert_allclose(steps, expected, rtol=1e-4)
+
+
+# --- Accordion --------------------------------------------------------------
+
+
+def accordion(norms, **options):
+    """The level of ``w`` after each window of one observation."""
+    policy = Accordion(low="int8", high="sign", every=10, window=1, **options)
+    training = Training(policy, {"w": "int8"})
+    levels = []
+    training.observe({"w": norms[0]})  # Gives the first residual.
+    for norm in norms:
+        before = training.codecs["w"]
+        training.observe({"w": norm})
+        levels.append(training.codecs["w"])
+        if training.codecs["w"] != before:
+            training.observe({"w": norm})
+    return levels
+
+
+def test_accordion_compresses_more_where_norms_change_less_than_eta():
+    #        first, steady, fell by 0.51, by 0.49, rose by 0.5
+    norms = [1.0, 1.1, 1.1 * 0.49, 1.1 * 0.49 * 0.51, 1.1 * 0.49 * 0.51 * 1.51]
+    assert accordion(norms) == ["int8", "sign", "int8", "sign", "int8"]
+
+
+def test_accordion_decides_for_each_gradient():
+    policy = Accordion(low="int8", high="sign", every=1, window=2)
+    training = Training(policy, {"a": "int8", "b": "int8", "bias": "dense"})
+    for step in range(5):
+        training.observe({"a": 1.0, "b": 1.0 if step < 3 else 2.0})
+    assert training.codecs == {"a": "sign", "b": "int8", "bias": "dense"}
+    assert policy.critical() == ("b",)
+
+
+def test_accordion_compares_gradients_not_residuals():
+    """With a residual that grows to ten times the gradient, nothing is critical."""
+    policy = Accordion(low="int8", high="sign", every=1, window=5)
+    training = Training(policy, {"w": "int8"})
+    squared = 0.0  # Of the residual; orthogonal to each new gradient of norm 1.
+    changes = 0
+    for _ in range(80):
+        wanted = 1.0 + squared
+        squared = 0.0 if training.codecs["w"] == "int8" else 0.99 * wanted
+        wish = training.observe({"w": wanted**0.5}, {"w": squared**0.5})
+        changes += wish is not None
+    assert squared > 30
+    assert changes == 1
+    assert training.codecs["w"] == "sign"
+
+
+def test_accordion_is_critical_after_a_drop_of_the_learning_rate():
+    policy = Accordion(low="int8", high="sign", every=10, window=1, drops=(55,))
+    training = Training(policy, {"w": "int8"})
+    for _ in range(8):
+        training.observe()
+    levels = [step["w"] for step in training.history]
+    # Steps 10 to 80: the drop is seen at 60; 70 gives the residual, 80 decides.
+    assert levels == [*["int8"] * 2, *["sign"] * 3, *["int8"] * 2, "sign"]
+
+
+# --- DCT --------------------------------------------------------------------
+
+
+def test_dct_sets_thresholds_once():
+    training = Training(Dct(ratio=0.02, refresh=500), {"w": "int8", "b": "dense"})
+    assert training.observe() == {"w": "threshold:ratio=0.02,every=500"}
+    assert training.observe() is None
+
+
+def test_dct_doubles_the_share_where_the_gain_stays_low():
+    policy = Dct(ratio=0.01, least_gain=0.5, patience=2, most=0.03)
+    low = {"threshold": 0.3, "threshold:ratio=0.02": 0.4, "threshold:ratio=0.03": 0.4}
+    training = Training(policy, {"w": "int8"}, low)
+    for _ in range(12):
+        training.observe()
+    used = [text for text, _ in itertools.groupby(s["w"] for s in training.history)]
+    assert used == list(low)
+
+
+# --- Saved states -----------------------------------------------------------
+
+MAKERS = {
+    "gravac": lambda: GraVAC(epsilon=0.3, window=2, retry=2),
+    "accordion": lambda: Accordion(low="int8", high="sign", window=2),
+    "dct": lambda: Dct(least_gain=0.9),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+@settings(max_examples=20, deadline=None)
+@given(
+    norms=st.lists(st.floats(0.0, 10.0), min_size=2, max_size=30),
+    cut=st.integers(0, 30),
+)
+def test_saved_policy_goes_on_as_if_it_had_not_stopped(name, norms, cut):
+    gains = {"topk:ratio=0.1": 0.9, "topk": 0.6, "threshold": 0.2}
+    whole = Training(MAKERS[name](), {"w": "int8", "v": "int8"}, gains)
+    parts = Training(MAKERS[name](), {"w": "int8", "v": "int8"}, gains)
+    for k, norm in enumerate(norms):
+        if k == cut:
+            text = json.dumps(parts.policy.state_dict())
+            parts.policy = MAKERS[name]()
+            parts.policy.load_state_dict(json.loads(text))
+        for training in (whole, parts):
+            training.observe({"w": norm}, {"w": norm / 2})
+    assert whole.history == parts.history
+    assert whole.policy.state_dict() == parts.policy.state_dict()
+
+
+def test_state_of_another_policy_is_refused():
+    with pytest.raises(ValueError, match=r"Dct: its saved state has below, doublings"):
+        Dct().load_state_dict(Accordion().state_dict())
+    trained = GraVAC(levels=LEVELS[:2])
+    Training(trained, {"w": "int8"}).observe()
+    with pytest.raises(ValueError, match="of 2 levels, this one has 3"):
+        GraVAC().load_state_dict(trained.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: GraVAC(levels=()), "at least one level"),
+        (lambda: GraVAC(levels=("nothing",)), "unknown codec"),
+        (lambda: GraVAC(epsilon=1.5), "epsilon must be from 0 to 1"),
+        (lambda: GraVAC(alpha=0.0), "alpha must be positive"),
+        (lambda: GraVAC(window=0), "window must be at least 1"),
+        (lambda: Accordion(eta=0.0), "eta must be positive"),
+        (lambda: Dct(ratio=0.5), "0 < ratio <= most"),
+        (lambda: Probe(1), "needs 2 or more"),
+        (lambda: LGreCo(probe=Probe(4), options=()), "at least one option"),
+        (lambda: LGreCo(probe=Probe(4), alpha=0.0), "alpha must be positive"),
+        (
+            lambda: AcrossFamilies(probe=Probe(4), bandwidth_bytes_per_s=0.0),
+            "bandwidth_bytes_per_s must be positive",
+        ),
+        (lambda: topk_levels(10, 5), "least <= most"),
+    ],
+)
+def test_bad_options_are_refused(make, message):
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+# --- Samples ----------------------------------------------------------------
+
+
+def spectrum(rows, columns, values, seed=0):
+    """A matrix with given singular values."""
+    random = np.random.default_rng(seed)
+    left = np.linalg.qr(random.standard_normal((rows, len(values))))[0]
+    right = np.linalg.qr(random.standard_normal((columns, len(values))))[0]
+    return ((left * values) @ right.T).astype(np.float32)
+
+
+def test_errors_are_those_of_the_codecs():
+    sample = spectrum(48, 40, 2.0 ** -np.arange(12))
+    values = 2.0 ** -np.arange(12)
+    tail = np.linalg.norm(values[3:]) / np.linalg.norm(values)
+    # Six power iterations at a ratio of two between neighbours: 4 ** -6 is left.
+    assert relative_error(PowerSGD(rank=3), sample) == pytest.approx(tail, rel=0.01)
+    largest = np.sort(np.abs(sample.ravel()))[::-1]
+    kept = round(0.1 * sample.size)
+    tail = np.linalg.norm(largest[kept:]) / np.linalg.norm(largest)
+    # bf16 loses at most 2 ** -9 of each value that is sent.
+    assert relative_error(TopK(ratio=0.1), sample) == pytest.approx(tail, rel=1e-3)
+    assert relative_error(Dense(), sample) == 0.0
+    assert relative_error(TopK(ratio=0.1), np.zeros((4, 4), np.float32)) == 0.0
+    with pytest.raises(ValueError, match="not finite"):
+        relative_error(Int8(), np.array([math.inf]))
+
+
+SAMPLES = {
+    "flat": spectrum(64, 48, np.ones(48), seed=1),
+    "steep": spectrum(64, 48, 4.0 ** -np.arange(48.0), seed=2),
+    "vector": np.ones(2000, np.float32),
+    "small": np.ones((4, 4), np.float32),
+}
+
+
+def test_lgreco_moves_ranks_to_where_they_help():
+    """Little of a steep spectrum needs many ranks; the sum of errors is no larger."""
+    policy = LGreCo(
+        probe=Probe(4), reference="powersgd:rank=4", options=powersgd_family(4)
+    )
+    chosen = policy.choose(SAMPLES)
+    assert set(chosen) == {"flat", "steep"}
+    ranks = {name: parse_codec(text).rank for name, text in chosen.items()}
+    assert ranks["steep"] < 4
+
+    def lost(ranks):
+        return sum(
+            np.linalg.norm(SAMPLES[n]) * relative_error(PowerSGD(rank=r), SAMPLES[n])
+            for n, r in ranks.items()
+        )
+
+    def sent(ranks):
+        return sum(
+            wire_bytes(PowerSGD(rank=r), SAMPLES[n].shape, 4) for n, r in ranks.items()
+        )
+
+    # Ten thousand buckets, each error rounded up: two of them may be lost.
+    uniform = dict.fromkeys(ranks, 4)
+    assert lost(ranks) <= lost(uniform)
+    allowed = [
+        dict(zip(ranks, pair, strict=True))
+        for pair in itertools.product(range(2, 9), repeat=2)
+    ]
+    best = min(sent(p) for p in allowed if lost(p) <= lost(uniform) * (1 - 2e-4))
+    assert sent(ranks) <= best
+
+
+def test_across_families_beats_every_single_codec_within_the_budget():
+    options = ("sign", "int4", "int8", *powersgd_family(2), *topk_family((0.01, 0.1)))
+    budget = 0.3
+    policy = AcrossFamilies(
+        probe=Probe(4), bandwidth_bytes_per_s=1e6, options=options, budget=budget
+    )
+    chosen = policy.choose(SAMPLES)
+
+    def lost(codecs):
+        return sum(
+            SAMPLES[n].size * relative_error(parse_codec(t), SAMPLES[n]) ** 2
+            for n, t in codecs.items()
+        ) / sum(SAMPLES[n].size for n in codecs)
+
+    def sent(codecs):
+        return sum(
+            wire_bytes(parse_codec(t), SAMPLES[n].shape, 4) for n, t in codecs.items()
+        )
+
+    assert set(chosen) == {"flat", "steep"}
+    assert parse_codec(chosen["steep"]).name == "powersgd"
+    assert lost(chosen) <= budget**2 * (1 + 1e-6)
+    for pair in itertools.product(policy.options, repeat=2):
+        other = dict(zip(chosen, pair, strict=True))
+        assert lost(other) > budget**2 or sent(other) >= sent(chosen) * (1 - 1e-6)
+
+
+def test_across_families_weighs_by_the_optimizer():
+    """For SGD the large gradient counts alone, for Adam both count the same."""
+    samples = {"large": 1e3 * SAMPLES["flat"], "little": SAMPLES["flat"]}
+    options = ("sign", "int8")
+    budget = {"budget": 0.1, "options": options, "bandwidth_bytes_per_s": 1e6}
+    sgd = AcrossFamilies(probe=Probe(4), optimizer="sgd", **budget).choose(samples)
+    adam = AcrossFamilies(probe=Probe(4), optimizer="adam", **budget).choose(samples)
+    assert sgd == {"large": "int8", "little": "sign"}
+    assert adam == {"large": "int8", "little": "int8"}
+
+
+def test_across_families_leaves_gradients_dense_where_encoding_costs_more():
+    slow = {"int8": 1e-3, "sign": 1e-3}
+    policy = AcrossFamilies(
+        probe=Probe(4),
+        bandwidth_bytes_per_s=1e9,
+        options=("int8", "sign"),
+        encode_s_per_element=slow,
+    )
+    assert set(policy.choose(SAMPLES).values()) == {"dense"}
+
+
+def test_scattered_gradients_get_no_codec_that_needs_the_whole():
+    probe = Probe(4, frozenset({"steep"}))
+    policy = LGreCo(probe=probe)
+    assert set(policy.choose(SAMPLES)) == {"flat"}
+
+
+def test_samples_are_used_once_and_choices_stay():
+    policy = AcrossFamilies(
+        probe=Probe(4), bandwidth_bytes_per_s=1e6, options=("int8", "sign"), budget=0.1
+    )
+    reports = {name: report("dense") for name in SAMPLES}
+    assert policy.needs_samples
+    assert policy.observe(Observation(100, 1.0, reports, True)) is None
+    policy.give_samples(SAMPLES)
+    wish = policy.observe(Observation(200, 1.0, reports, True))
+    assert wish == {"flat": "int8", "steep": "int8"}
+    reports = {name: report(wish.get(name, "dense")) for name in SAMPLES}
+    assert policy.observe(Observation(300, 1.0, reports, True)) is None
+    again = dataclasses.replace(policy)
+    again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    assert again.state == policy.state
+    with pytest.raises(ValueError, match="gradient 'w' holds numbers that are not"):
+        policy.give_samples({"w": np.array([math.nan])})
+
+
+# --- The fall-back inside one program ---------------------------------------
+
+SPARSE, MIDDLE = TopK(ratio=0.05, values="f32"), TopK(ratio=0.25, values="f32")
+
+
+def levels_of(*codecs):
+    shapes = {"a": (40, 10), "b": (30,)}
+    return tuple(
+        tuple(
+            Gradient(name, shape, codec, FED_BACK, seed=k)
+            for k, (name, shape) in enumerate(shapes.items())
+        )
+        for codec in codecs
+    )
+
+
+def on_workers(function):
+    """``function(links, worker, partials, states, step)`` on four devices, compiled."""
+    devices = np.array(jax.devices()[:WORKERS])
+    mesh = jax.sharding.Mesh(devices, ("data",))
+    links = MeshLinks(("data",), WORKERS)
+
+    def one(partials, states, step):
+        partials, states = jax.tree.map(lambda a: a[0], (partials, states))
+        worker = jax.lax.axis_index("data")
+        out = function(links, worker, partials, states, step)
+        return jax.tree.map(lambda a: jnp.asarray(a)[None], out)
+
+    whole = PartitionSpec("data")
+    return jax.jit(
+        jax.shard_map(
+            one,
+            mesh=mesh,
+            in_specs=(whole, whole, PartitionSpec()),
+            out_specs=whole,
+            check_vma=False,
+        )
+    )
+
+
+def stacked(states):
+    return jax.tree.map(lambda a: jnp.stack([a] * WORKERS), states)
+
+
+def concentrated(share, seed=0):
+    """Partials whose squared norm is, but for 1 / 10000, in a share of the elements."""
+    out = []
+    for k, shape in enumerate(((40, 10), (30,))):
+        values = np.sign(normal(WORKERS, *shape, seed=seed + k))
+        flat = values.reshape(WORKERS, -1)
+        flat[:, round(share * flat.shape[1]) :] *= 0.01
+        out.append(jnp.asarray(values))
+    return out
+
+
+@functools.cache
+def one_level(level):
+    """`synchronise` with one level's codecs."""
+    return on_workers(
+        lambda links, worker, partials, states, step: synchronise(
+            level, partials, states, links, worker, step
+        )
+    )
+
+
+def states_of(states, level):
+    return [{"residual": s["residual"], "codec": s["codec"][level]} for s in states]
+
+
+def test_one_program_takes_the_level_that_sends_enough():
+    """Three kinds of gradients in turn, against `synchronise` with the level alone."""
+    levels = levels_of(SPARSE, MIDDLE, Sign())
+    switched = on_workers(
+        lambda links, worker, partials, states, step: synchronise_levels(
+            levels, partials, states, links, worker, step, 0.75
+        )
+    )
+    # Numpy: arrays that come from the devices would be another kind of argument.
+    states = jax.tree.map(np.asarray, stacked(init_level_states(levels, WORKERS)))
+    taken = []
+    for step, share in enumerate([0.05, 0.25, 1.0, 0.05, 0.25]):
+        # Residuals of the steps before would blur what each step is to show.
+        for state in states:
+            state["residual"] = np.zeros_like(state["residual"])
+        partials = concentrated(share, seed=step)
+        out = switched(partials, states, jnp.int32(step))
+        totals, after, sums, level = jax.tree.map(np.asarray, out)
+        assert len(set(level.tolist())) == 1
+        k = int(level[0])
+        taken.append(k)
+        expected = one_level(levels[k])(partials, states_of(states, k), jnp.int32(step))
+        found = (totals, states_of(after, k), sums)
+        jax.tree.map(np.testing.assert_array_equal, found, tuple(expected))
+        for other in {0, 1, 2} - {k}:
+            old, new = (
+                [codecs["codec"][other] for codecs in side] for side in (states, after)
+            )
+            jax.tree.map(np.testing.assert_array_equal, old, new)
+        states = after
+    assert taken == [0, 1, 2, 0, 1]
+    assert switched._cache_size() == 1
+
+
+def test_gains_are_those_that_the_levels_report():
+    """Predicted before anything is sent: the sums of `synchronise`, over workers."""
+    levels = levels_of(SPARSE, MIDDLE)
+    partials = concentrated(0.2)
+    states = stacked(init_level_states(levels, WORKERS))
+    gains = on_workers(
+        lambda links, worker, partials, states, step: level_gains(
+            levels, partials, states, links, worker, step
+        )
+    )(partials, states, jnp.int32(0))
+    for k, level in enumerate(levels):
+        *_, sums = one_level(level)(partials, states_of(states, k), jnp.int32(0))
+        wanted, _, sent, *_ = np.asarray(sums).sum(axis=(0, 1))
+        np.testing.assert_allclose(gains[:, k], sent / wanted, rtol=1e-6)
+
+
+def test_partials_that_are_not_finite_take_the_last_level():
+    levels = levels_of(SPARSE, Dense())
+    states = stacked(init_level_states(levels, WORKERS))
+    run = on_workers(
+        lambda links, worker, partials, states, step: synchronise_levels(
+            levels, partials, states, links, worker, step, 0.5
+        )
+    )
+    for value, expected in ((math.nan, 1), (math.inf, 1), (0.0, 0)):
+        partials = [jnp.zeros((WORKERS, 40, 10)), jnp.zeros((WORKERS, 30))]
+        partials[0] = partials[0].at[2, 3, 3].set(value)
+        *_, level = run(partials, states, jnp.int32(0))
+        assert level.tolist() == [expected] * WORKERS
+
+
+def test_levels_share_residuals_and_nothing_else():
+    levels = levels_of(PowerSGD(rank=2), Int8())
+    levels = tuple(level[:1] for level in levels)
+    (state,) = init_level_states(levels, WORKERS)
+    alone = [init_state(level[0], WORKERS) for level in levels]
+    assert jax.tree.structure(state["codec"]) == jax.tree.structure(
+        tuple(s["codec"] for s in alone)
+    )
+    assert state["residual"].shape == (40, 10)
+
+
+def test_levels_of_different_gradients_are_refused():
+    first, second = levels_of(SPARSE, Dense())
+    other = tuple(dataclasses.replace(g, feedback=Feedback("none")) for g in second)
+    for wrong in ((first, other), (first, second[:1])):
+        with pytest.raises(ValueError, match="level 1 holds a"):
+            init_level_states(wrong, WORKERS)
+    with pytest.raises(ValueError, match="at least one level"):
+        init_level_states((), WORKERS)
