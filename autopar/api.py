@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -118,6 +119,7 @@ def plan_analysis(
     layouts: Plan | None = None,
 ) -> Plan:
     """`plan`, for a step that is already analysed."""
+    started = time.perf_counter()
     codec = parsed(compression)
     meshes = candidate_meshes(cluster, max_axes, axis_names)
     if pins:
@@ -160,6 +162,7 @@ def plan_analysis(
             seconds=seconds,
             restriction=restriction,
         )
+    result = dataclasses.replace(result, seconds=time.perf_counter() - started)
     return with_choice(analysis, result, choice, first, compression, budget)
 
 

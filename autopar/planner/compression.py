@@ -52,10 +52,11 @@ from autopar_solver import (
 
 # What ``auto`` chooses from; '' leaves a gradient to the compiler.
 CANDIDATES = (
-    "", "bf16", "fp8", "int8", "int4", "sign", "topk:ratio=0.01", "blocktopk",
-    "threshold:ratio=0.01", "threshold:ratio=0.05", "powersgd:rank=1",
-    "powersgd:rank=2", "powersgd:rank=4", "powersgd:rank=8", "powersgd:rank=16",
-    "powersgd:rank=32", "predicted:ratio=0.05", "predicted:ratio=0.1",
+    "", "bf16", "fp8", "int8", "int4", "int4:hadamard=false", "sign",
+    "topk:ratio=0.01", "topk:ratio=0.05", "blocktopk", "threshold:ratio=0.01",
+    "threshold:ratio=0.05", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=8",
+    "powersgd:rank=16", "powersgd:rank=32", "powersgd:rank=64",
+    "predicted:ratio=0.05", "predicted:ratio=0.1",
 )  # fmt: skip
 # Effective relative error of the whole gradient that ``auto`` allows: between that of
 # int8 without feedback and of half the elements lost.
@@ -251,7 +252,7 @@ def choose(
         return nothing
     texts = [_allowed(site) for site in large]
     problem = _selection(candidate, found, large, texts, budget, errors)
-    answer = solve_selection(problem, seconds=10.0)
+    answer = solve_selection(problem, seconds=2.0)
     if answer.status not in (Status.OPTIMAL, Status.FEASIBLE):
         return dataclasses.replace(nothing, problem=problem)
     chosen = {

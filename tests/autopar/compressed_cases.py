@@ -148,6 +148,38 @@ def recurrent() -> Case:
     )
 
 
+def tied_embedding() -> Case:
+    """A table that is looked up and multiplied; the state carries a random key."""
+    words = 64
+
+    def step(state: Any, batch: Any) -> Any:
+        key, drop = jax.random.split(state["key"])
+
+        def loss(params: Any) -> jax.Array:
+            x = params["table"][batch["tokens"]]
+            x = jnp.where(jax.random.bernoulli(drop, 0.9, x.shape), x / 0.9, 0.0)
+            logits = jnp.tanh(x @ params["w"]) @ params["table"].T
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, batch["labels"]
+            ).mean()
+
+        value, grads = jax.value_and_grad(loss)(state["params"])
+        params = jax.tree.map(lambda p, g: p - 0.5 * g, state["params"], grads)
+        return {"key": key, "params": params}, value
+
+    def state() -> tuple[Any, ...]:
+        params = {"table": normal(0, words, WIDTH), "w": normal(1, WIDTH, WIDTH)}
+        return ({"key": jax.random.key(0), "params": params},)
+
+    def batch(seed: int) -> Any:
+        draw = np.random.default_rng(seed)
+        tokens = draw.integers(0, words, (ROWS, TIMES), np.int32)
+        return {"tokens": tokens, "labels": (tokens + 1) % words}
+
+    pins = {"batch/*": PartitionSpec("data"), "state/params/*": PartitionSpec()}
+    return Case(step, state, batch, pins)
+
+
 class _Linen(linen.Module):
     @linen.compact
     def __call__(self, x: jax.Array) -> jax.Array:
@@ -208,6 +240,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "tensor_parallel": tensor_parallel,
     "scanned_layers": scanned_layers,
     "recurrent": recurrent,
+    "tied_embedding": tied_embedding,
     "linen": linen_form,
     "nnx": nnx_form,
 }

@@ -54,7 +54,18 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A plan with codecs, saved by the command line."""
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    words = ["plan", TARGET, *SMALL, *SLOW, "--compression", "auto", "--out", str(path)]
+    words = [
+        "plan",
+        TARGET,
+        *SMALL,
+        *SLOW,
+        "--compression",
+        "auto",
+        "--error-budget",
+        "0.5",
+        "--out",
+        str(path),
+    ]
     with pytest.raises(SystemExit):
         main(words)
     return path
@@ -75,7 +86,9 @@ def test_auto_compresses_where_that_is_faster(run: Run, saved: pathlib.Path) -> 
 
 
 def test_the_table_says_how_gradients_are_sent(run: Run) -> None:
-    result = run("plan", TARGET, *SMALL, *SLOW, "--compression", "auto")
+    result = run(
+        "plan", TARGET, *SMALL, *SLOW, "--compression", "auto", "--error-budget", "0.5"
+    )
     assert result.code == 0
     assert "gradient" in result.out
     assert "params/{0..2}/kernel" in result.out
@@ -86,7 +99,7 @@ def test_the_table_says_how_gradients_are_sent(run: Run) -> None:
 
 def test_the_page_says_so_too(run: Run, tmp_path: pathlib.Path) -> None:
     page = tmp_path / "plan.html"
-    words = (*SLOW, "--compression", "auto", "--html", page)
+    words = (*SLOW, "--compression", "auto", "--error-budget", "0.5", "--html", page)
     assert run("plan", TARGET, *SMALL, *words).code == 0
     text = page.read_text(encoding="utf-8")
     assert "<h2>Gradients</h2>" in text
@@ -116,7 +129,16 @@ def test_a_tight_budget_leaves_gradients_as_they_are(run: Run) -> None:
 def test_layouts_of_a_plan_are_kept(run: Run, tmp_path: pathlib.Path) -> None:
     path = tmp_path / "plan.json"
     assert run("plan", TARGET, *SMALL, *SLOW, "--out", path).code == 0
-    words = (*SLOW, "--compression", "auto", "--layouts", path, "--json")
+    words = (
+        *SLOW,
+        "--compression",
+        "auto",
+        "--error-budget",
+        "0.5",
+        "--layouts",
+        path,
+        "--json",
+    )
     found = run("plan", TARGET, *SMALL, *words).json
     assert found["inputs"] == json.loads(path.read_text())["inputs"]
     assert found["nodes"] == json.loads(path.read_text())["nodes"]
@@ -233,7 +255,16 @@ def test_the_step_without_codecs_is_what_layouts_are_compared_with(
 
 def test_compare_gives_only_the_plan_codecs(run: Run) -> None:
     words = (*SLOW, "--json")
-    coded = run("compare", TARGET, *SMALL, *words, "--compression", "auto").json
+    coded = run(
+        "compare",
+        TARGET,
+        *SMALL,
+        *words,
+        "--compression",
+        "auto",
+        "--error-budget",
+        "0.5",
+    ).json
     plain = run("compare", TARGET, *SMALL, *words).json
     assert coded["plans"][0]["step_s"] < plain["plans"][0]["step_s"]
     assert coded["plans"][1]["name"] == plain["plans"][1]["name"]

@@ -8,6 +8,7 @@ from typing import Any
 
 import compressed_cases as cases
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
@@ -263,3 +264,23 @@ def test_the_first_step_of_dense_and_none_agree_on_everything() -> None:
     ]
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6)
+
+
+def test_a_product_of_two_partial_sums_is_taken_of_the_sums() -> None:
+    """Both factors are recomputed in the backward pass, split over the same axis."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        x = batch["x"]
+        return jnp.mean(params["w"] * (x.T @ x) * (x.T @ batch["y"]))
+
+    case = cases.plain(
+        jax.checkpoint(loss),
+        {"w": jnp.ones((cases.WIDTH, cases.WIDTH))},
+        optax.sgd(1e-3),
+        {"params/*": jax.sharding.PartitionSpec()},
+    )
+    want, _ = case.train(jax.jit(case.step), case.state(), case.batches(1))
+
+    got, _ = case.train(case.parallel("dense"), case.state(), case.batches(1))
+
+    np.testing.assert_allclose(got[0]["w"], want[0]["w"], rtol=1e-5)

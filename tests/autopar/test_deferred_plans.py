@@ -23,12 +23,8 @@ from autopar.planner.convert import restore
 
 # Those whose ways differ; the others lead over the same operators.
 NAMES = (
-    "attention",
-    "callbacks",
-    "complex_spectrum",
     "cond",
     "conv_batchnorm",
-    "custom_rules",
     "data_movement",
     "embedding",
     "microbatches",
