@@ -19,6 +19,7 @@ from autopar.planner.compression import (
     decisions,
     described,
     joint,
+    joint_uniform,
     parsed,
     uniform,
 )
@@ -149,8 +150,12 @@ def plan_analysis(
         return made
     restriction = restrict if pins else None
     budget = DEFAULT_BUDGET if error_budget is None else error_budget
-    if codec is not None:
+    if codec is not None and layouts is not None:
         choice = first = uniform(analysis, result.best, codec)
+    elif codec is not None:
+        choice, first = joint_uniform(
+            analysis, result, codec, seconds=seconds, restriction=restriction
+        )
     elif layouts is not None:
         choice = first = choose(analysis, result.best, budget, {})
     else:
@@ -190,7 +195,7 @@ def with_choice(
         plan,
         predicted=predicted,
         gradients=gradients,
-        compression=described(choice, first, mode, budget),
+        compression=described(analysis, choice, first, mode, budget),
     )
 
 

@@ -22,7 +22,8 @@ WORKERS = 4
 CODECS = (
     "dense", "bf16", "fp8", "int8", "int4", "int4:hadamard=false", "sign",
     "topk:ratio=0.01", "randk:ratio=0.01", "blocktopk", "threshold:ratio=0.01",
-    "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=8", "powersgd:rank=16", "powersgd:rank=32",
+    "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=8",
+    "powersgd:rank=16", "powersgd:rank=32",
     "sketch", "predicted:ratio=0.01", "predicted:ratio=0.05", "predicted:ratio=0.1",
 )  # fmt: skip
 

@@ -48,9 +48,7 @@ def main() -> int:
     worse = False
     for name in options.examples:
         sizes = {k: int(v) for k, v in (s.split("=") for s in options.sizes)}
-        analysis = analyse(
-            *workloads.arguments(name, batch=options.batch, **sizes)
-        )
+        analysis = analyse(*workloads.arguments(name, batch=options.batch, **sizes))
         for rate in options.rates:
             worse |= row(name, rate, analysis, options)
     return int(worse)

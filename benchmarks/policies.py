@@ -18,9 +18,10 @@ one worker alone on a machine would take half. Encoding is counted as nothing: s
 `benchmarks/network` for real links.
 
 A run's time to a target is that of the first evaluation at which the evaluation
-loss, averaged over the last three, is not above it. There are two targets: the final
-loss of the static level that ends best, and that of the one that ends worst, which all
-levels reach. The best level in hindsight is another one for each target and bandwidth.
+loss, averaged over the last three, is not above it. There are two targets: 1 % above
+the final loss of the static level that ends best, and of the one that ends worst,
+which all levels reach. The best level in hindsight is another one for each target and
+bandwidth.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ WORKERS = 4
 AXIS = "workers"
 EVAL_EVERY = 10
 MBIT = 1e6 / 8
-BANDWIDTHS_MBIT = (10, 100, 1000)
+BANDWIDTHS_MBIT = (10, 100)
+# By what a run may end above a level that it is compared with.
+SLACK = 1.01
 # The paper's, and one that only asks for more than a level that starves.
 EPSILONS = (0.75, 0.2)
 # A gradient with fewer elements, or a vector, is dense whatever the codec.
@@ -75,7 +78,7 @@ GPT = language_model.Sizes(
     warmup_steps=20, decay_steps=400,
 )  # fmt: skip
 # Rows of the table of n-grams, its columns, and the longest n-gram.
-ROWS, COLUMNS, ORDER = 1 << 14, 32, 4
+ROWS, COLUMNS, ORDER = 1 << 12, 32, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -377,7 +380,7 @@ def gravac_study(
     compute_s = trainer.compute_s()
     static = {text: trainer.run(text, steps) for text in ("dense", *levels)}
     finals = sorted(static[text].final for text in levels)
-    targets = (finals[0], finals[-1])
+    targets = (SLACK * finals[0], SLACK * finals[-1])
     print(
         f"\n{name}: {steps} steps, {1e3 * compute_s:.0f} ms of compute a step; targets "
         f"{targets[0]:.3f} and {targets[1]:.3f}.\n"
@@ -413,7 +416,8 @@ def accordion_study(trainer: Trainer, steps: int, seeds: int) -> None:
     for seed in range(seeds):
         for text in (low, high):
             runs[text].append(trainer.run(text, steps, seed=seed))
-        policy = Accordion(low=low, high=high)
+        # Windows of 10 of 300 steps: the paper's have 10 of 300 epochs.
+        policy = Accordion(low=low, high=high, every=2, window=5, together=True)
         curve = trainer.run(low, steps, seed=seed, policy=policy)
         runs["Accordion"].append(curve)
     finals = {text: [c.final for c in curves] for text, curves in runs.items()}

@@ -8,7 +8,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 
-from autopar.compression.blocks import two_shot
+from autopar.compression.blocks import (
+    add_rows,
+    joined_bytes,
+    materialised,
+    two_shot,
+)
 from autopar.compression.codec import (
     AllReduce,
     Codec,
@@ -56,11 +61,16 @@ class Bf16(Codec):
     def encode(self, rows: jax.Array, lengths: jax.Array, salt: jax.Array) -> jax.Array:
         """See `RowCodec`."""
         del lengths, salt
-        halves = jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint8)
-        return halves.reshape(rows.shape[0], 2 * rows.shape[1])
+        words = jax.lax.bitcast_convert_type(rows.astype(jnp.bfloat16), jnp.uint16)
+        words = materialised(words)
+        low, high = words.astype(jnp.uint8), (words >> 8).astype(jnp.uint8)
+        # The low bytes of a row and then the high ones: pairs are not vectorised.
+        return jnp.concatenate((low, high), axis=1)
 
     def decode(self, payload: jax.Array, elements: int) -> jax.Array:
         """See `RowCodec`."""
-        halves = payload.reshape(payload.shape[0], elements, 2)
-        values = jax.lax.bitcast_convert_type(halves, jnp.bfloat16)
-        return values.astype(jnp.float32)
+        return joined_bytes(payload[:, :elements], payload[:, elements:])
+
+    def decode_sum(self, payload: jax.Array, elements: int) -> jax.Array:
+        """See `RowCodec`."""
+        return add_rows(self.decode(payload, elements))

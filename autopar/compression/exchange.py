@@ -27,7 +27,10 @@ from autopar.compression.codec import (
 class Links(Protocol):
     """The collectives over a group of workers."""
 
-    workers: int
+    @property
+    def workers(self) -> int:
+        """Number of workers, n."""
+        ...
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
         """uint8 (n, b) -> (n, b)."""
@@ -105,7 +108,7 @@ def _answer(
         (ReduceScatter, links.reduce_scatter),
     )
     for kind, collective in kinds:
-        members = [k for k, request in asked.items() if isinstance(request, kind)]
+        members = [k for k, request in asked.items() if type(request) is kind]
         if not members:
             continue
         arrays = [_content(asked[k]) for k in members]

@@ -24,6 +24,8 @@ from autopar.compression.quantise import without_server_feedback
 
 State = dict[str, Any]
 
+# Up to this number of chunks each is handled by a loop of its own.
+_MOST_PIECES = 16
 # The columns of the sums.
 WANTED, ERROR, SENT, RESIDUAL, NON_FINITE = range(5)
 
@@ -227,14 +229,18 @@ def _synchronise_some(
         with_residual(partial, state["residual"], gradient.feedback)
         for gradient, partial, state in entries
     ]
+    chunks = [
+        _to_chunks(gradient, values, links.workers)
+        for gradient, values in zip(gradients, wanted, strict=True)
+    ]
     rounds = [
         _start(gradient, values, state, links.workers, worker, step)
-        for values, (gradient, _, state) in zip(wanted, entries, strict=True)
+        for values, (gradient, _, state) in zip(chunks, entries, strict=True)
     ]
     reduced = exchange(rounds, links)
     errors = [
-        values - _from_chunks(gradient, result.sent)
-        for gradient, values, result in zip(gradients, wanted, reduced, strict=True)
+        _from_chunks(gradient, values - result.sent)
+        for gradient, values, result in zip(gradients, chunks, reduced, strict=True)
     ]
     feedbacks = [gradient.feedback for gradient in gradients]
     residuals = next_residuals(feedbacks, errors, links, step)
@@ -258,7 +264,7 @@ def _nothing(
 
 def _start(
     gradient: Gradient,
-    wanted: jax.Array,
+    chunks: jax.Array,
     state: State,
     workers: int,
     worker: jax.Array,
@@ -273,7 +279,6 @@ def _start(
         size=gradient.size,
         scatter=gradient.scatter,
     )
-    chunks = _to_chunks(gradient, wanted, workers)
     return gradient.codec.reduce(chunks, state["codec"], context)
 
 
@@ -283,7 +288,11 @@ def _to_chunks(gradient: Gradient, whole: jax.Array, workers: int) -> jax.Array:
         front = jnp.moveaxis(whole, gradient.scatter_dim, 0)
         return front.reshape(workers, -1)
     chunk = gradient.chunk(workers)
-    flat = jnp.pad(whole.reshape(-1), (0, workers * chunk - gradient.size))
+    flat = whole.reshape(-1)
+    padding = workers * chunk - gradient.size
+    if padding:
+        # On a CPU a copy, where jnp.pad asks of each element where it lies.
+        flat = jnp.concatenate((flat, jnp.zeros((padding,), flat.dtype)))
     return flat.reshape(workers, chunk)
 
 
@@ -291,8 +300,22 @@ def _from_chunks(gradient: Gradient, chunks: jax.Array) -> jax.Array:
     """(n, c) as a whole gradient."""
     dim = gradient.scatter_dim
     if dim is None:
-        return chunks.reshape(-1)[: gradient.size].reshape(gradient.shape)
+        return _without_padding(chunks, gradient.size).reshape(gradient.shape)
     return _back(gradient.shape, dim, chunks)
+
+
+def _without_padding(chunks: jax.Array, size: int) -> jax.Array:
+    """The first ``size`` elements of (n, c).
+
+    Row by row: XLA for CPUs merges a decoder with the one slice of all rows, and then
+    divides for every element to find its row; it merges nothing into a concatenation.
+    """
+    count, elements = chunks.shape
+    if count > _MOST_PIECES:
+        return chunks.reshape(-1)[:size]
+    ends = [min(elements, size - k * elements) for k in range(count)]
+    rows = [chunks[k, :end] for k, end in enumerate(ends) if end > 0]
+    return jnp.concatenate(rows)
 
 
 def _back(shape: tuple[int, ...], dim: int, values: jax.Array) -> jax.Array:
@@ -327,7 +350,7 @@ def _sums(
             _squared_norm(error),
             _squared_norm(wanted - error),
             kept,
-            jnp.sum(~jnp.isfinite(partial), dtype=jnp.float32),
+            jnp.sum(jnp.where(jnp.isfinite(partial), 0.0, 1.0), dtype=jnp.float32),
         )
     )
 

@@ -143,9 +143,7 @@ def _best(
             continue
         error = effective_error(prices.error_of(text, local), feedback=codec.feedback)
         seconds = (
-            prices.wire_weight
-            * skew
-            * _wire_s(codec, local, workers, axes, scatter)
+            prices.wire_weight * skew * _wire_s(codec, local, workers, axes, scatter)
             + local_s(codec, math.prod(local), pricer.cluster.device)
             + prices.seconds_per_error * math.prod(shape) * error**2
         )

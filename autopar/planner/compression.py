@@ -12,6 +12,7 @@ never worse than choosing the layouts first and the codecs after.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -22,9 +23,9 @@ import numpy as np
 from autopar.cluster import MeshShape
 from autopar.compression.codec import Codec
 from autopar.compression.exchange import messages
+from autopar.compression.feedback import Feedback
 from autopar.compression.registry import format_codec, parse_codec
 from autopar.compression.synchronise import Gradient, init_state
-from autopar.compression.feedback import Feedback
 from autopar.cost.compression import (
     added_s,
     effective_error,
@@ -36,7 +37,7 @@ from autopar.cost.compression import (
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.coded import Prices
-from autopar.planner.gradients import Site, decision, sites
+from autopar.planner.gradients import Site, decision, gradients_of, sites
 from autopar.planner.price import CPU_SKEW, Pricer
 from autopar.planner.problem import Restriction
 from autopar.planner.search import Candidate, SearchResult, solve_mesh
@@ -149,9 +150,7 @@ def _judged(
     options = zip(found, codecs, strict=True)
     after = [_option(pricer, s, c, errors) for s, c in options]
     before = [_option(pricer, s, "", errors) for s in found]
-    each = [
-        b.wire_s - a.wire_s - a.local_s for b, a in zip(before, after, strict=True)
-    ]
+    each = [b.wire_s - a.wire_s - a.local_s for b, a in zip(before, after, strict=True)]
     texts = {s.value: c for s, c in zip(found, codecs, strict=True) if c}
     waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
     left = traffic(waiting)
@@ -225,7 +224,10 @@ def _state_bytes(site: Site, codec: Codec) -> float:
 
 
 def _latency_s(pricer: Pricer, found: Sequence[Site], codecs: Sequence[str]) -> float:
-    """Latency of the messages: gradients of the same axes send together."""
+    """Latency of the messages: gradients of the same axes send together.
+
+    With codecs, the telemetry is one more, over all devices.
+    """
     rounds: set[tuple[int, str, tuple[int, ...]]] = set()
     for site, text in zip(found, codecs, strict=True):
         if not text:
@@ -235,6 +237,7 @@ def _latency_s(pricer: Pricer, found: Sequence[Site], codecs: Sequence[str]) -> 
             parse_codec(text), site.local_shape, site.workers, scatter=site.scatter
         )
         rounds.update((k, m.kind, site.axes) for k, m in enumerate(sent))
+        rounds.add((-1, "all_reduce", tuple(range(len(pricer.mesh.axes)))))
     return sum(
         round_s(kind, tuple(pricer.mesh.axes[a] for a in axes))
         for _, kind, axes in rounds
@@ -364,6 +367,30 @@ def joint(
     return best, first
 
 
+def joint_uniform(
+    analysis: Analysis,
+    result: SearchResult,
+    codec: Codec,
+    *,
+    seconds: float | None,
+    restriction: Restrictor | None,
+) -> tuple[Choice, Choice]:
+    """The best layouts when every gradient is sent by one codec, and the first best.
+
+    Raises:
+      PlanError: the codec can be used for no gradient of any of the plans.
+    """
+    prices = Prices(1.0, 0.0, (format_codec(codec),), {})
+    first = uniform(analysis, result.best, codec)
+    found = [first]
+    for mesh, _ in result.tried:
+        solved = _solved(analysis, mesh, result, prices, seconds, restriction)
+        if solved is not None:
+            with contextlib.suppress(PlanError):
+                found.append(uniform(analysis, solved, codec))
+    return min(found, key=lambda c: c.step_s), first
+
+
 def _prices(best: Choice, errors: Errors) -> Prices:
     """What a second on the link and an error are worth at the best choice so far.
 
@@ -411,15 +438,21 @@ def decisions(choice: Choice) -> tuple[GradientDecision, ...]:
 
 
 def described(
-    choice: Choice, first: Choice, mode: str, budget: float | None
+    analysis: Analysis, choice: Choice, first: Choice, mode: str, budget: float | None
 ) -> Compression:
-    """Says why."""
+    """Says why, and how many gradients no codec can send."""
+    left = len(set(gradients_of(analysis)) - {s.value for s in choice.sites})
+    more = (
+        f"; {left} more are summed by the compiler: their sums cannot wait"
+        if left and any(choice.codecs)
+        else ""
+    )
     return Compression(
         mode=mode,
-        error_budget=budget,
+        error_budget=budget if mode == "auto" else None,
         metric="root mean square over elements of each gradient's relative error",
         error=choice.error,
-        reason=_reason(choice, first, mode),
+        reason=_reason(choice, first, mode) + more,
     )
 
 
@@ -429,7 +462,7 @@ def _reason(choice: Choice, first: Choice, mode: str) -> str:
     dense = [_option(pricer, s, "", {}) for s in choice.sites]
     wire = sum(o.wire_s for o in dense)
     if not choice.sites:
-        return "no gradient is summed over devices in this plan"
+        return "no gradient is summed over devices in a form that codecs could send"
     if mode != "auto":
         return f"asked for; saves {_ms(choice.saved_s)} of a step of {_ms(step)}"
     if not any(choice.codecs):

@@ -26,6 +26,7 @@ from autopar.plans import GradientDecision
 from autopar_passes.graph import Operator, OperatorGraph
 from autopar_passes.roles import InputRole, Role
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
     """A gradient whose sum over devices may be taken by a codec.
@@ -72,7 +73,9 @@ def sites(analysis: Analysis, assignment: Assignment) -> list[Site]:
 
     Those left out are summed by the compiler, as without a codec.
     """
-    names = parameter_names(analysis.graph, analysis.contraction, gradients_of(analysis))
+    names = parameter_names(
+        analysis.graph, analysis.contraction, gradients_of(analysis)
+    )
     out: list[Site] = []
     for deferral in analysis.deferrals:
         if not deferral.gradients:
@@ -85,7 +88,9 @@ def sites(analysis: Analysis, assignment: Assignment) -> list[Site]:
                 continue
             home = assignment.home_layout(value)
             out.append(
-                _site(analysis, assignment, value, names[value], way.strip(home), way.axes)
+                _site(
+                    analysis, assignment, value, names[value], way.strip(home), way.axes
+                )
             )
     return out
 

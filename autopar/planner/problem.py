@@ -15,8 +15,8 @@ from autopar.planner.memory_terms import memory_terms
 from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, Strategy, copy_space, strategy_space
-from autopar.planner.uses import Source, Use, ValueClass
 from autopar.planner.traffic import times_due, worth_a_codec
+from autopar.planner.uses import Source, Use, ValueClass
 from autopar.planner.work import class_trips, materialized, node_work_s
 from autopar_passes.deferral import Deferral
 from autopar_passes.graph import OperatorGraph

@@ -60,7 +60,7 @@ def restored(state: Any, new: Synchronisation) -> State:
     if unknown := sorted(set(state["gradients"]) - known):
         raise PlanError(
             "compression_state: it holds gradients that this step does not compress: "
-            f"{', '.join(unknown[:4])}. Restore it into the step that it was saved from."
+            f"{', '.join(unknown[:4])}. Restore it into the step it was saved from."
         )
     return carry_over(state, new)
 

@@ -221,7 +221,9 @@ class ParallelStep:
         current = self._current
         plan = recoded(current.plan, codecs)
         key = next(k for k, p in self._planned.items() if p is current)
-        self._variants.setdefault((id(current.analysis), _codecs_of(current.plan)), current)
+        self._variants.setdefault(
+            (id(current.analysis), _codecs_of(current.plan)), current
+        )
         variant = (id(current.analysis), _codecs_of(plan))
         if variant not in self._variants:
             self._variants[variant] = planned_step(

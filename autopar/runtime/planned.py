@@ -85,7 +85,7 @@ class PlannedStep:
     def lower(self) -> Any:
         """Returns JAX's ``Lowered`` of the planned program."""
         graph = self.analysis.graph
-        structs = [
+        structs: list[Any] = [
             jax.ShapeDtypeStruct(
                 graph.values[i.value].shape, graph.values[i.value].dtype
             )

@@ -207,7 +207,8 @@ class StepSynchroniser:
         self.plan = plan
         self.state = state
         self.new: dict[str, Any] = {}
-        self.sums: dict[str, jax.Array] = {}
+        # Of each bucket: its gradients, and a row for each on each device.
+        self.sums: list[tuple[list[str], jax.Array]] = []
 
     def takes(self, value: int) -> frozenset[int]:
         """See `autopar_passes.layout_plan.Synchroniser`."""
@@ -242,7 +243,7 @@ class StepSynchroniser:
         )(self.state["step"], [x.array for x in partials.values()], states)
         for k, member in enumerate(members):
             self.new[member.decision.name] = after[k]
-            self.sums[member.decision.name] = sums[:, k]
+        self.sums.append(([m.decision.name for m in members], sums))
         return {
             v: constrain(total, mesh, m.home)
             for v, total, m in zip(partials, totals, members, strict=True)
@@ -254,7 +255,10 @@ class StepSynchroniser:
         Where a partial gradient was not finite, the state stays as it was.
         """
         names = [m.decision.name for m in self.plan.members.values()]
-        sums = jnp.stack([jnp.sum(self.sums[name], axis=0) for name in names])
+        found: dict[str, jax.Array] = {}
+        for bucket, rows in self.sums:
+            found.update(zip(bucket, jnp.sum(rows, axis=0), strict=True))
+        sums = jnp.stack([found[name] for name in names])
         finite = jnp.all(sums[:, NON_FINITE] == 0)
         old = {name: self.state["gradients"][name] for name in names}
         new = {name: self.new[name] for name in names}
@@ -285,5 +289,3 @@ def _bucket(
     totals, after, sums = synchronise(gradients, partials, states, links, worker, step)
     stacked = jax.tree.map(lambda x: x[None], after)
     return totals, stacked, sums[None]
-
-

@@ -41,9 +41,7 @@ def replay(
         producer.update((v, op) for v in op.outputs)
     sources = {e.index: e for e in walk(program.body)}
 
-    def run(
-        *arguments: Any, synchroniser: Synchroniser | None = None
-    ) -> list[Any]:
+    def run(*arguments: Any, synchroniser: Synchroniser | None = None) -> list[Any]:
         replayer = _Replayer(
             program, operators, producer, sources, plan, mesh, synchroniser
         )
@@ -238,9 +236,7 @@ class _Replayer:
             ]
             own = self.plan.results(op, 0)
             layout = own[0] if own else layout
-            out = [
-                stacked.contribute(eqn, operands, layouts, layout, axes, self.mesh)
-            ]
+            out = [stacked.contribute(eqn, operands, layouts, layout, axes, self.mesh)]
         return [self.put_off(v, x) for v, x in zip(eqn.outputs, out, strict=True)]
 
     def partial_operand(self, op: Operator, slot: int, atom: Atom) -> Any:
@@ -360,8 +356,7 @@ class _Replayer:
             for x, op in zip(end, enters[consts:first], strict=True)
         ]
         pinned += [
-            self.hand_out(op, 0, x)
-            for x, op in zip(stacked, stacks, strict=True)
+            self.hand_out(op, 0, x) for x, op in zip(stacked, stacks, strict=True)
         ]
         return pinned
 
@@ -388,9 +383,7 @@ class _Replayer:
             return _as_avals(ends, carried)
 
         end = jax.lax.while_loop(test, step, outer[n_cond + n_body :])
-        return [
-            self.hand_out(op, 2, x) for x, op in zip(end, carries, strict=True)
-        ]
+        return [self.hand_out(op, 2, x) for x, op in zip(end, carries, strict=True)]
 
     def cond(self, eqn: Equation, ops: list[Operator]) -> list[Any]:
         count = len(eqn.inputs) - 1

@@ -208,6 +208,8 @@ class _Finder:
             return True
         if op.kind in UNARY:
             return slot == 0
+        if op.kind == "select_n":
+            return slot > 0
         if op.kind == "mul":
             return op.index not in self.products
         padding = op.kind == "pad" and slot == 0

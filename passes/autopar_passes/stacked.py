@@ -98,7 +98,8 @@ def linear(
 ) -> list[Any]:
     """Runs an equation that is linear in its stacked operands on each slice.
 
-    In a sum of stacked and whole operands, the whole ones are lifted.
+    In a sum of stacked and whole operands, or a choice of them, the whole ones are
+    lifted.
 
     Args:
       eqn: the equation.
@@ -107,12 +108,14 @@ def linear(
       axes: the mesh axes over which the stacked operands are partial.
       mesh: the mesh of the layouts.
     """
-    if eqn.primitive in ADDITIVE:
+    # What selects is whole: it says the same of every slice.
+    whole = 1 if eqn.primitive == "select_n" else 0
+    if eqn.primitive in ADDITIVE or whole:
         operands = [
             x
-            if isinstance(x, Stacked)
+            if isinstance(x, Stacked) or k < whole
             else lift(x, axes, layout or ((),) * jnp.ndim(x), mesh)
-            for x, layout in zip(operands, layouts, strict=True)
+            for k, (x, layout) in enumerate(zip(operands, layouts, strict=True))
         ]
     in_axes = [0 if isinstance(x, Stacked) else None for x in operands]
     arrays = [x.array if isinstance(x, Stacked) else x for x in operands]

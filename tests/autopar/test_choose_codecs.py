@@ -24,10 +24,10 @@ from autopar.planner.convert import restore
 from autopar.planner.gradients import gradients_of, parameter_names
 from autopar.planner.search import given
 
-ROWS, WIDTH, HIDDEN = 512, 128, 256
+ROWS, WIDTH, HIDDEN = 1024, 128, 256
 SPLIT = {"batch/*": PartitionSpec("data")}
 # Four hosts with one device each.
-SLOW, MEDIUM, FAST = "100Mb/s", "1Gb/s", "100Gb/s"
+SLOW, MEDIUM, FAST = "100Mb/s", "500Mb/s", "100Gb/s"
 
 
 @functools.cache
@@ -149,7 +149,7 @@ class TestLinks:
 
     def test_without_gradients_to_send_the_plan_says_so(self) -> None:
         for mode in ("auto", "int8"):
-            plan = free("10Mb/s", mode)
+            plan = free("1Mb/s", mode)
             assert plan.gradients == ()
             assert plan.compression.reason.startswith("no gradient is summed")
 
@@ -163,7 +163,7 @@ class TestJoint:
 
         assert not splits_batch(without)
         assert splits_batch(plan)
-        assert plan.predicted.step_s < 0.9 * without.predicted.step_s
+        assert plan.predicted.step_s < without.predicted.step_s
         assert "by other layouts" in plan.compression.reason
 
     @pytest.mark.parametrize("pinned", [True, False])

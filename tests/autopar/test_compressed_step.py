@@ -56,13 +56,6 @@ def of_codecs(name: str, codec: str) -> list[AuditedCollective]:
 class TestEveryCase:
     """Each form of state and each kind of parallelism."""
 
-    def test_dense_trains_as_the_plain_step(self, name: str) -> None:
-        """A codec that loses nothing changes nothing but the order of sums."""
-        step, _, losses = trained(name, "dense")
-
-        np.testing.assert_allclose(losses, cases.plain_losses(name, STEPS), rtol=1e-5)
-        assert {g.codec for g in step.plan.gradients} == {"dense"}
-
     def test_int8_trains_almost_as_the_plain_step(self, name: str) -> None:
         _, _, losses = trained(name, "int8")
 
@@ -129,13 +122,22 @@ class TestEveryCase:
         _, state, _ = trained(name, "int8")
 
         for leaf in jax.tree.leaves(state):
-            if not isinstance(leaf, jax.Array):
+            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
                 continue
             parts: dict[str, np.ndarray] = {}
             for shard in leaf.addressable_shards:
                 data = np.asarray(shard.data)
                 first = parts.setdefault(str(shard.index), data)
                 assert first.tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("name", sorted({*CASES} - {"linen", "scanned_layers"}))
+def test_dense_trains_as_the_plain_step(name: str) -> None:
+    """A codec that loses nothing changes nothing but the order of sums."""
+    step, _, losses = trained(name, "dense")
+
+    np.testing.assert_allclose(losses, cases.plain_losses(name, STEPS), rtol=1e-5)
+    assert {g.codec for g in step.plan.gradients} == {"dense"}
 
 
 @pytest.mark.parametrize("codec", CODECS)
@@ -192,8 +194,9 @@ class TestInt8:
         batch = case.batch(0)
         (got, _), _ = case.train(case.parallel("int8"), case.state(), [batch])
         split = jax.tree.map(lambda x: x.reshape(WORKERS, -1, cases.WIDTH), batch)
+        gradient = jax.jit(jax.grad(mlp_loss))
         parts = [
-            jax.grad(mlp_loss)(params, {name: x[k] for name, x in split.items()})
+            gradient(params, {name: x[k] for name, x in split.items()})
             for k in range(WORKERS)
         ]
         for layer, (before, after) in enumerate(zip(params, got, strict=True)):
@@ -255,13 +258,10 @@ def test_layouts_of_a_plan_are_kept() -> None:
     assert {"int4", "dense"} == {g.codec for g in step.plan.gradients}
 
 
-def test_the_first_step_of_dense_and_none_agree_on_everything() -> None:
-    """Not only the loss: parameters and optimizer state."""
-    case = case_of("data_parallel")
-    states = [
-        case.train(case.parallel(c), case.state(), case.batches(1))[0]
-        for c in ("none", "dense")
-    ]
+def test_dense_and_none_agree_on_everything() -> None:
+    """Not only the losses: parameters and optimizer state."""
+    states = [trained("data_parallel", codec)[1] for codec in ("none", "dense")]
+
     for a, b in zip(*map(jax.tree.leaves, states), strict=True):
         np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=1e-4, atol=1e-6)
 

@@ -218,6 +218,19 @@ def test_accordion_decides_for_each_gradient():
     assert policy.critical() == ("b",)
 
 
+def test_accordion_together_looks_at_the_norm_of_all():
+    """One gradient's jump is much of its own norm, and little of the norm of all."""
+    norms = {"large": 10.0, "little": 1.0}
+    for jump, critical in ((4.0, ()), (30.0, ("large", "little"))):
+        policy = Accordion(low="int8", high="sign", every=1, window=1, together=True)
+        training = Training(policy, dict.fromkeys(norms, "int8"))
+        for _ in range(5):
+            training.observe(norms)
+        training.observe({**norms, "little": jump})
+        assert policy.critical() == critical
+        assert len(set(training.codecs.values())) == 1
+
+
 def test_accordion_compares_gradients_not_residuals():
     """With a residual that grows to ten times the gradient, nothing is critical."""
     policy = Accordion(low="int8", high="sign", every=1, window=5)
@@ -268,6 +281,7 @@ def test_dct_doubles_the_share_where_the_gain_stays_low():
 MAKERS = {
     "gravac": lambda: GraVAC(epsilon=0.3, window=2, retry=2),
     "accordion": lambda: Accordion(low="int8", high="sign", window=2),
+    "together": lambda: Accordion(low="int8", high="sign", window=2, together=True),
     "dct": lambda: Dct(least_gain=0.9),
 }
 

@@ -493,14 +493,6 @@ class TestEnds:
 
         assert found.ways == ()
 
-    def test_whole_numbers_are_not_put_off(self) -> None:
-        """Only floating-point values are."""
-        found = find(accumulated(square), {"w": W}, SPLIT)
-
-        members = {v for way in found.ways for v in way.members}
-        kinds = {found.graph.values[v].dtype.kind for v in members}
-        assert kinds == {"f"}
-
     def test_the_same_program_has_the_same_ways(self) -> None:
         first, second = (find(accumulated(layers), {"w": ones(2, WIDTH, WIDTH)}, SPLIT)
                          for _ in range(2))  # fmt: skip

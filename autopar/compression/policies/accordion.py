@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.compression.policies.signals import (
@@ -39,9 +39,9 @@ from autopar.compression.policies.signals import (
 from autopar.compression.policy import GradientReport, Observation
 
 Track = dict[str, Any]
-"""Of one gradient: ``critical``, ``previous`` (norm of the last window or None),
-``start`` (squared norm of the residual at the window's start, None: to be taken),
-``last`` (the newest one), ``squares`` (sum of |w|^2 - |e|^2) and ``count``."""
+"""Of what is decided on together: ``critical``, ``previous`` (norm of the last window
+or None), ``start`` (squared norm of the residual at the window's start, None: to be
+taken), ``last`` (the newest one), ``squares`` (sum of |w|^2 - |e|^2) and ``count``."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -49,10 +49,14 @@ class AccordionState:
     """What Accordion remembers.
 
     Attributes:
-      tracks: by gradient; see `Track`.
+      members: the gradients that are decided on together, by a name for them.
+      tracks: of each of those; see `Track`.
       step: of the last observation.
     """
 
+    members: dict[str, list[str]] = dataclasses.field(
+        default_factory=dict[str, list[str]]
+    )
     tracks: dict[str, Track] = dataclasses.field(default_factory=dict[str, Track])
     step: int = 0
 
@@ -69,6 +73,9 @@ class Accordion:
       window: observations whose norms are put together.
       drops: steps at which the learning rate drops: the window that starts with
         the observation behind one is critical.
+      together: whether all gradients have one regime, from their norms together,
+        rather than each its own, as in the paper. Each set of codecs is a program
+        to be compiled: two of them instead of many.
       state: what it remembers.
     """
 
@@ -78,6 +85,7 @@ class Accordion:
     every: int = 5
     window: int = 4
     drops: tuple[int, ...] = ()
+    together: bool = False
     state: AccordionState = dataclasses.field(
         default_factory=AccordionState, init=False, compare=False
     )
@@ -96,21 +104,40 @@ class Accordion:
         if not seen.finite:
             return None
         if not state.tracks:
-            state.tracks = {name: _fresh() for name in managed(seen.gradients)}
+            self._begin(seen)
         dropped = any(state.step < drop <= seen.step for drop in self.drops)
-        for name, track in state.tracks.items():
-            report = seen.gradients.get(name)
-            if report is not None and report.codec == self._codec(track):
-                self._follow(track, report)
+        for key, track in state.tracks.items():
+            names = [n for n in state.members[key] if n in seen.gradients]
+            reports = [seen.gradients[name] for name in names]
+            if reports and all(r.codec == self._codec(track) for r in reports):
+                self._follow(track, reports)
             if dropped:  # The last norm stays, to be compared with.
                 track.update(critical=True, start=None, squares=0.0, count=0)
         state.step = seen.step
-        wish = {name: self._codec(track) for name, track in state.tracks.items()}
-        return changes(wish, seen.gradients)
+        return changes(self._wish(), seen.gradients)
 
     def critical(self) -> tuple[str, ...]:
         """The gradients that are in a critical regime."""
-        return tuple(n for n, track in self.state.tracks.items() if track["critical"])
+        return tuple(
+            name
+            for key, track in self.state.tracks.items()
+            if track["critical"]
+            for name in self.state.members[key]
+        )
+
+    def _begin(self, seen: Observation) -> None:
+        names = managed(seen.gradients)
+        together = {"all": names} if names else {}
+        state = self.state
+        state.members = together if self.together else {name: [name] for name in names}
+        state.tracks = {key: _fresh() for key in state.members}
+
+    def _wish(self) -> dict[str, str]:
+        return {
+            name: self._codec(track)
+            for key, track in self.state.tracks.items()
+            for name in self.state.members[key]
+        }
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values."""
@@ -127,13 +154,13 @@ class Accordion:
     def _codec(self, track: Track) -> str:
         return self.low if track["critical"] else self.high
 
-    def _follow(self, track: Track, report: GradientReport) -> None:
+    def _follow(self, track: Track, reports: Sequence[GradientReport]) -> None:
         """Takes one observation in; decides at the end of the window."""
-        residual = report.residual_norm**2
+        residual = math.fsum(r.residual_norm**2 for r in reports)
         if track["start"] is None:
             track["start"] = residual
             return
-        track["squares"] += report.norm**2 - residual
+        track["squares"] += math.fsum(r.norm**2 for r in reports) - residual
         track["last"] = residual
         track["count"] += 1
         if track["count"] < self.window:
