@@ -191,7 +191,7 @@ def messages(
       scatter: whether each worker needs only its part of the sum.
     """
     size = math.prod(shape)
-    if workers == 1 or not size:
+    if not size:
         return ()
     recorder = _Recorder(workers)
     chunk = chunk_elements(codec, size, workers, scatter=scatter)

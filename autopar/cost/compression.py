@@ -29,11 +29,11 @@ BUCKET_BYTES = 4e6
 # of benchmarks/codec_cost.py on 1e6 elements, one CPU core.
 _PASSES: dict[str, Callable[[Any], float]] = {
     "dense": lambda codec: 0.3,
-    "bf16": lambda codec: 20.0,
-    "fp8": lambda codec: 60.0,
-    "int8": lambda codec: 14.0,
-    "int4": lambda codec: 47.0 if codec.hadamard else 24.0,
-    "sign": lambda codec: 30.0,
+    "bf16": lambda codec: 3.5,
+    "fp8": lambda codec: 33.0,
+    "int8": lambda codec: 10.0,
+    "int4": lambda codec: 20.0 if codec.hadamard else 10.0,
+    "sign": lambda codec: 11.0,
     "topk": lambda codec: 22.0,
     "randk": lambda codec: 13.0,
     "blocktopk": lambda codec: 20.0,
