@@ -154,7 +154,15 @@ def recoded(plan: Plan, codecs: Mapping[str, str]) -> Plan:
 
 
 def with_codec(decision: GradientDecision, text: str) -> GradientDecision:
-    """A decision with another codec, its bytes counted anew."""
-    feedback = parse_codec(text).feedback
+    """A decision with another codec, its bytes counted anew.
+
+    A gradient that has a residual keeps it, so that nothing is lost where codecs
+    with and without feedback take turns; one that the codec cannot send stays as
+    it is.
+    """
+    codec = parse_codec(text)
+    if codec.check(decision.local_shape, scatter=decision.scatter):
+        return decision
+    feedback = decision.feedback or codec.feedback
     changed = msgspec.structs.replace(decision, codec=text, feedback=feedback)
     return repriced(changed)
