@@ -43,6 +43,7 @@ import language_model
 SIZES = language_model.Sizes(
     layers=2, d_model=128, heads=4, seq=16, batch=64, learning_rate=3e-3
 )
+STEPS = 250
 EVAL_ROWS = 512
 CLUSTER = f"{DEVICES}x1:cpu,network=100Gb/s"
 
@@ -69,18 +70,14 @@ class Run:
 class Trainer:
     """The model, its data-parallel plan, and a compiled step for each codec."""
 
-    def __init__(
-        self, steps: int, sizes: language_model.Sizes = SIZES, warm_up: int = 0
-    ) -> None:
+    def __init__(self, steps: int = STEPS, sizes: language_model.Sizes = SIZES) -> None:
         """Plans; steps are compiled when they first run.
 
         Args:
           steps: of each run; the learning rate has decayed by then.
           sizes: of the model.
-          warm_up: steps at the start of each run with dense gradients.
         """
         self.steps = steps
-        self.warm_up = warm_up
         self.sizes = sizes._replace(decay_steps=steps)
         self.workload = language_model.build(0, self.sizes)
         self._evaluate = jax.jit(self.workload.eval_loss)
@@ -126,14 +123,12 @@ class Trainer:
             )
         return plan
 
-    def step(self, codec: str) -> Any:
-        """The parallel step that starts with a codec; compiled once."""
+    def compiled(self, codec: str) -> Any:
+        """The parallel step that starts with a codec, the same in all runs."""
         if codec not in self._steps:
             plan = self.plan(codec)
             self._steps[codec] = autopar.parallelize(self.workload.step, plan=plan)
-        step = self._steps[codec]
-        step.compression_state = None
-        return step
+        return self._steps[codec]
 
     def codecs(self, codec: str) -> dict[str, str]:
         """What the plan of a codec says of each gradient."""
@@ -144,7 +139,7 @@ class Trainer:
         codec: str,
         seed: int,
         *,
-        warm_up: int | None = None,
+        warm_up: int = 0,
         hook: Hook | None = None,
     ) -> Run:
         """Trains from the start.
@@ -152,11 +147,11 @@ class Trainer:
         Args:
           codec: of all gradients large enough, after the warm-up.
           seed: of the initialisation and of the batches.
-          warm_up: instead of the trainer's.
-          hook: called before each step; may recode ``step(codec)``.
+          warm_up: steps at the start with dense gradients.
+          hook: called before each step; may recode ``compiled(codec)``.
         """
-        warm_up = self.warm_up if warm_up is None else warm_up
-        step = self.step(codec)
+        step = self.compiled(codec)
+        step.compression_state = None
         start = self.codecs("dense" if warm_up else codec)
         if step_codecs(step) != start:
             self._recode(step, start, seed)
@@ -211,6 +206,11 @@ class Trainer:
             return {_path(path): np.asarray(leaf) for path, leaf in flat}
 
         return call
+
+
+def parameters(trainer: Trainer) -> int:
+    """Number of the model's parameters."""
+    return language_model.parameters(trainer.workload)
 
 
 def _path(path: Sequence[Any]) -> str:
