@@ -5,7 +5,7 @@ benchmark (`benchmarks/network/language_model.py`) in a smaller size, the step i
 `autopar.parallelize`'s own under a plan that is pinned to data parallelism, and so
 losses and bytes are those of four machines; seconds are not.
 
-Import this before anything that imports JAX.
+Import this before JAX looks for devices.
 """
 
 from __future__ import annotations
@@ -20,16 +20,6 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-DEVICES = 4
-# Programs of several simulated devices share the cores; more threads only wait.
-os.environ["XLA_FLAGS"] = " ".join(
-    (
-        os.environ.get("XLA_FLAGS", ""),
-        f"--xla_force_host_platform_device_count={DEVICES}",
-        "--xla_cpu_multi_thread_eigen=false",
-    )
-)
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -39,6 +29,17 @@ import autopar
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "network"))
 import language_model
+
+DEVICES = 4
+# Programs of several simulated devices share the cores; more threads only wait. JAX
+# reads this when it first looks for devices.
+os.environ["XLA_FLAGS"] = " ".join(
+    (
+        os.environ.get("XLA_FLAGS", ""),
+        f"--xla_force_host_platform_device_count={DEVICES}",
+        "--xla_cpu_multi_thread_eigen=false",
+    )
+)
 
 SIZES = language_model.Sizes(
     layers=2, d_model=128, heads=4, seq=16, batch=64, learning_rate=3e-3
@@ -82,6 +83,7 @@ class Trainer:
         self.workload = language_model.build(0, self.sizes)
         self._evaluate = jax.jit(self.workload.eval_loss)
         self._held_out = language_model.evaluation_batch(self.sizes, EVAL_ROWS)
+        self._plans: dict[str, autopar.Plan] = {}
         self._steps: dict[str, Any] = {}
         self.base = autopar.plan(
             *self._arguments(),
@@ -101,13 +103,14 @@ class Trainer:
         # A number of Flax is a Python int at first: it would be compiled for twice.
         return state.replace(params=params, step=jnp.int32(0))
 
-    @functools.cache
     def plan(self, codec: str) -> autopar.Plan:
         """The data-parallel plan with a codec.
 
         Raises:
           RuntimeError: a gradient is not summed over all devices.
         """
+        if codec in self._plans:
+            return self._plans[codec]
         plan = autopar.plan(
             *self._arguments(),
             cluster=autopar.Cluster.parse(CLUSTER),
@@ -121,6 +124,7 @@ class Trainer:
                 f"the plan is not data parallel: mesh {plan.axis_sizes}, "
                 f"{len(summed)} of {leaves} gradients are summed over it."
             )
+        self._plans[codec] = plan
         return plan
 
     def compiled(self, codec: str) -> Any:

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from typing import Any
 
 DENSE = "dense"
+ROUNDING = 1e-5
+"""Two exact runs under different layouts end this far apart, relatively."""
 SMOOTH_STEPS = 20
 """Of the training loss, half on each side would look ahead: only the past counts."""
 
@@ -71,14 +73,14 @@ def seconds_at(step_s: Sequence[float], steps: float) -> float:
 
 def time_to(record: dict[str, Any], dense: dict[str, Any]) -> float | None:
     """Seconds to the last evaluation loss of the dense run, or None."""
-    target = dense["evaluations"][-1][1]
+    target = dense["evaluations"][-1][1] * (1 + ROUNDING)
     steps = steps_to([tuple(p) for p in record["evaluations"]], target)
     return None if steps is None else seconds_at(record["step_s"], steps)
 
 
 def time_to_smoothed(record: dict[str, Any], dense: dict[str, Any]) -> float | None:
     """Seconds to the smoothed training loss that the dense run ends with."""
-    target = smoothed(dense["losses"])[-1]
+    target = smoothed(dense["losses"])[-1] * (1 + ROUNDING)
     points = list(enumerate(smoothed(record["losses"]), start=1))
     steps = steps_to(points[SMOOTH_STEPS - 1 :], target)
     return None if steps is None else seconds_at(record["step_s"], steps)
