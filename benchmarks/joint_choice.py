@@ -62,10 +62,8 @@ def row(name: str, rate: float, analysis, options: argparse.Namespace) -> bool:
     none = plan_analysis(analysis, **given)
     after = plan_analysis(analysis, compression="auto", layouts=none, **given)
     joint = plan_analysis(analysis, compression="auto", **given)
-    workloads.row(
-        name, f"{rate:g}", *(f"{1e3 * p.predicted.step_s:.2f}" for p in (none, after, joint)),
-        layout(none), layout(joint), codecs(joint),
-    )  # fmt: skip
+    times = [f"{1e3 * p.predicted.step_s:.2f}" for p in (none, after, joint)]
+    workloads.row(name, f"{rate:g}", *times, layout(none), layout(joint), codecs(joint))
     return joint.predicted.step_s > after.predicted.step_s * (1 + 1e-6)
 
 

@@ -11,7 +11,8 @@ a codec for each gradient, once, and keeps it to the end:
 
 - L-GreCo (arXiv 2210.17357) the least bytes of PowerSGD's ranks from half to twice the
   reference, with no more error, as L2 norms summed over gradients, than the reference
-  makes (`autopar.compression.policies.LGreCo`);
+  makes (`autopar.compression.policies.LGreCo`); as published with factors in float32,
+  and, to tell what is owed to them, with factors in int8;
 - ours the least bytes of all families, with no more error than the reference makes in
   the metric of Adam: squared relative errors, weighted by elements
   (`autopar.compression.policies.AcrossFamilies`).
@@ -37,12 +38,14 @@ import numpy as np
 import workloads
 from data_parallel import Run, Trainer, spread
 
+from autopar.compression.lowrank import PowerSGD
 from autopar.compression.policies import AcrossFamilies, LGreCo, Probe
 from autopar.compression.policies.probe import (
     QUANTISERS,
     powersgd_family,
     topk_family,
 )
+from autopar.compression.registry import format_codec, parse_codec
 
 WARM_UP = 25
 CHOOSE_AT = 50
@@ -128,20 +131,39 @@ def describe(name: str, runs: Sequence[Run], dense: Sequence[Run]) -> float:
     return nbytes
 
 
-def compare(trainer: Trainer, rank: int, options: Sequence[str], seeds: range) -> None:
-    """Prints the table, and what was chosen."""
-    reference = f"powersgd:rank={rank}"
+def with_int8_factors(family: Sequence[str]) -> tuple[str, ...]:
+    """The same ranks with factors in int8."""
+    codecs = [parse_codec(text) for text in family]
+    assert all(isinstance(codec, PowerSGD) for codec in codecs)
+    return tuple(
+        format_codec(dataclasses.replace(codec, values="int8")) for codec in codecs
+    )
+
+
+def policies_of(rank: int, options: Sequence[str]) -> dict[str, Any]:
+    """The methods that are compared, by name."""
     probe = Probe(data_parallel.DEVICES)
+    reference = f"powersgd:rank={rank}"
     family = powersgd_family(rank)
-    policies = {
+    in_int8 = with_int8_factors(family)
+    wider = with_int8_factors(powersgd_family(rank, gamma=0.25))
+    return {
         "L-GreCo": LGreCo(probe=probe, reference=reference, options=family),
+        "L-GreCo, int8 factors": LGreCo(
+            probe=probe, reference=reference, options=in_int8
+        ),
         "ours": AcrossFamilies(
             probe=probe,
             bandwidth_bytes_per_s=BANDWIDTH_BYTES_PER_S,
             reference=reference,
-            options=(*family, *options),
+            options=tuple(dict.fromkeys((*family, *wider, *options))),
         ),
     }
+
+
+def compare(trainer: Trainer, rank: int, options: Sequence[str], seeds: range) -> None:
+    """Prints the table, and what was chosen."""
+    reference = f"powersgd:rank={rank}"
     dense = [trainer.run("dense", seed) for seed in seeds]
     uniform = [trainer.run(reference, seed, warm_up=WARM_UP) for seed in seeds]
     workloads.row(
@@ -153,11 +175,14 @@ def compare(trainer: Trainer, rank: int, options: Sequence[str], seeds: range) -
     describe(f"{reference} everywhere", uniform, dense)
     nbytes: dict[str, float] = {}
     all_choices: dict[str, list[Mapping[str, str]]] = {}
-    for name, policy in policies.items():
+    for name, policy in policies_of(rank, options).items():
         runs, all_choices[name] = chosen_runs(trainer, policy, reference, seeds)
         nbytes[name] = describe(name, runs, dense)
-    ratio = nbytes["L-GreCo"] / nbytes["ours"]
-    print(f"\nours sends {ratio:.2f} times fewer bytes than L-GreCo.\n")
+    print()
+    for name in list(nbytes)[:-1]:
+        ratio = nbytes[name] / nbytes["ours"]
+        print(f"ours sends {ratio:.2f} times fewer bytes than {name}.")
+    print()
     workloads.row("gradient", *all_choices)
     workloads.row(*["---"] * (1 + len(all_choices)))
     for gradient in sorted(all_choices["ours"][0]):
@@ -175,8 +200,8 @@ def main() -> int:
     parser.add_argument(
         "--options",
         nargs="*",
-        default=[*QUANTISERS, *topk_family()],
-        help="codecs that ours may choose beside L-GreCo's",
+        default=[*QUANTISERS, *topk_family((0.01, 0.1))],
+        help="codecs of other families that ours may choose",
     )
     given = parser.parse_args()
     started_s = time.perf_counter()

@@ -131,7 +131,7 @@ class _Finder:
         return op.index, op.outputs.index(value)
 
     def is_gradient(self, value: int) -> bool:
-        """Whether only the update, or the caller, reads a value of the backward pass."""
+        """Whether only the update, or the caller, reads a value of the backward."""
         if self.nested(self.producer[value]):
             return False
         readers = [op for op, _ in self.readers.get(value, [])]

@@ -25,9 +25,9 @@ from autopar.planner.traffic import traffic
 from autopar.planner.uses import Source, ValueClass, collect
 from autopar_passes.apply import replay
 from autopar_passes.audit import shardy_collectives
+from autopar_passes.deferral import Deferral, find_deferrals
 from autopar_passes.graph import OperatorGraph
 from autopar_passes.layouts import partition_spec
-from autopar_passes.deferral import Deferral, find_deferrals
 from autopar_passes.trace import TracedStep, pure_arguments, pure_function, trace
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
