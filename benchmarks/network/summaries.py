@@ -60,6 +60,12 @@ def steps_to(points: Sequence[tuple[int, float]], target: float) -> float | None
     return None
 
 
+def reached(points: Sequence[tuple[int, float]], target: float) -> float | None:
+    """`steps_to`; a loss that ends above the target by rounding has reached it."""
+    steps = steps_to(points, target)
+    return steps_to(points, target * (1 + ROUNDING)) if steps is None else steps
+
+
 def seconds_at(step_s: Sequence[float], steps: float) -> float:
     """The clock after a number of steps, which may be a fraction.
 
@@ -73,16 +79,16 @@ def seconds_at(step_s: Sequence[float], steps: float) -> float:
 
 def time_to(record: dict[str, Any], dense: dict[str, Any]) -> float | None:
     """Seconds to the last evaluation loss of the dense run, or None."""
-    target = dense["evaluations"][-1][1] * (1 + ROUNDING)
-    steps = steps_to([tuple(p) for p in record["evaluations"]], target)
+    target = dense["evaluations"][-1][1]
+    steps = reached([tuple(p) for p in record["evaluations"]], target)
     return None if steps is None else seconds_at(record["step_s"], steps)
 
 
 def time_to_smoothed(record: dict[str, Any], dense: dict[str, Any]) -> float | None:
     """Seconds to the smoothed training loss that the dense run ends with."""
-    target = smoothed(dense["losses"])[-1] * (1 + ROUNDING)
+    target = smoothed(dense["losses"])[-1]
     points = list(enumerate(smoothed(record["losses"]), start=1))
-    steps = steps_to(points[SMOOTH_STEPS - 1 :], target)
+    steps = reached(points[SMOOTH_STEPS - 1 :], target)
     return None if steps is None else seconds_at(record["step_s"], steps)
 
 
