@@ -8,20 +8,36 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import ClassVar
+from collections.abc import Generator
+from typing import ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from autopar.compression.blocks import uniform
-from autopar.compression.codec import AllReduce, Codec, Context, Reduced, Rounds, State
+from autopar.compression.codec import (
+    AllReduce,
+    Codec,
+    Context,
+    Reduced,
+    Request,
+    Rounds,
+    State,
+)
+from autopar.compression.dense import Bf16, Dense
+from autopar.compression.quantise import Int8
 from autopar.compression.registry import register_codec
 from autopar.compression.sparse import shared_salt
 
 # On accelerators a float32 product may be rounded to fewer bits; P must be
 # orthonormal to float32 for the error to be what is left.
 _PRECISION = lax.Precision.HIGHEST
+
+Values = Literal["f32", "bf16", "int8"]
+
+# What the factors are sent by; f32 needs no second shot.
+_WIRES: dict[str, Codec] = {"f32": Dense(), "bf16": Bf16(), "int8": Int8(block=64)}
 
 
 def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
@@ -46,19 +62,28 @@ class PowerSGD(Codec):
     With M the sum over the workers, ``P = orthonormal(M Q)``, ``Q' = M^T P`` and
     ``M ~ P Q'^T``, the projection of M on the columns of P. Both products are
     linear in M, so P and Q' are summed by all-reduces:
-    ``8 (n - 1) / n * r (h + w)`` bytes.
+    ``8 (n - 1) / n * r (h + w)`` bytes; half of that in bf16, and a quarter and the
+    scales in int8, in two shots each. The error that rounding makes of P turns the
+    subspace a little, that of Q' is a part of this codec's error like any other.
 
     Attributes:
       rank: columns of the factors, r; at most the rank that M can have.
+      values: type of the factors on the wire; only in f32 is the codec linear.
     """
 
     name: ClassVar[str] = "powersgd"
     feedback: ClassVar[bool] = True
     linear: ClassVar[bool] = True
     rank: int = 4
+    values: Values = "f32"
 
     def __post_init__(self) -> None:
         """Check the values."""
+        if self.values not in _WIRES:
+            raise ValueError(
+                f"powersgd: values must be one of {', '.join(_WIRES)}, got "
+                f"{self.values!r}."
+            )
         if self.rank < 1:
             raise ValueError(f"powersgd: rank must be positive, got {self.rank}.")
 
@@ -89,16 +114,14 @@ class PowerSGD(Codec):
     def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
         """See `Codec`."""
         rows, columns = matrix_shape(context.shape)
-        rank = min(self.rank, rows, columns)
         flat = chunks.reshape(-1)
         matrix = flat[: context.size].reshape(rows, columns)
         start = _start(state, context)
-        summed = yield AllReduce(_dot(matrix, start).reshape(-1))
+        summed, _ = yield from self._sum(_dot(matrix, start), context)
         # Householder's QR stays orthonormal where P has fewer than r independent
         # columns, and P is the same everywhere, hence so is its result.
-        left = jnp.linalg.qr(summed.reshape(rows, rank))[0]
-        own = _dot(matrix.T, left)
-        right = (yield AllReduce(own.reshape(-1))).reshape(columns, rank)
+        left = jnp.linalg.qr(summed)[0]
+        right, own = yield from self._sum(_dot(matrix.T, left), context)
 
         def chunked(factor: jax.Array) -> jax.Array:
             whole = _dot(left, factor.T).reshape(-1)
@@ -106,6 +129,30 @@ class PowerSGD(Codec):
             return jnp.pad(whole, (0, padding)).reshape(chunks.shape)
 
         return Reduced(chunked(right), chunked(own), right)
+
+    def _sum(
+        self, factor: jax.Array, context: Context
+    ) -> Generator[Request, jax.Array, tuple[jax.Array, jax.Array]]:
+        """Sums a factor, (m, r); also what the others understood of this one's.
+
+        Column after column: their magnitudes are the singular values, and codes of
+        one block share a scale.
+        """
+        if self.values == "f32":
+            total = yield AllReduce(factor.reshape(-1))
+            return total.reshape(factor.shape), factor
+        columns = factor.T
+        codec, n, size = _WIRES[self.values], context.workers, factor.size
+        chunk = codec.chunk(-(-size // n))
+        flat = jnp.pad(columns.reshape(-1), (0, n * chunk - size))
+        inner = dataclasses.replace(context, shape=(size,), size=size, scatter=False)
+        state = codec.init((size,), n * chunk, n)
+        out = yield from codec.reduce(flat.reshape(n, chunk), state, inner)
+
+        def whole(parts: jax.Array) -> jax.Array:
+            return parts.reshape(-1)[:size].reshape(columns.shape).T
+
+        return whole(out.total), whole(out.sent)
 
 
 def _start(state: jax.Array, context: Context) -> jax.Array:

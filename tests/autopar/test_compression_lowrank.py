@@ -148,3 +148,48 @@ def test_what_it_is_not_for(shape, scatter, reason):
 def test_bad_fields_are_refused():
     with pytest.raises(ValueError, match="rank must be positive, got 0"):
         parse_codec("powersgd:rank=0")
+
+
+@pytest.mark.parametrize("workers", [2, 4])
+@pytest.mark.parametrize(
+    ("values", "bytes_each"), [("bf16", 2.0), ("int8", 1 + 2 / 64)]
+)
+def test_bytes_of_rounded_factors(values, bytes_each, workers):
+    codec = PowerSGD(rank=4, values=values)
+    nbytes, rounds = wire_cost(codec, (512, 128), workers)
+
+    # Chunks are whole blocks of 64, so nothing is padded.
+    share = (workers - 1) / workers
+    assert nbytes == pytest.approx(2 * share * 4 * (512 + 128) * bytes_each)
+    assert rounds == 4
+
+
+@pytest.mark.parametrize(("values", "bound"), [("bf16", 2**-7), ("int8", 0.02)])
+def test_rounded_factors_send_nearly_the_same(values, bound):
+    """Also where the singular values, and so the columns, differ by a thousand."""
+    rng = np.random.default_rng(5)
+    left = np.linalg.qr(rng.standard_normal((256, 3)))[0] * [1000.0, 30.0, 1.0]
+    right = rng.standard_normal((WORKERS, 3, 128))
+    g = (left @ right).astype(np.float32)
+    codec = PowerSGD(rank=3, values=values)
+    result = simulate(codec, g)
+    for step in range(1, 5):
+        result = simulate(codec, g, result.states, step=step)
+
+    assert 0 < relative_error(result, g) < bound
+
+
+@pytest.mark.parametrize("values", ["bf16", "int8"])
+def test_workers_agree_on_rounded_factors(values):
+    result = simulate(PowerSGD(rank=2, values=values), noise((19, 23)))
+
+    assert_conserved(result, exact=False)
+    assert_same_everywhere(result)
+    np.testing.assert_array_equal(*np.asarray(result.states)[:2])
+
+
+def test_rounded_factors_as_text():
+    codec = parse_codec("powersgd:rank=8,values=int8")
+    assert codec == PowerSGD(rank=8, values="int8")
+    with pytest.raises(ValueError, match="values must be one of f32, bf16, int8"):
+        PowerSGD(values="int2")  # pyright: ignore[reportArgumentType]
