@@ -56,11 +56,14 @@ def test_nothing_is_lost_and_all_agree(codec, scatter):
 
     assert_conserved(result)
     total = result.total if scatter else result.total[0]
-    # Worker after worker in float32, as the codec adds.
+    # Worker after worker in float32, as the codec adds; an all-reduce has an order of
+    # its own, so that each of its additions may round otherwise.
     expected = np.zeros_like(result.sent[0])
     for sent in result.sent:
         expected = expected + sent
-    np.testing.assert_array_equal(total, expected)
+    orders = WORKERS * np.finfo(np.float32).eps if codec.linear else 0.0
+    slack = orders * np.sum(np.abs(result.sent), axis=0)
+    assert (np.abs(total - expected) <= slack).all()
     if not scatter:
         assert_same_everywhere(result)
 
