@@ -42,6 +42,11 @@ class Curve:
         fastest_s = min(latency + slope * nbytes for latency, slope in self.lines)
         return max(fastest_s, self.floor_s_per_byte * nbytes)
 
+    @property
+    def s_per_byte(self) -> float:
+        """What a byte takes in the largest buffers: no size takes less of each."""
+        return max(min(slope for _, slope in self.lines), self.floor_s_per_byte)
+
     def seconds_array(self, nbytes: Sizes) -> Sizes:
         """`seconds` of many sizes."""
         times = [latency + slope * nbytes for latency, slope in self.lines]
@@ -227,6 +232,27 @@ def collective_s(kind: str, nbytes: float, axes: Sequence[MeshAxis]) -> float:
         return 0.0
     return min(
         sum(curve.seconds(part * nbytes) for part, curve in phases) for phases in routes
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
+    """What a byte takes in a collective too large for its latency to count.
+
+    The least slope of `collective_s`, which is at least this times the size.
+
+    >>> link = LinkSpec(latency_s=1e-3, bandwidth_bytes_per_s=0.5)
+    >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
+    >>> collective_s_per_byte("all_reduce", (axis,))
+    3.0
+
+    Args:
+      kind: one of `KINDS`.
+      axes: the mesh axes of the group, in any order; none costs nothing.
+    """
+    return min(
+        sum(part * curve.s_per_byte for part, curve in phases)
+        for phases in _plan(kind, axes)
     )
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.planner.copies import Copy, Mode
 from autopar.planner.deferred import Stacking, stacking
 from autopar.planner.layout import Axes, Layout, Step, reshard_steps
+from autopar.planner.messages import Independent, independent
 from autopar.planner.nodes import Contraction
 from autopar.planner.strategies import Strategy, layout_of
 from autopar.planner.uses import Source, ValueClass, node_dims, value_class
@@ -139,6 +140,13 @@ class Assignment:
             start, end = partial.strip(own), partial.strip(home)
             return reshard_steps(start, end, (), "", self.sizes)
         return reshard_steps(own, home, self.partial(op), kind, self.sizes)
+
+    @property
+    def independent(self) -> Independent:
+        """The collectives that need no other's result."""
+        return self._memo(
+            ("independent",), lambda: independent(self.graph, self.deferrals)
+        )
 
     @property
     def stackings(self) -> dict[int, Stacking]:

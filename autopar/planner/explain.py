@@ -20,7 +20,7 @@ from autopar.planner.price import Pricer
 from autopar.planner.problem import Formulation, Restriction
 from autopar.planner.search import Candidate, evaluate, solve_mesh
 from autopar.planner.strategies import layout_of
-from autopar.planner.traffic import Collective, traffic
+from autopar.planner.traffic import Collective, joined, traffic
 from autopar.plans import Plan
 from autopar.plans.schema import Spec
 from autopar.plans.table import CollectiveRow, spec_text, template
@@ -93,7 +93,8 @@ def context_of(analysis: Analysis, plan: Plan, cluster: Cluster) -> Context:
     """
     assignment = restore(analysis, plan)
     pricer = Pricer(cluster, mesh_of(plan, cluster))
-    return Context(analysis, plan, assignment, pricer, tuple(traffic(assignment)))
+    collectives = tuple(joined(pricer, traffic(assignment)))
+    return Context(analysis, plan, assignment, pricer, collectives)
 
 
 def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:

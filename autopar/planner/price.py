@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from autopar.cluster import Cluster, MeshShape
-from autopar.cost.collectives import collective_bytes, collective_s
+from autopar.cost.collectives import (
+    collective_bytes,
+    collective_s,
+    collective_s_per_byte,
+)
 from autopar.planner.layout import Axes, Layout, Step, reshard_steps
+from autopar.planner.messages import ALONE, COMBINERS, Combiner, Group
 
 # Simulated devices share the cores, so that those that reach a collective early
 # wait for the others. Chosen by hand, below the 1.9 of least squares over measured
@@ -20,15 +26,27 @@ CPU_SKEW = 1.5
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pricer:
-    """Prices on one mesh of one cluster."""
+    """Prices on one mesh of one cluster.
+
+    Attributes:
+      cluster: the devices and links.
+      mesh: the mesh.
+      without: groups of messages that no plan may send (`autopar.planner.search`).
+    """
 
     cluster: Cluster
     mesh: MeshShape
+    without: frozenset[Group] = frozenset()
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """Size of each mesh axis."""
         return self.mesh.sizes
+
+    @property
+    def skew(self) -> float:
+        """What waiting for other devices makes of a time on the link."""
+        return CPU_SKEW if self.cluster.device.kind == "cpu" else 1.0
 
     def group(self, axes: Axes) -> int:
         """Number of devices in a group over these axes."""
@@ -37,16 +55,50 @@ class Pricer:
             out *= self.sizes[a]
         return out
 
-    def step_s(self, step: Step, nbytes: float) -> float:
-        """Seconds of one elementary collective on an array of ``nbytes``."""
+    @property
+    def combiner(self) -> Combiner:
+        """What the compiler joins into one message on this kind of device."""
+        return COMBINERS[self.cluster.device.kind]
+
+    def step_s(self, step: Step, nbytes: float, message_bytes: float = 0.0) -> float:
+        """Seconds of one elementary collective on an array of ``nbytes``.
+
+        In a message of ``message_bytes`` it takes its part of the message's time.
+        """
         kind = self.runs_as(step.kind)
         if kind == "slice":
             return 0.0
         size = step.fraction * nbytes
-        wire = _collective_s(kind, size, step.axes, self.mesh)
-        if self.cluster.device.kind == "cpu":
-            wire *= CPU_SKEW
-        return wire + self.move_s(step, size)
+        whole = message_bytes or size
+        wire = _collective_s(kind, whole, step.axes, self.mesh)
+        part = size / whole if whole else 1.0
+        return self.skew * part * wire + self.move_s(step, size)
+
+    def group_of(self, step: Step) -> Group:
+        """What a collective has in common with those that share its message."""
+        return self.runs_as(step.kind), tuple(sorted(step.axes))
+
+    def bytes_s(self, step: Step, nbytes: float) -> float:
+        """Seconds that a collective takes of the largest messages, at least."""
+        axes = tuple(self.mesh.axes[a] for a in step.axes)
+        size = step.fraction * nbytes
+        wire = collective_s_per_byte(self.runs_as(step.kind), axes) * size
+        return self.skew * wire + self.move_s(step, size)
+
+    def price_s(self, step: Step, nbytes: float, together: frozenset[str]) -> float:
+        """Seconds that are sure, whatever else travels in the same message.
+
+        Infinite where the message may not be sent.
+
+        Args:
+          step: the collective.
+          nbytes: of the whole array.
+          together: kinds of collectives that the compiler may join.
+        """
+        group = self.group_of(step)
+        if step.kind not in together or group[0] not in self.combiner.kinds:
+            return self.step_s(step, nbytes)
+        return math.inf if group in self.without else self.bytes_s(step, nbytes)
 
     def move_s(self, step: Step, size: float) -> float:
         """Seconds to bring a collective's pieces into their places on one device.
@@ -85,10 +137,11 @@ class Pricer:
         partial: Axes,
         reduction: str,
         nbytes: float,
+        together: frozenset[str] = ALONE,
     ) -> float:
-        """Seconds to bring an array from one layout to another."""
+        """Seconds to bring an array from one layout to another; see `price_s`."""
         steps = reshard_steps(start, target, partial, reduction, self.sizes)
-        return sum(self.step_s(s, nbytes) for s in steps)
+        return sum(self.price_s(s, nbytes, together) for s in steps)
 
     def reshard_matrix(
         self,
@@ -96,12 +149,18 @@ class Pricer:
         targets: Sequence[Layout],
         reduction: str,
         nbytes: float,
+        together: frozenset[str] = ALONE,
     ) -> np.ndarray:
         """Seconds for every pair of a start (with partial axes) and a target."""
         start_ids, unique_starts = _unique(starts)
         target_ids, unique_targets = _unique(targets)
         table = _reshard_table(
-            self, tuple(unique_starts), tuple(unique_targets), reduction, float(nbytes)
+            self,
+            tuple(unique_starts),
+            tuple(unique_targets),
+            reduction,
+            float(nbytes),
+            together,
         )
         return table[np.ix_(start_ids, target_ids)]
 
@@ -118,15 +177,15 @@ def _reshard_table(
     targets: tuple[Layout, ...],
     reduction: str,
     nbytes: float,
+    together: frozenset[str],
 ) -> np.ndarray:
     kinds, index, fractions = _step_table(starts, targets, reduction, pricer.sizes)
     out = np.zeros((len(starts), len(targets)))
     for number, (kind, axes) in enumerate(kinds):
         here = index == number
         values, inverse = np.unique(fractions[here], return_inverse=True)
-        seconds = np.array(
-            [pricer.step_s(Step(kind, axes, float(f), ()), nbytes) for f in values]
-        )
+        steps = [Step(kind, axes, float(f), ()) for f in values]
+        seconds = np.array([pricer.price_s(s, nbytes, together) for s in steps])
         pairs = np.nonzero(here)
         np.add.at(out, (pairs[0], pairs[1]), seconds[inverse])
     return out

@@ -7,11 +7,13 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from autopar.errors import PlanError
 from autopar.planner.coded import Prices, coded_matrix
 from autopar.planner.copies import Copy, Mode
 from autopar.planner.layout import Axes, Layout
 from autopar.planner.lifetimes import lifetimes
 from autopar.planner.memory_terms import memory_terms
+from autopar.planner.messages import ALONE, GATHERS, SUMS, independent
 from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, Strategy, copy_space, strategy_space
@@ -158,6 +160,7 @@ class Formulator:
     ) -> None:
         """Derives what does not depend on the mesh."""
         self.coded = coded_sums(graph, contraction, deferrals)
+        self.independent = independent(graph, deferrals)
         self.graph = graph
         self.contraction = contraction
         self.sources = sources
@@ -196,6 +199,9 @@ class Formulator:
             for edge, matrix in self._source_edges(source, made, spaces, pricer):
                 edges.append(edge)
                 matrices.append(matrix)
+        priced = (*costs, *matrices)
+        if pricer.without and not all(np.isfinite(c).any() for c in priced):
+            raise PlanError(f"mesh {pricer.mesh}: no plan does without these messages.")
         problem = ShardingProblem(
             name="step",
             node_costs=(*costs, *(np.zeros(len(c.space.strategies)) for c in copies)),
@@ -237,6 +243,7 @@ class Formulator:
                 node_work_s(
                     self.graph, self.contraction, node, space, pricer,
                     self.trips, self.sums, self.written,
+                    self.independent.summing,
                 )
             )  # fmt: skip
         return spaces, costs
@@ -269,8 +276,11 @@ class Formulator:
                 whole = [(self.graph.values[value].nbytes, self.trips[op.class_index])]
                 sums = self.sums[op.class_index] if slot == 0 else whole
                 kind = op.rule.reduction
+                final = op.class_index in self.independent.summing
+                together = SUMS if final else ALONE
                 parts = [
-                    weight * pricer.reshard_matrix(starts, targets, kind, nbytes)
+                    weight
+                    * pricer.reshard_matrix(starts, targets, kind, nbytes, together)
                     for nbytes, weight in sums
                 ]
                 matrix = np.sum(parts, axis=0)
@@ -280,7 +290,7 @@ class Formulator:
                         weight * coded_matrix(pricer, prices, starts, targets, shape)
                         for shape, weight in coded
                     ]
-                    matrix = np.minimum(matrix, np.sum(ways, axis=0))
+                    matrix = prices.chosen(matrix, np.sum(ways, axis=0))
                 out.append(((node.index, home.node), matrix))
         return out
 
@@ -321,37 +331,40 @@ class Formulator:
         spaces: Sequence[Space],
         pricer: Pricer,
     ) -> list[tuple[tuple[int, int], np.ndarray]]:
+        known = self.independent.gathered
+        shared = GATHERS if source.value_class[0] in known else ALONE
         nbytes = float(self.graph.values[source.example].nbytes)
         home = spaces[source.home.node].layouts(source.home.dims)
         out: list[tuple[tuple[int, int], np.ndarray]] = []
         if not copies:
             for use in source.foreign:
-                matrix = self._matrix(
-                    home, spaces[use.node].layouts(use.dims), nbytes, pricer
-                )
+                target = spaces[use.node].layouts(use.dims)
+                matrix = _matrix(home, target, nbytes, pricer, shared)
                 out.append(((source.home.node, use.node), use.weight * matrix))
             return out
         for copy in copies:
             layouts = copy.space.layouts(copy.dims)
-            fetch = self._matrix(home, layouts, nbytes, pricer) * _most(copy.uses)
+            fetch = _matrix(home, layouts, nbytes, pricer, shared) * _most(copy.uses)
             fetch = _by_mode(copy, home, layouts, fetch)
             out.append(((source.home.node, copy.node), fetch))
             for use in copy.uses:
                 target = spaces[use.node].layouts(use.dims)
-                matrix = self._matrix(layouts, target, nbytes, pricer)
+                matrix = _matrix(layouts, target, nbytes, pricer, shared)
                 out.append(((copy.node, use.node), use.weight * matrix))
         if len(copies) == 2:
             out.append(((copies[0].node, copies[1].node), _reuse_matrix(*copies)))
         return out
 
-    def _matrix(
-        self,
-        starts: Sequence[Layout],
-        targets: Sequence[Layout],
-        nbytes: float,
-        pricer: Pricer,
-    ) -> np.ndarray:
-        return pricer.reshard_matrix([(s, ()) for s in starts], targets, "", nbytes)
+
+def _matrix(
+    starts: Sequence[Layout],
+    targets: Sequence[Layout],
+    nbytes: float,
+    pricer: Pricer,
+    together: frozenset[str],
+) -> np.ndarray:
+    whole = [(s, ()) for s in starts]
+    return pricer.reshard_matrix(whole, targets, "", nbytes, together)
 
 
 def _most(uses: Sequence[Use]) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Sequence
@@ -13,10 +14,11 @@ from autopar.planner.assignment import Assignment, assign
 from autopar.planner.coded import Prices
 from autopar.planner.infeasible import infeasible
 from autopar.planner.memory import peak_memory_bytes
+from autopar.planner.messages import Group
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Formulation, Restriction
 from autopar.planner.ties import split_batch_inputs
-from autopar.planner.traffic import Collective, traffic
+from autopar.planner.traffic import Collective, joined, traffic
 from autopar_solver import Solution, Status, check, solve
 
 
@@ -49,6 +51,21 @@ class Candidate:
     def step_s(self) -> float:
         """Predicted seconds of one step."""
         return self.compute_s + self.communication_s
+
+    @property
+    def shared_s(self) -> float:
+        """Seconds of messages that many collectives share, beyond their bytes'.
+
+        The problem of the layouts does not hold them: they belong to no pair of
+        decisions. The rest of `step_s` is its objective.
+        """
+        return sum(c.shared_s(self.pricer) for c in self.collectives)
+
+    @property
+    def groups(self) -> frozenset[Group]:
+        """The groups of messages that collectives share."""
+        shared = (c.step for c in self.collectives if c.message_bytes)
+        return frozenset(self.pricer.group_of(step) for step in shared)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -142,6 +159,10 @@ def search(
 
 # How often the memory limit is tightened until the exact peak fits.
 _TIGHTENINGS = 5
+# A plan that saves less than this part of a step is not worth another problem.
+_WORTHWHILE = 5e-3
+# Problems solved for one mesh.
+_MOST_PROBLEMS = 4
 
 
 def solve_mesh(
@@ -154,14 +175,89 @@ def solve_mesh(
 ) -> Candidate:
     """Finds the best assignment on one mesh.
 
-    Memory terms enter only where the fastest assignment does not fit without.
+    The problem of the layouts holds what bytes take; a message that collectives
+    share has a latency besides, which is paid once for its group, whoever sends in
+    it. So the problem is solved first as if latencies were free, then without each
+    of the groups that were used, and so on, as long as that may pay (branch and
+    bound over sets of groups, the most promising first). If `_MOST_PROBLEMS` do not
+    settle it, the plan is not called proved.
+
+    With ``prices`` it is solved once, for codecs have messages of their own.
 
     Raises:
       InfeasibleError: nothing fits the memory of a device.
     """
-    limit = float(pricer.cluster.memory_bytes)
-    fitting = [c for c in starts if c.peak_memory_bytes <= limit]
+    memory = pricer.cluster.memory_bytes
+    fitting = [c for c in starts if c.peak_memory_bytes <= memory]
     start = min(fitting, key=lambda c: c.step_s, default=None)
+    first = _solved(analysis, pricer, restriction, seconds, start, prices)
+    best = min((c for c in (first, start) if c), key=lambda c: c.step_s)
+    if prices is None:
+        best = _with_fewer_messages(analysis, first, best, restriction, seconds)
+    return dataclasses.replace(best, pricer=pricer)
+
+
+def _with_fewer_messages(
+    analysis: Analysis,
+    first: Candidate,
+    best: Candidate,
+    restriction: Restriction | None,
+    seconds: float | None,
+) -> Candidate:
+    """The best of plans without some groups of messages.
+
+    No plan without a set of groups is faster than the objective of its problem, and
+    one that does not use all groups of a problem's solution is without one of them.
+
+    Args:
+      analysis: the step.
+      first: the solution with all groups.
+      best: the fastest plan known.
+      restriction: says which strategies are allowed.
+      seconds: time limit of the solver, for each problem.
+    """
+    left, tried = [first], {frozenset[Group]()}
+    while left:
+        left.sort(key=lambda c: -c.solution.cost)
+        found = left.pop()
+        if _settled(found, best):
+            continue
+        pricer = found.formulation.pricer
+        for group in sorted(found.groups):
+            without = pricer.without | {group}
+            if without in tried:
+                continue
+            if len(tried) == _MOST_PROBLEMS:
+                open_ = dataclasses.replace(best.solution, status=Status.FEASIBLE)
+                return dataclasses.replace(best, solution=open_)
+            tried.add(without)
+            fewer = dataclasses.replace(pricer, without=without)
+            with contextlib.suppress(PlanError):
+                other = _solved(analysis, fewer, restriction, seconds, None, None)
+                left.append(other)
+                best = min(best, other, key=lambda c: c.step_s)
+    return best
+
+
+def _settled(found: Candidate, best: Candidate) -> bool:
+    """Whether no plan without more groups can be worth it."""
+    least = min(found.solution.cost, found.step_s - found.shared_s)
+    return least >= (1 - _WORTHWHILE) * best.step_s
+
+
+def _solved(
+    analysis: Analysis,
+    pricer: Pricer,
+    restriction: Restriction | None,
+    seconds: float | None,
+    start: Candidate | None,
+    prices: Prices | None,
+) -> Candidate:
+    """The best assignment, but for the latencies of shared messages.
+
+    Memory terms enter only where the fastest assignment does not fit without.
+    """
+    limit = float(pricer.cluster.memory_bytes)
     tightened: float | None = None
     formulation: Formulation | None = None
     status = Status.UNKNOWN
@@ -176,8 +272,7 @@ def solve_mesh(
             break
         found = evaluate(analysis, formulation, solution)
         if found.peak_memory_bytes <= limit:
-            found = _tie_broken(analysis, found)
-            return found if start is None else min(found, start, key=lambda c: c.step_s)
+            return _tie_broken(analysis, found)
         over = limit / found.peak_memory_bytes
         tightened = limit if tightened is None else 0.995 * tightened * over
     if start is not None:
@@ -248,9 +343,11 @@ def evaluate(
         copies,
         analysis.deferrals,
     )
-    collectives = tuple(traffic(assignment))
+    collectives = tuple(joined(pricer, traffic(assignment)))
     inside = sum(
-        c.seconds(pricer) for c in collectives if is_inside_node(assignment, c)
+        c.seconds(pricer) - c.shared_s(pricer)
+        for c in collectives
+        if is_inside_node(assignment, c)
     )
     work = sum(
         float(formulation.problem.node_costs[i][solution.choices[i]])

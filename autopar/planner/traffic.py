@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from autopar.planner.assignment import Assignment
 from autopar.planner.layout import Layout, Step
+from autopar.planner.messages import GATHERS, SUMS, Group, Place
 from autopar.planner.nodes import MIN_ELEMENTS
 from autopar.planner.price import Pricer
 from autopar_passes.graph import Operator, OperatorGraph
@@ -25,6 +26,9 @@ class Collective:
       value: the array.
       operator: the operator that makes the partial result, or the first to
         read the resharded one.
+      place: where the compiler may join it with others; None where it needs
+        another's result.
+      message_bytes: size of the message that it travels in, 0 where it is alone.
     """
 
     step: Step
@@ -32,10 +36,24 @@ class Collective:
     trips: float
     value: int
     operator: int
+    place: Place | None = None
+    message_bytes: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """Bytes in the convention of `autopar.cost.collectives`."""
+        return self.step.fraction * self.nbytes
 
     def seconds(self, pricer: Pricer) -> float:
-        """Seconds of all its runs in one step."""
-        return self.trips * pricer.step_s(self.step, self.nbytes)
+        """Seconds of all its runs in one step: its part of its messages'."""
+        return self.trips * pricer.step_s(self.step, self.nbytes, self.message_bytes)
+
+    def shared_s(self, pricer: Pricer) -> float:
+        """Those of its seconds that depend on what else its message carries."""
+        if not self.message_bytes:
+            return 0.0
+        own = self.trips * pricer.bytes_s(self.step, self.nbytes)
+        return self.seconds(pricer) - own
 
     def sent_bytes(self, pricer: Pricer) -> float:
         """Bytes that one device sends for it in one step."""
@@ -74,6 +92,29 @@ def traffic(assignment: Assignment) -> list[Collective]:
     return sorted(out, key=lambda c: c.operator)
 
 
+def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective]:
+    """Says of each collective in which message it travels.
+
+    Args:
+      pricer: the mesh and cluster.
+      collectives: those of one step, in program order.
+    """
+    combiner = pricer.combiner
+    groups: dict[tuple[Group, Place, float], list[int]] = {}
+    for number, c in enumerate(collectives):
+        group = pricer.group_of(c.step)
+        if c.place is not None and group[0] in combiner.kinds and c.size > 0:
+            groups.setdefault((group, c.place, c.trips), []).append(number)
+    out = list(collectives)
+    for ((kind, axes), _, _), numbers in groups.items():
+        # Messages are limited by their results, of which a scattered sum is a part.
+        parts = pricer.group(axes) if kind == "reduce_scatter" else 1
+        packed = combiner.packed(out[k].size / parts for k in numbers)
+        for k, nbytes in zip(numbers, packed, strict=True):
+            out[k] = dataclasses.replace(out[k], message_bytes=parts * nbytes)
+    return out
+
+
 def _read(
     assignment: Assignment,
     forms: _Forms,
@@ -97,9 +138,32 @@ def _read(
                 continue
             made[form] = step
             if step.kind != "slice":
-                collective = Collective(step, nbytes, trips, source, op.index)
+                place = _gather_place(assignment, source, op, step)
+                collective = Collective(step, nbytes, trips, source, op.index, place)
                 forms.collectives.append(collective)
         forms.read.add(form)
+
+
+def _gather_place(
+    assignment: Assignment, source: int, reader: Operator, step: Step
+) -> Place | None:
+    """Where a gather of a parameter runs; None for what others wait for."""
+    known = assignment.independent
+    maker = assignment.contraction.producer[source]
+    if step.kind not in GATHERS or maker.class_index not in known.gathered:
+        return None
+    dtype = str(assignment.graph.values[source].dtype)
+    return known.computations[reader.index], dtype
+
+
+def _sum_place(
+    assignment: Assignment, maker: Operator, value: int, step: Step, at: Operator
+) -> Place | None:
+    """Where the sum of a gradient is taken; None for what others wait for."""
+    known = assignment.independent
+    if step.kind not in SUMS or maker.class_index not in known.summing:
+        return None
+    return known.computations[at.index], str(assignment.graph.values[value].dtype)
 
 
 def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
@@ -114,7 +178,14 @@ def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
                 steps = _finished(assignment, forms, value, steps)
             nbytes = assignment.graph.values[value].nbytes
             out.extend(
-                Collective(step, nbytes, op.trips, value, op.index)
+                Collective(
+                    step,
+                    nbytes,
+                    op.trips,
+                    value,
+                    op.index,
+                    _sum_place(assignment, op, value, step, op),
+                )
                 for step in steps
                 if step.kind != "slice"
             )
@@ -138,13 +209,16 @@ def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
         if value not in way.deferral.ends or value in assignment.codecs:
             continue
         first = next(c for c, ends in way.deferral.reach if value in ends)
+        maker = assignment.graph.operators[first]
+        last = assignment.contraction.producer[value]
         out.extend(
             Collective(
                 step,
                 assignment.graph.values[value].nbytes,
-                times_due(assignment.graph, assignment.contraction.producer[value]),
+                times_due(assignment.graph, last),
                 value,
                 first,
+                _sum_place(assignment, maker, value, step, last),
             )
             for step in _finished(assignment, forms, value, assignment.due_steps(value))
             if step.kind != "slice"

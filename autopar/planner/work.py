@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cost.compute import attained_flops_per_s
+from autopar.planner.messages import ALONE, SUMS
 from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, layout_of
@@ -66,6 +67,7 @@ def node_work_s(
     trips: dict[int, float],
     sums: dict[int, list[tuple[int, float]]],
     written: set[int],
+    summing: frozenset[int],
 ) -> np.ndarray:
     """Returns seconds of work of a node under each of its strategies.
 
@@ -89,7 +91,9 @@ def node_work_s(
         total += trips[member] * seconds
         # That of a contraction is on the edge to its result.
         if node.kind != "contraction":
-            total += _reduction_s(op, mapping, space, pricer, sums[op.class_index])
+            own = sums[op.class_index]
+            together = SUMS if op.class_index in summing else ALONE
+            total += _reduction_s(op, mapping, space, pricer, own, together)
     return total
 
 
@@ -184,6 +188,7 @@ def _reduction_s(
     space: Space,
     pricer: Pricer,
     sums: Sequence[tuple[int, float]],
+    together: frozenset[str],
 ) -> np.ndarray:
     """Seconds of the all-reduces of a small reduction that follows its operand.
 
@@ -193,6 +198,7 @@ def _reduction_s(
       space: the node's strategies.
       pricer: the mesh and cluster.
       sums: bytes of the sums over devices, and how often each is taken.
+      together: kinds of collectives that may share a message.
     """
     total = np.zeros(len(space.strategies))
     reduced = [mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0]
@@ -206,7 +212,8 @@ def _reduction_s(
             own = tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
             layout = layout_of(strategy, own)
             total[i] += sum(
-                times * pricer.reshard_s(layout, layout, partial, "all", nbytes)
+                times
+                * pricer.reshard_s(layout, layout, partial, "all", nbytes, together)
                 for nbytes, times in sums
             )
     return total

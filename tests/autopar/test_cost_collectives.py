@@ -15,6 +15,7 @@ from autopar.cost.collectives import (
     collective_bytes,
     collective_s,
     collective_s_array,
+    collective_s_per_byte,
 )
 
 BANDWIDTH = 1e10
@@ -320,3 +321,27 @@ def test_eight_a100_attain_the_reported_bus_bandwidth():
     time_s = collective_s("all_reduce", nbytes, axes)
     bus_bandwidth = collective_bytes("all_reduce", nbytes, 8) / time_s
     assert 230e9 < bus_bandwidth < 250e9
+
+
+class TestLargestMessages:
+    @given(kinds, some_axes(), sizes)
+    def test_no_byte_takes_less(self, kind, axes, nbytes):
+        least = nbytes * collective_s_per_byte(kind, axes)
+        assert collective_s(kind, nbytes, axes) >= least * (1 - 1e-9)
+
+    @given(kinds, some_axes())
+    def test_nothing_else_counts_in_the_end(self, kind, axes):
+        found = collective_s(kind, 1e21, axes) / 1e21
+        assert found == pytest.approx(collective_s_per_byte(kind, axes), rel=1e-6)
+
+    def test_buffers_that_fit_no_cache(self):
+        fit = CollectiveFit(
+            kind="all_reduce",
+            group_size=4,
+            latency_s=1e-3,
+            s_per_byte=1e-9,
+            large_s_per_byte=3e-9,
+            relative_error=0.0,
+        )
+        found = collective_s_per_byte("all_reduce", (axis(4, fits=[fit]),))
+        assert found == pytest.approx(3e-9)

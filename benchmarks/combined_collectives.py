@@ -1,0 +1,116 @@
+"""Messages that a plan counts on, against the collectives that XLA compiles.
+
+    python benchmarks/combined_collectives.py [example ...]
+
+First how far the CPU compiler joins all-reduces: the gradients of a chain of layers,
+by their number and size. Then, for plans of the examples on 8 simulated devices, the
+all-reduces and all-gathers of the plan, the messages it takes them for
+(`autopar.planner.messages`), and the operations of the compiled program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import re
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import workloads
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.cluster import Cluster
+from autopar.planner.analysis import analyse
+from autopar.planner.convert import make_plan
+from autopar.planner.experts import expert_plans
+from autopar.planner.search import Candidate, SearchResult
+from autopar.runtime.planned import device_mesh, planned_step
+
+DEVICES = 8
+# Layers and width of the chains.
+CHAINS = ((4, 64), (12, 8192), (200, 16))
+_OPERATION = re.compile(r" = (.*?) (all-reduce|all-gather)(?:-start)?\(")
+_ARRAY = re.compile(r"\w+\[")
+
+
+def operations(program: Any) -> list[tuple[str, int]]:
+    """Kind and number of arrays of each collective of a compiled program."""
+    found = _OPERATION.findall(program.as_text())
+    return [(kind, len(_ARRAY.findall(shape))) for shape, kind in found]
+
+
+def chain(layers: int, width: int) -> list[tuple[str, int]]:
+    """The collectives of data-parallel gradients of a chain of layers."""
+
+    def loss(params: Any, x: Any) -> Any:
+        for weight, bias in params:
+            x = jnp.tanh(x @ weight + bias)
+        return (x**2).mean()
+
+    def step(params: Any, x: Any) -> Any:
+        value, gradients = jax.value_and_grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, gradients), value
+
+    mesh = Mesh(jax.devices(), ("data",))
+    whole, split = (NamedSharding(mesh, PartitionSpec(*n)) for n in ((), ("data",)))
+    shapes = ((width, width), (width,))
+    params = [tuple(jax.ShapeDtypeStruct(s, "float32") for s in shapes)] * layers
+    x = jax.ShapeDtypeStruct((32, width), "float32")
+    jitted = jax.jit(step, in_shardings=(whole, split), out_shardings=whole)
+    return operations(jitted.lower(params, x).compile())
+
+
+def counts(found: Candidate, kind: str) -> tuple[int, float]:
+    """Collectives that run as a kind, each of a loop once, and their messages."""
+    same = [c for c in found.collectives if found.pricer.runs_as(c.step.kind) == kind]
+    parts = (c.size / c.message_bytes if c.message_bytes else 1.0 for c in same)
+    return len(same), sum(parts)
+
+
+def example(name: str, seconds: float) -> None:
+    """Prints the rows of one example."""
+    step, args = workloads.arguments(name)
+    analysis = analyse(step, args)
+    cluster = Cluster.parse(f"{DEVICES}:cpu")
+    for expert in expert_plans(analysis, cluster, seconds=seconds):
+        found = expert.candidate
+        if found is None or len(found.pricer.sizes) > 1:
+            continue
+        plan = make_plan(
+            analysis, SearchResult(found, ((found.pricer.mesh, found),), 0)
+        )
+        program = planned_step(analysis, plan, device_mesh(plan)).lower().compile()
+        compiled = collections.Counter(kind for kind, _ in operations(program))
+        for kind in ("all_reduce", "all_gather"):
+            collectives, messages = counts(found, kind)
+            operation = kind.replace("_", "-")
+            workloads.row(
+                name, expert.name, operation, collectives, f"{messages:.0f}",
+                compiled[operation],
+            )  # fmt: skip
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints both tables."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("examples", nargs="*")
+    parser.add_argument("--seconds", type=float, default=10.0)
+    options = parser.parse_args(arguments)
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES)
+    workloads.row("layers", "width", "arrays of each all-reduce")
+    workloads.row(*["---"] * 3)
+    for layers, width in CHAINS:
+        workloads.row(layers, width, [n for _, n in chain(layers, width)])
+    workloads.row("example", "plan", "kind", "of the plan", "messages", "compiled")
+    workloads.row(*["---"] * 6)
+    for name in options.examples or ("gpt", "resnet", "lstm"):
+        example(name, options.seconds)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
