@@ -183,7 +183,8 @@ def with_choice(
     found = dataclasses.replace(result, best=choice.candidate)
     plan = make_plan(analysis, found)
     gradients = decisions(choice)
-    sent = choice.other_bytes + sum(g.wire_bytes for g in gradients if g.codec)
+    coded = [g for g in gradients if g.codec]
+    sent = choice.other_bytes + sum(g.wire_bytes + g.within_bytes for g in coded)
     predicted = msgspec.structs.replace(
         plan.predicted,
         step_s=choice.step_s,

@@ -13,6 +13,7 @@ from autopar.plans.table import (
     collapse,
     columns,
     method_text,
+    over_text,
     ratio_text,
     seconds_text,
     template,
@@ -33,7 +34,7 @@ def gradients_of(
     groups: dict[tuple[object, ...], list[GradientDecision]] = {}
     for gradient in context.plan.gradients:
         if gradient.name in paths:
-            how = (template(gradient.name), method_text(gradient), gradient.axes)
+            how = (template(gradient.name), method_text(gradient), over_text(gradient))
             key = (*how, gradient.local_shape, gradient.scatter)
             groups.setdefault(key, []).append(gradient)
     return list(groups.values())
@@ -58,7 +59,7 @@ def gradient_lines(context: Context, paths: Sequence[str], limit: int) -> list[s
     for alike in gradients_of(context, paths):
         first = alike[0]
         names = " ".join(collapse([g.name for g in alike]))
-        over = f"over {','.join(first.axes)}, {first.workers} devices"
+        over = f"over {over_text(first)}, {first.workers} devices"
         lines += ["", f"  Gradient of {names}, {over}: {method_text(first)}"]
         if not worth_a_codec(first.shape):
             lines.append("    vectors and what is small have no codec")
@@ -99,6 +100,7 @@ def gradient_data(context: Context, paths: Sequence[str]) -> list[dict[str, Any]
             "codec": gradient.codec,
             "feedback": gradient.feedback,
             "axes": list(gradient.axes),
+            "within": list(gradient.within),
             "workers": gradient.workers,
             "dense_bytes": gradient.dense_bytes,
             "wire_bytes": gradient.wire_bytes,

@@ -1,8 +1,8 @@
 """The messages that a plan's codecs send, and what other codecs would cost.
 
 Gradients of a bucket travel together: what they ask for in the same round is one
-collective (`autopar.compression.exchange`). Each is charged what its bytes add to a
-message, and the message's latency once, as when the codecs were chosen.
+collective (`autopar.compression.exchange`) and takes the time of all their bytes, as
+when the codecs were chosen.
 """
 
 from __future__ import annotations
@@ -16,23 +16,21 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codec import Codec
 from autopar.compression.exchange import Message, messages, wire_bytes
 from autopar.compression.registry import parse_codec
-from autopar.compression.synchronise import NON_FINITE
 from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.cost.compression import (
     added_s,
     effective_error,
     local_s,
     relative_error,
-    round_s,
     wire_s,
 )
+from autopar.planner.codec_messages import TELEMETRY_BYTES
 from autopar.planner.compression import CANDIDATES
-from autopar.planner.price import CPU_SKEW, Pricer
+from autopar.planner.hierarchy import around, plain_s
+from autopar.planner.price import Pricer
 from autopar.plans import GradientDecision, Plan
 from autopar.plans.table import CollectiveRow
 
-# Of each gradient the devices add up so many float32 sums.
-TELEMETRY_BYTES = 4 * (NON_FINITE + 1)
 _PHASE = "update"
 
 
@@ -68,7 +66,8 @@ def codec_rows(plan: Plan, pricer: Pricer) -> tuple[CollectiveRow, ...]:
     """What is sent for gradients with codecs, and their work on each device.
 
     The averages of residuals stand among it as if they were due in every step, as
-    all branches of a condition are counted.
+    all branches of a condition are counted. What steps send that fall back to other
+    codecs (`autopar.compression.fallback`) does not.
     """
     coded = [g for g in plan.gradients if g.codec]
     if not coded:
@@ -77,9 +76,10 @@ def codec_rows(plan: Plan, pricer: Pricer) -> tuple[CollectiveRow, ...]:
     sent = defaultdict(list)
     for gradient in coded:
         for number, message in enumerate(_messages(gradient)):
-            key = (gradient.bucket, gradient.axes, number, message.kind)
+            key = (*_bucket(gradient), number, message.kind)
             sent[key].append((gradient, message))
     rows = [_message_row(pricer, members) for members in sent.values()]
+    rows.extend(_within_rows(pricer, coded))
     rows.append(_work_row(pricer, coded))
     return (*rows, _telemetry_row(pricer, coded))
 
@@ -104,7 +104,7 @@ def _message_row(
     """One collective: a round of all gradients of a bucket."""
     first, message = members[0]
     axes = _axes(pricer, first.axes)
-    added = sum(added_s(m.kind, m.nbytes, axes) for _, m in members)
+    whole = sum(m.nbytes for _, m in members)
     return CollectiveRow(
         kind=message.kind,
         axes=first.axes,
@@ -112,8 +112,52 @@ def _message_row(
         phase=_PHASE,
         trips=1.0,
         sent_bytes=sum(m.sent for _, m in members),
-        seconds=_skew(pricer) * added + round_s(message.kind, axes),
+        seconds=pricer.skew * collective_s(message.kind, whole, axes),
     )
+
+
+def _bucket(gradient: GradientDecision) -> tuple[object, ...]:
+    """What gradients that are sent together have in common."""
+    return (gradient.bucket, gradient.axes, gradient.within)
+
+
+def _within_rows(
+    pricer: Pricer, coded: Sequence[GradientDecision]
+) -> list[CollectiveRow]:
+    """The sums over fast links before, and the gathers of sums after."""
+    sent: dict[tuple[object, ...], list[tuple[GradientDecision, float]]]
+    sent = defaultdict(list)
+    for gradient in coded:
+        for kind, nbytes in _within(gradient, pricer):
+            sent[*_bucket(gradient), kind].append((gradient, nbytes))
+    rows: list[CollectiveRow] = []
+    for (*_, kind), members in sent.items():
+        within = members[0][0].within
+        axes = _axes(pricer, within)
+        devices = math.prod(axis.size for axis in axes)
+        whole = sum(nbytes for _, nbytes in members)
+        rows.append(
+            CollectiveRow(
+                kind=str(kind),
+                axes=within,
+                arrays=tuple(gradient.name for gradient, _ in members),
+                phase=_PHASE,
+                trips=1.0,
+                sent_bytes=collective_bytes(str(kind), whole, devices),
+                seconds=pricer.skew * collective_s(str(kind), whole, axes),
+            )
+        )
+    return rows
+
+
+def _within(
+    gradient: GradientDecision, pricer: Pricer
+) -> tuple[tuple[str, float], ...]:
+    """Kind and bytes of the collectives over the fast links."""
+    if not gradient.within:
+        return ()
+    devices = math.prod(axis.size for axis in _axes(pricer, gradient.within))
+    return around(math.prod(gradient.local_shape) * devices, keeps=gradient.keeps)
 
 
 def _work_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> CollectiveRow:
@@ -146,7 +190,7 @@ def _telemetry_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> Collect
         phase=_PHASE,
         trips=count,
         sent_bytes=collective_bytes("all_reduce", nbytes, devices),
-        seconds=_skew(pricer) * collective_s("all_reduce", nbytes, axes),
+        seconds=pricer.skew * collective_s("all_reduce", nbytes, axes),
     )
 
 
@@ -173,9 +217,16 @@ def codec_options(
 
 
 def _plain(gradient: GradientDecision, itemsize: int, pricer: Pricer) -> CodecOption:
-    kind = pricer.runs_as("reduce_scatter" if gradient.scatter else "all_reduce")
-    nbytes = float(math.prod(gradient.local_shape) * itemsize)
-    wire = _skew(pricer) * added_s(kind, nbytes, _axes(pricer, gradient.axes))
+    fast = _axes(pricer, gradient.within)
+    devices = math.prod(axis.size for axis in fast)
+    wire = pricer.skew * plain_s(
+        float(math.prod(gradient.local_shape) * devices * itemsize),
+        _axes(pricer, gradient.axes),
+        fast,
+        pricer.runs_as,
+        scatter=gradient.scatter,
+        keeps=gradient.keeps,
+    )
     return CodecOption("", gradient.dense_bytes, wire, 0.0, 0.0, 0.0)
 
 
@@ -189,15 +240,13 @@ def _coded(
     if refused:
         return CodecOption(text, 0.0, 0.0, 0.0, error, counted, refused)
     axes = _axes(pricer, gradient.axes)
-    wire = _skew(pricer) * wire_s(codec, shape, workers, axes, scatter=scatter)
+    wire = wire_s(codec, shape, workers, axes, scatter=scatter)
+    fast = _axes(pricer, gradient.within)
+    wire += sum(added_s(k, n, fast) for k, n in _within(gradient, pricer))
     local = local_s(codec, math.prod(shape), pricer.cluster.device)
     nbytes = wire_bytes(codec, shape, workers, scatter=scatter)
-    return CodecOption(text, nbytes, wire, local, error, counted)
+    return CodecOption(text, nbytes, pricer.skew * wire, local, error, counted)
 
 
 def _axes(pricer: Pricer, names: Sequence[str]) -> tuple[MeshAxis, ...]:
     return tuple(axis for axis in pricer.mesh.axes if axis.name in names)
-
-
-def _skew(pricer: Pricer) -> float:
-    return CPU_SKEW if pricer.cluster.device.kind == "cpu" else 1.0

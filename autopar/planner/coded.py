@@ -9,19 +9,16 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from autopar.cluster.mesh import MeshAxis
-from autopar.compression.codec import Codec
-from autopar.compression.exchange import messages
 from autopar.compression.registry import parse_codec
 from autopar.cost.compression import (
-    added_s,
     effective_error,
     local_s,
     relative_error,
     wire_s,
 )
-from autopar.planner.layout import Axes, Layout, axes_of, reshard_steps
-from autopar.planner.price import CPU_SKEW, Pricer
+from autopar.planner.hierarchy import Way, ways, within_s
+from autopar.planner.layout import Axes, Layout, reshard_steps
+from autopar.planner.price import Pricer
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -40,6 +37,13 @@ class Prices:
     seconds_per_error: float
     codecs: tuple[str, ...]
     errors: Mapping[str, Mapping[str, float]]
+    forced: bool = False
+
+    def chosen(self, plain: np.ndarray, coded: np.ndarray) -> np.ndarray:
+        """Seconds of what is taken, without codecs or with."""
+        if self.forced:
+            return np.where(np.isfinite(coded), coded, plain)
+        return np.minimum(plain, coded)
 
     def error_of(self, text: str, shape: tuple[int, ...]) -> float:
         """Expected relative error of a codec."""
@@ -65,7 +69,8 @@ def coded_matrix(
       targets: layouts of the sum.
       shape: of the whole gradient; dims in front of those of the layouts are whole.
     """
-    known: dict[tuple[Axes, tuple[int, ...], bool], float] = {}
+    known: dict[tuple[Way, ...], float] = {}
+    mesh = pricer.mesh.axes
     out = np.full((len(starts), len(targets)), np.inf)
     for i, (start, partial) in enumerate(starts):
         if not partial:
@@ -73,14 +78,14 @@ def coded_matrix(
         for j, target in enumerate(targets):
             if not _waits(start, target, partial, pricer.sizes):
                 continue
-            stripped = tuple(tuple(a for a in d if a not in partial) for d in target)
-            local = _local(shape, stripped, pricer.sizes)
-            scatter = any(set(partial) == set(d[-len(partial) :]) for d in target)
-            key = (partial, local, scatter)
+            key = _ways(shape, target, partial, mesh)
             if key not in known:
-                known[key] = _best(pricer, prices, partial, local, shape, scatter)
+                known[key] = min(_best(pricer, prices, way, shape) for way in key)
             out[i, j] = known[key]
     return out
+
+
+_ways = functools.lru_cache(maxsize=1 << 16)(ways)
 
 
 @functools.lru_cache(maxsize=1 << 18)
@@ -92,59 +97,27 @@ def _waits(
     before = reshard_steps(start, stripped, (), "", sizes)
     after = reshard_steps(stripped, target, partial, "sum", sizes)
     free = all(s.kind == "slice" for s in before)
-    whole = not axes_of(target) & set(partial)
-    scattered = any(set(partial) == set(d[-len(partial) :]) for d in target)
     sums = ("slice", "all_reduce", "reduce_scatter")
-    return free and (whole or scattered) and all(s.kind in sums for s in after)
+    return free and all(s.kind in sums for s in after)
 
 
-def _local(
-    shape: tuple[int, ...], layout: Layout, sizes: Sequence[int]
-) -> tuple[int, ...]:
-    front = len(shape) - len(layout)
-    splits = [1] * front + [math.prod(sizes[a] for a in d) for d in layout]
-    return tuple(n // k for n, k in zip(shape, splits, strict=True))
-
-
-# Bytes of most codecs grow with the elements, whatever their shape: they are counted
-# once, for this shape.
-_EXAMPLE = (256, 256)
-
-
-def _wire_s(
-    codec: Codec,
-    local: tuple[int, ...],
-    workers: int,
-    axes: tuple[MeshAxis, ...],
-    scatter: bool,
-) -> float:
-    if codec.name == "powersgd" or math.prod(_EXAMPLE) % workers:
-        return wire_s(codec, local, workers, axes, scatter=scatter)
-    scale = math.prod(local) / math.prod(_EXAMPLE)
-    found = messages(codec, _EXAMPLE, workers, scatter=scatter)
-    return sum(added_s(m.kind, scale * m.nbytes, axes) for m in found)
-
-
-def _best(
-    pricer: Pricer,
-    prices: Prices,
-    partial: Axes,
-    local: tuple[int, ...],
-    shape: tuple[int, ...],
-    scatter: bool,
-) -> float:
-    axes = tuple(pricer.mesh.axes[a] for a in partial)
-    workers = pricer.group(partial)
-    skew = CPU_SKEW if pricer.cluster.device.kind == "cpu" else 1.0
+def _best(pricer: Pricer, prices: Prices, way: Way, shape: tuple[int, ...]) -> float:
+    """Seconds of the best codec for one way to share the work."""
+    mesh = pricer.mesh.axes
+    axes = tuple(mesh[a] for a in way.axes)
+    around = within_s(way, mesh)
     best = np.inf
     for text in prices.codecs:
         codec = parse_codec(text)
-        if codec.check(local, scatter=scatter):
+        if codec.check(way.local_shape, scatter=way.scatter):
             continue
-        error = effective_error(prices.error_of(text, local), feedback=codec.feedback)
+        known = prices.error_of(text, way.local_shape)
+        error = effective_error(known, feedback=codec.feedback)
+        wire = wire_s(codec, way.local_shape, way.workers, axes, scatter=way.scatter)
+        link = pricer.skew * (wire + around)
         seconds = (
-            prices.wire_weight * skew * _wire_s(codec, local, workers, axes, scatter)
-            + local_s(codec, math.prod(local), pricer.cluster.device)
+            prices.wire_weight * link
+            + local_s(codec, way.elements, pricer.cluster.device)
             + prices.seconds_per_error * math.prod(shape) * error**2
         )
         best = min(best, seconds)

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
@@ -22,26 +23,25 @@ import numpy as np
 
 from autopar.cluster import MeshShape
 from autopar.compression.codec import Codec
-from autopar.compression.exchange import messages
 from autopar.compression.feedback import Feedback
 from autopar.compression.registry import format_codec, parse_codec
 from autopar.compression.synchronise import Gradient, init_state
 from autopar.cost.compression import (
-    added_s,
     effective_error,
     local_s,
     relative_error,
-    round_s,
     wire_s,
 )
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.analysis import Analysis
+from autopar.planner.codec_messages import messages_s
 from autopar.planner.coded import Prices
 from autopar.planner.gradients import Site, decision, gradients_of, sites
-from autopar.planner.price import CPU_SKEW, Pricer
+from autopar.planner.hierarchy import Way, plain_s, within_s
+from autopar.planner.price import Pricer
 from autopar.planner.problem import Restriction
 from autopar.planner.search import Candidate, SearchResult, solve_mesh
-from autopar.planner.traffic import Collective, traffic
+from autopar.planner.traffic import joined, traffic
 from autopar.plans import Compression, GradientDecision
 from autopar_solver import (
     CodecSelection,
@@ -81,6 +81,7 @@ class Choice:
       codecs: of each, '' where it is left to the compiler.
       saved_s: seconds of a step that they save.
       each_s: the same of each gradient.
+      ways: how the devices share the work of each.
       error: effective relative error of the whole gradient.
       memory_bytes: what the codecs keep on one device.
       other_bytes: what one device sends besides gradients with codecs.
@@ -92,6 +93,7 @@ class Choice:
     codecs: tuple[str, ...]
     saved_s: float
     each_s: tuple[float, ...]
+    ways: tuple[Way, ...]
     error: float
     memory_bytes: float
     other_bytes: float
@@ -123,7 +125,7 @@ def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> Choice:
     Raises:
       PlanError: the codec can be used for none of them.
     """
-    found = sites(analysis, candidate.assignment)
+    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
     large = [s for s in found if s.compressible]
     refusals = {s.value: s.refuses(codec) for s in large}
     if large and all(refusals.values()):
@@ -142,9 +144,8 @@ def _judged(
 ) -> Choice:
     """What given codecs save.
 
-    Gradients that wait are summed once where several operators contribute, and
-    messages of one kind travel together, so each is charged what its bytes add,
-    and the latency of each kind of message is charged once.
+    Gradients that wait are summed once where several operators contribute. What is
+    sent is charged by message, with and without codecs.
     """
     pricer = candidate.pricer
     options = zip(found, codecs, strict=True)
@@ -153,12 +154,12 @@ def _judged(
     each = [b.wire_s - a.wire_s - a.local_s for b, a in zip(before, after, strict=True)]
     texts = {s.value: c for s, c in zip(found, codecs, strict=True) if c}
     waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
-    left = traffic(waiting)
+    left = joined(pricer, traffic(waiting))
     coded = [a for a, text in zip(after, codecs, strict=True) if text]
-    saved = _added_s(pricer, candidate.collectives) - _added_s(pricer, left)
-    saved -= sum(a.wire_s + a.local_s for a in coded)
-    none = [""] * len(found)
-    saved -= _latency_s(pricer, found, codecs) - _latency_s(pricer, found, none)
+    saved = candidate.communication_s - sum(c.seconds(pricer) for c in left)
+    saved -= sum(a.local_s for a in coded)
+    taken = [a.way for a in after]
+    saved -= messages_s(pricer, taken, codecs)
     total = sum(math.prod(s.shape) for s in found)
     squared = sum(a.error for a in after)
     return Choice(
@@ -167,21 +168,12 @@ def _judged(
         tuple(codecs),
         saved,
         tuple(each),
+        tuple(taken),
         math.sqrt(squared / total) if total else 0.0,
         sum(a.memory_bytes for a in after),
         sum(c.sent_bytes(pricer) for c in left),
         None,
     )
-
-
-def _added_s(pricer: Pricer, collectives: Sequence[Collective]) -> float:
-    """Seconds of the bytes of collectives, without their latencies."""
-    total = 0.0
-    for c in collectives:
-        kind = pricer.runs_as(c.step.kind)
-        axes = tuple(pricer.mesh.axes[a] for a in c.step.axes)
-        total += c.trips * added_s(kind, c.step.fraction * c.nbytes, axes)
-    return total * (CPU_SKEW if pricer.cluster.device.kind == "cpu" else 1.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -192,63 +184,68 @@ class Option:
     local_s: float
     error: float
     memory_bytes: float
+    way: Way
 
 
 def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> Option:
-    """Prices a codec for a gradient; '' is what the compiler does."""
-    axes = tuple(pricer.mesh.axes[a] for a in site.axes)
-    skew = CPU_SKEW if pricer.cluster.device.kind == "cpu" else 1.0
+    """Prices a codec for a gradient, the fastest way; '' is what the compiler does."""
     if not text:
-        kind = pricer.runs_as("reduce_scatter" if site.scatter else "all_reduce")
-        nbytes = float(site.elements * site.itemsize)
-        return Option(skew * added_s(kind, nbytes, axes), 0.0, 0.0, 0.0)
+        return Option(pricer.skew * _plain_s(pricer, site), 0.0, 0.0, 0.0, site.flat)
     codec = parse_codec(text)
-    wire = wire_s(codec, site.local_shape, site.workers, axes, scatter=site.scatter)
-    local = local_s(codec, site.elements, pricer.cluster.device)
+    options = [
+        _coded(pricer, site, text, codec, way, errors)
+        for way in site.ways
+        if not codec.check(way.local_shape, scatter=way.scatter)
+    ]
+    return min(options, key=lambda option: option.wire_s + option.local_s)
+
+
+def _plain_s(pricer: Pricer, site: Site) -> float:
+    """Seconds on the link of a gradient that is left to the compiler."""
+    way, mesh = site.ways[-1], pricer.mesh.axes
+    return plain_s(
+        float(site.flat.elements * site.itemsize),
+        tuple(mesh[a] for a in way.axes),
+        tuple(mesh[a] for a in way.within),
+        pricer.runs_as,
+        scatter=way.scatter,
+        keeps=way.keeps,
+    )
+
+
+def _coded(
+    pricer: Pricer, site: Site, text: str, codec: Codec, way: Way, errors: Errors
+) -> Option:
+    """Prices a codec for a gradient one way."""
+    mesh = pricer.mesh.axes
+    axes = tuple(mesh[a] for a in way.axes)
+    wire = wire_s(codec, way.local_shape, way.workers, axes, scatter=way.scatter)
+    wire += within_s(way, mesh)
+    local = local_s(codec, way.elements, pricer.cluster.device)
     error = errors.get(site.name, {}).get(text)
     if error is None:
-        error = relative_error(codec, site.local_shape)
+        error = relative_error(codec, way.local_shape)
     counted = effective_error(error, feedback=codec.feedback)
     weighted = math.prod(site.shape) * counted**2
-    return Option(skew * wire, local, weighted, _state_bytes(site, codec))
+    return Option(pricer.skew * wire, local, weighted, _state_bytes(way, codec), way)
 
 
-def _state_bytes(site: Site, codec: Codec) -> float:
+@functools.lru_cache(maxsize=1 << 14)
+def _state_bytes(way: Way, codec: Codec) -> float:
     """What a codec keeps of one gradient on one device, residual included."""
     import jax
 
     kind = "residual" if codec.feedback else "none"
-    how = Gradient(site.name, site.local_shape, codec, Feedback(kind=kind))
-    state = jax.eval_shape(lambda: init_state(how, site.workers))
+    how = Gradient("", way.local_shape, codec, Feedback(kind=kind))
+    state = jax.eval_shape(lambda: init_state(how, way.workers))
     return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
-
-
-def _latency_s(pricer: Pricer, found: Sequence[Site], codecs: Sequence[str]) -> float:
-    """Latency of the messages: gradients of the same axes send together.
-
-    With codecs, the telemetry is one more, over all devices.
-    """
-    rounds: set[tuple[int, str, tuple[int, ...]]] = set()
-    for site, text in zip(found, codecs, strict=True):
-        if not text:
-            rounds.add((0, "all_reduce", site.axes))
-            continue
-        sent = messages(
-            parse_codec(text), site.local_shape, site.workers, scatter=site.scatter
-        )
-        rounds.update((k, m.kind, site.axes) for k, m in enumerate(sent))
-        rounds.add((-1, "all_reduce", tuple(range(len(pricer.mesh.axes)))))
-    return sum(
-        round_s(kind, tuple(pricer.mesh.axes[a] for a in axes))
-        for _, kind, axes in rounds
-    )
 
 
 def choose(
     analysis: Analysis, candidate: Candidate, budget: float, errors: Errors
 ) -> Choice:
     """The codecs that make a given assignment fastest, within the budget."""
-    found = sites(analysis, candidate.assignment)
+    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
     large = [s for s in found if s.compressible]
     nothing = _judged(candidate, found, [""] * len(found), errors)
     if not large:
@@ -380,7 +377,7 @@ def joint_uniform(
     Raises:
       PlanError: the codec can be used for no gradient of any of the plans.
     """
-    prices = Prices(1.0, 0.0, (format_codec(codec),), {})
+    prices = Prices(1.0, 0.0, (format_codec(codec),), {}, forced=True)
     first = uniform(analysis, result.best, codec)
     found = [first]
     for mesh, _ in result.tried:
@@ -423,17 +420,14 @@ def _solved(
 
 def decisions(choice: Choice) -> tuple[GradientDecision, ...]:
     """Writes a choice down."""
-    names = choice.candidate.pricer.mesh.names
+    mesh = choice.candidate.pricer.mesh.axes
     out: list[GradientDecision] = []
-    for site, text, saved in zip(
-        choice.sites, choice.codecs, choice.each_s, strict=True
+    for site, text, saved, way in zip(
+        choice.sites, choice.codecs, choice.each_s, choice.ways, strict=True
     ):
-        error = relative_error(parse_codec(text), site.local_shape) if text else 0.0
-        out.append(
-            msgspec.structs.replace(
-                decision(site, names, text), error=error, saved_s=saved
-            )
-        )
+        error = relative_error(parse_codec(text), way.local_shape) if text else 0.0
+        made = decision(site, mesh, text, way)
+        out.append(msgspec.structs.replace(made, error=error, saved_s=saved))
     return tuple(out)
 
 

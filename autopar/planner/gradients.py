@@ -12,6 +12,7 @@ from collections.abc import Sequence
 
 import msgspec
 
+from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codec import Codec
 from autopar.compression.exchange import wire_bytes
 from autopar.compression.registry import parse_codec
@@ -19,7 +20,8 @@ from autopar.cost.collectives import collective_bytes
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment
 from autopar.planner.deferred import stacking
-from autopar.planner.layout import Axes, Layout, axes_of
+from autopar.planner.hierarchy import Way, ways, within_messages
+from autopar.planner.layout import Axes
 from autopar.planner.nodes import Contraction
 from autopar.planner.traffic import worth_a_codec
 from autopar.plans import GradientDecision
@@ -35,10 +37,8 @@ class Site:
       value: its value.
       name: path of its parameter.
       shape: of the whole gradient.
-      local_shape: of what one device holds before it is summed.
       axes: mesh axes over which it is summed.
-      workers: number of devices it is summed over.
-      scatter: whether each needs only its part of the sum.
+      ways: how the devices can share the work, over all links at once first.
       ready: the operator that completes it.
       itemsize: bytes of an element in the program.
     """
@@ -46,17 +46,15 @@ class Site:
     value: int
     name: str
     shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
     axes: Axes
-    workers: int
-    scatter: bool
+    ways: tuple[Way, ...]
     ready: int
     itemsize: int
 
     @property
-    def elements(self) -> int:
-        """Number of elements on one device."""
-        return math.prod(self.local_shape)
+    def flat(self) -> Way:
+        """The way that sums over all links at once."""
+        return self.ways[0]
 
     @property
     def compressible(self) -> bool:
@@ -65,13 +63,21 @@ class Site:
 
     def refuses(self, codec: Codec) -> str:
         """Why a codec cannot be used for it, or ''."""
-        return codec.check(self.local_shape, scatter=self.scatter)
+        found = [codec.check(w.local_shape, scatter=w.scatter) for w in self.ways]
+        return "" if not all(found) else found[0]
 
 
-def sites(analysis: Analysis, assignment: Assignment) -> list[Site]:
+def sites(
+    analysis: Analysis, assignment: Assignment, mesh: Sequence[MeshAxis]
+) -> list[Site]:
     """Lists the gradients that codecs may send under an assignment, in program order.
 
     Those left out are summed by the compiler, as without a codec.
+
+    Args:
+      analysis: the step.
+      assignment: its layouts.
+      mesh: the axes of the mesh.
     """
     names = parameter_names(
         analysis.graph, analysis.contraction, gradients_of(analysis)
@@ -86,12 +92,7 @@ def sites(analysis: Analysis, assignment: Assignment) -> list[Site]:
         for value in deferral.ends:
             if value not in deferral.gradients:
                 continue
-            home = assignment.home_layout(value)
-            out.append(
-                _site(
-                    analysis, assignment, value, names[value], way.strip(home), way.axes
-                )
-            )
+            out.append(_site(analysis, assignment, value, names[value], way.axes, mesh))
     return out
 
 
@@ -105,37 +106,20 @@ def _site(
     assignment: Assignment,
     value: int,
     name: str,
-    layout: Layout,
     axes: Axes,
+    mesh: Sequence[MeshAxis],
 ) -> Site:
     whole = analysis.graph.values[value]
-    sizes = assignment.sizes
-    local = tuple(
-        size // math.prod(sizes[a] for a in split)
-        for size, split in zip(whole.shape, layout, strict=True)
-    )
-    home = assignment.home_layout(value)
+    shape = tuple(whole.shape)
     return Site(
         value=value,
         name=name,
-        shape=tuple(whole.shape),
-        local_shape=local,
+        shape=shape,
         axes=axes,
-        workers=math.prod(sizes[a] for a in axes),
-        scatter=scattered_dim(home, axes) is not None,
+        ways=ways(shape, assignment.home_layout(value), axes, mesh),
         ready=analysis.contraction.producer[value].index,
         itemsize=whole.nbytes // max(1, whole.size),
     )
-
-
-def scattered_dim(home: Layout, axes: Axes) -> int | None:
-    """The dim that all the axes of a sum split, behind whatever else splits it."""
-    if not set(axes) <= axes_of(home):
-        return None
-    for dim, split in enumerate(home):
-        if set(split[-len(axes) :]) == set(axes):
-            return dim
-    return None
 
 
 def parameter_names(
@@ -191,22 +175,34 @@ def _reached(
     return ""
 
 
-def decision(site: Site, axis_names: Sequence[str], codec: str) -> GradientDecision:
-    """Writes down how one gradient is sent; ``codec`` '' leaves it to the compiler."""
-    kind = "reduce_scatter" if site.scatter else "all_reduce"
-    nbytes = site.elements * site.itemsize
-    dense = collective_bytes(kind, nbytes, site.workers)
+def decision(
+    site: Site, mesh: Sequence[MeshAxis], codec: str, way: Way
+) -> GradientDecision:
+    """Writes down how one gradient is sent.
+
+    Args:
+      site: the gradient.
+      mesh: the axes of the mesh.
+      codec: as text; '' leaves it to the compiler.
+      way: how the devices share the work.
+    """
+    kind = "reduce_scatter" if way.scatter else "all_reduce"
+    around = within_messages(way, mesh)
+    devices = math.prod(mesh[a].size for a in way.within)
     made = GradientDecision(
         name=site.name,
         value=site.value,
         shape=site.shape,
-        local_shape=site.local_shape,
-        axes=tuple(axis_names[a] for a in site.axes),
-        workers=site.workers,
-        scatter=site.scatter,
+        local_shape=way.local_shape,
+        axes=tuple(mesh[a].name for a in sorted(way.axes)),
+        workers=way.workers,
+        scatter=way.scatter,
+        within=tuple(mesh[a].name for a in way.within),
+        keeps=way.keeps,
         codec=codec,
         feedback=bool(codec) and parse_codec(codec).feedback,
-        dense_bytes=dense,
+        dense_bytes=collective_bytes(kind, way.elements * site.itemsize, way.workers),
+        within_bytes=sum(collective_bytes(k, n, devices) for k, n in around),
     )
     return repriced(made)
 

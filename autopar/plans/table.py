@@ -274,7 +274,8 @@ def gradient_rows(plan: Plan) -> list[tuple[str, ...]]:
     groups: dict[tuple[object, ...], list[GradientDecision]] = {}
     for gradient in plan.gradients:
         cost = (gradient.dense_bytes, gradient.wire_bytes, gradient.error)
-        key = (template(gradient.name), method_text(gradient), gradient.axes, *cost)
+        over = (gradient.axes, gradient.within)
+        key = (template(gradient.name), method_text(gradient), *over, *cost)
         groups.setdefault(key, []).append(gradient)
     return [_gradient_cells(alike) for alike in groups.values()]
 
@@ -284,7 +285,7 @@ def _gradient_cells(alike: Sequence[GradientDecision]) -> tuple[str, ...]:
     return (
         " ".join(collapse([g.name for g in alike])),
         method_text(first),
-        ",".join(first.axes),
+        over_text(first),
         bytes_text(sum(g.wire_bytes for g in alike)),
         ratio_text(first.dense_bytes, first.wire_bytes),
         f"{first.error:.2g}",
@@ -300,6 +301,15 @@ def method_text(gradient: GradientDecision) -> str:
     if gradient.average_every:
         words.append(f"averaged every {gradient.average_every} steps")
     return ", ".join(words)
+
+
+def over_text(gradient: GradientDecision) -> str:
+    """The mesh axes that a gradient is sent along, and those it is summed over before.
+
+    Such as ``data``, or ``data after tensor``.
+    """
+    axes = ",".join(gradient.axes)
+    return f"{axes} after {','.join(gradient.within)}" if gradient.within else axes
 
 
 def ratio_text(dense_bytes: float, wire_bytes: float) -> str:

@@ -9,6 +9,9 @@ the codec and its place; where either changes it starts anew.
 
 from __future__ import annotations
 
+import itertools
+import math
+import operator
 from typing import Any
 
 import jax
@@ -32,13 +35,15 @@ def carry_over(state: State, new: Synchronisation) -> State:
     for name, struct in wanted["gradients"].items():
         old = state["gradients"].get(name, {"residual": (), "codec": ()})
         where = shardings["gradients"][name]
-        kept = _same(old["codec"], struct["codec"])
-        if not kept and fresh is None:
-            fresh = new.init()
-        codec = old["codec"] if kept else _of(fresh, name)
+        levels = _levels(struct["codec"], new)
+        kept = [_kept(old["codec"], level, k) for k, level in enumerate(levels)]
+        if any(level is None for level in kept):
+            fresh = fresh or new.init()
+            made = _levels(_of(fresh, name), new)
+            kept = [m if k is None else k for k, m in zip(kept, made, strict=True)]
         gradients[name] = {
             "residual": _residual(name, old["residual"], struct["residual"]),
-            "codec": codec,
+            "codec": kept[0] if new.fallback is None else tuple(kept),
         }
         gradients[name] = jax.tree.map(placement.place, gradients[name], where)
     step = placement.place(state["step"], shardings["step"])
@@ -70,6 +75,22 @@ def _of(fresh: State | None, name: str) -> Any:
     return fresh["gradients"][name]["codec"]
 
 
+def _levels(codec: Any, how: Synchronisation) -> tuple[Any, ...]:
+    """The codec's state of each level."""
+    return (codec,) if how.fallback is None else codec
+
+
+def _kept(old: Any, struct: Any, level: int) -> Any:
+    """The old state of a level; None: there is none that fits.
+
+    Without a fall-back the state is that of the first level.
+    """
+    found = [old] if level == 0 else []
+    if isinstance(old, tuple) and len(old) > level:
+        found.append(old[level])
+    return next((x for x in found if _same(x, struct)), None)
+
+
 def _same(old: Any, struct: Any) -> bool:
     """Whether two trees have the same arrays."""
     if jax.tree.structure(old) != jax.tree.structure(struct):
@@ -87,12 +108,23 @@ def _residual(name: str, old: Any, struct: Any) -> Any:
     if isinstance(old, tuple):
         return jnp.zeros(struct.shape, struct.dtype)
     if tuple(old.shape[1:]) != struct.shape[1:]:
-        raise PlanError(
-            f"compression_state: the residual of '{name}' is of shape "
-            f"{tuple(old.shape[1:])}, its gradient of {struct.shape[1:]}."
-        )
+        if not _alike(tuple(old.shape[1:]), struct.shape[1:]):
+            raise PlanError(
+                f"compression_state: the residual of '{name}' is of shape "
+                f"{tuple(old.shape[1:])}, its gradient of {struct.shape[1:]}."
+            )
+        old = jnp.reshape(old, (old.shape[0], *struct.shape[1:]))
     if old.shape[0] == struct.shape[0]:
         return old if old.dtype == struct.dtype else old.astype(struct.dtype)
     total = jnp.sum(jnp.asarray(old, jnp.float32), axis=0)
     part = (total / struct.shape[0]).astype(struct.dtype)
     return jnp.broadcast_to(part, struct.shape)
+
+
+def _alike(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Whether shapes are the same but for a dim that one of them cuts in two."""
+    if math.prod(old) != math.prod(new):
+        return False
+    # The places in memory where a dim begins.
+    begins = [set(itertools.accumulate(s, operator.mul)) for s in (old, new)]
+    return begins[0] <= begins[1] or begins[1] <= begins[0]

@@ -24,6 +24,11 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compression.exchange import MeshLinks
+from autopar.compression.fallback import (
+    Fallback,
+    init_level_states,
+    synchronise_levels,
+)
 from autopar.compression.feedback import Feedback
 from autopar.compression.registry import parse_codec
 from autopar.compression.synchronise import (
@@ -36,9 +41,10 @@ from autopar.compression.synchronise import (
 )
 from autopar.errors import PlanError
 from autopar.planner.assignment import Assignment
-from autopar.planner.gradients import scattered_dim
-from autopar.planner.layout import Layout
+from autopar.planner.hierarchy import Way, way_of
+from autopar.planner.layout import Axes, Layout
 from autopar.plans import GradientDecision, Plan
+from autopar.runtime.within import gather_within, sum_within
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.stacked import Stacked
 
@@ -52,18 +58,42 @@ class Member:
     Attributes:
       decision: what the plan says of it.
       gradient: how it is summed, on one device.
-      links: the mesh axes over which it is summed, worker numbers major to minor.
+      way: how the devices share the work.
       stacked: layout of the stacked partial gradient.
       result: layout in which the sum comes out.
       home: layout in which the plan wants it.
+      levels: ``gradient`` and what the step falls back to; empty without that.
     """
 
     decision: GradientDecision
     gradient: Gradient
-    links: tuple[int, ...]
+    way: Way
     stacked: Layout
     result: Layout
     home: Layout
+    levels: tuple[Gradient, ...] = ()
+
+    @property
+    def together(self) -> tuple[object, ...]:
+        """What gradients that are summed together have in common."""
+        return (self.decision.bucket, self.way.axes, self.way.within)
+
+    @property
+    def residual(self) -> tuple[tuple[int, ...], Layout]:
+        """Shape and layout of the residuals of all workers.
+
+        Where the workers' parts of a dim are the outer ones, that dim is two: else
+        what a device holds would be no block of the array.
+        """
+        way, shape = self.way, self.decision.shape
+        layout = list(self.stacked[1:])
+        if way.within:
+            layout[way.dim] = (*layout[way.dim], *way.within)
+        if way.interleaved:
+            count, d = way.workers, way.dim
+            shape = (*shape[:d], count, shape[d] // count, *shape[d + 1 :])
+            layout.insert(d, ())
+        return (way.workers, *shape), (way.axes, *layout)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,32 +103,30 @@ class Synchronisation:
     Attributes:
       mesh: the mesh of the plan.
       members: by value; those of a bucket in the order of the plan.
+      fallback: what a bucket is sent by where its codecs send too little.
     """
 
     mesh: Any
     members: dict[int, Member]
+    fallback: Fallback | None = None
 
-    def workers(self, member: Member) -> int:
-        """Number of devices that a gradient is summed over."""
-        names = self.mesh.axis_names
-        return math.prod(self.mesh.shape[names[a]] for a in member.links)
+    @property
+    def num_levels(self) -> int:
+        """Number of ways to send a gradient, of which each step takes one."""
+        return 1 + len(self.fallback.codecs) if self.fallback else 1
 
     def bucket(self, value: int) -> tuple[int, ...]:
         """The values that are summed together with this one."""
         mine = self.members[value]
-        return tuple(
-            v
-            for v, m in self.members.items()
-            if (m.decision.bucket, m.links) == (mine.decision.bucket, mine.links)
-        )
+        return tuple(v for v, m in self.members.items() if m.together == mine.together)
 
     def specs(self, member: Member) -> dict[str, Any]:
         """Partition specs of a gradient's state."""
         everywhere = PartitionSpec(self.mesh.axis_names)
         state = jax.eval_shape(lambda: self._fresh(member))
-        stacked = partition_spec(self.mesh, member.stacked)
+        residual = partition_spec(self.mesh, member.residual[1])
         return {
-            "residual": jax.tree.map(lambda _: stacked, state["residual"]),
+            "residual": jax.tree.map(lambda _: residual, state["residual"]),
             "codec": jax.tree.map(lambda _: everywhere, state["codec"]),
         }
 
@@ -124,7 +152,10 @@ class Synchronisation:
         return jax.jit(self._create, out_shardings=self.shardings())()
 
     def _fresh(self, member: Member) -> State:
-        return init_state(member.gradient, self.workers(member))
+        if not member.levels:
+            return init_state(member.gradient, member.way.workers)
+        levels = [[gradient] for gradient in member.levels]
+        return init_level_states(levels, member.way.workers)[0]
 
     def _create(self) -> State:
         devices = math.prod(self.mesh.shape.values())
@@ -133,8 +164,7 @@ class Synchronisation:
             local = self._fresh(member)
             residual = local["residual"]
             if not isinstance(residual, tuple):
-                shape = (self.workers(member), *member.decision.shape)
-                residual = jnp.zeros(shape, residual.dtype)
+                residual = jnp.zeros(member.residual[0], residual.dtype)
             codec = jax.tree.map(
                 lambda x: jnp.broadcast_to(x, (devices, *x.shape)), local["codec"]
             )
@@ -142,8 +172,16 @@ class Synchronisation:
         return {"step": jnp.zeros((), jnp.int32), "gradients": gradients}
 
 
-def synchronisation(assignment: Assignment, plan: Plan, mesh: Any) -> Any:
+def synchronisation(
+    assignment: Assignment, plan: Plan, mesh: Any, fallback: Fallback | None = None
+) -> Any:
     """How a plan's gradients are summed, or None where all are left as they are.
+
+    Args:
+      assignment: the plan as layouts.
+      plan: the plan.
+      mesh: the mesh it runs on.
+      fallback: by what a step is sent in which the plan's codecs send too little.
 
     Raises:
       PlanError: a codec cannot be used for its gradient, or the plan's layouts do
@@ -154,12 +192,16 @@ def synchronisation(assignment: Assignment, plan: Plan, mesh: Any) -> Any:
         return None
     members: dict[int, Member] = {}
     for number, decision in enumerate(chosen):
-        members[decision.value] = _member(assignment, decision, number, mesh)
-    return Synchronisation(mesh, members)
+        members[decision.value] = _member(assignment, decision, number, mesh, fallback)
+    return Synchronisation(mesh, members, fallback)
 
 
 def _member(
-    assignment: Assignment, decision: GradientDecision, number: int, mesh: Any
+    assignment: Assignment,
+    decision: GradientDecision,
+    number: int,
+    mesh: Any,
+    fallback: Fallback | None,
 ) -> Member:
     value = decision.value
     found = assignment.stacked(value)
@@ -171,32 +213,47 @@ def _member(
         )
     axes, layout = found
     home = assignment.home_layout(value)
-    dim = scattered_dim(home, axes)
-    sizes = assignment.sizes
     whole = assignment.graph.values[value]
-    local = tuple(
-        size // math.prod(sizes[a] for a in split)
-        for size, split in zip(whole.shape, layout, strict=True)
-    )
+    way = _way(assignment, decision, axes, mesh)
     gradient = Gradient(
         name=decision.name,
-        shape=local,
+        shape=way.local_shape,
         codec=parse_codec(decision.codec),
         feedback=Feedback(
             kind="residual" if decision.feedback else "none",
             average_every=decision.average_every,
         ),
-        scatter_dim=dim,
+        scatter_dim=way.scatter_dim,
         seed=number,
     )
-    links = axes if dim is None else tuple(a for a in home[dim] if a in axes)
-    workers = math.prod(sizes[a] for a in links)
+    levels = fallback.levels_of(gradient) if fallback else ()
+    gradient = levels[0] if levels else gradient
     try:
-        check_gradient(gradient, whole.dtype, workers)
+        for level in levels or (gradient,):
+            check_gradient(level, whole.dtype, way.workers)
     except ValueError as error:
         raise PlanError(str(error)) from error
-    result = layout if dim is None else home
-    return Member(decision, gradient, links, (axes, *layout), result, home)
+    result = home if way.scatter or way.keeps else layout
+    return Member(decision, gradient, way, (axes, *layout), result, home, levels)
+
+
+def _way(
+    assignment: Assignment, decision: GradientDecision, axes: Axes, mesh: Any
+) -> Way:
+    """How a plan's devices share the work of a gradient."""
+    names = list(mesh.axis_names)
+    unknown = set(decision.within) - {names[a] for a in axes}
+    within = tuple(a for a in axes if names[a] in decision.within)
+    home = assignment.home_layout(decision.value)
+    shape = tuple(assignment.graph.values[decision.value].shape)
+    way = way_of(shape, home, axes, within, assignment.sizes)
+    if unknown or way is None:
+        raise PlanError(
+            f"gradient '{decision.name}': the plan sums it over "
+            f"{', '.join(decision.within)} first, which its layouts do not allow. Plan "
+            "again with compression=, or leave within= of this gradient empty."
+        )
+    return way
 
 
 class StepSynchroniser:
@@ -209,6 +266,8 @@ class StepSynchroniser:
         self.new: dict[str, Any] = {}
         # Of each bucket: its gradients, and a row for each on each device.
         self.sums: list[tuple[list[str], jax.Array]] = []
+        # Of each gradient the level that was taken.
+        self.levels: dict[str, jax.Array] = {}
 
     def takes(self, value: int) -> frozenset[int]:
         """See `autopar_passes.layout_plan.Synchroniser`."""
@@ -226,7 +285,7 @@ class StepSynchroniser:
         def bucket(step: Any, arrays: Any, before: Any) -> Any:
             return _bucket(plan, members, step, arrays, before)
 
-        totals, after, sums = jax.shard_map(
+        totals, after, sums, level = jax.shard_map(
             bucket,
             mesh=mesh,
             in_specs=(
@@ -238,11 +297,13 @@ class StepSynchroniser:
                 [partition_spec(mesh, m.result) for m in members],
                 state_specs,
                 everywhere,
+                PartitionSpec(),
             ),
             check_vma=False,
         )(self.state["step"], [x.array for x in partials.values()], states)
         for k, member in enumerate(members):
             self.new[member.decision.name] = after[k]
+            self.levels[member.decision.name] = level
         self.sums.append(([m.decision.name for m in members], sums))
         return {
             v: constrain(total, mesh, m.home)
@@ -265,6 +326,12 @@ class StepSynchroniser:
         gradients = settle(old, new, finite)
         return {"step": self.state["step"] + 1, "gradients": gradients}, sums
 
+    def taken(self) -> jax.Array:
+        """Of each gradient 1 at the level that was taken, int32 (gradients, levels)."""
+        names = [m.decision.name for m in self.plan.members.values()]
+        levels = jnp.stack([self.levels[name] for name in names])
+        return jax.nn.one_hot(levels, self.plan.num_levels, dtype=jnp.int32)
+
 
 def _bucket(
     plan: Synchronisation,
@@ -272,20 +339,69 @@ def _bucket(
     step: Any,
     arrays: Sequence[Any],
     before: Sequence[State],
-) -> tuple[list[Any], list[State], Any]:
-    """Sums a bucket, on one device's arrays."""
-    names = tuple(plan.mesh.axis_names[a] for a in members[0].links)
-    links = MeshLinks(names, plan.workers(members[0]))
+) -> tuple[list[Any], list[State], Any, jax.Array]:
+    """Sums a bucket, on one device's arrays; also says by which level."""
+    mesh_names = plan.mesh.axis_names
+    way = members[0].way
+    names = tuple(mesh_names[a] for a in way.axes)
+    links = MeshLinks(names, way.workers)
     worker = jax.lax.axis_index(names)
-    states = [
-        {
-            "residual": jax.tree.map(lambda x: x[0], s["residual"]),
-            "codec": jax.tree.map(lambda x: x[0], s["codec"]),
-        }
-        for s in before
-    ]
-    partials = [x[0] for x in arrays]
     gradients = [m.gradient for m in members]
-    totals, after, sums = synchronise(gradients, partials, states, links, worker, step)
-    stacked = jax.tree.map(lambda x: x[None], after)
-    return totals, stacked, sums[None]
+    states = [_local(g, s) for g, s in zip(gradients, before, strict=True)]
+    fast = tuple(mesh_names[a] for a in way.within)
+    ways = [m.way for m in members]
+    partials = sum_within(ways, [x[0] for x in arrays], fast)
+    totals, after, sums, level = _summed(
+        plan, members, partials, states, links, worker, step
+    )
+    totals = gather_within(ways, totals, fast)
+    kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
+    return totals, kept, sums[None], level
+
+
+def _summed(
+    plan: Synchronisation,
+    members: Sequence[Member],
+    partials: Sequence[Any],
+    states: Sequence[State],
+    links: MeshLinks,
+    worker: Any,
+    step: Any,
+) -> tuple[list[Any], list[State], Any, jax.Array]:
+    """Sums a bucket by the plan's codecs, or by what it falls back to.
+
+    All devices of the mesh take the same level: gradients that are split over other
+    axes stand beside those that are not, whose copies must stay equal.
+    """
+    if plan.fallback is None:
+        gradients = [m.gradient for m in members]
+        found = synchronise(gradients, partials, states, links, worker, step)
+        return *found, jnp.int32(0)
+    levels = list(zip(*(m.levels for m in members), strict=True))
+    names = plan.mesh.axis_names
+    everyone = MeshLinks(names, math.prod(plan.mesh.shape.values()))
+    return synchronise_levels(
+        levels,
+        partials,
+        states,
+        links,
+        worker,
+        step,
+        plan.fallback.least_gain,
+        everyone,
+    )
+
+
+def _local(gradient: Gradient, state: State) -> State:
+    """One device's state without the leading dims of the arrays of all."""
+    return {
+        "residual": jax.tree.map(
+            lambda x: x[0].reshape(gradient.shape), state["residual"]
+        ),
+        "codec": jax.tree.map(lambda x: x[0], state["codec"]),
+    }
+
+
+def _global(state: State, like: State) -> State:
+    """The opposite of `_local`."""
+    return jax.tree.map(lambda new, old: new[None].reshape(old.shape), state, like)

@@ -113,6 +113,21 @@ def tensor_parallel() -> Case:
     return plain(mlp_loss, MLP, CLIPPED, pins, cluster=cluster, axes=axes)
 
 
+def two_levels() -> Case:
+    """Data parallel within hosts and between them."""
+    pins = {"batch/*": PartitionSpec(("data", "tensor")), "params/*": PartitionSpec()}
+    cluster, axes = f"2x2:cpu,{NETWORK}", ("data", "tensor")
+    return plain(mlp_loss, MLP, CLIPPED, pins, cluster=cluster, axes=axes)
+
+
+def split_over_levels() -> Case:
+    """The same; each device of all hosts keeps its part of the parameters."""
+    part = PartitionSpec(("data", "tensor"))
+    pins = {"batch/*": part, "params/*/up": part, "params/*/down": part}
+    cluster, axes = f"2x2:cpu,{NETWORK}", ("data", "tensor")
+    return plain(mlp_loss, MLP, ADAM, pins, cluster=cluster, axes=axes)
+
+
 def scanned_layers() -> Case:
     def loss(params: Any, batch: Any) -> jax.Array:
         out, _ = jax.lax.scan(lambda x, p: (mlp_block(p, x), None), batch["x"], params)
@@ -238,6 +253,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "data_parallel": data_parallel,
     "sharded_state": sharded_state,
     "tensor_parallel": tensor_parallel,
+    "two_levels": two_levels,
+    "split_over_levels": split_over_levels,
     "scanned_layers": scanned_layers,
     "recurrent": recurrent,
     "tied_embedding": tied_embedding,

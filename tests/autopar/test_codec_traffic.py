@@ -17,11 +17,8 @@ from autopar.compression.exchange import messages
 from autopar.compression.registry import parse_codec
 from autopar.cost.compression import effective_error, relative_error
 from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.codec_traffic import (
-    TELEMETRY_BYTES,
-    codec_options,
-    codec_rows,
-)
+from autopar.planner.codec_messages import TELEMETRY_BYTES
+from autopar.planner.codec_traffic import codec_options, codec_rows
 from autopar.planner.compression import CANDIDATES
 from autopar.planner.explain import mesh_of
 from autopar.planner.price import Pricer
