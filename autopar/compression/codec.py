@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import abc
 import dataclasses
+import math
 from collections.abc import Generator
 from typing import Any, ClassVar
 
@@ -137,6 +138,17 @@ class Codec(abc.ABC):
         that its layout gives.
         """
         return elements
+
+    def extent(self, shape: tuple[int, ...]) -> float:
+        """What the bytes that it sends are proportional to, but for padding.
+
+        It is used to estimate the bytes of many shapes from those of one; default:
+        the number of elements.
+
+        Args:
+          shape: shape of the gradient on one device.
+        """
+        return float(math.prod(shape))
 
     @abc.abstractmethod
     def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:

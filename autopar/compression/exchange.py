@@ -210,6 +210,28 @@ def messages(
     return tuple(recorder.messages)
 
 
+# Rows for each worker and columns of the gradient that estimates start from: wide
+# enough that blocks and padding weigh as little as in most gradients.
+_ROWS, _COLUMNS = 64, 1024
+
+
+def example_messages(
+    codec: Codec, workers: int, *, scatter: bool = False
+) -> tuple[tuple[Message, ...], float]:
+    """The messages of a gradient of 1024 columns, and its `Codec.extent`.
+
+    Those of any other are nearly in proportion to its extent, which spares running
+    the codec on every shape.
+
+    Args:
+      codec: the codec.
+      workers: number of workers, n.
+      scatter: whether each worker needs only its part of the sum.
+    """
+    shape = (_ROWS * workers, _COLUMNS)
+    return messages(codec, shape, workers, scatter=scatter), codec.extent(shape)
+
+
 def wire_cost(
     codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
 ) -> tuple[float, int]:

@@ -111,6 +111,11 @@ class PowerSGD(Codec):
         rows, columns = matrix_shape(shape)
         return jnp.zeros((columns, min(self.rank, rows, columns)), jnp.float32)
 
+    def extent(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`: the elements of both factors."""
+        rows, columns = matrix_shape(shape)
+        return float(min(self.rank, rows, columns) * (rows + columns))
+
     def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
         """See `Codec`."""
         rows, columns = matrix_shape(context.shape)

@@ -18,7 +18,7 @@ import numpy as np
 from autopar.cluster import DeviceSpec
 from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codec import Codec
-from autopar.compression.exchange import messages
+from autopar.compression.exchange import example_messages
 from autopar.cost.collectives import collective_s
 
 # Messages of many gradients travel together: a codec is charged what its bytes add
@@ -74,7 +74,10 @@ def wire_s(
     *,
     scatter: bool,
 ) -> float:
-    """Seconds that a gradient adds to the messages of its bucket.
+    """Seconds that a gradient adds to the messages of its bucket, nearly.
+
+    What the codec sends of every shape is estimated from one: a planner asks for
+    thousands.
 
     Args:
       codec: the codec.
@@ -83,8 +86,16 @@ def wire_s(
       axes: the mesh axes of those.
       scatter: whether each needs only its part of the sum.
     """
-    found = messages(codec, shape, workers, scatter=scatter)
-    return sum(added_s(m.kind, m.nbytes, tuple(axes)) for m in found)
+    return codec.extent(shape) * _rate_s(codec, workers, tuple(axes), scatter)
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _rate_s(
+    codec: Codec, workers: int, axes: tuple[MeshAxis, ...], scatter: bool
+) -> float:
+    """Seconds that a gradient adds for one unit of `Codec.extent`."""
+    found, extent = example_messages(codec, workers, scatter=scatter)
+    return sum(added_s(m.kind, m.nbytes, axes) for m in found) / extent
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -92,11 +103,6 @@ def added_s(kind: str, nbytes: float, axes: tuple[MeshAxis, ...]) -> float:
     """What bytes add to the time of a collective of `BUCKET_BYTES`, in seconds."""
     whole = collective_s(kind, BUCKET_BYTES + nbytes, axes)
     return whole - collective_s(kind, BUCKET_BYTES, axes)
-
-
-def round_s(kind: str, axes: Sequence[MeshAxis]) -> float:
-    """The latency of one message, in seconds."""
-    return collective_s(kind, 1.0, axes)
 
 
 def relative_error(codec: Codec, shape: tuple[int, ...]) -> float:

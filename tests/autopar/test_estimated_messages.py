@@ -1,0 +1,24 @@
+"""Bytes that are estimated from one shape against those of every shape."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.compression.exchange import example_messages, messages
+from autopar.compression.registry import parse_codec
+from autopar.planner.compression import CANDIDATES
+
+
+@pytest.mark.parametrize("scatter", [False, True])
+@pytest.mark.parametrize("text", [c for c in CANDIDATES if c])
+def test_the_bytes_are_nearly_those_of_the_codec(text: str, scatter: bool) -> None:
+    codec = parse_codec(text)
+    for workers, shape in ((2, (64, 512)), (4, (1024, 256)), (8, (512, 8, 64))):
+        if codec.check(shape, scatter=scatter):
+            continue
+        exact = messages(codec, shape, workers, scatter=scatter)
+        found, extent = example_messages(codec, workers, scatter=scatter)
+        assert [m.kind for m in found] == [m.kind for m in exact]
+        sent = sum(m.sent for m in exact)
+        estimate = sum(m.sent for m in found) * codec.extent(shape) / extent
+        assert estimate == pytest.approx(sent, rel=0.05)
