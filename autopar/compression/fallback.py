@@ -8,18 +8,24 @@ see the same sums, so they take the same branch.
 
 The levels share the residuals; each has its own codecs' state, which stays as it
 was in the steps in which another level sends.
+
+>>> Fallback(("int8:block=256", "bf16")).codecs
+('int8', 'bf16')
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from autopar.compression.dense import Dense
 from autopar.compression.exchange import Links
+from autopar.compression.registry import format_codec, parse_codec
 from autopar.compression.synchronise import (
     SENT,
     WANTED,
@@ -28,6 +34,54 @@ from autopar.compression.synchronise import (
     init_state,
     synchronise,
 )
+
+LEAST_GAIN = 0.75
+"""The ``epsilon`` of GraVAC (arXiv 2305.12201)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fallback:
+    """What a step is sent by in which the codecs of the plan send too little.
+
+    Attributes:
+      codecs: in the order in which they are tried; the last one is always enough.
+      least_gain: of the squared norm of what is to be sent, the part that must be.
+    """
+
+    codecs: Sequence[str]
+    least_gain: float = LEAST_GAIN
+
+    def __post_init__(self) -> None:
+        """Checks the options and writes the codecs as the reports do."""
+        codecs = (self.codecs,) if isinstance(self.codecs, str) else self.codecs
+        texts = tuple(format_codec(parse_codec(text)) for text in codecs)
+        object.__setattr__(self, "codecs", texts)
+        if not texts:
+            raise ValueError(
+                "Fallback: needs at least one codec to fall back to, such as 'bf16'."
+            )
+        if not (math.isfinite(self.least_gain) and self.least_gain >= 0):
+            raise ValueError(
+                "Fallback: least_gain is the part of the squared norm that must be "
+                f"sent, from 0 (always enough) on; got {self.least_gain}."
+            )
+
+    def levels_of(self, gradient: Gradient) -> tuple[Gradient, ...]:
+        """A gradient by its own codec and then by each to fall back to.
+
+        What is sent dense is so on all levels. If one of them wants a residual all
+        have it.
+        """
+        if isinstance(gradient.codec, Dense):
+            return (gradient,) * (1 + len(self.codecs))
+        codecs = [gradient.codec, *(parse_codec(text) for text in self.codecs)]
+        feedback = gradient.feedback
+        if not feedback.active and any(codec.feedback for codec in codecs):
+            feedback = dataclasses.replace(feedback, kind="residual")
+        return tuple(
+            dataclasses.replace(gradient, codec=codec, feedback=feedback)
+            for codec in codecs
+        )
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,6 +139,7 @@ def synchronise_levels(
     worker: jax.Array,
     step: jax.Array,
     threshold: float | jax.Array,
+    judges: Links | None = None,
 ) -> tuple[list[jax.Array], list[State], jax.Array, jax.Array]:
     """Sums gradients over the workers by the first level that sends enough.
 
@@ -101,6 +156,8 @@ def synchronise_levels(
       worker: number of this worker, int32 scalar.
       step: number of the step from 0, int32 scalar, the same on all workers.
       threshold: the least gain, the same on all workers; 0.75 in the paper.
+      judges: the collectives over all devices that must take the same level, where
+        other devices hold other parts of the gradients; default: the workers.
 
     Returns:
       Totals, states and sums as of `autopar.compression.synchronise`, and the
@@ -111,7 +168,8 @@ def synchronise_levels(
       ValueError: the levels are not of the same gradients, or those do not fit.
     """
     _check_levels(levels)
-    ok = _enough(levels, partials, states, links, worker, step, threshold)
+    gains = level_gains(levels[:-1], partials, states, links, worker, step, judges)
+    ok = jnp.append(gains >= threshold, True)
     level = jnp.argmax(ok).astype(jnp.int32)
     branches = [_branch(k, levels[k], links) for k in range(len(levels))]
     totals, new_states, sums = jax.lax.switch(
@@ -127,6 +185,7 @@ def level_gains(
     links: Links,
     worker: jax.Array,
     step: jax.Array,
+    judges: Links | None = None,
 ) -> jax.Array:
     """Gain of each level over all workers, float32 (levels,); see the caller."""
     alone = Alone(links.workers)
@@ -137,25 +196,12 @@ def level_gains(
         rows.append(jnp.sum(sums, axis=0)[jnp.array([SENT, WANTED])])
     if not rows:
         return jnp.zeros((0,), jnp.float32)
-    sent, wanted = links.all_reduce(jnp.stack(rows).reshape(-1)).reshape(-1, 2).T
+    judges = judges or links
+    sent, wanted = judges.all_reduce(jnp.stack(rows).reshape(-1)).reshape(-1, 2).T
     some = wanted > 0
     gains = jnp.where(some, sent / jnp.where(some, wanted, 1.0), 1.0)
     # NaN is not larger than 0 either.
     return jnp.where(jnp.isfinite(wanted), gains, -1.0)
-
-
-def _enough(
-    levels: Sequence[Sequence[Gradient]],
-    partials: Sequence[jax.Array],
-    states: Sequence[State],
-    links: Links,
-    worker: jax.Array,
-    step: jax.Array,
-    threshold: float | jax.Array,
-) -> jax.Array:
-    """Which levels may be taken, bool (levels,); the last one always."""
-    gains = level_gains(levels[:-1], partials, states, links, worker, step)
-    return jnp.append(gains >= threshold, True)
 
 
 def _branch(k: int, level: Sequence[Gradient], links: Links) -> Callable[..., Any]:

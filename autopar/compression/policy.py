@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,6 +32,11 @@ class GradientReport:
       relative_error: of what was sent, in the L2 norm.
       gain: squared norm of what was sent, as a part of that of what was to be.
       residual_norm: L2 norm of the residuals of all workers.
+      gradient_norm: as ``norm``, of the gradient alone, without residual.
+      level: with a fall-back, the level that was taken, and of which the bytes and
+        errors are: 0 is ``codec``, 1 the first to fall back to.
+      taken: with a fall-back, for each level the number of steps that took it since
+        the last observation, or since other codecs came into use; else empty.
     """
 
     codec: str
@@ -42,6 +47,44 @@ class GradientReport:
     relative_error: float
     gain: float
     residual_norm: float
+    gradient_norm: float
+    level: int = 0
+    taken: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """One codec for one gradient.
+
+    Attributes:
+      text: the codec.
+      error: relative L2 error of what would be sent.
+      wire_bytes: that a worker sends in a step.
+      rounds: of communication in a step.
+    """
+
+    text: str
+    error: float
+    wire_bytes: float
+    rounds: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Measured:
+    """What codecs would lose of one gradient.
+
+    Attributes:
+      elements: of the whole gradient.
+      local_elements: of what one device encodes.
+      norm: L2 norm of what one worker has to send of the whole gradient, residual
+        included; the root mean square over the workers.
+      choices: the codecs that can be used for it, of those that were asked for.
+    """
+
+    elements: int
+    local_elements: int
+    norm: float
+    choices: tuple[Choice, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -54,12 +97,17 @@ class Observation:
         compiled; the same on all processes.
       gradients: by name of the parameter.
       finite: whether every gradient was.
+      measured: by name of the parameter, of the gradients worth a codec, what the
+        codecs of `Measuring.probes` would lose; empty where none were asked for.
     """
 
     step: int
     seconds: float
     gradients: Mapping[str, GradientReport]
     finite: bool
+    measured: Mapping[str, Measured] = dataclasses.field(
+        default_factory=dict[str, Measured]
+    )
 
 
 class Policy(Protocol):
@@ -72,4 +120,18 @@ class Policy(Protocol):
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """The codecs by gradient from now on; those left out stay; None: all stay."""
+        ...
+
+
+@runtime_checkable
+class Measuring(Policy, Protocol):
+    """A policy that wants to know what codecs would lose that are not in use.
+
+    Before each observation the gradients of its step are encoded by all of them, on
+    the devices, and only their errors leave these.
+    """
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """The codecs."""
         ...

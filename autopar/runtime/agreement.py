@@ -81,7 +81,12 @@ def check_same(plan: Plan, fingerprint: str) -> None:
 
 def shared_number(value: float) -> float:
     """The first process's number, on every process."""
+    return float(shared_array(np.asarray(value)))
+
+
+def shared_array(values: np.ndarray) -> np.ndarray:
+    """The first process's numbers, on every process, in single precision."""
     if jax.process_count() == 1:
-        return value
-    shared = multihost_utils.broadcast_one_to_all(np.float32(value))
-    return float(shared)
+        return values
+    shared = multihost_utils.broadcast_one_to_all(values.astype(np.float32))
+    return np.asarray(shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 import warnings
 from collections.abc import Mapping, Sequence
@@ -11,10 +12,18 @@ import jax
 import msgspec
 import numpy as np
 
-from autopar.compression.policy import GradientReport, Observation, Policy
+from autopar.compression.exchange import wire_bytes
+from autopar.compression.policy import (
+    GradientReport,
+    Measured,
+    Measuring,
+    Observation,
+    Policy,
+)
 from autopar.compression.registry import parse_codec
 from autopar.compression.synchronise import (
     ERROR,
+    GRADIENT,
     NON_FINITE,
     RESIDUAL,
     SENT,
@@ -26,7 +35,8 @@ from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
 from autopar.runtime.codec_state import carry_over, restored
 from autopar.runtime.planned import PlannedStep
-from autopar.runtime.synchronisation import State, Synchronisation
+from autopar.runtime.probing import measure
+from autopar.runtime.synchronisation import Member, State, Synchronisation
 
 
 class CodecRun:
@@ -39,10 +49,15 @@ class CodecRun:
         self._saved: Any = None
         self._owner: Synchronisation | None = None
         self._sums: Any = None
+        self._level: Any = None
+        self._taken: Any = None
+        # Whether the next step is the first to be counted.
+        self._count_anew = True
         self._planned: PlannedStep | None = None
         self._since = 0.0
         self._steps = 0
         self._done = 0
+        self._measured: dict[str, Measured] = {}
 
     @property
     def state(self) -> State | None:
@@ -58,9 +73,12 @@ class CodecRun:
         how = planned.synchronisation
         assert how is not None
         state = self._state_for(how)
+        if isinstance(self.policy, Measuring) and self._observed(self._done + 1):
+            self._measure(self.policy.probes, planned, placed, state)
         # A program that runs for the first time is compiled first.
         new = self._planned is not planned
-        flat, self._state, self._sums = planned.function(*placed, state)
+        flat, self._state, self._sums, self._level = planned.function(*placed, state)
+        self._count(how, new)
         self._planned = planned
         self._done += 1
         if new:
@@ -69,6 +87,33 @@ class CodecRun:
         else:
             self._steps += 1
         return flat
+
+    def _count(self, how: Synchronisation, new: bool) -> None:
+        """Counts the levels that steps take, on the devices: none waits for it."""
+        if how.fallback is not None:
+            anew = new or self._count_anew
+            self._taken = self._level if anew else _add(self._taken, self._level)
+            self._count_anew = False
+
+    def _observed(self, done: int) -> bool:
+        """Whether the policy looks at a step."""
+        return self.policy is not None and done % max(1, self.policy.every) == 0
+
+    def _measure(
+        self,
+        probes: Sequence[str],
+        planned: PlannedStep,
+        placed: Sequence[Any],
+        state: State,
+    ) -> None:
+        """Finds what codecs would lose in the step to come; its time is not counted."""
+        assert planned.gradients is not None
+        assert planned.synchronisation is not None
+        jax.block_until_ready(self._sums)
+        begin = time.perf_counter()
+        partials = planned.gradients(*placed)
+        self._measured = measure(planned.synchronisation, partials, state, probes)
+        self._since += time.perf_counter() - begin
 
     def _state_for(self, how: Synchronisation) -> State:
         if self._owner is not how:
@@ -93,8 +138,30 @@ class CodecRun:
         sums = np.asarray(self._sums, dtype=float)
         how = self._planned.synchronisation
         assert how is not None
-        rows = zip(how.members.values(), sums, strict=True)
-        return {m.decision.name: _report(m.decision, row) for m, row in rows}
+        reports = {
+            m.decision.name: _report(m.decision, row)
+            for m, row in zip(how.members.values(), sums, strict=True)
+        }
+        return self._with_levels(how, reports) if how.fallback else reports
+
+    def _with_levels(
+        self, how: Synchronisation, reports: dict[str, GradientReport]
+    ) -> dict[str, GradientReport]:
+        """Reports with the levels that were taken, and what the last one sent."""
+        last = np.argmax(np.asarray(self._level), axis=1)
+        counts = np.asarray(self._taken)
+        found: dict[str, GradientReport] = {}
+        for member, level, count in zip(
+            how.members.values(), last.tolist(), counts.tolist(), strict=True
+        ):
+            report = reports[member.decision.name]
+            found[member.decision.name] = dataclasses.replace(
+                report,
+                wire_bytes=_wire_bytes(member, level),
+                level=level,
+                taken=tuple(count),
+            )
+        return found
 
     def finite(self) -> bool:
         """Whether every gradient of the last step was finite."""
@@ -102,7 +169,7 @@ class CodecRun:
 
     def advise(self) -> Mapping[str, str] | None:
         """What the policy wants from the next step on; None: no change."""
-        if self.policy is None or self._done % max(1, self.policy.every):
+        if self.policy is None or not self._observed(self._done):
             return None
         finite, gradients = self.finite(), self.report()
         seconds = (time.perf_counter() - self._since) / max(1, self._steps)
@@ -115,7 +182,25 @@ class CodecRun:
                 "finite; the step was skipped and the state kept.",
                 stacklevel=3,
             )
-        return self.policy.observe(Observation(self._done, seconds, gradients, finite))
+        measured, self._measured = self._measured, {}
+        self._count_anew = True
+        seen = Observation(self._done, seconds, gradients, finite, measured)
+        return self.policy.observe(seen)
+
+
+@jax.jit
+def _add(counts: jax.Array, more: jax.Array) -> jax.Array:
+    return counts + more
+
+
+def _wire_bytes(member: Member, level: int) -> float:
+    """Bytes that one device sends by a level."""
+    if level == 0:
+        return member.decision.wire_bytes
+    gradient = member.levels[level]
+    return wire_bytes(
+        gradient.codec, gradient.shape, member.way.workers, scatter=gradient.scatter
+    )
 
 
 def _report(decision: GradientDecision, row: np.ndarray) -> GradientReport:
@@ -129,6 +214,7 @@ def _report(decision: GradientDecision, row: np.ndarray) -> GradientReport:
         relative_error=float(np.sqrt(row[ERROR] / wanted)) if wanted > 0 else 0.0,
         gain=float(row[SENT] / wanted) if wanted > 0 else 1.0,
         residual_norm=float(np.sqrt(row[RESIDUAL])),
+        gradient_norm=float(np.sqrt(row[GRADIENT])),
     )
 
 

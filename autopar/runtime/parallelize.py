@@ -14,6 +14,7 @@ from jax.core import Tracer
 from autopar.api import plan as make_plan
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster
+from autopar.compression.fallback import LEAST_GAIN, Fallback
 from autopar.compression.policy import GradientReport, Policy
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis, analyse
@@ -35,6 +36,8 @@ def parallelize(
     devices: Sequence[Any] | None = None,
     donate: bool = True,
     policy: Policy | None = None,
+    fallback: str | Sequence[str] = (),
+    least_gain: float = LEAST_GAIN,
     **options: Any,
 ) -> Any:
     """Decorates a train step so that it runs under the plan found for it.
@@ -51,6 +54,10 @@ def parallelize(
       donate: whether a call consumes the carried state.
       policy: changes the codecs of gradients while training; see
         `autopar.compression.policy`. Needs ``compression=``.
+      fallback: codecs, in the order in which they are tried in a step in which
+        those of the plan send too little; the last one always sends. Needs
+        ``compression=``.
+      least_gain: of the squared norm of what is to be sent, the part that must be.
       **options: hints and limits, as for `autopar.plan`.
     """
     if plan is not None and cluster is not None:
@@ -66,6 +73,9 @@ def parallelize(
             "layouts, leave plan= out and give layouts=plan."
         )
 
+    compression = None if plan else options.get("compression", "none")
+    safer = _fallback(fallback, least_gain, compression)
+
     def decorate(function: Callable[..., Any]) -> ParallelStep:
         return ParallelStep(
             function,
@@ -74,6 +84,7 @@ def parallelize(
             devices=devices,
             donate=donate,
             policy=policy,
+            fallback=safer,
             options=options,
         )
 
@@ -92,6 +103,7 @@ class ParallelStep:
         devices: Sequence[Any] | None,
         donate: bool,
         policy: Policy | None,
+        fallback: Fallback | None,
         options: dict[str, Any],
     ) -> None:
         """See `parallelize`, which makes these."""
@@ -102,6 +114,7 @@ class ParallelStep:
         self._given = plan
         self._devices = devices
         self._donate = donate
+        self._fallback = fallback
         self._options = options
         self._analyses: dict[Any, Analysis] = {}
         self._hints: dict[Any, dict[str, Any]] = {}
@@ -111,8 +124,9 @@ class ParallelStep:
         self._known: dict[str, dict[Any, PlannedStep]] = {}
         self._current: PlannedStep | None = None
         self._codecs = CodecRun(policy)
-        # By step and codecs: a policy that goes back finds its compiled program.
-        self._variants: dict[tuple[int, Any], PlannedStep] = {}
+        # By step, layouts and codecs: a policy that goes back finds its compiled
+        # program. The program of the gradients stands for the layouts.
+        self._variants: dict[tuple[int, int, Any], PlannedStep] = {}
 
     @property
     def plan(self) -> Plan:
@@ -221,13 +235,17 @@ class ParallelStep:
         current = self._current
         plan = recoded(current.plan, codecs)
         key = next(k for k, p in self._planned.items() if p is current)
-        self._variants.setdefault(
-            (id(current.analysis), _codecs_of(current.plan)), current
-        )
-        variant = (id(current.analysis), _codecs_of(plan))
+        layouts = (id(current.analysis), id(current.gradients))
+        self._variants.setdefault((*layouts, _codecs_of(current.plan)), current)
+        variant = (*layouts, _codecs_of(plan))
         if variant not in self._variants:
             self._variants[variant] = planned_step(
-                current.analysis, plan, current.mesh, donate=self._donate
+                current.analysis,
+                plan,
+                current.mesh,
+                donate=self._donate,
+                gradients=current.gradients,
+                fallback=self._fallback,
             )
         self._planned[key] = self._current = self._variants[variant]
 
@@ -260,7 +278,9 @@ class ParallelStep:
         agreement.check_same(plan, analysis.fingerprint)
         check_plan(analysis, plan)
         mesh = device_mesh(plan, self._devices)
-        return planned_step(analysis, plan, mesh, donate=self._donate)
+        return planned_step(
+            analysis, plan, mesh, donate=self._donate, fallback=self._fallback
+        )
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs one step; see `parallelize`. Under a JAX transform, the plain step."""
@@ -345,6 +365,23 @@ class ParallelStep:
             nnx.update(nodes, new.pop(0))
         out = tuple(a if is_graph_node(a) else new.pop(0) for a in args)
         return out if type(state) is tuple else out[0]
+
+
+def _fallback(
+    codecs: str | Sequence[str], least_gain: float, compression: str | None
+) -> Fallback | None:
+    """What was asked for, or None."""
+    if not codecs:
+        return None
+    if compression == "none":
+        raise PlanError(
+            "parallelize: fallback= has no effect without codecs; give compression= "
+            "as well."
+        )
+    try:
+        return Fallback(codecs, least_gain)
+    except ValueError as error:
+        raise PlanError(f"parallelize: fallback={codecs!r}: {error}") from error
 
 
 def _codecs_of(plan: Plan) -> tuple[str, ...]:

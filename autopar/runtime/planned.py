@@ -12,12 +12,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from autopar.compression.fallback import Fallback
 from autopar.compression.synchronise import NON_FINITE
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment
 from autopar.planner.convert import restore
 from autopar.plans import Plan
+from autopar.runtime.probing import partial_gradients
 from autopar.runtime.synchronisation import (
     StepSynchroniser,
     Synchronisation,
@@ -66,8 +68,11 @@ class PlannedStep:
       mesh: the mesh it runs on (abstract when only lowered).
       function: the jitted function of the flat arguments; with a
         synchronisation it takes its state behind them, and returns the flat
-        results, the new state and the sums of each gradient.
+        results, the new state, and of each gradient the sums and 1 at the level
+        that was taken.
       synchronisation: how gradients are summed, None: all by the compiler.
+      gradients: the jitted function of the flat arguments to the partial gradients
+        that are worth a codec; compiled if it is called.
     """
 
     analysis: Analysis
@@ -76,6 +81,7 @@ class PlannedStep:
     mesh: Any
     function: Callable[..., Any]
     synchronisation: Synchronisation | None = None
+    gradients: Callable[..., dict[str, Any]] | None = None
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
@@ -100,7 +106,13 @@ class PlannedStep:
 
 
 def planned_step(
-    analysis: Analysis, plan: Plan, mesh: Any, *, donate: bool = True
+    analysis: Analysis,
+    plan: Plan,
+    mesh: Any,
+    *,
+    donate: bool = True,
+    gradients: Callable[..., dict[str, Any]] | None = None,
+    fallback: Fallback | None = None,
 ) -> PlannedStep:
     """Builds the jitted function of a planned step.
 
@@ -109,6 +121,8 @@ def planned_step(
       plan: the plan.
       mesh: from `device_mesh` or `abstract_mesh`.
       donate: whether the carried state is consumed by the call.
+      gradients: that of a step that differs in the codecs alone.
+      fallback: by what a step is sent in which the plan's codecs send too little.
 
     Raises:
       PlanError: the plan belongs to another step.
@@ -121,7 +135,7 @@ def planned_step(
         for k in range(len(analysis.graph.outputs))
     ]
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
-    found = synchronisation(assignment, plan, mesh)
+    found = synchronisation(assignment, plan, mesh, fallback)
     if found is None:
         function = jax.jit(
             run,
@@ -135,11 +149,19 @@ def planned_step(
     function = jax.jit(
         _synchronised(run, found, analysis.traced.carried),
         in_shardings=[*inputs, state],
-        out_shardings=(outputs, state, None),
+        out_shardings=(outputs, state, None, None),
         donate_argnums=(*carried, len(inputs)) if donate else (),
         compiler_options=_compiler_options(assignment, mesh),
     )
-    return PlannedStep(analysis, plan, assignment, mesh, function, found)
+    if gradients is None:
+        until, shardings = partial_gradients(run, found)
+        gradients = jax.jit(
+            until,
+            in_shardings=inputs,
+            out_shardings=shardings,
+            compiler_options=_compiler_options(assignment, mesh),
+        )
+    return PlannedStep(analysis, plan, assignment, mesh, function, found, gradients)
 
 
 def _synchronised(
@@ -163,7 +185,7 @@ def _synchronised(
                 out[result],
                 jnp.asarray(flat[argument]),
             )
-        return out, after, sums
+        return out, after, sums, synchroniser.taken()
 
     return step
 

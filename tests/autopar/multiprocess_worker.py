@@ -17,6 +17,7 @@ import step_forms as forms
 from jax.experimental import multihost_utils
 
 import autopar
+from autopar.compression.policies import LGreCo
 
 
 def rows() -> int:
@@ -78,6 +79,31 @@ def keyed(process: int) -> float:
     return float(first) + float(second)
 
 
+def adapted(process: int) -> dict[str, Any]:
+    """Codecs chosen by what they would lose, and steps that fall back from them."""
+    # It makes arrays, for which JAX must be set up before.
+    import compressed_cases
+
+    case = compressed_cases.data_parallel()
+    policy = LGreCo(
+        every=4,
+        reference="powersgd:rank=2",
+        options=("powersgd:rank=1", "powersgd:rank=3"),
+    )
+    step = case.parallel(
+        "powersgd:rank=2", policy=policy, fallback="bf16", least_gain=0.5
+    )
+    count = compressed_cases.ROWS // jax.process_count()
+    mine = slice(process * count, (process + 1) * count)
+    state, losses, levels = case.state(), [], []
+    for whole in case.batches(5):
+        batch = {k: v[mine] for k, v in whole.items()}
+        state, (loss,) = case.train(step, state, [batch])
+        losses.append(loss)
+        levels.append([report.level for report in step.telemetry.values()])
+    return {"losses": losses, "codecs": policy.state.codecs, "levels": levels}
+
+
 def results(process: int) -> dict[str, Any]:
     """The losses and plans of the three forms, on four devices."""
     found: dict[str, Any] = {}
@@ -85,7 +111,7 @@ def results(process: int) -> dict[str, Any]:
         losses, plan = train(forms.FORMS[name], outside)
         found[name] = losses
         found[f"{name} plan"] = msgspec.to_builtins(plan)
-    return {**found, "keyed": keyed(process)}
+    return {**found, "keyed": keyed(process), "adapted": adapted(process)}
 
 
 def main() -> None:

@@ -16,7 +16,7 @@ import pytest
 
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
-TIMEOUT_S = 120
+TIMEOUT_S = 240
 
 
 def free_port() -> int:
@@ -79,6 +79,18 @@ def test_keys_and_scalars_are_the_same_everywhere(found: Any) -> None:
     want = found["one"]["keyed"]
     assert found["first"]["keyed"] == pytest.approx(want, rel=1e-5)
     assert found["second"]["keyed"] == pytest.approx(want, rel=1e-5)
+
+
+def test_codecs_are_chosen_alike_everywhere(found: Any) -> None:
+    """By errors that are measured on the devices of all processes."""
+    want = found["one"]["adapted"]
+    assert want["codecs"]
+    assert {level for levels in want["levels"] for level in levels} == {0, 1}
+    for process in ("first", "second"):
+        adapted = found[process]["adapted"]
+        assert adapted["codecs"] == want["codecs"]
+        assert adapted["levels"] == want["levels"]
+        np.testing.assert_allclose(adapted["losses"], want["losses"], rtol=1e-5)
 
 
 def test_a_failure_to_plan_reaches_every_process(found: Any) -> None:

@@ -15,26 +15,23 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from autopar.compression.policies.measured import (
+    ChoiceState,
+    observed,
+    set_codecs,
+    with_codec,
+)
 from autopar.compression.policies.probe import (
     QUANTISERS,
-    Choice,
-    Probe,
     powersgd_family,
     topk_family,
 )
-from autopar.compression.policies.samples import (
-    Samples,
-    SampleState,
-    observed,
-    probed,
-    set_codecs,
-)
 from autopar.compression.policies.signals import DENSE, check_count, restore, saved
-from autopar.compression.policy import Observation
+from autopar.compression.policy import Choice, Measured, Observation
 from autopar_solver import CodecSelection, solve_selection
 
 Optimizer = Literal["adam", "sgd"]
@@ -45,7 +42,6 @@ class AcrossFamilies:
     """See the module.
 
     Attributes:
-      probe: how the gradients are summed.
       bandwidth_bytes_per_s: of the link of one device.
       latency_s: of a round of communication.
       options: codecs to choose from; dense is always one.
@@ -59,8 +55,6 @@ class AcrossFamilies:
       state: what it remembers.
     """
 
-    needs_samples: ClassVar[bool] = True
-    probe: Probe
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0
     options: tuple[str, ...] = (*QUANTISERS, *powersgd_family(4), *topk_family())
@@ -71,11 +65,8 @@ class AcrossFamilies:
         default_factory=dict[str, float]
     )
     every: int = 100
-    state: SampleState = dataclasses.field(
-        default_factory=SampleState, init=False, compare=False
-    )
-    samples: Samples = dataclasses.field(
-        default_factory=Samples, init=False, compare=False, repr=False
+    state: ChoiceState = dataclasses.field(
+        default_factory=ChoiceState, init=False, compare=False
     )
 
     def __post_init__(self) -> None:
@@ -97,23 +88,27 @@ class AcrossFamilies:
                 f"{self.optimizer!r}."
             )
 
-    def choose(self, samples: Mapping[str, np.ndarray]) -> Mapping[str, str]:
-        """The codecs for gradients with these samples; see `LGreCo.choose`."""
-        texts = (DENSE, self.reference, *self.options)
-        names, every = probed(self.probe, samples, texts, DENSE)
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """See `autopar.compression.policy.Measuring`."""
+        return tuple(dict.fromkeys((DENSE, self.reference, *self.options)))
+
+    def choose(self, measured: Mapping[str, Measured]) -> Mapping[str, str]:
+        """The codecs for gradients of which this was measured; see `LGreCo.choose`."""
+        names, every = with_codec(measured, DENSE)
         if not names:
             return {}
         # The reference is one of the options only if it is listed.
         allowed = {DENSE, *self.options}
-        found = [tuple(c for c in row if c.text in allowed) for row in every]
-        weights = [self._weight(samples[name]) for name in names]
+        found = [tuple(c for c in m.choices if c.text in allowed) for m in every]
+        weights = [self._weight(m) for m in every]
         total = math.fsum(weights) or 1.0
         parts = [weight / total for weight in weights]
         problem = CodecSelection(
             wire_s=tuple(np.array([self._wire_s(c) for c in row]) for row in found),
             local_s=tuple(
-                np.array([self._local_s(c, samples[name].size) for c in row])
-                for name, row in zip(names, found, strict=True)
+                np.array([self._local_s(c, m.local_elements) for c in row])
+                for m, row in zip(every, found, strict=True)
             ),
             error=tuple(
                 np.array([part * choice.error**2 for choice in row])
@@ -129,20 +124,12 @@ class AcrossFamilies:
             for name, row, choice in zip(names, found, picked, strict=True)
         }
 
-    def give_samples(self, samples: Mapping[str, np.ndarray]) -> None:
-        """Takes samples for the next observation.
-
-        Raises:
-          ValueError: one holds numbers that are not finite.
-        """
-        self.samples.give(samples, "AcrossFamilies")
-
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policy.Policy`."""
-        return observed(self.state, self.choose, self.samples, seen)
+        return observed(self.state, self.choose, seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON values; samples are not part of it."""
+        """The state as JSON values."""
         return saved(self.state)
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:
@@ -153,10 +140,10 @@ class AcrossFamilies:
         """
         restore(self.state, values, "AcrossFamilies")
 
-    def _weight(self, sample: np.ndarray) -> float:
+    def _weight(self, measured: Measured) -> float:
         if self.optimizer == "adam":
-            return float(sample.size)
-        return float(np.sum(np.square(sample.astype(np.float64))))
+            return float(measured.elements)
+        return measured.norm**2
 
     def _wire_s(self, choice: Choice) -> float:
         moving = choice.wire_bytes / self.bandwidth_bytes_per_s
@@ -166,15 +153,13 @@ class AcrossFamilies:
         name = choice.text.partition(":")[0]
         return elements * self.encode_s_per_element.get(name, 0.0)
 
-    def _budget(
-        self, every: Sequence[Sequence[Choice]], parts: Sequence[float]
-    ) -> float:
+    def _budget(self, every: Sequence[Measured], parts: Sequence[float]) -> float:
         """The largest sum of weighted squares."""
         if self.budget is not None:
             return self.budget**2
         return math.fsum(
             part * choice.error**2
-            for part, row in zip(parts, every, strict=True)
-            for choice in row
+            for part, measured in zip(parts, every, strict=True)
+            for choice in measured.choices
             if choice.text == self.reference
         )

@@ -4,6 +4,10 @@ Alimohammadi et al., "L-GreCo: Layerwise-adaptive gradient compression for effic
 data-parallel deep learning", MLSys 2024 (arXiv 2210.17357): of one family, each layer
 gets the parameter with which the bytes are least, while the errors, summed over the
 layers, are not more than those of a reference (see `autopar_solver.lgreco`).
+
+The published code averages the gradients of the last steps before it encodes them;
+here it is the gradient of one step with the residual, which holds what the steps
+before have not sent.
 """
 
 from __future__ import annotations
@@ -11,20 +15,19 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from autopar.compression.policies.probe import Probe, powersgd_family
-from autopar.compression.policies.samples import (
-    Samples,
-    SampleState,
+from autopar.compression.policies.measured import (
+    ChoiceState,
     observed,
-    probed,
     set_codecs,
+    with_codec,
 )
+from autopar.compression.policies.probe import powersgd_family
 from autopar.compression.policies.signals import check_count, restore, saved
-from autopar.compression.policy import Observation
+from autopar.compression.policy import Measured, Observation
 from autopar_solver import LGreCoProblem, solve_lgreco
 
 
@@ -33,7 +36,6 @@ class LGreCo:
     """See the module.
 
     Attributes:
-      probe: how the gradients are summed.
       reference: codec whose error, summed over the layers, is the budget.
       options: codecs to choose from, beside the reference; default: ranks from
         half to twice four.
@@ -42,17 +44,12 @@ class LGreCo:
       state: what it remembers.
     """
 
-    needs_samples: ClassVar[bool] = True
-    probe: Probe
     reference: str = "powersgd"
     options: tuple[str, ...] = powersgd_family(4)
     every: int = 100
     alpha: float = 1.0
-    state: SampleState = dataclasses.field(
-        default_factory=SampleState, init=False, compare=False
-    )
-    samples: Samples = dataclasses.field(
-        default_factory=Samples, init=False, compare=False, repr=False
+    state: ChoiceState = dataclasses.field(
+        default_factory=ChoiceState, init=False, compare=False
     )
 
     def __post_init__(self) -> None:
@@ -62,50 +59,40 @@ class LGreCo:
         if not 0 < self.alpha < math.inf:
             raise ValueError(f"LGreCo: alpha must be positive, got {self.alpha}.")
 
-    def choose(self, samples: Mapping[str, np.ndarray]) -> Mapping[str, str]:
-        """The codecs for gradients with these samples.
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """See `autopar.compression.policy.Measuring`."""
+        return tuple(dict.fromkeys((self.reference, *self.options)))
+
+    def choose(self, measured: Mapping[str, Measured]) -> Mapping[str, str]:
+        """The codecs for gradients of which this was measured.
 
         Left out are those for which the reference cannot be used, and all where
         rounding leaves no choice within the budget.
-
-        Args:
-          samples: by gradient, of the partial gradient on one device: with its
-            residual, and the mean of some steps. Only those with at least
-            `MIN_ELEMENTS` are looked at.
         """
-        names, found = probed(
-            self.probe, samples, (self.reference, *self.options), self.reference
-        )
+        names, found = with_codec(measured, self.reference)
         if not names:
             return {}
-        norms = [float(np.linalg.norm(samples[n].astype(np.float64))) for n in names]
         problem = LGreCoProblem(
             error=tuple(
-                np.array([norm * choice.error for choice in row])
-                for norm, row in zip(norms, found, strict=True)
+                np.array([m.norm * choice.error for choice in m.choices]) for m in found
             ),
-            size=tuple(np.array([c.wire_bytes for c in row]) for row in found),
-            reference=(0,) * len(names),
+            size=tuple(np.array([c.wire_bytes for c in m.choices]) for m in found),
+            reference=tuple(
+                [c.text for c in m.choices].index(self.reference) for m in found
+            ),
             alpha=self.alpha,
         )
         picked = solve_lgreco(problem).choices
         chosen = zip(names, found, picked, strict=True) if picked else ()
-        return {name: row[choice].text for name, row, choice in chosen}
-
-    def give_samples(self, samples: Mapping[str, np.ndarray]) -> None:
-        """Takes samples for the next observation.
-
-        Raises:
-          ValueError: one holds numbers that are not finite.
-        """
-        self.samples.give(samples, "LGreCo")
+        return {name: m.choices[choice].text for name, m, choice in chosen}
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policy.Policy`."""
-        return observed(self.state, self.choose, self.samples, seen)
+        return observed(self.state, self.choose, seen)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state as JSON values; samples are not part of it."""
+        """The state as JSON values."""
         return saved(self.state)
 
     def load_state_dict(self, values: Mapping[str, Any]) -> None:

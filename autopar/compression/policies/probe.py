@@ -1,8 +1,14 @@
 """What codecs would lose of a gradient, found by encoding a sample of it.
 
-The telemetry of a step tells the error of the codec in use. That of other codecs is
-measured on samples of the gradients, each with a single simulated worker: its
-``sent`` is what any worker of many would have contributed.
+The telemetry of a step tells the error of the codec in use. For steps of
+`autopar.parallelize`, `autopar.runtime.probing` finds that of others. This is for
+training loops of one's own: samples of the gradients are encoded with a single
+simulated worker, whose ``sent`` is what any worker of many would have contributed.
+
+>>> probe = Probe(workers=4)
+>>> found = probe.measure({"w": np.ones((64, 64), np.float32)}, ("powersgd", "int8"))
+>>> [choice.text for choice in found["w"].choices]
+['powersgd', 'int8']
 """
 
 from __future__ import annotations
@@ -20,6 +26,8 @@ import numpy as np
 from autopar.compression.codec import Codec, Context, Reduced, Rounds
 from autopar.compression.exchange import chunk_elements, exchange, wire_cost
 from autopar.compression.fallback import Alone
+from autopar.compression.policies.signals import MIN_ELEMENTS
+from autopar.compression.policy import Choice, Measured
 from autopar.compression.registry import parse_codec
 
 WARM_UP = 5
@@ -28,23 +36,6 @@ iterations that L-GreCo's published code (arXiv 2210.17357) measures PowerSGD wi
 
 DIGITS = 6
 """Significant digits of an error: processors that round differently still agree."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
-    """One codec for one gradient.
-
-    Attributes:
-      text: the codec.
-      error: relative L2 error of the sample.
-      wire_bytes: that a worker sends in a step.
-      rounds: of communication in a step.
-    """
-
-    text: str
-    error: float
-    wire_bytes: float
-    rounds: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,16 +57,36 @@ class Probe:
                 f"Probe: with {self.workers} workers nothing is sent; needs 2 or more."
             )
 
-    def choices(
-        self, name: str, sample: np.ndarray, texts: Sequence[str]
-    ) -> tuple[Choice, ...]:
-        """The codecs that can be used for a gradient, with their errors.
+    def measure(
+        self, samples: Mapping[str, np.ndarray], texts: Sequence[str]
+    ) -> dict[str, Measured]:
+        """What an observation holds for a policy that asks for codecs.
 
         Args:
-          name: of the gradient.
-          sample: of the partial gradient on one device.
-          texts: codecs.
+          samples: by gradient, of the partial gradient on one device: with its
+            residual, of one step or the mean of some; the same on all processes.
+            Vectors, and those of fewer than `MIN_ELEMENTS`, are left out.
+          texts: the codecs, `autopar.compression.policy.Measuring.probes`.
+
+        Raises:
+          ValueError: a sample holds numbers that are not finite.
         """
+        _check_samples(samples)
+        return {
+            name: Measured(
+                elements=sample.size,
+                local_elements=sample.size,
+                norm=float(np.linalg.norm(sample.astype(np.float64))),
+                choices=self._choices(name, sample, texts),
+            )
+            for name, sample in sorted(samples.items())
+            if sample.size >= MIN_ELEMENTS and sample.ndim >= 2
+        }
+
+    def _choices(
+        self, name: str, sample: np.ndarray, texts: Sequence[str]
+    ) -> tuple[Choice, ...]:
+        """The codecs that can be used for a gradient, with their errors."""
         scatter = name in self.scattered
         found: list[Choice] = []
         for text in texts:
@@ -112,7 +123,12 @@ def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
     error = None
     for step in range(warm_up + 1):
         error, state = encode(values, state, jnp.int32(step))
-    return float(f"{float(np.asarray(error)) / norm:.{DIGITS}g}")
+    return rounded(float(np.asarray(error)) / norm)
+
+
+def rounded(error: float) -> float:
+    """An error to `DIGITS` digits."""
+    return float(f"{error:.{DIGITS}g}")
 
 
 def powersgd_family(
@@ -154,11 +170,10 @@ def _encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]
     return lambda: codec.init(shape, chunk, 1), jax.jit(encode)
 
 
-def check_samples(samples: Mapping[str, np.ndarray], where: str) -> None:
-    """Raises ValueError unless all samples hold finite numbers."""
+def _check_samples(samples: Mapping[str, np.ndarray]) -> None:
     for name, sample in samples.items():
         if not np.isfinite(sample).all():
             raise ValueError(
-                f"{where}: the sample of gradient {name!r} holds numbers that are not "
+                f"Probe: the sample of gradient {name!r} holds numbers that are not "
                 "finite; take it from a step whose gradients are."
             )

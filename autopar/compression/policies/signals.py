@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -52,6 +53,15 @@ def squared_norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
         wanted += square
         sent += report.gain * square
     return sent, wanted
+
+
+def norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
+    """Sums over gradients of the norms of what was sent, and of the raw gradients."""
+    sent = raw = 0.0
+    for report in reports:
+        sent += math.sqrt(report.gain) * report.norm
+        raw += report.gradient_norm
+    return sent, raw
 
 
 def changes(

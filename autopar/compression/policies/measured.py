@@ -1,0 +1,55 @@
+"""What the policies have in common that choose codecs by measured errors."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.compression.policies.signals import canonical, changes
+from autopar.compression.policy import Measured, Observation
+
+Chooser = Callable[[Mapping[str, Measured]], Mapping[str, str]]
+
+
+@dataclasses.dataclass(slots=True)
+class ChoiceState:
+    """What a policy that chooses remembers.
+
+    Attributes:
+      codecs: those of the last choice; empty before.
+    """
+
+    codecs: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
+
+
+def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
+    """Writes a policy's codecs as the reports do."""
+    if not options:
+        raise ValueError(f"{type(policy).__name__}: needs at least one option.")
+    object.__setattr__(policy, "reference", canonical(reference))
+    object.__setattr__(policy, "options", tuple(canonical(text) for text in options))
+
+
+def with_codec(
+    measured: Mapping[str, Measured], must: str
+) -> tuple[list[str], list[Measured]]:
+    """The gradients that a codec can be used for, by name."""
+    names = [
+        name
+        for name in sorted(measured)
+        if any(choice.text == must for choice in measured[name].choices)
+    ]
+    return names, [measured[name] for name in names]
+
+
+def observed(
+    state: ChoiceState, choose: Chooser, seen: Observation
+) -> dict[str, str] | None:
+    """Chooses anew where something was measured; says what differs."""
+    if not seen.finite:
+        return None
+    known = {n: found for n, found in seen.measured.items() if n in seen.gradients}
+    if known:
+        state.codecs.update(choose(known))
+    return changes(state.codecs, seen.gradients)
