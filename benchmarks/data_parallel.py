@@ -18,11 +18,12 @@ import pathlib
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import PartitionSpec
 
 import autopar
@@ -49,6 +50,7 @@ EVAL_ROWS = 512
 CLUSTER = f"{DEVICES}x1:cpu,network=100Gb/s"
 
 State = Any
+Optimizer = Literal["adam", "sgd"]
 # Called with the number of the step that comes next, and the state.
 Hook = Callable[[int, State], None]
 
@@ -71,16 +73,24 @@ class Run:
 class Trainer:
     """The model, its data-parallel plan, and a compiled step for each codec."""
 
-    def __init__(self, steps: int = STEPS, sizes: language_model.Sizes = SIZES) -> None:
+    def __init__(
+        self,
+        steps: int = STEPS,
+        sizes: language_model.Sizes = SIZES,
+        optimizer: Optimizer = "adam",
+    ) -> None:
         """Plans; steps are compiled when they first run.
 
         Args:
           steps: of each run; the learning rate has decayed by then.
           sizes: of the model.
+          optimizer: AdamW, or SGD with momentum, which is linear in the gradients.
         """
         self.steps = steps
         self.sizes = sizes._replace(decay_steps=steps)
         self.workload = language_model.build(0, self.sizes)
+        if optimizer == "sgd":
+            self.workload = with_momentum(self.workload)
         self._evaluate = jax.jit(self.workload.eval_loss)
         self._held_out = language_model.evaluation_batch(self.sizes, EVAL_ROWS)
         self._plans: dict[str, autopar.Plan] = {}
@@ -210,6 +220,26 @@ class Trainer:
             return {_path(path): np.asarray(leaf) for path, leaf in flat}
 
         return call
+
+
+def with_momentum(workload: language_model.Workload) -> language_model.Workload:
+    """The same with SGD of momentum 0.9, at the same schedule of learning rates."""
+    sizes = workload.sizes
+    rate = optax.warmup_cosine_decay_schedule(
+        0.0,
+        sizes.learning_rate,
+        sizes.warmup_steps,
+        sizes.decay_steps,
+        end_value=sizes.learning_rate / 10,
+    )
+    optimizer = optax.sgd(rate, momentum=0.9)
+
+    def create() -> State:
+        state = workload.create()
+        fresh = optimizer.init(state.params)
+        return state.replace(tx=optimizer, opt_state=fresh)
+
+    return workload._replace(create=create)
 
 
 def parameters(trainer: Trainer) -> int:

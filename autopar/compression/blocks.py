@@ -77,7 +77,11 @@ class RowCodec(Protocol):
 
 
 def two_shot(
-    rows: RowCodec, chunks: jax.Array, state: State, context: Context
+    rows: RowCodec,
+    chunks: jax.Array,
+    state: State,
+    context: Context,
+    second: RowCodec | None = None,
 ) -> Rounds:
     """Sums chunks over the workers with an all-to-all and an all-gather.
 
@@ -87,7 +91,9 @@ def two_shot(
       state: `server_state`, where the error of the second shot is fed back to
         the next step's, or ().
       context: the step. Where it says scatter there is no second shot.
+      second: how rows are sent in the second shot; default: as in the first.
     """
+    back = rows if second is None else second
     count, elements = chunks.shape
     lengths = row_lengths(context, elements)
     payload = materialised(rows.encode(chunks, lengths, salt(context, 0)))
@@ -101,10 +107,10 @@ def two_shot(
     real = jnp.arange(elements) < length
     wanted = jnp.where(real, total + state["server"] if state else total, 0.0)
     wanted = materialised(wanted)
-    payload = rows.encode(wanted[None], length[None], salt(context, 1))
+    payload = back.encode(wanted[None], length[None], salt(context, 1))
     gathered = yield AllGather(materialised(payload)[0])
     assert gathered.shape[0] == count
-    understood = rows.decode(gathered, elements)
+    understood = back.decode(gathered, elements)
     if state:
         own = jax.lax.dynamic_index_in_dim(understood, context.worker, keepdims=False)
         state = {"server": jnp.where(real, wanted - own, 0.0)}

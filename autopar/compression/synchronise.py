@@ -27,7 +27,7 @@ State = dict[str, Any]
 # Up to this number of chunks each is handled by a loop of its own.
 _MOST_PIECES = 16
 # The columns of the sums.
-WANTED, ERROR, SENT, RESIDUAL, NON_FINITE = range(5)
+WANTED, ERROR, SENT, RESIDUAL, GRADIENT, NON_FINITE = range(6)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -137,10 +137,10 @@ def synchronise(
 
     Returns:
       The sums in the partials' dtypes, whole or, where scattered, this worker's
-      part; the new states; and float32 (number of gradients, 5) of this
+      part; the new states; and float32 (number of gradients, 6) of this
       worker: the squared norms of what was to be sent, of its error, of what
-      was sent and of the new residual, and the number of elements of the
-      partial that are not finite.
+      was sent, of the new residual and of the partial itself, and the number of
+      elements of the partial that are not finite.
 
     Raises:
       ValueError: a partial does not fit its gradient; see `check_gradient`.
@@ -154,7 +154,9 @@ def synchronise(
     ]
     totals = [total for total, _, _ in results]
     new_states = [state for _, state, _ in results]
-    sums = [jnp.zeros((0, 5), jnp.float32)] + [row[None] for _, _, row in results]
+    sums = [jnp.zeros((0, NON_FINITE + 1), jnp.float32)] + [
+        row[None] for _, _, row in results
+    ]
     return totals, new_states, jnp.concatenate(sums)
 
 
@@ -175,12 +177,13 @@ def report(sums: jax.Array) -> dict[str, jax.Array]:
     """What the sums of `synchronise` say about the codecs.
 
     Args:
-      sums: (..., 5), of one worker or summed over workers and steps.
+      sums: (..., 6), of one worker or summed over workers and steps.
 
     Returns:
       ``relative_error``: of what was sent, in the L2 norm; ``gain``: the share
       of the squared norm that was sent, GraVAC's compression gain (arXiv
-      2305.12201); ``residual_norm``: L2 norm of the residual; ``non_finite``:
+      2305.12201) with the residual counted in; ``residual_norm``: L2 norm of the
+      residual; ``gradient_norm``: that of the gradient without it; ``non_finite``:
       number of elements. Each of shape (...). Where nothing was to be sent the
       error is 0 and the gain 1.
     """
@@ -191,6 +194,7 @@ def report(sums: jax.Array) -> dict[str, jax.Array]:
         "relative_error": jnp.where(some, jnp.sqrt(sums[..., ERROR] / safe), 0.0),
         "gain": jnp.where(some, sums[..., SENT] / safe, 1.0),
         "residual_norm": jnp.sqrt(sums[..., RESIDUAL]),
+        "gradient_norm": jnp.sqrt(sums[..., GRADIENT]),
         "non_finite": sums[..., NON_FINITE],
     }
 
@@ -259,7 +263,7 @@ def _nothing(
 ) -> tuple[jax.Array, State, jax.Array]:
     """The same of a gradient without elements."""
     total = partial.reshape(_own_shape(gradient, links.workers))
-    return total, state, jnp.zeros((5,), jnp.float32)
+    return total, state, jnp.zeros((NON_FINITE + 1,), jnp.float32)
 
 
 def _start(
@@ -342,7 +346,7 @@ def _total(gradient: Gradient, reduced: Reduced, workers: int) -> jax.Array:
 def _sums(
     partial: jax.Array, wanted: jax.Array, error: jax.Array, residual: Any
 ) -> jax.Array:
-    """The row of one gradient, float32 (5,)."""
+    """The row of one gradient, float32 (6,)."""
     kept = jnp.zeros(()) if isinstance(residual, tuple) else _squared_norm(residual)
     return jnp.stack(
         (
@@ -350,6 +354,7 @@ def _sums(
             _squared_norm(error),
             _squared_norm(wanted - error),
             kept,
+            _squared_norm(partial),
             jnp.sum(jnp.where(jnp.isfinite(partial), 0.0, 1.0), dtype=jnp.float32),
         )
     )

@@ -17,6 +17,7 @@ from autopar.compression.quantise import Int4, Int8, Sign
 from autopar.compression.registry import codec_names, parse_codec
 from autopar.compression.synchronise import (
     ERROR,
+    GRADIENT,
     NON_FINITE,
     RESIDUAL,
     SENT,
@@ -148,7 +149,7 @@ def test_no_gradients_at_all():
     totals, states, sums = synchronise(
         [], [], [], MeshLinks(("data",), 2), jnp.int32(0), jnp.int32(0)
     )
-    assert (totals, states, sums.shape) == ([], [], (0, 5))
+    assert (totals, states, sums.shape) == ([], [], (0, 6))
 
 
 # --- Error feedback ---------------------------------------------------------
@@ -211,11 +212,14 @@ def test_sums_are_the_norms_they_say():
         assert row[WANTED] == pytest.approx(norm(wanted) ** 2, rel=1e-5)
         assert row[ERROR] == pytest.approx(norm(after[worker]) ** 2, rel=1e-5)
         assert row[RESIDUAL] == pytest.approx(norm(after[worker]) ** 2, rel=1e-5)
+        alone = norm(partials[0][worker]) ** 2
+        assert row[GRADIENT] == pytest.approx(alone, rel=1e-5)
         sent = norm(wanted - after[worker]) ** 2
         assert row[SENT] == pytest.approx(sent, rel=1e-5)
         plain = sums[worker, 1]
         expected = norm(partials[1][worker]) ** 2
         assert plain[WANTED] == pytest.approx(expected, rel=1e-5)
+        assert plain[GRADIENT] == pytest.approx(expected, rel=1e-5)
         assert 0 < plain[ERROR] < 1e-3 * expected
         assert plain[RESIDUAL] == 0
     assert not sums[..., NON_FINITE].any()
@@ -263,11 +267,12 @@ def test_a_bad_step_leaves_no_trace_when_settled():
 
 
 def test_report():
-    sums = jnp.asarray([[4.0, 1.0, 3.0, 16.0, 2.0], [0.0, 0.0, 0.0, 0.0, 0.0]])
+    sums = jnp.asarray([[4.0, 1.0, 3.0, 16.0, 9.0, 2.0], [0.0] * 6])
     out = report(sums)
     np.testing.assert_allclose(out["relative_error"], [0.5, 0.0])
     np.testing.assert_allclose(out["gain"], [0.75, 1.0])
     np.testing.assert_allclose(out["residual_norm"], [4.0, 0.0])
+    np.testing.assert_allclose(out["gradient_norm"], [3.0, 0.0])
     np.testing.assert_allclose(out["non_finite"], [2.0, 0.0])
 
 

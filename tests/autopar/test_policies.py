@@ -1,6 +1,5 @@
 """Policies on telemetry made up for them."""
 
-import dataclasses
 import itertools
 import json
 import math
@@ -10,9 +9,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.compression.dense import Dense
-from autopar.compression.exchange import wire_bytes
-from autopar.compression.lowrank import PowerSGD
 from autopar.compression.policies import (
     Accordion,
     AcrossFamilies,
@@ -20,18 +16,16 @@ from autopar.compression.policies import (
     GraVAC,
     LGreCo,
     Probe,
-    powersgd_family,
-    topk_family,
+    WarmUp,
     topk_levels,
 )
-from autopar.compression.policies.probe import relative_error
 from autopar.compression.policy import GradientReport, Observation
-from autopar.compression.quantise import Int8
 from autopar.compression.registry import parse_codec
-from autopar.compression.sparse import TopK
 
 
-def report(codec="int8", norm=1.0, gain=1.0, residual=0.0, elements=4096):
+def report(
+    codec="int8", norm=1.0, gain=1.0, residual=0.0, elements=4096, gradient=None
+):
     return GradientReport(
         codec=codec,
         elements=elements,
@@ -41,6 +35,7 @@ def report(codec="int8", norm=1.0, gain=1.0, residual=0.0, elements=4096):
         relative_error=math.sqrt(1.0 - gain),
         gain=gain,
         residual_norm=residual,
+        gradient_norm=norm if gradient is None else gradient,
     )
 
 
@@ -80,7 +75,8 @@ LEVELS = ("topk:ratio=0.1", "topk", "topk:ratio=0.001")
 
 
 def gravac(gains, seconds, observations=40, **options):
-    policy = GraVAC(**{"epsilon": 0.5, "window": 2, "retry": 100, **options})
+    options = {"epsilon": 0.5, "window": 2, "retry": 100, **options}
+    policy = GraVAC(**{"gain_of": "energy", **options})
     training = Training(
         policy,
         {"w": "topk:ratio=0.1"},
@@ -144,7 +140,7 @@ def test_gravac_follows_a_link_that_changes():
 
 
 def test_gravac_gain_is_of_squared_norms_over_all_gradients():
-    policy = GraVAC(alpha=1.0, epsilon=0.0)
+    policy = GraVAC(alpha=1.0, epsilon=0.0, gain_of="energy")
     codec = policy.levels[0]
     reports = {
         "a": report(codec, norm=3.0, gain=0.5),
@@ -154,6 +150,32 @@ def test_gravac_gain_is_of_squared_norms_over_all_gradients():
     for step in (5, 10):
         policy.observe(Observation(step, 1.0, reports, True))
     assert policy.gain == pytest.approx((0.5 * 9 + 1.0) / (9 + 1))
+
+
+def test_gravac_gain_is_of_norms_against_the_gradients_without_residuals():
+    policy = GraVAC(alpha=1.0, epsilon=0.0, gain_of="norms")
+    codec = policy.levels[0]
+    reports = {
+        # Sent: 0.5 of a norm of 3, and 0.2 of one of 5.
+        "a": report(codec, norm=3.0, gain=0.25, gradient=2.0),
+        "b": report(codec, norm=5.0, gain=0.04, gradient=1.0),
+        "small": report("dense", norm=100.0, elements=10),
+    }
+    for step in (5, 10):
+        policy.observe(Observation(step, 1.0, reports, True))
+    assert policy.gain == pytest.approx((1.5 + 1.0) / (2.0 + 1.0))
+
+
+def test_gravac_gain_of_norms_forgives_a_residual_that_the_energy_does_not():
+    """What waits adds nothing to a gradient of which as much is sent as comes in."""
+    for gain_of, expected in (("norms", "topk"), ("energy", "dense")):
+        policy = GraVAC(levels=("topk",), window=2, gain_of=gain_of)
+        training = Training(policy, {"w": "topk"})
+        for step in range(5, 50, 5):
+            seen = report("topk", norm=10.0, gain=0.01, gradient=1.0)
+            wish = policy.observe(Observation(step, 1.0, {"w": seen}, True))
+            training.codecs.update(wish or {})
+        assert training.codecs["w"] == expected
 
 
 def test_gravac_ignores_steps_that_are_not_finite():
@@ -264,6 +286,45 @@ def test_dct_doubles_the_share_where_the_gain_stays_low():
     assert used == list(low)
 
 
+# --- Warm-up ----------------------------------------------------------------
+
+
+def test_warm_up_changes_codecs_after_its_steps_and_no_others():
+    policy = WarmUp(steps=10, codec="sign")
+    training = Training(policy, {"w": "int8", "bias": "dense"})
+    for _ in range(4):
+        training.observe()
+    # Asked after step 1 and after step 11, the first multiple that Training counts.
+    assert [step["w"] for step in training.history] == ["dense", "sign", "sign", "sign"]
+    assert {step["bias"] for step in training.history} == {"dense"}
+
+
+def test_warm_up_asks_no_more_often_than_it_must():
+    policy = WarmUp(steps=10, codec="sign", then=GraVAC(every=7))
+    assert policy.every == 1
+    seen = {"w": report("int8")}
+    assert policy.observe(Observation(1, 1.0, seen, True)) == {"w": "dense"}
+    assert policy.every == 10
+    seen = {"w": report("dense")}
+    assert policy.observe(Observation(10, 1.0, seen, True)) == {"w": "sign"}
+    assert policy.every == 7
+
+
+def test_warm_up_hands_over_to_its_policy():
+    inner = Accordion(low="int8", high="sign", every=5, window=1)
+    training = Training(WarmUp(steps=1, codec="int8", then=inner), {"w": "sign"})
+    for _ in range(6):
+        training.observe()
+    assert training.history[0]["w"] == "int8"
+    assert training.codecs == {"w": "sign"}
+
+
+def test_warm_up_of_one_step_lasts_one_step():
+    policy = WarmUp(steps=1, codec="sign", first="bf16")
+    wish = policy.observe(Observation(1, 1.0, {"w": report("int8")}, True))
+    assert wish == {"w": "sign"}
+
+
 # --- Saved states -----------------------------------------------------------
 
 MAKERS = {
@@ -271,6 +332,7 @@ MAKERS = {
     "accordion": lambda: Accordion(low="int8", high="sign", window=2),
     "together": lambda: Accordion(low="int8", high="sign", window=2, together=True),
     "dct": lambda: Dct(least_gain=0.9),
+    "warm-up": lambda: WarmUp(steps=3, codec="topk", then=GraVAC(window=1, every=2)),
 }
 
 
@@ -315,157 +377,19 @@ def test_state_of_another_policy_is_refused():
         (lambda: Accordion(eta=0.0), "eta must be positive"),
         (lambda: Dct(ratio=0.5), "0 < ratio <= most"),
         (lambda: Probe(1), "needs 2 or more"),
-        (lambda: LGreCo(probe=Probe(4), options=()), "at least one option"),
-        (lambda: LGreCo(probe=Probe(4), alpha=0.0), "alpha must be positive"),
+        (lambda: LGreCo(options=()), "at least one option"),
+        (lambda: LGreCo(alpha=0.0), "alpha must be positive"),
         (
-            lambda: AcrossFamilies(probe=Probe(4), bandwidth_bytes_per_s=0.0),
+            lambda: AcrossFamilies(bandwidth_bytes_per_s=0.0),
             "bandwidth_bytes_per_s must be positive",
         ),
+        (lambda: GraVAC(gain_of="loss"), "gain_of must be one of norms, energy"),
+        (lambda: WarmUp(steps=0, codec="sign"), "steps must be at least 1"),
+        (lambda: WarmUp(steps=5, codec="nothing"), "unknown codec"),
+        (lambda: WarmUp(steps=5, codec="sign", then=LGreCo()), "wants codecs to be"),
         (lambda: topk_levels(10, 5), "least <= most"),
     ],
 )
 def test_bad_options_are_refused(make, message):
     with pytest.raises(ValueError, match=message):
         make()
-
-
-# --- Samples ----------------------------------------------------------------
-
-
-def spectrum(rows, columns, values, seed=0):
-    """A matrix with given singular values."""
-    random = np.random.default_rng(seed)
-    left = np.linalg.qr(random.standard_normal((rows, len(values))))[0]
-    right = np.linalg.qr(random.standard_normal((columns, len(values))))[0]
-    return ((left * values) @ right.T).astype(np.float32)
-
-
-def test_errors_are_those_of_the_codecs():
-    sample = spectrum(48, 40, 2.0 ** -np.arange(12))
-    values = 2.0 ** -np.arange(12)
-    tail = np.linalg.norm(values[3:]) / np.linalg.norm(values)
-    # Six power iterations at a ratio of two between neighbours: 4 ** -6 is left.
-    assert relative_error(PowerSGD(rank=3), sample) == pytest.approx(tail, rel=0.01)
-    largest = np.sort(np.abs(sample.ravel()))[::-1]
-    kept = round(0.1 * sample.size)
-    tail = np.linalg.norm(largest[kept:]) / np.linalg.norm(largest)
-    # bf16 loses at most 2 ** -9 of each value that is sent.
-    assert relative_error(TopK(ratio=0.1), sample) == pytest.approx(tail, rel=1e-3)
-    assert relative_error(Dense(), sample) == 0.0
-    assert relative_error(TopK(ratio=0.1), np.zeros((4, 4), np.float32)) == 0.0
-    with pytest.raises(ValueError, match="not finite"):
-        relative_error(Int8(), np.array([math.inf]))
-
-
-SAMPLES = {
-    "flat": spectrum(64, 48, np.ones(48), seed=1),
-    "steep": spectrum(64, 48, 4.0 ** -np.arange(48.0), seed=2),
-    "vector": np.ones(2000, np.float32),
-    "small": np.ones((4, 4), np.float32),
-}
-
-
-def test_lgreco_moves_ranks_to_where_they_help():
-    """Little of a steep spectrum needs many ranks; the sum of errors is no larger."""
-    policy = LGreCo(
-        probe=Probe(4), reference="powersgd:rank=4", options=powersgd_family(4)
-    )
-    chosen = policy.choose(SAMPLES)
-    assert set(chosen) == {"flat", "steep"}
-    ranks = {name: parse_codec(text).rank for name, text in chosen.items()}
-    assert ranks["steep"] < 4
-
-    def lost(ranks):
-        return sum(
-            np.linalg.norm(SAMPLES[n]) * relative_error(PowerSGD(rank=r), SAMPLES[n])
-            for n, r in ranks.items()
-        )
-
-    def sent(ranks):
-        return sum(
-            wire_bytes(PowerSGD(rank=r), SAMPLES[n].shape, 4) for n, r in ranks.items()
-        )
-
-    # Ten thousand buckets, each error rounded up: two of them may be lost.
-    uniform = dict.fromkeys(ranks, 4)
-    assert lost(ranks) <= lost(uniform)
-    allowed = [
-        dict(zip(ranks, pair, strict=True))
-        for pair in itertools.product(range(2, 9), repeat=2)
-    ]
-    best = min(sent(p) for p in allowed if lost(p) <= lost(uniform) * (1 - 2e-4))
-    assert sent(ranks) <= best
-
-
-def test_across_families_beats_every_single_codec_within_the_budget():
-    options = ("sign", "int4", "int8", *powersgd_family(2), *topk_family((0.01, 0.1)))
-    budget = 0.3
-    policy = AcrossFamilies(
-        probe=Probe(4), bandwidth_bytes_per_s=1e6, options=options, budget=budget
-    )
-    chosen = policy.choose(SAMPLES)
-
-    def lost(codecs):
-        return sum(
-            SAMPLES[n].size * relative_error(parse_codec(t), SAMPLES[n]) ** 2
-            for n, t in codecs.items()
-        ) / sum(SAMPLES[n].size for n in codecs)
-
-    def sent(codecs):
-        return sum(
-            wire_bytes(parse_codec(t), SAMPLES[n].shape, 4) for n, t in codecs.items()
-        )
-
-    assert set(chosen) == {"flat", "steep"}
-    assert parse_codec(chosen["steep"]).name == "powersgd"
-    assert lost(chosen) <= budget**2 * (1 + 1e-6)
-    for pair in itertools.product(policy.options, repeat=2):
-        other = dict(zip(chosen, pair, strict=True))
-        assert lost(other) > budget**2 or sent(other) >= sent(chosen) * (1 - 1e-6)
-
-
-def test_across_families_weighs_by_the_optimizer():
-    """For SGD the large gradient counts alone, for Adam both count the same."""
-    samples = {"large": 1e3 * SAMPLES["flat"], "little": SAMPLES["flat"]}
-    options = ("sign", "int8")
-    budget = {"budget": 0.1, "options": options, "bandwidth_bytes_per_s": 1e6}
-    sgd = AcrossFamilies(probe=Probe(4), optimizer="sgd", **budget).choose(samples)
-    adam = AcrossFamilies(probe=Probe(4), optimizer="adam", **budget).choose(samples)
-    assert sgd == {"large": "int8", "little": "sign"}
-    assert adam == {"large": "int8", "little": "int8"}
-
-
-def test_across_families_leaves_gradients_dense_where_encoding_costs_more():
-    slow = {"int8": 1e-3, "sign": 1e-3}
-    policy = AcrossFamilies(
-        probe=Probe(4),
-        bandwidth_bytes_per_s=1e9,
-        options=("int8", "sign"),
-        encode_s_per_element=slow,
-    )
-    assert set(policy.choose(SAMPLES).values()) == {"dense"}
-
-
-def test_scattered_gradients_get_no_codec_that_needs_the_whole():
-    probe = Probe(4, frozenset({"steep"}))
-    policy = LGreCo(probe=probe)
-    assert set(policy.choose(SAMPLES)) == {"flat"}
-
-
-def test_samples_are_used_once_and_choices_stay():
-    policy = AcrossFamilies(
-        probe=Probe(4), bandwidth_bytes_per_s=1e6, options=("int8", "sign"), budget=0.1
-    )
-    reports = {name: report("dense") for name in SAMPLES}
-    assert policy.needs_samples
-    assert policy.observe(Observation(100, 1.0, reports, True)) is None
-    policy.give_samples(SAMPLES)
-    wish = policy.observe(Observation(200, 1.0, reports, True))
-    assert wish == {"flat": "int8", "steep": "int8"}
-    reports = {name: report(wish.get(name, "dense")) for name in SAMPLES}
-    assert policy.observe(Observation(300, 1.0, reports, True)) is None
-    again = dataclasses.replace(policy)
-    again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    assert again.state == policy.state
-    with pytest.raises(ValueError, match="gradient 'w' holds numbers that are not"):
-        policy.give_samples({"w": np.array([math.nan])})

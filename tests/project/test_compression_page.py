@@ -12,6 +12,7 @@ import jax
 import pytest
 
 import autopar.compression.policies as policies
+from autopar.compression.fallback import LEAST_GAIN
 from autopar.compression.registry import (
     codec_class,
     codec_names,
@@ -19,7 +20,7 @@ from autopar.compression.registry import (
     parse_codec,
 )
 from autopar.cost.compression import FEEDBACK_DISCOUNT, effective_error
-from autopar.planner.codec_traffic import TELEMETRY_BYTES
+from autopar.planner.codec_messages import TELEMETRY_BYTES
 from autopar.planner.compression import DEFAULT_BUDGET, WORTHWHILE
 from autopar.planner.traffic import SMALLEST
 
@@ -79,6 +80,7 @@ def test_the_numbers_are_those_of_the_program() -> None:
     assert f"less than {100 * WORTHWHILE:.0f} % of a step" in text
     assert f"fewer than {SMALLEST} elements" in text
     assert f"{TELEMETRY_BYTES} bytes of communication a gradient" in text
+    assert f"least_gain={LEAST_GAIN:g}" in text
     assert f"`{FEEDBACK_DISCOUNT:g} r / (1 - r^2)`" in text
     expected = FEEDBACK_DISCOUNT * error / (1 - error**2)
     assert math.isclose(effective_error(error, feedback=True), expected)
@@ -110,7 +112,9 @@ def test_the_examples_run() -> None:
         "batches": [jax.random.normal(jax.random.key(i), (8192, 128)) for i in (0, 1)],
         "jax": jax,
     }
-    first, second, third = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    first, second, falling, third = re.findall(
+        r"^```python\n(.*?)^```", PAGE, re.M | re.S
+    )
     exec(compile(first, "docs/compression.md", "exec"), names)
     assert math.isfinite(names["loss"])
     assert names["train_step"].plan.compression.mode == "auto"
@@ -120,6 +124,13 @@ def test_the_examples_run() -> None:
     for _ in range(step._codecs.policy.every + 1):
         names["state"], loss = step(names["state"], names["batches"][0])
     assert math.isfinite(loss)
+
+    exec(compile(falling, "docs/compression.md", "exec"), names)
+    step = names["train_step"]
+    for batch in names["batches"]:
+        names["state"], loss = step(names["state"], batch)
+    assert math.isfinite(loss)
+    assert {sum(report.taken) for report in step.telemetry.values()} == {2}
 
     exec(compile(third, "docs/compression.md", "exec"), names)
     assert set(step.telemetry) == {g.name for g in step.plan.gradients}

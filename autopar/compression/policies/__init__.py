@@ -16,6 +16,7 @@ from autopar.compression.policies.probe import (
     powersgd_family,
     topk_family,
 )
+from autopar.compression.policies.warm_up import WarmUp
 
 __all__ = [
     "QUANTISERS",
@@ -25,6 +26,7 @@ __all__ = [
     "GraVAC",
     "LGreCo",
     "Probe",
+    "WarmUp",
     "powersgd_family",
     "topk_family",
     "topk_levels",

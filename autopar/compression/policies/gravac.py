@@ -1,11 +1,21 @@
 """GraVAC: the compression factor at which the most of the gradients arrives in time.
 
 Tyagi and Swany, "GraVAC: Adaptive compression for communication-efficient
-distributed DL training", CLOUD 2023 (arXiv 2305.12201). With ``g`` the gradient,
-residual included, and ``C`` the codec of a level::
+distributed DL training", CLOUD 2023 (arXiv 2305.12201). With ``g`` a gradient, ``w``
+the same with the residual, and ``C`` the codec of a level::
 
-    gain       = E |C(g)|^2 / E |g|^2
+    gain       = sum E |C(w)| / sum E |g|          (norms)
+               = sum E |C(w)|^2 / sum E |w|^2      (energy)
     throughput = steps per second x gain
+
+sums being over gradients. The first is that of the published code
+(github.com/sahiltyagi4/GraVAC, run/compression_throughput.py), the second that of the
+paper's text. They differ where errors are fed back: what is late is sent in the end,
+so that the first comes back to about 1, or more, once the residual holds what a level
+leaves waiting; in the second a residual counts against its level for good. Measured
+(docs/results.md), the first is right for SGD with momentum, to which late gradients do
+little harm, and climbs too far for Adam, to which they do much. The second falls back
+too early, which costs time but no accuracy, and is the default.
 
 The levels, from the least to the largest factor, are climbed one at a time. A
 window of observations is spent on each; the next is tried as long as throughput
@@ -32,6 +42,7 @@ from autopar.compression.policies.signals import (
     check_count,
     check_share,
     managed,
+    norms,
     restore,
     saved,
     squared_norms,
@@ -39,6 +50,9 @@ from autopar.compression.policies.signals import (
 from autopar.compression.policy import Observation
 
 Stepping = Literal["geometric", "exponential"]
+GainOf = Literal["norms", "energy"]
+
+_SUMS = {"norms": norms, "energy": squared_norms}
 
 TEN_TO_THOUSAND = ("topk:ratio=0.1", "topk:ratio=0.01", "topk:ratio=0.001")
 """Factors 10, 100 and 1000, the range of the paper's top-k."""
@@ -89,8 +103,8 @@ class GraVACState:
       level: in use; -1 is dense.
       count: observations of this level since its window began.
       seen: the same since it was moved to.
-      sent: running mean of the squared norm of what was sent.
-      wanted: the same of what was to be.
+      sent: running mean of the numerator of the gain.
+      wanted: the same of its denominator.
       seconds: sum over the observations of this window.
       throughput: by level, the last measured; None where there is none.
       waiting: windows to stay before the next level is tried again; 0: climbing.
@@ -120,6 +134,7 @@ class GraVAC:
         window in steps, 25.
       alpha: least weight of a new observation in the running means of the norms.
       epsilon: the least gain.
+      gain_of: how the gain is defined; see the module.
       omega: by what share throughput must improve for a larger factor to be kept.
       retry: windows until the next level is tried again.
       state: what it remembers.
@@ -130,6 +145,7 @@ class GraVAC:
     window: int = 5
     alpha: float = 0.05
     epsilon: float = 0.75
+    gain_of: GainOf = "energy"
     omega: float = 0.05
     retry: int = 8
     state: GraVACState = dataclasses.field(
@@ -142,6 +158,11 @@ class GraVAC:
             raise ValueError("GraVAC: needs at least one level; see topk_levels.")
         object.__setattr__(self, "levels", tuple(canonical(x) for x in self.levels))
         check_count("GraVAC", every=self.every, window=self.window, retry=self.retry)
+        if self.gain_of not in _SUMS:
+            raise ValueError(
+                f"GraVAC: gain_of must be one of {', '.join(_SUMS)}, got "
+                f"{self.gain_of!r}."
+            )
         check_share("GraVAC", epsilon=self.epsilon, alpha=self.alpha)
         if self.alpha == 0.0 or self.omega < 0.0:
             raise ValueError(
@@ -198,7 +219,7 @@ class GraVAC:
         reports = [seen.gradients[n] for n in state.names if n in seen.gradients]
         if not reports or any(r.codec != self.codec for r in reports):
             return False
-        sent, wanted = squared_norms(reports)
+        sent, wanted = _SUMS[self.gain_of](reports)
         # The plain mean until it holds as many as the running one remembers.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
         state.sent += weight * (sent - state.sent)

@@ -1,0 +1,116 @@
+"""Warm-up: a milder codec in the first steps, another one, or a policy, from then on.
+
+Gradients are largest and change fastest in the first steps. What a codec leaves
+waiting then is large, and late where it is sent. 1-bit Adam (arXiv 2102.02888,
+section 4) trains its first 15 to 20 % of the steps without a codec, Deep Gradient
+Compression (arXiv 1712.01887, section 3.3) raises its sparsity over the first epochs.
+
+The residuals and what the codecs have learned are carried over; the change is one
+compilation::
+
+    policy = WarmUp(steps=100, first="dense", codec="sign")
+
+    @autopar.parallelize(cluster=cluster, compression="sign", policy=policy)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.compression.policies.signals import (
+    canonical,
+    changes,
+    check_count,
+    managed,
+    restore,
+    saved,
+)
+from autopar.compression.policy import Measuring, Observation, Policy
+
+
+@dataclasses.dataclass(slots=True)
+class WarmUpState:
+    """What a warm-up remembers.
+
+    Attributes:
+      names: the gradients that it manages; none before the first observation.
+      over: whether the warm-up is.
+    """
+
+    names: list[str] = dataclasses.field(default_factory=list[str])
+    over: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WarmUp:
+    """See the module.
+
+    The first step still has the codecs of the plan: policies are asked after a step.
+
+    Attributes:
+      steps: of the warm-up, from the first step of all.
+      codec: of the gradients that the plan does not send densely, from then on.
+      first: their codec before.
+      then: a policy that takes over after the warm-up, from ``codec`` on.
+      state: what it remembers.
+    """
+
+    steps: int
+    codec: str
+    first: str = "dense"
+    then: Policy | None = None
+    state: WarmUpState = dataclasses.field(
+        default_factory=WarmUpState, init=False, compare=False
+    )
+
+    def __post_init__(self) -> None:
+        """Checks the options."""
+        check_count("WarmUp", steps=self.steps)
+        if isinstance(self.then, Measuring):
+            raise ValueError(
+                f"WarmUp: then={type(self.then).__name__} wants codecs to be measured "
+                "from the first step on; pass it as policy= itself, or use a policy "
+                "without probes."
+            )
+        object.__setattr__(self, "codec", canonical(self.codec))
+        object.__setattr__(self, "first", canonical(self.first))
+
+    @property
+    def every(self) -> int:
+        """Steps between observations; in the warm-up after its first and last step."""
+        if not self.state.over:
+            return self.steps if self.state.names else 1
+        return self.steps if self.then is None else self.then.every
+
+    def observe(self, seen: Observation) -> Mapping[str, str] | None:
+        """See `autopar.compression.policy.Policy`."""
+        state = self.state
+        if state.over:
+            return None if self.then is None else self.then.observe(seen)
+        if not state.names:
+            state.names = managed(seen.gradients)
+        state.over = seen.step >= self.steps
+        codec = self.codec if state.over else self.first
+        return changes(dict.fromkeys(state.names, codec), seen.gradients)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state as JSON values, that of ``then`` included if it has one."""
+        return {"warm_up": saved(self.state), "then": _saved_of(self.then)}
+
+    def load_state_dict(self, values: Mapping[str, Any]) -> None:
+        """Goes on from a saved state.
+
+        Raises:
+          ValueError: it is that of another policy.
+        """
+        restore(self.state, values.get("warm_up", {}), "WarmUp")
+        load = getattr(self.then, "load_state_dict", None)
+        if load is not None:
+            load(values["then"])
+
+
+def _saved_of(policy: Policy | None) -> Any:
+    save = getattr(policy, "state_dict", None)
+    return None if save is None else save()
