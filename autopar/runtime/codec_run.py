@@ -73,8 +73,9 @@ class CodecRun:
         how = planned.synchronisation
         assert how is not None
         state = self._state_for(how)
-        if isinstance(self.policy, Measuring) and self._observed(self._done + 1):
-            self._measure(self.policy.probes, planned, placed, state)
+        probes = self.policy.probes if isinstance(self.policy, Measuring) else ()
+        if probes and self._observed(self._done + 1):
+            self._measure(probes, planned, placed, state)
         # A program that runs for the first time is compiled first.
         new = self._planned is not planned
         flat, self._state, self._sums, self._level = planned.function(*placed, state)

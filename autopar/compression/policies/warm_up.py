@@ -68,12 +68,6 @@ class WarmUp:
     def __post_init__(self) -> None:
         """Checks the options."""
         check_count("WarmUp", steps=self.steps)
-        if isinstance(self.then, Measuring):
-            raise ValueError(
-                f"WarmUp: then={type(self.then).__name__} wants codecs to be measured "
-                "from the first step on; pass it as policy= itself, or use a policy "
-                "without probes."
-            )
         object.__setattr__(self, "codec", canonical(self.codec))
         object.__setattr__(self, "first", canonical(self.first))
 
@@ -83,6 +77,12 @@ class WarmUp:
         if not self.state.over:
             return self.steps if self.state.names else 1
         return self.steps if self.then is None else self.then.every
+
+    @property
+    def probes(self) -> tuple[str, ...]:
+        """What ``then`` wants measured; nothing before it takes over."""
+        then = self.then
+        return then.probes if isinstance(then, Measuring) and self.state.over else ()
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policy.Policy`."""
