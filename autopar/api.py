@@ -13,16 +13,15 @@ from autopar.cluster import Cluster, MeshShape
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.compression import (
-    DEFAULT_BUDGET,
     Choice,
     choose,
     decisions,
     described,
     joint,
     joint_uniform,
-    parsed,
     uniform,
 )
+from autopar.planner.compression_options import budget_of, parsed
 from autopar.planner.convert import make_plan, restore
 from autopar.planner.hints import (
     LogicalRules,
@@ -122,6 +121,7 @@ def plan_analysis(
     """`plan`, for a step that is already analysed."""
     started = time.perf_counter()
     codec = parsed(compression)
+    budget = budget_of(error_budget, compression)
     meshes = candidate_meshes(cluster, max_axes, axis_names)
     if pins:
         meshes = fitting_meshes(analysis, pins, meshes)
@@ -149,7 +149,6 @@ def plan_analysis(
     if compression == "none":
         return made
     restriction = restrict if pins else None
-    budget = DEFAULT_BUDGET if error_budget is None else error_budget
     if codec is not None and layouts is not None:
         choice = first = uniform(analysis, result.best, codec)
     elif codec is not None:

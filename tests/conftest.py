@@ -1,3 +1,11 @@
+import os
+
+# Most of a test's time is compilation: machine code need not be fast.
+os.environ.setdefault(
+    "XLA_FLAGS",
+    "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
+)
+
 import jax
 
 # Every test that needs devices sees the same eight simulated ones. This must

@@ -19,7 +19,7 @@ from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.compression import parsed
+from autopar.planner.compression_options import parsed
 from autopar.plans import Plan
 
 PlanOrTarget = Annotated[

@@ -59,9 +59,6 @@ CANDIDATES = (
     "powersgd:rank=16", "powersgd:rank=32", "powersgd:rank=64",
     "predicted:ratio=0.05", "predicted:ratio=0.1",
 )  # fmt: skip
-# Effective relative error of the whole gradient that ``auto`` allows: between that of
-# int8 without feedback and of half the elements lost.
-DEFAULT_BUDGET = 0.1
 # Codecs that save less than this part of a step are not worth their error.
 WORTHWHILE = 0.03
 # Rounds of choosing layouts by the prices of the best choice so far.
@@ -103,20 +100,6 @@ class Choice:
     def step_s(self) -> float:
         """Predicted seconds of a step."""
         return self.candidate.step_s - self.saved_s
-
-
-def parsed(text: str) -> Codec | None:
-    """The codec that a mode names; None for ``none`` and ``auto``.
-
-    Raises:
-      PlanError: there is no such codec.
-    """
-    if text in ("none", "auto"):
-        return None
-    try:
-        return parse_codec(text)
-    except ValueError as error:
-        raise PlanError(f"compression={text!r}: {error}") from error
 
 
 def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> Choice:

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 
@@ -61,8 +62,13 @@ class CodecRun:
 
     @property
     def state(self) -> State | None:
-        """The state after the last step; None before the first."""
-        return self._saved if self._state is None else self._state
+        """A copy of the state after the last step; None before the first.
+
+        A copy, because the next step consumes the state itself.
+        """
+        if self._state is None:
+            return self._saved
+        return jax.tree.map(jnp.copy, self._state)
 
     def restore(self, state: Any) -> None:
         """Takes a saved state; the next step places it."""

@@ -12,6 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
+import warnings
 from typing import Any
 
 import jax
@@ -104,6 +105,12 @@ def _same(old: Any, struct: Any) -> bool:
 def _residual(name: str, old: Any, struct: Any) -> Any:
     """A residual for another number of workers; the sum over them stays."""
     if isinstance(struct, tuple):
+        if not isinstance(old, tuple) and (norm := _norm(old)):
+            warnings.warn(
+                f"the residual of '{name}', of L2 norm {norm:.3g}, is dropped: under "
+                "this plan its codec has no feedback; give it one that has, like int4.",
+                stacklevel=2,
+            )
         return ()
     if isinstance(old, tuple):
         return jnp.zeros(struct.shape, struct.dtype)
@@ -128,3 +135,7 @@ def _alike(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
     # The places in memory where a dim begins.
     begins = [set(itertools.accumulate(s, operator.mul)) for s in (old, new)]
     return begins[0] <= begins[1] or begins[1] <= begins[0]
+
+
+def _norm(array: Any) -> float:
+    return float(jnp.sqrt(jnp.sum(jnp.square(jnp.asarray(array, jnp.float32)))))

@@ -354,7 +354,10 @@ def _bucket(
     totals, after, sums, level = _summed(
         plan, members, partials, states, links, worker, step
     )
-    totals = gather_within(ways, totals, fast)
+    totals = [
+        total.astype(x.dtype)
+        for total, x in zip(gather_within(ways, totals, fast), arrays, strict=True)
+    ]
     kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
     return totals, kept, sums[None], level
 

@@ -26,7 +26,7 @@ def sum_within(
       names: the mesh axes of the fast links; () leaves the partials as they are.
 
     Returns:
-      Arrays of `Way.local_shape`, in the dtypes of the partials.
+      Arrays of `Way.local_shape`; in float32 if anything was summed.
     """
     if not names:
         return list(partials)
@@ -39,12 +39,8 @@ def sum_within(
     whole = jax.lax.psum_scatter(
         jnp.concatenate(rows, axis=1), names, scatter_dimension=0, tiled=True
     )
-    return [
-        _back(way, part).astype(partial.dtype)
-        for way, part, partial in zip(
-            ways, _cut(whole.reshape(-1), widths), partials, strict=True
-        )
-    ]
+    parts = _cut(whole.reshape(-1), widths)
+    return [_back(way, part) for way, part in zip(ways, parts, strict=True)]
 
 
 def gather_within(
@@ -69,7 +65,7 @@ def gather_within(
     ends = list(itertools.accumulate(part.size for part in parts))[:-1]
     for k, part, row in zip(wanted, parts, jnp.split(rows, ends, axis=1), strict=True):
         front = row.reshape(-1, *part.shape[1:])
-        out[k] = jnp.moveaxis(front, 0, ways[k].dim).astype(totals[k].dtype)
+        out[k] = jnp.moveaxis(front, 0, ways[k].dim)
     return out
 
 

@@ -19,7 +19,8 @@ from autopar.api import plan_analysis
 from autopar.compression.registry import parse_codec
 from autopar.cost.compression import effective_error, relative_error
 from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.compression import CANDIDATES, DEFAULT_BUDGET, choose
+from autopar.planner.compression import CANDIDATES, choose
+from autopar.planner.compression_options import DEFAULT_BUDGET
 from autopar.planner.convert import restore
 from autopar.planner.gradients import gradients_of, parameter_names
 from autopar.planner.search import given

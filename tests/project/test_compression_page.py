@@ -21,7 +21,8 @@ from autopar.compression.registry import (
 )
 from autopar.cost.compression import FEEDBACK_DISCOUNT, effective_error
 from autopar.planner.codec_messages import TELEMETRY_BYTES
-from autopar.planner.compression import DEFAULT_BUDGET, WORTHWHILE
+from autopar.planner.compression import WORTHWHILE
+from autopar.planner.compression_options import DEFAULT_BUDGET
 from autopar.planner.traffic import SMALLEST
 
 PAGE = (checkout.ROOT / "docs" / "compression.md").read_text()
