@@ -162,7 +162,7 @@ _TIGHTENINGS = 5
 # A plan that saves less than this part of a step is not worth another problem.
 _WORTHWHILE = 5e-3
 # Problems solved for one mesh.
-_MOST_PROBLEMS = 4
+_MOST_PROBLEMS = 8
 
 
 def solve_mesh(

@@ -38,6 +38,10 @@ UNARY = frozenset(
 )  # fmt: skip
 
 
+# Of these, and products, with a constant.
+_SCALING = frozenset({"mul", "div", "neg", "convert_element_type"})
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Deferral:
     """Ways of partial results that meet, up to the values where their sums are due.
@@ -82,6 +86,8 @@ class _Finder:
         self.inside = _nested(program.body)
         # Products of two partial values: a product of sums is no sum of products.
         self.products: set[int] = set()
+        # Operators of the update that only add gradients up, or scale them for that.
+        self.joins: frozenset[int] = frozenset()
         self.readers: dict[int, list[tuple[Operator, int]]] = {}
         self.producer: dict[int, Operator] = {}
         for op in graph.operators:
@@ -96,6 +102,8 @@ class _Finder:
             for op in self.graph.operators
             if op.role is Role.BACKWARD and self.contributes(op)
         ]
+        partial = set[int]().union(*(self.way(op)[0] for op in makers))
+        self.joins = self.adding_up(partial)
         partial = set[int]().union(*(self.way(op)[0] for op in makers))
         self.products.update(
             op.index
@@ -197,7 +205,8 @@ class _Finder:
 
     def passes(self, op: Operator, slot: int) -> bool:
         """Whether an operator is linear in an operand and not yet the update."""
-        if not self.nested(op) and op.role is not Role.BACKWARD:
+        joins = op.role is Role.BACKWARD or op.index in self.joins
+        if not self.nested(op) and not joins:
             return False
         if any(v in self.graph.outputs for v in op.outputs):
             return False
@@ -214,6 +223,37 @@ class _Finder:
             return op.index not in self.products
         padding = op.kind == "pad" and slot == 0
         return padding and self.is_zero(self.sources[op.equation].inputs[1])
+
+    def adding_up(self, partial: set[int]) -> frozenset[int]:
+        """The operators behind the backward pass that add partial values to others.
+
+        A step that goes through microbatches one by one adds their gradients up, and
+        so does one with several losses. What scales a gradient by a constant belongs
+        to it where the result is added up.
+
+        Args:
+          partial: the values on the ways through the backward pass.
+        """
+        linear, scaling = set(partial), dict[int, int]()
+        out: set[int] = set()
+        for op in self.graph.operators:
+            if op.role is Role.BACKWARD or len(op.outputs) != 1 or self.nested(op):
+                continue
+            known = [v for v in op.inputs if v is not None]
+            if op.kind in ("add", "add_any"):
+                # What is read elsewhere too is summed before.
+                alone = {v for v in known if v in linear and len(self.readers[v]) == 1}
+                if alone and all(v in alone or self.is_zero(v) for v in known):
+                    linear.add(op.outputs[0])
+                    out.add(op.index)
+            elif op.kind in _SCALING and len(known) == 1 and known[0] in linear:
+                linear.add(op.outputs[0])
+                scaling[op.outputs[0]] = op.index
+        for value, index in reversed(scaling.items()):
+            readers = {op.index for op, _ in self.readers.get(value, [])}
+            if readers and readers <= out:
+                out.add(index)
+        return frozenset(out)
 
     def accumulates(self, carry: Operator, end: int) -> bool:
         """Whether a loop only adds to a carry, which nothing else reads.
