@@ -14,7 +14,7 @@ import pytest
 from jax.sharding import PartitionSpec
 from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
 
-from autopar import Cluster, Plan
+from autopar import Cluster, Plan, PlanError
 from autopar.api import plan_analysis
 from autopar.compression.registry import parse_codec
 from autopar.cost.compression import effective_error, relative_error
@@ -318,3 +318,18 @@ class TestNames:
         # The backward pass meets the second layer first.
         order = [names[v] for v in sorted(names)]
         assert order == ["params/second", "params/first"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression": "auto", "error_budget": -1}, "a number of at least 0"),
+        ({"compression": "auto", "error_budget": math.nan}, "a number of at least 0"),
+        ({"compression": "auto", "error_budget": "0.1"}, "a number of at least 0"),
+        ({"compression": "int8", "error_budget": 0.1}, "leave it out with"),
+        ({"compression": None}, "expected 'none', 'auto' or the text of a codec"),
+    ],
+)
+def test_bad_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        plan_analysis(analysis(), cluster("1Gb/s"), **options)

@@ -142,6 +142,27 @@ class TestCheckpoint:
 
         assert got == want
 
+    def test_what_was_read_stays_when_training_goes_on(self) -> None:
+        """A step consumes its state, but not the copy that was handed out."""
+        case, step = case_of(NAME), fresh()
+        state, _ = case.train(step, case.state(), case.batches(2))
+        codecs, start = step.compression_state, on_host(state)
+        want = case.train(step, state, case.batches(1, start=2))[1]
+
+        step.compression_state = codecs
+        state = jax.tree.map(jnp.asarray, start)
+        assert case.train(step, state, case.batches(1, start=2))[1] == want
+
+    def test_a_residual_without_a_place_is_named(self) -> None:
+        case, step = case_of(NAME), fresh()
+        case.train(step, case.state(), case.batches(1))
+        other = fresh("int8")
+        other.compression_state = step.compression_state
+        with pytest.warns(
+            UserWarning, match=r"residual of 'params/.*', of L2 norm .* is dropped"
+        ):
+            case.train(other, case.state(), case.batches(1))
+
     def test_without_it_something_is_lost(self) -> None:
         """Otherwise the test above would show nothing."""
         case, step = case_of(NAME), fresh()

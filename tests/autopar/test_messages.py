@@ -20,6 +20,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
+import autopar
 from autopar import Cluster, Plan
 from autopar.api import plan_analysis
 from autopar.cost.collectives import collective_s
@@ -272,3 +273,25 @@ def test_high_latencies_are_avoided() -> None:
         steps[latency] = found.step_s, len(found.collectives)
     assert steps["1us"][1] > 0
     assert steps["20ms"][1] == 0
+
+
+def test_a_pinned_batch_may_leave_no_plan_without_messages() -> None:
+    """The search for plans with fewer messages then has nothing to find."""
+
+    def step(params: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            scaled = p["v"] * batch["x"].mean(-1)
+            return jnp.mean((batch["x"] @ p["w"]) ** 2) + jnp.mean(scaled**2)
+
+        value, grads = jax.value_and_grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), value
+
+    params = {"v": jnp.ones(()), "w": jnp.ones((32, 64))}
+    made = autopar.plan(
+        step,
+        params,
+        {"x": jnp.ones((64, 32))},
+        cluster=Cluster.parse("2x4:cpu,network=1Gb/s"),
+        pins={"batch/*": P("data")},
+    )
+    assert made.inputs["batch/x"][0] == ("data",)
