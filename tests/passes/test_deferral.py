@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -10,80 +9,25 @@ import jax
 import jax.numpy as jnp
 import optax
 import pytest
+from deferral_cases import (
+    LAYERS,
+    PARTS,
+    ROWS,
+    SPLIT,
+    TIMES,
+    WIDTH,
+    Loss,
+    W,
+    X,
+    descent,
+    find,
+    layers,
+    ones,
+    square,
+    updated,
+)
 
-from autopar_passes.deferral import Deferral, contributions_of, find_deferrals
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.trace import trace
-
-ROWS, WIDTH, PARTS, TIMES, LAYERS = 16, 8, 4, 6, 3
-Loss = Callable[[Any, Any], jax.Array]
-
-
-def ones(*shape: int) -> jax.Array:
-    return jnp.ones(shape)
-
-
-W = ones(WIDTH, WIDTH)
-X = ones(ROWS, WIDTH)
-SPLIT = ones(PARTS, ROWS // PARTS, WIDTH)
-
-
-@dataclasses.dataclass(frozen=True)
-class Found:
-    """The ways of a step, and the graph they lie in."""
-
-    graph: OperatorGraph
-    ways: tuple[Deferral, ...]
-
-    @property
-    def producer(self) -> dict[int, Operator]:
-        return {v: op for op in self.graph.operators for v in op.outputs}
-
-    def gradients(self) -> list[tuple[str, tuple[int, ...]]]:
-        """What makes each gradient, and its shape."""
-        return [
-            (self.producer[v].kind, tuple(self.graph.values[v].shape))
-            for way in self.ways
-            for v in way.ends
-            if v in way.gradients
-        ]
-
-    def makers(self, way: Deferral) -> list[str]:
-        return sorted(self.graph.operators[c].kind for c in way.contributions)
-
-    def kinds(self, way: Deferral) -> set[str]:
-        """The operators whose results are on a way."""
-        return {self.producer[v].kind for v in way.members}
-
-    @property
-    def only(self) -> Deferral:
-        """The way of the only gradient."""
-        (way,) = [way for way in self.ways if way.gradients]
-        return way
-
-
-def find(step: Callable[..., Any], *args: Any) -> Found:
-    traced = trace(step, args)
-    graph = traced.graph()
-    return Found(graph, find_deferrals(traced.program, graph))
-
-
-def updated(params: Any, grads: Any) -> Any:
-    return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
-
-
-def descent(loss: Loss) -> Callable[..., Any]:
-    """One step of gradient descent."""
-    return lambda params, batch: updated(params, jax.grad(loss)(params, batch))
-
-
-def square(params: Any, batch: Any) -> jax.Array:
-    return jnp.mean((batch @ params["w"]) ** 2)
-
-
-def layers(params: Any, batch: Any) -> jax.Array:
-    out, _ = jax.lax.scan(lambda x, w: (jnp.tanh(x @ w), None), batch, params["w"])
-    return jnp.mean(out**2)
+from autopar_passes.deferral import contributions_of
 
 
 class TestOneContribution:
@@ -395,75 +339,6 @@ class TestNotHoisted:
             return {"w": params["w"] - total}
 
         self.check(step)
-
-
-class TestUnrolled:
-    """Gradients that the step adds up itself, behind their backward passes."""
-
-    @staticmethod
-    def summed(params: Any, batch: Any, scale: float = 1.0) -> Any:
-        total = jax.tree.map(jnp.zeros_like, params)
-        for part in batch:
-            grads = jax.grad(square)(params, part)
-            total = jax.tree.map(lambda t, g: t + g * scale, total, grads)
-        return total
-
-    @pytest.mark.parametrize("scale", [1.0, 0.25])
-    def test_micro_batches_meet(self, scale: float) -> None:
-        def step(params: Any, batch: Any) -> Any:
-            return updated(params, self.summed(params, batch, scale))
-
-        found = find(step, {"w": W}, SPLIT)
-
-        assert found.gradients() == [("add", (WIDTH, WIDTH))]
-        assert found.makers(found.only) == ["dot_general"] * PARTS
-        assert not found.only.hoisted
-
-    def test_two_losses_meet(self) -> None:
-        def step(params: Any, batch: Any) -> Any:
-            one = jax.grad(square)(params, batch)
-            other = jax.grad(lambda p, x: jnp.mean(jnp.cos(x @ p["w"])))(params, batch)
-            return updated(params, jax.tree.map(jnp.add, one, other))
-
-        assert len(find(step, {"w": W}, X).only.contributions) == 2
-
-    def test_a_mean_of_the_sum_belongs_to_the_update(self) -> None:
-        def step(params: Any, batch: Any) -> Any:
-            total = self.summed(params, batch)
-            return updated(params, jax.tree.map(lambda t: t / PARTS, total))
-
-        assert find(step, {"w": W}, SPLIT).gradients() == [("add", (WIDTH, WIDTH))]
-
-    def test_moments_and_parameters_are_none_of_it(self) -> None:
-        def step(params: Any, trace: Any, batch: Any) -> Any:
-            grads = jax.grad(square)(params, batch)
-            trace = jax.tree.map(lambda t, g: 0.9 * t + 0.1 * g, trace, grads)
-            return updated(params, trace), trace
-
-        found = find(step, {"w": W}, {"w": W}, X)
-        assert found.gradients() == [("transpose", (WIDTH, WIDTH))]
-
-    def test_what_is_read_on_the_way_is_summed_there(self) -> None:
-        def step(params: Any, batch: Any) -> Any:
-            one = jax.grad(square)(params, batch[0])
-            other = jax.grad(square)(params, batch[1])
-            both = jax.tree.map(jnp.add, one, other)
-            return updated(params, both), optax.tree.norm(one)
-
-        kinds = [kind for kind, _ in find(step, {"w": W}, SPLIT).gradients()]
-        assert kinds == ["transpose", "transpose"]
-
-    def test_what_another_array_scales_is_none_of_it(self) -> None:
-        """It may need the sum of another gradient first."""
-
-        def step(params: Any, batch: Any) -> Any:
-            one = jax.grad(square)(params, batch[0])
-            scale = 1.0 / (1.0 + optax.tree.norm(one))
-            other = jax.grad(square)(params, batch[1])
-            both = jax.tree.map(lambda a, b: a + b * scale, one, other)
-            return updated(params, both)
-
-        assert len(find(step, {"w": W}, SPLIT).gradients()) == 2
 
 
 class TestEnds:
