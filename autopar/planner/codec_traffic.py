@@ -72,14 +72,20 @@ def codec_rows(plan: Plan, pricer: Pricer) -> tuple[CollectiveRow, ...]:
     coded = [g for g in plan.gradients if g.codec]
     if not coded:
         return ()
-    sent: dict[tuple[object, ...], list[tuple[GradientDecision, Message]]]
+    sent: dict[
+        tuple[tuple[str, ...], *tuple[object, ...]],
+        list[tuple[GradientDecision, Message]],
+    ]
     sent = defaultdict(list)
     for gradient in coded:
         for number, message in enumerate(_messages(gradient)):
-            key = (*_bucket(gradient), number, message.kind)
+            key = (gradient.axes, *_bucket(gradient), number, message.kind)
             sent[key].append((gradient, message))
-    rows = [_message_row(pricer, members) for members in sent.values()]
-    rows.extend(_within_rows(pricer, coded))
+    for gradient in coded:
+        for message in _within(gradient, pricer):
+            key = (gradient.within, *_bucket(gradient), "within", message.kind)
+            sent[key].append((gradient, message))
+    rows = [_message_row(pricer, key[0], members) for key, members in sent.items()]
     rows.append(_work_row(pricer, coded))
     return (*rows, _telemetry_row(pricer, coded))
 
@@ -99,15 +105,17 @@ def _messages(gradient: GradientDecision) -> tuple[Message, ...]:
 
 
 def _message_row(
-    pricer: Pricer, members: Sequence[tuple[GradientDecision, Message]]
+    pricer: Pricer,
+    names: tuple[str, ...],
+    members: Sequence[tuple[GradientDecision, Message]],
 ) -> CollectiveRow:
-    """One collective: a round of all gradients of a bucket."""
-    first, message = members[0]
-    axes = _axes(pricer, first.axes)
+    """One collective over mesh axes: a round of all gradients of a bucket."""
+    message = members[0][1]
+    axes = _axes(pricer, names)
     whole = sum(m.nbytes for _, m in members)
     return CollectiveRow(
         kind=message.kind,
-        axes=first.axes,
+        axes=names,
         arrays=tuple(gradient.name for gradient, _ in members),
         phase=_PHASE,
         trips=1.0,
@@ -121,43 +129,16 @@ def _bucket(gradient: GradientDecision) -> tuple[object, ...]:
     return (gradient.bucket, gradient.axes, gradient.within)
 
 
-def _within_rows(
-    pricer: Pricer, coded: Sequence[GradientDecision]
-) -> list[CollectiveRow]:
-    """The sums over fast links before, and the gathers of sums after."""
-    sent: dict[tuple[object, ...], list[tuple[GradientDecision, float]]]
-    sent = defaultdict(list)
-    for gradient in coded:
-        for kind, nbytes in _within(gradient, pricer):
-            sent[*_bucket(gradient), kind].append((gradient, nbytes))
-    rows: list[CollectiveRow] = []
-    for (*_, kind), members in sent.items():
-        within = members[0][0].within
-        axes = _axes(pricer, within)
-        devices = math.prod(axis.size for axis in axes)
-        whole = sum(nbytes for _, nbytes in members)
-        rows.append(
-            CollectiveRow(
-                kind=str(kind),
-                axes=within,
-                arrays=tuple(gradient.name for gradient, _ in members),
-                phase=_PHASE,
-                trips=1.0,
-                sent_bytes=collective_bytes(str(kind), whole, devices),
-                seconds=pricer.skew * collective_s(str(kind), whole, axes),
-            )
-        )
-    return rows
-
-
-def _within(
-    gradient: GradientDecision, pricer: Pricer
-) -> tuple[tuple[str, float], ...]:
-    """Kind and bytes of the collectives over the fast links."""
+def _within(gradient: GradientDecision, pricer: Pricer) -> tuple[Message, ...]:
+    """The sum over fast links before, and the gather of the sum after."""
     if not gradient.within:
         return ()
     devices = math.prod(axis.size for axis in _axes(pricer, gradient.within))
-    return around(math.prod(gradient.local_shape) * devices, keeps=gradient.keeps)
+    elements = math.prod(gradient.local_shape) * devices
+    return tuple(
+        Message(kind, nbytes, collective_bytes(kind, nbytes, devices))
+        for kind, nbytes in around(elements, keeps=gradient.keeps)
+    )
 
 
 def _work_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> CollectiveRow:
@@ -242,7 +223,7 @@ def _coded(
     axes = _axes(pricer, gradient.axes)
     wire = wire_s(codec, shape, workers, axes, scatter=scatter)
     fast = _axes(pricer, gradient.within)
-    wire += sum(added_s(k, n, fast) for k, n in _within(gradient, pricer))
+    wire += sum(added_s(m.kind, m.nbytes, fast) for m in _within(gradient, pricer))
     local = local_s(codec, math.prod(shape), pricer.cluster.device)
     nbytes = wire_bytes(codec, shape, workers, scatter=scatter)
     return CodecOption(text, nbytes, pricer.skew * wire, local, error, counted)

@@ -31,6 +31,7 @@ class Prices:
       codecs: those to choose from, as text.
       errors: measured relative errors, by parameter and codec; these layouts do
         not know whose gradient they carry, so their mean by codec is used.
+      forced: whether gradients are sent by codecs wherever they can be.
     """
 
     wire_weight: float
