@@ -169,12 +169,10 @@ class ParallelStep:
         abstract = _abstract(create_state, args)
         if batch is not None:
             self.prepare(*_splat(abstract), batch)
-        pure, rebuild = _pure_creation(create_state, abstract)
-        shapes = jax.eval_shape(pure, *args)
-        leaves, tree = jax.tree.flatten(shapes)
-        shardings = self._state_shardings(leaves, batch is not None)
-        made = placement.create(pure, args, jax.tree.unflatten(tree, shardings))
-        return rebuild(made)
+        pure = _pure_state(abstract)
+        shardings = self._state_shardings(jax.tree.leaves(pure), batch is not None)
+        made = placement.create(_leaves_of(create_state), args, shardings)
+        return _rebuilt(abstract, jax.tree.unflatten(jax.tree.structure(pure), made))
 
     def _state_shardings(self, leaves: Sequence[Any], planned: bool) -> list[Any]:
         if planned and self._current is not None:
@@ -403,18 +401,23 @@ def _abstract(create_state: Callable[..., Any], args: Sequence[Any]) -> Any:
     return nnx.eval_shape(create_state, *args)
 
 
-def _pure_creation(
-    create_state: Callable[..., Any], abstract: Any
-) -> tuple[Callable[..., Any], Callable[[Any], Any]]:
-    """Splits creation into a pure function of arrays and what puts objects back."""
+def _pure_state(state: Any) -> Any:
+    """A state as a pytree of arrays; that of NNX objects taken out of them."""
+    return pure_arguments(_splat(state)) if is_graph_node(state) else state
+
+
+def _leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """Creates the arrays of a state alone.
+
+    What a state holds besides (such as ``apply_fn``, bound to a module that is
+    made anew each time) may not compare equal from one call to the next.
+    """
+    return lambda *args: jax.tree.leaves(_pure_state(create_state(*args)))
+
+
+def _rebuilt(abstract: Any, pure: Any) -> Any:
+    """Puts arrays into the state they were planned for: objects, static parts."""
     if not is_graph_node(abstract):
-        return create_state, lambda made: made
-
-    def pure(*args: Any) -> Any:
-        return pure_arguments(_splat(create_state(*args)))
-
-    def rebuild(made: Any) -> Any:
-        nodes = nnx.merge(nnx.graphdef(_splat(abstract)), made[0])
-        return nodes if type(abstract) is tuple else nodes[0]
-
-    return pure, rebuild
+        return pure
+    nodes = nnx.merge(nnx.graphdef(_splat(abstract)), pure[0])
+    return nodes if type(abstract) is tuple else nodes[0]

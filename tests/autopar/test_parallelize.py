@@ -106,6 +106,15 @@ def test_state_is_donated() -> None:
     assert not any(leaf.is_deleted() for leaf in leaves(new))
 
 
+def test_state_from_init_is_planned_for_once(form: Form) -> None:
+    """Also where a module is made anew each time that a state is created."""
+    step = planned(form)
+    state = made(form, step)
+    before = step.plan
+    form.advance(step, state, next(forms.batches(1)))
+    assert step.plan is before
+
+
 def test_donate_false_keeps_the_state() -> None:
     form = FORMS["plain"]
     step = planned(form, donate=False)
