@@ -4,12 +4,14 @@
 
 A pass reads and writes every element once. Each codec does all that one of four
 workers does for one gradient (encode, decode what the others sent, error
-feedback) with the links left out. Codec and pass alternate; medians.
+feedback, what a step reports of it) with the links left out, compiled as a planned
+step is. Codec and pass alternate; medians.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import math
 import statistics
 import time
@@ -54,7 +56,13 @@ def main() -> None:
     """Prints the table."""
     from autopar.compression.feedback import Feedback
     from autopar.compression.registry import parse_codec
-    from autopar.compression.synchronise import Gradient, init_state, synchronise
+    from autopar.compression.synchronise import (
+        Gradient,
+        init_state,
+        settle,
+        synchronise,
+    )
+    from autopar.runtime.planned import WITH_BARRIERS
 
     parser = argparse.ArgumentParser()
     parser.add_argument("codecs", nargs="*", default=CODECS)
@@ -72,18 +80,19 @@ def main() -> None:
         kind = "residual" if codec.feedback else "none"
         how = Gradient("g", (side, side), codec, Feedback(kind=kind))
 
-        @jax.jit
+        @functools.partial(jax.jit, donate_argnums=1, compiler_options=WITH_BARRIERS)
         def run(x, state, step, how=how):
-            totals, after, _ = synchronise(
+            totals, after, sums = synchronise(
                 [how], [x], [state], Loopback(), jnp.int32(0), step
             )
-            return totals[0], after[0]
+            return totals[0], settle([state], after, jnp.all(sums[:, -1] == 0)), sums
 
         state = init_state(how, WORKERS)
         times: dict[str, list[float]] = {"codec": [], "pass": []}
         for step in range(options.rounds + 2):
             start = time.perf_counter()
-            _, state = jax.block_until_ready(run(gradient, state, jnp.int32(step + 1)))
+            done = jax.block_until_ready(run(gradient, state, jnp.int32(step + 1)))
+            (state,) = done[1]
             middle = time.perf_counter()
             jax.block_until_ready(one_pass(gradient))
             if step > 1:

@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar.compression.blocks import materialised
 from autopar.compression.codec import Codec, Context, Reduced, Rounds
 from autopar.compression.exchange import Links, chunk_elements, exchange
 from autopar.compression.feedback import Feedback, next_residuals, with_residual
@@ -140,7 +141,7 @@ def synchronise(
       part; the new states; and float32 (number of gradients, 6) of this
       worker: the squared norms of what was to be sent, of its error, of what
       was sent, of the new residual and of the partial itself, and the number of
-      elements of the partial that are not finite.
+      elements of what was to be sent that are not finite.
 
     Raises:
       ValueError: a partial does not fit its gradient; see `check_gradient`.
@@ -228,10 +229,12 @@ def _synchronise_some(
 ) -> list[tuple[jax.Array, State, jax.Array]]:
     """Total, state and row of sums of each gradient; all have elements."""
     gradients = [gradient for gradient, _, _ in entries]
-    partials = [partial for _, partial, _ in entries]
+    # Computed once, however many loops read it: without the barriers each would add the
+    # residual again, and transpose the gradient where a product left it transposed.
+    partials = [materialised(partial) for _, partial, _ in entries]
     wanted = [
-        with_residual(partial, state["residual"], gradient.feedback)
-        for gradient, partial, state in entries
+        _wanted(gradient, partial, state["residual"])
+        for partial, (gradient, _, state) in zip(partials, entries, strict=True)
     ]
     chunks = [
         _to_chunks(gradient, values, links.workers)
@@ -243,19 +246,34 @@ def _synchronise_some(
     ]
     reduced = exchange(rounds, links)
     errors = [
-        _from_chunks(gradient, values - result.sent)
+        _error(gradient, values, result.sent)
         for gradient, values, result in zip(gradients, chunks, reduced, strict=True)
     ]
     feedbacks = [gradient.feedback for gradient in gradients]
     residuals = next_residuals(feedbacks, errors, links, step)
+    norms = [_squared_norm(values) for values in wanted]
+    bad = _non_finite(wanted, norms)
     return [
         (
             _total(gradients[k], reduced[k], links.workers).astype(partials[k].dtype),
             {"residual": residuals[k], "codec": reduced[k].state},
-            _sums(partials[k], wanted[k], errors[k], residuals[k]),
+            _sums(partials[k], wanted[k], errors[k], residuals[k], norms[k], bad[k]),
         )
         for k in range(len(gradients))
     ]
+
+
+def _wanted(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
+    """What is to be sent, float32, computed once."""
+    values = with_residual(partial, residual, gradient.feedback)
+    return materialised(values) if gradient.feedback.active else values
+
+
+def _error(gradient: Gradient, chunks: jax.Array, sent: jax.Array) -> jax.Array:
+    """What was not sent, computed once; a codec that hands chunks on sends all."""
+    if sent is chunks:
+        return jnp.zeros(gradient.shape, jnp.float32)
+    return materialised(_from_chunks(gradient, chunks - sent))
 
 
 def _nothing(
@@ -344,20 +362,45 @@ def _total(gradient: Gradient, reduced: Reduced, workers: int) -> jax.Array:
 
 
 def _sums(
-    partial: jax.Array, wanted: jax.Array, error: jax.Array, residual: Any
+    partial: jax.Array,
+    wanted: jax.Array,
+    error: jax.Array,
+    residual: Any,
+    norm: jax.Array,
+    non_finite: jax.Array,
 ) -> jax.Array:
     """The row of one gradient, float32 (6,)."""
     kept = jnp.zeros(()) if isinstance(residual, tuple) else _squared_norm(residual)
     return jnp.stack(
         (
-            _squared_norm(wanted),
+            norm,
             _squared_norm(error),
             _squared_norm(wanted - error),
             kept,
             _squared_norm(partial),
-            jnp.sum(jnp.where(jnp.isfinite(partial), 0.0, 1.0), dtype=jnp.float32),
+            non_finite,
         )
     )
+
+
+def _non_finite(
+    wanted: Sequence[jax.Array], norms: Sequence[jax.Array]
+) -> list[jax.Array]:
+    """The number of elements of each that are not finite, float32.
+
+    They are counted only where a squared norm is not finite either.
+    """
+
+    def none(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [jnp.zeros((), jnp.float32) for _ in arrays]
+
+    def counted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+        return [jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in arrays]
+
+    if not wanted:
+        return []
+    good = jnp.all(jnp.isfinite(jnp.stack(norms)))
+    return jax.lax.cond(good, none, counted, list(wanted))
 
 
 def _squared_norm(values: jax.Array) -> jax.Array:

@@ -8,17 +8,16 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar.compression.fallback import Fallback
-from autopar.compression.synchronise import NON_FINITE
 from autopar.errors import PlanError
 from autopar.planner.analysis import Analysis
 from autopar.planner.assignment import Assignment
 from autopar.planner.convert import restore
 from autopar.plans import Plan
+from autopar.runtime.keeping import Keeper
 from autopar.runtime.probing import partial_gradients
 from autopar.runtime.synchronisation import (
     StepSynchroniser,
@@ -27,6 +26,9 @@ from autopar.runtime.synchronisation import (
 )
 from autopar_passes.apply import replay
 from autopar_passes.layouts import partition_spec
+
+# Compiler options that keep optimization barriers to the end on CPUs.
+WITH_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
@@ -147,11 +149,11 @@ def planned_step(
         return PlannedStep(analysis, plan, assignment, mesh, function)
     state = found.shardings()
     function = jax.jit(
-        _synchronised(run, found, analysis.traced.carried),
+        _synchronised(run, found, analysis, assignment),
         in_shardings=[*inputs, state],
         out_shardings=(outputs, state, None, None),
         donate_argnums=(*carried, len(inputs)) if donate else (),
-        compiler_options=_compiler_options(assignment, mesh),
+        compiler_options=_compiler_options(assignment, mesh, codecs=True),
     )
     if gradients is None:
         until, shardings = partial_gradients(run, found)
@@ -165,7 +167,10 @@ def planned_step(
 
 
 def _synchronised(
-    run: Callable[..., list[Any]], how: Synchronisation, carried: dict[int, int]
+    run: Callable[..., list[Any]],
+    how: Synchronisation,
+    analysis: Analysis,
+    assignment: Assignment,
 ) -> Callable[..., Any]:
     """A step whose gradients are summed by codecs.
 
@@ -176,25 +181,24 @@ def _synchronised(
     def step(*arguments: Any) -> Any:
         *flat, state = arguments
         synchroniser = StepSynchroniser(how, state)
-        out = run(*flat, synchroniser=synchroniser)
+        keeper = Keeper(synchroniser, analysis, assignment, flat)
+        out = run(*flat, synchroniser=synchroniser, made=keeper.made)
+        out = keeper.finish(out)
         after, sums = synchroniser.finish()
-        finite = jnp.all(sums[:, NON_FINITE] == 0)
-        for argument, result in carried.items():
-            out[result] = jax.lax.select(
-                jnp.broadcast_to(finite, out[result].shape),
-                out[result],
-                jnp.asarray(flat[argument]),
-            )
         return out, after, sums, synchroniser.taken()
 
     return step
 
 
-def _compiler_options(assignment: Assignment, mesh: Any) -> dict[str, str] | None:
-    """Keeps rematerialisation and repeated gathers apart on simulated devices.
+def _compiler_options(
+    assignment: Assignment, mesh: Any, *, codecs: bool = False
+) -> dict[str, str] | None:
+    """Keeps the barriers of a program on CPUs, where it has any that matter.
 
     XLA's CPU pipeline drops optimization barriers before it merges equal
-    expressions, so what was to be computed again is kept instead.
+    expressions and loops: what was to be computed again is kept instead, and what
+    was to be computed once, such as what a codec is to send, is computed again in
+    each loop that reads it.
     """
     if isinstance(mesh, AbstractMesh) or mesh.devices.flat[0].platform != "cpu":
         return None
@@ -205,9 +209,7 @@ def _compiler_options(assignment: Assignment, mesh: Any) -> dict[str, str] | Non
         backward and not choice.reuse
         for (_, backward), choice in assignment.copies.items()
     )
-    return (
-        {"xla_disable_hlo_passes": "cse_barrier_expander"} if barrier or again else None
-    )
+    return WITH_BARRIERS if barrier or again or codecs else None
 
 
 def _sharding(mesh: Any, layout: Any) -> NamedSharding | None:

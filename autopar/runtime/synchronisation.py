@@ -268,6 +268,7 @@ class StepSynchroniser:
         self.sums: list[tuple[list[str], jax.Array]] = []
         # Of each gradient the level that was taken.
         self.levels: dict[str, jax.Array] = {}
+        self._totals: jax.Array | None = None
 
     def takes(self, value: int) -> frozenset[int]:
         """See `autopar_passes.layout_plan.Synchroniser`."""
@@ -310,21 +311,36 @@ class StepSynchroniser:
             for v, total, m in zip(partials, totals, members, strict=True)
         }
 
+    @property
+    def complete(self) -> bool:
+        """Whether all sums were taken."""
+        return len(self.new) == len(self.plan.members)
+
+    @property
+    def finite(self) -> jax.Array:
+        """Whether all partial gradients were, a bool scalar; once all were taken."""
+        return jnp.all(self._sums()[:, NON_FINITE] == 0)
+
     def finish(self) -> tuple[State, jax.Array]:
-        """The state for the next step, and the sums of each gradient, (gradients, 5).
+        """The state for the next step, and the sums of each gradient, (gradients, 6).
 
         Where a partial gradient was not finite, the state stays as it was.
         """
         names = [m.decision.name for m in self.plan.members.values()]
-        found: dict[str, jax.Array] = {}
-        for bucket, rows in self.sums:
-            found.update(zip(bucket, jnp.sum(rows, axis=0), strict=True))
-        sums = jnp.stack([found[name] for name in names])
-        finite = jnp.all(sums[:, NON_FINITE] == 0)
         old = {name: self.state["gradients"][name] for name in names}
         new = {name: self.new[name] for name in names}
-        gradients = settle(old, new, finite)
-        return {"step": self.state["step"] + 1, "gradients": gradients}, sums
+        gradients = settle(old, new, self.finite)
+        after = {"step": self.state["step"] + 1, "gradients": gradients}
+        return after, self._sums()
+
+    def _sums(self) -> jax.Array:
+        if self._totals is None:
+            found: dict[str, jax.Array] = {}
+            for bucket, rows in self.sums:
+                found.update(zip(bucket, jnp.sum(rows, axis=0), strict=True))
+            names = [m.decision.name for m in self.plan.members.values()]
+            self._totals = jnp.stack([found[name] for name in names])
+        return self._totals
 
     def taken(self) -> jax.Array:
         """Of each gradient 1 at the level that was taken, int32 (gradients, levels)."""

@@ -19,6 +19,9 @@ from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program import Atom, Constant, Equation, Program, Region, walk
 from autopar_passes.stacked import Stacked
 
+# A value and what was made of it -> what is used instead.
+Made = Callable[[int, Any], Any]
+
 
 def replay(
     program: Program, graph: OperatorGraph, plan: LayoutPlan, mesh: Any
@@ -32,7 +35,8 @@ def replay(
       mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
 
     The function's keyword ``synchroniser`` takes sums that were put off; without
-    one they are plain reductions.
+    one they are plain reductions. Its keyword ``made`` is called with each value
+    that the step makes outside of loops, and what it returns is used instead.
     """
     operators: dict[int, list[Operator]] = {}
     producer: dict[int, Operator] = {}
@@ -41,7 +45,11 @@ def replay(
         producer.update((v, op) for v in op.outputs)
     sources = {e.index: e for e in walk(program.body)}
 
-    def run(*arguments: Any, synchroniser: Synchroniser | None = None) -> list[Any]:
+    def run(
+        *arguments: Any,
+        synchroniser: Synchroniser | None = None,
+        made: Made = _as_it_is,
+    ) -> list[Any]:
         replayer = _Replayer(
             program, operators, producer, sources, plan, mesh, synchroniser
         )
@@ -52,9 +60,14 @@ def replay(
             if op.kind == "input":
                 value = op.outputs[0]
                 values[value] = replayer.pin(values[value], plan.results(op, 0))
-        return replayer.step(program.body, values)
+        return replayer.step(program.body, values, made)
 
     return run
+
+
+def _as_it_is(value: int, array: Any) -> Any:
+    del value
+    return array
 
 
 class _Forms:
@@ -94,11 +107,15 @@ class _Replayer:
         self.mesh = mesh
         self.scope: _Forms | None = None
 
-    def step(self, body: Region, values: dict[int, Any]) -> list[Any]:
+    def step(self, body: Region, values: dict[int, Any], made: Made) -> list[Any]:
         """The whole program; carried state leaves in the layout it came in."""
         self.scope = _Forms(values, None)
         for eqn in body.equations:
             self.equation(eqn)
+            for value in eqn.outputs:
+                array = self.scope.values[value]
+                if array is not None and not isinstance(array, Stacked):
+                    self.scope.values[value] = made(value, array)
         layouts = [self.plan.output(k) for k in range(len(body.outputs))]
         return [
             self.plain(a) if layout is None else self.read(a, layout, True)

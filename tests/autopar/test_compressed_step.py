@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from typing import Any
 
 import compressed_cases as cases
@@ -13,6 +14,7 @@ import numpy as np
 import optax
 import pytest
 from compressed_cases import CASES, WORKERS, case_of
+from flax import nnx
 from planner_steps import mlp_loss
 
 from autopar.planner.traffic import worth_a_codec
@@ -23,6 +25,28 @@ STEPS = 3
 # With the part of the plain step's progress that a few steps make at least: a codec
 # that sends one element of a hundred, or starts from a random basis, starts late.
 CODECS = {"int4": 0.9, "powersgd:rank=2": 0.4, "blocktopk": 0.2}
+
+
+# A copy of a float32 argument, with its shape.
+COPIED = re.compile(r" = f32\[([\d,]+)\]\S* copy\(%?param[.\d]*\)")
+
+
+def poisoned(leaf: Any) -> Any:
+    return leaf * np.nan if leaf.ndim else leaf
+
+
+def bits(state: Any) -> list[bytes]:
+    """The arrays of a state, of NNX objects too."""
+    if isinstance(state[0], nnx.Module):
+        state = nnx.state(state)
+    return [
+        np.asarray(jax.random.key_data(x) if is_key(x) else x).tobytes()
+        for x in jax.tree.leaves(state)
+    ]
+
+
+def is_key(leaf: Any) -> bool:
+    return jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 @functools.cache
@@ -122,18 +146,43 @@ class TestEveryCase:
         ]
         assert all(c.nbytes < least for c in backward)
 
+    def test_a_gradient_that_is_not_finite_leaves_no_trace(self, name: str) -> None:
+        """Wherever the plan keeps the state, and whatever makes it."""
+        case, (step, _, _) = case_of(name), trained(name, "int8")
+        state, _ = case.train(step, case.state(), case.batches(1))
+        bad = case.batch(1)
+        if "x" in bad:
+            bad = {**bad, "x": np.full_like(bad["x"], np.inf)}
+        else:
+            state = jax.tree.map(poisoned, state)
+        before = bits(state)
+
+        state, (loss,) = case.train(step, state, [bad])
+
+        assert not np.isfinite(loss)
+        assert bits(state) == before
+
     def test_replicas_stay_the_same(self, name: str) -> None:
         """To the bit: devices that hold the same part of an array."""
         _, state, _ = trained(name, "int8")
 
         for leaf in jax.tree.leaves(state):
-            if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            if is_key(leaf):
                 continue
             parts: dict[str, np.ndarray] = {}
             for shard in leaf.addressable_shards:
                 data = np.asarray(shard.data)
                 first = parts.setdefault(str(shard.index), data)
                 assert first.tobytes() == data.tobytes()
+
+
+@pytest.mark.parametrize("name", ["data_parallel", "sharded_state", "nnx"])
+def test_moments_are_updated_where_they_lie(name: str) -> None:
+    """None is copied first for what the parameters are made of."""
+    lines = program(name, "int8").as_text().splitlines()
+    start = next(k for k, x in enumerate(lines) if x.startswith("ENTRY"))
+    copied = [m for x in lines[start:] if (m := COPIED.search(x))]
+    assert sum(math.prod(map(int, m[1].split(","))) for m in copied) < 128
 
 
 @pytest.mark.parametrize("name", sorted({*CASES} - {"linen", "scanned_layers"}))
