@@ -21,7 +21,7 @@ demo: $(INSTALLED)
 
 ## make test         run the whole test suite (WORKERS=2, PYTEST_ARGS=...)
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n $(WORKERS) $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 ## make lint         ruff, pyright and the layers
 lint: $(INSTALLED)

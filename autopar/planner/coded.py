@@ -31,6 +31,7 @@ class Prices:
       codecs: those to choose from, as text.
       errors: measured relative errors, by parameter and codec; these layouts do
         not know whose gradient they carry, so their mean by codec is used.
+      most_error: none of a gradient's may count for more.
       forced: whether gradients are sent by codecs wherever they can be.
     """
 
@@ -38,6 +39,7 @@ class Prices:
     seconds_per_error: float
     codecs: tuple[str, ...]
     errors: Mapping[str, Mapping[str, float]]
+    most_error: float = np.inf
     forced: bool = False
 
     def chosen(self, plain: np.ndarray, coded: np.ndarray) -> np.ndarray:
@@ -114,6 +116,8 @@ def _best(pricer: Pricer, prices: Prices, way: Way, shape: tuple[int, ...]) -> f
             continue
         known = prices.error_of(text, way.local_shape)
         error = effective_error(known, feedback=codec.feedback)
+        if error > prices.most_error:
+            continue
         wire = wire_s(codec, way.local_shape, way.workers, axes, scatter=way.scatter)
         link = pricer.skew * (wire + around)
         seconds = (

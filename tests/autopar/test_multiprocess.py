@@ -17,6 +17,8 @@ import pytest
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 TIMEOUT_S = 240
+# As in conftest.py, without the number of devices that a shell may ask for.
+FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 
 
 def free_port() -> int:
@@ -31,7 +33,7 @@ def run(count: int, folder: pathlib.Path) -> list[Any]:
     path = os.pathsep.join(str(p) for p in (ROOT, ROOT / "solver", ROOT / "passes"))
     # Collectives between processes need a thread for each device and its peer;
     # XLA sizes its pool by NPROC.
-    env = {**os.environ, "PYTHONPATH": path, "NPROC": "4", "XLA_FLAGS": ""}
+    env = {**os.environ, "PYTHONPATH": path, "NPROC": "4", "XLA_FLAGS": FLAGS}
     outs = [folder / f"{count}_{k}.json" for k in range(count)]
     processes = [
         subprocess.Popen(
