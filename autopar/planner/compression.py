@@ -53,7 +53,8 @@ from autopar_solver import (
 
 # What ``auto`` chooses from; '' leaves a gradient to the compiler.
 CANDIDATES = (
-    "", "bf16", "fp8", "int8", "int4", "int4:hadamard=false", "sign",
+    "", "bf16", "fp8", "int8", "int4", "int4:hadamard=false",
+    "int4:block=32,hadamard=false", "sign",
     "topk:ratio=0.01", "topk:ratio=0.05", "blocktopk", "threshold:ratio=0.01",
     "threshold:ratio=0.05", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=8",
     "powersgd:rank=16", "powersgd:rank=32", "powersgd:rank=64",
@@ -63,8 +64,8 @@ CANDIDATES = (
 WORTHWHILE = 0.03
 # No gradient may lose more than this many times the budget: what is left of it is not
 # spent on a few small ones. In training they do not average out: on 100 steps of a
-# character GPT, 3 % of the elements sent by `predicted` and `sign`, within the budget
-# of 0.1, cost 0.09 nats a character (500 Mbit/s, docs/results.md).
+# character GPT, 6 % of the elements sent by `predicted` and `sign`, within a budget of
+# 0.1, cost 0.09 nats a character (docs/results.md).
 MOST_OF_BUDGET = 2.0
 # Rounds of choosing layouts by the prices of the best choice so far.
 ROUNDS = 2

@@ -23,6 +23,9 @@ from autopar.plans import (
 from autopar.plans.schema import SCHEMA, Spec
 from autopar.version import __version__
 
+# Status of a plan whose layouts were not searched for.
+GIVEN = "layouts as they were given"
+
 
 def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
@@ -37,8 +40,8 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         peak_memory_bytes=float(best.peak_memory_bytes),
     )
     solver = SolverReport(
-        status=solution.status.value,
-        gap=float(max(0.0, solution.gap)),
+        status=solution.status.value if result.searched else GIVEN,
+        gap=float(max(0.0, solution.gap)) if result.searched else 0.0,
         seconds=result.seconds,
         cost=float(solution.cost),
         bound=float(solution.bound),

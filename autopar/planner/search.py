@@ -70,11 +70,15 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SearchResult:
-    """The best candidate, and what every mesh tried came to."""
+    """The best candidate, and what every mesh tried came to.
+
+    Where layouts were given nothing was searched, and there is no bound on others.
+    """
 
     best: Candidate
     tried: tuple[tuple[MeshShape, Candidate | None], ...]
     seconds: float
+    searched: bool = True
 
 
 def candidate_meshes(
@@ -410,4 +414,5 @@ def given(
         seconds=0.0,
     )
     found = evaluate(analysis, formulation, solution)
-    return SearchResult(found, ((fitting[0], found),), time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    return SearchResult(found, ((fitting[0], found),), seconds, searched=False)

@@ -35,7 +35,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SolverReport(msgspec.Struct, frozen=True, kw_only=True):
-    """How the plan was found; ``gap`` is (cost - bound) / cost."""
+    """How the plan was found; ``gap`` is (cost - bound) / cost, 0 without a search."""
 
     status: str
     gap: float

@@ -74,6 +74,11 @@ class CodecRun:
         """Takes a saved state; the next step places it."""
         self._saved, self._state, self._owner = state, None, None
 
+    def start_anew(self) -> None:
+        """Forgets what steps have left; what was assigned and not yet used stays."""
+        if self._state is not None:
+            self._state, self._owner = None, None
+
     def run(self, planned: PlannedStep, placed: Sequence[Any]) -> list[Any]:
         """Runs one step and keeps the codecs' new state."""
         how = planned.synchronisation

@@ -159,7 +159,8 @@ class ParallelStep:
 
         With an example ``batch`` (or a plan given to `parallelize`) the state
         lies as the plan wants it. Without, it is split evenly and moved on the
-        first call.
+        first call. Codecs start anew with it: residuals of earlier steps are not
+        sent to a new state.
 
         Args:
           create_state: makes the state (for NNX: the model and optimizer).
@@ -172,6 +173,7 @@ class ParallelStep:
         pure = _pure_state(abstract)
         shardings = self._state_shardings(jax.tree.leaves(pure), batch is not None)
         made = placement.create(_leaves_of(create_state), args, shardings)
+        self._codecs.start_anew()
         return _rebuilt(abstract, jax.tree.unflatten(jax.tree.structure(pure), made))
 
     def _state_shardings(self, leaves: Sequence[Any], planned: bool) -> list[Any]:

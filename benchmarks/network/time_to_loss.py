@@ -224,8 +224,28 @@ def train(options: argparse.Namespace, rate_mbit: float, seed: int) -> None:
         for run in runs:
             run.evaluations.append((run.done, evaluate(run.state)))
         worker.say(f"step {runs[0].done}: {_progress(runs)}")
+    go_on(runs, workload, evaluate, rate_mbit, options)
     for run in runs:
         worker.report(record(run, rate_mbit, seed))
+
+
+def go_on(
+    runs: Sequence[Run],
+    workload: language_model.Workload,
+    evaluate: Evaluator,
+    rate_mbit: float,
+    options: argparse.Namespace,
+) -> None:
+    """Those that are above the dense run's last loss train on, some steps more."""
+    target = runs[0].evaluations[-1][1]
+    for run in runs[1:]:
+        most = run.done + options.further
+        while run.done < most and summaries.reached(run.evaluations, target) is None:
+            worker.set_rate(rate_mbit or None)
+            advance(run, workload, min(options.turn, most - run.done))
+            worker.set_rate(None)
+            run.evaluations.append((run.done, evaluate(run.state)))
+            worker.say(f"step {run.done}: {_progress([run])}")
 
 
 def _progress(runs: Sequence[Run]) -> str:
@@ -249,6 +269,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 1000.0],
                         help="Mbit/s; 0: unshaped")  # fmt: skip
     parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--further", type=int, default=0,
+                        help="steps more for a configuration that has not reached "
+                        "the dense run's last loss by then")  # fmt: skip
     parser.add_argument("--batch", type=int, default=language_model.Sizes().batch,
                         help="rows over all hosts")  # fmt: skip
     parser.add_argument("--turn", type=int, default=20,

@@ -240,6 +240,8 @@ class TestBudget:
     def test_the_default(self) -> None:
         plan = planned(SLOW, "auto", layouts=data_parallel(SLOW, "none"))
         assert plan.compression.error_budget == DEFAULT_BUDGET
+        assert plan.solver.status == "layouts as they were given"
+        assert plan.solver.gap == 0
         assert plan.gradients == self.plan(DEFAULT_BUDGET).gradients
 
 

@@ -257,6 +257,15 @@ class TestRecode:
             step.recode({"params/9/up": "int4"})
 
 
+def test_a_new_state_starts_codecs_anew() -> None:
+    """What the last steps of another run have not sent is not sent to it."""
+    case, step = case_of(NAME), fresh()
+    runs = [case.train(step, step.init(case.state), case.batches(3)) for _ in range(2)]
+
+    (_, first), (_, second) = runs
+    assert first == second
+
+
 class TestBadInput:
     """Each mistake is named before anything is compiled."""
 
