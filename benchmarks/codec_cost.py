@@ -57,6 +57,7 @@ def main() -> None:
     from autopar.compression.feedback import Feedback
     from autopar.compression.registry import parse_codec
     from autopar.compression.synchronise import (
+        NON_FINITE,
         Gradient,
         init_state,
         settle,
@@ -85,7 +86,8 @@ def main() -> None:
             totals, after, sums = synchronise(
                 [how], [x], [state], Loopback(), jnp.int32(0), step
             )
-            return totals[0], settle([state], after, jnp.all(sums[:, -1] == 0)), sums
+            finite = jnp.all(sums[:, NON_FINITE] == 0)
+            return totals[0], settle([state], after, finite), sums
 
         state = init_state(how, WORKERS)
         times: dict[str, list[float]] = {"codec": [], "pass": []}
