@@ -10,9 +10,10 @@ from typing import Any
 import msgspec
 
 from autopar.cluster import Cluster, MeshShape
+from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
-from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.compression import (
+from autopar.planner.candidate import SearchResult
+from autopar.planner.codecs.choose import (
     Choice,
     choose,
     decisions,
@@ -21,8 +22,7 @@ from autopar.planner.compression import (
     joint_uniform,
     uniform,
 )
-from autopar.planner.compression_options import budget_of, parsed
-from autopar.planner.convert import make_plan, restore
+from autopar.planner.codecs.options import budget_of, parsed
 from autopar.planner.hints import (
     LogicalRules,
     Pins,
@@ -32,10 +32,11 @@ from autopar.planner.hints import (
     pin_restriction,
     pinned_layouts,
 )
-from autopar.planner.price import Pricer
 from autopar.planner.problem import Restriction
-from autopar.planner.search import SearchResult, candidate_meshes, given, search
+from autopar.planner.record import make_plan, restore
+from autopar.planner.search import candidate_meshes, given, search
 from autopar.plans import Plan
+from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.roles import InputRole
 
 # Most plans are proved optimal in a tenth of this; with very tight memory the

@@ -19,13 +19,12 @@ from typing import Any
 
 import jax
 
-from autopar import profile
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster, local
 from autopar.errors import TargetError
-from autopar.planner.analysis import analyse
 from autopar.plans import Plan
-from autopar.plans.table import (
+from autopar.profiling import profile
+from autopar.reports.table import (
     bytes_text,
     columns,
     planning_times,
@@ -33,6 +32,7 @@ from autopar.plans.table import (
     seconds_text,
 )
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.steps.analysis import analyse
 from autopar_passes.audit import shardy_collectives
 from autopar_passes.hlo import CompiledAudit, compiled_audit
 

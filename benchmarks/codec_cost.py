@@ -54,8 +54,8 @@ class Loopback:
 
 def main() -> None:
     """Prints the table."""
+    from autopar.compression.codecs.registry import parse_codec
     from autopar.compression.feedback import Feedback
-    from autopar.compression.registry import parse_codec
     from autopar.compression.synchronise import (
         NON_FINITE,
         Gradient,

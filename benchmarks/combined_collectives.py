@@ -5,7 +5,7 @@
 First how far the CPU compiler joins all-reduces: the gradients of a chain of layers,
 by their number and size. Then, for plans of the examples on 8 simulated devices, the
 all-reduces and all-gathers of the plan, the messages it takes them for
-(`autopar.planner.messages`), and the operations of the compiled program.
+(`autopar.cost.combining`), and the operations of the compiled program.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ import workloads
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.cluster import Cluster
-from autopar.planner.analysis import analyse
-from autopar.planner.convert import make_plan
+from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.experts import expert_plans
-from autopar.planner.search import Candidate, SearchResult
+from autopar.planner.record import make_plan
 from autopar.runtime.planned import device_mesh, planned_step
+from autopar.steps.analysis import analyse
 
 DEVICES = 8
 # Layers and width of the chains.

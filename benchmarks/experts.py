@@ -14,8 +14,8 @@ import sys
 import workloads
 
 from autopar.cluster import Cluster
-from autopar.planner.analysis import analyse
 from autopar.planner.compare import compare
+from autopar.steps.analysis import analyse
 
 
 def main() -> int:

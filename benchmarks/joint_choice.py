@@ -18,7 +18,7 @@ import workloads
 
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster
-from autopar.planner.analysis import analyse
+from autopar.steps.analysis import analyse
 
 RATES = (0.1, 0.3, 1, 3, 10, 25, 50, 100, 200, 400)
 

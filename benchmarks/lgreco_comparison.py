@@ -38,14 +38,14 @@ import numpy as np
 import workloads
 from data_parallel import Run, Trainer, spread
 
-from autopar.compression.lowrank import PowerSGD
+from autopar.compression.codecs.lowrank import PowerSGD
+from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.policies import AcrossFamilies, LGreCo, Probe
 from autopar.compression.policies.probe import (
     QUANTISERS,
     powersgd_family,
     topk_family,
 )
-from autopar.compression.registry import format_codec, parse_codec
 
 WARM_UP = 25
 CHOOSE_AT = 50

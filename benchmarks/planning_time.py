@@ -43,7 +43,7 @@ def measure(name: str) -> dict[str, object]:
     start = time.perf_counter()
     from autopar.api import plan_analysis
     from autopar.cluster import Cluster
-    from autopar.planner.analysis import analyse
+    from autopar.steps.analysis import analyse
 
     step, args = workloads.arguments(example, **options)
     imported = time.perf_counter() - start

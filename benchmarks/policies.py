@@ -48,12 +48,12 @@ from flax.training.train_state import TrainState
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "network"))
 import language_model
 
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import MeshLinks, wire_bytes
 from autopar.compression.feedback import Feedback
 from autopar.compression.policies import Accordion, GraVAC, topk_levels
 from autopar.compression.policies.gravac import GainOf
-from autopar.compression.policy import GradientReport, Observation, Policy
-from autopar.compression.registry import parse_codec
+from autopar.compression.policies.policy import GradientReport, Observation, Policy
 from autopar.compression.synchronise import (
     ERROR,
     GRADIENT,

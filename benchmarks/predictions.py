@@ -18,8 +18,8 @@ import workloads
 
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster
-from autopar.planner.analysis import analyse
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
+from autopar.steps.analysis import analyse
 from autopar_passes.audit import shardy_collectives
 from autopar_passes.hlo import compiled_audit
 

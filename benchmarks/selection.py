@@ -20,10 +20,10 @@ import jax
 import jax.numpy as jnp
 import workloads
 
-from autopar.compression.codec import Codec, Context
+from autopar.compression.codecs.codec import Codec, Context
+from autopar.compression.codecs.sparse import BlockTopK, TopK
+from autopar.compression.codecs.threshold import Threshold
 from autopar.compression.exchange import chunk_elements
-from autopar.compression.sparse import BlockTopK, TopK
-from autopar.compression.threshold import Threshold
 
 RATIO = 0.01
 EVERY = 1000

@@ -29,15 +29,15 @@ import optax
 import workloads
 from jax.flatten_util import ravel_pytree
 
-from autopar.compression.codec import Codec, Context
+from autopar.compression.codecs.codec import Codec, Context
+from autopar.compression.codecs.predicted import Predicted
+from autopar.compression.codecs.sketch import Sketch
 from autopar.compression.exchange import (
     MeshLinks,
     chunk_elements,
     exchange,
     wire_bytes,
 )
-from autopar.compression.predicted import Predicted
-from autopar.compression.sketch import Sketch
 
 WORKERS = 4
 SEQUENCE = 64

@@ -15,11 +15,11 @@ import jax
 import workloads
 
 from autopar.cluster import Cluster
-from autopar.planner.analysis import analyse
+from autopar.planner.candidate import SearchResult
 from autopar.planner.compare import compare
-from autopar.planner.convert import make_plan
-from autopar.planner.search import SearchResult
-from autopar.runtime.measure import measure_plans
+from autopar.planner.record import make_plan
+from autopar.runtime.timing import measure_plans
+from autopar.steps.analysis import analyse
 
 
 def main() -> int:

@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli import common
-from autopar.planner.codec_traffic import codec_rows
-from autopar.planner.explain import context_of
 from autopar.plans import Plan
-from autopar.plans.table import bytes_text, columns, mesh_text
+from autopar.reports.explain import context_of
+from autopar.reports.gradients import codec_rows
+from autopar.reports.table import bytes_text, columns, mesh_text
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar_passes.audit import AuditedCollective, shardy_collectives
 

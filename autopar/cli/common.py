@@ -18,9 +18,9 @@ from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
-from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.compression_options import parsed
+from autopar.planner.codecs.options import parsed
 from autopar.plans import Plan
+from autopar.steps.analysis import Analysis, analyse
 
 PlanOrTarget = Annotated[
     str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")

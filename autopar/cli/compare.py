@@ -10,13 +10,13 @@ from autopar.cli import common
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.planner.analysis import Analysis
-from autopar.planner.convert import make_plan
+from autopar.planner.candidate import SearchResult
 from autopar.planner.experts import Expert, expert_plans
-from autopar.planner.search import SearchResult
+from autopar.planner.record import make_plan
 from autopar.plans import Plan
-from autopar.plans.table import bytes_text, columns, mesh_text, seconds_text
-from autopar.runtime.measure import measure_plans
+from autopar.reports.table import bytes_text, columns, mesh_text, seconds_text
+from autopar.runtime.timing import measure_plans
+from autopar.steps.analysis import Analysis
 
 OURS = "autopar"
 

@@ -8,8 +8,9 @@ import typer
 
 from autopar.cli import common
 from autopar.cli.gradients import gradient_data, gradient_lines
-from autopar.planner.codec_traffic import codec_rows
-from autopar.planner.explain import (
+from autopar.layouts.layout import shards
+from autopar.planner.search import given as layouts_alone
+from autopar.reports.explain import (
     Alternative,
     Context,
     Decision,
@@ -18,9 +19,8 @@ from autopar.planner.explain import (
     decisions,
     group_collectives,
 )
-from autopar.planner.layout import shards
-from autopar.planner.search import given as layouts_alone
-from autopar.plans.table import (
+from autopar.reports.gradients import codec_rows
+from autopar.reports.table import (
     CollectiveRow,
     bytes_text,
     collapse,

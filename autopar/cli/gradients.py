@@ -4,11 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from autopar.planner.codec_traffic import CodecOption, codec_options
-from autopar.planner.explain import Context
-from autopar.planner.traffic import worth_a_codec
 from autopar.plans import GradientDecision
-from autopar.plans.table import (
+from autopar.reports.explain import Context
+from autopar.reports.gradients import CodecOption, codec_options
+from autopar.reports.table import (
     bytes_text,
     collapse,
     columns,
@@ -18,6 +17,7 @@ from autopar.plans.table import (
     seconds_text,
     template,
 )
+from autopar.steps.sums import worth_a_codec
 
 _HEADING = ("codec", "sends", "ratio", "link", "device", "error", "counts as", "")
 

@@ -7,12 +7,12 @@ import typer
 
 from autopar.cli import common
 from autopar.cli.target import load, parse_words
-from autopar.planner.analysis import Analysis
-from autopar.planner.codec_traffic import codec_rows
-from autopar.planner.explain import context_of, group_collectives
 from autopar.plans import Plan
-from autopar.plans.html import render_html
-from autopar.plans.table import planning_times, render
+from autopar.reports.explain import context_of, group_collectives
+from autopar.reports.gradients import codec_rows
+from autopar.reports.html import render_html
+from autopar.reports.table import planning_times, render
+from autopar.steps.analysis import Analysis
 
 
 def plan(

@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from autopar import profile as profiling
 from autopar.cli import common
+from autopar.profiling import profile as profiling
 
 
 def profile(

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from autopar.compression.codec import (
+from autopar.compression.codecs.codec import (
     AllGather,
     AllReduce,
     AllToAll,

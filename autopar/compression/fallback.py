@@ -23,9 +23,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.compression.dense import Dense
+from autopar.compression.codecs.dense import Dense
+from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.exchange import Links
-from autopar.compression.registry import format_codec, parse_codec
 from autopar.compression.synchronise import (
     SENT,
     WANTED,

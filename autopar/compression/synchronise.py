@@ -17,11 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar.compression.blocks import materialised
-from autopar.compression.codec import Codec, Context, Reduced, Rounds
+from autopar.compression.codecs.blocks import materialised
+from autopar.compression.codecs.codec import Codec, Context, Reduced, Rounds
+from autopar.compression.codecs.quantise import without_server_feedback
 from autopar.compression.exchange import Links, chunk_elements, exchange
 from autopar.compression.feedback import Feedback, next_residuals, with_residual
-from autopar.compression.quantise import without_server_feedback
 
 State = dict[str, Any]
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from autopar.cluster import Cluster
-from autopar.planner.analysis import Analysis
+from autopar.planner.candidate import SearchResult
 from autopar.planner.experts import Expert, expert_plans
-from autopar.planner.search import SearchResult, search
+from autopar.planner.search import search
+from autopar.steps.analysis import Analysis
 
 
 def compare(

@@ -9,9 +9,9 @@ import math
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.planner.analysis import Analysis
 from autopar.plans import NodeDecision, Plan
 from autopar.plans.schema import Spec
+from autopar.steps.analysis import Analysis
 
 
 def check_consistent(analysis: Analysis, plan: Plan) -> None:

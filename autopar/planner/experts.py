@@ -11,14 +11,15 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from autopar.cluster import Cluster
+from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
-from autopar.planner.analysis import Analysis
-from autopar.planner.labels import BATCH, SEQUENCE, Labels, factor_labels
-from autopar.planner.nodes import Node
-from autopar.planner.price import Pricer
+from autopar.layouts.strategies import Strategy
+from autopar.planner.candidate import Candidate
 from autopar.planner.problem import Restriction
-from autopar.planner.search import Candidate, candidate_meshes, solve_mesh
-from autopar.planner.strategies import Strategy
+from autopar.planner.search import candidate_meshes, solve_mesh
+from autopar.steps.analysis import Analysis
+from autopar.steps.labels import BATCH, SEQUENCE, Labels, factor_labels
+from autopar.steps.nodes import Node
 from autopar_passes.roles import InputRole
 
 

@@ -17,12 +17,12 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import MeshShape
 from autopar.errors import PlanError
-from autopar.planner.analysis import Analysis
-from autopar.planner.assignment import Assignment
-from autopar.planner.layout import Layout
-from autopar.planner.nodes import Node
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import Layout
+from autopar.layouts.strategies import Strategy, layout_of
 from autopar.planner.problem import Restriction
-from autopar.planner.strategies import Strategy, layout_of
+from autopar.steps.analysis import Analysis
+from autopar.steps.nodes import Node
 from autopar_passes.trace import argument_names, is_graph_node
 
 # Pattern of an input's path -> its layout.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
-from autopar.planner.analysis import Analysis
-from autopar.planner.price import Pricer
 from autopar.planner.problem import Formulation
+from autopar.steps.analysis import Analysis
 from autopar_passes.graph import Operator
 from autopar_passes.roles import InputRole
 from autopar_solver.infeasibility import explain

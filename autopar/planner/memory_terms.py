@@ -1,6 +1,6 @@
 """Memory as terms of the solver's problem, one choice at a time.
 
-The exact model (`autopar.planner.memory`) knows both ends of a resharding; a
+The exact model (`autopar.cost.memory`) knows both ends of a resharding; a
 term of the problem knows one node. So the terms leave out the short-lived
 forms between two nodes, and the search checks the exact peak of what the
 solver returns and tightens the limit where that is over.
@@ -12,13 +12,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from autopar.planner.copies import Copy, Mode
-from autopar.planner.layout import shards
-from autopar.planner.lifetimes import Lifetimes
-from autopar.planner.memory import OVERHEAD, held_until
-from autopar.planner.nodes import Contraction, Home
-from autopar.planner.strategies import Space
-from autopar.planner.uses import Source
+from autopar.cost.memory import OVERHEAD, held_until
+from autopar.layouts.copies import Copy, Mode
+from autopar.layouts.layout import shards
+from autopar.layouts.strategies import Space
+from autopar.steps.lifetimes import Lifetimes
+from autopar.steps.nodes import Contraction, Home
+from autopar.steps.uses import Source
 from autopar_passes.graph import OperatorGraph
 from autopar_passes.rules import Dims
 from autopar_solver import MemoryTerm
@@ -96,12 +96,10 @@ class _Writer:
             index = self.contraction.node_of.get(op.class_index)
             if index is None or self.contraction.nodes[index].kind != "contraction":
                 continue
-            mapping = self.contraction.nodes[index].members[op.class_index]
+            node = self.contraction.nodes[index]
             start = self.life.time[op.index]
             for value, dims in zip(op.outputs, op.rule.results, strict=True):
-                own = tuple(
-                    tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims
-                )
+                own = node.dims(op, dims)
                 nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
                 usage = self.usage(index, own, nbytes)
                 yield MemoryTerm(node=index, start=start, end=start + 1, usage=usage)

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.planner.analysis import Analysis
-from autopar.planner.layout import Layout
+from autopar.layouts.layout import Layout
 from autopar.planner.problem import Formulation
+from autopar.steps.analysis import Analysis
 from autopar_passes.roles import InputRole
 from autopar_solver import ShardingProblem, Solution
 

@@ -259,7 +259,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """The plan as a table."""
-        from autopar.plans.table import render
+        from autopar.reports.table import render
 
         return render(self)
 

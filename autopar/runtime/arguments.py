@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from autopar.errors import PlanError
-from autopar.planner.analysis import Analysis
 from autopar.plans import Plan
 from autopar.runtime import placement
+from autopar.steps.analysis import Analysis
 from autopar_passes.trace import carried_leaves, is_graph_node, pure_arguments
 from autopar_passes.trace import pure_function as pure_step
 

@@ -15,15 +15,15 @@ from autopar.api import plan as make_plan
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster
 from autopar.compression.fallback import LEAST_GAIN, Fallback
-from autopar.compression.policy import GradientReport, Policy
+from autopar.compression.policies.policy import GradientReport, Policy
 from autopar.errors import PlanError
-from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.convert import check_plan
 from autopar.planner.hints import logical_pins
+from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, placement
-from autopar.runtime.codec_run import CodecRun, recoded
+from autopar.runtime.gradients.codec_run import CodecRun, recoded
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.roles import InputRole
 from autopar_passes.trace import is_graph_node, pure_arguments
 
@@ -53,7 +53,7 @@ def parallelize(
       devices: the devices to run on; default: the first of ``jax.devices()``.
       donate: whether a call consumes the carried state.
       policy: changes the codecs of gradients while training; see
-        `autopar.compression.policy`. Needs ``compression=``.
+        `autopar.compression.policies.policy`. Needs ``compression=``.
       fallback: codecs, in the order in which they are tried in a step in which
         those of the plan send too little; the last one always sends. Needs
         ``compression=``.
@@ -303,17 +303,17 @@ class ParallelStep:
             )
         ]
         if self._donate:
-            placement.separate(placed, planned.analysis.traced.carried)
+            placement.separate(placed, planned.analysis.carried)
         if planned.synchronisation is None:
             flat = planned.function(*placed)
         else:
             flat = self._codecs.run(planned, placed)
         if self._donate:
-            placement.consume(leaves, placed, planned.analysis.traced.carried)
+            placement.consume(leaves, placed, planned.analysis.carried)
         if planned.synchronisation is not None and (wish := self._codecs.advise()):
             self.recode(wish)
-        out = jax.tree.unflatten(planned.analysis.traced.out_tree, flat)
-        mutated = planned.analysis.traced.mutated
+        out = jax.tree.unflatten(planned.analysis.pytrees.out_tree, flat)
+        mutated = planned.analysis.pytrees.mutated
         if not mutated:
             return out
         state, result = out

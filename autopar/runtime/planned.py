@@ -13,17 +13,17 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
-from autopar.planner.analysis import Analysis
-from autopar.planner.assignment import Assignment
-from autopar.planner.convert import restore
+from autopar.layouts.assignment import Assignment
+from autopar.planner.record import restore
 from autopar.plans import Plan
-from autopar.runtime.keeping import Keeper
-from autopar.runtime.probing import partial_gradients
-from autopar.runtime.synchronisation import (
+from autopar.runtime.gradients.probing import partial_gradients
+from autopar.runtime.gradients.restoring import Keeper
+from autopar.runtime.gradients.sums import (
     StepSynchroniser,
     Synchronisation,
     synchronisation,
 )
+from autopar.steps.analysis import Analysis
 from autopar_passes.apply import replay
 from autopar_passes.layouts import partition_spec
 
@@ -130,8 +130,8 @@ def planned_step(
       PlanError: the plan belongs to another step.
     """
     assignment = restore(analysis, plan)
-    run = replay(analysis.traced.program, analysis.graph, assignment, mesh)
-    carried = tuple(sorted(analysis.traced.carried)) if donate else ()
+    run = replay(analysis.program, analysis.graph, assignment, mesh)
+    carried = tuple(sorted(analysis.carried)) if donate else ()
     outputs = [
         _sharding(mesh, assignment.output(k))
         for k in range(len(analysis.graph.outputs))

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codec import Codec, Context
+from autopar.compression.codecs.codec import Codec, Context
 from autopar.compression.exchange import MeshLinks, chunk_elements, exchange
 
 EPSILON = float(np.finfo(np.float32).eps)

@@ -14,18 +14,19 @@ import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar.cluster import Cluster, LinkSpec, MeshAxis, MeshShape
-from autopar.planner.assignment import Assignment, assign
-from autopar.planner.copies import Copy, Mode
-from autopar.planner.layout import Layout
-from autopar.planner.nodes import Contraction, contract
-from autopar.planner.price import Pricer
-from autopar.planner.problem import Formulator
-from autopar.planner.strategies import Strategy, layout_of, strategy_space
-from autopar.planner.traffic import traffic
-from autopar.planner.uses import Source, ValueClass, collect
+from autopar.cost.pricer import Pricer
+from autopar.cost.traffic import traffic
+from autopar.layouts.assignment import Assignment, assign
+from autopar.layouts.copies import Copy, Mode
+from autopar.layouts.layout import Layout
+from autopar.layouts.strategies import Strategy, layout_of, strategy_space
+from autopar.planner.problem import make_copies
+from autopar.steps.analysis import Analysis, analyse_program
+from autopar.steps.nodes import Contraction
+from autopar.steps.uses import Source, ValueClass
 from autopar_passes.apply import replay
 from autopar_passes.audit import shardy_collectives
-from autopar_passes.deferral import Deferral, find_deferrals
+from autopar_passes.deferral import Deferral
 from autopar_passes.graph import OperatorGraph
 from autopar_passes.layouts import partition_spec
 from autopar_passes.trace import TracedStep, pure_arguments, pure_function, trace
@@ -52,11 +53,32 @@ class Case:
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
-    traced: TracedStep
-    graph: OperatorGraph
-    contraction: Contraction
-    sources: dict[ValueClass, Source]
-    deferrals: tuple[Deferral, ...] = ()
+    analysis: Analysis
+
+    @property
+    def traced(self) -> TracedStep:
+        """The step's pytrees."""
+        return self.analysis.pytrees
+
+    @property
+    def graph(self) -> OperatorGraph:
+        """The operator graph."""
+        return self.analysis.graph
+
+    @property
+    def contraction(self) -> Contraction:
+        """The nodes with a choice."""
+        return self.analysis.contraction
+
+    @property
+    def sources(self) -> dict[ValueClass, Source]:
+        """Who reads what."""
+        return self.analysis.sources
+
+    @property
+    def deferrals(self) -> tuple[Deferral, ...]:
+        """The paths along which sums may stay partial."""
+        return self.analysis.deferrals
 
 
 def prepare(
@@ -65,16 +87,15 @@ def prepare(
     """Traces a step and contracts its graph."""
     traced = trace(step, args)
     graph = traced.graph(share_repeated=share_repeated)
-    contraction = contract(graph)
-    sources = collect(graph, contraction)
-    deferrals = find_deferrals(traced.program, graph)
-    return Case(step, tuple(args), traced, graph, contraction, sources, deferrals)
+    made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
+    return Case(step, tuple(args), dataclasses.replace(made, traced=traced))
 
 
 def all_waiting(case: Case) -> Case:
     """The case with every sum put off that may be, not only those in loops."""
     waiting = tuple(dataclasses.replace(d, hoisted=True) for d in case.deferrals)
-    return dataclasses.replace(case, deferrals=waiting)
+    analysis = dataclasses.replace(case.analysis, deferrals=waiting)
+    return dataclasses.replace(case, analysis=analysis)
 
 
 def random_plan(
@@ -97,12 +118,11 @@ def random_plan(
         sharded = [s for s in space if any(s)]
         options = sharded if sharded and draw.random() < density else space
         strategies.append(space[0] if replicated else draw.choice(options))
-    formulator = Formulator(case.graph, case.contraction, case.sources)
     chosen: list[tuple[Copy, int]] = []
     for source in case.sources.values():
         home = layout_of(strategies[source.home.node], source.home.dims)
         start, forward = len(strategies) + len(chosen), None
-        for copy in formulator.make_copies(source, start, pricer, memory=True):
+        for copy in make_copies(case.analysis, source, start, pricer, memory=True):
             allowed = _allowed(copy, home, forward)
             forward = copy, allowed[0] if replicated else draw.choice(allowed)
             chosen.append(forward)

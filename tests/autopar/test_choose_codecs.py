@@ -16,14 +16,14 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
 
 from autopar import Cluster, Plan, PlanError
 from autopar.api import plan_analysis
-from autopar.compression.registry import parse_codec
-from autopar.cost.compression import effective_error, relative_error
-from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.compression import CANDIDATES, MOST_OF_BUDGET, choose
-from autopar.planner.compression_options import DEFAULT_BUDGET
-from autopar.planner.convert import restore
-from autopar.planner.gradients import gradients_of, parameter_names
+from autopar.compression.codecs.registry import parse_codec
+from autopar.cost.codecs.terms import effective_error, relative_error
+from autopar.planner.codecs.choose import CANDIDATES, MOST_OF_BUDGET, choose
+from autopar.planner.codecs.options import DEFAULT_BUDGET
+from autopar.planner.codecs.sites import gradients_of, parameter_names
+from autopar.planner.record import restore
 from autopar.planner.search import given
+from autopar.steps.analysis import Analysis, analyse
 
 ROWS, WIDTH, HIDDEN = 1024, 128, 256
 SPLIT = {"batch/*": PartitionSpec("data")}

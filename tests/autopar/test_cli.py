@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar.cli import main
 from autopar.plans import Plan
-from autopar.plans.table import render
+from autopar.reports.table import render
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TARGET = f"{GOLDEN / 'two_layers.py'}:workload"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.cli import main
-from autopar.compression.registry import codec_names
+from autopar.compression.codecs.registry import codec_names
 from autopar.plans import Plan
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"

@@ -8,14 +8,15 @@ from typing import Any
 import jax
 import pytest
 
-from autopar import demo, profile
+from autopar import demo
 from autopar.cli import compare, main
 from autopar.cli.common import progress, simulate_devices
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TargetError
-from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.experts import Expert
 from autopar.planner.search import Candidate, search
+from autopar.profiling import profile
+from autopar.steps.analysis import Analysis, analyse
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TARGET = f"{GOLDEN / 'two_layers.py'}:workload"

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cluster.fit import (
+from autopar.profiling.fit import (
     fit_collective,
     fit_line,
     fit_slope,

@@ -13,16 +13,16 @@ from autopar.cli import common
 from autopar.cli.audit import audit_plan
 from autopar.cli.target import load
 from autopar.cluster import Cluster
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import messages
-from autopar.compression.registry import parse_codec
-from autopar.cost.compression import effective_error, relative_error
-from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.codec_messages import TELEMETRY_BYTES
-from autopar.planner.codec_traffic import codec_options, codec_rows
-from autopar.planner.compression import CANDIDATES
-from autopar.planner.explain import mesh_of
-from autopar.planner.price import Pricer
+from autopar.cost.codecs.messages import TELEMETRY_BYTES
+from autopar.cost.codecs.terms import effective_error, relative_error
+from autopar.cost.pricer import Pricer
+from autopar.planner.codecs.choose import CANDIDATES
 from autopar.plans import GradientDecision, Plan
+from autopar.reports.explain import mesh_of
+from autopar.reports.gradients import codec_options, codec_rows
+from autopar.steps.analysis import Analysis, analyse
 
 TARGET = pathlib.Path(__file__).parents[1] / "golden" / "two_layers.py"
 DEVICES = 8

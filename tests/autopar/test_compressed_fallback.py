@@ -15,8 +15,8 @@ from compressed_cases import case_of
 
 import autopar
 from autopar import PlanError
-from autopar.compression.policy import Observation
-from autopar.runtime.codec_state import carry_over, restored
+from autopar.compression.policies.policy import Observation
+from autopar.runtime.gradients.codec_state import carry_over, restored
 
 NAME = "data_parallel"
 STEPS = 4

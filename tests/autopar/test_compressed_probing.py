@@ -13,10 +13,10 @@ import pytest
 from compressed_cases import WORKERS, case_of
 from planner_steps import mlp_loss
 
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_bytes
 from autopar.compression.policies import AcrossFamilies, LGreCo, Probe
-from autopar.compression.policy import Observation
-from autopar.compression.registry import parse_codec
+from autopar.compression.policies.policy import Observation
 from autopar_passes.hlo import hlo_collectives
 
 NAME = "data_parallel"

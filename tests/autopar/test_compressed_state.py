@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 
 import autopar
 from autopar import Cluster, PlanError
-from autopar.compression.policy import Observation
-from autopar.runtime.codec_state import restored
+from autopar.compression.policies.policy import Observation
+from autopar.runtime.gradients.codec_state import restored
 
 NAME = "data_parallel"
 

@@ -17,7 +17,7 @@ from compressed_cases import CASES, WORKERS, case_of
 from flax import nnx
 from planner_steps import mlp_loss
 
-from autopar.planner.traffic import worth_a_codec
+from autopar.steps.sums import worth_a_codec
 from autopar_passes.audit import AuditedCollective
 
 STEPS = 3

@@ -13,7 +13,7 @@ from compression_workers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.compression.dense import Bf16, Dense
+from autopar.compression.codecs.dense import Bf16, Dense
 from autopar.compression.exchange import wire_bytes, wire_cost
 
 

@@ -11,7 +11,10 @@ import pytest
 from compression_mesh import FED_BACK, WORKERS, normal
 from jax.sharding import PartitionSpec
 
-from autopar.compression.dense import Dense
+from autopar.compression.codecs.dense import Dense
+from autopar.compression.codecs.lowrank import PowerSGD
+from autopar.compression.codecs.quantise import Int8, Sign
+from autopar.compression.codecs.sparse import TopK
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import (
     init_level_states,
@@ -19,9 +22,6 @@ from autopar.compression.fallback import (
     synchronise_levels,
 )
 from autopar.compression.feedback import Feedback
-from autopar.compression.lowrank import PowerSGD
-from autopar.compression.quantise import Int8, Sign
-from autopar.compression.sparse import TopK
 from autopar.compression.synchronise import Gradient, init_state, synchronise
 
 SPARSE, MIDDLE = TopK(ratio=0.05, values="f32"), TopK(ratio=0.25, values="f32")

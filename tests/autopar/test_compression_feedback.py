@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from compression_mesh import FED_BACK, WORKERS, begin, norm, normal, run
 
+from autopar.compression.codecs.quantise import Sign
 from autopar.compression.feedback import (
     Feedback,
     apply_change,
@@ -17,7 +18,6 @@ from autopar.compression.feedback import (
     change,
     step_ahead,
 )
-from autopar.compression.quantise import Sign
 from autopar.compression.synchronise import RESIDUAL, Gradient
 
 

@@ -13,10 +13,10 @@ from compression_workers import (
     simulate,
 )
 
-from autopar.compression import lowrank
+from autopar.compression.codecs import lowrank
+from autopar.compression.codecs.lowrank import PowerSGD, matrix_shape
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_cost
-from autopar.compression.lowrank import PowerSGD, matrix_shape
-from autopar.compression.registry import parse_codec
 
 WORKERS = 4
 

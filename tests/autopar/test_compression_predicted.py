@@ -14,10 +14,10 @@ from compression_workers import (
     simulate,
 )
 
+from autopar.compression.codecs.predicted import Predicted, PredictedState, largest
+from autopar.compression.codecs.quantise import Int8
+from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.exchange import wire_bytes, wire_cost
-from autopar.compression.predicted import Predicted, PredictedState, largest
-from autopar.compression.quantise import Int8
-from autopar.compression.registry import format_codec, parse_codec
 
 WORKERS = 4
 SIZE = 800

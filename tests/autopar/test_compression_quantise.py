@@ -17,17 +17,17 @@ from compression_workers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.compression.blocks import hadamard, mix, uniform
-from autopar.compression.codec import Codec
-from autopar.compression.exchange import wire_bytes, wire_cost
-from autopar.compression.quantise import (
+from autopar.compression.codecs.blocks import hadamard, mix, uniform
+from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.quantise import (
     Fp8,
     Int4,
     Int8,
     Sign,
     without_server_feedback,
 )
-from autopar.compression.registry import format_codec
+from autopar.compression.codecs.registry import format_codec
+from autopar.compression.exchange import wire_bytes, wire_cost
 
 PLAIN_INT4 = Int4(hadamard=False)
 CODECS = (

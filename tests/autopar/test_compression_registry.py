@@ -7,11 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.compression import registry
-from autopar.compression.codec import Codec, Reduced
-from autopar.compression.dense import Dense
-from autopar.compression.quantise import Fp8, Int4, Int8, Sign
-from autopar.compression.registry import (
+from autopar.compression.codecs import registry
+from autopar.compression.codecs.codec import Codec, Reduced
+from autopar.compression.codecs.dense import Dense
+from autopar.compression.codecs.quantise import Fp8, Int4, Int8, Sign
+from autopar.compression.codecs.registry import (
     codec_class,
     codec_names,
     format_codec,

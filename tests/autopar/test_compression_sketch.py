@@ -13,10 +13,10 @@ from compression_workers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.codecs.sketch import Sketch, median, sketch, unsketch
+from autopar.compression.codecs.sparse import shared_salt
 from autopar.compression.exchange import wire_cost
-from autopar.compression.registry import parse_codec
-from autopar.compression.sketch import Sketch, median, sketch, unsketch
-from autopar.compression.sparse import shared_salt
 
 WORKERS = 4
 SALT = shared_salt(jnp.int32(3), 11)

@@ -15,9 +15,9 @@ from compression_workers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.compression.codecs.registry import format_codec, parse_codec
+from autopar.compression.codecs.sparse import BlockTopK, RandK, TopK, add_all, kept
 from autopar.compression.exchange import wire_cost
-from autopar.compression.registry import format_codec, parse_codec
-from autopar.compression.sparse import BlockTopK, RandK, TopK, add_all, kept
 
 WORKERS = 4
 BYTES = {"bf16": 2, "f32": 4}

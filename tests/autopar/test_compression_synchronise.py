@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from compression_mesh import FED_BACK, WORKERS, begin, norm, normal, program, run
 
-from autopar.compression.dense import Bf16, Dense
+from autopar.compression.codecs.dense import Bf16, Dense
+from autopar.compression.codecs.quantise import Int4, Int8, Sign
+from autopar.compression.codecs.registry import codec_names, parse_codec
 from autopar.compression.exchange import MeshLinks, wire_bytes
 from autopar.compression.feedback import Feedback
-from autopar.compression.quantise import Int4, Int8, Sign
-from autopar.compression.registry import codec_names, parse_codec
 from autopar.compression.synchronise import (
     ERROR,
     GRADIENT,

@@ -13,9 +13,14 @@ from compression_workers import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.codecs.threshold import (
+    Threshold,
+    compact,
+    kth_largest,
+    quantile,
+)
 from autopar.compression.exchange import wire_cost
-from autopar.compression.registry import parse_codec
-from autopar.compression.threshold import Threshold, compact, kth_largest, quantile
 
 WORKERS = 4
 SHAPE = (40, 50)

@@ -17,9 +17,9 @@ from planner_steps import normal, training
 
 from autopar.api import plan_analysis
 from autopar.cluster import Cluster
-from autopar.planner.analysis import analyse
-from autopar.planner.assignment import Assignment
-from autopar.planner.convert import restore
+from autopar.layouts.assignment import Assignment
+from autopar.planner.record import restore
+from autopar.steps.analysis import analyse
 
 # Those whose ways differ; the others lead over the same operators.
 NAMES = (

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import example_messages, messages
-from autopar.compression.registry import parse_codec
-from autopar.planner.compression import CANDIDATES
+from autopar.planner.codecs.choose import CANDIDATES
 
 
 @pytest.mark.parametrize("scatter", [False, True])

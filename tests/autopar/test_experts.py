@@ -11,8 +11,8 @@ import step_forms as forms
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar import Cluster
-from autopar.planner.analysis import Analysis, analyse
 from autopar.planner.experts import Expert, expert_plans, recipes
+from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.roles import InputRole
 
 CLUSTER = forms.cheap("2x4:cpu")

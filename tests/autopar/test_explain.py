@@ -8,8 +8,9 @@ from autopar.api import plan_analysis
 from autopar.cli.target import load
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
-from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.explain import (
+from autopar.planner.problem import formulate
+from autopar.plans import Plan
+from autopar.reports.explain import (
     Context,
     alternatives,
     array_name,
@@ -19,7 +20,7 @@ from autopar.planner.explain import (
     mesh_of,
     plan_choices,
 )
-from autopar.plans import Plan
+from autopar.steps.analysis import Analysis, analyse
 
 GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 KERNELS = "params/*/kernel"
@@ -102,7 +103,7 @@ def test_a_pattern_that_matches_nothing_is_an_error(context: Context) -> None:
 
 def test_the_plan_is_found_again_in_the_problem(context: Context, plan: Plan) -> None:
     """The cost of the choices, added up here, is the cost that was solved for."""
-    formulation = context.analysis.formulator.formulate(context.pricer)
+    formulation = formulate(context.analysis, context.pricer)
     chosen = plan_choices(context, formulation)
     problem = formulation.problem
     cost = sum(c[chosen[i]] for i, c in enumerate(problem.node_costs)) + sum(
@@ -161,6 +162,6 @@ def test_a_layout_that_the_planner_lacks_is_an_error(
     edited = msgspec.structs.replace(node, axes=axes)
     nodes = (*plan.nodes[:index], edited, *plan.nodes[index + 1 :])
     context = context_of(analysis, msgspec.structs.replace(plan, nodes=nodes), cluster)
-    formulation = analysis.formulator.formulate(context.pricer)
+    formulation = formulate(analysis, context.pricer)
     with pytest.raises(PlanError, match="that the planner does not consider"):
         plan_choices(context, formulation)

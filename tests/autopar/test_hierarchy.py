@@ -13,20 +13,21 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 
 from autopar import Cluster
 from autopar.cluster.mesh import MeshAxis
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
-from autopar.compression.registry import parse_codec
 from autopar.compression.synchronise import Gradient
+from autopar.cost.codecs.terms import added_s, within_s
 from autopar.cost.collectives import collective_bytes
-from autopar.cost.compression import added_s
-from autopar.planner.hierarchy import Way, way_of, ways, within_messages, within_s
-from autopar.planner.layout import Axes, Layout
-from autopar.plans import GradientDecision
-from autopar.runtime.codec_state import carry_over
-from autopar.runtime.synchronisation import (
-    Member,
-    StepSynchroniser,
-    Synchronisation,
+from autopar.layouts.layout import Axes, Layout
+from autopar.layouts.summation import (
+    Summation,
+    summation_of,
+    summations,
+    within_messages,
 )
+from autopar.plans import GradientDecision
+from autopar.runtime.gradients.codec_state import carry_over
+from autopar.runtime.gradients.sums import Member, StepSynchroniser, Synchronisation
 from autopar_passes.layouts import partition_spec
 from autopar_passes.stacked import stack
 
@@ -42,45 +43,47 @@ class Case:
 
     home: Layout
     within: Axes
-    way: Way | None
+    summation: Summation | None
 
 
 CASES = {
-    "whole": Case(((), ()), (1,), Way((0,), 2, (8, 6), None, (1,), 1)),
-    "whole beside tensor": Case(((), (2,)), (1,), Way((0,), 2, (4, 6), None, (1,), 0)),
-    "kept": Case(((1,), ()), (1,), Way((0,), 2, (4, 12), None, (1,), 0, True)),
+    "whole": Case(((), ()), (1,), Summation((0,), 2, (8, 6), None, (1,), 1)),
+    "whole beside tensor": Case(
+        ((), (2,)), (1,), Summation((0,), 2, (4, 6), None, (1,), 0)
+    ),
+    "kept": Case(((1,), ()), (1,), Summation((0,), 2, (4, 12), None, (1,), 0, True)),
     "kept behind tensor": Case(
-        ((2, 1), ()), (1,), Way((0,), 2, (2, 12), None, (1,), 0, True)
+        ((2, 1), ()), (1,), Summation((0,), 2, (2, 12), None, (1,), 0, True)
     ),
     "scattered, hosts inner": Case(
-        ((), (1, 0)), (1,), Way((0,), 2, (8, 6), 1, (1,), 1, True)
+        ((), (1, 0)), (1,), Summation((0,), 2, (8, 6), 1, (1,), 1, True)
     ),
     "scattered, hosts outer": Case(
-        ((0, 1), ()), (1,), Way((0,), 2, (4, 12), 0, (1,), 0, True, True)
+        ((0, 1), ()), (1,), Summation((0,), 2, (4, 12), 0, (1,), 0, True, True)
     ),
-    "at once": Case(((), ()), (), Way((0, 1), 4, (8, 12), None)),
-    "at once, scattered": Case(((1, 0), ()), (), Way((1, 0), 4, (8, 12), 0)),
+    "at once": Case(((), ()), (), Summation((0, 1), 4, (8, 12), None)),
+    "at once, scattered": Case(((1, 0), ()), (), Summation((1, 0), 4, (8, 12), 0)),
     "two dims": Case(((0,), (1,)), (1,), None),
     "hosts outer behind tensor": Case(((2, 0, 1), ()), (1,), None),
     "split over hosts alone": Case(((0,), ()), (1,), None),
     "before tensor": Case(((1, 2), ()), (1,), None),
 }
-USABLE = {name: case for name, case in CASES.items() if case.way is not None}
+USABLE = {name: case for name, case in CASES.items() if case.summation is not None}
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_ways_of_layouts(name: str) -> None:
     case = CASES[name]
-    assert way_of(SHAPE, case.home, ALL, case.within, SIZES) == case.way
+    assert summation_of(SHAPE, case.home, ALL, case.within, SIZES) == case.summation
 
 
 def test_no_dim_divides() -> None:
-    assert way_of((3, 5), ((), ()), ALL, (1,), SIZES) is None
+    assert summation_of((3, 5), ((), ()), ALL, (1,), SIZES) is None
 
 
 def test_dims_in_front_are_whole() -> None:
-    way = way_of((4, *SHAPE), ((1,), ()), ALL, (1,), SIZES)
-    assert way == Way((0,), 2, (4, 4, 12), None, (1,), 1, True)
+    summation = summation_of((4, *SHAPE), ((1,), ()), ALL, (1,), SIZES)
+    assert summation == Summation((0,), 2, (4, 4, 12), None, (1,), 1, True)
 
 
 @pytest.fixture(scope="module")
@@ -91,15 +94,15 @@ def axes() -> tuple[MeshAxis, ...]:
 
 
 def test_only_faster_links_come_first(axes: tuple[MeshAxis, ...]) -> None:
-    flat, layered = ways((64, 64), ((), ()), (0, 1), axes)
+    flat, layered = summations((64, 64), ((), ()), (0, 1), axes)
     assert (flat.within, layered.within) == ((), (1,))
     # Over one kind of link there is nothing to do first.
-    assert len(ways((64, 64), ((), ()), (1,), axes)) == 1
+    assert len(summations((64, 64), ((), ()), (1,), axes)) == 1
 
 
 def test_what_crosses_the_fast_links(axes: tuple[MeshAxis, ...]) -> None:
-    _, gathered = ways((64, 64), ((), ()), (0, 1), axes)
-    _, kept = ways((64, 64), ((1,), ()), (0, 1), axes)
+    _, gathered = summations((64, 64), ((), ()), (0, 1), axes)
+    _, kept = summations((64, 64), ((1,), ()), (0, 1), axes)
     nbytes = 4.0 * 64 * 64
     both = (("reduce_scatter", nbytes), ("all_gather", nbytes))
     assert within_messages(gathered, axes) == both
@@ -115,29 +118,29 @@ def mesh_of() -> Mesh:
 
 
 def member_of(case: Case, codec: str, number: int = 0) -> Member:
-    way = case.way
-    assert way is not None
+    summation = case.summation
+    assert summation is not None
     stripped = tuple(tuple(a for a in split if a not in ALL) for split in case.home)
     decision = GradientDecision(
         name=f"w{number}",
         value=number,
         shape=SHAPE,
-        local_shape=way.local_shape,
+        local_shape=summation.local_shape,
         axes=(),
-        workers=way.workers,
+        workers=summation.workers,
         codec=codec,
         feedback=True,
     )
     gradient = Gradient(
         decision.name,
-        way.local_shape,
+        summation.local_shape,
         parse_codec(codec),
         Feedback("residual"),
-        way.scatter_dim,
+        summation.scatter_dim,
         number,
     )
-    result = case.home if way.scatter or way.keeps else stripped
-    return Member(decision, gradient, way, (ALL, *stripped), result, case.home)
+    result = case.home if summation.scatter or summation.keeps else stripped
+    return Member(decision, gradient, summation, (ALL, *stripped), result, case.home)
 
 
 def taken(how: Synchronisation, state: Any, arrays: list[np.ndarray]) -> Any:

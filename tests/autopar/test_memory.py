@@ -15,8 +15,7 @@ import step_forms as forms
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
-from autopar.planner.lifetimes import lifetimes
-from autopar.planner.memory import (
+from autopar.cost.memory import (
     OVERHEAD,
     Buffer,
     buffers,
@@ -24,6 +23,7 @@ from autopar.planner.memory import (
     peak_memory_bytes,
     usage_by_time,
 )
+from autopar.steps.lifetimes import lifetimes
 
 CLUSTER = forms.cheap("2x4:cpu")
 LOWEST, HIGHEST = -0.15, 0.40

@@ -23,17 +23,19 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 import autopar
 from autopar import Cluster, Plan
 from autopar.api import plan_analysis
+from autopar.cost import combining
 from autopar.cost.collectives import collective_s
-from autopar.planner import messages
-from autopar.planner.analysis import Analysis, analyse
-from autopar.planner.codec_traffic import codec_rows
-from autopar.planner.explain import Context, context_of, group_collectives
-from autopar.planner.layout import Step
-from autopar.planner.messages import COMBINERS, Combiner
-from autopar.planner.price import CPU_SKEW, Pricer
-from autopar.planner.search import candidate_meshes, evaluate, solve_mesh
-from autopar.planner.traffic import Collective, joined
+from autopar.cost.combining import COMBINERS, Combiner
+from autopar.cost.pricer import CPU_SKEW, Pricer
+from autopar.cost.traffic import Collective, joined
+from autopar.layouts.layout import Step
+from autopar.planner.candidate import evaluate
+from autopar.planner.problem import formulate
+from autopar.planner.search import candidate_meshes, solve_mesh
+from autopar.reports.explain import Context, context_of, group_collectives
+from autopar.reports.gradients import codec_rows
 from autopar.runtime.planned import device_mesh, planned_step
+from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status
 from autopar_solver.check import evaluate as check_choices
 
@@ -68,7 +70,7 @@ def planned(cluster: Cluster, pins: Any, **options: Any) -> tuple[Plan, Context]
 
 
 def number_of(collectives: Sequence[Collective]) -> float:
-    """Of messages in a step: each array counts as its part of one."""
+    """Of combining in a step: each array counts as its part of one."""
     return sum(c.trips * c.size / (c.message_bytes or c.size) for c in collectives)
 
 
@@ -95,7 +97,7 @@ class TestPacking:
             left = left[count:]
 
     def test_examples_in_docstrings_run(self) -> None:
-        assert doctest.testmod(messages) == (0, 1)
+        assert doctest.testmod(combining) == (0, 1)
 
 
 class TestGradients:
@@ -212,7 +214,7 @@ def product() -> Analysis:
 
 def some_candidates(pricer: Pricer, count: int) -> list[Any]:
     """Random assignments that the problem allows, with their objective."""
-    formulation = product().formulator.formulate(pricer)
+    formulation = formulate(product(), pricer)
     counts = [len(c) for c in formulation.problem.node_costs]
     draw = random.Random(0)
     out: list[Any] = []
@@ -276,7 +278,7 @@ def test_high_latencies_are_avoided() -> None:
 
 
 def test_a_pinned_batch_may_leave_no_plan_without_messages() -> None:
-    """The search for plans with fewer messages then has nothing to find."""
+    """The search for plans with fewer combining then has nothing to find."""
 
     def step(params: Any, batch: Any) -> Any:
         def loss(p: Any) -> jax.Array:

@@ -9,7 +9,7 @@ import hypothesis.strategies as st
 from hypothesis import example, given, settings
 
 from autopar.cost.collectives import collective_bytes
-from autopar.planner.layout import (
+from autopar.layouts.layout import (
     Axes,
     Layout,
     Step,

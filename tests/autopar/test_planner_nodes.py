@@ -10,9 +10,9 @@ import planner_cases
 import planner_harness as harness
 import pytest
 
-from autopar.planner.nodes import MIN_ELEMENTS
-from autopar.planner.strategies import layout_of, strategy_space
-from autopar.planner.uses import node_dims
+from autopar.layouts.strategies import layout_of, strategy_space
+from autopar.steps.nodes import MIN_ELEMENTS
+from autopar.steps.uses import node_dims
 
 NAMES = planner_cases.names()
 

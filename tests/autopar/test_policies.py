@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.policies import (
     Accordion,
     AcrossFamilies,
@@ -19,8 +20,7 @@ from autopar.compression.policies import (
     WarmUp,
     topk_levels,
 )
-from autopar.compression.policy import GradientReport, Observation
-from autopar.compression.registry import parse_codec
+from autopar.compression.policies.policy import GradientReport, Observation
 
 
 def report(

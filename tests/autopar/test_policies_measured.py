@@ -8,9 +8,12 @@ import math
 import numpy as np
 import pytest
 
-from autopar.compression.dense import Dense
+from autopar.compression.codecs.dense import Dense
+from autopar.compression.codecs.lowrank import PowerSGD
+from autopar.compression.codecs.quantise import Int8
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.codecs.sparse import TopK
 from autopar.compression.exchange import wire_bytes
-from autopar.compression.lowrank import PowerSGD
 from autopar.compression.policies import (
     AcrossFamilies,
     GraVAC,
@@ -19,11 +22,8 @@ from autopar.compression.policies import (
     powersgd_family,
     topk_family,
 )
+from autopar.compression.policies.policy import GradientReport, Measuring, Observation
 from autopar.compression.policies.probe import relative_error
-from autopar.compression.policy import GradientReport, Measuring, Observation
-from autopar.compression.quantise import Int8
-from autopar.compression.registry import parse_codec
-from autopar.compression.sparse import TopK
 
 
 def report(codec):

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from autopar import profile
-from autopar.cluster import Cluster, ClusterError, benchmarks, local
+from autopar.cluster import Cluster, ClusterError, local
 from autopar.cluster.specs import KINDS
+from autopar.profiling import kernels, profile
 
 ROOT = pathlib.Path(__file__).parents[2]
 QUICK = profile.Settings(
@@ -31,7 +31,7 @@ def _own_cache(monkeypatch, tmp_path):
 
 @pytest.fixture
 def short_runs(monkeypatch):
-    monkeypatch.setattr(benchmarks, "LONG_RUN_S", 0.002)
+    monkeypatch.setattr(kernels, "LONG_RUN_S", 0.002)
 
 
 @pytest.mark.usefixtures("short_runs")
@@ -49,10 +49,10 @@ def test_one_device():
 
 
 FOUR_DEVICES = """
-from autopar import profile
-from autopar.cluster import Cluster, benchmarks
+from autopar.profiling import profile
+from autopar.cluster import Cluster, kernels
 from tests_settings import QUICK
-benchmarks.LONG_RUN_S = 0.002
+kernels.LONG_RUN_S = 0.002
 found = profile.run(settings=QUICK)
 print(found)
 profile.save(found.cluster)
@@ -66,7 +66,7 @@ print("checks", [check.name for check in found.checks])
 
 def test_four_simulated_devices(tmp_path):
     """Every collective in groups of 2 and 4, saved where `Cluster.local` looks."""
-    source = f"from autopar.profile import Settings\nQUICK = {QUICK!r}\n"
+    source = f"from autopar.profiling.profile import Settings\nQUICK = {QUICK!r}\n"
     (tmp_path / "tests_settings.py").write_text(source)
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
@@ -94,7 +94,7 @@ def program(trip_s, start_s=1.0):
     def run(trips):
         Clock.now += start_s + trips * trip_s
 
-    return benchmarks.Program(name="fake", run=run)
+    return kernels.Program(name="fake", run=run)
 
 
 class Clock:
@@ -103,27 +103,27 @@ class Clock:
 
 @pytest.fixture
 def _fake_clock(monkeypatch):
-    monkeypatch.setattr(benchmarks.time, "perf_counter", lambda: Clock.now)
+    monkeypatch.setattr(kernels.time, "perf_counter", lambda: Clock.now)
 
 
 @pytest.mark.usefixtures("_fake_clock")
 def test_the_start_of_a_program_cancels():
     programs = [program(1e-3), program(2e-5, start_s=0.5), program(0.1)]
-    found = benchmarks.trip_times_s(programs, rounds=3)
+    found = kernels.trip_times_s(programs, rounds=3)
     assert found == pytest.approx([1e-3, 2e-5, 0.1], rel=1e-6)
 
 
 def test_no_time_is_negative():
-    assert benchmarks._typical([-2.0, -1.0, 3.0]) == 3.0
-    assert benchmarks._typical([-2.0, -1.0]) > 0
-    assert benchmarks._typical([1.0, 2.0, 9.0]) == 2.0
+    assert kernels._typical([-2.0, -1.0, 3.0]) == 3.0
+    assert kernels._typical([-2.0, -1.0]) > 0
+    assert kernels._typical([1.0, 2.0, 9.0]) == 2.0
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("group_size", [2, 3, 8])
 def test_operands_have_the_size_asked_for(kind, group_size):
     """The convention of the cost model: an all-gather's size is its result."""
-    elements = benchmarks.local_elements(kind, group_size, 1 << 20)
+    elements = kernels.local_elements(kind, group_size, 1 << 20)
     total = elements * (group_size if kind == "all_gather" else 1)
     assert total * 4 == pytest.approx(1 << 20, rel=0.001)
     assert elements % group_size == 0

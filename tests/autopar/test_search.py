@@ -18,18 +18,13 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar import Cluster, InfeasibleError
-from autopar.planner.analysis import Analysis, analyse
+from autopar.cost.pricer import Pricer
+from autopar.planner.candidate import choices_of, evaluate
 from autopar.planner.compare import compare
-from autopar.planner.price import Pricer
-from autopar.planner.problem import Formulation
-from autopar.planner.search import (
-    candidate_meshes,
-    choices_of,
-    evaluate,
-    search,
-    solve_mesh,
-)
+from autopar.planner.problem import Formulation, formulate
+from autopar.planner.search import candidate_meshes, search, solve_mesh
 from autopar.planner.ties import split_batch_inputs
+from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve
 from autopar_solver.check import evaluate as check_choices
 
@@ -199,7 +194,7 @@ def test_nothing_is_cheaper_than_what_the_solver_finds(
     analysis = analyse(step, args)
     cluster = forms.cheap(text) if cheap else Cluster.parse(text)
     pricer = Pricer(cluster, candidate_meshes(cluster)[0])
-    formulation = analysis.formulator.formulate(pricer)
+    formulation = formulate(analysis, pricer)
     found = solve(formulation.problem, seconds=5)
 
     assert found.status is Status.OPTIMAL
@@ -221,9 +216,7 @@ def test_the_solver_counts_what_the_plan_does(name: str) -> None:
     step, args = TINY[name]
     analysis = analyse(step, args)
     cluster = Cluster.parse("2x2:cpu")
-    formulation = analysis.formulator.formulate(
-        Pricer(cluster, candidate_meshes(cluster)[0])
-    )
+    formulation = formulate(analysis, Pricer(cluster, candidate_meshes(cluster)[0]))
     counts = [len(c) for c in formulation.problem.node_costs]
     draw, seen = random.Random(name), 0
     while seen < 30:
@@ -246,7 +239,7 @@ class TestTies:
     def tie(self, cluster: Cluster, rows: int) -> tuple[Any, Any]:
         analysis = mlp(rows=rows)
         pricer = Pricer(cluster, candidate_meshes(cluster)[-1])
-        formulation = analysis.formulator.formulate(pricer)
+        formulation = formulate(analysis, pricer)
         solution = solve(formulation.problem, seconds=5)
         plain = evaluate(analysis, formulation, solution)
         split = split_batch_inputs(analysis, formulation, solution)
@@ -276,7 +269,7 @@ class TestWarmStarts:
         cluster = CLUSTERS["cheap"]
         pricer = Pricer(cluster, candidate_meshes(cluster)[0])
         found = solve_mesh(analysis, pricer, seconds=5)
-        again = analysis.formulator.formulate(pricer)
+        again = formulate(analysis, pricer)
         choices = choices_of(again, found.assignment)
         assert choices is not None
         cost = check_choices(again.problem, choices).cost

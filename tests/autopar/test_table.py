@@ -14,9 +14,9 @@ from autopar.plans import (
     Seconds,
     SolverReport,
 )
-from autopar.plans.html import bars, render_html
 from autopar.plans.schema import SCHEMA
-from autopar.plans.table import (
+from autopar.reports.html import bars, render_html
+from autopar.reports.table import (
     CollectiveRow,
     bytes_text,
     collapse,

@@ -12,18 +12,18 @@ import jax
 import pytest
 
 import autopar.compression.policies as policies
-from autopar.compression.fallback import LEAST_GAIN
-from autopar.compression.registry import (
+from autopar.compression.codecs.registry import (
     codec_class,
     codec_names,
     format_codec,
     parse_codec,
 )
-from autopar.cost.compression import FEEDBACK_DISCOUNT, effective_error
-from autopar.planner.codec_messages import TELEMETRY_BYTES
-from autopar.planner.compression import WORTHWHILE
-from autopar.planner.compression_options import DEFAULT_BUDGET
-from autopar.planner.traffic import SMALLEST
+from autopar.compression.fallback import LEAST_GAIN
+from autopar.cost.codecs.messages import TELEMETRY_BYTES
+from autopar.cost.codecs.terms import FEEDBACK_DISCOUNT, effective_error
+from autopar.planner.codecs.choose import WORTHWHILE
+from autopar.planner.codecs.options import DEFAULT_BUDGET
+from autopar.steps.sums import SMALLEST
 
 PAGE = (checkout.ROOT / "docs" / "compression.md").read_text()
 

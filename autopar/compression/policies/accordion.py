@@ -28,6 +28,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from autopar.compression.policies.policy import GradientReport, Observation
 from autopar.compression.policies.signals import (
     canonical,
     changes,
@@ -36,7 +37,6 @@ from autopar.compression.policies.signals import (
     restore,
     saved,
 )
-from autopar.compression.policy import GradientReport, Observation
 
 Track = dict[str, Any]
 """Of what is decided on together: ``critical``, ``previous`` (norm of the last window
@@ -99,7 +99,7 @@ class Accordion:
             raise ValueError(f"Accordion: eta must be positive, got {self.eta}.")
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """See `autopar.compression.policy.Policy`."""
+        """See `autopar.compression.policies.policy.Policy`."""
         state = self.state
         if not seen.finite:
             return None

@@ -25,13 +25,13 @@ from autopar.compression.policies.measured import (
     set_codecs,
     with_codec,
 )
+from autopar.compression.policies.policy import Choice, Measured, Observation
 from autopar.compression.policies.probe import (
     QUANTISERS,
     powersgd_family,
     topk_family,
 )
 from autopar.compression.policies.signals import DENSE, check_count, restore, saved
-from autopar.compression.policy import Choice, Measured, Observation
 from autopar_solver import CodecSelection, solve_selection
 
 Optimizer = Literal["adam", "sgd"]
@@ -90,7 +90,7 @@ class AcrossFamilies:
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """See `autopar.compression.policy.Measuring`."""
+        """See `autopar.compression.policies.policy.Measuring`."""
         return tuple(dict.fromkeys((DENSE, self.reference, *self.options)))
 
     def choose(self, measured: Mapping[str, Measured]) -> Mapping[str, str]:
@@ -125,7 +125,7 @@ class AcrossFamilies:
         }
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """See `autopar.compression.policy.Policy`."""
+        """See `autopar.compression.policies.policy.Policy`."""
         return observed(self.state, self.choose, seen)
 
     def state_dict(self) -> dict[str, Any]:

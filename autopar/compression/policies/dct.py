@@ -2,7 +2,7 @@
 
 Gupta et al., "Training recommender systems at scale: Communication-efficient model
 and data parallelism", KDD 2021 (arXiv 2010.08899). The thresholds, kept for many
-steps, are the codec `autopar.compression.threshold`; this sets it once for all
+steps, are the codec `autopar.compression.codecs.threshold`; this sets it once for all
 gradients, and doubles the share of those whose gain stays under a bound.
 """
 
@@ -12,6 +12,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from autopar.compression.policies.policy import Observation
 from autopar.compression.policies.signals import (
     canonical,
     changes,
@@ -21,7 +22,6 @@ from autopar.compression.policies.signals import (
     restore,
     saved,
 )
-from autopar.compression.policy import Observation
 
 
 @dataclasses.dataclass(slots=True)
@@ -75,7 +75,7 @@ class Dct:
             )
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """See `autopar.compression.policy.Policy`."""
+        """See `autopar.compression.policies.policy.Policy`."""
         state = self.state
         if not seen.finite:
             return None

@@ -35,6 +35,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from autopar.compression.policies.policy import Observation
 from autopar.compression.policies.signals import (
     DENSE,
     canonical,
@@ -47,7 +48,6 @@ from autopar.compression.policies.signals import (
     saved,
     squared_norms,
 )
-from autopar.compression.policy import Observation
 
 Stepping = Literal["geometric", "exponential"]
 GainOf = Literal["norms", "energy"]
@@ -181,7 +181,7 @@ class GraVAC:
         return self.state.sent / self.state.wanted if self.state.wanted > 0 else 1.0
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """See `autopar.compression.policy.Policy`."""
+        """See `autopar.compression.policies.policy.Policy`."""
         state = self.state
         if not seen.finite:
             return None

@@ -25,9 +25,9 @@ from autopar.compression.policies.measured import (
     set_codecs,
     with_codec,
 )
+from autopar.compression.policies.policy import Measured, Observation
 from autopar.compression.policies.probe import powersgd_family
 from autopar.compression.policies.signals import check_count, restore, saved
-from autopar.compression.policy import Measured, Observation
 from autopar_solver import LGreCoProblem, solve_lgreco
 
 
@@ -61,7 +61,7 @@ class LGreCo:
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """See `autopar.compression.policy.Measuring`."""
+        """See `autopar.compression.policies.policy.Measuring`."""
         return tuple(dict.fromkeys((self.reference, *self.options)))
 
     def choose(self, measured: Mapping[str, Measured]) -> Mapping[str, str]:
@@ -88,7 +88,7 @@ class LGreCo:
         return {name: m.choices[choice].text for name, m, choice in chosen}
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """See `autopar.compression.policy.Policy`."""
+        """See `autopar.compression.policies.policy.Policy`."""
         return observed(self.state, self.choose, seen)
 
     def state_dict(self) -> dict[str, Any]:

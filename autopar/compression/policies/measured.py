@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.compression.policies.policy import Measured, Observation
 from autopar.compression.policies.signals import canonical, changes
-from autopar.compression.policy import Measured, Observation
 
 Chooser = Callable[[Mapping[str, Measured]], Mapping[str, str]]
 

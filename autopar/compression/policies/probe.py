@@ -1,9 +1,10 @@
 """What codecs would lose of a gradient, found by encoding a sample of it.
 
 The telemetry of a step tells the error of the codec in use. For steps of
-`autopar.parallelize`, `autopar.runtime.probing` finds that of others. This is for
-training loops of one's own: samples of the gradients are encoded with a single
-simulated worker, whose ``sent`` is what any worker of many would have contributed.
+`autopar.parallelize`, `autopar.runtime.gradients.probing` finds that of others.
+This is for training loops of one's own: samples of the gradients are encoded with
+a single simulated worker, whose ``sent`` is what any worker of many would have
+contributed.
 
 >>> probe = Probe(workers=4)
 >>> found = probe.measure({"w": np.ones((64, 64), np.float32)}, ("powersgd", "int8"))
@@ -23,12 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codec import Codec, Context, Reduced, Rounds
+from autopar.compression.codecs.codec import Codec, Context, Reduced, Rounds
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import chunk_elements, exchange, wire_cost
 from autopar.compression.fallback import Alone
+from autopar.compression.policies.policy import Choice, Measured
 from autopar.compression.policies.signals import MIN_ELEMENTS
-from autopar.compression.policy import Choice, Measured
-from autopar.compression.registry import parse_codec
 
 WARM_UP = 5
 """Encodings of a sample by a codec with a state before its error counts: the power
@@ -66,7 +67,7 @@ class Probe:
           samples: by gradient, of the partial gradient on one device: with its
             residual, of one step or the mean of some; the same on all processes.
             Vectors, and those of fewer than `MIN_ELEMENTS`, are left out.
-          texts: the codecs, `autopar.compression.policy.Measuring.probes`.
+          texts: the codecs, `autopar.compression.policies.policy.Measuring.probes`.
 
         Raises:
           ValueError: a sample holds numbers that are not finite.

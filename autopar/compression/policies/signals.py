@@ -12,8 +12,8 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autopar.compression.policy import GradientReport
-from autopar.compression.registry import format_codec, parse_codec
+from autopar.compression.codecs.registry import format_codec, parse_codec
+from autopar.compression.policies.policy import GradientReport
 
 DENSE = "dense"
 """The codec of what is not compressed, and that of small gradients in any plan."""

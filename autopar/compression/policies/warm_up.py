@@ -19,6 +19,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from autopar.compression.policies.policy import Measuring, Observation, Policy
 from autopar.compression.policies.signals import (
     canonical,
     changes,
@@ -27,7 +28,6 @@ from autopar.compression.policies.signals import (
     restore,
     saved,
 )
-from autopar.compression.policy import Measuring, Observation, Policy
 
 
 @dataclasses.dataclass(slots=True)
@@ -85,7 +85,7 @@ class WarmUp:
         return then.probes if isinstance(then, Measuring) and self.state.over else ()
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """See `autopar.compression.policy.Policy`."""
+        """See `autopar.compression.policies.policy.Policy`."""
         state = self.state
         if state.over:
             return None if self.then is None else self.then.observe(seen)

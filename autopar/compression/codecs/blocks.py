@@ -1,0 +1,429 @@
+"""What blockwise codecs share: the sum in two shots, blocks, scales and noise.
+
+First shot: every worker quantises its chunks and sends chunk i to worker i,
+which decodes and sums them in float32. Second shot: each quantises its sum and
+sends it to all (Seide et al. 2014; 1-bit Adam, arXiv 2102.02888; CGX, arXiv
+2111.08617). All workers decode the same bytes, their own included, so that
+their results have the same bits.
+
+Every block has a scale of its own in bfloat16: the range of float32, so that no
+gradient over- or underflows, in two bytes. Where the scale comes from the
+largest element it is rounded up, so that this element is not clipped; that
+coarsens the steps by at most 1/128. One message holds codes and scales.
+
+A block with an infinity or a NaN becomes all NaN, so that the damage is seen
+and stays in its block. A block whose scale would be a denormal becomes zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar.compression.codecs.codec import (
+    AllGather,
+    AllToAll,
+    Context,
+    Reduced,
+    Rounds,
+    State,
+)
+
+Rounding = Literal["nearest", "stochastic"]
+
+# Chunks of at least so many blocks are padded to whole blocks: at most 3 % more
+# bytes, and no second, shorter kind of block to compile.
+_WHOLE_BLOCKS = 32
+_SCALE_BYTES = 2
+# Factors of the Walsh-Hadamard transform: 32 x 8 took 0.8 of the time of 64 x 4, half
+# of that of 16 x 16 and at most 0.4 of that of a single 256, on two CPU cores.
+_PRODUCT = 32
+_BUTTERFLY = 8
+# Rows up to this number are added in one loop over the elements, which on a CPU is
+# twelve times as fast as a reduction over the leading dim.
+_UNROLLED_ROWS = 16
+# To the width at which the halves of a block are no longer compared with each other.
+_HALVES = 16
+# Adding it rounds to a whole number, in the low bits of the float32: 1.5 * 2 ** 23.
+_ROUNDER = 12582912.0
+_SMALLEST_NORMAL = float(np.finfo(np.float32).tiny)
+
+
+class RowCodec(Protocol):
+    """Turns rows of numbers into rows of bytes and back."""
+
+    def encode(self, rows: jax.Array, lengths: jax.Array, salt: jax.Array) -> jax.Array:
+        """Float32 (m, c) to uint8 (m, b).
+
+        Args:
+          rows: the numbers; zeros behind the first ``lengths`` of each row.
+          lengths: int32 (m,), how many elements of each row are real.
+          salt: uint32 scalar, for random choices.
+        """
+        ...
+
+    def decode(self, payload: jax.Array, elements: int) -> jax.Array:
+        """Uint8 (m, b) to float32 (m, c), c being ``elements``."""
+        ...
+
+    def decode_sum(self, payload: jax.Array, elements: int) -> jax.Array:
+        """The sum of what the rows of uint8 (m, b) stand for, float32 (c,)."""
+        ...
+
+
+def two_shot(
+    rows: RowCodec,
+    chunks: jax.Array,
+    state: State,
+    context: Context,
+    second: RowCodec | None = None,
+) -> Rounds:
+    """Sums chunks over the workers with an all-to-all and an all-gather.
+
+    Args:
+      rows: how rows are sent.
+      chunks: of this worker, float32 (n, c).
+      state: `server_state`, where the error of the second shot is fed back to
+        the next step's, or ().
+      context: the step. Where it says scatter there is no second shot.
+      second: how rows are sent in the second shot; default: as in the first.
+    """
+    back = rows if second is None else second
+    count, elements = chunks.shape
+    lengths = row_lengths(context, elements)
+    payload = materialised(rows.encode(chunks, lengths, salt(context, 0)))
+    sent = rows.decode(payload, elements)
+    received = yield AllToAll(payload)
+    total = rows.decode_sum(received, elements)
+    if context.scatter:
+        return Reduced(total, sent, state)
+    # What was decoded in the place of padding need not be zero.
+    length = lengths[context.worker]
+    real = jnp.arange(elements) < length
+    wanted = jnp.where(real, total + state["server"] if state else total, 0.0)
+    wanted = materialised(wanted)
+    payload = back.encode(wanted[None], length[None], salt(context, 1))
+    gathered = yield AllGather(materialised(payload)[0])
+    assert gathered.shape[0] == count
+    understood = back.decode(gathered, elements)
+    if state:
+        own = jax.lax.dynamic_index_in_dim(understood, context.worker, keepdims=False)
+        state = {"server": jnp.where(real, wanted - own, 0.0)}
+    return Reduced(understood, sent, state)
+
+
+def server_state(enabled: bool, size: int, workers: int) -> State:
+    """State of `two_shot`: the error of the own chunk, float32 (c,), or none."""
+    if not enabled:
+        return ()
+    return {"server": jnp.zeros((size // workers,), jnp.float32)}
+
+
+def row_lengths(context: Context, elements: int) -> jax.Array:
+    """How many elements of each chunk are not padding, int32 (n,)."""
+    if context.scatter:
+        return jnp.full((context.workers,), elements, jnp.int32)
+    before = np.arange(context.workers) * elements
+    return jnp.asarray(np.clip(context.size - before, 0, elements), jnp.int32)
+
+
+def mix(word: jax.Array) -> jax.Array:
+    """A bijective hash of uint32 words: lowbias32 by C. Wellons.
+
+    Source of the constants: nullprogram.com/blog/2018/07/31. About a fortieth of
+    the time of threefry on a CPU.
+    """
+    word = (word ^ (word >> 16)) * jnp.uint32(0x7FEB352D)
+    word = (word ^ (word >> 15)) * jnp.uint32(0x846CA68B)
+    return word ^ (word >> 16)
+
+
+def salt(context: Context, shot: int) -> jax.Array:
+    """A uint32 scalar that differs between gradients, workers, steps and shots."""
+    seed = jnp.uint32(context.seed & 0xFFFFFFFF)
+    word = mix(mix(seed) + context.worker.astype(jnp.uint32))
+    return mix(mix(word + context.step.astype(jnp.uint32)) + jnp.uint32(shot))
+
+
+def uniform(shape: tuple[int, ...], salt_word: jax.Array) -> jax.Array:
+    """Float32 in [0, 1), a hash of position and salt; multiples of 2 ** -24."""
+    position = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
+    # 2 ** 32 / golden ratio spreads neighbouring positions (Knuth, TAOCP 6.4).
+    word = mix((position * jnp.uint32(0x9E3779B9)) ^ salt_word)
+    return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+def materialised(values: jax.Array) -> jax.Array:
+    """The values behind an optimization barrier.
+
+    It keeps a compiler from simplifying across it, so that what is decoded here is
+    what the bytes that are sent say. It is no promise of a buffer: XLA for CPUs drops
+    the barriers before it merges loops.
+    """
+    return jax.lax.optimization_barrier(values)
+
+
+def hadamard(blocks: jax.Array) -> jax.Array:
+    """Walsh-Hadamard transform of the last dim, not normalised: a sum of +-1 times.
+
+    Of width ``w``, a power of two; twice the transform is ``w`` times the blocks.
+    The Sylvester matrix is the Kronecker product of smaller ones: a matrix product
+    with that of at most `_PRODUCT` elements, and butterflies of `_BUTTERFLY` for the
+    rest; for w = 256 at most 0.4 of the time of one product on a CPU. Whole numbers
+    come out exact, in any order of summation.
+    """
+    *outer, width = blocks.shape
+    inner = min(width, _PRODUCT)
+    index = jax.lax.iota(jnp.uint32, inner)
+    odd = jax.lax.population_count(index[:, None] & index) & 1
+    matrix = 1.0 - 2.0 * odd.astype(jnp.float32)
+    highest = jax.lax.Precision.HIGHEST
+    values = jnp.matmul(blocks.reshape(-1, inner), matrix, precision=highest)
+    while inner < width:
+        radix = min(_BUTTERFLY, width // inner)
+        values = _butterfly(values.reshape(-1, radix, inner))
+        inner *= radix
+    return values.reshape(*outer, width)
+
+
+def _butterfly(values: jax.Array) -> jax.Array:
+    """The transform of the middle dim of (m, r, w), by additions."""
+    parts = [values[:, k] for k in range(values.shape[1])]
+    step = 1
+    while step < len(parts):
+        for low in range(len(parts)):
+            if not low & step:
+                a, b = parts[low], parts[low + step]
+                parts[low], parts[low + step] = a + b, a - b
+        step *= 2
+    return materialised(jnp.stack(parts, axis=1))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Format:
+    """Blocks of a row as bytes. Shapes: m rows, k blocks of w elements.
+
+    Attributes:
+      block: elements of a block.
+      bits: of one element.
+      width: the width of a shorter last block of so many elements.
+      encode: (m, k, w), real elements of each block (m, k), salt -> codes, uint8
+        (m, k, w * bits / 8), and scales, float32 (m, k), exact in bfloat16.
+      decode: codes -> (m, k, w), not yet times the scales. Exact.
+      rotation: a linear map of the blocks that ends the decoding, exact on what
+        ``decode`` returns, or None.
+    """
+
+    block: int
+    bits: int
+    width: Callable[[int], int]
+    encode: Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
+    decode: Callable[[jax.Array], jax.Array]
+    rotation: Callable[[jax.Array], jax.Array] | None = None
+
+    def parts(self, elements: int) -> list[tuple[int, int, int]]:
+        """First element, number of blocks and their width, of each kind."""
+        blocks, rest = divmod(elements, self.block)
+        parts = [(0, blocks, self.block)] if blocks else []
+        if rest:
+            parts.append((blocks * self.block, 1, self.width(rest)))
+        return parts
+
+    @property
+    def interleaved(self) -> bool:
+        """Whether each block's scale lies behind its codes, not behind them all.
+
+        XLA for CPUs vectorises neither the packing of codes into bytes once it has
+        merged it with a reshape to rows, nor whole bytes that do not lie side by
+        side. Behind a concatenation of blocks the reshape costs nothing.
+        """
+        return self.bits < 8
+
+    def laid_out(self, codes: jax.Array, scales: jax.Array) -> list[jax.Array]:
+        """Parts of rows: codes (m, k, _) and scales (m, k) as bytes."""
+        halves = scale_bytes(scales)
+        if not self.interleaved:
+            return [_flat(codes), _flat(jnp.swapaxes(halves, 1, 2))]
+        return [_flat(jnp.concatenate((codes, halves), axis=2))]
+
+    def taken_apart(
+        self, payload: jax.Array, blocks: int
+    ) -> tuple[jax.Array, jax.Array]:
+        """Codes (m, k, _) and scales (m, k) of what was laid out."""
+        count = payload.shape[0]
+        if self.interleaved:
+            both = payload.reshape(count, blocks, -1)
+            halves = both[..., -_SCALE_BYTES:]
+            return both[..., :-_SCALE_BYTES], joined_bytes(
+                halves[..., 0], halves[..., 1]
+            )
+        code_bytes = payload.shape[1] - blocks * _SCALE_BYTES
+        low, high = jnp.split(payload[:, code_bytes:], _SCALE_BYTES, axis=1)
+        codes = payload[:, :code_bytes].reshape(count, blocks, -1)
+        return codes, joined_bytes(low, high)
+
+
+def encode_rows(
+    form: Format, rows: jax.Array, lengths: jax.Array, salt_word: jax.Array
+) -> jax.Array:
+    """Float32 (m, c) to uint8 (m, b): for each part, codes and then scales."""
+    count, elements = rows.shape
+    payload: list[jax.Array] = []
+    for index, (start, blocks, width) in enumerate(form.parts(elements)):
+        part = rows[:, start : start + blocks * width]
+        part = jnp.pad(part, ((0, 0), (0, blocks * width - part.shape[1])))
+        before = start + width * jnp.arange(blocks, dtype=jnp.int32)
+        real = jnp.clip(lengths[:, None] - before, 0, width)
+        codes, scales = form.encode(
+            part.reshape(count, blocks, width), real, mix(salt_word + jnp.uint32(index))
+        )
+        payload += form.laid_out(codes, scales)
+    return joined(payload)
+
+
+def decode_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
+    """Uint8 (m, b) to float32 (m, c)."""
+    out: list[jax.Array] = []
+    for values, scales in _parts_of(form, payload, elements):
+        # On whole numbers the rotation is exact: all workers get the same bits even
+        # where their processors sum in different orders.
+        turned = form.rotation(values) if form.rotation else values
+        out.append(_flat(turned * scales))
+    return joined(out)[:, :elements]
+
+
+def decode_sum_rows(form: Format, payload: jax.Array, elements: int) -> jax.Array:
+    """Uint8 (m, b) to the sum of its rows, float32 (c,), rotated only once."""
+    out: list[jax.Array] = []
+    for values, scales in _parts_of(form, payload, elements):
+        total = add_rows(values * scales)[None]
+        out.append((form.rotation(total) if form.rotation else total).reshape(1, -1))
+    return joined(out)[0, :elements]
+
+
+def add_rows(rows: jax.Array) -> jax.Array:
+    """The sum over the leading dim."""
+    if rows.shape[0] > _UNROLLED_ROWS:
+        return jnp.sum(rows, axis=0)
+    total = rows[0]
+    for k in range(1, rows.shape[0]):
+        total = total + rows[k]
+    return total
+
+
+def joined_bytes(low: jax.Array, high: jax.Array) -> jax.Array:
+    """The bytes of bfloat16, uint8, to float32."""
+    word = low.astype(jnp.uint32) << 16 | high.astype(jnp.uint32) << 24
+    return jax.lax.bitcast_convert_type(word, jnp.float32)
+
+
+def scale_bytes(scales: jax.Array) -> jax.Array:
+    """Float32 (m, k), exact in bfloat16, to uint8 (m, k, 2), the low byte first."""
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    return jnp.stack(
+        ((bits >> 16).astype(jnp.uint8), (bits >> 24).astype(jnp.uint8)), 2
+    )
+
+
+def _parts_of(
+    form: Format, payload: jax.Array, elements: int
+) -> list[tuple[jax.Array, jax.Array]]:
+    """Decoded blocks (m, k, w) and scales (m, k, 1) of each part."""
+    out: list[tuple[jax.Array, jax.Array]] = []
+    at = 0
+    for _, blocks, width in form.parts(elements):
+        end = at + blocks * (width * form.bits // 8 + _SCALE_BYTES)
+        codes, scales = form.taken_apart(payload[:, at:end], blocks)
+        at = end
+        out.append((form.decode(codes), materialised(scales)[..., None]))
+    return out
+
+
+def _flat(blocks: jax.Array) -> jax.Array:
+    """Blocks (m, k, w) as rows, (m, k w)."""
+    return blocks.reshape(blocks.shape[0], -1)
+
+
+def joined(parts: list[jax.Array]) -> jax.Array:
+    """Parts of rows, (m, _), side by side."""
+    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
+
+
+def usable(scales: jax.Array) -> jax.Array:
+    """NaN for scales that are not finite, zero for denormals."""
+    scales = jnp.where(jnp.isfinite(scales), scales, jnp.nan)
+    return jnp.where(scales < _SMALLEST_NORMAL, 0.0, scales)
+
+
+def largest(blocks: jax.Array, top: float) -> jax.Array:
+    """Scale at which the largest element is at most ``top``, exact in bfloat16.
+
+    Float32 (m, k, w) -> (m, k).
+    """
+    sizes = jnp.abs(blocks)
+    # Whole vectors at a time; the reduction proper compares element by element.
+    while sizes.shape[-1] > _HALVES and sizes.shape[-1] % 2 == 0:
+        half = sizes.shape[-1] // 2
+        sizes = jnp.maximum(sizes[..., :half], sizes[..., half:])
+    scales = jnp.max(sizes, axis=-1) * jnp.float32(1.0 / top)
+    bits = jax.lax.bitcast_convert_type(scales, jnp.uint32)
+    up = (bits + jnp.uint32(0xFFFF)) & jnp.uint32(0xFFFF0000)
+    rounded = jax.lax.bitcast_convert_type(up, jnp.float32)
+    return materialised(usable(jnp.where(jnp.isfinite(scales), rounded, jnp.nan)))
+
+
+def scaled(blocks: jax.Array, scales: jax.Array) -> jax.Array:
+    """Blocks divided by their scales.
+
+    Zero where the scale is zero; where it is NaN anything, as it is decoded to NaN.
+    """
+    good = scales > 0
+    inverse = jnp.where(good, 1.0 / jnp.where(good, scales, 1.0), 0.0)
+    return blocks * materialised(inverse)[..., None]
+
+
+def levels(
+    blocks: jax.Array, top: int, rounding: str, salt_word: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Whole numbers of -top..top and scales, (m, k, w) -> int32 and (m, k).
+
+    The low 22 bits are the number's in two's complement, those above are not its.
+    """
+    scales = largest(blocks, top)
+    values = scaled(blocks, scales)
+    if rounding == "stochastic":
+        values = jnp.floor(values + uniform(values.shape, salt_word))
+        values = jnp.clip(values, -top, top)
+    # To the nearest it needs no clipping: scales are rounded up.
+    return jax.lax.bitcast_convert_type(values + _ROUNDER, jnp.int32), scales
+
+
+def check_block(codec: str, block: int, multiple: int) -> None:
+    """Raises ValueError unless blocks of this size can be packed into bytes."""
+    if block < multiple or block % multiple:
+        raise ValueError(
+            f"{codec}: block must be a positive multiple of {multiple}, got {block}."
+        )
+
+
+def check_choice(codec: str, field: str, value: str, choices: tuple[str, ...]) -> None:
+    """Raises ValueError unless a field has one of its values."""
+    if value not in choices:
+        raise ValueError(
+            f"{codec}: {field} must be one of {', '.join(choices)}, got {value!r}."
+        )
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The smallest multiple that is not below a value."""
+    return -(-value // multiple) * multiple
+
+
+def block_chunk(elements: int, block: int) -> int:
+    """Whole blocks for large chunks; small ones end in a shorter block."""
+    return round_up(elements, block) if elements >= _WHOLE_BLOCKS * block else elements

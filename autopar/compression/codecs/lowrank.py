@@ -1,0 +1,173 @@
+"""A codec that sends a matrix as two thin factors: PowerSGD, arXiv 1905.13727.
+
+Legend of shapes: a gradient seen as a matrix M of h rows and w columns, factors
+P (h, r) and Q (w, r) of rank r.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Generator
+from typing import ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.compression.codecs.blocks import uniform
+from autopar.compression.codecs.codec import (
+    AllReduce,
+    Codec,
+    Context,
+    Reduced,
+    Request,
+    Rounds,
+    State,
+)
+from autopar.compression.codecs.dense import Bf16, Dense
+from autopar.compression.codecs.quantise import Int8
+from autopar.compression.codecs.registry import register_codec
+from autopar.compression.codecs.sparse import shared_salt
+
+# On accelerators a float32 product may be rounded to fewer bits; P must be
+# orthonormal to float32 for the error to be what is left.
+_PRECISION = lax.Precision.HIGHEST
+
+Values = Literal["f32", "bf16", "int8"]
+
+# What the factors are sent by; f32 needs no second shot.
+_WIRES: dict[str, Codec] = {"f32": Dense(), "bf16": Bf16(), "int8": Int8(block=64)}
+
+
+def matrix_shape(shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of a gradient seen as a matrix.
+
+    Its dims are split in two where the factors are smallest.
+
+    >>> matrix_shape((3, 3, 64, 128)), matrix_shape((512, 8, 64))
+    ((576, 128), (512, 512))
+    """
+    splits = [
+        (math.prod(shape[:i]), math.prod(shape[i:])) for i in range(1, len(shape))
+    ]
+    return min(splits, key=sum) if splits else (math.prod(shape), 1)
+
+
+@register_codec
+@dataclasses.dataclass(frozen=True)
+class PowerSGD(Codec):
+    """One step of a power iteration a training step, from where the last ended.
+
+    With M the sum over the workers, ``P = orthonormal(M Q)``, ``Q' = M^T P`` and
+    ``M ~ P Q'^T``, the projection of M on the columns of P. Both products are
+    linear in M, so P and Q' are summed by all-reduces:
+    ``8 (n - 1) / n * r (h + w)`` bytes; half of that in bf16, and a quarter and the
+    scales in int8, in two shots each. The error that rounding makes of P turns the
+    subspace a little, that of Q' is a part of this codec's error like any other.
+
+    Attributes:
+      rank: columns of the factors, r; at most the rank that M can have.
+      values: type of the factors on the wire; only in f32 is the codec linear.
+    """
+
+    name: ClassVar[str] = "powersgd"
+    feedback: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+    rank: int = 4
+    values: Values = "f32"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if self.values not in _WIRES:
+            raise ValueError(
+                f"powersgd: values must be one of {', '.join(_WIRES)}, got "
+                f"{self.values!r}."
+            )
+        if self.rank < 1:
+            raise ValueError(f"powersgd: rank must be positive, got {self.rank}.")
+
+    def check(self, shape: tuple[int, ...], *, scatter: bool) -> str:
+        """See `Codec`."""
+        rows, columns = matrix_shape(shape)
+        if scatter:
+            return (
+                "powersgd sends a whole matrix and cannot sum the parts of a "
+                "scattered one"
+            )
+        if min(rows, columns) < 2:
+            return f"powersgd needs a matrix; {shape} is a vector"
+        rank = min(self.rank, rows, columns)
+        if rank * (rows + columns) >= rows * columns:
+            return (
+                f"powersgd of rank {rank} would send {rank * (rows + columns)} "
+                f"numbers for the {rows * columns} of {shape}"
+            )
+        return ""
+
+    def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
+        """The factor to start from, f32 (w, r); zero asks for a random one."""
+        del size, workers
+        rows, columns = matrix_shape(shape)
+        return jnp.zeros((columns, min(self.rank, rows, columns)), jnp.float32)
+
+    def extent(self, shape: tuple[int, ...]) -> float:
+        """See `Codec`: the elements of both factors."""
+        rows, columns = matrix_shape(shape)
+        return float(min(self.rank, rows, columns) * (rows + columns))
+
+    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+        """See `Codec`."""
+        rows, columns = matrix_shape(context.shape)
+        flat = chunks.reshape(-1)
+        matrix = flat[: context.size].reshape(rows, columns)
+        start = _start(state, context)
+        summed, _ = yield from self._sum(_dot(matrix, start), context)
+        # Householder's QR stays orthonormal where P has fewer than r independent
+        # columns, and P is the same everywhere, hence so is its result.
+        left = jnp.linalg.qr(summed)[0]
+        right, own = yield from self._sum(_dot(matrix.T, left), context)
+
+        def chunked(factor: jax.Array) -> jax.Array:
+            whole = _dot(left, factor.T).reshape(-1)
+            padding = flat.size - context.size
+            return jnp.pad(whole, (0, padding)).reshape(chunks.shape)
+
+        return Reduced(chunked(right), chunked(own), right)
+
+    def _sum(
+        self, factor: jax.Array, context: Context
+    ) -> Generator[Request, jax.Array, tuple[jax.Array, jax.Array]]:
+        """Sums a factor, (m, r); also what the others understood of this one's.
+
+        Column after column: their magnitudes are the singular values, and codes of
+        one block share a scale.
+        """
+        if self.values == "f32":
+            total = yield AllReduce(factor.reshape(-1))
+            return total.reshape(factor.shape), factor
+        columns = factor.T
+        codec, n, size = _WIRES[self.values], context.workers, factor.size
+        chunk = codec.chunk(-(-size // n))
+        flat = jnp.pad(columns.reshape(-1), (0, n * chunk - size))
+        inner = dataclasses.replace(context, shape=(size,), size=size, scatter=False)
+        state = codec.init((size,), n * chunk, n)
+        out = yield from codec.reduce(flat.reshape(n, chunk), state, inner)
+
+        def whole(parts: jax.Array) -> jax.Array:
+            return parts.reshape(-1)[:size].reshape(columns.shape).T
+
+        return whole(out.total), whole(out.sent)
+
+
+def _start(state: jax.Array, context: Context) -> jax.Array:
+    """The last step's Q, scaled to 1; random where it is zero or not finite."""
+    salt = shared_salt(context.step, context.seed, stream=3)
+    random = uniform(state.shape, salt) - 0.5
+    largest = jnp.max(jnp.abs(state))
+    usable = jnp.isfinite(largest) & (largest > 0)
+    return jnp.where(usable, state / jnp.where(usable, largest, 1.0), random)
+
+
+def _dot(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jnp.dot(left, right, precision=_PRECISION)

@@ -1,0 +1,276 @@
+"""A codec that sends the elements which are expected to be large, without places.
+
+OSCAR's software half (HPCA 2026, known from its abstract) splits the elements
+into probable zeros and probable non-zeros. Here the split is a function of what
+all workers have received, so that no place is ever sent: a score of each
+element is kept from the summed gradients, and the elements with the largest
+scores are sent as blocks of int8. What is not expected to be large can go
+through a count sketch, and is sent anyhow when its turn comes.
+
+Legend of shapes: D elements of the gradient, padding included, k predicted ones,
+e elements of the rotating slice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.compression.codecs.codec import Codec, Context, Reduced, Rounds, State
+from autopar.compression.codecs.dense import Bf16, Dense
+from autopar.compression.codecs.quantise import Int8
+from autopar.compression.codecs.registry import register_codec
+from autopar.compression.codecs.sketch import Sketch
+from autopar.compression.codecs.sparse import check_ratio, kept, shared_salt
+from autopar.compression.codecs.threshold import compact, quantile
+
+Score = Literal["second_moment", "previous"]
+Wire = Literal["int8", "bf16", "f32"]
+
+# Memory of the score: a gradient's weight falls to 1 / e in ten sendings. Adam's
+# is longer, but is not misled by what was sent late and is large for that.
+_DECAY = 0.9
+
+
+class PredictedState(NamedTuple):
+    """State of `Predicted`, the same on all workers.
+
+    Attributes:
+      score: what is expected of each element, f32 (D,).
+      indices: the predicted elements, int32 (k,), D or more in unused slots.
+      seen: steps since the start, int32 ().
+    """
+
+    score: jax.Array
+    indices: jax.Array
+    seen: jax.Array
+
+
+@register_codec
+@dataclasses.dataclass(frozen=True)
+class Predicted(Codec):
+    """The probable non-zeros without their places, in rotation also the others.
+
+    At first nothing is known: for ``ceil(1 / ratio)`` steps, the elements are
+    sent in turn, each once. From then on those are sent that have the largest
+    scores, and beside them a slice of ``explore * D`` elements that moves
+    on by its own length in every step, so that each element is sent at least
+    once in ``1 / explore`` steps and can win back its place.
+
+    Scores follow only what was sent. An element that is sent late brings the
+    gradients of all steps since it was sent last, if errors are fed back; its
+    square is divided by their number, as it is expected to grow like the square
+    of a sum of independent gradients.
+
+    Attributes:
+      ratio: share of the elements that is predicted.
+      every: steps between two predictions.
+      explore: share of the elements in the rotating slice; 0 for none.
+      score: what a prediction is made from: the mean square of the summed
+        gradient, which is Adam's second moment, or its last magnitude.
+      values: type of the values on the wire; int8 and bf16 go in two shots.
+      sketch: numbers for each element in a count sketch of the rest; 0 for none.
+      heavy: share of the elements that is recovered from the sketch.
+    """
+
+    name: ClassVar[str] = "predicted"
+    feedback: ClassVar[bool] = True
+    ratio: float = 0.05
+    every: int = 10
+    explore: float = 0.005
+    score: Score = "second_moment"
+    values: Wire = "int8"
+    sketch: float = 0.0
+    heavy: float = 0.001
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_ratio(self, self.ratio)
+        for field in ("explore", "sketch"):
+            if not 0 <= getattr(self, field) <= 1:
+                raise ValueError(
+                    f"predicted: {field} is a share of the elements, in [0, 1]; got "
+                    f"{getattr(self, field)}."
+                )
+        if self.sketch:
+            check_ratio(self, self.heavy, "heavy")
+        if self.every < 1:
+            raise ValueError(
+                f"predicted: every counts steps and must be positive, got {self.every}."
+            )
+        if self.score not in ("second_moment", "previous"):
+            raise ValueError(
+                "predicted: score must be second_moment or previous, got "
+                f"{self.score!r}."
+            )
+        if self.values not in _WIRES:
+            raise ValueError(
+                f"predicted: values must be one of {', '.join(_WIRES)}, got "
+                f"{self.values!r}."
+            )
+
+    def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
+        """See `PredictedState`."""
+        del shape, workers
+        return PredictedState(
+            jnp.zeros(size, jnp.float32),
+            jnp.zeros(kept(self.ratio, size), jnp.int32),
+            jnp.zeros((), jnp.int32),
+        )
+
+    def slice_elements(self, elements: int) -> int:
+        """Elements of the rotating slice, e."""
+        return kept(self.explore, elements) if self.explore else 0
+
+    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+        """See `Codec`."""
+        flat = chunks.reshape(-1)
+        indices = self._indices(state, context)
+        first, window = self._slice(flat.size, state.seen)
+        values = flat.at[indices].get(mode="fill", fill_value=0)
+        rest = flat.at[indices].set(0.0, mode="drop", unique_indices=True)
+        part = lax.dynamic_slice(rest, (first,), (window,))
+        inner = dataclasses.replace(context, scatter=False)
+        reduced = yield from _dense(
+            jnp.concatenate([values, part]), _WIRES[self.values], inner
+        )
+
+        def place(numbers: jax.Array) -> jax.Array:
+            out = jnp.zeros(flat.size, jnp.float32)
+            out = lax.dynamic_update_slice(out, numbers[indices.size :], (first,))
+            # Elements that are in both are zero in the slice.
+            return out.at[indices].add(
+                numbers[: indices.size], mode="drop", unique_indices=True
+            )
+
+        total, sent = place(reduced.total), place(reduced.sent)
+        if self.sketch:
+            rest = lax.dynamic_update_slice(rest, jnp.zeros(window), (first,))
+            extra = yield from self._sketched(rest, chunks.shape, inner)
+            total, sent = total + extra.total, sent + extra.sent
+        state = self._learn(state, indices, first, window, total)
+        total = total.reshape(chunks.shape)
+        if context.scatter:
+            total = jnp.take(total, context.worker, axis=0)
+        return Reduced(total, sent.reshape(chunks.shape), state)
+
+    def _sketched(
+        self, rest: jax.Array, shape: tuple[int, ...], context: Context
+    ) -> Rounds:
+        codec = Sketch(ratio=self.sketch, heavy=self.heavy)
+        out = yield from codec.reduce(rest.reshape(shape), (), context)
+        return Reduced(out.total.reshape(-1), out.sent.reshape(-1), ())
+
+    def _turns(self, size: int) -> int:
+        """Steps at the start in which elements are sent in turn."""
+        return -(-size // kept(self.ratio, size))
+
+    def _indices(self, state: PredictedState, context: Context) -> jax.Array:
+        """The predicted elements of this step, int32 (k,)."""
+        size, count = state.score.size, state.indices.size
+        turns = self._turns(size)
+        slots = lax.iota(jnp.int32, count)
+
+        def in_turn() -> jax.Array:
+            index = state.seen * count + slots
+            return jnp.where(index < size, index, size + slots)
+
+        def predicted() -> jax.Array:
+            salt = shared_salt(context.step, context.seed, stream=5)
+            return largest(state.score, count, salt)
+
+        kind = jnp.where(
+            state.seen < turns,
+            0,
+            jnp.where((state.seen - turns) % self.every == 0, 1, 2),
+        )
+        return lax.switch(kind, (in_turn, predicted, lambda: state.indices))
+
+    def _slice(self, size: int, seen: jax.Array) -> tuple[jax.Array, int]:
+        """First element and length of the rotating slice; the last is cut short."""
+        window = self.slice_elements(size)
+        if not window:
+            return jnp.zeros((), jnp.int32), 0
+        first = (seen % -(-size // window)) * window
+        return jnp.minimum(first, size - window), window
+
+    def _learn(
+        self,
+        state: PredictedState,
+        indices: jax.Array,
+        first: jax.Array,
+        window: int,
+        total: jax.Array,
+    ) -> PredictedState:
+        """The state after a step in which ``total`` was received, f32 (D,)."""
+        size = state.score.size
+        square = jnp.square(total)
+        if self.score == "previous":
+            square = jnp.abs(total)
+        early = state.seen < self._turns(size)
+        age = jnp.where(early, state.seen + 1, 1).astype(jnp.float32)
+        period = float(-(-size // window)) if window else 1.0
+        place = lax.iota(jnp.int32, size)
+        explored = (place >= first) & (place < first + window)
+        predicted = jnp.zeros(size, bool).at[indices].set(True, mode="drop")
+        late = jnp.where(predicted, age, jnp.minimum(period, state.seen + 1.0))
+        if self.score == "previous":
+            late = jnp.sqrt(late)
+        fresh = square / late
+        known = (predicted | explored | (total != 0)) & jnp.isfinite(fresh)
+        if self.score == "second_moment":
+            mean = _DECAY * state.score + (1 - _DECAY) * fresh
+            fresh = jnp.where(state.score > 0, mean, fresh)
+        score = jnp.where(known, fresh, state.score)
+        return PredictedState(score, indices, state.seen + 1)
+
+
+_WIRES: dict[str, Codec] = {"int8": Int8(), "bf16": Bf16(), "f32": Dense()}
+
+
+def _dense(values: jax.Array, codec: Codec, context: Context) -> Rounds:
+    """Sums a vector (m,) with a codec for dense gradients."""
+    size, n = values.size, context.workers
+    chunk = codec.chunk(-(-size // n))
+    chunks = jnp.pad(values, (0, n * chunk - size)).reshape(n, chunk)
+    inner = dataclasses.replace(context, shape=(size,), size=size)
+    state = codec.init((size,), n * chunk, n)
+    out = yield from codec.reduce(chunks, state, inner)
+    return Reduced(out.total.reshape(-1)[:size], out.sent.reshape(-1)[:size], ())
+
+
+def largest(scores: jax.Array, count: int, salt: jax.Array) -> jax.Array:
+    """Places of about the ``count`` largest of non-negative scores.
+
+    Those above a threshold, which a sample brackets and `_PASSES` bisections
+    then set as low as possible without exceeding ``count``.
+
+    Args:
+      scores: f32 (D,).
+      count: the most places that are wanted, k.
+      salt: uint32, decides which elements the sample holds.
+
+    Returns:
+      int32 (k,), distinct; D or more in the slots that are left.
+    """
+    share = count / scores.size
+    low = quantile(scores, min(1.0, 1.25 * share), salt)
+    high = quantile(scores, max(0.8 * share, 1 / scores.size), salt)
+
+    def halve(_: Any, bounds: tuple[jax.Array, jax.Array]) -> Any:
+        low, high = bounds
+        middle = 0.5 * (low + high)
+        fits = jnp.sum(scores > middle) <= count
+        return jnp.where(fits, low, middle), jnp.where(fits, middle, high)
+
+    _, threshold = lax.fori_loop(0, _PASSES, halve, (low, high))
+    # Not below, rather than above: where many scores are equal, some are taken.
+    return compact((scores >= threshold) & (scores > 0), count, salt)[0]
+
+
+# A bracket of half to twice the threshold is narrowed to a 256th of it.
+_PASSES = 8

@@ -1,0 +1,350 @@
+"""Codecs that send a few elements: the largest, a random set, the largest per block.
+
+Legend of shapes: n workers, c elements of a chunk, g groups of m elements that
+are selected from on their own (one group, or one per chunk when the sum is
+scattered, for then each chunk goes to its owner only), k kept elements, B
+elements of a block.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, ClassVar, Literal
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from autopar.compression.codecs.blocks import mix
+from autopar.compression.codecs.codec import (
+    AllGather,
+    AllReduce,
+    AllToAll,
+    Codec,
+    Context,
+    Reduced,
+    ReduceScatter,
+    Request,
+    Rounds,
+    State,
+)
+from autopar.compression.codecs.registry import register_codec
+
+Values = Literal["bf16", "f32"]
+
+# What an element is on the wire.
+VALUE_TYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f32": jnp.float32}
+
+
+def to_bytes(array: jax.Array) -> jax.Array:
+    """The bytes of each row: (g, k) of any type -> uint8 (g, b)."""
+    if array.dtype == jnp.uint8:
+        return array
+    return lax.bitcast_convert_type(array, jnp.uint8).reshape(array.shape[0], -1)
+
+
+def from_bytes(payload: jax.Array, dtype: Any) -> jax.Array:
+    """The rows that `to_bytes` wrote: uint8 (g, b) -> (g, k) of ``dtype``."""
+    width = jnp.dtype(dtype).itemsize
+    if width == 1:
+        return payload
+    rows = payload.reshape(payload.shape[0], -1, width)
+    return lax.bitcast_convert_type(rows, dtype)
+
+
+def shared_salt(step: jax.Array, seed: int, stream: int = 0) -> jax.Array:
+    """A uint32 that is the same on all workers and new in every step."""
+    first = mix(jnp.uint32((seed * 0x9E3779B1 + stream) & 0xFFFFFFFF))
+    return mix(first ^ jnp.asarray(step).astype(jnp.uint32))
+
+
+def kept(ratio: float, elements: int) -> int:
+    """How many of ``elements`` a share is, at least one and at most all.
+
+    >>> kept(0.01, 1000), kept(0.01, 3), kept(1.0, 3)
+    (10, 1, 3)
+    """
+    return min(elements, max(1, round(ratio * elements)))
+
+
+def check_ratio(codec: Codec, ratio: float, field: str = "ratio") -> None:
+    """Raises ValueError unless 0 < ``ratio`` <= 1."""
+    if not 0 < ratio <= 1:
+        raise ValueError(
+            f"{codec.name}: {field} is the share of the elements that is sent, in "
+            f"(0, 1]; got {ratio}."
+        )
+
+
+def groups(chunks: jax.Array, context: Context) -> jax.Array:
+    """What is selected from on its own: (n, c) -> (g, m)."""
+    return chunks if context.scatter else chunks.reshape(1, -1)
+
+
+def share(payload: jax.Array, context: Context) -> Request:
+    """Sends each group's message, uint8 (g, b), to whoever needs it."""
+    return AllToAll(payload) if context.scatter else AllGather(payload[0])
+
+
+def spread(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
+    """Values at their places, zero elsewhere: (g, k), (g, k) -> (g, m).
+
+    An index of m or more means that the slot is empty.
+    """
+
+    def row(index: jax.Array, value: jax.Array) -> jax.Array:
+        out = jnp.zeros(elements, jnp.float32)
+        return out.at[index].set(value, mode="drop", unique_indices=True)
+
+    # Empty slots share an index, but dropped writes cannot collide.
+    return jax.vmap(row)(indices, values)
+
+
+def add_all(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
+    """Sums what n workers sent: (n, k), (n, k) -> (m,).
+
+    Worker after worker, and the places of one worker are distinct: the sum does
+    not depend on the order in which a device happens to write.
+    """
+
+    def add(total: jax.Array, sent: tuple[jax.Array, jax.Array]) -> Any:
+        index, value = sent
+        return total.at[index].add(value, mode="drop", unique_indices=True), None
+
+    zeros = jnp.zeros(elements, jnp.float32)
+    return lax.scan(add, zeros, (indices, values))[0]
+
+
+def send_selected(
+    indices: jax.Array,
+    values: jax.Array,
+    chunks: jax.Array,
+    context: Context,
+    dtype: Any,
+) -> Rounds:
+    """Sends selected elements with their places, as int32, and sums them.
+
+    Args:
+      indices: int32 (g, k), distinct in a row; m or more for an empty slot.
+      values: float32 (g, k).
+      chunks: the partial gradient, (n, c).
+      context: the step.
+      dtype: of the values on the wire.
+    """
+    elements = groups(chunks, context).shape[1]
+    coded = values.astype(dtype)
+    places = to_bytes(indices.astype(jnp.int32))
+    payload = jnp.concatenate([to_bytes(coded), places], axis=1)
+    answer = yield share(payload, context)
+    split = payload.shape[1] - places.shape[1]
+    theirs = from_bytes(answer[:, :split], dtype).astype(jnp.float32)
+    total = add_all(from_bytes(answer[:, split:], jnp.int32), theirs, elements)
+    sent = spread(indices, coded.astype(jnp.float32), elements)
+    if not context.scatter:
+        total = total.reshape(chunks.shape)
+    return Reduced(total, sent.reshape(chunks.shape), ())
+
+
+def blocks_of(rows: jax.Array, block: int) -> jax.Array:
+    """Blocks as columns, padded with zeros: (n, c) -> (n, B, c' / B).
+
+    Element j of block b of a chunk is element ``j * c' / B + b``: a reduction
+    over a block then runs over whole vectors, and neighbours, which tend to be
+    large together, fall into different blocks.
+    """
+    count = -(-rows.shape[1] // block)
+    padding = count * block - rows.shape[1]
+    if padding:
+        rows = jnp.pad(rows, ((0, 0), (0, padding)))
+    return rows.reshape(rows.shape[0], block, count)
+
+
+def _flat(columns: jax.Array, elements: int) -> jax.Array:
+    return columns.reshape(columns.shape[0], -1)[:, :elements]
+
+
+def _next_multiple(number: int, of: int) -> int:
+    return -(-number // of) * of
+
+
+@register_codec
+@dataclasses.dataclass(frozen=True)
+class TopK(Codec):
+    """The largest elements by magnitude, with their places.
+
+    Exact over the whole gradient, or over each chunk when the sum is scattered.
+    Each worker sends ``(n - 1) * k * (value + 4)`` bytes, or
+    ``(n - 1) * k / n * (value + 4)`` when scattered.
+
+    Attributes:
+      ratio: share of the elements that is sent.
+      values: type of the values on the wire.
+    """
+
+    name: ClassVar[str] = "topk"
+    feedback: ClassVar[bool] = True
+    ratio: float = 0.01
+    values: Values = "bf16"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_ratio(self, self.ratio)
+
+    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+        """See `Codec`."""
+        del state
+        x = groups(chunks, context)
+        share_of = chunks.shape[1] if context.scatter else context.size
+        _, indices = lax.top_k(jnp.abs(x), kept(self.ratio, share_of))
+        values = jnp.take_along_axis(x, indices, axis=1)
+        out = yield from send_selected(
+            indices, values, chunks, context, VALUE_TYPES[self.values]
+        )
+        return out
+
+
+@register_codec
+@dataclasses.dataclass(frozen=True)
+class RandK(Codec):
+    """One element of each block, chosen by a hash that all workers share.
+
+    No places are sent, so the values are summed by an all-reduce:
+    ``8 (n - 1) / n * k`` bytes. A block has ``round(1 / ratio)`` elements, each
+    of which is chosen with the same probability, and is drawn anew every step.
+
+    Attributes:
+      ratio: share of the elements that is sent.
+      unbiased: whether the values are multiplied by the size of a block, which
+        makes the sum right on average; nothing then remains as error.
+    """
+
+    name: ClassVar[str] = "randk"
+    feedback: ClassVar[bool] = True
+    linear: ClassVar[bool] = True
+    ratio: float = 0.01
+    unbiased: bool = False
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        check_ratio(self, self.ratio)
+
+    @property
+    def block(self) -> int:
+        """Elements of a block, B."""
+        return round(1 / self.ratio)
+
+    def chunk(self, elements: int) -> int:
+        """See `Codec`."""
+        return _next_multiple(elements, self.block)
+
+    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+        """See `Codec`."""
+        del state
+        n, c = chunks.shape
+        x = blocks_of(chunks, self.block)
+        key = shared_salt(context.step, context.seed, stream=1)
+        number = lax.iota(jnp.uint32, n * x.shape[2]).reshape(n, 1, -1)
+        place = mix(number ^ key) % jnp.uint32(self.block)
+        chosen = lax.broadcasted_iota(jnp.uint32, x.shape, 1) == place
+        values = jnp.where(chosen, x, 0.0).sum(axis=1)
+        scale = float(self.block) if self.unbiased else 1.0
+        if context.scatter:
+            row = yield ReduceScatter(values * scale)
+            mine = jnp.take(chosen, context.worker, axis=0)
+            total = jnp.where(mine, row, 0.0).reshape(-1)[:c]
+        else:
+            summed = yield AllReduce((values * scale).reshape(-1))
+            total = jnp.where(chosen, summed.reshape(n, 1, -1), 0.0)
+            total = _flat(total, c)
+        sent = chunks if self.unbiased else _flat(jnp.where(chosen, x, 0.0), c)
+        return Reduced(total, sent, ())
+
+
+@register_codec
+@dataclasses.dataclass(frozen=True)
+class BlockTopK(Codec):
+    """The k largest elements of each block, with one-byte places.
+
+    The selection is a pass over whole vectors without a sort, and decoding one
+    without a scatter. Each worker sends ``(n - 1) * ceil(D / B) * k *
+    (value + 1)`` bytes, or 1 / n of it when the sum is scattered.
+
+    Attributes:
+      k: elements kept of a block.
+      block: elements of a block, B, at most 256.
+      values: type of the values on the wire.
+    """
+
+    name: ClassVar[str] = "blocktopk"
+    feedback: ClassVar[bool] = True
+    k: int = 1
+    block: int = 100
+    values: Values = "bf16"
+
+    def __post_init__(self) -> None:
+        """Check the values."""
+        if not 1 <= self.block <= 256:
+            raise ValueError(
+                f"blocktopk: block must be 1 to 256, for a place is one byte; got "
+                f"{self.block}."
+            )
+        if not 1 <= self.k <= self.block:
+            raise ValueError(
+                f"blocktopk: k must be 1 to block = {self.block}, got {self.k}."
+            )
+
+    def chunk(self, elements: int) -> int:
+        """See `Codec`."""
+        return _next_multiple(elements, self.block)
+
+    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+        """See `Codec`."""
+        del state
+        n, c = chunks.shape
+        dtype = VALUE_TYPES[self.values]
+        x = blocks_of(chunks, self.block)
+        places, values = _largest(x, self.k)
+        coded = values.astype(dtype)
+        payload = jnp.concatenate(
+            [to_bytes(coded.reshape(n, -1)), places.reshape(n, -1)], axis=1
+        )
+        whole = payload if context.scatter else payload.reshape(1, -1)
+        answer = yield share(whole, context)
+        # Of all workers, each with its message for the chunks that are summed.
+        answer = answer.reshape(n, -1, payload.shape[1])
+        split = coded.size // n * jnp.dtype(dtype).itemsize
+        rows = answer.shape[:2] + coded.shape[1:]
+        theirs = from_bytes(answer[..., :split].reshape(n, -1), dtype).reshape(rows)
+        at = answer[..., split:].reshape(rows)
+        zeros = jnp.zeros((rows[1], *x.shape[1:]), jnp.float32)
+
+        def add(total: jax.Array, message: tuple[jax.Array, jax.Array]) -> Any:
+            return total + _expand(*message, self.block), None
+
+        total = _flat(lax.scan(add, zeros, (at, theirs))[0], c)
+        sent = _flat(_expand(places, coded, self.block), c)
+        return Reduced(total[0] if context.scatter else total, sent, ())
+
+
+def _largest(x: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    """Places, uint8, and values of each block's largest, both (n, k, blocks)."""
+    size = jnp.abs(x)
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    places: list[jax.Array] = []
+    for _ in range(k):
+        place = jnp.argmax(size, axis=1)[:, None].astype(jnp.int32)
+        places.append(place)
+        size = jnp.where(row == place, -1.0, size)
+    at = jnp.concatenate(places, axis=1)
+    return at.astype(jnp.uint8), jnp.take_along_axis(x, at, axis=1)
+
+
+def _expand(places: jax.Array, values: jax.Array, block: int) -> jax.Array:
+    """Values at their places, zero elsewhere: (n, k, blocks) -> (n, B, blocks)."""
+    n, k, count = places.shape
+    row = lax.broadcasted_iota(jnp.uint8, (n, block, count), 1)
+    out = jnp.zeros((n, block, count), jnp.float32)
+    for i in range(k):
+        value = values[:, i : i + 1].astype(jnp.float32)
+        out = jnp.where(row == places[:, i : i + 1], value, out)
+    return out

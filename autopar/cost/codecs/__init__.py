@@ -1,0 +1,1 @@
+"""Time, bytes and error of sending gradients by codecs."""

@@ -1,0 +1,232 @@
+"""Prices of strategies and reshardings, in seconds and in bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.cost.collectives import (
+    collective_bytes,
+    collective_s,
+    collective_s_per_byte,
+)
+from autopar.cost.combining import ALONE, COMBINERS, Combiner, Group
+from autopar.layouts.layout import Axes, Layout, Step, reshard_steps
+
+# Simulated devices share the cores, so that those that reach a collective early
+# wait for the others. Chosen by hand, below the 1.9 of least squares over measured
+# steps (docs/cost-model.md). Between real devices it is 1.
+CPU_SKEW = 1.5
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pricer:
+    """Prices on one mesh of one cluster.
+
+    Attributes:
+      cluster: the devices and links.
+      mesh: the mesh.
+      without: groups of messages that no plan may send (`autopar.planner.search`).
+    """
+
+    cluster: Cluster
+    mesh: MeshShape
+    without: frozenset[Group] = frozenset()
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Size of each mesh axis."""
+        return self.mesh.sizes
+
+    @property
+    def skew(self) -> float:
+        """What waiting for other devices makes of a time on the link."""
+        return CPU_SKEW if self.cluster.device.kind == "cpu" else 1.0
+
+    def group(self, axes: Axes) -> int:
+        """Number of devices in a group over these axes."""
+        out = 1
+        for a in axes:
+            out *= self.sizes[a]
+        return out
+
+    @property
+    def combiner(self) -> Combiner:
+        """What the compiler joins into one message on this kind of device."""
+        return COMBINERS[self.cluster.device.kind]
+
+    def step_s(self, step: Step, nbytes: float, message_bytes: float = 0.0) -> float:
+        """Seconds of one elementary collective on an array of ``nbytes``.
+
+        In a message of ``message_bytes`` it takes its part of the message's time.
+        """
+        kind = self.runs_as(step.kind)
+        if kind == "slice":
+            return 0.0
+        size = step.fraction * nbytes
+        whole = message_bytes or size
+        wire = _collective_s(kind, whole, step.axes, self.mesh)
+        part = size / whole if whole else 1.0
+        return self.skew * part * wire + self.move_s(step, size)
+
+    def group_of(self, step: Step) -> Group:
+        """What a collective has in common with those that share its message."""
+        return self.runs_as(step.kind), tuple(sorted(step.axes))
+
+    def bytes_s(self, step: Step, nbytes: float) -> float:
+        """Seconds that a collective takes of the largest messages, at least."""
+        axes = tuple(self.mesh.axes[a] for a in step.axes)
+        size = step.fraction * nbytes
+        wire = collective_s_per_byte(self.runs_as(step.kind), axes) * size
+        return self.skew * wire + self.move_s(step, size)
+
+    def price_s(self, step: Step, nbytes: float, together: frozenset[str]) -> float:
+        """Seconds that are sure, whatever else travels in the same message.
+
+        Infinite where the message may not be sent.
+
+        Args:
+          step: the collective.
+          nbytes: of the whole array.
+          together: kinds of collectives that the compiler may join.
+        """
+        group = self.group_of(step)
+        if step.kind not in together or group[0] not in self.combiner.kinds:
+            return self.step_s(step, nbytes)
+        return math.inf if group in self.without else self.bytes_s(step, nbytes)
+
+    def move_s(self, step: Step, size: float) -> float:
+        """Seconds to bring a collective's pieces into their places on one device.
+
+        The pieces of an all-gather arrive one after the other and are copied into
+        the array; an all-to-all packs them before, too; a scattered sum is cut out
+        of the whole. Each copy reads and writes.
+        """
+        copies = {"all_gather": 1.0, "all_to_all": 2.0}.get(step.kind, 0.0)
+        if step.kind == "reduce_scatter":
+            copies = 1.0 / self.group(step.axes)
+        return 2.0 * copies * size / self.cluster.device.memory_bandwidth_bytes_per_s
+
+    def runs_as(self, kind: str) -> str:
+        """What the compiler makes of a collective on this kind of device.
+
+        XLA's CPU pipeline has no pass that forms a reduce-scatter: it runs an
+        all-reduce and keeps a slice.
+        """
+        if kind == "reduce_scatter" and self.cluster.device.kind == "cpu":
+            return "all_reduce"
+        return kind
+
+    def step_bytes(self, step: Step, nbytes: float) -> float:
+        """Bytes that one device sends in one elementary collective."""
+        if step.kind == "slice":
+            return 0.0
+        return collective_bytes(
+            step.kind, step.fraction * nbytes, self.group(step.axes)
+        )
+
+    def reshard_s(
+        self,
+        start: Layout,
+        target: Layout,
+        partial: Axes,
+        reduction: str,
+        nbytes: float,
+        together: frozenset[str] = ALONE,
+    ) -> float:
+        """Seconds to bring an array from one layout to another; see `price_s`."""
+        steps = reshard_steps(start, target, partial, reduction, self.sizes)
+        return sum(self.price_s(s, nbytes, together) for s in steps)
+
+    def reshard_matrix(
+        self,
+        starts: Sequence[tuple[Layout, Axes]],
+        targets: Sequence[Layout],
+        reduction: str,
+        nbytes: float,
+        together: frozenset[str] = ALONE,
+    ) -> np.ndarray:
+        """Seconds for every pair of a start (with partial axes) and a target."""
+        start_ids, unique_starts = _unique(starts)
+        target_ids, unique_targets = _unique(targets)
+        table = _reshard_table(
+            self,
+            tuple(unique_starts),
+            tuple(unique_targets),
+            reduction,
+            float(nbytes),
+            together,
+        )
+        return table[np.ix_(start_ids, target_ids)]
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def _collective_s(kind: str, nbytes: float, axes: Axes, mesh: MeshShape) -> float:
+    return collective_s(kind, nbytes, tuple(mesh.axes[a] for a in axes))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _reshard_table(
+    pricer: Pricer,
+    starts: tuple[tuple[Layout, Axes], ...],
+    targets: tuple[Layout, ...],
+    reduction: str,
+    nbytes: float,
+    together: frozenset[str],
+) -> np.ndarray:
+    kinds, index, fractions = _step_table(starts, targets, reduction, pricer.sizes)
+    out = np.zeros((len(starts), len(targets)))
+    for number, (kind, axes) in enumerate(kinds):
+        here = index == number
+        values, inverse = np.unique(fractions[here], return_inverse=True)
+        steps = [Step(kind, axes, float(f), ()) for f in values]
+        seconds = np.array([pricer.price_s(s, nbytes, together) for s in steps])
+        pairs = np.nonzero(here)
+        np.add.at(out, (pairs[0], pairs[1]), seconds[inverse])
+    return out
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _step_table(
+    starts: tuple[tuple[Layout, Axes], ...],
+    targets: tuple[Layout, ...],
+    reduction: str,
+    sizes: tuple[int, ...],
+) -> tuple[list[tuple[str, Axes]], np.ndarray, np.ndarray]:
+    """The steps of every pair, independent of the size of the array.
+
+    Returns the distinct (kind, axes), and for each pair and position in its
+    sequence of steps the number of its (kind, axes), -1 for none, and its fraction.
+    """
+    numbers: dict[tuple[str, Axes], int] = {}
+    paths = [
+        [
+            [
+                (numbers.setdefault((s.kind, s.axes), len(numbers)), s.fraction)
+                for s in reshard_steps(start, target, partial, reduction, sizes)
+                if s.kind != "slice"
+            ]
+            for target in targets
+        ]
+        for start, partial in starts
+    ]
+    longest = max((len(p) for row in paths for p in row), default=0)
+    index = np.full((len(starts), len(targets), max(longest, 1)), -1)
+    fractions = np.zeros(index.shape)
+    for i, row in enumerate(paths):
+        for j, path in enumerate(row):
+            for k, (number, fraction) in enumerate(path):
+                index[i, j, k] = number
+                fractions[i, j, k] = fraction
+    return list(numbers), index, fractions
+
+
+def _unique(items: Sequence[object]) -> tuple[list[int], list[object]]:
+    table: dict[object, int] = {}
+    ids = [table.setdefault(item, len(table)) for item in items]
+    return ids, list(table)

@@ -1,0 +1,297 @@
+"""The communication of an assignment, collective by collective."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.cost.combining import GATHERS, SUMS, Group, Place
+from autopar.cost.pricer import Pricer
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import Layout, Step
+from autopar.steps.nodes import MIN_ELEMENTS
+from autopar.steps.sums import times_due
+from autopar_passes.graph import Operator
+from autopar_passes.rules import INNER
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective of a planned step.
+
+    Attributes:
+      step: what is done; `Step.fraction` times ``nbytes`` is its charged size.
+      nbytes: bytes of the whole, unsharded array.
+      trips: how often it runs in a step.
+      value: the array.
+      operator: the operator that makes the partial result, or the first to
+        read the resharded one.
+      place: where the compiler may join it with others; None where it needs
+        another's result.
+      message_bytes: size of the message that it travels in, 0 where it is alone.
+    """
+
+    step: Step
+    nbytes: int
+    trips: float
+    value: int
+    operator: int
+    place: Place | None = None
+    message_bytes: float = 0.0
+
+    @property
+    def size(self) -> float:
+        """Bytes in the convention of `autopar.cost.collectives`."""
+        return self.step.fraction * self.nbytes
+
+    def seconds(self, pricer: Pricer) -> float:
+        """Seconds of all its runs in one step: its part of its messages'."""
+        return self.trips * pricer.step_s(self.step, self.nbytes, self.message_bytes)
+
+    def shared_s(self, pricer: Pricer) -> float:
+        """Those of its seconds that depend on what else its message carries."""
+        if not self.message_bytes:
+            return 0.0
+        own = self.trips * pricer.bytes_s(self.step, self.nbytes)
+        return self.seconds(pricer) - own
+
+    def sent_bytes(self, pricer: Pricer) -> float:
+        """Bytes that one device sends for it in one step."""
+        return self.trips * pricer.step_bytes(self.step, self.nbytes)
+
+
+# An array of the planned program: a value, whether it starts a way anew, and
+# the layouts stated for it so far. Equal forms are one array.
+Form = tuple[object, ...]
+
+
+@dataclasses.dataclass(slots=True)
+class _Forms:
+    """The resharded forms of all values, and what is read as it is."""
+
+    collectives: list[Collective]
+    children: dict[Form, dict[Form, Step]]
+    read: set[Form]
+
+
+def traffic(assignment: Assignment) -> list[Collective]:
+    """Lists the collectives of one step, in program order."""
+    forms = _Forms([], {}, set())
+    for op in assignment.graph.operators:
+        if op.kind != "return" and op.class_index in assignment.contraction.node_of:
+            for slot, value in enumerate(op.inputs):
+                if value is not None and not stays_partial(assignment, op, value):
+                    layout = assignment.layout(op, op.rule.operands[slot])
+                    _read(assignment, forms, op, value, layout, op.input_trips[slot])
+    last = assignment.graph.operators[-1]
+    for position, value in enumerate(assignment.graph.outputs):
+        layout = assignment.output(position)
+        if value is not None and layout is not None:
+            _read(assignment, forms, last, value, layout, 1.0)
+    out = forms.collectives + _reductions(assignment, forms) + _due(assignment, forms)
+    return sorted(out, key=lambda c: c.operator)
+
+
+def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective]:
+    """Says of each collective in which message it travels.
+
+    Args:
+      pricer: the mesh and cluster.
+      collectives: those of one step, in program order.
+    """
+    combiner = pricer.combiner
+    groups: dict[tuple[Group, Place, float], list[int]] = {}
+    for number, c in enumerate(collectives):
+        group = pricer.group_of(c.step)
+        if c.place is not None and group[0] in combiner.kinds and c.size > 0:
+            groups.setdefault((group, c.place, c.trips), []).append(number)
+    out = list(collectives)
+    for ((kind, axes), _, _), numbers in groups.items():
+        # Messages are limited by their results, of which a scattered sum is a part.
+        parts = pricer.group(axes) if kind == "reduce_scatter" else 1
+        packed = combiner.packed(out[k].size / parts for k in numbers)
+        for k, nbytes in zip(numbers, packed, strict=True):
+            out[k] = dataclasses.replace(out[k], message_bytes=parts * nbytes)
+    return out
+
+
+def _read(
+    assignment: Assignment,
+    forms: _Forms,
+    op: Operator,
+    value: int,
+    layout: Layout,
+    trips: float,
+) -> None:
+    """Adds the collectives that bring a value to one reader, each form made once."""
+    backward = assignment.is_backward(op)
+    for source, wanted in sources_of(assignment, value, layout):
+        steps, fresh = assignment.fetch_steps(source, wanted, backward)
+        nbytes = assignment.graph.values[source].nbytes
+        form: Form = (source, fresh)
+        if fresh:
+            forms.read.add((source, False))
+        for step in steps:
+            before, form = form, (*form, step.layout)
+            made = forms.children.setdefault(before, {})
+            if form in made:
+                continue
+            made[form] = step
+            if step.kind != "slice":
+                place = _gather_place(assignment, source, op, step)
+                collective = Collective(step, nbytes, trips, source, op.index, place)
+                forms.collectives.append(collective)
+        forms.read.add(form)
+
+
+def _gather_place(
+    assignment: Assignment, source: int, reader: Operator, step: Step
+) -> Place | None:
+    """Where a gather of a parameter runs; None for what others wait for."""
+    known = assignment.independent
+    maker = assignment.contraction.producer[source]
+    if step.kind not in GATHERS or maker.class_index not in known.gathered:
+        return None
+    dtype = str(assignment.graph.values[source].dtype)
+    return known.computations[reader.index], dtype
+
+
+def _sum_place(
+    assignment: Assignment, maker: Operator, value: int, step: Step, at: Operator
+) -> Place | None:
+    """Where the sum of a gradient is taken; None for what others wait for."""
+    known = assignment.independent
+    if step.kind not in SUMS or maker.class_index not in known.summing:
+        return None
+    return known.computations[at.index], str(assignment.graph.values[value].dtype)
+
+
+def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
+    """The collectives that finish the partial results of operators."""
+    out: list[Collective] = []
+    for op in assignment.graph.operators:
+        if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
+            continue
+        for slot, value in enumerate(op.outputs):
+            steps = assignment.result_steps(op, slot)
+            if op.rule.reduction != INNER:
+                steps = _finished(assignment, forms, value, steps)
+            nbytes = assignment.graph.values[value].nbytes
+            out.extend(
+                Collective(
+                    step,
+                    nbytes,
+                    op.trips,
+                    value,
+                    op.index,
+                    _sum_place(assignment, op, value, step, op),
+                )
+                for step in steps
+                if step.kind != "slice"
+            )
+    return out
+
+
+def stays_partial(assignment: Assignment, op: Operator, value: int) -> bool:
+    """Whether an operator hands a partial value on, its sum not taken."""
+    stackings = assignment.stackings
+    return (
+        value in stackings
+        and any(v in stackings for v in op.outputs)
+        and value not in stackings[value].deferral.ends
+    )
+
+
+def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
+    """The collectives that take the sums that were put off."""
+    out: list[Collective] = []
+    for value, stacking in assignment.stackings.items():
+        if value not in stacking.deferral.ends or value in assignment.codecs:
+            continue
+        first = next(c for c, ends in stacking.deferral.reach if value in ends)
+        maker = assignment.graph.operators[first]
+        last = assignment.contraction.producer[value]
+        out.extend(
+            Collective(
+                step,
+                assignment.graph.values[value].nbytes,
+                times_due(assignment.graph, last),
+                value,
+                first,
+                _sum_place(assignment, maker, value, step, last),
+            )
+            for step in _finished(assignment, forms, value, assignment.due_steps(value))
+            if step.kind != "slice"
+        )
+    return out
+
+
+def _finished(
+    assignment: Assignment, forms: _Forms, value: int, steps: tuple[Step, ...]
+) -> tuple[Step, ...]:
+    """The steps of a reduction, given what its readers keep of the result."""
+    if not steps or steps[-1].kind != "all_reduce":
+        return steps
+    kept = _sliced(forms, (value, False), frozenset(steps[-1].axes))
+    return (*steps[:-1], *scattered(steps[-1], kept, assignment.sizes))
+
+
+def _sliced(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
+    """Those of the axes over which every reader keeps only a slice of an array.
+
+    A slice over other axes too is none that a compiler merges with the reduction.
+    """
+    out: frozenset[int] = frozenset()
+    while form not in forms.read:
+        children = forms.children.get(form, {})
+        if len(children) != 1:
+            return out
+        ((form, step),) = children.items()
+        if step.kind != "slice" or not axes.issuperset(step.axes):
+            return out
+        out |= frozenset(step.axes)
+    return out
+
+
+def scattered(
+    step: Step, kept: frozenset[int], sizes: Sequence[int]
+) -> tuple[Step, ...]:
+    """An all-reduce of which only slices are kept is a reduce-scatter.
+
+    The layout of the steps stays that of the all-reduce: the slice follows.
+    """
+    out: list[Step] = []
+    fraction = step.fraction
+    for axis in step.axes:
+        if axis in kept:
+            out.append(Step("reduce_scatter", (axis,), fraction, step.layout))
+            fraction /= sizes[axis]
+    rest = tuple(a for a in step.axes if a not in kept)
+    if rest:
+        out.append(Step("all_reduce", rest, fraction, step.layout))
+    return tuple(out)
+
+
+def sources_of(
+    assignment: Assignment, value: int, layout: Layout
+) -> list[tuple[int, Layout]]:
+    """Looks through floating values: the values with a home that a reader needs."""
+    graph, contraction = assignment.graph, assignment.contraction
+    if graph.values[value].size < MIN_ELEMENTS:
+        return []
+    if value not in contraction.floating:
+        return [(value, layout)] if value in contraction.homes else []
+    op = contraction.producer[value]
+    given = _axes_of(op.rule.results[0], layout)
+    out: list[tuple[int, Layout]] = []
+    for operand, dims in zip(op.inputs, op.rule.operands, strict=True):
+        if operand is not None:
+            inner = tuple(given.get(d[0], ()) if d else () for d in dims)
+            out.extend(sources_of(assignment, operand, inner))
+    return out
+
+
+def _axes_of(
+    dims: Sequence[tuple[int, ...]], layout: Layout
+) -> dict[int, tuple[int, ...]]:
+    return {d[0]: axes for d, axes in zip(dims, layout, strict=True) if d}

@@ -1,0 +1,1 @@
+"""Layouts: how arrays lie on a mesh, and how they move."""

@@ -1,0 +1,259 @@
+"""A solved problem as layouts: what each operator reads and makes, and how."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.layouts.copies import Copy, Mode
+from autopar.layouts.layout import Axes, Layout, Step, reshard_steps
+from autopar.layouts.stacking import Stacking, stacking_of
+from autopar.layouts.strategies import Strategy, layout_of, partial_axes
+from autopar.steps.independence import Independent, independent
+from autopar.steps.nodes import Contraction
+from autopar.steps.uses import Source, ValueClass, node_dims, value_class
+from autopar_passes.deferral import Deferral
+from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.layout_plan import Route
+from autopar_passes.roles import Role
+from autopar_passes.rules import Dims
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CopyChoice:
+    """The layout of a shared copy, and whether it is the forward copy kept."""
+
+    layout: Layout
+    reuse: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Assignment:
+    """Strategies of all nodes and copies of one graph (a `LayoutPlan`).
+
+    Attributes:
+      graph: the operator graph.
+      contraction: its nodes.
+      sources: who reads what.
+      sizes: size of each mesh axis.
+      strategies: the strategy of each node.
+      copies: (value class, backward) -> the copy's choice.
+      deferrals: the paths along which sums may stay partial.
+      codecs: value where a sum is due -> how it is sent, as text; a value that
+        is not here is summed as it is.
+    """
+
+    graph: OperatorGraph
+    contraction: Contraction
+    sources: dict[ValueClass, Source]
+    sizes: tuple[int, ...]
+    strategies: tuple[Strategy, ...]
+    copies: dict[tuple[ValueClass, bool], CopyChoice]
+    deferrals: tuple[Deferral, ...] = ()
+    codecs: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    # Answers by class: a program asks the same of every repeated layer.
+    _known: dict[tuple[object, ...], Any] = dataclasses.field(
+        default_factory=dict[tuple[object, ...], Any], compare=False, repr=False
+    )
+
+    def _memo(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
+        found = self._known.get(key)
+        if found is None:
+            found = self._known[key] = make()
+        return found
+
+    def home_layout(self, value: int) -> Layout:
+        """The layout in which a value is kept."""
+        home = self.contraction.homes.get(value)
+        if home is None:
+            return ((),) * len(self.graph.values[value].shape)
+        return self._memo(
+            ("home", home.node, home.dims),
+            lambda: layout_of(self.strategies[home.node], home.dims),
+        )
+
+    def layout(self, op: Operator, dims: Dims) -> Layout:
+        """The layout of an operand or result under the operator's own strategy."""
+        node = self.contraction.node_of[op.class_index]
+        return self._memo(
+            ("layout", op.class_index, dims),
+            lambda: layout_of(
+                self.strategies[node], node_dims(self.contraction, op, dims)
+            ),
+        )
+
+    def partial(self, op: Operator) -> Axes:
+        """The axes over which an operator's results are partial."""
+        return self._memo(("partial", op.class_index), lambda: self._partial(op))
+
+    def _partial(self, op: Operator) -> Axes:
+        node = self.contraction.node(op)
+        return partial_axes(self.strategies[node.index], node.reduced(op))
+
+    def partial_of(self, op: Operator) -> Axes:
+        """`partial`, of any operator: () where it has no node."""
+        has = op.class_index in self.contraction.node_of
+        return self.partial(op) if has else ()
+
+    def operand(self, op: Operator, slot: int) -> Layout | None:
+        """See `LayoutPlan`."""
+        if op.class_index not in self.contraction.node_of:
+            return None
+        layout = self.layout(op, op.rule.operands[slot])
+        if self.stackings and op.outputs and op.kind != "carry":
+            partial = self.stackings.get(op.outputs[0])
+            if partial is not None and op.index not in partial.deferral.contributions:
+                return partial.strip(layout)
+        return layout
+
+    def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
+        """See `LayoutPlan`."""
+        if not self.graph.values[op.outputs[slot]].shape:
+            return ()
+        if op.class_index not in self.contraction.node_of:
+            return ()
+        own = self.layout(op, op.rule.results[slot])
+        return (
+            own,
+            *(s.layout for s in self.result_steps(op, slot) if s.layout != own),
+        )
+
+    def result_steps(self, op: Operator, slot: int) -> tuple[Step, ...]:
+        """The collectives between an operator and the home of its result."""
+        key = ("result", op.class_index, slot)
+        return self._memo(key, lambda: self._result_steps(op, slot))
+
+    def _result_steps(self, op: Operator, slot: int) -> tuple[Step, ...]:
+        own = self.layout(op, op.rule.results[slot])
+        home = self.home_layout(op.outputs[slot])
+        kind = op.rule.reduction
+        if op.outputs[slot] not in self.contraction.homes:
+            home = own
+        if self.contraction.node(op).kind != "contraction":
+            kind = "all"
+        partial = self.stackings.get(op.outputs[slot])
+        if partial is not None:
+            start, end = partial.strip(own), partial.strip(home)
+            return reshard_steps(start, end, (), "", self.sizes)
+        return reshard_steps(own, home, self.partial(op), kind, self.sizes)
+
+    @property
+    def independent(self) -> Independent:
+        """The collectives that need no other's result."""
+        return self._memo(
+            ("independent",), lambda: independent(self.graph, self.deferrals)
+        )
+
+    @property
+    def stackings(self) -> dict[int, Stacking]:
+        """The values that stay partial under this plan, each with how it is held."""
+        return self._memo(("stackings",), self._stackings)
+
+    def _stackings(self) -> dict[int, Stacking]:
+        # While deferrals are judged, nothing is partial yet.
+        self._known["stackings",] = {}
+        found = [
+            stacking
+            for d in self.deferrals
+            if d.hoisted or any(v in self.codecs for v in d.ends)
+            if (stacking := stacking_of(self, d)) is not None
+        ]
+        self._known.clear()
+        return {v: s for s in found for v in s.deferral.members}
+
+    def stacked(self, value: int) -> tuple[Axes, Layout] | None:
+        """See `LayoutPlan`."""
+        held = self.stackings.get(value)
+        return held and (held.axes, held.strip(self.home_layout(value)))
+
+    def due(self, value: int) -> tuple[Layout, ...] | None:
+        """See `LayoutPlan`."""
+        held = self.stackings.get(value)
+        if held is None or value not in held.deferral.ends:
+            return None
+        home = self.home_layout(value)
+        layouts = (held.strip(home), *(s.layout for s in self.due_steps(value)))
+        return tuple(dict.fromkeys(layouts))
+
+    def due_steps(self, value: int) -> tuple[Step, ...]:
+        """The collectives that take a sum that was put off."""
+        held = self.stackings[value]
+        home = self.home_layout(value)
+        return reshard_steps(held.strip(home), home, held.axes, "sum", self.sizes)
+
+    def floating(self, value: int) -> bool:
+        """See `LayoutPlan`."""
+        return value in self.contraction.floating
+
+    def output(self, position: int) -> Layout | None:
+        """See `LayoutPlan`: carried state leaves as it came, the rest as it is."""
+        value = self.graph.outputs[position]
+        if value is None:
+            return None
+        carried: dict[int, int] = self._memo(
+            ("carried",),
+            lambda: {i.output: i.value for i in self.graph.inputs if i.output >= 0},
+        )
+        return self.home_layout(carried.get(position, value))
+
+    def is_backward(self, op: Operator) -> bool:
+        """See `LayoutPlan`."""
+        return op.role is not Role.FORWARD or op.kind == "return"
+
+    def route(self, value: int, layout: Layout, backward: bool) -> Route:
+        """See `LayoutPlan`."""
+        steps, fresh = self.fetch_steps(value, layout, backward)
+        # Unstated, what starts anew could take any layout in between.
+        start = (self.home_layout(value),) if fresh else ()
+        return Route((*start, *(s.layout for s in steps)), fresh)
+
+    def fetch_steps(
+        self, value: int, layout: Layout, backward: bool
+    ) -> tuple[tuple[Step, ...], bool]:
+        """The steps from a value's home, by its copy, to a reader's layout.
+
+        Also says whether they make a backward copy anew.
+        """
+        home = self.home_layout(value)
+        if value not in self.contraction.homes or layout == home:
+            return (), False
+        key = value_class(self.contraction, value)
+        choice = self.copies.get((key, backward))
+        if choice is None:
+            return reshard_steps(home, layout, (), "", self.sizes), False
+        steps = (
+            *reshard_steps(home, choice.layout, (), "", self.sizes),
+            *reshard_steps(choice.layout, layout, (), "", self.sizes),
+        )
+        anew = backward and not choice.reuse and (key, False) in self.copies
+        return steps, anew and any(s.kind != "slice" for s in steps)
+
+
+def assign(
+    graph: OperatorGraph,
+    contraction: Contraction,
+    sources: dict[ValueClass, Source],
+    sizes: tuple[int, ...],
+    strategies: Sequence[Strategy],
+    copies: Sequence[tuple[Copy, int]],
+    deferrals: tuple[Deferral, ...] = (),
+    codecs: dict[int, str] | None = None,
+) -> Assignment:
+    """Makes an assignment from strategies and the chosen strategy of each copy."""
+    chosen = {
+        (c.value_class, c.backward): CopyChoice(
+            layout_of(c.space.strategies[k], c.dims), c.modes[k] is Mode.REUSE
+        )
+        for c, k in copies
+    }
+    return Assignment(
+        graph,
+        contraction,
+        sources,
+        sizes,
+        tuple(strategies),
+        chosen,
+        deferrals,
+        codecs or {},
+    )

@@ -1,0 +1,226 @@
+"""Layouts: how an array lies on a mesh, and the steps from one to another.
+
+A *layout* gives each dimension of an array the mesh axes that split it, major
+to minor, as positions in the mesh: ``((0,), (), (2, 1))`` splits dimension 0
+over axis 0 and dimension 2 over axis 2 and then axis 1.
+
+The compiler would choose its own way between two layouts. We choose it, and
+the planned program states every intermediate layout, so that each step is one
+elementary collective and its price is known.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+
+from autopar.plans.schema import Spec
+
+Axes = tuple[int, ...]
+Layout = tuple[Axes, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Step:
+    """One elementary collective.
+
+    Attributes:
+      kind: ``slice`` (free), ``all_gather``, ``all_to_all``, ``all_reduce`` or
+        ``reduce_scatter``.
+      axes: the mesh axes that take part.
+      fraction: the bytes it is charged for, in the convention of
+        `autopar.cost.collectives`, as a fraction of the whole array.
+      layout: the layout after the step.
+    """
+
+    kind: str
+    axes: Axes
+    fraction: float
+    layout: Layout
+
+
+def shards(layout: Layout, sizes: Sequence[int]) -> int:
+    """Number of different shards of an array with this layout."""
+    return math.prod(sizes[a] for axes in layout for a in axes)
+
+
+def replicated(rank: int) -> Layout:
+    """The layout of an array that every device holds whole."""
+    return ((),) * rank
+
+
+def axes_of(layout: Layout) -> frozenset[int]:
+    """The mesh axes that a layout uses."""
+    return frozenset(a for axes in layout for a in axes)
+
+
+@functools.lru_cache(maxsize=1 << 18)
+def reshard_steps(
+    start: Layout, target: Layout, partial: Axes, reduction: str, sizes: tuple[int, ...]
+) -> tuple[Step, ...]:
+    """Returns the collectives that turn one layout into another.
+
+    Args:
+      start: the layout the array has.
+      target: the layout it must get.
+      partial: axes over which the array is a sum (or maximum) still to be taken.
+      reduction: how partial results combine; only a sum is scattered.
+      sizes: size of each mesh axis.
+
+    The order is: reduce (scattering where the target wants the axis and it
+    can be appended), take slices, which are free, move axes between dimensions
+    by all-to-all, gather what is left over. An axis that must leave from the
+    middle of a dimension takes the ones behind it along. Reduction comes first
+    because a partial value has no layout that a program could state.
+    """
+    path = _Path(start, target, sizes)
+    path.reduce(partial, scatter=reduction == "sum")
+    while path.layout != target:
+        if not (path.slice() or path.move() or path.gather()):
+            raise AssertionError(f"no way from {start} to {target}")
+    return tuple(path.steps)
+
+
+class _Path:
+    """The steps so far and the layout after them."""
+
+    def __init__(self, start: Layout, target: Layout, sizes: tuple[int, ...]) -> None:
+        self.layout = start
+        self.target = target
+        self.sizes = sizes
+        self.steps: list[Step] = []
+
+    def add(self, kind: str, axes: Axes, charged: float, layout: Layout) -> None:
+        self.layout = layout
+        self.steps.append(Step(kind, axes, charged, layout))
+
+    def fraction(self) -> float:
+        return 1.0 / shards(self.layout, self.sizes)
+
+    def replaced(self, dim: int, axes: Axes) -> Layout:
+        return (*self.layout[:dim], axes, *self.layout[dim + 1 :])
+
+    def next_axis(self, dim: int) -> int | None:
+        """The axis that the target has next, where all before it are in place."""
+        have, want = self.layout[dim], self.target[dim]
+        if len(have) < len(want) and want[: len(have)] == have:
+            return want[len(have)]
+        return None
+
+    def slice(self) -> bool:
+        """Splits dimensions over axes that hold nothing yet; costs no bytes."""
+        before = self.layout
+        layout, used = before, axes_of(before)
+        for dim in range(len(before)):
+            while (axis := self.next_axis(dim)) is not None and axis not in used:
+                layout = self.replaced(dim, (*self.layout[dim], axis))
+                self.layout, used = layout, used | {axis}
+        self.layout = before
+        if layout == before:
+            return False
+        self.add("slice", tuple(axes_of(layout) - axes_of(before)), 0.0, layout)
+        return True
+
+    def reduce(self, partial: Axes, *, scatter: bool) -> None:
+        """Takes the sum over partial axes, onto a dimension where that is wanted."""
+        left = list(partial)
+        moved = scatter
+        while moved:
+            moved = False
+            for dim in range(len(self.layout)):
+                axis = self.next_axis(dim)
+                if axis is not None and axis in left:
+                    left.remove(axis)
+                    after = self.replaced(dim, (*self.layout[dim], axis))
+                    self.add("reduce_scatter", (axis,), self.fraction(), after)
+                    moved = True
+        if left:
+            self.add("all_reduce", tuple(sorted(left)), self.fraction(), self.layout)
+
+    def move(self) -> bool:
+        """Moves one axis from the end of a dimension to where the target has it."""
+        for dim in range(len(self.layout)):
+            axis = self.next_axis(dim)
+            if axis is None:
+                continue
+            for other in range(len(self.layout)):
+                have = self.layout[other]
+                keep = _common(have, self.target[other])
+                if other != dim and have and have[-1] == axis and len(have) > keep:
+                    moved = list(self.layout)
+                    moved[dim], moved[other] = (*self.layout[dim], axis), have[:-1]
+                    self.add("all_to_all", (axis,), self.fraction(), tuple(moved))
+                    return True
+        return False
+
+    def gather(self) -> bool:
+        """Gathers axes that the target does not have there, fewest bytes first."""
+        best: tuple[float, int] | None = None
+        for dim, have in enumerate(self.layout):
+            keep = _common(have, self.target[dim])
+            if len(have) > keep:
+                grown = math.prod(self.sizes[a] for a in have[keep:])
+                best = min(best or (math.inf, 0), (grown, dim))
+        if best is None:
+            return False
+        dim = best[1]
+        keep = _common(self.layout[dim], self.target[dim])
+        after = self.replaced(dim, self.layout[dim][:keep])
+        charged = 1.0 / shards(after, self.sizes)
+        self.add("all_gather", self.layout[dim][keep:], charged, after)
+        return True
+
+
+def _common(a: Axes, b: Axes) -> int:
+    """Length of the common beginning of two tuples."""
+    length = 0
+    for x, y in zip(a, b, strict=False):
+        if x != y:
+            break
+        length += 1
+    return length
+
+
+def assignments(
+    factors: Sequence[int], sizes: Sequence[int], *, orders: bool
+) -> list[Layout]:
+    """Returns every way to give mesh axes to factors, the replicated one first.
+
+    Args:
+      factors: size of each factor; an axis can split it only evenly.
+      sizes: size of each mesh axis.
+      orders: whether the axes on one factor may stand in any order; otherwise
+        they stand in the order of the mesh.
+    """
+    out: list[Layout] = []
+    options = range(-1, len(factors))
+    for choice in itertools.product(options, repeat=len(sizes)):
+        groups = [
+            tuple(a for a, f in enumerate(choice) if f == k)
+            for k in range(len(factors))
+        ]
+        even = all(
+            size % math.prod(sizes[a] for a in g) == 0
+            for size, g in zip(factors, groups, strict=True)
+        )
+        if not even:
+            continue
+        if orders:
+            out.extend(itertools.product(*(itertools.permutations(g) for g in groups)))
+        else:
+            out.append(tuple(groups))
+    return out
+
+
+def to_spec(layout: Layout, names: Sequence[str]) -> Spec:
+    """Replaces positions of mesh axes by their names."""
+    return tuple(tuple(names[a] for a in axes) for axes in layout)
+
+
+def from_spec(spec: Spec, names: Sequence[str]) -> Layout:
+    """Replaces names of mesh axes by their positions."""
+    number = {name: a for a, name in enumerate(names)}
+    return tuple(tuple(number[n] for n in axes) for axes in spec)

@@ -1,0 +1,93 @@
+"""The strategies of each node: ways to give mesh axes to its factors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from autopar.layouts.layout import Axes, Layout, assignments
+from autopar.steps.nodes import Contraction, Node
+from autopar_passes.graph import OperatorGraph
+from autopar_passes.rules import Dims
+
+# A strategy gives each factor of a node the mesh axes that split it.
+Strategy = tuple[Axes, ...]
+
+# With three axes and more, the order of the axes on one dimension is a choice
+# only where it is stored (state): the number of orders grows as a factorial.
+_ORDERED_MESHES = 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Space:
+    """The strategies of one node."""
+
+    strategies: tuple[Strategy, ...]
+
+    def layouts(self, dims: Dims) -> list[Layout]:
+        """The layout of an array under each strategy."""
+        return [layout_of(s, dims) for s in self.strategies]
+
+
+def layout_of(strategy: Strategy, dims: Dims) -> Layout:
+    """The layout of an array whose dimensions have these factors."""
+    return tuple(tuple(a for f in d for a in strategy[f]) for d in dims)
+
+
+def partial_axes(strategy: Strategy, reduced: Sequence[int]) -> Axes:
+    """The axes over which a result is partial: those given to reduced factors."""
+    return tuple(sorted(a for f in reduced for a in strategy[f]))
+
+
+def strategy_space(
+    graph: OperatorGraph, contraction: Contraction, node: Node, sizes: Sequence[int]
+) -> Space:
+    """Returns the strategies of a node on a mesh with these axis sizes."""
+    factors = [size for size, _ in node.factors]
+    orders = node.kind != "contraction" and (
+        len(sizes) <= _ORDERED_MESHES or node.state
+    )
+    compound = _compound_dims(graph, contraction, node)
+    kept = [
+        s
+        for s in assignments(factors, sizes, orders=orders)
+        if all(_dense(s, node, d, sizes) for d in compound)
+    ]
+    return Space(tuple(kept))
+
+
+def copy_space(factors: Sequence[int], sizes: Sequence[int], *, orders: bool) -> Space:
+    """Returns the strategies of a copy of an array."""
+    return Space(tuple(assignments(factors, sizes, orders=orders)))
+
+
+def _compound_dims(
+    graph: OperatorGraph, contraction: Contraction, node: Node
+) -> list[tuple[int, ...]]:
+    """The dimensions of the node's root operator made of several factors."""
+    op = graph.operators[node.root]
+    mapping = node.members.get(node.root)
+    if mapping is None:
+        homes = [contraction.homes.get(v) for v in op.outputs]
+        return [
+            d for h in homes if h and h.node == node.index for d in h.dims if len(d) > 1
+        ]
+    out: list[tuple[int, ...]] = []
+    for dims in (*op.rule.operands, *op.rule.results):
+        out.extend(tuple(mapping[f] for f in d) for d in dims if len(d) > 1)
+    return out
+
+
+def _dense(
+    strategy: Strategy, node: Node, dim: tuple[int, ...], sizes: Sequence[int]
+) -> bool:
+    """A minor factor may be split only where the major ones are split wholly."""
+    complete = True
+    for f in dim:
+        split = math.prod(sizes[a] for a in strategy[f]) if f >= 0 else 1
+        if split > 1 and not complete:
+            return False
+        size = node.factors[f][0] if f >= 0 else 0
+        complete = complete and split == size
+    return True

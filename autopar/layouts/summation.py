@@ -1,0 +1,210 @@
+"""How the devices of a sum share the work of sending one gradient.
+
+Where links are of several speeds, a gradient is summed over the fast ones first, as
+it is: each device of a host is left with a part, and only that part is encoded and
+crosses the slow links. With F devices behind a link, each of them sends an F-th of
+what it would send if the codec summed over all of them at once, and encodes an F-th
+(the two hops of ZeRO++, arXiv 2306.10209, with the first one exact). Where the whole
+sum is wanted, the parts are gathered over the fast links at the end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from autopar.cluster.mesh import MeshAxis
+from autopar.layouts.layout import Axes, Layout, axes_of
+
+# What is summed and gathered over the fast links is float32.
+WITHIN_BYTES = 4.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Summation:
+    """One way to sum a gradient over devices.
+
+    Attributes:
+      axes: mesh axes over which the codec sums, worker numbers major to minor.
+      workers: number of devices along them.
+      local_shape: of what a device encodes.
+      scatter_dim: the dim of which each worker needs only its own part of the sum;
+        None: all need the whole.
+      within: mesh axes over which the gradient is summed before, as it is.
+      dim: the dim that these split; -1 without them.
+      keeps: whether the sum stays split over them; it is gathered otherwise.
+      interleaved: whether the workers' parts of ``dim`` are the outer ones, so that
+        each device of ``within`` holds a piece of each.
+    """
+
+    axes: Axes
+    workers: int
+    local_shape: tuple[int, ...]
+    scatter_dim: int | None
+    within: Axes = ()
+    dim: int = -1
+    keeps: bool = False
+    interleaved: bool = False
+
+    @property
+    def scatter(self) -> bool:
+        """Whether each worker needs only its own part of the sum."""
+        return self.scatter_dim is not None
+
+    @property
+    def elements(self) -> int:
+        """Number of elements that a device encodes."""
+        return math.prod(self.local_shape)
+
+
+def summations(
+    shape: tuple[int, ...], home: Layout, axes: Axes, mesh: Sequence[MeshAxis]
+) -> tuple[Summation, ...]:
+    """The ways to sum a gradient, the one without levels first.
+
+    Args:
+      shape: of the whole gradient; dims in front of those of ``home`` are whole.
+      home: the layout in which the sum is wanted.
+      axes: the mesh axes over which it is taken.
+      mesh: the axes of the mesh.
+    """
+    outermost = min((mesh[a].level for a in axes), default=0)
+    fast = tuple(a for a in axes if mesh[a].level > outermost)
+    sizes = [axis.size for axis in mesh]
+    flat = summation_of(shape, home, axes, (), sizes)
+    assert flat is not None
+    layered = summation_of(shape, home, axes, fast, sizes) if fast else None
+    return (flat,) if layered is None else (flat, layered)
+
+
+def summation_of(
+    shape: tuple[int, ...],
+    home: Layout,
+    axes: Axes,
+    within: Axes,
+    sizes: Sequence[int],
+) -> Summation | None:
+    """The way that sums over ``within`` first; None: the layout has none.
+
+    Args:
+      shape: as of `ways`.
+      home: as of `ways`.
+      axes: as of `ways`.
+      within: some of the axes; none of them for one sum over all.
+      sizes: size of each mesh axis.
+    """
+    home = ((),) * (len(shape) - len(home)) + home
+    local = tuple(
+        n // math.prod(sizes[a] for a in split if a not in axes)
+        for n, split in zip(shape, home, strict=True)
+    )
+    if not within:
+        dim = scattered_dim(home, axes)
+        order = axes if dim is None else tuple(a for a in home[dim] if a in axes)
+        return Summation(order, _count(order, sizes), local, dim)
+    slow = tuple(a for a in axes if a not in within)
+    used = set(axes_of(home)) & set(axes)
+    if not used:
+        return _gathered(local, slow, within, sizes)
+    if used == set(within):
+        return _kept(home, local, slow, within, sizes)
+    return _scattered(home, local, axes, within, sizes)
+
+
+def scattered_dim(home: Layout, axes: Axes) -> int | None:
+    """The dim that all the axes of a sum split, behind whatever else splits it."""
+    if not set(axes) <= axes_of(home):
+        return None
+    for dim, split in enumerate(home):
+        if set(split[-len(axes) :]) == set(axes):
+            return dim
+    return None
+
+
+def _gathered(
+    local: tuple[int, ...], slow: Axes, within: Axes, sizes: Sequence[int]
+) -> Summation | None:
+    """The whole sum is wanted: the largest dim that can be is split meanwhile."""
+    count = _count(within, sizes)
+    fitting = [dim for dim, n in enumerate(local) if n and n % count == 0]
+    if not fitting or not slow:
+        return None
+    dim = max(fitting, key=lambda d: (local[d], -d))
+    return Summation(
+        slow, _count(slow, sizes), _cut(local, dim, count), None, within, dim
+    )  # fmt: skip
+
+
+def _kept(
+    home: Layout,
+    local: tuple[int, ...],
+    slow: Axes,
+    within: Axes,
+    sizes: Sequence[int],
+) -> Summation | None:
+    """The sum is wanted split over the fast links alone."""
+    dim = scattered_dim(home, within)
+    if dim is None or not slow:
+        return None
+    order = home[dim][-len(within) :]
+    part = _cut(local, dim, _count(within, sizes))
+    return Summation(slow, _count(slow, sizes), part, None, order, dim, keeps=True)
+
+
+def _scattered(
+    home: Layout,
+    local: tuple[int, ...],
+    axes: Axes,
+    within: Axes,
+    sizes: Sequence[int],
+) -> Summation | None:
+    """The sum is wanted split over all the links, along one dim."""
+    dim = scattered_dim(home, axes)
+    if dim is None or set(within) >= set(axes):
+        return None
+    split = home[dim][-len(axes) :]
+    count = len(within)
+    part = _cut(local, dim, _count(within, sizes))
+    if set(split[:count]) == set(within):
+        fast, slow, interleaved = split[:count], split[count:], False
+    elif set(split[-count:]) == set(within) and split == home[dim]:
+        fast, slow, interleaved = split[-count:], split[:-count], True
+    else:
+        return None
+    workers = _count(slow, sizes)
+    return Summation(slow, workers, part, dim, fast, dim, True, interleaved)
+
+
+def _count(axes: Axes, sizes: Sequence[int]) -> int:
+    return math.prod(sizes[a] for a in axes)
+
+
+def _cut(shape: tuple[int, ...], dim: int, count: int) -> tuple[int, ...]:
+    return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
+
+
+# Kind and bytes of a collective.
+Message = tuple[str, float]
+
+
+def within_messages(
+    summation: Summation, mesh: Sequence[MeshAxis]
+) -> tuple[Message, ...]:
+    """The collectives over the fast links: kind and bytes.
+
+    Args:
+      way: how the gradient is summed.
+      mesh: the axes of the mesh.
+    """
+    if not summation.within:
+        return ()
+    count = _count(summation.within, [axis.size for axis in mesh])
+    return around(summation.elements * count, keeps=summation.keeps)
+
+
+def around(elements: int, *, keeps: bool) -> tuple[Message, ...]:
+    """The same for a gradient of so many elements on one device."""
+    nbytes = WITHIN_BYTES * elements
+    summed = ("reduce_scatter", nbytes)
+    return (summed,) if keeps else (summed, ("all_gather", nbytes))

@@ -1,0 +1,1 @@
+"""The choice of codecs, together with the layouts."""

@@ -1,0 +1,482 @@
+"""Chooses how each gradient is sent, together with the layouts.
+
+The choice for given layouts is a small program
+(`autopar_solver.selection`): least exposed and local seconds under a budget of
+error. Layouts are chosen with it by its prices: with a price on error and a
+weight on each second of the link, every gradient's best codec for every pair of
+layouts is known, so the problem of the layouts stays what it was, with other
+costs on the edges that carry gradients. Its best plans are then judged by the
+exact choice, and so is the plan that was best without codecs: what is returned is
+never worse than choosing the layouts first and the codecs after.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import numpy as np
+
+from autopar.cluster import MeshShape
+from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.registry import format_codec, parse_codec
+from autopar.compression.feedback import Feedback
+from autopar.compression.synchronise import Gradient, init_state
+from autopar.cost.codecs.matrix import Prices
+from autopar.cost.codecs.messages import messages_s
+from autopar.cost.codecs.terms import (
+    effective_error,
+    local_s,
+    plain_s,
+    relative_error,
+    wire_s,
+    within_s,
+)
+from autopar.cost.pricer import Pricer
+from autopar.cost.traffic import joined, traffic
+from autopar.errors import InfeasibleError, PlanError
+from autopar.layouts.summation import Summation
+from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.codecs.sites import Site, decision, gradients_of, sites
+from autopar.planner.problem import Restriction
+from autopar.planner.search import solve_mesh
+from autopar.plans import Compression, GradientDecision
+from autopar.steps.analysis import Analysis
+from autopar_solver import (
+    CodecSelection,
+    SelectionResult,
+    Status,
+    solve_relaxation,
+    solve_selection,
+)
+
+# What ``auto`` chooses from; '' leaves a gradient to the compiler.
+CANDIDATES = (
+    "", "bf16", "fp8", "int8", "int4", "int4:hadamard=false",
+    "int4:block=32,hadamard=false", "sign",
+    "topk:ratio=0.01", "topk:ratio=0.05", "blocktopk", "threshold:ratio=0.01",
+    "threshold:ratio=0.05", "powersgd:rank=1", "powersgd:rank=4", "powersgd:rank=8",
+    "powersgd:rank=16", "powersgd:rank=32", "powersgd:rank=64",
+    "predicted:ratio=0.05", "predicted:ratio=0.1",
+)  # fmt: skip
+# Codecs that save less than this part of a step are not worth their error.
+WORTHWHILE = 0.03
+# No gradient may lose more than this many times the budget: what is left of it is not
+# spent on a few small ones. In training they do not average out: on 100 steps of a
+# character GPT, 6 % of the elements sent by `predicted` and `sign`, within a budget of
+# 0.1, cost 0.09 nats a character (docs/results.md).
+MOST_OF_BUDGET = 2.0
+# Rounds of choosing layouts by the prices of the best choice so far.
+ROUNDS = 2
+
+# name of a parameter -> codec -> relative error of its gradient, measured.
+Errors = Mapping[str, Mapping[str, float]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Choice:
+    """Codecs for one assignment.
+
+    Attributes:
+      candidate: the assignment.
+      sites: its gradients.
+      codecs: of each, '' where it is left to the compiler.
+      saved_s: seconds of a step that they save.
+      each_s: the same of each gradient.
+      ways: how the devices share the work of each.
+      error: effective relative error of the whole gradient.
+      memory_bytes: what the codecs keep on one device.
+      other_bytes: what one device sends besides gradients with codecs.
+      problem: the program that chose.
+    """
+
+    candidate: Candidate
+    sites: tuple[Site, ...]
+    codecs: tuple[str, ...]
+    saved_s: float
+    each_s: tuple[float, ...]
+    summations: tuple[Summation, ...]
+    error: float
+    memory_bytes: float
+    other_bytes: float
+    problem: CodecSelection | None
+
+    @property
+    def step_s(self) -> float:
+        """Predicted seconds of a step."""
+        return self.candidate.step_s - self.saved_s
+
+
+def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> Choice:
+    """Every gradient by one codec, the small ones as they are.
+
+    Raises:
+      PlanError: the codec can be used for none of them.
+    """
+    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
+    large = [s for s in found if s.compressible]
+    refusals = {s.value: s.refuses(codec) for s in large}
+    if large and all(refusals.values()):
+        why = next(iter(refusals.values()))
+        raise PlanError(
+            f"compression={format_codec(codec)!r} cannot be used for any gradient of "
+            f"this plan: {why} Try another codec, or compression='auto'."
+        )
+    text = format_codec(codec)
+    codecs = ["dense" if refusals.get(s.value, "small") else text for s in found]
+    return _judged(candidate, found, codecs, {})
+
+
+def _judged(
+    candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
+) -> Choice:
+    """What given codecs save.
+
+    Gradients that wait are summed once where several operators contribute. What is
+    sent is charged by message, with and without codecs.
+    """
+    pricer = candidate.pricer
+    options = zip(found, codecs, strict=True)
+    after = [_option(pricer, s, c, errors) for s, c in options]
+    before = [_option(pricer, s, "", errors) for s in found]
+    each = [b.wire_s - a.wire_s - a.local_s for b, a in zip(before, after, strict=True)]
+    texts = {s.value: c for s, c in zip(found, codecs, strict=True) if c}
+    waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
+    left = joined(pricer, traffic(waiting))
+    coded = [a for a, text in zip(after, codecs, strict=True) if text]
+    saved = candidate.communication_s - sum(c.seconds(pricer) for c in left)
+    saved -= sum(a.local_s for a in coded)
+    taken = [a.summation for a in after]
+    saved -= messages_s(pricer, taken, codecs)
+    total = sum(math.prod(s.shape) for s in found)
+    squared = sum(a.error for a in after)
+    return Choice(
+        candidate,
+        tuple(found),
+        tuple(codecs),
+        saved,
+        tuple(each),
+        tuple(taken),
+        math.sqrt(squared / total) if total else 0.0,
+        sum(a.memory_bytes for a in after),
+        sum(c.sent_bytes(pricer) for c in left),
+        None,
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Option:
+    """What one codec does for one gradient; ``error`` is weighted by elements."""
+
+    wire_s: float
+    local_s: float
+    error: float
+    memory_bytes: float
+    summation: Summation
+
+
+def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> Option:
+    """Prices a codec for a gradient, the fastest way; '' is what the compiler does."""
+    if not text:
+        return Option(pricer.skew * _plain_s(pricer, site), 0.0, 0.0, 0.0, site.flat)
+    codec = parse_codec(text)
+    options = [
+        _coded(pricer, site, text, codec, summation, errors)
+        for summation in site.summations
+        if not codec.check(summation.local_shape, scatter=summation.scatter)
+    ]
+    return min(options, key=lambda option: option.wire_s + option.local_s)
+
+
+def _plain_s(pricer: Pricer, site: Site) -> float:
+    """Seconds on the link of a gradient that is left to the compiler."""
+    summation, mesh = site.summations[-1], pricer.mesh.axes
+    return plain_s(
+        float(site.flat.elements * site.itemsize),
+        tuple(mesh[a] for a in summation.axes),
+        tuple(mesh[a] for a in summation.within),
+        pricer.runs_as,
+        scatter=summation.scatter,
+        keeps=summation.keeps,
+    )
+
+
+def _coded(
+    pricer: Pricer,
+    site: Site,
+    text: str,
+    codec: Codec,
+    summation: Summation,
+    errors: Errors,
+) -> Option:
+    """Prices a codec for a gradient one way."""
+    mesh = pricer.mesh.axes
+    axes = tuple(mesh[a] for a in summation.axes)
+    wire = wire_s(
+        codec, summation.local_shape, summation.workers, axes, scatter=summation.scatter
+    )
+    wire += within_s(summation, mesh)
+    local = local_s(codec, summation.elements, pricer.cluster.device)
+    error = errors.get(site.name, {}).get(text)
+    if error is None:
+        error = relative_error(codec, summation.local_shape)
+    counted = effective_error(error, feedback=codec.feedback)
+    weighted = math.prod(site.shape) * counted**2
+    return Option(
+        pricer.skew * wire, local, weighted, _state_bytes(summation, codec), summation
+    )
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _state_bytes(summation: Summation, codec: Codec) -> float:
+    """What a codec keeps of one gradient on one device, residual included."""
+    import jax
+
+    kind = "residual" if codec.feedback else "none"
+    how = Gradient("", summation.local_shape, codec, Feedback(kind=kind))
+    state = jax.eval_shape(lambda: init_state(how, summation.workers))
+    return float(sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(state)))
+
+
+def choose(
+    analysis: Analysis, candidate: Candidate, budget: float, errors: Errors
+) -> Choice:
+    """The codecs that make a given assignment fastest, within the budget."""
+    found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
+    large = [s for s in found if s.compressible]
+    nothing = _judged(candidate, found, [""] * len(found), errors)
+    if not large:
+        return nothing
+    rows = [_allowed(candidate.pricer, site, budget, errors) for site in large]
+    problem = _selection(candidate, found, large, rows, budget)
+    answer = solve_selection(problem, seconds=2.0)
+    if answer.status not in (Status.OPTIMAL, Status.FEASIBLE):
+        return dataclasses.replace(nothing, problem=problem)
+    chosen = {
+        s.value: row[k][0]
+        for s, row, k in zip(large, rows, answer.choices, strict=True)
+    }
+    coded = any(chosen.values())
+    rest = "dense" if coded else ""
+    codecs = [chosen.get(s.value, "") or rest for s in found]
+    made = _judged(candidate, found, codecs, errors)
+    hidden = _hidden_s(problem, answer)
+    made = dataclasses.replace(made, problem=problem, saved_s=made.saved_s - hidden)
+    if made.saved_s < WORTHWHILE * candidate.step_s:
+        return dataclasses.replace(nothing, problem=problem)
+    return made
+
+
+def _hidden_s(problem: CodecSelection, answer: SelectionResult) -> float:
+    """What of the wire time that is saved was hidden anyway."""
+    from autopar_solver import recompute
+
+    dense = recompute(problem, [0] * len(problem.num_options))
+    return (dense.wire_s - dense.exposed_s) - (answer.wire_s - answer.exposed_s)
+
+
+def _allowed(
+    pricer: Pricer, site: Site, budget: float, errors: Errors
+) -> list[tuple[str, Option]]:
+    """What a gradient may be sent by, and what that does."""
+    known = [t for t in CANDIDATES if not t or not site.refuses(parse_codec(t))]
+    options = [(text, _option(pricer, site, text, errors)) for text in known]
+    most = math.prod(site.shape) * (MOST_OF_BUDGET * budget) ** 2
+    return [(text, o) for text, o in options if o.error <= most]
+
+
+def _selection(
+    candidate: Candidate,
+    found: Sequence[Site],
+    large: Sequence[Site],
+    rows: Sequence[Sequence[tuple[str, Option]]],
+    budget: float,
+) -> CodecSelection:
+    pricer = candidate.pricer
+    total = sum(math.prod(s.shape) for s in found)
+    ready, backward = _schedule(candidate, large)
+    left = pricer.cluster.memory_bytes - candidate.peak_memory_bytes
+
+    def column(field: str) -> tuple[np.ndarray, ...]:
+        return tuple(np.array([getattr(o, field) for _, o in row]) for row in rows)
+
+    return CodecSelection(
+        wire_s=column("wire_s"),
+        local_s=column("local_s"),
+        error=column("error"),
+        ready_s=ready,
+        backward_s=backward,
+        error_budget=budget**2 * total,
+        memory_bytes=column("memory_bytes"),
+        memory_budget_bytes=max(0.0, left),
+    )
+
+
+def _schedule(
+    candidate: Candidate, large: Sequence[Site]
+) -> tuple[tuple[float, ...], float]:
+    """When gradients are complete, and when the backward pass ends.
+
+    On CPU devices nothing is hidden: programs run one operator after the other
+    there. Elsewhere the backward pass takes two thirds of the work and its
+    gradients come in program order.
+    """
+    if candidate.pricer.cluster.device.kind == "cpu":
+        return (0.0,) * len(large), 0.0
+    backward = candidate.compute_s * 2 / 3
+    order = sorted(s.ready for s in large)
+    count = len(order)
+    ready = tuple(backward * (order.index(s.ready) + 1) / count for s in large)
+    return ready, backward
+
+
+Restrictor = Callable[[Pricer], Restriction]
+
+
+def joint(
+    analysis: Analysis,
+    result: SearchResult,
+    *,
+    budget: float,
+    errors: Errors,
+    seconds: float | None,
+    restriction: Restrictor | None,
+) -> tuple[Choice, Choice]:
+    """The best layouts and codecs together, and the best when layouts come first."""
+    known = [c for _, c in result.tried if c is not None]
+    choices = [choose(analysis, c, budget, errors) for c in known]
+    first = choices[known.index(result.best)]
+    best = min(choices, key=lambda c: c.step_s)
+    meshes = [mesh for mesh, _ in result.tried]
+    for _ in range(ROUNDS):
+        prices = _prices(best, errors, budget)
+        found = [
+            choose(analysis, c, budget, errors)
+            for mesh in meshes
+            if (c := _solved(analysis, mesh, result, prices, seconds, restriction))
+        ]
+        better = min(found, key=lambda c: c.step_s, default=best)
+        if better.step_s >= best.step_s * (1 - 1e-6):
+            break
+        best = better
+        meshes = [best.candidate.pricer.mesh]
+    return best, first
+
+
+def joint_uniform(
+    analysis: Analysis,
+    result: SearchResult,
+    codec: Codec,
+    *,
+    seconds: float | None,
+    restriction: Restrictor | None,
+) -> tuple[Choice, Choice]:
+    """The best layouts when every gradient is sent by one codec, and the first best.
+
+    Raises:
+      PlanError: the codec can be used for no gradient of any of the plans.
+    """
+    prices = Prices(1.0, 0.0, (format_codec(codec),), {}, forced=True)
+    first = uniform(analysis, result.best, codec)
+    found = [first]
+    for mesh, _ in result.tried:
+        solved = _solved(analysis, mesh, result, prices, seconds, restriction)
+        if solved is not None:
+            with contextlib.suppress(PlanError):
+                found.append(uniform(analysis, solved, codec))
+    return min(found, key=lambda c: c.step_s), first
+
+
+def _prices(best: Choice, errors: Errors, budget: float) -> Prices:
+    """What a second on the link and an error are worth at the best choice so far.
+
+    Where that sends nothing, an error is free: the exact choice sees to the budget.
+    """
+    codecs, known, most = CANDIDATES[1:], dict(errors), MOST_OF_BUDGET * budget
+    dual = None if best.problem is None else solve_relaxation(best.problem)
+    if dual is None or dual.status is not Status.OPTIMAL:
+        return Prices(1.0, 0.0, codecs, known, most)
+    weights = dual.wire_weights
+    weight = float(np.mean(weights)) if weights else 1.0
+    return Prices(weight, dual.seconds_per_error, codecs, known, most)
+
+
+def _solved(
+    analysis: Analysis,
+    mesh: MeshShape,
+    result: SearchResult,
+    prices: Prices,
+    seconds: float | None,
+    restriction: Restrictor | None,
+) -> Candidate | None:
+    pricer = Pricer(result.best.pricer.cluster, mesh)
+    limit = restriction(pricer) if restriction is not None else None
+    try:
+        return solve_mesh(analysis, pricer, limit, seconds, prices=prices)
+    except InfeasibleError:
+        return None
+
+
+def decisions(choice: Choice) -> tuple[GradientDecision, ...]:
+    """Writes a choice down."""
+    mesh = choice.candidate.pricer.mesh.axes
+    out: list[GradientDecision] = []
+    for site, text, saved, summation in zip(
+        choice.sites, choice.codecs, choice.each_s, choice.summations, strict=True
+    ):
+        error = (
+            relative_error(parse_codec(text), summation.local_shape) if text else 0.0
+        )
+        made = decision(site, mesh, text, summation)
+        out.append(msgspec.structs.replace(made, error=error, saved_s=saved))
+    return tuple(out)
+
+
+def described(
+    analysis: Analysis, choice: Choice, first: Choice, mode: str, budget: float | None
+) -> Compression:
+    """Says why, and how many gradients no codec can send."""
+    left = len(set(gradients_of(analysis)) - {s.value for s in choice.sites})
+    more = (
+        f"; {left} more are summed by the compiler: their sums cannot wait"
+        if left and any(choice.codecs)
+        else ""
+    )
+    return Compression(
+        mode=mode,
+        error_budget=budget if mode == "auto" else None,
+        metric="root mean square over elements of each gradient's relative error",
+        error=choice.error,
+        reason=_reason(choice, first, mode) + more,
+    )
+
+
+def _reason(choice: Choice, first: Choice, mode: str) -> str:
+    step = choice.candidate.step_s
+    pricer = choice.candidate.pricer
+    dense = [_option(pricer, s, "", {}) for s in choice.sites]
+    wire = sum(o.wire_s for o in dense)
+    if not choice.sites:
+        return "no gradient is summed over devices in a form that codecs could send"
+    if mode != "auto":
+        return f"asked for; saves {_ms(choice.saved_s)} of a step of {_ms(step)}"
+    if not any(choice.codecs):
+        return (
+            f"dense: sending gradients takes {_ms(wire)} of a step of {_ms(step)}; no "
+            "codec within the error budget saves "
+            f"{100 * WORTHWHILE:.0f}% of the step after encoding and decoding"
+        )
+    gain = first.step_s - choice.step_s
+    moved = f", {_ms(gain)} of it by other layouts" if gain > 1e-9 else ""
+    return (
+        f"codecs save {_ms(choice.saved_s)} of a step of {_ms(step)} "
+        f"({_ms(wire)} of it gradients){moved}"
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

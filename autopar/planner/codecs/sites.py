@@ -1,0 +1,221 @@
+"""The gradients that a plan sums over devices, and what each way to send them costs.
+
+A gradient can be sent by a codec where its sum may wait
+(`autopar.layouts.stacking`): then each device holds its part of the sum whole.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import msgspec
+
+from autopar.cluster.mesh import MeshAxis
+from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.exchange import wire_bytes
+from autopar.cost.collectives import collective_bytes
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import Axes
+from autopar.layouts.stacking import stacking_of
+from autopar.layouts.summation import Summation, summations, within_messages
+from autopar.plans import GradientDecision
+from autopar.steps.analysis import Analysis
+from autopar.steps.nodes import Contraction
+from autopar.steps.sums import worth_a_codec
+from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.roles import InputRole, Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Site:
+    """A gradient whose sum over devices may be taken by a codec.
+
+    Attributes:
+      value: its value.
+      name: path of its parameter.
+      shape: of the whole gradient.
+      axes: mesh axes over which it is summed.
+      ways: how the devices can share the work, over all links at once first.
+      ready: the operator that completes it.
+      itemsize: bytes of an element in the program.
+    """
+
+    value: int
+    name: str
+    shape: tuple[int, ...]
+    axes: Axes
+    summations: tuple[Summation, ...]
+    ready: int
+    itemsize: int
+
+    @property
+    def flat(self) -> Summation:
+        """The way that sums over all links at once."""
+        return self.summations[0]
+
+    @property
+    def compressible(self) -> bool:
+        """Whether it is large enough, and no vector."""
+        return worth_a_codec(self.shape)
+
+    def refuses(self, codec: Codec) -> str:
+        """Why a codec cannot be used for it, or ''."""
+        found = [codec.check(w.local_shape, scatter=w.scatter) for w in self.summations]
+        return "" if not all(found) else found[0]
+
+
+def sites(
+    analysis: Analysis, assignment: Assignment, mesh: Sequence[MeshAxis]
+) -> list[Site]:
+    """Lists the gradients that codecs may send under an assignment, in program order.
+
+    Those left out are summed by the compiler, as without a codec.
+
+    Args:
+      analysis: the step.
+      assignment: its layouts.
+      mesh: the axes of the mesh.
+    """
+    names = parameter_names(
+        analysis.graph, analysis.contraction, gradients_of(analysis)
+    )
+    out: list[Site] = []
+    for deferral in analysis.deferrals:
+        if not deferral.gradients:
+            continue
+        summation = stacking_of(assignment, deferral)
+        if summation is None:
+            continue
+        for value in deferral.ends:
+            if value not in deferral.gradients:
+                continue
+            out.append(
+                _site(analysis, assignment, value, names[value], summation.axes, mesh)
+            )
+    return out
+
+
+def gradients_of(analysis: Analysis) -> list[int]:
+    """The values that the update reads of the backward pass."""
+    return [v for d in analysis.deferrals for v in d.ends if v in d.gradients]
+
+
+def _site(
+    analysis: Analysis,
+    assignment: Assignment,
+    value: int,
+    name: str,
+    axes: Axes,
+    mesh: Sequence[MeshAxis],
+) -> Site:
+    whole = analysis.graph.values[value]
+    shape = tuple(whole.shape)
+    return Site(
+        value=value,
+        name=name,
+        shape=shape,
+        axes=axes,
+        summations=summations(shape, assignment.home_layout(value), axes, mesh),
+        ready=analysis.contraction.producer[value].index,
+        itemsize=whole.nbytes // max(1, whole.size),
+    )
+
+
+def parameter_names(
+    graph: OperatorGraph, contraction: Contraction, values: Sequence[int]
+) -> dict[int, str]:
+    """Names gradients by the parameter that they update.
+
+    A gradient is followed through operators of the update that keep its shape, to
+    the first parameter of that shape which comes back. One that is reached by no
+    such way is named by the module that makes it.
+    """
+    readers: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        for v in op.inputs:
+            if v is not None:
+                readers.setdefault(v, []).append(op)
+    targets = {
+        graph.outputs[i.output]: i.path
+        for i in graph.inputs
+        if i.output >= 0 and i.role is InputRole.PARAMETER
+    }
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for value in values:
+        name = _reached(graph, readers, targets, value)
+        if not name or name in taken:
+            op = contraction.producer[value]
+            name = f"{op.module or op.kind}/gradient_{value}"
+        taken.add(name)
+        names[value] = name
+    return names
+
+
+def _reached(
+    graph: OperatorGraph,
+    readers: dict[int, list[Operator]],
+    targets: dict[int | None, str],
+    value: int,
+) -> str:
+    shape = graph.values[value].shape
+    seen, left = {value}, [value]
+    while left:
+        current = left.pop(0)
+        if current in targets:
+            return targets[current]
+        for op in readers.get(current, []):
+            if op.role is not Role.UPDATE:
+                continue
+            for out in op.outputs:
+                if out not in seen and graph.values[out].shape == shape:
+                    seen.add(out)
+                    left.append(out)
+    return ""
+
+
+def decision(
+    site: Site, mesh: Sequence[MeshAxis], codec: str, summation: Summation
+) -> GradientDecision:
+    """Writes down how one gradient is sent.
+
+    Args:
+      site: the gradient.
+      mesh: the axes of the mesh.
+      codec: as text; '' leaves it to the compiler.
+      way: how the devices share the work.
+    """
+    kind = "reduce_scatter" if summation.scatter else "all_reduce"
+    around = within_messages(summation, mesh)
+    devices = math.prod(mesh[a].size for a in summation.within)
+    made = GradientDecision(
+        name=site.name,
+        value=site.value,
+        shape=site.shape,
+        local_shape=summation.local_shape,
+        axes=tuple(mesh[a].name for a in sorted(summation.axes)),
+        workers=summation.workers,
+        scatter=summation.scatter,
+        within=tuple(mesh[a].name for a in summation.within),
+        keeps=summation.keeps,
+        codec=codec,
+        feedback=bool(codec) and parse_codec(codec).feedback,
+        dense_bytes=collective_bytes(
+            kind, summation.elements * site.itemsize, summation.workers
+        ),
+        within_bytes=sum(collective_bytes(k, n, devices) for k, n in around),
+    )
+    return repriced(made)
+
+
+def repriced(made: GradientDecision) -> GradientDecision:
+    """A decision with the bytes that its codec sends."""
+    if not made.codec:
+        return msgspec.structs.replace(made, wire_bytes=made.dense_bytes)
+    sent = wire_bytes(
+        parse_codec(made.codec), made.local_shape, made.workers, scatter=made.scatter
+    )
+    return msgspec.structs.replace(made, wire_bytes=sent)

@@ -1,0 +1,1 @@
+"""What people read of a plan: tables, pages and explanations."""

@@ -1,0 +1,364 @@
+"""Why a plan is as it is: what a layout costs, and what another would."""
+
+from __future__ import annotations
+
+import dataclasses
+import fnmatch
+import math
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.cost.pricer import Pricer
+from autopar.cost.traffic import Collective, joined, traffic
+from autopar.errors import PlanError
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.copies import Mode
+from autopar.layouts.layout import Layout, shards, to_spec
+from autopar.layouts.strategies import layout_of
+from autopar.planner.candidate import Candidate, evaluate
+from autopar.planner.hints import pin_restriction
+from autopar.planner.problem import Formulation, Restriction, formulate
+from autopar.planner.record import restore
+from autopar.planner.search import solve_mesh
+from autopar.plans import Plan
+from autopar.plans.schema import Spec
+from autopar.reports.table import CollectiveRow, spec_text, template
+from autopar.steps.analysis import Analysis
+from autopar_passes.graph import GraphInput
+from autopar_passes.roles import Role
+from autopar_solver import Solution, Status
+
+Say = Callable[[str], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Context:
+    """A plan with the step that it is for, and its communication."""
+
+    analysis: Analysis
+    plan: Plan
+    assignment: Assignment
+    pricer: Pricer
+    collectives: tuple[Collective, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Decision:
+    """The layout of one input, or of all that share the decision.
+
+    Attributes:
+      node: the node of the contracted graph, None where there is no choice.
+      inputs: the inputs that were asked about.
+      shared: how many inputs share the decision.
+      spec: the layout.
+      nbytes: bytes of one of the arrays.
+      shard_bytes: bytes of its part on one device.
+      collectives: the communication of all inputs that share the decision, and
+        of what is computed for them.
+    """
+
+    node: int | None
+    inputs: tuple[GraphInput, ...]
+    shared: int
+    spec: Spec
+    nbytes: int
+    shard_bytes: float
+    collectives: tuple[CollectiveRow, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alternative:
+    """Another layout of an input, everything else planned again.
+
+    Attributes:
+      spec: the layout.
+      step_s: predicted seconds of one step; infinite where nothing fits.
+      shard_bytes: bytes of one array's part on one device.
+      peak_memory_bytes: most bytes live at once on one device.
+      proved: whether no plan with this layout is faster.
+    """
+
+    spec: Spec
+    step_s: float
+    shard_bytes: float
+    peak_memory_bytes: float
+    proved: bool
+
+
+def context_of(analysis: Analysis, plan: Plan, cluster: Cluster) -> Context:
+    """Puts a plan and its step together.
+
+    Raises:
+      PlanError: the plan is for another step or cluster.
+    """
+    assignment = restore(analysis, plan)
+    pricer = Pricer(cluster, mesh_of(plan, cluster))
+    collectives = tuple(joined(pricer, traffic(assignment)))
+    return Context(analysis, plan, assignment, pricer, collectives)
+
+
+def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:
+    """The plan's mesh on a cluster.
+
+    Raises:
+      PlanError: the cluster has no such mesh.
+    """
+    names = plan.axis_names
+    levels = sum(level.size > 1 for level in cluster.levels)
+    for mesh in cluster.mesh_shapes(max(len(names), levels), names):
+        if (mesh.names, mesh.sizes) == (names, plan.axis_sizes):
+            return mesh
+    axes = " ".join(f"{n}={s}" for n, s in zip(names, plan.axis_sizes, strict=True))
+    raise PlanError(f"the plan's mesh {axes} does not fit the cluster {cluster}.")
+
+
+def array_name(analysis: Analysis, value: int) -> str:
+    """The path of an input, or the module and operator that make a value."""
+    op = analysis.contraction.producer[value]
+    if op.kind == "input":
+        return next(i.path for i in analysis.graph.inputs if i.value == value)
+    return f"{op.module}/{op.kind}" if op.module else op.kind
+
+
+def group_collectives(
+    context: Context, collectives: Sequence[Collective]
+) -> tuple[CollectiveRow, ...]:
+    """Joins the collectives that are alike, those that take longest first."""
+    groups: dict[tuple[str, ...], list[tuple[str, Collective]]] = defaultdict(list)
+    names = context.plan.axis_names
+    for collective in collectives:
+        array = array_name(context.analysis, collective.value)
+        phase = context.analysis.graph.operators[collective.operator].role.value
+        axes = tuple(names[a] for a in collective.step.axes)
+        key = (template(array), phase, collective.step.kind, *axes)
+        groups[key].append((array, collective))
+    rows = [
+        CollectiveRow(
+            kind=kind,
+            axes=tuple(axes),
+            arrays=tuple(dict.fromkeys(array for array, _ in found)),
+            phase=phase,
+            trips=sum(c.trips for _, c in found),
+            sent_bytes=sum(c.sent_bytes(context.pricer) for _, c in found),
+            seconds=sum(c.seconds(context.pricer) for _, c in found),
+        )
+        for (_, phase, kind, *axes), found in groups.items()
+    ]
+    return tuple(sorted(rows, key=lambda r: -r.seconds))
+
+
+def decisions(context: Context, pattern: str) -> list[Decision]:
+    """The layouts of the inputs that a pattern matches, one for each decision.
+
+    Raises:
+      PlanError: the pattern matches no input.
+    """
+    every = context.analysis.graph.inputs
+    matched = [i for i in every if fnmatch.fnmatchcase(i.path, pattern)]
+    if not matched:
+        some = ", ".join(i.path for i in every[:3])
+        raise PlanError(f"'{pattern}' matches no input; they are named like {some}.")
+    groups: dict[int | None, list[GraphInput]] = {}
+    for given in matched:
+        groups.setdefault(_node_of(context, given), []).append(given)
+    return [_decision(context, node, inputs) for node, inputs in groups.items()]
+
+
+def _node_of(context: Context, given: GraphInput) -> int | None:
+    home = context.analysis.contraction.homes.get(given.value)
+    return None if home is None else home.node
+
+
+def _decision(
+    context: Context, node: int | None, inputs: Sequence[GraphInput]
+) -> Decision:
+    graph = context.analysis.graph
+    layout = context.assignment.home_layout(inputs[0].value)
+    nbytes = graph.values[inputs[0].value].nbytes
+    shared = sum(_node_of(context, i) == node for i in graph.inputs)
+    touching = [] if node is None else _touching(context, node)
+    return Decision(
+        node=node,
+        inputs=tuple(inputs),
+        shared=shared,
+        spec=to_spec(layout, context.plan.axis_names),
+        nbytes=nbytes,
+        shard_bytes=nbytes / shards(layout, context.pricer.sizes),
+        collectives=group_collectives(context, touching),
+    )
+
+
+def _touching(context: Context, node: int) -> list[Collective]:
+    """The collectives of values that live in a node, and of what updates them."""
+    analysis = context.analysis
+    homes = analysis.contraction.homes
+    values = {value for value, home in homes.items() if home.node == node}
+    for given in analysis.graph.inputs:
+        if _node_of(context, given) == node:
+            values |= _updates(analysis, given)
+    return [c for c in context.collectives if c.value in values]
+
+
+def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
+    """The values of an input's size that its next value is made of, from its gradient.
+
+    The gradient is where the way back meets an operator that reduces.
+    """
+    graph = analysis.graph
+    start = graph.outputs[given.output] if given.output >= 0 else None
+    found: set[int] = set()
+    waiting = [] if start is None else [start]
+    while waiting:
+        value = waiting.pop()
+        if value in found or graph.values[value].size != graph.values[given.value].size:
+            continue
+        found.add(value)
+        op = analysis.contraction.producer[value]
+        if op.role is not Role.FORWARD and not op.rule.reduced:
+            waiting.extend(v for v in op.inputs if v is not None)
+    return found
+
+
+def alternatives(
+    context: Context, decision: Decision, *, limit: int, seconds: float, say: Say
+) -> list[Alternative]:
+    """Plans again with each of the most promising other layouts of an input.
+
+    Promising is what costs least while all other decisions stay as they are.
+
+    Args:
+      context: the plan.
+      decision: of the input.
+      limit: how many layouts to try.
+      seconds: time limit of the solver, for each.
+      say: shows progress.
+    """
+    if decision.node is None:
+        return []
+    formulation = formulate(context.analysis, context.pricer)
+    chosen = plan_choices(context, formulation)
+    found: list[Alternative] = []
+    for strategy, layout in _promising(context, decision, formulation, chosen)[:limit]:
+        spec = to_spec(layout, context.plan.axis_names)
+        say(f"{decision.inputs[0].path}: planning again with {spec_text(spec)}")
+        patched = list(chosen)
+        patched[decision.node] = strategy
+        restriction = pin_restriction(
+            context.analysis, {decision.inputs[0].value: layout}
+        )
+        best = _best(
+            _solved(context, restriction, seconds),
+            _evaluated(context, formulation, tuple(patched)),
+        )
+        shard_bytes = decision.nbytes / shards(layout, context.pricer.sizes)
+        found.append(_alternative(spec, shard_bytes, best))
+    return sorted(found, key=lambda a: a.step_s)
+
+
+def _promising(
+    context: Context,
+    decision: Decision,
+    formulation: Formulation,
+    chosen: Sequence[int],
+) -> list[tuple[int, Layout]]:
+    """A strategy for each other layout of an input, the cheapest first."""
+    value = decision.inputs[0].value
+    home = context.analysis.contraction.homes[value]
+    strategies = formulation.spaces[home.node].strategies
+    alone = _costs_alone(formulation, chosen, home.node)
+    found: dict[Layout, int] = {}
+    for k in sorted(range(len(strategies)), key=lambda k: (alone[k], k)):
+        found.setdefault(layout_of(strategies[k], home.dims), k)
+    found.pop(context.assignment.home_layout(value), None)
+    return [(k, layout) for layout, k in found.items()]
+
+
+def _best(*candidates: Candidate | None) -> Candidate | None:
+    """The fastest one there is, the first of equals."""
+    return min((c for c in candidates if c), key=lambda c: c.step_s, default=None)
+
+
+def _alternative(spec: Spec, shard_bytes: float, best: Candidate | None) -> Alternative:
+    if best is None:
+        return Alternative(spec, math.inf, shard_bytes, math.inf, False)
+    proved = best.solution.status is Status.OPTIMAL
+    return Alternative(spec, best.step_s, shard_bytes, best.peak_memory_bytes, proved)
+
+
+def _solved(
+    context: Context, restriction: Restriction, seconds: float
+) -> Candidate | None:
+    """The best plan under a restriction, None where none fits or is found."""
+    try:
+        return solve_mesh(context.analysis, context.pricer, restriction, seconds)
+    except PlanError:
+        return None
+
+
+def _evaluated(
+    context: Context, formulation: Formulation, choices: tuple[int, ...]
+) -> Candidate | None:
+    """Prices the plan with one choice changed; None where that is impossible."""
+    cost = _cost(formulation, choices)
+    if not math.isfinite(cost):
+        return None
+    solution = Solution(
+        choices=choices, cost=cost, bound=-math.inf, status=Status.FEASIBLE, seconds=0.0
+    )
+    made = evaluate(context.analysis, formulation, solution)
+    fits = made.peak_memory_bytes <= context.pricer.cluster.memory_bytes
+    return made if fits else None
+
+
+def _cost(formulation: Formulation, choices: Sequence[int]) -> float:
+    """The objective of the problem."""
+    problem = formulation.problem
+    nodes = (costs[choices[i]] for i, costs in enumerate(problem.node_costs))
+    edges = zip(problem.edges, problem.edge_costs, strict=True)
+    return float(sum(nodes) + sum(c[choices[i], choices[j]] for (i, j), c in edges))
+
+
+def _costs_alone(
+    formulation: Formulation, chosen: Sequence[int], node: int
+) -> list[float]:
+    """The cost of each strategy of a node, its neighbours as they are."""
+    problem = formulation.problem
+    total = problem.node_costs[node].astype(float)
+    for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
+        if i == node and j == node:
+            total = total + costs.diagonal()
+        elif i == node:
+            total = total + costs[:, chosen[j]]
+        elif j == node:
+            total = total + costs[chosen[i]]
+    return [float(cost) for cost in total]
+
+
+def plan_choices(context: Context, formulation: Formulation) -> tuple[int, ...]:
+    """The plan as positions in the strategies of a problem.
+
+    Raises:
+      PlanError: the plan holds a layout that the planner does not consider.
+    """
+    assignment = context.assignment
+    count = len(assignment.strategies)
+    try:
+        nodes = [
+            space.strategies.index(strategy)
+            for space, strategy in zip(
+                formulation.spaces[:count], assignment.strategies, strict=True
+            )
+        ]
+        copies: list[int] = []
+        for copy in formulation.copies:
+            choice = assignment.copies[copy.value_class, copy.backward]
+            kept = [mode is Mode.REUSE for mode in copy.modes]
+            options = list(zip(copy.space.layouts(copy.dims), kept, strict=True))
+            copies.append(options.index((choice.layout, choice.reuse)))
+    except (ValueError, KeyError) as error:
+        raise PlanError(
+            "the plan holds a layout that the planner does not consider; make the "
+            "plan again to compare it with others."
+        ) from error
+    return (*nodes, *copies)

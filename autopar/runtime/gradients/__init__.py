@@ -1,0 +1,1 @@
+"""Sums of gradients through codecs while a step runs."""

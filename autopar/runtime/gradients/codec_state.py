@@ -1,0 +1,141 @@
+"""The codecs' state between plans: carried over, saved, restored.
+
+What must not be lost is the sum of the residuals over the workers: that much of
+the gradients has not been applied yet. A new plan with another number of workers,
+or other layouts, gives each worker an equal part of it, so the sum stays what it
+was. What a codec keeps for itself (a basis, a mask, a threshold) only depends on
+the codec and its place; where either changes it starts anew.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.errors import PlanError
+from autopar.runtime import placement
+from autopar.runtime.gradients.sums import State, Synchronisation
+
+
+def carry_over(state: State, new: Synchronisation) -> State:
+    """The state for a plan, from the state under another plan of the same step.
+
+    Args:
+      state: of `Synchronisation.init`, or after steps, arrays or numpy.
+      new: how the new plan sums.
+    """
+    wanted, shardings = new.structs(), new.shardings()
+    gradients: dict[str, Any] = {}
+    fresh: State | None = None
+    for name, struct in wanted["gradients"].items():
+        old = state["gradients"].get(name, {"residual": (), "codec": ()})
+        where = shardings["gradients"][name]
+        levels = _levels(struct["codec"], new)
+        kept = [_kept(old["codec"], level, k) for k, level in enumerate(levels)]
+        if any(level is None for level in kept):
+            fresh = fresh or new.init()
+            made = _levels(_of(fresh, name), new)
+            kept = [m if k is None else k for k, m in zip(kept, made, strict=True)]
+        gradients[name] = {
+            "residual": _residual(name, old["residual"], struct["residual"]),
+            "codec": kept[0] if new.fallback is None else tuple(kept),
+        }
+        gradients[name] = jax.tree.map(placement.place, gradients[name], where)
+    step = placement.place(state["step"], shardings["step"])
+    return {"step": step, "gradients": gradients}
+
+
+def restored(state: Any, new: Synchronisation) -> State:
+    """A state that was saved, placed for a plan.
+
+    Raises:
+      PlanError: it has no step and gradients, or those of another model.
+    """
+    if not isinstance(state, dict) or set(state) != {"step", "gradients"}:
+        raise PlanError(
+            "compression_state: expected {'step': ..., 'gradients': {...}} as read "
+            "from step.compression_state; got " + type(state).__name__ + "."
+        )
+    known = {m.decision.name for m in new.members.values()}
+    if unknown := sorted(set(state["gradients"]) - known):
+        raise PlanError(
+            "compression_state: it holds gradients that this step does not compress: "
+            f"{', '.join(unknown[:4])}. Restore it into the step it was saved from."
+        )
+    return carry_over(state, new)
+
+
+def _of(fresh: State | None, name: str) -> Any:
+    assert fresh is not None
+    return fresh["gradients"][name]["codec"]
+
+
+def _levels(codec: Any, how: Synchronisation) -> tuple[Any, ...]:
+    """The codec's state of each level."""
+    return (codec,) if how.fallback is None else codec
+
+
+def _kept(old: Any, struct: Any, level: int) -> Any:
+    """The old state of a level; None: there is none that fits.
+
+    Without a fall-back the state is that of the first level.
+    """
+    found = [old] if level == 0 else []
+    if isinstance(old, tuple) and len(old) > level:
+        found.append(old[level])
+    return next((x for x in found if _same(x, struct)), None)
+
+
+def _same(old: Any, struct: Any) -> bool:
+    """Whether two trees have the same arrays."""
+    if jax.tree.structure(old) != jax.tree.structure(struct):
+        return False
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(struct), strict=True)
+    return all(
+        (tuple(a.shape), jnp.dtype(a.dtype)) == (b.shape, b.dtype) for a, b in pairs
+    )
+
+
+def _residual(name: str, old: Any, struct: Any) -> Any:
+    """A residual for another number of workers; the sum over them stays."""
+    if isinstance(struct, tuple):
+        if not isinstance(old, tuple) and (norm := _norm(old)):
+            warnings.warn(
+                f"the residual of '{name}', of L2 norm {norm:.3g}, is dropped: under "
+                "this plan its codec has no feedback; give it one that has, like int4.",
+                stacklevel=2,
+            )
+        return ()
+    if isinstance(old, tuple):
+        return jnp.zeros(struct.shape, struct.dtype)
+    if tuple(old.shape[1:]) != struct.shape[1:]:
+        if not _alike(tuple(old.shape[1:]), struct.shape[1:]):
+            raise PlanError(
+                f"compression_state: the residual of '{name}' is of shape "
+                f"{tuple(old.shape[1:])}, its gradient of {struct.shape[1:]}."
+            )
+        old = jnp.reshape(old, (old.shape[0], *struct.shape[1:]))
+    if old.shape[0] == struct.shape[0]:
+        return old if old.dtype == struct.dtype else old.astype(struct.dtype)
+    total = jnp.sum(jnp.asarray(old, jnp.float32), axis=0)
+    part = (total / struct.shape[0]).astype(struct.dtype)
+    return jnp.broadcast_to(part, struct.shape)
+
+
+def _alike(old: tuple[int, ...], new: tuple[int, ...]) -> bool:
+    """Whether shapes are the same but for a dim that one of them cuts in two."""
+    if math.prod(old) != math.prod(new):
+        return False
+    # The places in memory where a dim begins.
+    begins = [set(itertools.accumulate(s, operator.mul)) for s in (old, new)]
+    return begins[0] <= begins[1] or begins[1] <= begins[0]
+
+
+def _norm(array: Any) -> float:
+    return float(jnp.sqrt(jnp.sum(jnp.square(jnp.asarray(array, jnp.float32)))))

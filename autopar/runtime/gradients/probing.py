@@ -1,0 +1,240 @@
+"""Finds what codecs would lose of the gradients of a step, without sending them.
+
+A policy that asks for the errors of codecs
+(`autopar.compression.policies.policy.Measuring`) gets them from two kinds of
+programs beside the step's own: one that ends with the partial gradients, of the
+same arguments, and one for each shape of gradient that encodes what is to be sent of
+it (residual included) by every codec. Neither depends on the codecs in use, so a
+policy that changes these compiles neither again. The gradients stay on the devices in
+their shards; what leaves them are a few sums.
+
+Each worker encodes as if all others held what it holds, as the levels of
+`autopar.compression.fallback` are judged. A codec with a state starts from a new one
+and encodes a few times before its error counts. With ``w`` what a worker wants to
+send and ``C(w)`` what it would::
+
+    error = sqrt(sum |w - C(w)|^2 / sum |w|^2)        sums over the workers
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.exchange import wire_cost
+from autopar.compression.fallback import Alone
+from autopar.compression.policies.policy import Choice, Measured
+from autopar.compression.policies.probe import WARM_UP, rounded
+from autopar.compression.synchronise import (
+    ERROR,
+    WANTED,
+    Gradient,
+    init_state,
+    synchronise,
+)
+from autopar.runtime import agreement
+from autopar.runtime.gradients.sums import Member, State, Synchronisation
+from autopar.runtime.gradients.within import sum_within
+from autopar.steps.sums import worth_a_codec
+from autopar_passes.layouts import constrain, partition_spec
+from autopar_passes.stacked import Stacked
+
+Codecs = tuple[tuple[str, Codec], ...]
+
+
+class _Recorder:
+    """A synchroniser that keeps partial gradients and sums them as they are."""
+
+    def __init__(self, how: Synchronisation) -> None:
+        self.how = how
+        self.partials: dict[str, Any] = {}
+
+    def takes(self, value: int) -> frozenset[int]:
+        """See `autopar_passes.layout_plan.Synchroniser`."""
+        return frozenset(self.how.bucket(value) if value in self.how.members else ())
+
+    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
+        """See `autopar_passes.layout_plan.Synchroniser`."""
+        totals: dict[int, Any] = {}
+        for value, partial in partials.items():
+            member = self.how.members[value]
+            self.partials[member.decision.name] = partial.array
+            total = jnp.sum(partial.array, axis=0)
+            totals[value] = constrain(total, self.how.mesh, member.home)
+        return totals
+
+
+def probed_members(how: Synchronisation) -> list[Member]:
+    """The gradients that are worth a codec."""
+    return [m for m in how.members.values() if worth_a_codec(m.decision.shape)]
+
+
+def partial_gradients(
+    run: Callable[..., Any], how: Synchronisation
+) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
+    """A step up to its gradients, as a function to be compiled.
+
+    Args:
+      run: the replay of the step (`autopar_passes.apply.replay`).
+      how: how its gradients are summed.
+
+    Returns:
+      A function of the flat arguments, to the partial gradients by name, each
+      ``(devices, *shape)``, and their shardings.
+    """
+    names = [m.decision.name for m in probed_members(how)]
+
+    def gradients(*flat: Any) -> dict[str, Any]:
+        recorder = _Recorder(how)
+        run(*flat, synchroniser=recorder)
+        return {name: recorder.partials[name] for name in names}
+
+    shardings = {
+        m.decision.name: NamedSharding(how.mesh, partition_spec(how.mesh, m.stacked))
+        for m in probed_members(how)
+    }
+    return gradients, shardings
+
+
+def measure(
+    how: Synchronisation, partials: dict[str, Any], state: State, texts: Sequence[str]
+) -> dict[str, Measured]:
+    """What codecs would lose of gradients; nothing where one is not finite.
+
+    Args:
+      how: how they are summed.
+      partials: of `partial_gradients`; consumed.
+      state: of the codecs in use, before the step.
+      texts: codecs.
+    """
+    codecs = tuple((text, parse_codec(text)) for text in dict.fromkeys(texts))
+    entries: list[tuple[Member, Codecs, Any]] = []
+    for member in probed_members(how):
+        name = member.decision.name
+        usable = _usable(member.gradient, codecs)
+        partial = partials.pop(name)
+        if not usable:
+            continue
+        residual = state["gradients"][name]["residual"]
+        found = _sums_of(how, member, usable)(partial, residual)
+        entries.append((member, usable, found))
+    if not entries:
+        return {}
+    sums = agreement.shared_array(
+        np.concatenate([np.asarray(rows) for _, _, rows in entries])
+    )
+    if not np.isfinite(sums).all():
+        return {}
+    ends = np.cumsum([1 + len(usable) for _, usable, _ in entries])[:-1]
+    return {
+        member.decision.name: _measured(how, member, usable, row)
+        for (member, usable, _), row in zip(entries, np.split(sums, ends), strict=True)
+    }
+
+
+def _usable(gradient: Gradient, codecs: Codecs) -> Codecs:
+    return tuple(
+        (text, codec)
+        for text, codec in codecs
+        if not codec.check(gradient.shape, scatter=gradient.scatter)
+    )
+
+
+def _measured(
+    how: Synchronisation, member: Member, usable: Codecs, sums: np.ndarray
+) -> Measured:
+    """What the sums of one gradient say."""
+    gradient, workers = member.gradient, member.summation.workers
+    wanted, *errors = (float(x) for x in sums)
+    elements = math.prod(member.decision.shape)
+    # Devices that hold the same, or all that hold a part of what one worker sends.
+    devices = math.prod(how.mesh.shape.values())
+    norm = math.sqrt(wanted * elements / (gradient.size * devices))
+    choices: list[Choice] = []
+    for (text, codec), error in zip(usable, errors, strict=True):
+        nbytes, rounds = wire_cost(
+            codec, gradient.shape, workers, scatter=gradient.scatter
+        )
+        relative = rounded(math.sqrt(error / wanted)) if wanted else 0.0
+        choices.append(Choice(text, relative, nbytes, rounds))
+    return Measured(elements, gradient.size, norm, tuple(choices))
+
+
+def _sums_of(
+    how: Synchronisation, member: Member, usable: Codecs
+) -> Callable[[Any, Any], Any]:
+    """The program for one gradient; equal gradients have the same one.
+
+    Names and seeds are left out: a codec that draws makes the same draws for all.
+    """
+    feedback = dataclasses.replace(member.gradient.feedback, average_every=0)
+    plain = dataclasses.replace(member.gradient, name="", seed=0, feedback=feedback)
+    candidates = tuple(dataclasses.replace(plain, codec=codec) for _, codec in usable)
+    return _program(
+        how.mesh,
+        partition_spec(how.mesh, member.stacked),
+        partition_spec(how.mesh, member.residual[1]),
+        member.summation,
+        candidates,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _program(
+    mesh: Any,
+    stacked: PartitionSpec,
+    kept: PartitionSpec,
+    summation: Any,
+    candidates: tuple[Gradient, ...],
+) -> Callable[[Any, Any], Any]:
+    """Squared norm of what is to be sent and of each error, over all devices."""
+    names = mesh.axis_names
+    fast = tuple(names[a] for a in summation.within)
+
+    def sums(partial: Any, residual: Any) -> Any:
+        (own,) = sum_within([summation], [partial[0]], fast)
+        shape = candidates[0].shape
+        residual = jax.tree.map(lambda x: x[0].reshape(shape), residual)
+        worker = jax.lax.axis_index(tuple(names[a] for a in summation.axes))
+        rows = [_row(g, own, residual, summation.workers, worker) for g in candidates]
+        found = jnp.stack([rows[0][WANTED], *(row[ERROR] for row in rows)])
+        return jax.lax.psum(found, names)
+
+    residual = kept if candidates[0].feedback.active else ()
+    return jax.jit(
+        jax.shard_map(
+            sums,
+            mesh=mesh,
+            in_specs=(stacked, residual),
+            out_specs=PartitionSpec(),
+            check_vma=False,
+        )
+    )
+
+
+def _row(
+    gradient: Gradient, partial: Any, residual: Any, workers: int, worker: Any
+) -> jax.Array:
+    """The sums of `synchronise`, of one worker."""
+    links = Alone(workers)
+
+    def encode(step: Any, state: Any) -> tuple[Any, jax.Array]:
+        whole = [{"residual": residual, "codec": state}]
+        _, after, sums = synchronise([gradient], [partial], whole, links, worker, step)
+        return after[0]["codec"], sums[0]
+
+    state = init_state(gradient, workers)["codec"]
+    if not jax.tree.leaves(state):
+        return encode(jnp.int32(0), state)[1]
+    state = jax.lax.fori_loop(0, WARM_UP, lambda k, s: encode(k, s)[0], state)
+    return encode(jnp.int32(WARM_UP), state)[1]

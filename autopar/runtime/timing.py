@@ -1,0 +1,89 @@
+"""Runs plans of one step side by side on the local devices and times them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.plans import Plan
+from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.steps.analysis import Analysis
+from autopar_passes import jax_compat
+
+
+def measure_plans(
+    analysis: Analysis, plans: Mapping[str, Plan], *, repeats: int = 5, steps: int = 3
+) -> dict[str, float]:
+    """Returns the median seconds of one step under each plan.
+
+    The plans take turns, ``steps`` steps at a time, so that what else the
+    machine does falls on all of them alike. Inputs are made up: small random
+    floats, zeros for integers.
+
+    Args:
+      analysis: the step that the plans were made for.
+      plans: name -> plan.
+      repeats: how many turns each plan gets; the median turn counts.
+      steps: steps in one turn.
+    """
+    runners = {
+        name: _Runner(planned_on_devices(analysis, p)) for name, p in plans.items()
+    }
+    turns: dict[str, list[float]] = {name: [] for name in plans}
+    for runner in runners.values():
+        runner.turn(2)
+    for _ in range(repeats):
+        for name, runner in runners.items():
+            turns[name].append(runner.turn(steps) / steps)
+    return {name: statistics.median(found) for name, found in turns.items()}
+
+
+def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep:
+    """Builds the step of a plan on the local devices."""
+    return planned_step(analysis, plan, device_mesh(plan), donate=True)
+
+
+class _Runner:
+    """A compiled step with made-up inputs, carried from call to call."""
+
+    def __init__(self, planned: PlannedStep) -> None:
+        self.planned = planned
+        self.compiled = planned.lower().compile()
+        self.arguments = made_up_inputs(planned)
+
+    def turn(self, steps: int) -> float:
+        """Seconds of some steps."""
+        carried = self.planned.analysis.carried
+        start = time.perf_counter()
+        out: Sequence[Any] = ()
+        for _ in range(steps):
+            out = self.compiled(*self.arguments)
+            for argument, result in carried.items():
+                self.arguments[argument] = out[result]
+        jax.block_until_ready(out)
+        return time.perf_counter() - start
+
+
+def made_up_inputs(planned: PlannedStep) -> list[Any]:
+    """Returns an array in its shards for each flat argument."""
+    graph = planned.analysis.graph
+    rng = np.random.default_rng(0)
+    out: list[Any] = []
+    for given, sharding in zip(graph.inputs, planned.in_shardings, strict=True):
+        value = graph.values[given.value]
+        if jax_compat.is_extended(value.dtype):
+            key = jax.random.key(0)
+            array: Any = jax.numpy.broadcast_to(key, value.shape)
+        elif jax.numpy.issubdtype(value.dtype, jax.numpy.floating):
+            array = (0.02 * np.abs(rng.standard_normal(value.shape))).astype(
+                value.dtype
+            )
+        else:
+            array = np.zeros(value.shape, value.dtype)
+        out.append(jax.device_put(array, sharding))
+    return out

@@ -1,0 +1,1 @@
+"""Facts of a training step that know no cluster."""

@@ -1,0 +1,159 @@
+"""Everything about a step that does not depend on the cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from autopar.steps.fingerprints import fingerprint, structure
+from autopar.steps.independence import Independent, independent
+from autopar.steps.lifetimes import Lifetimes, lifetimes
+from autopar.steps.nodes import Contraction, contract
+from autopar.steps.sums import CodedSums, Sums, coded_sums, sums_due
+from autopar.steps.uses import Source, ValueClass, collect
+from autopar.steps.work import class_trips, materialized
+from autopar_passes.deferral import Deferral, find_deferrals
+from autopar_passes.graph import OperatorGraph
+from autopar_passes.program import Program
+from autopar_passes.trace import TracedStep, trace
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Analysis:
+    """A program, its graph and its contraction; made once, used by every plan.
+
+    It knows no cluster and no mesh. A whole step, a stage of one and a step with
+    another batch are analysed by the same code.
+
+    Attributes:
+      program: the flat program.
+      graph: its operator graph.
+      contraction: the nodes with a choice.
+      sources: who reads what.
+      deferrals: the paths along which sums over devices may stay partial.
+      output_paths: a readable path for each flat output.
+      traced: the pytrees of a traced step; None for a program without any.
+      trace_s: seconds of tracing.
+      graph_s: seconds of building graph and contraction.
+    """
+
+    program: Program
+    graph: OperatorGraph
+    contraction: Contraction
+    sources: dict[ValueClass, Source]
+    deferrals: tuple[Deferral, ...]
+    output_paths: tuple[str, ...]
+    traced: TracedStep | None = None
+    trace_s: float = 0.0
+    graph_s: float = 0.0
+
+    @property
+    def pytrees(self) -> TracedStep:
+        """The pytrees of the traced step.
+
+        Raises:
+          ValueError: the program was not traced from a step.
+        """
+        if self.traced is None:
+            raise ValueError(
+                "this analysis is of a program alone, which has no pytrees: run it on "
+                "flat arguments, or make it with analyse(step, args)."
+            )
+        return self.traced
+
+    @functools.cached_property
+    def carried(self) -> dict[int, int]:
+        """Flat argument -> flat output that is its next value."""
+        inputs = enumerate(self.graph.inputs)
+        return {k: given.output for k, given in inputs if given.output >= 0}
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits that change with any operator, shape or argument."""
+        return fingerprint(self.graph, self.contraction)
+
+    @functools.cached_property
+    def structure(self) -> str:
+        """16 hex digits that a step keeps when only its batch changes."""
+        return structure(self.graph, self.contraction)
+
+    @functools.cached_property
+    def trips(self) -> dict[int, float]:
+        """How often the operators of each class run in a step, together."""
+        return class_trips(self.graph)
+
+    @functools.cached_property
+    def written(self) -> set[int]:
+        """The values that are written to memory."""
+        return materialized(self.graph, self.contraction)
+
+    @functools.cached_property
+    def life(self) -> Lifetimes:
+        """When values are made and last needed."""
+        return lifetimes(self.graph, frozenset(self.contraction.floating))
+
+    @functools.cached_property
+    def independent(self) -> Independent:
+        """The operators whose collectives need no other's result."""
+        return independent(self.graph, self.deferrals)
+
+    @functools.cached_property
+    def sums(self) -> Sums:
+        """The sums over devices that finish the results of each class."""
+        hoisted = [d for d in self.deferrals if d.hoisted]
+        return sums_due(self.graph, self.contraction, hoisted)
+
+    @functools.cached_property
+    def coded(self) -> CodedSums:
+        """The gradients that classes of operators contribute to."""
+        return coded_sums(self.graph, self.contraction, self.deferrals)
+
+
+def analyse(step: Callable[..., Any], args: Sequence[Any]) -> Analysis:
+    """Traces a step and contracts its graph.
+
+    Args:
+      step: the train step, in any of the forms of `autopar_passes.trace`.
+      args: its arguments, arrays or ``ShapeDtypeStruct``s.
+    """
+    start = time.perf_counter()
+    traced = trace(step, args)
+    traced_at = time.perf_counter()
+    made = analyse_program(
+        traced.program, traced.graph(), output_paths=traced.output_paths
+    )
+    return dataclasses.replace(
+        made,
+        traced=traced,
+        trace_s=traced_at - start,
+        graph_s=time.perf_counter() - traced_at,
+    )
+
+
+def analyse_program(
+    program: Program,
+    graph: OperatorGraph,
+    *,
+    output_paths: Sequence[str] | None = None,
+) -> Analysis:
+    """Contracts the graph of a program, with or without a step around it.
+
+    Args:
+      program: the flat program.
+      graph: its operator graph.
+      output_paths: a readable path for each flat output; ``output0`` and so on
+        without.
+    """
+    contraction = contract(graph)
+    paths = output_paths or [f"output{k}" for k in range(len(graph.outputs))]
+    return Analysis(
+        program=program,
+        graph=graph,
+        contraction=contraction,
+        sources=collect(graph, contraction),
+        deferrals=find_deferrals(program, graph),
+        output_paths=tuple(paths),
+    )

@@ -1,0 +1,45 @@
+"""Fingerprints of a step: with its shapes, and of its structure without the batch."""
+
+from __future__ import annotations
+
+import hashlib
+
+from autopar.steps.nodes import Contraction
+from autopar_passes.graph import OperatorGraph
+from autopar_passes.roles import InputRole
+
+_DIGITS = 16
+
+
+def fingerprint(graph: OperatorGraph, contraction: Contraction) -> str:
+    """Returns 16 hex digits that name the step's operators, shapes and arguments."""
+    digest = hashlib.sha256()
+    for given in graph.inputs:
+        value = graph.values[given.value]
+        digest.update(f"{given.path}{value.shape}{value.dtype}{given.output}".encode())
+    for op in graph.operators:
+        digest.update(f"{op.kind}{op.inputs}{op.outputs}{op.trips}".encode())
+    for node in contraction.nodes:
+        digest.update(f"{node.kind}{node.root}{node.factors}".encode())
+    return digest.hexdigest()[:_DIGITS]
+
+
+def structure(graph: OperatorGraph, contraction: Contraction) -> str:
+    """Returns 16 hex digits that a step keeps when only its batch changes.
+
+    They name the operators and how they are connected, the arguments with their
+    dtypes, the shapes of carried state, and the nodes that have a choice. Sizes of
+    everything else are left out: a plan can be carried to any batch size of the same
+    structure, as long as its axes divide the new sizes.
+    """
+    digest = hashlib.sha256()
+    for given in graph.inputs:
+        value = graph.values[given.value]
+        fixed = given.output >= 0 or given.role is not InputRole.BATCH
+        shape = value.shape if fixed else len(value.shape)
+        digest.update(f"{given.path}{shape}{value.dtype}{given.output}".encode())
+    for op in graph.operators:
+        digest.update(f"{op.kind}{op.inputs}{op.outputs}{op.class_index}".encode())
+    for node in contraction.nodes:
+        digest.update(f"{node.kind}{node.root}{len(node.factors)}".encode())
+    return digest.hexdigest()[:_DIGITS]

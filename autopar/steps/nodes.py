@@ -1,0 +1,308 @@
+"""Contracts the operator graph to the nodes that have a choice of their own.
+
+Kinds of nodes:
+
+* ``input``: an input of the step, with the operators that follow it;
+* ``contraction``: an operator whose factors no single array has (a product, a
+  convolution, a large reduction, a gather or scatter); it assigns mesh axes to
+  factors, and an axis on a reduced factor leaves its result *partial*;
+* ``array``: a value and the element-wise operators, small reductions and
+  transposes that follow it, all with one assignment of axes to dimensions.
+
+Cheap values made of nothing (``iota``, broadcasts) *float*: they take whatever
+layout their reader wants, so they have no node.
+
+Decisions belong to classes of operators (`Operator.class_index`), so repeated
+layers share them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.roles import InputRole, Role
+from autopar_passes.rules import Dims, FactorKind, FactorRule
+
+# A reduction whose result is at most this fraction of its operand is charged
+# to the operand's node; a larger one is a node, whose result may be scattered.
+SMALL_REDUCTION = 1 / 8
+# An array with fewer elements than this has no layout worth choosing.
+MIN_ELEMENTS = 2
+
+# Never recomputed for each reader: costly, or the end of a region.
+_ANCHORED = frozenset(
+    {
+        "random_bits",
+        "enter",
+        "carry",
+        "merge",
+        "slice_step",
+        "stack_step",
+        "optimization_barrier",
+    }
+)
+_CONTRACTIONS = frozenset(
+    {"dot_general", "conv_general_dilated", "gather", "scatter-add"}
+)
+
+
+@dataclasses.dataclass(slots=True)
+class Node:
+    """One choice. ``factors`` are (size, may be sharded).
+
+    Attributes:
+      index: position in `Contraction.nodes`.
+      kind: ``input``, ``contraction`` or ``array``.
+      factors: size of each factor and whether it may be sharded.
+      members: operator class -> node factor of each factor of its rule (-1:
+        replicated).
+      root: the operator class that made the node.
+      state: whether the node holds carried state (its layout may use any order
+        of axes, since it is stored and not only computed).
+    """
+
+    index: int
+    kind: str
+    factors: list[tuple[int, bool]]
+    members: dict[int, tuple[int, ...]]
+    root: int
+    state: bool = False
+
+    def dims(self, op: Operator, dims: Dims) -> Dims:
+        """Translates the factors of a member's rule to those of the node."""
+        return own_dims(self.members[op.class_index], dims)
+
+    def reduced(self, op: Operator) -> tuple[int, ...]:
+        """The node's factors that a member reduces, in the order of its rule."""
+        mapping = self.members[op.class_index]
+        return tuple(mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0)
+
+
+def own_dims(mapping: tuple[int, ...], dims: Dims) -> Dims:
+    """Translates factors of a rule, leaving out those that a node does not split."""
+    return tuple(tuple(mapping[f] for f in d if mapping[f] >= 0) for d in dims)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Home:
+    """Where a value lives: a node, and the node's factors of each dimension."""
+
+    node: int
+    dims: Dims
+
+
+@dataclasses.dataclass(slots=True)
+class Contraction:
+    """The contracted graph.
+
+    Attributes:
+      nodes: the nodes.
+      node_of: operator class -> node, absent for floating and tiny operators.
+      homes: value -> home, absent for floating and tiny values.
+      floating: values that take their reader's layout.
+      representative: operator class -> the operator whose rule and operands
+        stand for the class.
+    """
+
+    nodes: list[Node]
+    node_of: dict[int, int]
+    homes: dict[int, Home]
+    floating: set[int]
+    producer: dict[int, Operator]
+
+    def node(self, op: Operator) -> Node:
+        """The node that decides for an operator."""
+        return self.nodes[self.node_of[op.class_index]]
+
+
+def contract(graph: OperatorGraph) -> Contraction:
+    """Contracts a graph; the first operator of each class stands for it."""
+    return _Contractor(graph).run()
+
+
+class _Contractor:
+    def __init__(self, graph: OperatorGraph) -> None:
+        self.graph = graph
+        self.out = Contraction([], {}, {}, set(), {})
+        self.input_of = {i.value: i for i in graph.inputs}
+        # Homes by (class, output slot): shared by all operators of the class.
+        self.shared: dict[tuple[int, int], Home | None] = {}
+
+    def run(self) -> Contraction:
+        for op in self.graph.operators:
+            self.out.producer.update((v, op) for v in op.outputs)
+        for op in self.graph.operators:
+            if op.class_index == op.index and op.kind != "return":
+                self.visit(op)
+            self.share(op)
+        return self.out
+
+    def share(self, op: Operator) -> None:
+        """Gives the outputs of an operator the homes of its class."""
+        for slot, value in enumerate(op.outputs):
+            key = (op.class_index, slot)
+            if key not in self.shared:
+                continue
+            home = self.shared[key]
+            if home is None:
+                self.out.floating.add(value)
+            else:
+                self.out.homes[value] = home
+
+    def size(self, value: int | None) -> int:
+        return 1 if value is None else self.graph.values[value].size
+
+    def visit(self, op: Operator) -> None:
+        largest = max((self.size(v) for v in (*op.inputs, *op.outputs)), default=1)
+        if largest < MIN_ELEMENTS:
+            return
+        if op.kind == "input":
+            self.start(op, "input", state=self.is_state(op))
+        elif self.floats(op):
+            self.shared.update(
+                ((op.class_index, s), None) for s in range(len(op.outputs))
+            )
+        elif self.contracts(op):
+            self.contraction(op)
+        elif (leader := self.leader(op)) is not None:
+            self.follow(op, leader)
+        else:
+            self.start(op, "array")
+
+    def is_state(self, op: Operator) -> bool:
+        given = self.input_of.get(op.outputs[0])
+        return given is not None and given.output >= 0
+
+    def floats(self, op: Operator) -> bool:
+        """Element-wise, and larger than all it reads (but for what floats)."""
+        if op.kind == "iota":
+            return True
+        if op.kind in _ANCHORED or len(op.outputs) != 1:
+            return False
+        if any(k is not FactorKind.PASS for k in op.rule.kinds):
+            return False
+        result = op.rule.results[0]
+        if any(
+            len(d) > 1 for d in (*result, *(d for o in op.rule.operands for d in o))
+        ):
+            return False
+        if not op.rule.factors_of(result) >= op.rule.free:
+            return False
+        arrays = [
+            v for v in op.inputs if v is not None and self.size(v) >= MIN_ELEMENTS
+        ]
+        return all(
+            v in self.out.floating or self.size(v) < self.size(op.outputs[0])
+            for v in arrays
+        )
+
+    def contracts(self, op: Operator) -> bool:
+        if op.kind in _CONTRACTIONS:
+            return True
+        rule = op.rule
+        if not rule.reduced or rule.reduction != "sum":
+            return False
+        results = sum(self.size(v) for v in op.outputs)
+        operands = max((self.size(v) for v in op.inputs), default=1)
+        return results > SMALL_REDUCTION * operands
+
+    def leader(self, op: Operator) -> tuple[Home, int] | None:
+        """The operand to follow: state first, else the one produced last."""
+        best: tuple[tuple[int, int, int], tuple[Home, int]] | None = None
+        for k, value in enumerate(op.inputs):
+            if value is None or value not in self.out.homes:
+                continue
+            home = self.out.homes[value]
+            if not self.can_follow(op.rule, op.rule.operands[k], home):
+                continue
+            node = self.out.nodes[home.node]
+            state = op.role is Role.UPDATE and node.state
+            rank = (int(state), self.is_parameter(node), self.out.producer[value].index)
+            if best is None or rank > best[0]:
+                best = (rank, (home, k))
+        return None if best is None else best[1]
+
+    def is_parameter(self, node: Node) -> int:
+        op = self.graph.operators[node.root]
+        given = self.input_of.get(op.outputs[0]) if op.kind == "input" else None
+        return int(given is not None and given.role is InputRole.PARAMETER)
+
+    def can_follow(self, rule: FactorRule, dims: Dims, home: Home) -> bool:
+        """Every factor must be a whole dimension of the operand, and as free."""
+        node = self.out.nodes[home.node]
+        if node.kind == "contraction":
+            return False
+        seen: set[int] = set()
+        for mine, theirs in zip(dims, home.dims, strict=True):
+            if len(mine) != len(theirs) or len(mine) > 1:
+                return False
+            if mine:
+                blocked = rule.kinds[mine[0]] is FactorKind.BLOCKED
+                if blocked and node.factors[theirs[0]][1]:
+                    return False
+                seen.add(mine[0])
+        simple = all(len(d) <= 1 for r in rule.results for d in r)
+        return simple and seen >= rule.free
+
+    def follow(self, op: Operator, leader: tuple[Home, int]) -> None:
+        home, k = leader
+        mapping = [-1] * len(op.rule.sizes)
+        for mine, theirs in zip(op.rule.operands[k], home.dims, strict=True):
+            if mine and op.rule.kinds[mine[0]] is not FactorKind.BLOCKED:
+                mapping[mine[0]] = theirs[0]
+        self.join(op, self.out.nodes[home.node], tuple(mapping))
+
+    def join(self, op: Operator, node: Node, mapping: tuple[int, ...]) -> None:
+        node.members[op.class_index] = mapping
+        self.out.node_of[op.class_index] = node.index
+        for slot, (value, dims) in enumerate(
+            zip(op.outputs, op.rule.results, strict=True)
+        ):
+            if self.size(value) >= MIN_ELEMENTS:
+                home = Home(node.index, own_dims(mapping, dims))
+                self.shared[op.class_index, slot] = home
+
+    def new_node(
+        self, op: Operator, kind: str, state: bool
+    ) -> tuple[Node, tuple[int, ...]]:
+        factors: list[tuple[int, bool]] = []
+        mapping: list[int] = []
+        for f, (size, kind_of) in enumerate(
+            zip(op.rule.sizes, op.rule.kinds, strict=True)
+        ):
+            del f
+            if size < 2 or kind_of is FactorKind.BLOCKED:
+                mapping.append(-1)
+            else:
+                mapping.append(len(factors))
+                factors.append((size, True))
+        node = Node(len(self.out.nodes), kind, factors, {}, op.class_index, state)
+        self.out.nodes.append(node)
+        return node, tuple(mapping)
+
+    def start(self, op: Operator, kind: str, *, state: bool = False) -> None:
+        node, mapping = self.new_node(op, kind, state)
+        self.join(op, node, mapping)
+
+    def contraction(self, op: Operator) -> None:
+        """A node for the operator and one for its result after reduction."""
+        node, mapping = self.new_node(op, "contraction", False)
+        node.members[op.class_index] = mapping
+        self.out.node_of[op.class_index] = node.index
+        for slot, (value, dims) in enumerate(
+            zip(op.outputs, op.rule.results, strict=True)
+        ):
+            if self.size(value) < MIN_ELEMENTS:
+                continue
+            result = Node(len(self.out.nodes), "array", [], {}, op.class_index, False)
+            home_dims: list[tuple[int, ...]] = []
+            for d in dims:
+                own: list[int] = []
+                for f in d:
+                    if mapping[f] >= 0:
+                        own.append(len(result.factors))
+                        result.factors.append(node.factors[mapping[f]])
+                home_dims.append(tuple(own))
+            self.out.nodes.append(result)
+            self.shared[op.class_index, slot] = Home(result.index, tuple(home_dims))

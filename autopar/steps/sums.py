@@ -1,0 +1,101 @@
+"""The sums over devices that a step needs, and when a codec may take them.
+
+Nothing here depends on a cluster or a layout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from autopar.steps.nodes import Contraction
+from autopar_passes.deferral import Deferral
+from autopar_passes.graph import Operator, OperatorGraph
+
+# Gradients with fewer elements, and those of vectors, are sent as they are: they
+# make up next to nothing of the bytes, and norms and biases suffer most (PowerSGD,
+# arXiv 1905.13727, and CGX, arXiv 2111.08617, do the same).
+SMALLEST = 1024
+
+
+def worth_a_codec(shape: Sequence[int]) -> bool:
+    """Whether a gradient is large enough to be compressed, and no vector."""
+    return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= SMALLEST
+
+
+def times_due(graph: OperatorGraph, maker: Operator) -> float:
+    """How often a sum is taken: what a loop stacks is complete after the loop."""
+    if maker.kind != "stack_step":
+        return maker.trips
+    return maker.trips / graph.values[maker.outputs[0]].shape[0]
+
+
+# Of each class: bytes of a sum over devices, and how often it is taken in a step.
+Sums = dict[int, list[tuple[int, float]]]
+
+
+def sums_due(
+    graph: OperatorGraph, contraction: Contraction, deferrals: Sequence[Deferral]
+) -> Sums:
+    """Returns the sums that finish the results of each class of operators.
+
+    A result whose sum waits is summed where its way ends, together with what meets
+    it there, so each contribution carries its part.
+    """
+    waiting = {
+        op: (deferral, ends) for deferral in deferrals for op, ends in deferral.reach
+    }
+    out: Sums = {}
+    for op in graph.operators:
+        sums: dict[int, float] = {}
+        if op.index in waiting:
+            deferral, ends = waiting[op.index]
+            for end in ends:
+                times = times_due(graph, contraction.producer[end])
+                nbytes = graph.values[end].nbytes
+                sums[nbytes] = sums.get(nbytes, 0.0) + times / deferral.sharing(end)
+        elif op.outputs:
+            sums[graph.values[op.outputs[0]].nbytes] = op.trips
+        known = out.setdefault(op.class_index, [])
+        known.extend(sums.items())
+    return {c: _added_up(sums) for c, sums in out.items()}
+
+
+# Of each class: shape of a gradient, and how many of it are summed in a step.
+CodedSums = dict[int, list[tuple[tuple[int, ...], float]]]
+
+
+def coded_sums(
+    graph: OperatorGraph, contraction: Contraction, deferrals: Sequence[Deferral]
+) -> CodedSums:
+    """Returns the gradients that classes of operators contribute to.
+
+    A class is left out where not all of its operators make gradients that are
+    worth a codec.
+    """
+    made: dict[int, list[tuple[tuple[int, ...], float]]] = {}
+    ends_of = {op: (d, ends) for d in deferrals for op, ends in d.reach}
+    plain: set[int] = set()
+    for op in graph.operators:
+        deferral, ends = ends_of.get(op.index, (None, ()))
+        if deferral is None or not all(
+            e in deferral.gradients and worth_a_codec(graph.values[e].shape)
+            for e in ends
+        ):
+            plain.add(op.class_index)
+            continue
+        own = graph.values[op.outputs[0]]
+        for end in ends:
+            value = graph.values[end]
+            shape = own.shape if value.size == own.size else value.shape
+            times = times_due(graph, contraction.producer[end])
+            found = made.setdefault(op.class_index, [])
+            found.append((shape, times / deferral.sharing(end)))
+    return {c: rows for c, rows in made.items() if c not in plain}
+
+
+def _added_up(sums: Sequence[tuple[int, float]]) -> list[tuple[int, float]]:
+    total: dict[int, float] = {}
+    for nbytes, weight in sums:
+        total[nbytes] = total.get(nbytes, 0.0) + weight
+    return sorted(total.items())

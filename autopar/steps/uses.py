@@ -1,0 +1,159 @@
+"""Who reads which value in which layout: the edges between nodes.
+
+A value that one node reads is resharded for that node. A value that several
+nodes read is resharded once, into a *copy* that they share; forward and
+backward readers have a copy each, and the backward copy may reuse the forward
+one (memory for communication) or gather again (communication for memory).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.steps.nodes import MIN_ELEMENTS, Contraction, Home
+from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.roles import Role
+from autopar_passes.rules import Dims
+
+# A value is shared by its class: (class of its producer, output slot).
+ValueClass = tuple[int, int]
+
+
+@dataclasses.dataclass(slots=True)
+class Use:
+    """All readings of the values of one class by one node in one way.
+
+    Attributes:
+      node: the node that reads.
+      dims: the factors of that node in each dimension of the value.
+      readers: how many instances of the value are read so, times their trips.
+      backward: whether the readers belong to the backward pass or the update.
+      first: operator that first reads it, per instance of the value.
+    """
+
+    node: int
+    dims: Dims
+    weight: float
+    backward: bool
+    readers: dict[int, tuple[int, int, float]]
+
+    @property
+    def example(self) -> int:
+        """One of the values that are read so."""
+        return next(iter(self.readers))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """A class of values with a home, and everything that reads it."""
+
+    value_class: ValueClass
+    example: int
+    home: Home
+    uses: tuple[Use, ...]
+
+    @property
+    def foreign(self) -> tuple[Use, ...]:
+        """Uses that may need another layout than the home's."""
+        return tuple(
+            u for u in self.uses if (u.node, u.dims) != (self.home.node, self.home.dims)
+        )
+
+
+def node_dims(contraction: Contraction, op: Operator, dims: Dims) -> Dims:
+    """Translates the factors of an operator's rule to those of its node."""
+    return contraction.node(op).dims(op, dims)
+
+
+def required(
+    graph: OperatorGraph, contraction: Contraction, value: int, dims: Dims
+) -> list[tuple[int, Dims]]:
+    """Looks through floating values: what must be there to make ``value``.
+
+    Returns (value, its dims) pairs, in the factors in which ``dims`` are given.
+    """
+    if graph.values[value].size < MIN_ELEMENTS:
+        return []
+    if value not in contraction.floating:
+        return [(value, dims)]
+    op = contraction.producer[value]
+    given: dict[int, tuple[int, ...]] = {}
+    for mine, theirs in zip(op.rule.results[0], dims, strict=True):
+        if mine:
+            given[mine[0]] = theirs
+    out: list[tuple[int, Dims]] = []
+    for operand, operand_dims in zip(op.inputs, op.rule.operands, strict=True):
+        if operand is not None:
+            inner = tuple(given.get(d[0], ()) if d else () for d in operand_dims)
+            out.extend(required(graph, contraction, operand, inner))
+    return out
+
+
+def collect(graph: OperatorGraph, contraction: Contraction) -> dict[ValueClass, Source]:
+    """Collects the uses of every value class that has a home."""
+    uses: dict[ValueClass, dict[tuple[int, Dims, bool], Use]] = {}
+    example: dict[ValueClass, int] = {}
+    for value, home in contraction.homes.items():
+        key = value_class(contraction, value)
+        uses.setdefault(key, {})
+        example.setdefault(key, value)
+        del home
+    carried = {i.output: i.value for i in graph.inputs if i.output >= 0}
+    for op in graph.operators:
+        if op.kind != "return" and op.class_index in contraction.node_of:
+            node = contraction.node_of[op.class_index]
+            for slot, value in enumerate(op.inputs):
+                if value is not None:
+                    dims = node_dims(contraction, op, op.rule.operands[slot])
+                    trips = op.input_trips[slot]
+                    _read(graph, contraction, uses, op, value, dims, node, trips)
+    for output, value in enumerate(graph.outputs):
+        home = contraction.homes.get(carried.get(output, -1))
+        if value is not None and home is not None:
+            last = graph.operators[-1]
+            _read(graph, contraction, uses, last, value, home.dims, home.node, 1.0)
+    return {
+        key: Source(
+            key, example[key], contraction.homes[example[key]], tuple(u.values())
+        )
+        for key, u in uses.items()
+    }
+
+
+def value_class(contraction: Contraction, value: int) -> ValueClass:
+    """Returns the class of a value."""
+    op = contraction.producer[value]
+    return op.class_index, op.outputs.index(value)
+
+
+def _read(
+    graph: OperatorGraph,
+    contraction: Contraction,
+    uses: dict[ValueClass, dict[tuple[int, Dims, bool], Use]],
+    op: Operator,
+    value: int,
+    dims: Dims,
+    node: int,
+    trips: float,
+) -> None:
+    backward = op.role is not Role.FORWARD or op.kind == "return"
+    for source, source_dims in required(graph, contraction, value, dims):
+        if source not in contraction.homes:
+            continue
+        table = uses[value_class(contraction, source)]
+        key = (node, source_dims, backward)
+        use = table.get(key)
+        if use is None:
+            use = table[key] = Use(node, source_dims, 0.0, backward, {})
+        before = use.readers.get(source)
+        if before is None:
+            use.readers[source] = (op.index, op.index, trips)
+            use.weight += trips
+        else:
+            most = max(before[2], trips)
+            use.readers[source] = (
+                min(before[0], op.index),
+                max(before[1], op.index),
+                most,
+            )
+            use.weight += most - before[2]
