@@ -6,7 +6,7 @@
 8
 """
 
-from autopar.api import plan
+from autopar.api import audit, plan
 from autopar.cluster import Cluster
 from autopar.errors import (
     AutoparError,
@@ -34,6 +34,7 @@ __all__ = [
     "TargetError",
     "TraceError",
     "__version__",
+    "audit",
     "parallelize",
     "plan",
     "register_rule",

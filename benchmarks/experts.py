@@ -14,7 +14,7 @@ import sys
 import workloads
 
 from autopar.cluster import Cluster
-from autopar.planner.compare import compare
+from autopar.planner.experts import search_from_experts
 from autopar.steps.analysis import analyse
 
 
@@ -37,7 +37,7 @@ def main() -> int:
             cluster = Cluster.parse(f"{shape}:{options.device}")
             batch = workloads.batch_for(cluster.num_devices)
             step, args = workloads.arguments(name, batch=batch)
-            result, experts = compare(
+            result, experts = search_from_experts(
                 analyse(step, args), cluster, seconds=options.seconds
             )
             found = [e for e in experts if e.candidate is not None]

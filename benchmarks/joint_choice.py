@@ -16,8 +16,8 @@ import sys
 import jax
 import workloads
 
-from autopar.api import plan_analysis
 from autopar.cluster import Cluster
+from autopar.planner.plan import plan_analysis
 from autopar.steps.analysis import analyse
 
 RATES = (0.1, 0.3, 1, 3, 10, 25, 50, 100, 200, 400)

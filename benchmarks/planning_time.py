@@ -41,8 +41,8 @@ def measure(name: str) -> dict[str, object]:
     """Plans one case in this process."""
     example, options, spec, _ = CASES[name]
     start = time.perf_counter()
-    from autopar.api import plan_analysis
     from autopar.cluster import Cluster
+    from autopar.planner.plan import plan_analysis
     from autopar.steps.analysis import analyse
 
     step, args = workloads.arguments(example, **options)

@@ -16,8 +16,8 @@ import sys
 import jax
 import workloads
 
-from autopar.api import plan_analysis
 from autopar.cluster import Cluster
+from autopar.planner.plan import plan_analysis
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar.steps.analysis import analyse
 from autopar_passes.audit import shardy_collectives

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 import workloads
 
-from autopar.compression.codecs.codec import Codec, Context
+from autopar.compression.codecs.codec import Codec, CodecContext
 from autopar.compression.codecs.sparse import BlockTopK, TopK
 from autopar.compression.codecs.threshold import Threshold
 from autopar.compression.exchange import chunk_elements
@@ -43,7 +43,7 @@ def encoder(codec: Codec, size: int) -> Encode:
 
     def run(flat: jax.Array, state: jax.Array, step: jax.Array) -> object:
         chunks = flat.reshape(WORKERS, chunk)
-        context = Context(WORKERS, jnp.int32(0), step, 1, shape, size, False)
+        context = CodecContext(WORKERS, jnp.int32(0), step, 1, shape, size, False)
         rounds = codec.reduce(chunks, state, context)
         request = next(rounds)
         answer = jnp.zeros((WORKERS, request.payload.size), jnp.uint8)

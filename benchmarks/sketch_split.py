@@ -29,7 +29,7 @@ import optax
 import workloads
 from jax.flatten_util import ravel_pytree
 
-from autopar.compression.codecs.codec import Codec, Context
+from autopar.compression.codecs.codec import Codec, CodecContext
 from autopar.compression.codecs.predicted import Predicted
 from autopar.compression.codecs.sketch import Sketch
 from autopar.compression.exchange import (
@@ -165,7 +165,7 @@ def step_function(codec: Codec, size: int, links: Any) -> Callable[..., Any]:
     """One worker's step: (chunks, state, worker) -> total, sent, state."""
 
     def run(chunks: jax.Array, state: Any, worker: jax.Array) -> Any:
-        context = Context(WORKERS, worker, jnp.int32(150), 1, (size,), size, False)
+        context = CodecContext(WORKERS, worker, jnp.int32(150), 1, (size,), size, False)
         (out,) = exchange([codec.reduce(chunks, state, context)], links)
         return out.total, out.sent, out.state
 

@@ -16,7 +16,7 @@ import workloads
 
 from autopar.cluster import Cluster
 from autopar.planner.candidate import SearchResult
-from autopar.planner.compare import compare
+from autopar.planner.experts import search_from_experts
 from autopar.planner.record import make_plan
 from autopar.runtime.timing import measure_plans
 from autopar.steps.analysis import analyse
@@ -40,7 +40,9 @@ def main() -> int:
     for name in options.examples or workloads.EXAMPLES:
         step, args = workloads.arguments(name)
         analysis = analyse(step, args)
-        result, experts = compare(analysis, cluster, seconds=options.seconds)
+        result, experts = search_from_experts(
+            analysis, cluster, seconds=options.seconds
+        )
         plans = {"autopar": make_plan(analysis, result)}
         for expert in experts:
             if expert.candidate is not None:

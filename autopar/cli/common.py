@@ -13,12 +13,12 @@ import rich.console
 import rich.text
 import typer
 
-from autopar.api import plan_analysis
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.codecs.options import parsed
+from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse
 
@@ -119,7 +119,7 @@ def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Limits:
+class PlanOptions:
     """What bounds the search for a plan; None where the default holds.
 
     Attributes:
@@ -149,8 +149,8 @@ class Limits:
             )
 
 
-def make_plan(
-    workload: Workload, cluster: Cluster, limits: Limits, say: Say
+def plan_workload(
+    workload: Workload, cluster: Cluster, limits: PlanOptions, say: Say
 ) -> tuple[Analysis, Plan]:
     """Traces a target's step and plans it; the plan remembers its target."""
     say(f"tracing {workload.target}")
@@ -181,7 +181,11 @@ class Subject:
 
 
 def subject(
-    source: str, words: list[str] | None, cluster: str | None, limits: Limits, say: Say
+    source: str,
+    words: list[str] | None,
+    cluster: str | None,
+    limits: PlanOptions,
+    say: Say,
 ) -> Subject:
     """A saved plan with its step made again, or a plan made now for a target.
 
@@ -196,7 +200,7 @@ def subject(
     if not is_plan_file(source):
         workload = load(source, parse_words(given))
         made_for = read_cluster(cluster)
-        analysis, plan = make_plan(workload, made_for, limits, say)
+        analysis, plan = plan_workload(workload, made_for, limits, say)
         return Subject(plan, analysis, made_for)
     if limits.compression != "none":
         raise PlanError(

@@ -46,7 +46,7 @@ def compare(
     With --measure all that fit are really run, on this process's devices; for a
     cluster of CPU devices they are simulated.
     """
-    limits = common.Limits(seconds, None, compression, error_budget)
+    limits = common.PlanOptions(seconds, None, compression, error_budget)
     if devices is not None:
         common.simulate_devices(devices)
     made_for = common.read_cluster(cluster, memory)
@@ -54,7 +54,7 @@ def compare(
         _check_devices(made_for)
     with common.progress() as say:
         workload = load(target, parse_words(words or []))
-        analysis, ours = common.make_plan(workload, made_for, limits, say)
+        analysis, ours = common.plan_workload(workload, made_for, limits, say)
         say("planning as experts do")
         experts = best_experts(expert_plans(analysis, made_for, seconds=seconds))
         rows = [_our_row(ours), *(expert_row(e, made_for) for e in experts)]

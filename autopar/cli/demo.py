@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli import common
+from autopar.cli.demonstration import run
 
 
 def demo(
@@ -15,8 +16,6 @@ def demo(
     ] = 10.0,
 ) -> None:
     """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
-    from autopar.demo import run
-
     common.simulate_devices(devices)
     with common.progress() as say:
         run(devices=devices, steps=steps, seconds=seconds, show=typer.echo, say=say)

@@ -12,12 +12,12 @@ from autopar.layouts.layout import shards
 from autopar.planner.search import given as layouts_alone
 from autopar.reports.explain import (
     Alternative,
-    Context,
+    BoundPlan,
     Decision,
     alternatives,
-    context_of,
-    decisions,
+    bind_plan,
     group_collectives,
+    input_decisions,
 )
 from autopar.reports.gradients import codec_rows
 from autopar.reports.table import (
@@ -64,33 +64,33 @@ def explain(
     it causes, and what the step would take with other layouts, everything else
     planned again; and how its gradient is sent, beside other codecs.
     """
-    limits = common.Limits(seconds, None, compression, error_budget)
+    limits = common.PlanOptions(seconds, None, compression, error_budget)
     with common.progress() as say:
         found = common.subject(source, words, cluster, limits, say)
-        context = context_of(found.analysis, found.plan, found.cluster)
-        matched = [] if tensor is None else decisions(context, tensor)
+        bound = bind_plan(found.analysis, found.plan, found.cluster)
+        matched = [] if tensor is None else input_decisions(bound, tensor)
         matched.sort(key=lambda d: -d.nbytes)
         explained = [
-            (d, alternatives(context, d, limit=limit, seconds=seconds, say=say))
+            (d, alternatives(bound, d, limit=limit, seconds=seconds, say=say))
             for d in matched[:_MOST_DECISIONS]
         ]
     if tensor is None:
-        _print_overview(context, as_json)
+        _print_overview(bound, as_json)
     else:
         left = len(matched) - len(explained)
-        _print_inputs(context, explained, left, limit, as_json)
+        _print_inputs(bound, explained, left, limit, as_json)
 
 
 def _print_inputs(
-    context: Context, explained: list[Explained], left: int, limit: int, as_json: bool
+    bound: BoundPlan, explained: list[Explained], left: int, limit: int, as_json: bool
 ) -> None:
-    step_s = _plain_step_s(context)
+    step_s = _plain_step_s(bound)
     if as_json:
-        inputs = [_data(context, e) for e in explained]
+        inputs = [_data(bound, e) for e in explained]
         common.print_json({"step_s": step_s, "inputs": inputs})
         return
     texts = [
-        [*_lines(context, e, step_s), *gradient_lines(context, _paths(e[0]), limit)]
+        [*_lines(bound, e, step_s), *gradient_lines(bound, _paths(e[0]), limit)]
         for e in explained
     ]
     typer.echo("\n\n".join(map("\n".join, texts)))
@@ -98,14 +98,14 @@ def _print_inputs(
         typer.echo(f"\n{left} smaller ones match too: narrow --tensor to see them.")
 
 
-def _plain_step_s(context: Context) -> float:
+def _plain_step_s(bound: BoundPlan) -> float:
     """Seconds of a step without codecs, as other layouts are priced too."""
-    plan = context.plan
+    plan = bound.plan
     if not any(g.codec for g in plan.gradients):
         return plan.predicted.step_s
     names = plan.axis_names
-    cluster = context.pricer.cluster
-    found = layouts_alone(context.analysis, cluster, context.assignment, names)
+    cluster = bound.pricer.cluster
+    found = layouts_alone(bound.analysis, cluster, bound.assignment, names)
     return found.best.step_s
 
 
@@ -113,15 +113,15 @@ def _paths(decision: Decision) -> list[str]:
     return [i.path for i in decision.inputs]
 
 
-def _print_overview(context: Context, as_json: bool) -> None:
-    rows = group_collectives(context, context.collectives)
-    rows += codec_rows(context.plan, context.pricer)
+def _print_overview(bound: BoundPlan, as_json: bool) -> None:
+    rows = group_collectives(bound, bound.collectives)
+    rows += codec_rows(bound.plan, bound.pricer)
     rows = sorted(rows, key=lambda row: -row.seconds)
-    memory = _memory_by_role(context)
+    memory = _memory_by_role(bound)
     if as_json:
         common.print_json(
             {
-                "predicted": context.plan.to_json()["predicted"],
+                "predicted": bound.plan.to_json()["predicted"],
                 "state_bytes": memory,
                 "collectives": list(map(_row_data, rows)),
             }
@@ -129,7 +129,7 @@ def _print_overview(context: Context, as_json: bool) -> None:
         return
     cells = [("held on each device", "bytes")]
     cells += [(role, bytes_text(nbytes)) for role, nbytes in memory.items()]
-    lines = [*summary_lines(context.plan), "", *columns(cells, right=(1,)), ""]
+    lines = [*summary_lines(bound.plan), "", *columns(cells, right=(1,)), ""]
     lines += (
         collective_lines(rows[:_MOST_COLLECTIVES]) if rows else ["no communication"]
     )
@@ -140,13 +140,13 @@ def _print_overview(context: Context, as_json: bool) -> None:
     typer.echo("\n".join(lines))
 
 
-def _memory_by_role(context: Context) -> dict[str, float]:
+def _memory_by_role(bound: BoundPlan) -> dict[str, float]:
     """Bytes of the step's inputs on one device."""
     out: dict[str, float] = defaultdict(float)
-    for given in context.analysis.graph.inputs:
-        layout = context.assignment.home_layout(given.value)
-        nbytes = context.analysis.graph.values[given.value].nbytes
-        out[given.role.value] += nbytes / shards(layout, context.pricer.sizes)
+    for given in bound.analysis.graph.inputs:
+        layout = bound.assignment.home_layout(given.value)
+        nbytes = bound.analysis.graph.values[given.value].nbytes
+        out[given.role.value] += nbytes / shards(layout, bound.pricer.sizes)
     return dict(out)
 
 
@@ -162,7 +162,7 @@ def _row_data(row: CollectiveRow) -> dict[str, Any]:
     }
 
 
-def _data(context: Context, explained: Explained) -> dict[str, Any]:
+def _data(bound: BoundPlan, explained: Explained) -> dict[str, Any]:
     decision, others = explained
     return {
         "paths": _paths(decision),
@@ -182,14 +182,14 @@ def _data(context: Context, explained: Explained) -> dict[str, Any]:
             }
             for a in others
         ],
-        "gradients": gradient_data(context, _paths(decision)),
+        "gradients": gradient_data(bound, _paths(decision)),
     }
 
 
-def _lines(context: Context, explained: Explained, step_s: float) -> list[str]:
+def _lines(bound: BoundPlan, explained: Explained, step_s: float) -> list[str]:
     decision, others = explained
     first = decision.inputs[0]
-    shape = shape_text(context.analysis.graph.values[first.value].shape)
+    shape = shape_text(bound.analysis.graph.values[first.value].shape)
     lines = _title(decision)
     lines.append(f"  {first.role.value} {shape}, {bytes_text(decision.nbytes)}")
     if decision.node is None:
@@ -203,7 +203,7 @@ def _lines(context: Context, explained: Explained, step_s: float) -> list[str]:
     return [
         *lines,
         *_communication(decision),
-        *_comparison(context, decision, others, step_s),
+        *_comparison(bound, decision, others, step_s),
     ]
 
 
@@ -222,7 +222,7 @@ def _communication(decision: Decision) -> list[str]:
 
 
 def _comparison(
-    context: Context, decision: Decision, others: list[Alternative], step_s: float
+    bound: BoundPlan, decision: Decision, others: list[Alternative], step_s: float
 ) -> list[str]:
     if not others:
         return []
@@ -236,7 +236,7 @@ def _comparison(
         ),
         *(_alternative_cells(a, step_s) for a in others),
     ]
-    coded = any(g.codec for g in context.plan.gradients)
+    coded = any(g.codec for g in bound.plan.gradients)
     without = "without codecs and " if coded else ""
     heading = f"  The step {without}with other layouts, everything else planned again:"
     lines = ["", heading, *(f"    {row}" for row in columns(rows, right=(1, 2, 3)))]

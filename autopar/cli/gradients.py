@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.plans import GradientDecision
-from autopar.reports.explain import Context
+from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import CodecOption, codec_options
 from autopar.reports.table import (
     bytes_text,
@@ -23,7 +23,7 @@ _HEADING = ("codec", "sends", "ratio", "link", "device", "error", "counts as", "
 
 
 def gradients_of(
-    context: Context, paths: Sequence[str]
+    bound: BoundPlan, paths: Sequence[str]
 ) -> list[list[GradientDecision]]:
     """The gradients of parameters, those that are alike together.
 
@@ -32,7 +32,7 @@ def gradients_of(
       paths: of the parameters.
     """
     groups: dict[tuple[object, ...], list[GradientDecision]] = {}
-    for gradient in context.plan.gradients:
+    for gradient in bound.plan.gradients:
         if gradient.name in paths:
             how = (template(gradient.name), method_text(gradient), over_text(gradient))
             key = (*how, gradient.local_shape, gradient.scatter)
@@ -40,14 +40,14 @@ def gradients_of(
     return list(groups.values())
 
 
-def options_of(context: Context, gradient: GradientDecision) -> list[CodecOption]:
+def options_of(bound: BoundPlan, gradient: GradientDecision) -> list[CodecOption]:
     """The ways to send a gradient, the fastest first."""
-    value = context.analysis.graph.values[gradient.value]
+    value = bound.analysis.graph.values[gradient.value]
     itemsize = value.nbytes // max(1, value.size)
-    return codec_options(gradient, itemsize, context.pricer)
+    return codec_options(gradient, itemsize, bound.pricer)
 
 
-def gradient_lines(context: Context, paths: Sequence[str], limit: int) -> list[str]:
+def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[str]:
     """How the gradients of parameters are sent, and what else they could be sent as.
 
     Args:
@@ -56,7 +56,7 @@ def gradient_lines(context: Context, paths: Sequence[str], limit: int) -> list[s
       limit: how many other codecs to list, the fastest ones.
     """
     lines: list[str] = []
-    for alike in gradients_of(context, paths):
+    for alike in gradients_of(bound, paths):
         first = alike[0]
         names = " ".join(collapse([g.name for g in alike]))
         over = f"over {over_text(first)}, {first.workers} devices"
@@ -64,7 +64,7 @@ def gradient_lines(context: Context, paths: Sequence[str], limit: int) -> list[s
         if not worth_a_codec(first.shape):
             lines.append("    vectors and what is small have no codec")
             continue
-        options = _shown(options_of(context, first), first.codec, limit)
+        options = _shown(options_of(bound, first), first.codec, limit)
         rows = [_HEADING, *(_cells(first, option) for option in options)]
         lines += [f"    {row}" for row in columns(rows, right=range(1, 7))]
     return lines
@@ -92,7 +92,7 @@ def _cells(gradient: GradientDecision, option: CodecOption) -> tuple[str, ...]:
     )
 
 
-def gradient_data(context: Context, paths: Sequence[str]) -> list[dict[str, Any]]:
+def gradient_data(bound: BoundPlan, paths: Sequence[str]) -> list[dict[str, Any]]:
     """The same for programs, one entry for each gradient and all of its options."""
     return [
         {
@@ -104,9 +104,9 @@ def gradient_data(context: Context, paths: Sequence[str]) -> list[dict[str, Any]
             "workers": gradient.workers,
             "dense_bytes": gradient.dense_bytes,
             "wire_bytes": gradient.wire_bytes,
-            "options": [_option(o) for o in options_of(context, gradient)],
+            "options": [_option(o) for o in options_of(bound, gradient)],
         }
-        for alike in gradients_of(context, paths)
+        for alike in gradients_of(bound, paths)
         for gradient in alike
     ]
 

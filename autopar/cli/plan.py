@@ -8,7 +8,7 @@ import typer
 from autopar.cli import common
 from autopar.cli.target import load, parse_words
 from autopar.plans import Plan
-from autopar.reports.explain import context_of, group_collectives
+from autopar.reports.explain import bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
 from autopar.reports.html import render_html
 from autopar.reports.table import planning_times, render
@@ -45,10 +45,10 @@ def plan(
         common.check_folder(path)
     made_for = common.read_cluster(cluster, memory)
     kept = None if layouts is None else Plan.load(layouts)
-    limits = common.Limits(seconds, max_axes, compression, error_budget, kept)
+    limits = common.PlanOptions(seconds, max_axes, compression, error_budget, kept)
     with common.progress() as say:
         workload = load(target, parse_words(words or []))
-        analysis, found = common.make_plan(workload, made_for, limits, say)
+        analysis, found = common.plan_workload(workload, made_for, limits, say)
         if out is not None:
             found.save(out)
         if html is not None:
@@ -61,7 +61,7 @@ def plan(
 
 
 def _page(analysis: Analysis, found: Plan, cluster: common.Cluster) -> str:
-    context = context_of(analysis, found, cluster)
-    rows = group_collectives(context, context.collectives)
-    rows += codec_rows(found, context.pricer)
+    bound = bind_plan(analysis, found, cluster)
+    rows = group_collectives(bound, bound.collectives)
+    rows += codec_rows(found, bound.pricer)
     return render_html(found, sorted(rows, key=lambda row: -row.seconds))

@@ -16,7 +16,7 @@ from autopar.compression.codecs.codec import (
     AllReduce,
     AllToAll,
     Codec,
-    Context,
+    CodecContext,
     Reduced,
     ReduceScatter,
     Request,
@@ -197,7 +197,7 @@ def messages(
     chunk = chunk_elements(codec, size, workers, scatter=scatter)
 
     def run(chunks: Any, state: Any, worker: Any) -> Any:
-        context = Context(workers, worker, worker, 0, shape, size, scatter)
+        context = CodecContext(workers, worker, worker, 0, shape, size, scatter)
         reduced = exchange([codec.reduce(chunks, state, context)], recorder)[0]
         return reduced.total
 

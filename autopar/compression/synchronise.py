@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.compression.codecs.blocks import materialised
-from autopar.compression.codecs.codec import Codec, Context, Reduced, Rounds
+from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Rounds
 from autopar.compression.codecs.quantise import without_server_feedback
 from autopar.compression.exchange import Links, chunk_elements, exchange
 from autopar.compression.feedback import Feedback, next_residuals, with_residual
@@ -292,7 +292,7 @@ def _start(
     worker: jax.Array,
     step: jax.Array,
 ) -> Rounds:
-    context = Context(
+    context = CodecContext(
         workers=workers,
         worker=worker,
         step=step,

@@ -20,7 +20,6 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autopar.cost.traffic import sources_of
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes
@@ -86,7 +85,7 @@ def _read(
 ) -> None:
     """Notes that an operator needs a value in a layout until some time."""
     start = life.time[op.index]
-    for source, wanted in sources_of(assignment, value, layout):
+    for source, wanted in assignment.required(value, layout):
         steps, fresh = assignment.fetch_steps(
             source, wanted, assignment.is_backward(op)
         )

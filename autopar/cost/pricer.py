@@ -16,7 +16,7 @@ from autopar.cost.collectives import (
     collective_s_per_byte,
 )
 from autopar.cost.combining import ALONE, COMBINERS, Combiner, Group
-from autopar.layouts.layout import Axes, Layout, Step, reshard_steps
+from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 
 # Simulated devices share the cores, so that those that reach a collective early
 # wait for the others. Chosen by hand, below the 1.9 of least squares over measured
@@ -60,7 +60,9 @@ class Pricer:
         """What the compiler joins into one message on this kind of device."""
         return COMBINERS[self.cluster.device.kind]
 
-    def step_s(self, step: Step, nbytes: float, message_bytes: float = 0.0) -> float:
+    def collective_s(
+        self, step: ReshardStep, nbytes: float, message_bytes: float = 0.0
+    ) -> float:
         """Seconds of one elementary collective on an array of ``nbytes``.
 
         In a message of ``message_bytes`` it takes its part of the message's time.
@@ -74,18 +76,20 @@ class Pricer:
         part = size / whole if whole else 1.0
         return self.skew * part * wire + self.move_s(step, size)
 
-    def group_of(self, step: Step) -> Group:
+    def group_of(self, step: ReshardStep) -> Group:
         """What a collective has in common with those that share its message."""
         return self.runs_as(step.kind), tuple(sorted(step.axes))
 
-    def bytes_s(self, step: Step, nbytes: float) -> float:
+    def bytes_s(self, step: ReshardStep, nbytes: float) -> float:
         """Seconds that a collective takes of the largest messages, at least."""
         axes = tuple(self.mesh.axes[a] for a in step.axes)
         size = step.fraction * nbytes
         wire = collective_s_per_byte(self.runs_as(step.kind), axes) * size
         return self.skew * wire + self.move_s(step, size)
 
-    def price_s(self, step: Step, nbytes: float, together: frozenset[str]) -> float:
+    def price_s(
+        self, step: ReshardStep, nbytes: float, together: frozenset[str]
+    ) -> float:
         """Seconds that are sure, whatever else travels in the same message.
 
         Infinite where the message may not be sent.
@@ -97,10 +101,10 @@ class Pricer:
         """
         group = self.group_of(step)
         if step.kind not in together or group[0] not in self.combiner.kinds:
-            return self.step_s(step, nbytes)
+            return self.collective_s(step, nbytes)
         return math.inf if group in self.without else self.bytes_s(step, nbytes)
 
-    def move_s(self, step: Step, size: float) -> float:
+    def move_s(self, step: ReshardStep, size: float) -> float:
         """Seconds to bring a collective's pieces into their places on one device.
 
         The pieces of an all-gather arrive one after the other and are copied into
@@ -122,7 +126,7 @@ class Pricer:
             return "all_reduce"
         return kind
 
-    def step_bytes(self, step: Step, nbytes: float) -> float:
+    def sent_bytes(self, step: ReshardStep, nbytes: float) -> float:
         """Bytes that one device sends in one elementary collective."""
         if step.kind == "slice":
             return 0.0
@@ -184,7 +188,7 @@ def _reshard_table(
     for number, (kind, axes) in enumerate(kinds):
         here = index == number
         values, inverse = np.unique(fractions[here], return_inverse=True)
-        steps = [Step(kind, axes, float(f), ()) for f in values]
+        steps = [ReshardStep(kind, axes, float(f), ()) for f in values]
         seconds = np.array([pricer.price_s(s, nbytes, together) for s in steps])
         pairs = np.nonzero(here)
         np.add.at(out, (pairs[0], pairs[1]), seconds[inverse])

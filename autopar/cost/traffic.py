@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from autopar.cost.combining import GATHERS, SUMS, Group, Place
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import Layout, Step
-from autopar.steps.nodes import MIN_ELEMENTS
+from autopar.layouts.layout import Layout, ReshardStep
 from autopar.steps.sums import times_due
 from autopar_passes.graph import Operator
 from autopar_passes.rules import INNER
@@ -20,7 +19,7 @@ class Collective:
     """One collective of a planned step.
 
     Attributes:
-      step: what is done; `Step.fraction` times ``nbytes`` is its charged size.
+      step: what is done; `ReshardStep.fraction` times ``nbytes`` is its charged size.
       nbytes: bytes of the whole, unsharded array.
       trips: how often it runs in a step.
       value: the array.
@@ -31,7 +30,7 @@ class Collective:
       message_bytes: size of the message that it travels in, 0 where it is alone.
     """
 
-    step: Step
+    step: ReshardStep
     nbytes: int
     trips: float
     value: int
@@ -46,7 +45,9 @@ class Collective:
 
     def seconds(self, pricer: Pricer) -> float:
         """Seconds of all its runs in one step: its part of its messages'."""
-        return self.trips * pricer.step_s(self.step, self.nbytes, self.message_bytes)
+        return self.trips * pricer.collective_s(
+            self.step, self.nbytes, self.message_bytes
+        )
 
     def shared_s(self, pricer: Pricer) -> float:
         """Those of its seconds that depend on what else its message carries."""
@@ -57,7 +58,7 @@ class Collective:
 
     def sent_bytes(self, pricer: Pricer) -> float:
         """Bytes that one device sends for it in one step."""
-        return self.trips * pricer.step_bytes(self.step, self.nbytes)
+        return self.trips * pricer.sent_bytes(self.step, self.nbytes)
 
 
 # An array of the planned program: a value, whether it starts a way anew, and
@@ -70,7 +71,7 @@ class _Forms:
     """The resharded forms of all values, and what is read as it is."""
 
     collectives: list[Collective]
-    children: dict[Form, dict[Form, Step]]
+    children: dict[Form, dict[Form, ReshardStep]]
     read: set[Form]
 
 
@@ -125,7 +126,7 @@ def _read(
 ) -> None:
     """Adds the collectives that bring a value to one reader, each form made once."""
     backward = assignment.is_backward(op)
-    for source, wanted in sources_of(assignment, value, layout):
+    for source, wanted in assignment.required(value, layout):
         steps, fresh = assignment.fetch_steps(source, wanted, backward)
         nbytes = assignment.graph.values[source].nbytes
         form: Form = (source, fresh)
@@ -145,7 +146,7 @@ def _read(
 
 
 def _gather_place(
-    assignment: Assignment, source: int, reader: Operator, step: Step
+    assignment: Assignment, source: int, reader: Operator, step: ReshardStep
 ) -> Place | None:
     """Where a gather of a parameter runs; None for what others wait for."""
     known = assignment.independent
@@ -157,7 +158,7 @@ def _gather_place(
 
 
 def _sum_place(
-    assignment: Assignment, maker: Operator, value: int, step: Step, at: Operator
+    assignment: Assignment, maker: Operator, value: int, step: ReshardStep, at: Operator
 ) -> Place | None:
     """Where the sum of a gradient is taken; None for what others wait for."""
     known = assignment.independent
@@ -227,8 +228,8 @@ def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
 
 
 def _finished(
-    assignment: Assignment, forms: _Forms, value: int, steps: tuple[Step, ...]
-) -> tuple[Step, ...]:
+    assignment: Assignment, forms: _Forms, value: int, steps: tuple[ReshardStep, ...]
+) -> tuple[ReshardStep, ...]:
     """The steps of a reduction, given what its readers keep of the result."""
     if not steps or steps[-1].kind != "all_reduce":
         return steps
@@ -254,44 +255,19 @@ def _sliced(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
 
 
 def scattered(
-    step: Step, kept: frozenset[int], sizes: Sequence[int]
-) -> tuple[Step, ...]:
+    step: ReshardStep, kept: frozenset[int], sizes: Sequence[int]
+) -> tuple[ReshardStep, ...]:
     """An all-reduce of which only slices are kept is a reduce-scatter.
 
     The layout of the steps stays that of the all-reduce: the slice follows.
     """
-    out: list[Step] = []
+    out: list[ReshardStep] = []
     fraction = step.fraction
     for axis in step.axes:
         if axis in kept:
-            out.append(Step("reduce_scatter", (axis,), fraction, step.layout))
+            out.append(ReshardStep("reduce_scatter", (axis,), fraction, step.layout))
             fraction /= sizes[axis]
     rest = tuple(a for a in step.axes if a not in kept)
     if rest:
-        out.append(Step("all_reduce", rest, fraction, step.layout))
+        out.append(ReshardStep("all_reduce", rest, fraction, step.layout))
     return tuple(out)
-
-
-def sources_of(
-    assignment: Assignment, value: int, layout: Layout
-) -> list[tuple[int, Layout]]:
-    """Looks through floating values: the values with a home that a reader needs."""
-    graph, contraction = assignment.graph, assignment.contraction
-    if graph.values[value].size < MIN_ELEMENTS:
-        return []
-    if value not in contraction.floating:
-        return [(value, layout)] if value in contraction.homes else []
-    op = contraction.producer[value]
-    given = _axes_of(op.rule.results[0], layout)
-    out: list[tuple[int, Layout]] = []
-    for operand, dims in zip(op.inputs, op.rule.operands, strict=True):
-        if operand is not None:
-            inner = tuple(given.get(d[0], ()) if d else () for d in dims)
-            out.extend(sources_of(assignment, operand, inner))
-    return out
-
-
-def _axes_of(
-    dims: Sequence[tuple[int, ...]], layout: Layout
-) -> dict[int, tuple[int, ...]]:
-    return {d[0]: axes for d, axes in zip(dims, layout, strict=True) if d}

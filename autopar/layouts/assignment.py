@@ -7,12 +7,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.layouts.copies import Copy, Mode
-from autopar.layouts.layout import Axes, Layout, Step, reshard_steps
+from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 from autopar.layouts.stacking import Stacking, stacking_of
 from autopar.layouts.strategies import Strategy, layout_of, partial_axes
 from autopar.steps.independence import Independent, independent
 from autopar.steps.nodes import Contraction
-from autopar.steps.uses import Source, ValueClass, node_dims, value_class
+from autopar.steps.uses import Source, ValueClass, node_dims, required, value_class
 from autopar_passes.deferral import Deferral
 from autopar_passes.graph import Operator, OperatorGraph
 from autopar_passes.layout_plan import Route
@@ -119,12 +119,12 @@ class Assignment:
             *(s.layout for s in self.result_steps(op, slot) if s.layout != own),
         )
 
-    def result_steps(self, op: Operator, slot: int) -> tuple[Step, ...]:
+    def result_steps(self, op: Operator, slot: int) -> tuple[ReshardStep, ...]:
         """The collectives between an operator and the home of its result."""
         key = ("result", op.class_index, slot)
         return self._memo(key, lambda: self._result_steps(op, slot))
 
-    def _result_steps(self, op: Operator, slot: int) -> tuple[Step, ...]:
+    def _result_steps(self, op: Operator, slot: int) -> tuple[ReshardStep, ...]:
         own = self.layout(op, op.rule.results[slot])
         home = self.home_layout(op.outputs[slot])
         kind = op.rule.reduction
@@ -176,7 +176,7 @@ class Assignment:
         layouts = (held.strip(home), *(s.layout for s in self.due_steps(value)))
         return tuple(dict.fromkeys(layouts))
 
-    def due_steps(self, value: int) -> tuple[Step, ...]:
+    def due_steps(self, value: int) -> tuple[ReshardStep, ...]:
         """The collectives that take a sum that was put off."""
         held = self.stackings[value]
         home = self.home_layout(value)
@@ -208,9 +208,13 @@ class Assignment:
         start = (self.home_layout(value),) if fresh else ()
         return Route((*start, *(s.layout for s in steps)), fresh)
 
+    def required(self, value: int, layout: Layout) -> list[tuple[int, Layout]]:
+        """The values with a home that make ``value``, and the layouts they need."""
+        return required(self.graph, self.contraction, value, layout)
+
     def fetch_steps(
         self, value: int, layout: Layout, backward: bool
-    ) -> tuple[tuple[Step, ...], bool]:
+    ) -> tuple[tuple[ReshardStep, ...], bool]:
         """The steps from a value's home, by its copy, to a reader's layout.
 
         Also says whether they make a backward copy anew.

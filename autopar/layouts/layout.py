@@ -24,7 +24,7 @@ Layout = tuple[Axes, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Step:
+class ReshardStep:
     """One elementary collective.
 
     Attributes:
@@ -60,7 +60,7 @@ def axes_of(layout: Layout) -> frozenset[int]:
 @functools.lru_cache(maxsize=1 << 18)
 def reshard_steps(
     start: Layout, target: Layout, partial: Axes, reduction: str, sizes: tuple[int, ...]
-) -> tuple[Step, ...]:
+) -> tuple[ReshardStep, ...]:
     """Returns the collectives that turn one layout into another.
 
     Args:
@@ -91,11 +91,11 @@ class _Path:
         self.layout = start
         self.target = target
         self.sizes = sizes
-        self.steps: list[Step] = []
+        self.steps: list[ReshardStep] = []
 
     def add(self, kind: str, axes: Axes, charged: float, layout: Layout) -> None:
         self.layout = layout
-        self.steps.append(Step(kind, axes, charged, layout))
+        self.steps.append(ReshardStep(kind, axes, charged, layout))
 
     def fraction(self) -> float:
         return 1.0 / shards(self.layout, self.sizes)

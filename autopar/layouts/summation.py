@@ -184,13 +184,9 @@ def _cut(shape: tuple[int, ...], dim: int, count: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
 
 
-# Kind and bytes of a collective.
-Message = tuple[str, float]
-
-
 def within_messages(
     summation: Summation, mesh: Sequence[MeshAxis]
-) -> tuple[Message, ...]:
+) -> tuple[tuple[str, float], ...]:
     """The collectives over the fast links: kind and bytes.
 
     Args:
@@ -203,7 +199,7 @@ def within_messages(
     return around(summation.elements * count, keeps=summation.keeps)
 
 
-def around(elements: int, *, keeps: bool) -> tuple[Message, ...]:
+def around(elements: int, *, keeps: bool) -> tuple[tuple[str, float], ...]:
     """The same for a gradient of so many elements on one device."""
     nbytes = WITHIN_BYTES * elements
     summed = ("reduce_scatter", nbytes)

@@ -14,9 +14,9 @@ from autopar.cluster import Cluster
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.layouts.strategies import Strategy
-from autopar.planner.candidate import Candidate
+from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.problem import Restriction
-from autopar.planner.search import candidate_meshes, solve_mesh
+from autopar.planner.search import candidate_meshes, search, solve_mesh
 from autopar.steps.analysis import Analysis
 from autopar.steps.labels import BATCH, SEQUENCE, Labels, factor_labels
 from autopar.steps.nodes import Node
@@ -171,3 +171,21 @@ def _most_split(node: Node, axes: Sequence[int], sizes: Sequence[int]) -> int:
                 count += 1
                 break
     return count
+
+
+def search_from_experts(
+    analysis: Analysis, cluster: Cluster, *, seconds: float | None = None
+) -> tuple[SearchResult, list[Expert]]:
+    """Plans a step and solves every expert plan; experts warm-start our search.
+
+    Every expert plan is a point of our search space, so the search starts from
+    the best of them and its result is never slower.
+
+    Args:
+      analysis: the step.
+      cluster: what to plan for.
+      seconds: time limit of the solver, for each mesh and plan.
+    """
+    experts = expert_plans(analysis, cluster, seconds=seconds)
+    starts = [e.candidate for e in experts if e.candidate is not None]
+    return search(analysis, cluster, seconds=seconds, starts=starts), experts

@@ -6,7 +6,7 @@ from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
-from autopar_passes.graph import Operator
+from autopar.steps.names import operator_name, operator_place
 from autopar_passes.roles import InputRole
 from autopar_solver.infeasibility import explain
 
@@ -21,9 +21,9 @@ def infeasible(
     op = analysis.graph.operators[min(found.time, len(analysis.graph.operators) - 1)]
     limit = pricer.cluster.memory_bytes
     lines = [
-        f"no plan fits on {pricer.cluster} (mesh {pricer.mesh}): at {_place(op)} every "
-        f"plan needs at least {_gb(found.least_peak)} per device, the device has "
-        f"{_gb(limit)}.",
+        f"no plan fits on {pricer.cluster} (mesh {pricer.mesh}): at "
+        f"{operator_place(op)} every plan needs at least "
+        f"{_gb(found.least_peak)} per device, the device has {_gb(limit)}.",
     ]
     largest: dict[int, float] = {}
     for term in found.terms:
@@ -62,15 +62,8 @@ def _node(analysis: Analysis, formulation: Formulation, node: int) -> str:
     else:
         root, what = analysis.contraction.nodes[node].root, ""
     op = analysis.graph.operators[root]
-    for given in analysis.graph.inputs:
-        if op.kind == "input" and given.value == op.outputs[0]:
-            return f"{what}{given.path}"
-    return f"{what}{_place(op)}"
-
-
-def _place(op: Operator) -> str:
-    where = f" ({op.source})" if op.source else ""
-    return f"'{op.module}/{op.kind}'{where}" if op.module else f"'{op.kind}'{where}"
+    known = op.kind == "input"
+    return f"{what}{operator_name(analysis, root) if known else operator_place(op)}"
 
 
 def _gb(nbytes: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -259,9 +260,17 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     def __str__(self) -> str:
         """The plan as a table."""
-        from autopar.reports.table import render
+        return _renderers[-1](self) if _renderers else repr(self)
 
-        return render(self)
+
+# Set by `autopar.reports` when it is imported: this package knows no presentation.
+_renderers: list[Callable[[Plan], str]] = []
+
+
+def set_renderer(render: Callable[[Plan], str]) -> Callable[[Plan], str]:
+    """Makes a function the one that ``str`` of a plan calls; a decorator."""
+    _renderers[:] = [render]
+    return render
 
 
 class _Header(msgspec.Struct):

@@ -25,7 +25,7 @@ MAX_TRIPS = 1 << 17
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Program:
+class TimedLoop:
     """A compiled loop; `run(trips)` starts it and waits for its end."""
 
     name: str
@@ -44,7 +44,7 @@ def loop(
     group_size: int,
     body: Body,
     make: Callable[[], Any],
-) -> Program:
+) -> TimedLoop:
     """Compiles a loop over `body` that starts from `make()` on every device.
 
     `make` returns the NumPy value, or tuple of values, of one device; `body` maps
@@ -73,23 +73,23 @@ def loop(
     def run(trips: int) -> None:
         jax.block_until_ready(compiled(value, jnp.int32(trips)))
 
-    return Program(name=name, run=run)
+    return TimedLoop(name=name, run=run)
 
 
-def _timed_s(program: Program, trips: int) -> float:
+def _timed_s(program: TimedLoop, trips: int) -> float:
     start = time.perf_counter()
     program.run(trips)
     return time.perf_counter() - start
 
 
-def _extra_s(program: Program, trips: int) -> float:
+def _extra_s(program: TimedLoop, trips: int) -> float:
     """How much longer `trips` + 1 trips take than one."""
     program.run(1)  # untimed: brings back to the caches what other programs evicted
     short_s = _timed_s(program, 1)
     return _timed_s(program, 1 + trips) - short_s
 
 
-def _long_trips(program: Program) -> int:
+def _long_trips(program: TimedLoop) -> int:
     """Trips that take about LONG_RUN_S, found by trying."""
     trips, extra_s = 1, 0.0
     while extra_s < LONG_RUN_S / 8 and trips < MAX_TRIPS:
@@ -101,7 +101,7 @@ def _long_trips(program: Program) -> int:
     return max(2, min(MAX_TRIPS, round(trips * LONG_RUN_S / extra_s)))
 
 
-def trip_times_s(programs: Sequence[Program], rounds: int) -> list[float]:
+def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
     """Median time of one trip of each program, over `rounds` alternating rounds."""
     trips = [_long_trips(program) for program in programs]
     found: list[list[float]] = [[] for _ in programs]
@@ -129,7 +129,7 @@ def _random(shape: tuple[int, ...], dtype: str) -> Any:
     return values.astype(jnp.dtype(dtype))
 
 
-def matmul(devices: Sequence[Any], dtype: str, size: int) -> Program:
+def matmul(devices: Sequence[Any], dtype: str, size: int) -> TimedLoop:
     """A product of two square matrices per trip: ``2 size^3`` FLOPs a device."""
     wide = jnp.int32 if jnp.issubdtype(dtype, jnp.integer) else None
 
@@ -147,7 +147,7 @@ def matmul(devices: Sequence[Any], dtype: str, size: int) -> Program:
 STREAM_ARRAYS = 3
 
 
-def stream(devices: Sequence[Any], nbytes: int) -> Program:
+def stream(devices: Sequence[Any], nbytes: int) -> TimedLoop:
     """Reads two arrays and writes one a trip: traffic of STREAM_ARRAYS * `nbytes`."""
 
     def body(value: Any) -> Any:
@@ -164,7 +164,7 @@ VECTOR_SIZE = 1 << 16
 VECTOR_STEPS = 64
 
 
-def vector(devices: Sequence[Any]) -> Program:
+def vector(devices: Sequence[Any]) -> TimedLoop:
     """VECTOR_STEPS multiply-adds on each of VECTOR_SIZE elements a trip."""
 
     def body(x: Any) -> Any:
@@ -181,7 +181,7 @@ def vector(devices: Sequence[Any]) -> Program:
 KERNELS = 16
 
 
-def kernels(devices: Sequence[Any]) -> Program:
+def kernels(devices: Sequence[Any]) -> TimedLoop:
     """KERNELS tiny matrix products a trip, which no compiler fuses."""
 
     def body(x: Any) -> Any:
@@ -213,7 +213,7 @@ def local_elements(kind: str, group_size: int, nbytes: int) -> int:
 
 def collective(
     devices: Sequence[Any], kind: str, group_size: int, nbytes: int
-) -> Program:
+) -> TimedLoop:
     """One collective of `nbytes` a trip in every group of `group_size` devices."""
     start = _collective(kind, group_size)
 
@@ -226,7 +226,7 @@ def collective(
     return loop(name, devices, group_size, body, lambda: np.ones(elements, np.float32))
 
 
-def matmul_then_reduce(devices: Sequence[Any], size: int) -> Program:
+def matmul_then_reduce(devices: Sequence[Any], size: int) -> TimedLoop:
     """A product and an all-reduce of its result a trip, over all devices."""
     count = len(devices)
 

@@ -132,7 +132,7 @@ def divisors(number: int) -> tuple[int, ...]:
 
 def _matmuls(
     devices: Sequence[Any], settings: Settings, dtype: str, progress: Progress
-) -> dict[Key, kernels.Program]:
+) -> dict[Key, kernels.TimedLoop]:
     """The products of a dtype, or none where the backend has none."""
     sizes = settings.matmul_sizes
     if dtype == "float32":
@@ -148,9 +148,9 @@ def _matmuls(
 
 def _programs(
     devices: Sequence[Any], settings: Settings, progress: Progress
-) -> dict[Key, kernels.Program]:
+) -> dict[Key, kernels.TimedLoop]:
     """Compiles all that is timed, the held-out checks included."""
-    found: dict[Key, kernels.Program] = {}
+    found: dict[Key, kernels.TimedLoop] = {}
     for dtype in settings.dtypes:
         progress(f"compiling matrix products of {dtype}")
         found |= _matmuls(devices, settings, dtype, progress)

@@ -13,10 +13,9 @@ from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective, joined, traffic
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.copies import Mode
 from autopar.layouts.layout import Layout, shards, to_spec
 from autopar.layouts.strategies import layout_of
-from autopar.planner.candidate import Candidate, evaluate
+from autopar.planner.candidate import Candidate, choices_of, evaluate
 from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.record import restore
@@ -25,6 +24,7 @@ from autopar.plans import Plan
 from autopar.plans.schema import Spec
 from autopar.reports.table import CollectiveRow, spec_text, template
 from autopar.steps.analysis import Analysis
+from autopar.steps.names import array_name
 from autopar_passes.graph import GraphInput
 from autopar_passes.roles import Role
 from autopar_solver import Solution, Status
@@ -33,7 +33,7 @@ Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Context:
+class BoundPlan:
     """A plan with the step that it is for, and its communication."""
 
     analysis: Analysis
@@ -86,7 +86,7 @@ class Alternative:
     proved: bool
 
 
-def context_of(analysis: Analysis, plan: Plan, cluster: Cluster) -> Context:
+def bind_plan(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundPlan:
     """Puts a plan and its step together.
 
     Raises:
@@ -95,7 +95,7 @@ def context_of(analysis: Analysis, plan: Plan, cluster: Cluster) -> Context:
     assignment = restore(analysis, plan)
     pricer = Pricer(cluster, mesh_of(plan, cluster))
     collectives = tuple(joined(pricer, traffic(assignment)))
-    return Context(analysis, plan, assignment, pricer, collectives)
+    return BoundPlan(analysis, plan, assignment, pricer, collectives)
 
 
 def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:
@@ -113,23 +113,15 @@ def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:
     raise PlanError(f"the plan's mesh {axes} does not fit the cluster {cluster}.")
 
 
-def array_name(analysis: Analysis, value: int) -> str:
-    """The path of an input, or the module and operator that make a value."""
-    op = analysis.contraction.producer[value]
-    if op.kind == "input":
-        return next(i.path for i in analysis.graph.inputs if i.value == value)
-    return f"{op.module}/{op.kind}" if op.module else op.kind
-
-
 def group_collectives(
-    context: Context, collectives: Sequence[Collective]
+    bound: BoundPlan, collectives: Sequence[Collective]
 ) -> tuple[CollectiveRow, ...]:
     """Joins the collectives that are alike, those that take longest first."""
     groups: dict[tuple[str, ...], list[tuple[str, Collective]]] = defaultdict(list)
-    names = context.plan.axis_names
+    names = bound.plan.axis_names
     for collective in collectives:
-        array = array_name(context.analysis, collective.value)
-        phase = context.analysis.graph.operators[collective.operator].role.value
+        array = array_name(bound.analysis, collective.value)
+        phase = bound.analysis.graph.operators[collective.operator].role.value
         axes = tuple(names[a] for a in collective.step.axes)
         key = (template(array), phase, collective.step.kind, *axes)
         groups[key].append((array, collective))
@@ -140,64 +132,64 @@ def group_collectives(
             arrays=tuple(dict.fromkeys(array for array, _ in found)),
             phase=phase,
             trips=sum(c.trips for _, c in found),
-            sent_bytes=sum(c.sent_bytes(context.pricer) for _, c in found),
-            seconds=sum(c.seconds(context.pricer) for _, c in found),
+            sent_bytes=sum(c.sent_bytes(bound.pricer) for _, c in found),
+            seconds=sum(c.seconds(bound.pricer) for _, c in found),
         )
         for (_, phase, kind, *axes), found in groups.items()
     ]
     return tuple(sorted(rows, key=lambda r: -r.seconds))
 
 
-def decisions(context: Context, pattern: str) -> list[Decision]:
+def input_decisions(bound: BoundPlan, pattern: str) -> list[Decision]:
     """The layouts of the inputs that a pattern matches, one for each decision.
 
     Raises:
       PlanError: the pattern matches no input.
     """
-    every = context.analysis.graph.inputs
+    every = bound.analysis.graph.inputs
     matched = [i for i in every if fnmatch.fnmatchcase(i.path, pattern)]
     if not matched:
         some = ", ".join(i.path for i in every[:3])
         raise PlanError(f"'{pattern}' matches no input; they are named like {some}.")
     groups: dict[int | None, list[GraphInput]] = {}
     for given in matched:
-        groups.setdefault(_node_of(context, given), []).append(given)
-    return [_decision(context, node, inputs) for node, inputs in groups.items()]
+        groups.setdefault(_node_of(bound, given), []).append(given)
+    return [_decision(bound, node, inputs) for node, inputs in groups.items()]
 
 
-def _node_of(context: Context, given: GraphInput) -> int | None:
-    home = context.analysis.contraction.homes.get(given.value)
+def _node_of(bound: BoundPlan, given: GraphInput) -> int | None:
+    home = bound.analysis.contraction.homes.get(given.value)
     return None if home is None else home.node
 
 
 def _decision(
-    context: Context, node: int | None, inputs: Sequence[GraphInput]
+    bound: BoundPlan, node: int | None, inputs: Sequence[GraphInput]
 ) -> Decision:
-    graph = context.analysis.graph
-    layout = context.assignment.home_layout(inputs[0].value)
+    graph = bound.analysis.graph
+    layout = bound.assignment.home_layout(inputs[0].value)
     nbytes = graph.values[inputs[0].value].nbytes
-    shared = sum(_node_of(context, i) == node for i in graph.inputs)
-    touching = [] if node is None else _touching(context, node)
+    shared = sum(_node_of(bound, i) == node for i in graph.inputs)
+    touching = [] if node is None else _touching(bound, node)
     return Decision(
         node=node,
         inputs=tuple(inputs),
         shared=shared,
-        spec=to_spec(layout, context.plan.axis_names),
+        spec=to_spec(layout, bound.plan.axis_names),
         nbytes=nbytes,
-        shard_bytes=nbytes / shards(layout, context.pricer.sizes),
-        collectives=group_collectives(context, touching),
+        shard_bytes=nbytes / shards(layout, bound.pricer.sizes),
+        collectives=group_collectives(bound, touching),
     )
 
 
-def _touching(context: Context, node: int) -> list[Collective]:
+def _touching(bound: BoundPlan, node: int) -> list[Collective]:
     """The collectives of values that live in a node, and of what updates them."""
-    analysis = context.analysis
+    analysis = bound.analysis
     homes = analysis.contraction.homes
     values = {value for value, home in homes.items() if home.node == node}
     for given in analysis.graph.inputs:
-        if _node_of(context, given) == node:
+        if _node_of(bound, given) == node:
             values |= _updates(analysis, given)
-    return [c for c in context.collectives if c.value in values]
+    return [c for c in bound.collectives if c.value in values]
 
 
 def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
@@ -221,7 +213,7 @@ def _updates(analysis: Analysis, given: GraphInput) -> set[int]:
 
 
 def alternatives(
-    context: Context, decision: Decision, *, limit: int, seconds: float, say: Say
+    bound: BoundPlan, decision: Decision, *, limit: int, seconds: float, say: Say
 ) -> list[Alternative]:
     """Plans again with each of the most promising other layouts of an input.
 
@@ -236,41 +228,41 @@ def alternatives(
     """
     if decision.node is None:
         return []
-    formulation = formulate(context.analysis, context.pricer)
-    chosen = plan_choices(context, formulation)
+    formulation = formulate(bound.analysis, bound.pricer)
+    chosen = plan_choices(bound, formulation)
     found: list[Alternative] = []
-    for strategy, layout in _promising(context, decision, formulation, chosen)[:limit]:
-        spec = to_spec(layout, context.plan.axis_names)
+    for strategy, layout in _promising(bound, decision, formulation, chosen)[:limit]:
+        spec = to_spec(layout, bound.plan.axis_names)
         say(f"{decision.inputs[0].path}: planning again with {spec_text(spec)}")
         patched = list(chosen)
         patched[decision.node] = strategy
         restriction = pin_restriction(
-            context.analysis, {decision.inputs[0].value: layout}
+            bound.analysis, {decision.inputs[0].value: layout}
         )
         best = _best(
-            _solved(context, restriction, seconds),
-            _evaluated(context, formulation, tuple(patched)),
+            _solved(bound, restriction, seconds),
+            _evaluated(bound, formulation, tuple(patched)),
         )
-        shard_bytes = decision.nbytes / shards(layout, context.pricer.sizes)
+        shard_bytes = decision.nbytes / shards(layout, bound.pricer.sizes)
         found.append(_alternative(spec, shard_bytes, best))
     return sorted(found, key=lambda a: a.step_s)
 
 
 def _promising(
-    context: Context,
+    bound: BoundPlan,
     decision: Decision,
     formulation: Formulation,
     chosen: Sequence[int],
 ) -> list[tuple[int, Layout]]:
     """A strategy for each other layout of an input, the cheapest first."""
     value = decision.inputs[0].value
-    home = context.analysis.contraction.homes[value]
+    home = bound.analysis.contraction.homes[value]
     strategies = formulation.spaces[home.node].strategies
     alone = _costs_alone(formulation, chosen, home.node)
     found: dict[Layout, int] = {}
     for k in sorted(range(len(strategies)), key=lambda k: (alone[k], k)):
         found.setdefault(layout_of(strategies[k], home.dims), k)
-    found.pop(context.assignment.home_layout(value), None)
+    found.pop(bound.assignment.home_layout(value), None)
     return [(k, layout) for layout, k in found.items()]
 
 
@@ -287,17 +279,17 @@ def _alternative(spec: Spec, shard_bytes: float, best: Candidate | None) -> Alte
 
 
 def _solved(
-    context: Context, restriction: Restriction, seconds: float
+    bound: BoundPlan, restriction: Restriction, seconds: float
 ) -> Candidate | None:
     """The best plan under a restriction, None where none fits or is found."""
     try:
-        return solve_mesh(context.analysis, context.pricer, restriction, seconds)
+        return solve_mesh(bound.analysis, bound.pricer, restriction, seconds)
     except PlanError:
         return None
 
 
 def _evaluated(
-    context: Context, formulation: Formulation, choices: tuple[int, ...]
+    bound: BoundPlan, formulation: Formulation, choices: tuple[int, ...]
 ) -> Candidate | None:
     """Prices the plan with one choice changed; None where that is impossible."""
     cost = _cost(formulation, choices)
@@ -306,8 +298,8 @@ def _evaluated(
     solution = Solution(
         choices=choices, cost=cost, bound=-math.inf, status=Status.FEASIBLE, seconds=0.0
     )
-    made = evaluate(context.analysis, formulation, solution)
-    fits = made.peak_memory_bytes <= context.pricer.cluster.memory_bytes
+    made = evaluate(bound.analysis, formulation, solution)
+    fits = made.peak_memory_bytes <= bound.pricer.cluster.memory_bytes
     return made if fits else None
 
 
@@ -335,30 +327,16 @@ def _costs_alone(
     return [float(cost) for cost in total]
 
 
-def plan_choices(context: Context, formulation: Formulation) -> tuple[int, ...]:
+def plan_choices(bound: BoundPlan, formulation: Formulation) -> tuple[int, ...]:
     """The plan as positions in the strategies of a problem.
 
     Raises:
       PlanError: the plan holds a layout that the planner does not consider.
     """
-    assignment = context.assignment
-    count = len(assignment.strategies)
-    try:
-        nodes = [
-            space.strategies.index(strategy)
-            for space, strategy in zip(
-                formulation.spaces[:count], assignment.strategies, strict=True
-            )
-        ]
-        copies: list[int] = []
-        for copy in formulation.copies:
-            choice = assignment.copies[copy.value_class, copy.backward]
-            kept = [mode is Mode.REUSE for mode in copy.modes]
-            options = list(zip(copy.space.layouts(copy.dims), kept, strict=True))
-            copies.append(options.index((choice.layout, choice.reuse)))
-    except (ValueError, KeyError) as error:
+    found = choices_of(formulation, bound.assignment)
+    if found is None:
         raise PlanError(
             "the plan holds a layout that the planner does not consider; make the "
             "plan again to compare it with others."
-        ) from error
-    return (*nodes, *copies)
+        )
+    return tuple(found)

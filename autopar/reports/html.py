@@ -5,8 +5,8 @@ from __future__ import annotations
 import html
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from autopar.plans.schema import Plan
 from autopar.reports.table import (
     COLLECTIVE_HEADING,
     GRADIENT_HEADING,
@@ -23,9 +23,6 @@ from autopar.reports.table import (
     planning_times,
     seconds_text,
 )
-
-if TYPE_CHECKING:
-    from autopar.plans.schema import Plan
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; background: #fff;

@@ -10,10 +10,8 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from autopar.plans.schema import GradientDecision, Plan, Spec
+from autopar.plans.schema import GradientDecision, Plan, Spec, set_renderer
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 _MOMENTS = "optimizer state"
@@ -100,6 +98,7 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
     ]
 
 
+@set_renderer
 def render(plan: Plan) -> str:
     """Returns the plan as a table."""
     lines = [*summary_lines(plan), "", *input_lines(plan)]

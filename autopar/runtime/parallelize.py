@@ -11,13 +11,12 @@ import jax
 from flax import nnx
 from jax.core import Tracer
 
-from autopar.api import plan as make_plan
-from autopar.api import plan_analysis
 from autopar.cluster import Cluster
 from autopar.compression.fallback import LEAST_GAIN, Fallback
 from autopar.compression.policies.policy import GradientReport, Policy
 from autopar.errors import PlanError
 from autopar.planner.hints import logical_pins
+from autopar.planner.plan import plan_analysis
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, placement
@@ -62,7 +61,7 @@ def parallelize(
     """
     if plan is not None and cluster is not None:
         raise PlanError("parallelize: give cluster= or plan=, not both.")
-    known = inspect.signature(make_plan).parameters
+    known = {*inspect.signature(plan_analysis).parameters, "logical_axis_rules"}
     if unknown := sorted(set(options) - set(known) | {"step", "args"} & set(options)):
         raise TypeError(f"parallelize: unknown options {', '.join(unknown)}.")
     ignored = {"compression", "error_budget", "layouts"} & set(options)

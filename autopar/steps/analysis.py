@@ -71,6 +71,11 @@ class Analysis:
         return {k: given.output for k, given in inputs if given.output >= 0}
 
     @functools.cached_property
+    def input_paths(self) -> dict[int, str]:
+        """Value of an input -> where it is in the arguments."""
+        return {given.value: given.path for given in self.graph.inputs}
+
+    @functools.cached_property
     def fingerprint(self) -> str:
         """16 hex digits that change with any operator, shape or argument."""
         return fingerprint(self.graph, self.contraction)

@@ -4,17 +4,28 @@ from __future__ import annotations
 
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
+from autopar_passes.graph import Operator
 
 
 def node_name(analysis: Analysis, node: Node) -> str:
-    """A readable name: the input's path, or module path and operator."""
+    """The name of the operator that made a node."""
     return operator_name(analysis, node.root)
 
 
 def operator_name(analysis: Analysis, index: int) -> str:
     """The path of an input, or module path and primitive of an operator."""
     op = analysis.graph.operators[index]
-    for given in analysis.graph.inputs:
-        if op.kind == "input" and op.outputs[0] == given.value:
-            return given.path
+    if op.kind == "input":
+        return analysis.input_paths[op.outputs[0]]
     return f"{op.module}/{op.kind}" if op.module else op.kind
+
+
+def array_name(analysis: Analysis, value: int) -> str:
+    """The path of an input, or the module and primitive that make a value."""
+    return operator_name(analysis, analysis.contraction.producer[value].index)
+
+
+def operator_place(op: Operator) -> str:
+    """Module path and primitive in quotes, and the line of the user's code."""
+    where = f" ({op.source})" if op.source else ""
+    return f"'{op.module}/{op.kind}'{where}" if op.module else f"'{op.kind}'{where}"

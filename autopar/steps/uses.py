@@ -68,14 +68,21 @@ def node_dims(contraction: Contraction, op: Operator, dims: Dims) -> Dims:
 def required(
     graph: OperatorGraph, contraction: Contraction, value: int, dims: Dims
 ) -> list[tuple[int, Dims]]:
-    """Looks through floating values: what must be there to make ``value``.
+    """Looks through floating values: the values with a home that make ``value``.
 
-    Returns (value, its dims) pairs, in the factors in which ``dims`` are given.
+    Args:
+      graph: the operator graph.
+      contraction: its nodes.
+      value: what a reader needs.
+      dims: what splits each dimension of it, factors of a node or mesh axes.
+
+    Returns:
+      Pairs of a value and what splits its dimensions, in the terms of ``dims``.
     """
     if graph.values[value].size < MIN_ELEMENTS:
         return []
     if value not in contraction.floating:
-        return [(value, dims)]
+        return [(value, dims)] if value in contraction.homes else []
     op = contraction.producer[value]
     given: dict[int, tuple[int, ...]] = {}
     for mine, theirs in zip(op.rule.results[0], dims, strict=True):
@@ -138,8 +145,6 @@ def _read(
 ) -> None:
     backward = op.role is not Role.FORWARD or op.kind == "return"
     for source, source_dims in required(graph, contraction, value, dims):
-        if source not in contraction.homes:
-            continue
         table = uses[value_class(contraction, source)]
         key = (node, source_dims, backward)
         use = table.get(key)

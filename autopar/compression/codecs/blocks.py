@@ -28,7 +28,7 @@ import numpy as np
 from autopar.compression.codecs.codec import (
     AllGather,
     AllToAll,
-    Context,
+    CodecContext,
     Reduced,
     Rounds,
     State,
@@ -80,7 +80,7 @@ def two_shot(
     rows: RowCodec,
     chunks: jax.Array,
     state: State,
-    context: Context,
+    context: CodecContext,
     second: RowCodec | None = None,
 ) -> Rounds:
     """Sums chunks over the workers with an all-to-all and an all-gather.
@@ -124,7 +124,7 @@ def server_state(enabled: bool, size: int, workers: int) -> State:
     return {"server": jnp.zeros((size // workers,), jnp.float32)}
 
 
-def row_lengths(context: Context, elements: int) -> jax.Array:
+def row_lengths(context: CodecContext, elements: int) -> jax.Array:
     """How many elements of each chunk are not padding, int32 (n,)."""
     if context.scatter:
         return jnp.full((context.workers,), elements, jnp.int32)
@@ -143,7 +143,7 @@ def mix(word: jax.Array) -> jax.Array:
     return word ^ (word >> 16)
 
 
-def salt(context: Context, shot: int) -> jax.Array:
+def salt(context: CodecContext, shot: int) -> jax.Array:
     """A uint32 scalar that differs between gradients, workers, steps and shots."""
     seed = jnp.uint32(context.seed & 0xFFFFFFFF)
     word = mix(mix(seed) + context.worker.astype(jnp.uint32))

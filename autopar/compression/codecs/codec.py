@@ -78,7 +78,7 @@ Rounds = Generator[Request, jax.Array, Reduced]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Context:
+class CodecContext:
     """What a codec knows of the step.
 
     Attributes:
@@ -151,7 +151,7 @@ class Codec(abc.ABC):
         return float(math.prod(shape))
 
     @abc.abstractmethod
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """Sums a gradient over the workers, round by round.
 
         Args:

@@ -17,7 +17,7 @@ from autopar.compression.codecs.blocks import (
 from autopar.compression.codecs.codec import (
     AllReduce,
     Codec,
-    Context,
+    CodecContext,
     Reduced,
     ReduceScatter,
     Rounds,
@@ -34,7 +34,7 @@ class Dense(Codec):
     name: ClassVar[str] = "dense"
     linear: ClassVar[bool] = True
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         if context.scatter:
             total = yield ReduceScatter(chunks)
@@ -54,7 +54,7 @@ class Bf16(Codec):
 
     name: ClassVar[str] = "bf16"
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         return (yield from two_shot(self, chunks, state, context))
 

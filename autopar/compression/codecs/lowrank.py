@@ -19,7 +19,7 @@ from autopar.compression.codecs.blocks import uniform
 from autopar.compression.codecs.codec import (
     AllReduce,
     Codec,
-    Context,
+    CodecContext,
     Reduced,
     Request,
     Rounds,
@@ -116,7 +116,7 @@ class PowerSGD(Codec):
         rows, columns = matrix_shape(shape)
         return float(min(self.rank, rows, columns) * (rows + columns))
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         rows, columns = matrix_shape(context.shape)
         flat = chunks.reshape(-1)
@@ -136,7 +136,7 @@ class PowerSGD(Codec):
         return Reduced(chunked(right), chunked(own), right)
 
     def _sum(
-        self, factor: jax.Array, context: Context
+        self, factor: jax.Array, context: CodecContext
     ) -> Generator[Request, jax.Array, tuple[jax.Array, jax.Array]]:
         """Sums a factor, (m, r); also what the others understood of this one's.
 
@@ -160,7 +160,7 @@ class PowerSGD(Codec):
         return whole(out.total), whole(out.sent)
 
 
-def _start(state: jax.Array, context: Context) -> jax.Array:
+def _start(state: jax.Array, context: CodecContext) -> jax.Array:
     """The last step's Q, scaled to 1; random where it is zero or not finite."""
     salt = shared_salt(context.step, context.seed, stream=3)
     random = uniform(state.shape, salt) - 0.5

@@ -20,7 +20,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compression.codecs.codec import Codec, Context, Reduced, Rounds, State
+from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Rounds, State
 from autopar.compression.codecs.dense import Bf16, Dense
 from autopar.compression.codecs.quantise import Int8
 from autopar.compression.codecs.registry import register_codec
@@ -126,7 +126,7 @@ class Predicted(Codec):
         """Elements of the rotating slice, e."""
         return kept(self.explore, elements) if self.explore else 0
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         flat = chunks.reshape(-1)
         indices = self._indices(state, context)
@@ -159,7 +159,7 @@ class Predicted(Codec):
         return Reduced(total, sent.reshape(chunks.shape), state)
 
     def _sketched(
-        self, rest: jax.Array, shape: tuple[int, ...], context: Context
+        self, rest: jax.Array, shape: tuple[int, ...], context: CodecContext
     ) -> Rounds:
         codec = Sketch(ratio=self.sketch, heavy=self.heavy)
         out = yield from codec.reduce(rest.reshape(shape), (), context)
@@ -169,7 +169,7 @@ class Predicted(Codec):
         """Steps at the start in which elements are sent in turn."""
         return -(-size // kept(self.ratio, size))
 
-    def _indices(self, state: PredictedState, context: Context) -> jax.Array:
+    def _indices(self, state: PredictedState, context: CodecContext) -> jax.Array:
         """The predicted elements of this step, int32 (k,)."""
         size, count = state.score.size, state.indices.size
         turns = self._turns(size)
@@ -232,7 +232,7 @@ class Predicted(Codec):
 _WIRES: dict[str, Codec] = {"int8": Int8(), "bf16": Bf16(), "f32": Dense()}
 
 
-def _dense(values: jax.Array, codec: Codec, context: Context) -> Rounds:
+def _dense(values: jax.Array, codec: Codec, context: CodecContext) -> Rounds:
     """Sums a vector (m,) with a codec for dense gradients."""
     size, n = values.size, context.workers
     chunk = codec.chunk(-(-size // n))

@@ -35,7 +35,7 @@ from autopar.compression.codecs.blocks import (
     two_shot,
     usable,
 )
-from autopar.compression.codecs.codec import Codec, Context, Rounds, State
+from autopar.compression.codecs.codec import Codec, CodecContext, Rounds, State
 from autopar.compression.codecs.registry import register_codec
 
 _ROUNDINGS = ("nearest", "stochastic")
@@ -74,7 +74,7 @@ class Int8(Codec):
         """See `Codec`."""
         return block_chunk(elements, self.block)
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         return (yield from two_shot(self, chunks, state, context))
 
@@ -143,7 +143,7 @@ class Int4(Codec):
         """See `Codec`."""
         return block_chunk(elements, self.block)
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         return (yield from two_shot(self, chunks, state, context))
 
@@ -221,7 +221,7 @@ class Sign(Codec):
         """See `Codec`."""
         return block_chunk(elements, self.block)
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         second = None if self.second == "sign" else _second_int4(self.block)
         return (yield from two_shot(self, chunks, state, context, second))
@@ -274,7 +274,7 @@ class Fp8(Codec):
         """See `Codec`."""
         return block_chunk(elements, self.block)
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         return (yield from two_shot(self, chunks, state, context))
 

@@ -23,7 +23,7 @@ from autopar.compression.codecs.blocks import mix
 from autopar.compression.codecs.codec import (
     AllReduce,
     Codec,
-    Context,
+    CodecContext,
     Reduced,
     Rounds,
     State,
@@ -71,7 +71,7 @@ class Sketch(Codec):
         """C, the length of a row for so many elements."""
         return max(1, round(self.ratio * elements / self.rows))
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         size = chunks.size if context.scatter else context.size
         salt = shared_salt(context.step, context.seed, stream=4)

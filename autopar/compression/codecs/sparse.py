@@ -21,7 +21,7 @@ from autopar.compression.codecs.codec import (
     AllReduce,
     AllToAll,
     Codec,
-    Context,
+    CodecContext,
     Reduced,
     ReduceScatter,
     Request,
@@ -76,12 +76,12 @@ def check_ratio(codec: Codec, ratio: float, field: str = "ratio") -> None:
         )
 
 
-def groups(chunks: jax.Array, context: Context) -> jax.Array:
+def groups(chunks: jax.Array, context: CodecContext) -> jax.Array:
     """What is selected from on its own: (n, c) -> (g, m)."""
     return chunks if context.scatter else chunks.reshape(1, -1)
 
 
-def share(payload: jax.Array, context: Context) -> Request:
+def share(payload: jax.Array, context: CodecContext) -> Request:
     """Sends each group's message, uint8 (g, b), to whoever needs it."""
     return AllToAll(payload) if context.scatter else AllGather(payload[0])
 
@@ -119,7 +119,7 @@ def send_selected(
     indices: jax.Array,
     values: jax.Array,
     chunks: jax.Array,
-    context: Context,
+    context: CodecContext,
     dtype: Any,
 ) -> Rounds:
     """Sends selected elements with their places, as int32, and sums them.
@@ -190,7 +190,7 @@ class TopK(Codec):
         """Check the values."""
         check_ratio(self, self.ratio)
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         del state
         x = groups(chunks, context)
@@ -237,7 +237,7 @@ class RandK(Codec):
         """See `Codec`."""
         return _next_multiple(elements, self.block)
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         del state
         n, c = chunks.shape
@@ -297,7 +297,7 @@ class BlockTopK(Codec):
         """See `Codec`."""
         return _next_multiple(elements, self.block)
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         del state
         n, c = chunks.shape

@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compression.codecs.codec import Codec, Context, Rounds, State
+from autopar.compression.codecs.codec import Codec, CodecContext, Rounds, State
 from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sparse import (
     VALUE_TYPES,
@@ -191,7 +191,7 @@ class Threshold(Codec):
         """See `Codec`."""
         return -(-elements // _WORD) * _WORD
 
-    def reduce(self, chunks: jax.Array, state: State, context: Context) -> Rounds:
+    def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         x = groups(chunks, context)
         elements = chunks.shape[1] if context.scatter else context.size
@@ -214,7 +214,7 @@ class Threshold(Codec):
         return dataclasses.replace(out, state=threshold * factor)
 
     def _refreshed(
-        self, chunks: jax.Array, context: Context, key: jax.Array
+        self, chunks: jax.Array, context: CodecContext, key: jax.Array
     ) -> jax.Array:
         flat = chunks.reshape(-1)
         if not context.scatter:

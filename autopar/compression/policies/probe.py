@@ -24,7 +24,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codecs.codec import Codec, Context, Reduced, Rounds
+from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Rounds
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import chunk_elements, exchange, wire_cost
 from autopar.compression.fallback import Alone
@@ -163,7 +163,7 @@ def _encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]
 
     def encode(values: jax.Array, state: Any, step: jax.Array) -> Any:
         chunks = jnp.pad(values.reshape(-1), (0, chunk - size)).reshape(1, chunk)
-        context = Context(1, jnp.int32(0), step, seed, shape, size, False)
+        context = CodecContext(1, jnp.int32(0), step, seed, shape, size, False)
         rounds: Rounds = codec.reduce(chunks, state, context)
         reduced: Reduced = exchange([rounds], Alone(1))[0]
         return jnp.linalg.norm(chunks - reduced.sent), reduced.state

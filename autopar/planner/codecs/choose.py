@@ -18,6 +18,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 
+import jax
 import msgspec
 import numpy as np
 
@@ -50,6 +51,7 @@ from autopar_solver import (
     CodecSelection,
     SelectionResult,
     Status,
+    recompute,
     solve_relaxation,
     solve_selection,
 )
@@ -78,7 +80,7 @@ Errors = Mapping[str, Mapping[str, float]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Choice:
+class CodecChoice:
     """Codecs for one assignment.
 
     Attributes:
@@ -111,7 +113,7 @@ class Choice:
         return self.candidate.step_s - self.saved_s
 
 
-def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> Choice:
+def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> CodecChoice:
     """Every gradient by one codec, the small ones as they are.
 
     Raises:
@@ -133,7 +135,7 @@ def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> Choice:
 
 def _judged(
     candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
-) -> Choice:
+) -> CodecChoice:
     """What given codecs save.
 
     Gradients that wait are summed once where several operators contribute. What is
@@ -154,7 +156,7 @@ def _judged(
     saved -= messages_s(pricer, taken, codecs)
     total = sum(math.prod(s.shape) for s in found)
     squared = sum(a.error for a in after)
-    return Choice(
+    return CodecChoice(
         candidate,
         tuple(found),
         tuple(codecs),
@@ -234,8 +236,6 @@ def _coded(
 @functools.lru_cache(maxsize=1 << 14)
 def _state_bytes(summation: Summation, codec: Codec) -> float:
     """What a codec keeps of one gradient on one device, residual included."""
-    import jax
-
     kind = "residual" if codec.feedback else "none"
     how = Gradient("", summation.local_shape, codec, Feedback(kind=kind))
     state = jax.eval_shape(lambda: init_state(how, summation.workers))
@@ -244,7 +244,7 @@ def _state_bytes(summation: Summation, codec: Codec) -> float:
 
 def choose(
     analysis: Analysis, candidate: Candidate, budget: float, errors: Errors
-) -> Choice:
+) -> CodecChoice:
     """The codecs that make a given assignment fastest, within the budget."""
     found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
     large = [s for s in found if s.compressible]
@@ -273,8 +273,6 @@ def choose(
 
 def _hidden_s(problem: CodecSelection, answer: SelectionResult) -> float:
     """What of the wire time that is saved was hidden anyway."""
-    from autopar_solver import recompute
-
     dense = recompute(problem, [0] * len(problem.num_options))
     return (dense.wire_s - dense.exposed_s) - (answer.wire_s - answer.exposed_s)
 
@@ -345,7 +343,7 @@ def joint(
     errors: Errors,
     seconds: float | None,
     restriction: Restrictor | None,
-) -> tuple[Choice, Choice]:
+) -> tuple[CodecChoice, CodecChoice]:
     """The best layouts and codecs together, and the best when layouts come first."""
     known = [c for _, c in result.tried if c is not None]
     choices = [choose(analysis, c, budget, errors) for c in known]
@@ -374,7 +372,7 @@ def joint_uniform(
     *,
     seconds: float | None,
     restriction: Restrictor | None,
-) -> tuple[Choice, Choice]:
+) -> tuple[CodecChoice, CodecChoice]:
     """The best layouts when every gradient is sent by one codec, and the first best.
 
     Raises:
@@ -391,7 +389,7 @@ def joint_uniform(
     return min(found, key=lambda c: c.step_s), first
 
 
-def _prices(best: Choice, errors: Errors, budget: float) -> Prices:
+def _prices(best: CodecChoice, errors: Errors, budget: float) -> Prices:
     """What a second on the link and an error are worth at the best choice so far.
 
     Where that sends nothing, an error is free: the exact choice sees to the budget.
@@ -421,7 +419,7 @@ def _solved(
         return None
 
 
-def decisions(choice: Choice) -> tuple[GradientDecision, ...]:
+def gradient_decisions(choice: CodecChoice) -> tuple[GradientDecision, ...]:
     """Writes a choice down."""
     mesh = choice.candidate.pricer.mesh.axes
     out: list[GradientDecision] = []
@@ -437,7 +435,11 @@ def decisions(choice: Choice) -> tuple[GradientDecision, ...]:
 
 
 def described(
-    analysis: Analysis, choice: Choice, first: Choice, mode: str, budget: float | None
+    analysis: Analysis,
+    choice: CodecChoice,
+    first: CodecChoice,
+    mode: str,
+    budget: float | None,
 ) -> Compression:
     """Says why, and how many gradients no codec can send."""
     left = len(set(gradients_of(analysis)) - {s.value for s in choice.sites})
@@ -455,7 +457,7 @@ def described(
     )
 
 
-def _reason(choice: Choice, first: Choice, mode: str) -> str:
+def _reason(choice: CodecChoice, first: CodecChoice, mode: str) -> str:
     step = choice.candidate.step_s
     pricer = choice.candidate.pricer
     dense = [_option(pricer, s, "", {}) for s in choice.sites]

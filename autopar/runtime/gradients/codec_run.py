@@ -35,7 +35,7 @@ from autopar.planner.codecs.sites import repriced
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
 from autopar.runtime.gradients.codec_state import carry_over, restored
-from autopar.runtime.gradients.probing import measure
+from autopar.runtime.gradients.probing import measure_errors
 from autopar.runtime.gradients.sums import Member, State, Synchronisation
 from autopar.runtime.planned import PlannedStep
 
@@ -124,7 +124,9 @@ class CodecRun:
         jax.block_until_ready(self._sums)
         begin = time.perf_counter()
         partials = planned.gradients(*placed)
-        self._measured = measure(planned.synchronisation, partials, state, probes)
+        self._measured = measure_errors(
+            planned.synchronisation, partials, state, probes
+        )
         self._since += time.perf_counter() - begin
 
     def _state_for(self, how: Synchronisation) -> State:

@@ -106,7 +106,7 @@ def partial_gradients(
     return gradients, shardings
 
 
-def measure(
+def measure_errors(
     how: Synchronisation, partials: dict[str, Any], state: State, texts: Sequence[str]
 ) -> dict[str, Measured]:
     """What codecs would lose of gradients; nothing where one is not finite.

@@ -1,9 +1,9 @@
 import html.parser
-import pathlib
 from typing import Any
 
 import msgspec
 import pytest
+from checkout import GOLDEN
 
 from autopar.plans import (
     Compression,
@@ -440,7 +440,7 @@ def test_golden() -> None:
     from autopar.cli.target import load
     from autopar.cluster import Cluster
 
-    folder = pathlib.Path(__file__).parents[1] / "golden"
+    folder = GOLDEN
     workload = load(f"{folder / 'two_layers.py'}:workload", {})
     found = plan(workload.step, *workload.args, cluster=Cluster.parse("2x4:cpu"))
     assert found.solver.status == "proved optimal"

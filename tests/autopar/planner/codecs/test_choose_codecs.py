@@ -15,12 +15,12 @@ from jax.sharding import PartitionSpec
 from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
 
 from autopar import Cluster, Plan, PlanError
-from autopar.api import plan_analysis
 from autopar.compression.codecs.registry import parse_codec
 from autopar.cost.codecs.terms import effective_error, relative_error
 from autopar.planner.codecs.choose import CANDIDATES, MOST_OF_BUDGET, choose
 from autopar.planner.codecs.options import DEFAULT_BUDGET
 from autopar.planner.codecs.sites import gradients_of, parameter_names
+from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
 from autopar.planner.search import given
 from autopar.steps.analysis import Analysis, analyse

@@ -15,9 +15,9 @@ import pytest
 from jax.sharding import PartitionSpec
 from planner_steps import normal, training
 
-from autopar.api import plan_analysis
 from autopar.cluster import Cluster
 from autopar.layouts.assignment import Assignment
+from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
 from autopar.steps.analysis import analyse
 

@@ -20,7 +20,7 @@ import autopar
 from autopar import Cluster, InfeasibleError
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import choices_of, evaluate
-from autopar.planner.compare import compare
+from autopar.planner.experts import search_from_experts
 from autopar.planner.problem import Formulation, formulate
 from autopar.planner.search import candidate_meshes, search, solve_mesh
 from autopar.planner.ties import split_batch_inputs
@@ -47,7 +47,7 @@ def mlp(rows: int = 64, layers: int = 2) -> Analysis:
     "name", ["mlp_adamw_clip", "attention", "embedding", "mixture_of_experts"]
 )
 def test_never_slower_than_an_expert(name: str, cluster: str) -> None:
-    result, experts = compare(analysed(name), CLUSTERS[cluster], seconds=5)
+    result, experts = search_from_experts(analysed(name), CLUSTERS[cluster], seconds=5)
     known = [e.candidate.step_s for e in experts if e.candidate is not None]
     assert known
     assert result.best.step_s <= min(known)
@@ -57,7 +57,7 @@ def test_never_slower_than_an_expert(name: str, cluster: str) -> None:
 def test_without_warm_starts_neither(cluster: str) -> None:
     """Up to the gap: every expert plan is a point of the search's own space."""
     analysis = mlp()
-    _, experts = compare(analysis, CLUSTERS[cluster], seconds=5)
+    _, experts = search_from_experts(analysis, CLUSTERS[cluster], seconds=5)
     known = [e.candidate.step_s for e in experts if e.candidate is not None]
     found = search(analysis, CLUSTERS[cluster], seconds=5).best
     assert found.step_s <= (1 + GAP) * min(known)

@@ -7,9 +7,10 @@ from typing import Any
 
 import jax
 import pytest
+from checkout import GOLDEN
 
-from autopar import demo
-from autopar.cli import compare, main
+from autopar.cli import compare, demonstration, main
+from autopar.cli import demo as demo_command
 from autopar.cli.common import progress, simulate_devices
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TargetError
@@ -18,7 +19,6 @@ from autopar.planner.search import Candidate, search
 from autopar.profiling import profile
 from autopar.steps.analysis import Analysis, analyse
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
 SMALL = ("width=64", "batch=64", "layers=1")
 
@@ -143,7 +143,7 @@ def test_ratios_are_against_the_plan() -> None:
 # Profile.
 
 TINY = dataclasses.replace(
-    demo.QUICK,
+    demonstration.QUICK,
     matmul_sizes=(16, 32, 64),
     stream_bytes=1 << 22,
     collective_bytes=(1 << 10, 1 << 12, 1 << 14),
@@ -189,16 +189,20 @@ SMALL_GPT: dict[str, Any] = {"layers": 1, "d_model": 32, "seq": 32, "batch": 8}
 
 @pytest.fixture
 def small_demo(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo, "OPTIONS", SMALL_GPT)
+    monkeypatch.setattr(demonstration, "OPTIONS", SMALL_GPT)
     monkeypatch.setattr(
-        demo, "measured_cluster", lambda devices, show, say: Cluster.parse("8:cpu")
+        demonstration,
+        "measured_cluster",
+        lambda devices, show, say: Cluster.parse("8:cpu"),
     )
 
 
 @pytest.mark.usefixtures("small_demo")
 def test_demo_trains_and_compares() -> None:
     shown: list[str] = []
-    found = demo.run(devices=8, steps=12, seconds=3.0, show=shown.append, say=silent)
+    found = demonstration.run(
+        devices=8, steps=12, seconds=3.0, show=shown.append, say=silent
+    )
     assert len(found.losses) == 12
     assert found.losses[-1] < found.losses[0] - 0.1
     predicted = found.plan.predicted.communication_bytes
@@ -212,7 +216,7 @@ def test_demo_trains_and_compares() -> None:
 
 def test_demo_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(demo, "run", lambda **options: given.update(options))
+    monkeypatch.setattr(demo_command, "run", lambda **options: given.update(options))
     assert run("demo", "--steps", 12, "--devices", 4, "--seconds", 3)[0] == 0
     assert (given["devices"], given["steps"], given["seconds"]) == (4, 12, 3.0)
 
@@ -224,7 +228,7 @@ def test_demo_uses_a_saved_profile(
     path.write_text(Cluster.parse("8:cpu").to_toml(), encoding="utf-8")
     monkeypatch.setenv("AUTOPAR_PROFILE", str(path))
     shown: list[str] = []
-    cluster = demo.measured_cluster(8, shown.append, silent)
+    cluster = demonstration.measured_cluster(8, shown.append, silent)
     assert cluster.num_devices == 8
     assert str(path) in shown[0]
 
@@ -233,9 +237,9 @@ def test_demo_measures_where_no_profile_is_saved(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AUTOPAR_PROFILE", str(tmp_path / "none.toml"))
-    monkeypatch.setattr(demo, "QUICK", TINY)
+    monkeypatch.setattr(demonstration, "QUICK", TINY)
     shown: list[str] = []
-    assert demo.measured_cluster(2, shown.append, silent).num_devices == 2
+    assert demonstration.measured_cluster(2, shown.append, silent).num_devices == 2
     assert "no profile" in shown[0]
     assert not (tmp_path / "none.toml").exists()
 
@@ -243,8 +247,15 @@ def test_demo_measures_where_no_profile_is_saved(
 def test_demo_needs_a_checkout(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch, run: Run
 ) -> None:
-    monkeypatch.setattr(demo, "__file__", str(tmp_path / "autopar" / "demo.py"))
-    with pytest.raises(TargetError, match="run it in a checkout"), demo.example("gpt"):
+    monkeypatch.setattr(
+        demonstration,
+        "__file__",
+        str(tmp_path / "autopar" / "cli" / "demonstration.py"),
+    )
+    with (
+        pytest.raises(TargetError, match="run it in a checkout"),
+        demonstration.example("gpt"),
+    ):
         pass
     code, out, err = run("demo")
     assert (code, out) == (2, "")
@@ -252,7 +263,7 @@ def test_demo_needs_a_checkout(
 
 
 def test_a_ratio_needs_something_to_divide_by() -> None:
-    plan = demo._ratio  # pyright: ignore[reportPrivateUsage]
+    plan = demonstration._ratio  # pyright: ignore[reportPrivateUsage]
     assert plan(1.0, 2.0) == "0.500"
     assert plan(0.0, 0.0) == "1.000"
     assert plan(1.0, 0.0) == "-"

@@ -1,28 +1,27 @@
 import math
-import pathlib
 
 import msgspec
 import pytest
+from checkout import GOLDEN
 
-from autopar.api import plan_analysis
 from autopar.cli.target import load
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.planner.plan import plan_analysis
 from autopar.planner.problem import formulate
 from autopar.plans import Plan
 from autopar.reports.explain import (
-    Context,
+    BoundPlan,
     alternatives,
     array_name,
-    context_of,
-    decisions,
+    bind_plan,
     group_collectives,
+    input_decisions,
     mesh_of,
     plan_choices,
 )
 from autopar.steps.analysis import Analysis, analyse
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 KERNELS = "params/*/kernel"
 
 
@@ -47,12 +46,12 @@ def plan(analysis: Analysis, cluster: Cluster) -> Plan:
 
 
 @pytest.fixture(scope="module")
-def context(analysis: Analysis, plan: Plan, cluster: Cluster) -> Context:
-    return context_of(analysis, plan, cluster)
+def bound(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundPlan:
+    return bind_plan(analysis, plan, cluster)
 
 
-def test_groups_add_up_to_the_prediction(context: Context, plan: Plan) -> None:
-    rows = group_collectives(context, context.collectives)
+def test_groups_add_up_to_the_prediction(bound: BoundPlan, plan: Plan) -> None:
+    rows = group_collectives(bound, bound.collectives)
     assert rows
     expected = plan.predicted
     assert math.isclose(sum(r.seconds for r in rows), expected.communication_s)
@@ -66,45 +65,45 @@ def test_a_level_of_one_device_has_no_axis(plan: Plan) -> None:
     assert (found.names, found.sizes) == (("data",), (4,))
 
 
-def test_inputs_are_named_by_their_path(context: Context) -> None:
-    analysis = context.analysis
+def test_inputs_are_named_by_their_path(bound: BoundPlan) -> None:
+    analysis = bound.analysis
     for given in analysis.graph.inputs:
         assert array_name(analysis, given.value) == given.path
 
 
-def test_a_decision_holds_all_inputs_that_share_it(context: Context) -> None:
-    found = decisions(context, KERNELS)
+def test_a_decision_holds_all_inputs_that_share_it(bound: BoundPlan) -> None:
+    found = input_decisions(bound, KERNELS)
     paths = {i.path for d in found for i in d.inputs}
     assert paths == {"params/0/kernel", "params/1/kernel"}
     for decision in found:
         assert decision.shared >= len(decision.inputs)
         assert decision.nbytes == 256 * 256 * 4
         axes = [axis for dim in decision.spec for axis in dim]
-        split = math.prod(context.plan.mesh["axes"][axis] for axis in axes)
+        split = math.prod(bound.plan.mesh["axes"][axis] for axis in axes)
         assert decision.shard_bytes == decision.nbytes / split
 
 
-def test_the_gradient_belongs_to_its_parameter(context: Context) -> None:
+def test_the_gradient_belongs_to_its_parameter(bound: BoundPlan) -> None:
     """The plan is data parallel in part, so the gradients are reduced."""
-    phases = {r.phase for d in decisions(context, KERNELS) for r in d.collectives}
+    phases = {r.phase for d in input_decisions(bound, KERNELS) for r in d.collectives}
     assert "backward" in phases
 
 
-def test_a_scalar_has_no_layout_to_choose(context: Context) -> None:
-    (decision,) = decisions(context, "opt_state/0/count")
+def test_a_scalar_has_no_layout_to_choose(bound: BoundPlan) -> None:
+    (decision,) = input_decisions(bound, "opt_state/0/count")
     assert decision.node is None
-    assert alternatives(context, decision, limit=3, seconds=1.0, say=silent) == []
+    assert alternatives(bound, decision, limit=3, seconds=1.0, say=silent) == []
 
 
-def test_a_pattern_that_matches_nothing_is_an_error(context: Context) -> None:
+def test_a_pattern_that_matches_nothing_is_an_error(bound: BoundPlan) -> None:
     with pytest.raises(PlanError, match=r"'nothing\*' matches no input.*params/0/bias"):
-        decisions(context, "nothing*")
+        input_decisions(bound, "nothing*")
 
 
-def test_the_plan_is_found_again_in_the_problem(context: Context, plan: Plan) -> None:
+def test_the_plan_is_found_again_in_the_problem(bound: BoundPlan, plan: Plan) -> None:
     """The cost of the choices, added up here, is the cost that was solved for."""
-    formulation = formulate(context.analysis, context.pricer)
-    chosen = plan_choices(context, formulation)
+    formulation = formulate(bound.analysis, bound.pricer)
+    chosen = plan_choices(bound, formulation)
     problem = formulation.problem
     cost = sum(c[chosen[i]] for i, c in enumerate(problem.node_costs)) + sum(
         m[chosen[i], chosen[j]]
@@ -113,10 +112,10 @@ def test_the_plan_is_found_again_in_the_problem(context: Context, plan: Plan) ->
     assert math.isclose(cost, plan.solver.cost)
 
 
-def test_no_alternative_beats_a_proved_plan(context: Context, plan: Plan) -> None:
-    decision = decisions(context, KERNELS)[0]
+def test_no_alternative_beats_a_proved_plan(bound: BoundPlan, plan: Plan) -> None:
+    decision = input_decisions(bound, KERNELS)[0]
     said: list[str] = []
-    found = alternatives(context, decision, limit=4, seconds=5.0, say=said.append)
+    found = alternatives(bound, decision, limit=4, seconds=5.0, say=said.append)
     assert len(found) == len(said) == 4
     specs = [decision.spec, *(a.spec for a in found)]
     assert len(set(specs)) == len(specs)
@@ -126,9 +125,9 @@ def test_no_alternative_beats_a_proved_plan(context: Context, plan: Plan) -> Non
             assert other.step_s >= plan.predicted.step_s * (1 - 1e-3)
 
 
-def test_the_limit_is_kept(context: Context) -> None:
-    decision = decisions(context, KERNELS)[0]
-    assert alternatives(context, decision, limit=0, seconds=1.0, say=silent) == []
+def test_the_limit_is_kept(bound: BoundPlan) -> None:
+    decision = input_decisions(bound, KERNELS)[0]
+    assert alternatives(bound, decision, limit=0, seconds=1.0, say=silent) == []
 
 
 def test_the_mesh_must_be_one_of_the_cluster(plan: Plan) -> None:
@@ -145,8 +144,8 @@ def test_a_plan_with_names_of_its_own_is_explained(
     analysis: Analysis, cluster: Cluster
 ) -> None:
     made = plan_analysis(analysis, cluster, axis_names=("hosts", "cores"))
-    context = context_of(analysis, made, cluster)
-    assert context.pricer.mesh.names == ("hosts", "cores")
+    bound = bind_plan(analysis, made, cluster)
+    assert bound.pricer.mesh.names == ("hosts", "cores")
 
 
 def test_a_layout_that_the_planner_lacks_is_an_error(
@@ -161,7 +160,7 @@ def test_a_layout_that_the_planner_lacks_is_an_error(
     axes = (("tensor", "data"), *((),) * (len(node.factors) - 1))
     edited = msgspec.structs.replace(node, axes=axes)
     nodes = (*plan.nodes[:index], edited, *plan.nodes[index + 1 :])
-    context = context_of(analysis, msgspec.structs.replace(plan, nodes=nodes), cluster)
-    formulation = formulate(analysis, context.pricer)
+    bound = bind_plan(analysis, msgspec.structs.replace(plan, nodes=nodes), cluster)
+    formulation = formulate(analysis, bound.pricer)
     with pytest.raises(PlanError, match="that the planner does not consider"):
-        plan_choices(context, formulation)
+        plan_choices(bound, formulation)

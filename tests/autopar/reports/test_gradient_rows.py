@@ -1,16 +1,14 @@
 """What a plan says of its codecs' messages is what the compiler makes of them."""
 
 import math
-import pathlib
 from typing import Any
 
 import msgspec
 import pytest
+from checkout import GOLDEN
 from jax.sharding import PartitionSpec as P
 
-from autopar.api import plan_analysis
-from autopar.cli import common
-from autopar.cli.audit import audit_plan
+from autopar.api import audit_analysis
 from autopar.cli.target import load
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
@@ -19,12 +17,13 @@ from autopar.cost.codecs.messages import TELEMETRY_BYTES
 from autopar.cost.codecs.terms import effective_error, relative_error
 from autopar.cost.pricer import Pricer
 from autopar.planner.codecs.choose import CANDIDATES
+from autopar.planner.plan import plan_analysis
 from autopar.plans import GradientDecision, Plan
 from autopar.reports.explain import mesh_of
 from autopar.reports.gradients import codec_options, codec_rows
 from autopar.steps.analysis import Analysis, analyse
 
-TARGET = pathlib.Path(__file__).parents[1] / "golden" / "two_layers.py"
+TARGET = GOLDEN / "two_layers.py"
 DEVICES = 8
 # Batches split and parameters whole: gradients are summed over all devices.
 WHOLE = {"params/*": P(), "batch/*": P("data")}
@@ -69,8 +68,7 @@ def test_audits_find_the_bytes_that_are_predicted(
     plan = make(analysis, cluster, codec, pins)
     assert {g.codec for g in plan.gradients} == {codec, "dense"}
     assert {g.scatter for g in plan.gradients if g.codec == codec} == {pins is SPLIT}
-    subject = common.Subject(plan, analysis, cluster)
-    found = audit_plan(subject, True, lambda _: None)
+    found = audit_analysis(analysis, plan, cluster, compiled=True).to_json()
     predicted = found["predicted_by_kind"]
     total = sum(predicted.values())
     for audit in ("shardy", "xla"):

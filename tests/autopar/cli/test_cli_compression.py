@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from checkout import GOLDEN
 
 from autopar.cli import main
 from autopar.compression.codecs.registry import codec_names
 from autopar.plans import Plan
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
 SMALL = ("width=128", "batch=4096", "layers=3")
 # Its network is so slow that compressed gradients train faster.

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+GOLDEN = ROOT / "tests" / "golden"
 SOURCES = {
     "autopar": ROOT / "autopar",
     "autopar_passes": ROOT / "passes" / "autopar_passes",

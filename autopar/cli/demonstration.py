@@ -19,11 +19,13 @@ from typing import Any
 
 import jax
 
-from autopar.api import plan_analysis
+from autopar.api import audit_analysis
 from autopar.cluster import Cluster, local
 from autopar.errors import TargetError
+from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.profiling import profile
+from autopar.reports.audit import Audit
 from autopar.reports.table import (
     bytes_text,
     columns,
@@ -31,10 +33,8 @@ from autopar.reports.table import (
     render,
     seconds_text,
 )
-from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.runtime.parallelize import parallelize
 from autopar.steps.analysis import analyse
-from autopar_passes.audit import shardy_collectives
-from autopar_passes.hlo import CompiledAudit, compiled_audit
 
 Show = Callable[[str], None]
 
@@ -58,18 +58,14 @@ class Outcome:
     """What training under the plan came to.
 
     Attributes:
-      plan: the plan.
+      audit: what the plan predicts, and what the compiler makes of it.
       losses: the loss of each step.
       step_s: median seconds of a step, the first ones left out.
-      shardy_bytes: what one device sends, as the compiler's partitioner says.
-      compiled: communication and memory of the compiled step.
     """
 
-    plan: Plan
+    audit: Audit
     losses: tuple[float, ...]
     step_s: float
-    shardy_bytes: float
-    compiled: CompiledAudit
 
 
 def run(*, devices: int, steps: int, seconds: float, show: Show, say: Show) -> Outcome:
@@ -93,11 +89,10 @@ def run(*, devices: int, steps: int, seconds: float, show: Show, say: Show) -> O
         say(f"planning {len(analysis.contraction.nodes)} decisions")
         plan = plan_analysis(analysis, cluster, seconds=seconds)
         show(f"{render(plan)}\n\n{planning_times(plan)}\n")
-        step = planned_step(analysis, plan, device_mesh(plan))
         say("partitioning and compiling")
-        shardy_bytes, compiled = audits(step)
-        losses, step_s = train(training, step, steps, show, say)
-    outcome = Outcome(plan, losses, step_s, shardy_bytes, compiled)
+        audit = audit_analysis(analysis, plan, cluster, compiled=True)
+        losses, step_s = train(training, plan, steps, show, say)
+    outcome = Outcome(audit, losses, step_s)
     show("\n".join(["", *comparison(outcome)]))
     return outcome
 
@@ -109,7 +104,7 @@ def example(name: str) -> Generator[Any]:
     Raises:
       TargetError: the package is installed without the examples.
     """
-    folder = pathlib.Path(__file__).resolve().parents[1] / "examples"
+    folder = pathlib.Path(__file__).resolve().parents[2] / "examples"
     if not (folder / f"{name}.py").is_file():
         raise TargetError(
             "the demo trains examples/gpt.py, which an installed package lacks: run it "
@@ -138,22 +133,12 @@ def measured_cluster(devices: int, show: Show, say: Show) -> Cluster:
     return found.cluster
 
 
-def audits(step: PlannedStep) -> tuple[float, CompiledAudit]:
-    """What the compiler's partitioner, and the compiled step, communicate."""
-    lowered = step.lower()
-    shardy_bytes = sum(c.sent_bytes for c in shardy_collectives(lowered))
-    axes = tuple(step.plan.mesh["axes"].items())
-    return shardy_bytes, compiled_audit(lowered.compile(), axes)
-
-
 def train(
-    training: Any, step: PlannedStep, steps: int, show: Show, say: Show
+    training: Any, plan: Plan, steps: int, show: Show, say: Show
 ) -> tuple[tuple[float, ...], float]:
     """Trains, shows the loss going down, and returns losses and seconds of a step."""
-    from autopar.runtime.parallelize import parallelize
-
     say("creating the state in its shards")
-    planned = parallelize(plan=step.plan)(training.step)
+    planned = parallelize(plan=plan)(training.step)
     state = planned.init(training.create_state, jax.random.key(0))
     losses: list[float] = []
     took_s: list[float] = []
@@ -171,7 +156,9 @@ def train(
 
 def comparison(outcome: Outcome) -> list[str]:
     """Predicted against actual, as a table."""
-    expected, compiled = outcome.plan.predicted, outcome.compiled
+    expected, compiled = outcome.audit.plan.predicted, outcome.audit.compiled
+    assert compiled is not None
+    shardy_bytes = sum(outcome.audit.shardy.values())
     times = (expected.step_s, outcome.step_s)
     sent = expected.communication_bytes
     held = (expected.peak_memory_bytes, float(compiled.peak_memory_bytes))
@@ -183,9 +170,7 @@ def comparison(outcome: Outcome) -> list[str]:
             _ratio(*times),
             "median of the trained steps",
         ),
-        _bytes_row(
-            "sent by a device", (sent, outcome.shardy_bytes), "the partitioned step"
-        ),
+        _bytes_row("sent by a device", (sent, shardy_bytes), "the partitioned step"),
         _bytes_row("", (sent, compiled.communication_bytes), "the compiled step"),
         _bytes_row("held by a device", held, "the compiled step"),
     ]

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from autopar.compression.codecs.codec import Codec, Context
+from autopar.compression.codecs.codec import Codec, CodecContext
 from autopar.compression.exchange import MeshLinks, chunk_elements, exchange
 
 EPSILON = float(np.finfo(np.float32).eps)
@@ -32,7 +32,7 @@ def _compiled(codec: Codec, shape, n, seed, scatter):
     links = MeshLinks(("workers",), n)
 
     def run(chunks, state, worker, step):
-        context = Context(n, worker, step, seed, shape, size, scatter)
+        context = CodecContext(n, worker, step, seed, shape, size, scatter)
         (end,) = exchange([codec.reduce(chunks, state, context)], links)
         return end.total, end.sent, end.state
 

@@ -12,7 +12,7 @@ from autopar.cost.collectives import collective_bytes
 from autopar.layouts.layout import (
     Axes,
     Layout,
-    Step,
+    ReshardStep,
     assignments,
     axes_of,
     replicated,
@@ -45,7 +45,7 @@ def reshardings(draw: st.DrawFn) -> tuple[Layout, Layout, Axes, tuple[int, ...]]
     return start, draw(layouts(axes, rank)), partial, sizes
 
 
-def is_elementary(before: Layout, step: Step) -> bool:
+def is_elementary(before: Layout, step: ReshardStep) -> bool:
     """Whether one collective of this kind does exactly this."""
     after = step.layout
     pairs = list(zip(before, after, strict=True))
@@ -71,7 +71,7 @@ def is_elementary(before: Layout, step: Step) -> bool:
     return False
 
 
-def sent_bytes(steps: tuple[Step, ...], sizes: tuple[int, ...]) -> float:
+def sent_bytes(steps: tuple[ReshardStep, ...], sizes: tuple[int, ...]) -> float:
     return sum(
         collective_bytes(s.kind, s.fraction, math.prod(sizes[a] for a in s.axes))
         for s in steps

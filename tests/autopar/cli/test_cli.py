@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from checkout import GOLDEN, ROOT
 
 import autopar
 from autopar.cli import main
 from autopar.plans import Plan
 from autopar.reports.table import render
 
-GOLDEN = pathlib.Path(__file__).parents[1] / "golden"
 TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
 SMALL = ("width=64", "batch=64", "layers=1")
 
@@ -75,7 +75,7 @@ def test_version(run: Run) -> None:
 
 def test_module_is_a_command_too() -> None:
     words = [sys.executable, "-m", "autopar", "--version"]
-    root = pathlib.Path(__file__).parents[2]
+    root = ROOT
     done = subprocess.run(words, capture_output=True, text=True, check=True, cwd=root)
     assert done.stdout == f"autopar {autopar.__version__}\n"
 

@@ -22,17 +22,17 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar import Cluster, Plan
-from autopar.api import plan_analysis
 from autopar.cost import combining
 from autopar.cost.collectives import collective_s
 from autopar.cost.combining import COMBINERS, Combiner
 from autopar.cost.pricer import CPU_SKEW, Pricer
 from autopar.cost.traffic import Collective, joined
-from autopar.layouts.layout import Step
+from autopar.layouts.layout import ReshardStep
 from autopar.planner.candidate import evaluate
+from autopar.planner.plan import plan_analysis
 from autopar.planner.problem import formulate
 from autopar.planner.search import candidate_meshes, solve_mesh
-from autopar.reports.explain import Context, context_of, group_collectives
+from autopar.reports.explain import BoundPlan, bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
 from autopar.runtime.planned import device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse
@@ -62,11 +62,11 @@ def hosts(latency_s: float, kind: str = "cpu", count: int = 4) -> Cluster:
     return Cluster.parse(f"{count}x1:{kind},network_latency={latency_s * 1e6:g}us")
 
 
-def planned(cluster: Cluster, pins: Any, **options: Any) -> tuple[Plan, Context]:
+def planned(cluster: Cluster, pins: Any, **options: Any) -> tuple[Plan, BoundPlan]:
     plan = plan_analysis(
         analysis(), cluster, axis_names=("data",), max_axes=1, pins=pins, **options
     )
-    return plan, context_of(analysis(), plan, cluster)
+    return plan, bind_plan(analysis(), plan, cluster)
 
 
 def number_of(collectives: Sequence[Collective]) -> float:
@@ -105,17 +105,17 @@ class TestGradients:
 
     @pytest.mark.parametrize("latency_s", LATENCIES_S)
     def test_all_gradients_are_one_message(self, latency_s: float) -> None:
-        plan, context = planned(hosts(latency_s), WHOLE)
+        plan, bound = planned(hosts(latency_s), WHOLE)
 
-        link = Pricer(hosts(latency_s), context.pricer.mesh).mesh.axes[0].link
+        link = Pricer(hosts(latency_s), bound.pricer.mesh).mesh.axes[0].link
         bandwidth = link.bandwidth_bytes_per_s
         ring = 6 * link.latency_s + 1.5 * SUM_BYTES / bandwidth
         doubling = 2 * (link.latency_s + SUM_BYTES / bandwidth)
         assert plan.predicted.communication_s == pytest.approx(
             CPU_SKEW * min(ring, doubling)
         )
-        assert len(context.collectives) == SUMS
-        assert {c.message_bytes for c in context.collectives} == {SUM_BYTES}
+        assert len(bound.collectives) == SUMS
+        assert {c.message_bytes for c in bound.collectives} == {SUM_BYTES}
 
     def test_a_latency_counts_once(self) -> None:
         low, high = (
@@ -127,11 +127,11 @@ class TestGradients:
 
     def test_the_compiler_sends_as_many(self) -> None:
         cluster = Cluster.parse("8:cpu")
-        plan, context = planned(cluster, WHOLE)
+        plan, bound = planned(cluster, WHOLE)
 
         program = planned_step(analysis(), plan, device_mesh(plan)).lower().compile()
         found = re.findall(r"= \((.*)\) all-reduce\(", program.as_text())
-        assert len(found) == number_of(context.collectives) == 1
+        assert len(found) == number_of(bound.collectives) == 1
         assert found[0].count("f32[") == SUMS
 
     def test_accelerators_fill_messages(self) -> None:
@@ -147,7 +147,7 @@ class TestGradients:
         plan = plan_analysis(
             large, cluster, axis_names=("data",), max_axes=1, pins=WHOLE
         )
-        found = context_of(large, plan, cluster).collectives
+        found = bind_plan(large, plan, cluster).collectives
         assert number_of(found) == pytest.approx(2)
         assert len({c.message_bytes for c in found}) == 2
         assert max(c.message_bytes for c in found) <= COMBINERS["gpu"].most_bytes
@@ -159,7 +159,7 @@ class TestGradients:
             Cluster.parse("2x2:cpu"), Cluster.parse("2x2:cpu").mesh_shapes()[-1]
         )
         made = [
-            Collective(Step("all_reduce", axes, 0.5, ()), 8, 1.0, 0, 0, place)
+            Collective(ReshardStep("all_reduce", axes, 0.5, ()), 8, 1.0, 0, 0, place)
             for axes in ((0,), (1,))
             for place in places
         ]
@@ -171,8 +171,8 @@ class TestParameters:
     """Parameters that are split are gathered before they are read."""
 
     def gathers(self, kind: str) -> list[Collective]:
-        _, context = planned(hosts(1e-4, kind), SPLIT)
-        return [c for c in context.collectives if c.step.kind == "all_gather"]
+        _, bound = planned(hosts(1e-4, kind), SPLIT)
+        return [c for c in bound.collectives if c.step.kind == "all_gather"]
 
     def test_accelerators_join_gathers(self) -> None:
         found = self.gathers("h100")
@@ -189,9 +189,9 @@ class TestParameters:
 @pytest.mark.parametrize("pins", [WHOLE, SPLIT])
 @pytest.mark.parametrize("codec", ["none", "int8"])
 def test_rows_add_up_to_the_prediction(kind: str, pins: Any, codec: str) -> None:
-    plan, context = planned(hosts(1e-3, kind), pins, compression=codec)
-    rows = group_collectives(context, context.collectives)
-    rows += codec_rows(plan, context.pricer)
+    plan, bound = planned(hosts(1e-3, kind), pins, compression=codec)
+    rows = group_collectives(bound, bound.collectives)
+    rows += codec_rows(plan, bound.pricer)
     total = sum(row.seconds for row in rows)
     assert total == pytest.approx(plan.predicted.communication_s, rel=1e-9)
 

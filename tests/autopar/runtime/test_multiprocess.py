@@ -13,9 +13,8 @@ from typing import Any
 import multiprocess_worker
 import numpy as np
 import pytest
+from checkout import ROOT
 
-HERE = pathlib.Path(__file__).parent
-ROOT = HERE.parents[1]
 TIMEOUT_S = 240
 # As in conftest.py, without the number of devices that a shell may ask for.
 FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -37,7 +36,7 @@ def run(count: int, folder: pathlib.Path) -> list[Any]:
     outs = [folder / f"{count}_{k}.json" for k in range(count)]
     processes = [
         subprocess.Popen(
-            [sys.executable, str(HERE / "multiprocess_worker.py"),
+            [sys.executable, str(ROOT / "tests" / "support" / "multiprocess_worker.py"),
              str(k), str(count), str(port), str(out)],
             env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )

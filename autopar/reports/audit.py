@@ -1,0 +1,154 @@
+"""Audits: the communication that a plan predicts beside what the compiler does."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from autopar.plans import Plan
+from autopar.reports.explain import BoundPlan
+from autopar.reports.gradients import codec_rows
+from autopar.reports.table import bytes_text, columns, mesh_text
+from autopar_passes.audit import AuditedCollective, shardy_collectives
+from autopar_passes.hlo import CompiledAudit, compiled_audit
+
+# Kind of collective -> bytes that one device sends in a step.
+BytesByKind = Mapping[str, float]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Audit:
+    """What a plan predicts, what Shardy makes of it, and what XLA compiles.
+
+    Attributes:
+      plan: the plan.
+      predicted: bytes that one device sends in a step, by kind of collective.
+      shardy: the same, of the program as the compiler's partitioner rewrites it.
+      compiled: communication and memory of the compiled step; None if it was not
+        compiled.
+    """
+
+    plan: Plan
+    predicted: BytesByKind
+    shardy: BytesByKind
+    compiled: CompiledAudit | None = None
+
+    @property
+    def agrees(self) -> bool:
+        """Whether every audit finds the bytes that the plan predicts."""
+        predicted = sum(self.predicted.values())
+        return all(_equal(predicted, sum(f.values())) for f in self.found.values())
+
+    @property
+    def found(self) -> dict[str, BytesByKind]:
+        """Name of an audit -> bytes by kind."""
+        out: dict[str, BytesByKind] = {"shardy": self.shardy}
+        if self.compiled is not None:
+            out["xla"] = bytes_by_kind(self.compiled.collectives)
+        return out
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the audit as plain dictionaries."""
+        out: dict[str, Any] = {
+            "predicted_by_kind": dict(self.predicted),
+            "shardy": _totals(self.shardy),
+        }
+        if self.compiled is not None:
+            out["xla"] = {
+                **_totals(bytes_by_kind(self.compiled.collectives)),
+                "communication_bytes": self.compiled.communication_bytes,
+                "peak_memory_bytes": self.compiled.peak_memory_bytes,
+                "exceptions": list(self.compiled.exceptions),
+            }
+        return out
+
+    def __str__(self) -> str:
+        """The comparison as a table, and a verdict."""
+        return "\n".join(audit_lines(self))
+
+
+def audit_lowered(bound: BoundPlan, lowered: Any, compiled: Any = None) -> Audit:
+    """Compares a plan with its lowered, and perhaps compiled, program.
+
+    Args:
+      bound: the plan with its step and cluster.
+      lowered: JAX's ``Lowered`` of the planned step.
+      compiled: JAX's ``Compiled`` of it.
+    """
+    axes = tuple(bound.plan.mesh["axes"].items())
+    return Audit(
+        bound.plan,
+        predicted_by_kind(bound),
+        bytes_by_kind(shardy_collectives(lowered)),
+        None if compiled is None else compiled_audit(compiled, axes),
+    )
+
+
+def predicted_by_kind(bound: BoundPlan) -> BytesByKind:
+    """The bytes that the cost model expects, by kind of collective."""
+    out: dict[str, float] = defaultdict(float)
+    for collective in bound.collectives:
+        out[collective.step.kind] += collective.sent_bytes(bound.pricer)
+    for row in codec_rows(bound.plan, bound.pricer):
+        if row.sent_bytes:
+            out[row.kind] += row.sent_bytes
+    return dict(out)
+
+
+def bytes_by_kind(collectives: Iterable[AuditedCollective]) -> BytesByKind:
+    """Sums what one device sends, by kind of collective."""
+    out: dict[str, float] = defaultdict(float)
+    for collective in collectives:
+        out[collective.kind] += collective.sent_bytes
+    return dict(out)
+
+
+def _totals(found: BytesByKind) -> dict[str, Any]:
+    return {"communication_bytes": sum(found.values()), "by_kind": dict(found)}
+
+
+def audit_lines(audit: Audit) -> list[str]:
+    """The comparison as a table, and a verdict."""
+    audits = audit.found
+    kinds = sorted({*audit.predicted, *(k for found in audits.values() for k in found)})
+    rows: list[tuple[str, ...]] = [
+        ("bytes sent from each device", "predicted", *audits)
+    ]
+    for kind in kinds:
+        values = (audit.predicted, *audits.values())
+        rows.append((kind, *(bytes_text(v.get(kind, 0.0)) for v in values)))
+    totals = tuple(sum(v.values()) for v in (audit.predicted, *audits.values()))
+    rows.append(("total", *map(bytes_text, totals)))
+    lines = [f"plan     {audit.plan.cluster}, mesh {mesh_text(audit.plan)}", ""]
+    lines += columns(rows, right=range(1, len(rows[0])))
+    if audit.compiled is not None:
+        held = bytes_text(audit.compiled.peak_memory_bytes)
+        expected = bytes_text(audit.plan.predicted.peak_memory_bytes)
+        lines += ["", f"memory   predicted {expected}, compiled {held} on each device"]
+        lines += [f"note     {name}" for name in audit.compiled.exceptions]
+    return [
+        *lines,
+        "",
+        *_verdicts(totals[0], dict(zip(audits, totals[1:], strict=True))),
+    ]
+
+
+def _equal(predicted: float, total: float) -> bool:
+    return math.isclose(predicted, total, rel_tol=1e-6, abs_tol=0.5)
+
+
+def _verdicts(predicted: float, audited: dict[str, float]) -> list[str]:
+    """Says of each audit whether it agrees with the prediction."""
+    out: list[str] = []
+    for name, total in audited.items():
+        if _equal(predicted, total):
+            out.append(f"{name} communicates what the plan predicts")
+        else:
+            share = f" ({total / predicted - 1:+.2%})" if predicted else ""
+            out.append(
+                f"{name} communicates {bytes_text(total - predicted)} more{share}"
+            )
+    return out
