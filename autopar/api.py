@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.planner.hints import (
-    LogicalRules,
-    Pins,
-    logical_pins,
+from autopar.planner.hints import LogicalRules, Pins
+from autopar.planner.options import (
+    SOLVER_SECONDS,
+    PlanOptions,
+    as_cluster,
+    as_plan,
+    with_logical_pins,
 )
-from autopar.planner.plan import SOLVER_SECONDS, plan_analysis
+from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.reports.audit import Audit, audit_lowered
 from autopar.reports.explain import bind_plan
@@ -22,7 +26,7 @@ from autopar.steps.analysis import Analysis, analyse
 def plan(
     step: Callable[..., Any],
     *args: Any,
-    cluster: Cluster,
+    cluster: Cluster | str,
     pins: Pins | None = None,
     logical_axis_rules: LogicalRules | None = None,
     axis_names: Sequence[str] | None = None,
@@ -31,7 +35,7 @@ def plan(
     split_batch: bool = True,
     compression: str = "none",
     error_budget: float | None = None,
-    layouts: Plan | None = None,
+    layouts: Plan | str | os.PathLike[str] | None = None,
 ) -> Plan:
     """Finds the execution plan of a train step that is fastest on a cluster.
 
@@ -41,7 +45,8 @@ def plan(
         batch)``. What comes back with the structure of an argument is carried
         state.
       args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
-      cluster: what to plan for; its devices are not needed.
+      cluster: what to plan for, or its text, such as ``2x4:h100``; its devices are
+        not needed.
       pins: path pattern of an input -> its ``PartitionSpec``, as in
         ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
       logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes; they
@@ -55,37 +60,38 @@ def plan(
       compression: how gradients are sent between devices: ``none`` as they are;
         ``auto`` each as trains fastest, chosen together with the layouts; or the
         text of a codec for all of them, such as ``int8`` or ``powersgd:rank=4``.
-      layouts: a plan whose layouts are kept, on this cluster; only the codecs are
-        chosen.
+      layouts: a plan whose layouts are kept, on this cluster, or its JSON file; only
+        the codecs are chosen.
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
 
     Raises:
       TraceError: JAX cannot trace the step.
       InfeasibleError: no plan fits the memory of a device.
-      PlanError: a pin does not fit, or the batch cannot be split.
+      ClusterError: the text describes no cluster.
+      PlanError: a pin does not fit, the batch cannot be split, or an option is wrong.
     """
-    analysis = analyse(step, args)
-    named = logical_pins(step, args, logical_axis_rules or ())
-    return plan_analysis(
-        analysis,
-        cluster,
-        pins={**named, **(pins or {})},
+    options = PlanOptions(
+        pins=pins,
+        logical_axis_rules=logical_axis_rules,
         axis_names=axis_names,
         max_axes=max_axes,
         seconds=seconds,
         split_batch=split_batch,
         compression=compression,
         error_budget=error_budget,
-        layouts=layouts,
+        layouts=None if layouts is None else as_plan(layouts, "layouts"),
     )
+    made_for = as_cluster(cluster)
+    analysis = analyse(step, args)
+    return plan_analysis(analysis, made_for, with_logical_pins(options, step, args))
 
 
 def audit(
     step: Callable[..., Any],
     *args: Any,
-    plan: Plan,
-    cluster: Cluster | None = None,
+    plan: Plan | str | os.PathLike[str],
+    cluster: Cluster | str | None = None,
     compiled: bool = False,
 ) -> Audit:
     """Partitions a planned step with the compiler, and compares the communication.
@@ -95,8 +101,9 @@ def audit(
     Args:
       step: the train step that the plan was made for.
       args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
-      plan: the plan.
-      cluster: the one that the plan was made for; default: read from the plan.
+      plan: the plan, or its JSON file.
+      cluster: the one that the plan was made for, or its text; default: read from the
+        plan.
       compiled: also compiles the step for this process's devices and reads
         communication and memory from the compiled program.
 
@@ -104,8 +111,9 @@ def audit(
       PlanError: the plan is for another step or cluster.
       ClusterError: the plan's cluster has no short form and ``cluster`` is missing.
     """
-    made_for = Cluster.parse(plan.cluster) if cluster is None else cluster
-    return audit_analysis(analyse(step, args), plan, made_for, compiled=compiled)
+    found = as_plan(plan)
+    made_for = as_cluster(found.cluster if cluster is None else cluster)
+    return audit_analysis(analyse(step, args), found, made_for, compiled=compiled)
 
 
 def audit_analysis(

@@ -17,6 +17,7 @@ import jax
 import workloads
 
 from autopar.cluster import Cluster
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.steps.analysis import analyse
 
@@ -58,10 +59,12 @@ def row(name: str, rate: float, analysis, options: argparse.Namespace) -> bool:
     """Plans for one rate; returns whether choosing together is worse."""
     text = f"{options.shape}:{options.device},network={rate:g}Gb/s"
     cluster = Cluster.parse(text)
-    given = {"cluster": cluster, "seconds": options.seconds}
-    none = plan_analysis(analysis, **given)
-    after = plan_analysis(analysis, compression="auto", layouts=none, **given)
-    joint = plan_analysis(analysis, compression="auto", **given)
+    given = {"seconds": options.seconds}
+    none = plan_analysis(analysis, cluster, PlanOptions(**given))
+    after = plan_analysis(
+        analysis, cluster, PlanOptions(compression="auto", layouts=none, **given)
+    )
+    joint = plan_analysis(analysis, cluster, PlanOptions(compression="auto", **given))
     times = [f"{1e3 * p.predicted.step_s:.2f}" for p in (none, after, joint)]
     workloads.row(name, f"{rate:g}", *times, layout(none), layout(joint), codecs(joint))
     return joint.predicted.step_s > after.predicted.step_s * (1 + 1e-6)

@@ -17,6 +17,7 @@ import jax
 import workloads
 
 from autopar.cluster import Cluster
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar.steps.analysis import analyse
@@ -54,7 +55,9 @@ def main() -> int:
             batch = workloads.batch_for(cluster.num_devices)
             step, args = workloads.arguments(name, batch=batch)
             analysis = analyse(step, args)
-            plan = plan_analysis(analysis, cluster, seconds=options.seconds)
+            plan = plan_analysis(
+                analysis, cluster, PlanOptions(seconds=options.seconds)
+            )
             row(name, shape, analysis, plan)
     return 0
 

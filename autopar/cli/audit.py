@@ -29,7 +29,12 @@ def audit(
     No device is needed. With --compile the step is also compiled for simulated
     CPU devices, and the memory of the compiled step is read.
     """
-    limits = common.PlanOptions(seconds, max_axes, compression, error_budget)
+    limits = common.plan_options(
+        seconds=seconds,
+        compression=compression,
+        error_budget=error_budget,
+        max_axes=max_axes,
+    )
     with common.progress() as say:
         if compiled:
             _start_devices(source, cluster)

@@ -18,6 +18,7 @@ from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.codecs.options import parsed
+from autopar.planner.options import PlanOptions, as_cluster
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse
@@ -110,7 +111,7 @@ def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
     """
     if text is None:
         raise ClusterError("say for which devices: --cluster 8x8:h100, or local.")
-    cluster = Cluster.local() if text == "local" else Cluster.parse(text)
+    cluster = as_cluster(text)
     if memory is None:
         return cluster
     nbytes = round(parse_quantity(memory, "bytes"))
@@ -118,35 +119,32 @@ def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
     return dataclasses.replace(cluster, device=device)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class PlanOptions:
-    """What bounds the search for a plan; None where the default holds.
-
-    Attributes:
-      seconds: time limit of the solver for each mesh.
-      max_axes: most mesh axes to try.
-      compression: how gradients are sent.
-      error_budget: largest relative error of the gradients, for ``auto``.
-      layouts: a plan whose layouts are kept.
+def plan_options(
+    *,
+    seconds: float | None = None,
+    max_axes: int | None = None,
+    compression: str = "none",
+    error_budget: float | None = None,
+    layouts: Plan | None = None,
+) -> PlanOptions:
+    """What the options of a command say about the search for a plan.
 
     Raises:
       PlanError: there is no such codec, or a budget for other than ``auto``.
     """
-
-    seconds: float | None = None
-    max_axes: int | None = None
-    compression: str = "none"
-    error_budget: float | None = None
-    layouts: Plan | None = None
-
-    def __post_init__(self) -> None:
-        """Checks the compression before any work is done."""
-        parsed(self.compression)
-        if self.error_budget is not None and self.compression != "auto":
-            raise PlanError(
-                f"--error-budget {self.error_budget:g} bounds what --compression auto "
-                f"chooses, and --compression is {self.compression}."
-            )
+    if error_budget is not None and compression != "auto":
+        parsed(compression)
+        raise PlanError(
+            f"--error-budget {error_budget:g} bounds what --compression auto "
+            f"chooses, and --compression is {compression}."
+        )
+    return PlanOptions(
+        seconds=seconds,
+        max_axes=max_axes,
+        compression=compression,
+        error_budget=error_budget,
+        layouts=layouts,
+    )
 
 
 def plan_workload(
@@ -157,15 +155,7 @@ def plan_workload(
     analysis = analyse(workload.step, workload.args)
     count = len(analysis.contraction.nodes)
     say(f"planning for {cluster}: {count} decisions")
-    plan = plan_analysis(
-        analysis,
-        cluster,
-        seconds=limits.seconds,
-        max_axes=limits.max_axes,
-        compression=limits.compression,
-        error_budget=limits.error_budget,
-        layouts=limits.layouts,
-    )
+    plan = plan_analysis(analysis, cluster, limits)
     return analysis, msgspec.structs.replace(
         plan, target=workload.target, options=workload.options
     )

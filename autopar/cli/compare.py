@@ -46,7 +46,9 @@ def compare(
     With --measure all that fit are really run, on this process's devices; for a
     cluster of CPU devices they are simulated.
     """
-    limits = common.PlanOptions(seconds, None, compression, error_budget)
+    limits = common.plan_options(
+        seconds=seconds, compression=compression, error_budget=error_budget
+    )
     if devices is not None:
         common.simulate_devices(devices)
     made_for = common.read_cluster(cluster, memory)

@@ -22,6 +22,7 @@ import jax
 from autopar.api import audit_analysis
 from autopar.cluster import Cluster, local
 from autopar.errors import TargetError
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.profiling import profile
@@ -87,7 +88,7 @@ def run(*, devices: int, steps: int, seconds: float, show: Show, say: Show) -> O
         say("tracing the train step")
         analysis = analyse(workload[0], workload[1:])
         say(f"planning {len(analysis.contraction.nodes)} decisions")
-        plan = plan_analysis(analysis, cluster, seconds=seconds)
+        plan = plan_analysis(analysis, cluster, PlanOptions(seconds=seconds))
         show(f"{render(plan)}\n\n{planning_times(plan)}\n")
         say("partitioning and compiling")
         audit = audit_analysis(analysis, plan, cluster, compiled=True)

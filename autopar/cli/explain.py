@@ -64,7 +64,9 @@ def explain(
     it causes, and what the step would take with other layouts, everything else
     planned again; and how its gradient is sent, beside other codecs.
     """
-    limits = common.PlanOptions(seconds, None, compression, error_budget)
+    limits = common.plan_options(
+        seconds=seconds, compression=compression, error_budget=error_budget
+    )
     with common.progress() as say:
         found = common.subject(source, words, cluster, limits, say)
         bound = bind_plan(found.analysis, found.plan, found.cluster)

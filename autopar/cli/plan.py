@@ -45,7 +45,13 @@ def plan(
         common.check_folder(path)
     made_for = common.read_cluster(cluster, memory)
     kept = None if layouts is None else Plan.load(layouts)
-    limits = common.PlanOptions(seconds, max_axes, compression, error_budget, kept)
+    limits = common.plan_options(
+        seconds=seconds,
+        compression=compression,
+        error_budget=error_budget,
+        max_axes=max_axes,
+        layouts=kept,
+    )
     with common.progress() as say:
         workload = load(target, parse_words(words or []))
         analysis, found = common.plan_workload(workload, made_for, limits, say)

@@ -23,12 +23,12 @@ from autopar.planner.codecs.choose import (
 )
 from autopar.planner.codecs.options import budget_of, parsed
 from autopar.planner.hints import (
-    Pins,
     check_pinned,
     fitting_meshes,
     pin_restriction,
     pinned_layouts,
 )
+from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.record import make_plan, restore
 from autopar.planner.search import candidate_meshes, given, search
@@ -36,32 +36,35 @@ from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar_passes.roles import InputRole
 
-# Most plans are proved optimal in a tenth of this; with very tight memory the
-# solver would go on for minutes to close the last percent.
-SOLVER_SECONDS = 10.0
-
 
 def plan_analysis(
-    analysis: Analysis,
-    cluster: Cluster,
-    *,
-    pins: Pins | None = None,
-    axis_names: Sequence[str] | None = None,
-    max_axes: int | None = None,
-    seconds: float | None = SOLVER_SECONDS,
-    split_batch: bool = True,
-    compression: str = "none",
-    error_budget: float | None = None,
-    layouts: Plan | None = None,
+    analysis: Analysis, cluster: Cluster, options: PlanOptions = DEFAULTS
 ) -> Plan:
-    """`plan`, for a step that is already analysed."""
+    """`autopar.plan`, for a step that is already analysed.
+
+    Raises:
+      InfeasibleError: no plan fits the memory of a device.
+      PlanError: a pin does not fit, the batch cannot be split, or Flax's rules were
+        not turned into pins (`with_logical_pins`).
+    """
+    if options.logical_axis_rules:
+        raise PlanError(
+            "plan_analysis: logical_axis_rules need the step's arguments; turn them "
+            "into pins with with_logical_pins(options, step, args)."
+        )
+    pins, compression, layouts = (
+        options.pins,
+        options.compression,
+        options.layouts,
+    )
+    seconds = options.seconds
     started = time.perf_counter()
     codec = parsed(compression)
-    budget = budget_of(error_budget, compression)
-    meshes = candidate_meshes(cluster, max_axes, axis_names)
+    budget = budget_of(options.error_budget, compression)
+    meshes = candidate_meshes(cluster, options.max_axes, options.axis_names)
     if pins:
         meshes = fitting_meshes(analysis, pins, meshes)
-    if split_batch:
+    if options.split_batch:
         check_batch(analysis, cluster, meshes)
 
     def restrict(pricer: Pricer) -> Restriction:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +16,7 @@ from autopar.compression.fallback import LEAST_GAIN, Fallback
 from autopar.compression.policies.policy import GradientReport, Policy
 from autopar.errors import PlanError
 from autopar.planner.hints import logical_pins
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
@@ -61,8 +62,8 @@ def parallelize(
     """
     if plan is not None and cluster is not None:
         raise PlanError("parallelize: give cluster= or plan=, not both.")
-    known = {*inspect.signature(plan_analysis).parameters, "logical_axis_rules"}
-    if unknown := sorted(set(options) - set(known) | {"step", "args"} & set(options)):
+    known = {field.name for field in dataclasses.fields(PlanOptions)}
+    if unknown := sorted(set(options) - known):
         raise TypeError(f"parallelize: unknown options {', '.join(unknown)}.")
     ignored = {"compression", "error_budget", "layouts"} & set(options)
     if plan is not None and ignored:
@@ -273,7 +274,7 @@ class ParallelStep:
         plan = self._given
         if plan is None:
             cluster, hints = self.cluster, self._hints[key]
-            plan = agreement.agree(lambda: plan_analysis(analysis, cluster, **hints))
+            plan = agreement.agree(lambda: plan_analysis(analysis, cluster, PlanOptions(**hints)))
         agreement.check_same(plan, analysis.fingerprint)
         check_plan(analysis, plan)
         mesh = device_mesh(plan, self._devices)

@@ -29,6 +29,7 @@ from autopar.cost.pricer import CPU_SKEW, Pricer
 from autopar.cost.traffic import Collective, joined
 from autopar.layouts.layout import ReshardStep
 from autopar.planner.candidate import evaluate
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.problem import formulate
 from autopar.planner.search import candidate_meshes, solve_mesh
@@ -64,7 +65,9 @@ def hosts(latency_s: float, kind: str = "cpu", count: int = 4) -> Cluster:
 
 def planned(cluster: Cluster, pins: Any, **options: Any) -> tuple[Plan, BoundPlan]:
     plan = plan_analysis(
-        analysis(), cluster, axis_names=("data",), max_axes=1, pins=pins, **options
+        analysis(),
+        cluster,
+        PlanOptions(axis_names=("data",), max_axes=1, pins=pins, **options),
     )
     return plan, bind_plan(analysis(), plan, cluster)
 
@@ -145,7 +148,9 @@ class TestGradients:
         large = analyse(step, args)
         cluster = hosts(1e-5, "h100")
         plan = plan_analysis(
-            large, cluster, axis_names=("data",), max_axes=1, pins=WHOLE
+            large,
+            cluster,
+            PlanOptions(axis_names=("data",), max_axes=1, pins=WHOLE),
         )
         found = bind_plan(large, plan, cluster).collectives
         assert number_of(found) == pytest.approx(2)

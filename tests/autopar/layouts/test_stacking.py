@@ -17,6 +17,7 @@ from planner_steps import normal, training
 
 from autopar.cluster import Cluster
 from autopar.layouts.assignment import Assignment
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
 from autopar.steps.analysis import analyse
@@ -127,11 +128,13 @@ def data_parallel() -> tuple[harness.Case, Assignment]:
     plan = plan_analysis(
         analysis,
         Cluster.parse(f"{WORKERS}:cpu"),
-        axis_names=("x",),
-        max_axes=1,
-        pins={"params/*": PartitionSpec(), "batch/*": PartitionSpec(None, "x")},
-        seconds=None,
-        split_batch=False,
+        PlanOptions(
+            axis_names=("x",),
+            max_axes=1,
+            pins={"params/*": PartitionSpec(), "batch/*": PartitionSpec(None, "x")},
+            seconds=None,
+            split_batch=False,
+        ),
     )
     case = harness.prepare(step, args)
     return case, restore(analysis, plan)

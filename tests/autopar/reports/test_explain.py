@@ -7,6 +7,7 @@ from checkout import GOLDEN
 from autopar.cli.target import load
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.problem import formulate
 from autopar.plans import Plan
@@ -143,7 +144,7 @@ def test_the_mesh_is_that_of_the_plan(plan: Plan, cluster: Cluster) -> None:
 def test_a_plan_with_names_of_its_own_is_explained(
     analysis: Analysis, cluster: Cluster
 ) -> None:
-    made = plan_analysis(analysis, cluster, axis_names=("hosts", "cores"))
+    made = plan_analysis(analysis, cluster, PlanOptions(axis_names=("hosts", "cores")))
     bound = bind_plan(analysis, made, cluster)
     assert bound.pricer.mesh.names == ("hosts", "cores")
 

@@ -17,6 +17,7 @@ from autopar.cost.codecs.messages import TELEMETRY_BYTES
 from autopar.cost.codecs.terms import effective_error, relative_error
 from autopar.cost.pricer import Pricer
 from autopar.planner.codecs.choose import CANDIDATES
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.plans import GradientDecision, Plan
 from autopar.reports.explain import mesh_of
@@ -44,7 +45,9 @@ def analysis() -> Analysis:
 
 def make(analysis: Analysis, cluster: Cluster, codec: str, pins: Any = None) -> Plan:
     pins = WHOLE if pins is None else pins
-    return plan_analysis(analysis, cluster, max_axes=1, pins=pins, compression=codec)
+    return plan_analysis(
+        analysis, cluster, PlanOptions(max_axes=1, pins=pins, compression=codec)
+    )
 
 
 def pricer_of(plan: Plan, cluster: Cluster) -> Pricer:

@@ -20,6 +20,7 @@ from autopar.cost.codecs.terms import effective_error, relative_error
 from autopar.planner.codecs.choose import CANDIDATES, MOST_OF_BUDGET, choose
 from autopar.planner.codecs.options import DEFAULT_BUDGET
 from autopar.planner.codecs.sites import gradients_of, parameter_names
+from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
 from autopar.planner.search import given
@@ -50,10 +51,12 @@ def planned(bandwidth: str, compression: str, **options: Any) -> Plan:
     return plan_analysis(
         analysis(),
         cluster(bandwidth),
-        axis_names=("data",),
-        max_axes=1,
-        compression=compression,
-        **{"seconds": None, **options},
+        PlanOptions(
+            axis_names=("data",),
+            max_axes=1,
+            compression=compression,
+            **{"seconds": None, **options},
+        ),
     )
 
 
@@ -338,4 +341,4 @@ class TestNames:
 )
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
-        plan_analysis(analysis(), cluster("1Gb/s"), **options)
+        plan_analysis(analysis(), cluster("1Gb/s"), PlanOptions(**options))
