@@ -1,0 +1,101 @@
+"""What a user says about planning is read and checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import pathlib
+from typing import Any
+
+import msgspec
+import pytest
+import small_step
+
+import autopar
+from autopar import Cluster, ClusterError, PlanError
+from autopar.planner.options import (
+    DEFAULTS,
+    PlanOptions,
+    as_cluster,
+    as_plan,
+    with_codecs_of,
+)
+from autopar.planner.plan import plan_analysis
+from autopar.plans import Compression, GradientDecision
+from autopar.steps.analysis import analyse
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compression": "int9"}, "unknown codec 'int9'"),
+        ({"compression": 8}, "compression=8"),
+        ({"error_budget": 0.1}, "leave it out with compression='none'"),
+        ({"compression": "auto", "error_budget": -1}, "at least 0"),
+    ],
+)
+def test_wrong_options(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        PlanOptions(**options)
+
+
+@pytest.mark.parametrize("function", [autopar.plan, autopar.parallelize])
+def test_callers_spell_every_option_out(function: Any) -> None:
+    """With the same defaults."""
+    signature = inspect.signature(function).parameters
+    for field in dataclasses.fields(PlanOptions):
+        assert signature[field.name].default == getattr(DEFAULTS, field.name)
+
+
+def test_rules_must_be_pins_by_now() -> None:
+    analysis = analyse(small_step.step, small_step.structs())
+    options = PlanOptions(logical_axis_rules=(("embed", "x"),))
+    with pytest.raises(PlanError, match="with_logical_pins"):
+        plan_analysis(analysis, Cluster.parse("4:cpu"), options)
+
+
+class TestReading:
+    def test_clusters(self) -> None:
+        cluster = Cluster.parse("2x4:h100")
+        assert as_cluster(cluster) is cluster
+        assert as_cluster("2x4:h100") == cluster
+        assert as_cluster("local").num_devices == 8
+        for wrong in (None, 4, ["4:cpu"]):
+            with pytest.raises(ClusterError, match=r"expected an autopar\.Cluster"):
+                as_cluster(wrong)  # pyright: ignore[reportArgumentType]
+
+    def test_plans(self, tmp_path: pathlib.Path) -> None:
+        plan, path = small_step.plan("4:cpu"), tmp_path / "plan.json"
+        plan.save(path)
+        assert as_plan(plan) is plan
+        assert as_plan(path) == as_plan(str(path)) == plan
+        for wrong in (None, 4, {}):
+            with pytest.raises(PlanError, match=r"layouts=.*expected an autopar\.Plan"):
+                as_plan(wrong, "layouts")  # pyright: ignore[reportArgumentType]
+
+
+class TestCodecsOfAPlan:
+    def of(self, codecs: tuple[str, ...], **compression: Any) -> PlanOptions:
+        """The options that a plan with these codecs leads to."""
+        one = GradientDecision(
+            name="w", value=0, shape=(4,), local_shape=(4,), axes=("x",), workers=4
+        )
+        gradients = tuple(msgspec.structs.replace(one, codec=c) for c in codecs)
+        plan = msgspec.structs.replace(
+            small_step.plan("4:cpu"),
+            gradients=gradients,
+            compression=Compression(**compression),
+        )
+        return with_codecs_of(PlanOptions(max_axes=1), plan)
+
+    def test_as_the_plan_says(self) -> None:
+        assert self.of(()) == PlanOptions(max_axes=1)
+        assert self.of(("int8", ""), mode="int8").compression == "int8"
+        found = self.of(("int8", "int4"), mode="auto", error_budget=0.02)
+        assert found == PlanOptions(max_axes=1, compression="auto", error_budget=0.02)
+
+    def test_as_its_gradients_say(self) -> None:
+        assert self.of(("int8", "dense", "")).compression == "int8"
+        assert self.of(("dense",)).compression == "dense"
+        with pytest.raises(PlanError, match=r"int4, int8, and does not say"):
+            self.of(("int8", "int4"))
