@@ -17,7 +17,8 @@ from autopar.errors import (
     TraceError,
 )
 from autopar.plans.schema import Plan
-from autopar.runtime.parallelize import ParallelStep, parallelize
+from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.parallelize import parallelize
 from autopar.version import __version__
 from autopar_passes.rules import FactorKind, FactorRule, register_rule
 

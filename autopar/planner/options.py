@@ -118,6 +118,8 @@ def with_codecs_of(options: PlanOptions, plan: Plan) -> PlanOptions:
     """
     mode = plan.compression.mode
     codecs = {g.codec for g in plan.gradients if g.codec}
+    # What a codec cannot send, or not with profit, is sent beside it as it is.
+    codecs = codecs - {"dense"} or codecs
     if mode == "none" and codecs:
         if len(codecs) > 1:
             raise PlanError(

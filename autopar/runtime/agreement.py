@@ -3,37 +3,39 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import msgspec
 import numpy as np
-from jax.experimental import multihost_utils
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.plans.schema import Seconds
+from autopar.runtime.world import World
+from autopar_passes import jax_compat
 
 # First byte of what process 0 sends: a plan follows, or the text of an error.
 _PLAN, _FAILED = b"p", b"e"
 
 
-def agree(make: Callable[[], Plan]) -> Plan:
+def agree(world: World, make: Callable[[], Plan]) -> Plan:
     """Returns the plan that process 0 makes, on every process.
 
     Raises:
       PlanError: process 0 found none; the other processes raise what it raised.
     """
-    if jax.process_count() == 1:
+    if world.process_count == 1:
         return make()
     failure: Exception | None = None
     data = b""
-    if jax.process_index() == 0:
+    if world.process_index == 0:
         try:
             data = _PLAN + msgspec.json.encode(make())
         except Exception as error:  # sent on, and raised below
             failure, data = error, _FAILED + str(error).encode()
-    received = _from_first(data)
+    received = world.channel.broadcast(data)
     if failure is not None:
         raise failure
     if received[:1] == _FAILED:
@@ -41,52 +43,97 @@ def agree(make: Callable[[], Plan]) -> Plan:
     return Plan.from_json(received[1:])
 
 
-def _from_first(data: bytes) -> bytes:
-    """The bytes of process 0, on every process."""
-    length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
-    buffer = np.zeros(length, dtype=np.uint8)
-    if jax.process_index() == 0:
-        buffer[:] = np.frombuffer(data, dtype=np.uint8)
-    received = np.asarray(multihost_utils.broadcast_one_to_all(buffer))
-    return received.astype(np.uint8).tobytes()
+def content_digest(plan: Plan) -> str:
+    """32 hex digits of what a plan decides; how long planning took is left out."""
+    solver = msgspec.structs.replace(plan.solver, seconds=0.0)
+    zero = Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0)
+    plain = msgspec.structs.replace(plan, solver=solver, seconds=zero)
+    return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()[:32]
 
 
-def check_same(plan: Plan, fingerprint: str) -> None:
+def check_same(world: World, plan: Plan, fingerprint: str) -> None:
     """Checks that all processes hold the same plan and trace the same step.
 
     How long planning took may differ.
 
     Args:
+      world: the processes.
       plan: this process's plan.
       fingerprint: of the step that this process traced.
 
     Raises:
       PlanError: they do not.
     """
-    if jax.process_count() == 1:
+    if world.process_count == 1:
         return
-    solver = msgspec.structs.replace(plan.solver, seconds=0.0)
-    zero = Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0)
-    plain = msgspec.structs.replace(plan, solver=solver, seconds=zero)
-    text = msgspec.json.encode(plain) + fingerprint.encode()
-    digest = np.frombuffer(hashlib.sha256(text).digest()[:4], dtype=np.uint32)
-    every = np.asarray(multihost_utils.process_allgather(digest)).reshape(-1)
-    if len(set(every.tolist())) > 1:
+    every = _gathered(world, content_digest(plan) + fingerprint)
+    if len(set(every)) > 1:
         raise PlanError(
-            "the processes hold different plans or trace different steps "
-            f"({', '.join(f'{d:08x}' for d in every.tolist())}): pass the same plan= "
-            "and the same step to every process."
+            f"the processes hold different plans or trace different steps "
+            f"({', '.join(every)}): pass the same plan= and the same step to every "
+            "process."
         )
 
 
-def shared_number(value: float) -> float:
+def check_rows(world: World, shapes: Sequence[tuple[int, ...]]) -> None:
+    """Checks that every process passes as many rows of the batch.
+
+    Args:
+      world: the processes.
+      shapes: of the arrays that this process passes.
+
+    Raises:
+      PlanError: they do not.
+    """
+    if world.process_count == 1:
+        return
+    every = _gathered(world, repr([tuple(s) for s in shapes]))
+    if len(set(every)) > 1:
+        raise PlanError(
+            "the processes pass arrays of different shapes (this one "
+            f"{', '.join(map(str, shapes[:4]))}): a batch is split evenly, each "
+            "process passes as many rows. Pad or drop the rest of the last batch."
+        )
+
+
+def check_equal(world: World, leaves: Sequence[Any]) -> None:
+    """Checks that arrays of this process alone have the same values everywhere.
+
+    Only a digest is sent.
+
+    Raises:
+      PlanError: they do not.
+    """
+    if world.process_count == 1 or not leaves:
+        return
+    digest = hashlib.sha256()
+    for leaf in leaves:
+        keyed = jax_compat.is_extended(jax.typeof(leaf).dtype)
+        array = np.asarray(jax.random.key_data(leaf) if keyed else leaf)
+        digest.update(f"{array.shape} {array.dtype}".encode())
+        digest.update(np.ascontiguousarray(array).tobytes())
+    if len(set(_gathered(world, digest.hexdigest()))) > 1:
+        raise PlanError(
+            "state, keys or scalars have different values on the processes: what is "
+            "not split over processes must be the same on each. Create them from the "
+            "same seed, or with init(...)."
+        )
+
+
+def _gathered(world: World, text: str) -> list[str]:
+    """A short digest of each process's text."""
+    data = hashlib.sha256(text.encode()).digest()[:4]
+    return [row.hex() for row in world.channel.gather(data)]
+
+
+def shared_number(world: World, value: float) -> float:
     """The first process's number, on every process."""
-    return float(shared_array(np.asarray(value)))
+    return float(shared_array(world, np.asarray(value)))
 
 
-def shared_array(values: np.ndarray) -> np.ndarray:
-    """The first process's numbers, on every process, in single precision."""
-    if jax.process_count() == 1:
+def shared_array(world: World, values: np.ndarray) -> np.ndarray:
+    """The first process's numbers, on every process."""
+    if world.process_count == 1:
         return values
-    shared = multihost_utils.broadcast_one_to_all(values.astype(np.float32))
-    return np.asarray(shared)
+    data = world.channel.broadcast(np.ascontiguousarray(values).tobytes())
+    return np.frombuffer(data, dtype=values.dtype).reshape(values.shape)

@@ -7,13 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from flax import nnx
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
-from autopar.runtime import placement
-from autopar.steps.analysis import Analysis
+from autopar.runtime import agreement, placement
+from autopar.runtime.recent import Recent
+from autopar.runtime.world import World
 from autopar_passes.trace import carried_leaves, is_graph_node, pure_arguments
 from autopar_passes.trace import pure_function as pure_step
 
@@ -49,25 +49,32 @@ class BatchArguments:
     """Finds the global shapes of a call's arguments.
 
     In a program of several processes, state is the same on every process or
-    already global; of a batch each process holds its own rows. An argument
-    that comes back from the step is state, any other is batch.
+    already global; of a batch each process holds its own rows, as many as any
+    other. An argument that comes back from the step is state, any other is batch.
     """
 
-    def __init__(self, step: Callable[..., Any]) -> None:
-        """Knows no arguments yet."""
+    def __init__(self, step: Callable[..., Any], capacity: int) -> None:
+        """Knows no arguments yet; remembers so many structures of them."""
         self._step = step
-        self._state: dict[Any, frozenset[int]] = {}
+        self._state: Recent[Any, frozenset[int]] = Recent(capacity)
 
-    def structs(self, args: Sequence[Any]) -> list[Any]:
-        """Abstract arguments with global shapes; NNX objects stay as they are."""
+    def structs(self, args: Sequence[Any], world: World) -> list[Any]:
+        """Abstract arguments with global shapes; NNX objects stay as they are.
+
+        Raises:
+          PlanError: processes pass batches of different shapes.
+        """
         local = [_structs(a) for a in args]
-        if jax.process_count() == 1:
+        if world.process_count == 1:
             return local
         key = signature(local)
-        if key not in self._state:
-            self._state[key] = state_arguments(self._step, local)
+        state = self._state.get(key)
+        if state is None:
+            shapes = [tuple(x.shape) for x in jax.tree.leaves(pure_arguments(local))]
+            agreement.check_rows(world, shapes)
+            state = self._state.put(key, state_arguments(self._step, local))
         return [
-            x if i in self._state[key] or is_graph_node(x) else _global(a)
+            x if i in state or is_graph_node(x) else _global(a, world.process_count)
             for i, (a, x) in enumerate(zip(args, local, strict=True))
         ]
 
@@ -98,32 +105,18 @@ def _struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _global(arg: Any) -> Any:
+def _global(arg: Any, process_count: int) -> Any:
     """Structs of the whole batch, of which each process was given its rows."""
 
     def whole(leaf: Any) -> Any:
         if isinstance(leaf, jax.ShapeDtypeStruct):
             return leaf
         struct = _struct(leaf)
-        return jax.ShapeDtypeStruct(placement.global_shape(leaf), struct.dtype)
+        return jax.ShapeDtypeStruct(
+            placement.global_shape(leaf, process_count), struct.dtype
+        )
 
     return jax.tree.map(whole, arg)
-
-
-def check_leading(name: str, analysis: Analysis, leaves: Sequence[Any]) -> None:
-    """Checks that a state is what the step's leading arguments hold.
-
-    Raises:
-      PlanError: it is not.
-    """
-    graph = analysis.graph
-    want = [tuple(graph.values[i.value].shape) for i in graph.inputs[: len(leaves)]]
-    if want != [tuple(np.shape(x)) for x in leaves]:
-        raise PlanError(
-            f"{name}: the state is not what the step's first arguments hold. Pass the "
-            "carried arguments in the step's order, several of them as a tuple, such "
-            "as (params, opt_state)."
-        )
 
 
 def check_shapes(name: str, plan: Plan, leaves: Sequence[Any]) -> None:

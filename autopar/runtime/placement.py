@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,27 +15,25 @@ from autopar_passes import jax_compat
 def place(leaf: Any, sharding: NamedSharding) -> Any:
     """Returns an array with the given sharding; no copy where it has it already.
 
-    In a program of several processes, an array of this process alone must have
-    the same values on every process.
+    Where the sharding spans processes, an array of this process alone must have the
+    same values on every process (`autopar.runtime.agreement.check_equal`): each
+    process cuts its shards out of its own array, and nothing is sent.
     """
     if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
         sharding, leaf.ndim
     ):
         return leaf
-    if jax.process_count() == 1 or _is_global(leaf):
+    if sharding.is_fully_addressable or is_global(leaf):
         return jax.device_put(leaf, sharding)
-    if jax_compat.is_extended(jax.typeof(leaf).dtype):
-        return _place_key(leaf, sharding)
-    return jax.device_put(np.asarray(leaf), sharding)
+    host = leaf if _is_extended(leaf) else np.asarray(leaf)
+    return jax.make_array_from_callback(
+        host.shape, sharding, lambda index: host[index], dtype=host.dtype
+    )
 
 
-def _place_key(key: Any, sharding: NamedSharding) -> Any:
-    """Keys are no numpy arrays: their data travels whole and is wrapped there."""
-    whole = NamedSharding(sharding.mesh, PartitionSpec())
-    data = jax.device_put(np.asarray(jax.random.key_data(key)), whole)
-    impl = jax.random.key_impl(key)
-    wrap = functools.partial(jax.random.wrap_key_data, impl=impl)
-    return jax.jit(wrap, out_shardings=sharding)(data)
+def held_here(leaf: Any, sharding: NamedSharding) -> bool:
+    """Whether `place` would cut shards for several processes out of one's array."""
+    return not sharding.is_fully_addressable and not is_global(leaf)
 
 
 def separate(leaves: list[Any], donated: Iterable[int]) -> None:
@@ -60,45 +57,42 @@ def consume(
             given[k].delete()
 
 
-def place_batch(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
-    """Places one array of a batch, of which each process holds its own part.
+def place_rows(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
+    """Places one array of a batch, of which each process holds an equal part.
 
     Args:
-      leaf: what this process was given: its rows of the global array, or, in a
-        program of one process or for arrays that are already global, all of it.
+      leaf: what this process was given: its rows of the global array.
       shape: the global shape.
       sharding: where it must lie.
     """
-    if jax.process_count() == 1 or _is_global(leaf):
-        return place(leaf, sharding)
-    if tuple(np.shape(leaf)) == tuple(shape):
-        return place(leaf, sharding)
     rows = _row_mesh(sharding.mesh)
     by_process = NamedSharding(rows, PartitionSpec("process"))
     local = np.asarray(leaf)
     whole = jax.make_array_from_process_local_data(by_process, local, tuple(shape))
-    if by_process.is_equivalent_to(sharding, len(shape)):
-        return whole
-    return jax.jit(lambda x: x, out_shardings=sharding)(whole)
+    return place(whole, sharding)
 
 
-def global_shape(leaf: Any) -> tuple[int, ...]:
-    """The shape of a batch array over all processes."""
+def global_shape(leaf: Any, process_count: int) -> tuple[int, ...]:
+    """The shape of a batch array over all processes, of which each has equal rows."""
     shape = tuple(np.shape(leaf))
-    if jax.process_count() == 1 or _is_global(leaf) or not shape or _is_key(leaf):
+    if process_count == 1 or is_global(leaf) or not shape or _is_key(leaf):
         return shape
-    return (shape[0] * jax.process_count(), *shape[1:])
+    return (shape[0] * process_count, *shape[1:])
 
 
 def _is_key(leaf: Any) -> bool:
     """Whether an array is a key; raw ones are recognised by their shape."""
-    dtype = jax.typeof(leaf).dtype
-    if jax_compat.is_extended(dtype):
+    if _is_extended(leaf):
         return True
-    return tuple(np.shape(leaf)) == (2,) and dtype == np.uint32
+    return tuple(np.shape(leaf)) == (2,) and jax.typeof(leaf).dtype == np.uint32
 
 
-def _is_global(leaf: Any) -> bool:
+def _is_extended(leaf: Any) -> bool:
+    return jax_compat.is_extended(jax.typeof(leaf).dtype)
+
+
+def is_global(leaf: Any) -> bool:
+    """Whether an array lies on devices of several processes."""
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 

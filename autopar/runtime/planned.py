@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar.compression.fallback import Fallback
@@ -23,6 +22,7 @@ from autopar.runtime.gradients.sums import (
     Synchronisation,
     synchronisation,
 )
+from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar_passes.apply import replay
 from autopar_passes.layouts import partition_spec
@@ -32,21 +32,26 @@ WITH_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:
-    """Lays the plan's mesh over devices (default: the first of `jax.devices`).
+    """Lays the plan's mesh over devices.
+
+    Args:
+      plan: the plan.
+      devices: the devices, of which the first are used; default: those of
+        `World.current`.
 
     Raises:
       PlanError: there are fewer devices than the mesh has.
     """
-    found = list(jax.devices() if devices is None else devices)
+    found = list(World.current().devices if devices is None else devices)
     need = math.prod(plan.axis_sizes)
     if len(found) < need:
         raise PlanError(
-            f"the plan is for {need} devices ({_mesh_text(plan)}), this process sees "
-            f"{len(found)}. Plan for autopar.Cluster.local(), or simulate devices with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={need}."
+            f"the plan is for {need} devices ({_mesh_text(plan)}), and there are "
+            f"{len(found)} to run it on. Plan for autopar.Cluster.local(), or simulate "
+            f"devices with XLA_FLAGS=--xla_force_host_platform_device_count={need}."
         )
-    grid = np.array(found[:need], dtype=object).reshape(plan.axis_sizes)
-    return Mesh(grid, plan.axis_names, axis_types=(AxisType.Auto,) * grid.ndim)
+    laid = grid(found, plan.axis_sizes)
+    return Mesh(laid, plan.axis_names, axis_types=(AxisType.Auto,) * laid.ndim)
 
 
 def abstract_mesh(plan: Plan) -> AbstractMesh:
@@ -81,9 +86,9 @@ class PlannedStep:
     plan: Plan
     assignment: Assignment
     mesh: Any
-    function: Callable[..., Any]
+    function: Any
     synchronisation: Synchronisation | None = None
-    gradients: Callable[..., dict[str, Any]] | None = None
+    gradients: Any = None
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
@@ -92,19 +97,32 @@ class PlannedStep:
 
     def lower(self) -> Any:
         """Returns JAX's ``Lowered`` of the planned program."""
+        abstract = isinstance(self.mesh, AbstractMesh)
         graph = self.analysis.graph
+        values = [graph.values[i.value] for i in graph.inputs]
         structs: list[Any] = [
-            jax.ShapeDtypeStruct(
-                graph.values[i.value].shape, graph.values[i.value].dtype
-            )
-            for i in graph.inputs
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=None if abstract else s)
+            for v, s in zip(values, self.in_shardings, strict=True)
         ]
         if self.synchronisation is not None:
-            structs.append(self.synchronisation.structs())
-        traced = self.function.trace(*structs)  # pyright: ignore[reportFunctionMemberAccess]
-        if isinstance(self.mesh, AbstractMesh):
+            state = self.synchronisation.structs()
+            structs.append(
+                state
+                if abstract
+                else jax.tree.map(_placed, state, self.synchronisation.shardings())
+            )
+        traced = self.function.trace(*structs)
+        if abstract:
             return traced.lower(lowering_platforms=("cpu",))
         return traced.lower()
+
+    def compile(self) -> None:
+        """Compiles the program; a call with arguments in their places finds it.
+
+        Shardings are part of what JAX finds compiled code by, so the structs that
+        are lowered carry them.
+        """
+        self.lower().compile()
 
 
 def planned_step(
@@ -113,7 +131,7 @@ def planned_step(
     mesh: Any,
     *,
     donate: bool = True,
-    gradients: Callable[..., dict[str, Any]] | None = None,
+    gradients: Any = None,
     fallback: Fallback | None = None,
 ) -> PlannedStep:
     """Builds the jitted function of a planned step.
@@ -132,11 +150,8 @@ def planned_step(
     assignment = restore(analysis, plan)
     run = replay(analysis.program, analysis.graph, assignment, mesh)
     carried = tuple(sorted(analysis.carried)) if donate else ()
-    outputs = [
-        _sharding(mesh, assignment.output(k))
-        for k in range(len(analysis.graph.outputs))
-    ]
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
+    outputs = _out_shardings(analysis, assignment, mesh)
     found = synchronisation(assignment, plan, mesh, fallback)
     if found is None:
         function = jax.jit(
@@ -210,6 +225,41 @@ def _compiler_options(
         for (_, backward), choice in assignment.copies.items()
     )
     return WITH_BARRIERS if barrier or again or codecs else None
+
+
+def _out_shardings(
+    analysis: Analysis, assignment: Assignment, mesh: Any
+) -> list[NamedSharding | None]:
+    """Sharding of each flat result: carried state leaves in the layout it came in.
+
+    Here alone this is decided and checked. It lets a result be the next call's
+    argument as it is, in the memory of the old one (donation, `timing`), and old and
+    new be chosen between without moving either (`Keeper`). A stage that hands its
+    state to another will have to relax it here.
+
+    Raises:
+      PlanError: a plan's layouts say otherwise.
+    """
+    graph = analysis.graph
+    arguments = {result: argument for argument, result in analysis.carried.items()}
+    found: list[NamedSharding | None] = []
+    for k in range(len(graph.outputs)):
+        layout = assignment.output(k)
+        if k in arguments:
+            given = graph.inputs[arguments[k]]
+            home = assignment.home_layout(given.value)
+            if layout not in (None, home):
+                raise PlanError(
+                    f"the plan's layouts do not carry '{given.path}': it comes in as "
+                    f"{home} and leaves as {layout}. Make a new plan with autopar.plan."
+                )
+            layout = home
+        found.append(_sharding(mesh, layout))
+    return found
+
+
+def _placed(struct: Any, sharding: NamedSharding) -> Any:
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
 
 
 def _sharding(mesh: Any, layout: Any) -> NamedSharding | None:

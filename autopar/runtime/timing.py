@@ -12,6 +12,7 @@ import numpy as np
 
 from autopar.plans import Plan
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.runtime.world import World
 from autopar.steps.analysis import Analysis
 from autopar_passes import jax_compat
 
@@ -45,7 +46,8 @@ def measure_plans(
 
 def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep:
     """Builds the step of a plan on the local devices."""
-    return planned_step(analysis, plan, device_mesh(plan), donate=True)
+    mesh = device_mesh(plan, World.current().devices)
+    return planned_step(analysis, plan, mesh, donate=True)
 
 
 class _Runner:
@@ -57,7 +59,7 @@ class _Runner:
         self.arguments = made_up_inputs(planned)
 
     def turn(self, steps: int) -> float:
-        """Seconds of some steps."""
+        """Seconds of some steps; results are the next one's arguments as they are."""
         carried = self.planned.analysis.carried
         start = time.perf_counter()
         out: Sequence[Any] = ()

@@ -34,10 +34,15 @@ from autopar.errors import PlanError
 from autopar.planner.codecs.sites import repriced
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
-from autopar.runtime.gradients.codec_state import carry_over, restored
-from autopar.runtime.gradients.probing import measure_errors
+from autopar.runtime.gradients.codec_state import (
+    carry_over,
+    check_fits,
+    restored,
+)
+from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.sums import Member, State, Synchronisation
 from autopar.runtime.planned import PlannedStep
+from autopar.runtime.world import World
 
 
 class CodecRun:
@@ -59,6 +64,7 @@ class CodecRun:
         self._steps = 0
         self._done = 0
         self._measured: dict[str, Measured] = {}
+        self._probes = ProbePrograms()
 
     @property
     def state(self) -> State | None:
@@ -79,14 +85,28 @@ class CodecRun:
         if self._state is not None:
             self._state, self._owner = None, None
 
-    def run(self, planned: PlannedStep, placed: Sequence[Any]) -> list[Any]:
+    def check(self, how: Synchronisation | None) -> None:
+        """Checks that the state can be carried over to another plan.
+
+        It is carried over when a step runs: codecs that are chosen before then (see
+        `ParallelStep.recode`) may keep a residual that the plan's own would drop.
+
+        Raises:
+          PlanError: the state does not fit the plan's gradients.
+        """
+        if how is not None and self._state is not None:
+            check_fits(self._state, how)
+
+    def run(
+        self, planned: PlannedStep, placed: Sequence[Any], world: World
+    ) -> list[Any]:
         """Runs one step and keeps the codecs' new state."""
         how = planned.synchronisation
         assert how is not None
         state = self._state_for(how)
         probes = self.policy.probes if isinstance(self.policy, Measuring) else ()
         if probes and self._observed(self._done + 1):
-            self._measure(probes, planned, placed, state)
+            self._measure(probes, planned, placed, state, world)
         # A program that runs for the first time is compiled first.
         new = self._planned is not planned
         flat, self._state, self._sums, self._level = planned.function(*placed, state)
@@ -117,6 +137,7 @@ class CodecRun:
         planned: PlannedStep,
         placed: Sequence[Any],
         state: State,
+        world: World,
     ) -> None:
         """Finds what codecs would lose in the step to come; its time is not counted."""
         assert planned.gradients is not None
@@ -125,7 +146,7 @@ class CodecRun:
         begin = time.perf_counter()
         partials = planned.gradients(*placed)
         self._measured = measure_errors(
-            planned.synchronisation, partials, state, probes
+            planned.synchronisation, partials, state, probes, world, self._probes
         )
         self._since += time.perf_counter() - begin
 
@@ -181,13 +202,13 @@ class CodecRun:
         """Whether every gradient of the last step was finite."""
         return not np.asarray(self._sums)[:, NON_FINITE].any()
 
-    def advise(self) -> Mapping[str, str] | None:
+    def advise(self, world: World) -> Mapping[str, str] | None:
         """What the policy wants from the next step on; None: no change."""
         if self.policy is None or not self._observed(self._done):
             return None
         finite, gradients = self.finite(), self.report()
         seconds = (time.perf_counter() - self._since) / max(1, self._steps)
-        seconds = agreement.shared_number(seconds)
+        seconds = agreement.shared_number(world, seconds)
         self._since, self._steps = time.perf_counter(), 0
         if not finite:
             bad = [n for n, r in gradients.items() if not np.isfinite(r.norm)]

@@ -114,18 +114,34 @@ def _residual(name: str, old: Any, struct: Any) -> Any:
         return ()
     if isinstance(old, tuple):
         return jnp.zeros(struct.shape, struct.dtype)
+    _check_residual(name, old, struct)
     if tuple(old.shape[1:]) != struct.shape[1:]:
-        if not _alike(tuple(old.shape[1:]), struct.shape[1:]):
-            raise PlanError(
-                f"compression_state: the residual of '{name}' is of shape "
-                f"{tuple(old.shape[1:])}, its gradient of {struct.shape[1:]}."
-            )
         old = jnp.reshape(old, (old.shape[0], *struct.shape[1:]))
     if old.shape[0] == struct.shape[0]:
         return old if old.dtype == struct.dtype else old.astype(struct.dtype)
     total = jnp.sum(jnp.asarray(old, jnp.float32), axis=0)
     part = (total / struct.shape[0]).astype(struct.dtype)
     return jnp.broadcast_to(part, struct.shape)
+
+
+def check_fits(state: State, new: Synchronisation) -> None:
+    """Checks that `carry_over` can take a state; nothing is moved.
+
+    Raises:
+      PlanError: a residual is of another shape than its gradient.
+    """
+    for name, struct in new.structs()["gradients"].items():
+        old = state["gradients"].get(name, {"residual": ()})["residual"]
+        if not isinstance(old, tuple) and not isinstance(struct["residual"], tuple):
+            _check_residual(name, old, struct["residual"])
+
+
+def _check_residual(name: str, old: Any, struct: Any) -> None:
+    if not _alike(tuple(old.shape[1:]), struct.shape[1:]):
+        raise PlanError(
+            f"compression_state: the residual of '{name}' is of shape "
+            f"{tuple(old.shape[1:])}, its gradient of {struct.shape[1:]}."
+        )
 
 
 def _alike(old: tuple[int, ...], new: tuple[int, ...]) -> bool:

@@ -19,9 +19,8 @@ send and ``C(w)`` what it would::
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -45,6 +44,8 @@ from autopar.compression.synchronise import (
 from autopar.runtime import agreement
 from autopar.runtime.gradients.sums import Member, State, Synchronisation
 from autopar.runtime.gradients.within import sum_within
+from autopar.runtime.recent import Recent
+from autopar.runtime.world import World
 from autopar.steps.sums import worth_a_codec
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.stacked import Stacked
@@ -107,7 +108,12 @@ def partial_gradients(
 
 
 def measure_errors(
-    how: Synchronisation, partials: dict[str, Any], state: State, texts: Sequence[str]
+    how: Synchronisation,
+    partials: dict[str, Any],
+    state: State,
+    texts: Sequence[str],
+    world: World,
+    programs: ProbePrograms,
 ) -> dict[str, Measured]:
     """What codecs would lose of gradients; nothing where one is not finite.
 
@@ -116,6 +122,8 @@ def measure_errors(
       partials: of `partial_gradients`; consumed.
       state: of the codecs in use, before the step.
       texts: codecs.
+      world: the processes, which all get the numbers of the first.
+      programs: keeps the programs from one step to the next.
     """
     codecs = tuple((text, parse_codec(text)) for text in dict.fromkeys(texts))
     entries: list[tuple[Member, Codecs, Any]] = []
@@ -126,12 +134,12 @@ def measure_errors(
         if not usable:
             continue
         residual = state["gradients"][name]["residual"]
-        found = _sums_of(how, member, usable)(partial, residual)
+        found = _sums_of(how, member, usable, programs)(partial, residual)
         entries.append((member, usable, found))
     if not entries:
         return {}
     sums = agreement.shared_array(
-        np.concatenate([np.asarray(rows) for _, _, rows in entries])
+        world, np.concatenate([np.asarray(rows) for _, _, rows in entries])
     )
     if not np.isfinite(sums).all():
         return {}
@@ -171,7 +179,7 @@ def _measured(
 
 
 def _sums_of(
-    how: Synchronisation, member: Member, usable: Codecs
+    how: Synchronisation, member: Member, usable: Codecs, programs: ProbePrograms
 ) -> Callable[[Any, Any], Any]:
     """The program for one gradient; equal gradients have the same one.
 
@@ -180,7 +188,7 @@ def _sums_of(
     feedback = dataclasses.replace(member.gradient.feedback, average_every=0)
     plain = dataclasses.replace(member.gradient, name="", seed=0, feedback=feedback)
     candidates = tuple(dataclasses.replace(plain, codec=codec) for _, codec in usable)
-    return _program(
+    return programs.get(
         how.mesh,
         partition_spec(how.mesh, member.stacked),
         partition_spec(how.mesh, member.residual[1]),
@@ -189,7 +197,42 @@ def _sums_of(
     )
 
 
-@functools.lru_cache(maxsize=256)
+# Most programs that are kept: one for each shape of gradient and set of codecs.
+PROGRAMS = 256
+
+
+class ProbePrograms:
+    """The programs that measure errors, by what they are made of."""
+
+    def __init__(self) -> None:
+        """Holds nothing yet."""
+        self._programs: Recent[Hashable, Any] = Recent(PROGRAMS, _release)
+        self._mesh: Any = None
+
+    def get(
+        self,
+        mesh: Any,
+        stacked: PartitionSpec,
+        kept: PartitionSpec,
+        summation: Any,
+        candidates: tuple[Gradient, ...],
+    ) -> Callable[[Any, Any], Any]:
+        """Returns a program; those of another mesh are dropped."""
+        if mesh != self._mesh:
+            self._programs.discard(lambda _: True)
+            self._mesh = mesh
+        key = (stacked, kept, summation, candidates)
+        found = self._programs.get(key)
+        if found is None:
+            made = _program(mesh, stacked, kept, summation, candidates)
+            found = self._programs.put(key, made)
+        return found
+
+
+def _release(program: Any) -> None:
+    program.clear_cache()
+
+
 def _program(
     mesh: Any,
     stacked: PartitionSpec,

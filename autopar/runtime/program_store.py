@@ -1,0 +1,99 @@
+"""Keeps the compiled programs of a step, the most recently used ones."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable, Sequence
+from typing import Any
+
+from autopar.compression.fallback import Fallback
+from autopar.plans import Plan
+from autopar.runtime.agreement import content_digest
+from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.runtime.recent import Recent
+from autopar.runtime.step_planner import Analysed
+
+# Enough for a policy that switches codecs, or for a cluster that shrinks and grows.
+PROGRAMS = 8
+
+
+class ProgramStore:
+    """Programs by what they are made of: step, plan, devices.
+
+    A program that goes takes its compiled code with it. JAX keeps compiled code for
+    as long as a jitted function lives; a jitted function that somebody still holds
+    compiles again when it is called.
+    """
+
+    def __init__(
+        self,
+        *,
+        donate: bool = True,
+        fallback: Fallback | None = None,
+        capacity: int = PROGRAMS,
+    ) -> None:
+        """Holds nothing yet.
+
+        Args:
+          donate: whether programs consume the carried state.
+          fallback: by what a step is sent in which the plan's codecs send too
+            little.
+          capacity: most programs to hold.
+        """
+        self.donate = donate
+        self.fallback = fallback
+        self._programs: Recent[Hashable, PlannedStep] = Recent(capacity, self._release)
+
+    def __len__(self) -> int:
+        """The number of programs."""
+        return len(self._programs)
+
+    def program(
+        self,
+        analysed: Analysed,
+        plan: Plan,
+        devices: Sequence[Any],
+        like: PlannedStep | None = None,
+    ) -> PlannedStep:
+        """Returns the program of a plan on these devices, made if it is not held.
+
+        Args:
+          analysed: the step.
+          plan: the plan.
+          devices: at least as many as the plan's mesh has; the first are used.
+          like: a program of the same plan but for its codecs: probes of gradients
+            are not compiled again.
+
+        Raises:
+          PlanError: the plan belongs to another step, or there are too few devices.
+        """
+        mesh = device_mesh(plan, devices)
+        used = tuple(d.id for d in mesh.devices.flat)
+        # The signature, as structures that hold functions make one step two.
+        key = (analysed.key, content_digest(plan), used)
+        found = self._programs.get(key)
+        if found is None or found.mesh != mesh:
+            found = self._programs.put(
+                key,
+                planned_step(
+                    analysed.analysis,
+                    plan,
+                    mesh,
+                    donate=self.donate,
+                    gradients=None if like is None else like.gradients,
+                    fallback=self.fallback,
+                ),
+            )
+        return found
+
+    def release(self, devices: Collection[Any]) -> None:
+        """Drops the programs that run on any of these devices, which are gone."""
+        gone = set(devices)
+        self._programs.discard(lambda p: not gone.isdisjoint(p.mesh.devices.flat))
+
+    def _release(self, program: PlannedStep) -> None:
+        """Frees compiled code, but for what another program shares."""
+        held = [self._programs.peek(key) for key in self._programs]
+        program.function.clear_cache()
+        shared = any(p.gradients is program.gradients for p in held)
+        if program.gradients is not None and not shared:
+            program.gradients.clear_cache()

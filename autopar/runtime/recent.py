@@ -1,0 +1,77 @@
+"""A bounded cache: what was used longest ago goes first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator
+from typing import Generic, TypeVar
+
+K = TypeVar("K", bound=Hashable)
+V = TypeVar("V")
+
+
+class Recent(Generic[K, V]):
+    """A mapping of at most ``capacity`` entries, the most recently used ones.
+
+    >>> recent = Recent[str, int](2)
+    >>> for name, number in (("a", 1), ("b", 2), ("c", 3)):
+    ...     _ = recent.put(name, number)
+    >>> recent.get("a"), list(recent)
+    (None, ['b', 'c'])
+    """
+
+    def __init__(
+        self, capacity: int, dropped: Callable[[V], None] | None = None
+    ) -> None:
+        """Holds nothing yet.
+
+        Args:
+          capacity: most entries to hold.
+          dropped: is called with each value that has to go.
+
+        Raises:
+          ValueError: the capacity is below 1.
+        """
+        if capacity < 1:
+            raise ValueError(f"Recent: capacity must be at least 1, got {capacity}.")
+        self._capacity = capacity
+        self._dropped = dropped
+        self._entries: OrderedDict[K, V] = OrderedDict()
+
+    def __len__(self) -> int:
+        """The number of entries."""
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[K]:
+        """The keys; the one used longest ago first."""
+        return iter(list(self._entries))
+
+    def get(self, key: K) -> V | None:
+        """Returns a value, which is now the most recently used, or None."""
+        if key not in self._entries:
+            return None
+        self._entries.move_to_end(key)
+        return self._entries[key]
+
+    def peek(self, key: K) -> V:
+        """Returns a value that is there; it is used no more recently than before."""
+        return self._entries[key]
+
+    def put(self, key: K, value: V) -> V:
+        """Adds or replaces a value, and returns it; drops what is too much."""
+        replaced = self._entries.pop(key, value)
+        self._entries[key] = value
+        if replaced is not value:
+            self._drop(replaced)
+        while len(self._entries) > self._capacity:
+            self._drop(self._entries.popitem(last=False)[1])
+        return value
+
+    def discard(self, unwanted: Callable[[V], bool]) -> None:
+        """Drops the values for which ``unwanted`` is true."""
+        for key in [k for k, v in self._entries.items() if unwanted(v)]:
+            self._drop(self._entries.pop(key))
+
+    def _drop(self, value: V) -> None:
+        if self._dropped is not None:
+            self._dropped(value)

@@ -1,0 +1,247 @@
+"""Moves the state of a step from one layout to another.
+
+A `StateLayout` says what a state is and how it is split, without any device; a
+`Transport` knows the devices and carries the bytes. What a codec keeps is not moved
+here: its residuals change shape with the number of workers
+(`autopar.runtime.gradients.codec_state`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import PlanError
+from autopar.plans import Plan
+from autopar.plans.schema import Spec
+from autopar.runtime import placement
+from autopar.runtime.creation import splat
+from autopar.steps.analysis import Analysis
+from autopar_passes.trace import pure_arguments
+
+# Of each axis of a mesh its name and size, outermost first.
+Axes = tuple[tuple[str, int], ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LeafLayout:
+    """One array of a state.
+
+    Attributes:
+      shape: of the whole array.
+      dtype: its name, such as ``float32`` or ``key<fry>``.
+      spec: per dimension, the names of the mesh axes that split it.
+      stage: number of the stage whose devices hold it.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    spec: Spec
+    stage: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class StateLayout:
+    """What a state is, and how it is split over the mesh of each stage.
+
+    Attributes:
+      leaves: path of an array -> its layout, in the order of the state.
+      meshes: the axes of each stage's mesh.
+
+    Raises:
+      ValueError: an array lies on a stage or an axis that is not there.
+    """
+
+    leaves: dict[str, LeafLayout]
+    meshes: tuple[Axes, ...]
+
+    def __post_init__(self) -> None:
+        """Checks stages and axes."""
+        for path, leaf in self.leaves.items():
+            if not 0 <= leaf.stage < len(self.meshes):
+                raise ValueError(
+                    f"StateLayout: '{path}' is of stage {leaf.stage}, and there are "
+                    f"{len(self.meshes)} stages."
+                )
+            names = {name for name, _ in self.meshes[leaf.stage]}
+            if unknown := {a for axes in leaf.spec for a in axes} - names:
+                raise ValueError(
+                    f"StateLayout: '{path}' is split over {', '.join(sorted(unknown))}"
+                    f", which stage {leaf.stage} does not have."
+                )
+
+    def to_json(self) -> str:
+        """Returns the layout as JSON text."""
+        return msgspec.json.encode(self).decode()
+
+    @classmethod
+    def from_json(cls, data: str | bytes) -> StateLayout:
+        """Reads what `to_json` wrote.
+
+        Raises:
+          ValueError: the text is no layout.
+        """
+        try:
+            return msgspec.json.decode(data, type=cls)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"StateLayout: not a layout: {error}.") from error
+
+
+class Transport(Protocol):
+    """Brings one array into its place; the given array stays valid."""
+
+    def carry(self, array: Any, source: LeafLayout | None, target: LeafLayout) -> Any:
+        """Returns the array as the target wants it.
+
+        Args:
+          array: an array as ``source`` says, or, without one, any array.
+          source: how it lies now.
+          target: how it must lie.
+        """
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DevicePut:
+    """The transport of ``jax.device_put``.
+
+    In a process it moves any array to any of the process's devices. Between
+    processes it moves an array that lies on all devices of the target's mesh, or one
+    of which each process holds a whole copy; it cannot move an array to processes
+    that lack it.
+
+    Attributes:
+      meshes: the mesh of each stage.
+    """
+
+    meshes: tuple[Mesh, ...]
+
+    def carry(self, array: Any, source: LeafLayout | None, target: LeafLayout) -> Any:
+        """See `Transport`."""
+        del source  # JAX knows where an array lies
+        return placement.place(array, sharding(self.meshes[target.stage], target))
+
+
+def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:
+    """The sharding of an array on the mesh of its stage."""
+    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in leaf.spec)))
+
+
+def state_layout(
+    analysis: Analysis, plan: Plan, count: int | None = None
+) -> StateLayout:
+    """The layout that a plan gives a step's state: its first ``count`` flat inputs.
+
+    Without a count, the inputs that the step carries.
+    """
+    chosen = sorted(analysis.carried) if count is None else range(count)
+    graph = analysis.graph
+    leaves: dict[str, LeafLayout] = {}
+    for given in (graph.inputs[k] for k in chosen):
+        value = graph.values[given.value]
+        leaves[given.path] = LeafLayout(
+            shape=tuple(value.shape),
+            dtype=str(value.dtype),
+            spec=plan.inputs[given.path],
+        )
+    axes = tuple(zip(plan.axis_names, plan.axis_sizes, strict=True))
+    return StateLayout(leaves=leaves, meshes=(axes,))
+
+
+def move(
+    state: Mapping[str, Any],
+    source: StateLayout | None,
+    target: StateLayout,
+    transport: Transport,
+) -> dict[str, Any]:
+    """Returns the state in another layout; the given one stays valid.
+
+    Args:
+      state: path -> array.
+      source: how it lies now; None: not known.
+      target: how it must lie.
+      transport: what carries the arrays.
+
+    Raises:
+      PlanError: state, source and target are not of the same arrays.
+    """
+    check_alike(layout_of(state), target)
+    if source is not None:
+        check_alike(source, target)
+    return {
+        path: transport.carry(
+            state[path], None if source is None else source.leaves[path], leaf
+        )
+        for path, leaf in target.leaves.items()
+    }
+
+
+def layout_of(state: Mapping[str, Any]) -> StateLayout:
+    """The layout of arrays that are not split, such as those on a host."""
+    leaves = {
+        path: LeafLayout(
+            shape=tuple(np.shape(x)),
+            dtype=str(jax.typeof(x).dtype),
+            spec=((),) * np.ndim(x),
+        )
+        for path, x in state.items()
+    }
+    return StateLayout(leaves=leaves, meshes=((),))
+
+
+def check_alike(first: StateLayout, second: StateLayout) -> None:
+    """Checks that two layouts are of the same arrays, however these are split.
+
+    Raises:
+      PlanError: paths, shapes or dtypes differ.
+    """
+    if differ := list(first.leaves.keys() ^ second.leaves.keys()):
+        some = ", ".join(f"'{path}'" for path in sorted(differ)[:4])
+        raise PlanError(f"the state is of another step: only one of them has {some}.")
+    for path, a in first.leaves.items():
+        b = second.leaves[path]
+        if (a.shape, a.dtype) != (b.shape, b.dtype):
+            raise PlanError(
+                f"the state is of another step: '{path}' is {a.dtype}{list(a.shape)}, "
+                f"where {b.dtype}{list(b.shape)} is expected."
+            )
+
+
+def named(name: str, analysis: Analysis, state: Any) -> dict[str, Any]:
+    """The arrays of a state by path; they are those of the step's first arguments.
+
+    Args:
+      name: what errors call the step.
+      analysis: the step.
+      state: one pytree, or a tuple of the leading arguments.
+
+    Raises:
+      PlanError: they are not what these hold.
+    """
+    leaves = jax.tree.leaves(pure_arguments(splat(state)))
+    graph = analysis.graph
+    want = [
+        (tuple(graph.values[i.value].shape), str(graph.values[i.value].dtype))
+        for i in graph.inputs[: len(leaves)]
+    ]
+    have = [
+        (tuple(np.shape(x)), str(jax.typeof(x).dtype)) if _is_array(x) else None
+        for x in leaves
+    ]
+    if not leaves or want != have:
+        raise PlanError(
+            f"{name}: the state is not what the step's first arguments hold. Pass the "
+            "carried arguments in the step's order, several of them as a tuple, such "
+            "as (params, opt_state)."
+        )
+    return {i.path: x for i, x in zip(graph.inputs, leaves, strict=False)}
+
+
+def _is_array(leaf: Any) -> bool:
+    return isinstance(leaf, (jax.Array, np.ndarray, np.generic, bool, int, float))

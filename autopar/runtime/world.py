@@ -1,0 +1,182 @@
+"""The processes and devices that a step runs on.
+
+This is the only module of the runtime that asks JAX for them. All else is given a
+`World`, so that a step can run on some of a process's devices, and another beside it
+on the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+from jax.experimental import multihost_utils
+
+from autopar.errors import PlanError
+
+
+class Channel(Protocol):
+    """Sends bytes between the processes of a world.
+
+    Every process makes the same calls in the same order; each call waits for all.
+    """
+
+    def broadcast(self, data: bytes) -> bytes:
+        """Returns what the first process passes, on every process."""
+        ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Returns what each process passes, by process; all of one length."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Alone:
+    """The channel of a world of one process."""
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Channel`."""
+        return data
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Channel`."""
+        return [data]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class JaxChannel:
+    """The channel of all processes of ``jax.distributed``, through their devices."""
+
+    def broadcast(self, data: bytes) -> bytes:
+        """See `Channel`; only what the first process passes is sent."""
+        first = jax.process_index() == 0
+        length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
+        buffer = np.zeros(length, dtype=np.uint8)
+        if first:
+            buffer[:] = np.frombuffer(data, dtype=np.uint8)
+        # A sum of small integers may come back wider than it was sent.
+        received = np.asarray(multihost_utils.broadcast_one_to_all(buffer))
+        return received.astype(np.uint8).tobytes()
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Channel`."""
+        row = np.frombuffer(data, dtype=np.uint8)
+        rows = np.asarray(multihost_utils.process_allgather(row))
+        found = rows.reshape(-1, len(data)).astype(np.uint8)
+        return [x.tobytes() for x in found]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class World:
+    """Which processes and devices there are.
+
+    Attributes:
+      devices: the devices of all processes, in the order in which plans use them.
+      process_index: number of this process.
+      process_count: number of processes.
+      channel: between the processes.
+
+    Raises:
+      ValueError: there is no device, one stands twice, the process is none of the
+        world's, or several processes have no channel.
+    """
+
+    devices: tuple[Any, ...]
+    process_index: int = 0
+    process_count: int = 1
+    channel: Channel = Alone()
+
+    def __post_init__(self) -> None:
+        """Checks devices and processes."""
+        object.__setattr__(self, "devices", tuple(self.devices))
+        if not self.devices or len(set(self.devices)) < len(self.devices):
+            raise ValueError(
+                "World: devices must be different, and at least one; got "
+                f"{_ids(self.devices)}."
+            )
+        if not 0 <= self.process_index < self.process_count:
+            raise ValueError(
+                f"World: process_index {self.process_index} is not among "
+                f"{self.process_count} processes."
+            )
+        if self.process_count > 1 and isinstance(self.channel, Alone):
+            raise ValueError(
+                f"World: {self.process_count} processes need a channel= between them."
+            )
+
+    @classmethod
+    def current(cls) -> World:
+        """The world of this process's JAX backend, which this starts."""
+        count = jax.process_count()
+        channel = JaxChannel() if count > 1 else Alone()
+        return cls(tuple(jax.devices()), jax.process_index(), count, channel)
+
+    def take(self, chosen: Sequence[Any]) -> tuple[Any, ...]:
+        """The devices of this world that are named.
+
+        Args:
+          chosen: devices, or the ids of devices.
+
+        Raises:
+          PlanError: one is not of this world, or stands twice.
+        """
+        by_id = {d.id: d for d in self.devices}
+        found = [by_id.get(d) if isinstance(d, int) else d for d in chosen]
+        known = set(self.devices)
+        if missing := [c for c, d in zip(chosen, found, strict=True) if d not in known]:
+            raise PlanError(
+                f"devices={_ids(missing)}: not among the devices of this world, "
+                f"{_ids(self.devices)}."
+            )
+        if len(set(found)) < len(found):
+            raise PlanError(f"devices={_ids(found)}: a device stands twice.")
+        return tuple(found)
+
+    def at(self, positions: Sequence[int]) -> tuple[Any, ...]:
+        """The devices at these positions among the world's.
+
+        Raises:
+          PlanError: there is no such position, or one stands twice.
+        """
+        count = len(self.devices)
+        if wrong := [k for k in positions if not 0 <= k < count]:
+            raise PlanError(
+                f"the cluster's devices {wrong} are not among the {count} of this "
+                f"world, {_ids(self.devices)}."
+            )
+        return self.take([self.devices[k] for k in positions])
+
+    def check_mesh(self, devices: Sequence[Any]) -> None:
+        """Checks that a mesh of these devices can be run by this world's processes.
+
+        Each process of the world runs an equal part of the mesh, as batches are
+        split evenly over processes.
+
+        Raises:
+          PlanError: processes have unequal parts, or one has none.
+        """
+        parts = Counter(d.process_index for d in devices)
+        if self.process_count == 1 and len(parts) == 1:
+            return
+        if len(parts) != self.process_count or len(set(parts.values())) > 1:
+            text = ", ".join(f"process {p}: {n}" for p, n in sorted(parts.items()))
+            raise PlanError(
+                f"the plan's {len(devices)} devices lie unevenly on the "
+                f"{self.process_count} processes of this world ({text}); a batch is "
+                "split evenly over processes. Choose devices= with as many of each."
+            )
+
+
+def grid(devices: Sequence[Any], sizes: Sequence[int]) -> np.ndarray:
+    """Lays devices out as an array; the first ones where there are more."""
+    return np.array(list(devices)[: math.prod(sizes)], dtype=object).reshape(sizes)
+
+
+def _ids(devices: Sequence[Any]) -> str:
+    """Ids of devices, as errors show them."""
+    return "[" + ", ".join(str(getattr(d, "id", d)) for d in devices) + "]"
