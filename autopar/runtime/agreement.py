@@ -44,10 +44,15 @@ def agree(world: World, make: Callable[[], Plan]) -> Plan:
 
 
 def content_digest(plan: Plan) -> str:
-    """32 hex digits of what a plan decides; how long planning took is left out."""
+    """32 hex digits of what a plan decides; how long planning took is left out.
+
+    A plan keeps them when it is saved and read, which turns whole numbers into
+    floats where these are declared.
+    """
     solver = msgspec.structs.replace(plan.solver, seconds=0.0)
     zero = Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0)
     plain = msgspec.structs.replace(plan, solver=solver, seconds=zero)
+    plain = Plan.from_json(msgspec.json.encode(plain))
     return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()[:32]
 
 

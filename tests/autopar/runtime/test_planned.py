@@ -1,0 +1,66 @@
+"""The compiled step: what it hands on, and when it is compiled."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import jax
+import pytest
+import small_step
+
+import autopar
+from autopar import PlanError
+from autopar.layouts.assignment import Assignment
+from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
+from autopar.steps.analysis import Analysis, analyse
+
+
+@pytest.fixture(scope="module")
+def analysis() -> Analysis:
+    return analyse(small_step.step, small_step.structs())
+
+
+def test_carried_state_leaves_as_it_came(analysis: Analysis) -> None:
+    plan = small_step.plan("4:cpu")
+    planned = planned_step(analysis, plan, device_mesh(plan), donate=False)
+    args = (small_step.state(), small_step.batch())
+    where = planned.in_shardings
+    placed = [jax.device_put(x, s) for x, s in zip(args, where, strict=True)]
+    out = planned.function(*placed)
+    assert analysis.carried == {0: 0}
+    assert out[0].sharding.is_equivalent_to(where[0], 2)
+
+
+def test_layouts_that_do_not_carry_the_state(
+    analysis: Analysis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = small_step.plan("4:cpu")
+    monkeypatch.setattr(Assignment, "output", lambda *_: ((0, 1), (2,)))
+    with pytest.raises(PlanError, match="do not carry 'w': it comes in as"):
+        planned_step(analysis, plan, abstract_mesh(plan))
+
+
+def test_a_mesh_takes_the_first_devices() -> None:
+    plan, devices = small_step.plan("4:cpu"), jax.devices()
+    assert list(device_mesh(plan).devices.flat) == devices[:4]
+    assert list(device_mesh(plan, devices[3:]).devices.flat) == devices[3:7]
+
+
+def test_a_step_is_compiled_when_it_is_replanned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """And not again by the call that follows."""
+    step = autopar.parallelize(small_step.step, cluster="2:cpu")
+    state: Any = step.init(small_step.state, batch=small_step.structs()[1])
+
+    def compiled() -> list[str]:
+        found = [r.getMessage() for r in caplog.records]
+        caplog.clear()
+        return [m for m in found if m.startswith("Compiling jit(")]
+
+    with jax.log_compiles(), caplog.at_level(logging.WARNING):
+        state = step.replan("4:cpu", state)
+        assert len(compiled()) == 1
+        small_step.trained(step, state, 1)
+        assert compiled() == []
