@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
+from autopar.cluster.calibration import CALIBRATIONS, Calibration
 from autopar.cluster.errors import ClusterError
 
 Kind = Literal[
@@ -132,6 +133,7 @@ class DeviceSpec:
       kernel_latency_s: time of an operator that has next to nothing to do.
       vector_flops_per_s: rate of everything but matrix products; 0 means the
         float32 peak.
+      calibration: corrections of the cost model; None means those of the kind.
     """
 
     name: str
@@ -142,6 +144,8 @@ class DeviceSpec:
     matmul_efficiency: float
     kernel_latency_s: float
     vector_flops_per_s: float = 0.0
+    # Not hashed: cost functions look devices up in caches many thousand times.
+    calibration: Calibration | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -175,6 +179,11 @@ class DeviceSpec:
             if name in peaks:
                 return peaks[name]
         return peaks["float32"]
+
+    @property
+    def calibrated(self) -> Calibration:
+        """The corrections of the cost model for this device."""
+        return self.calibration or CALIBRATIONS[self.kind]
 
     @property
     def vector_peak(self) -> float:

@@ -128,7 +128,7 @@ def _level_lines(level: Level) -> list[str]:
 
 def write(device: DeviceSpec, levels: Sequence[Level]) -> str:
     """The text of a file that `read` reads back to equal values."""
-    lines = ["[device]", *_lines(device, "peak_flops_per_s")]
+    lines = ["[device]", *_lines(device, "peak_flops_per_s", "calibration")]
     peaks = [f"{_value(k)} = {_value(v)}" for k, v in device.peak_flops_per_s]
     lines += ["", "[device.peak_flops_per_s]", *peaks]
     for level in levels:

@@ -113,13 +113,10 @@ def evaluate(
     copies = [(c, solution.choices[c.node]) for c in formulation.copies]
     pricer = formulation.pricer
     assignment = assign(
-        analysis.graph,
-        analysis.contraction,
-        analysis.sources,
+        analysis,
         pricer.sizes,
         strategies,
         copies,
-        analysis.deferrals,
     )
     collectives = tuple(joined(pricer, traffic(assignment)))
     inside = sum(
@@ -140,7 +137,9 @@ def evaluate(
         work - inside,
         sum(c.seconds(pricer) for c in collectives),
         sum(c.sent_bytes(pricer) for c in collectives),
-        peak_memory_bytes(assignment, analysis.life),
+        peak_memory_bytes(
+            assignment, analysis.life, pricer.cluster.device.calibrated.memory_overhead
+        ),
     )
 
 

@@ -125,6 +125,7 @@ def formulate(
             copies,
             analysis.sources.values(),
             pricer.sizes,
+            pricer.cluster.device.calibrated.memory_overhead,
         )
     problem = ShardingProblem(
         name="step",

@@ -166,13 +166,10 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
         for c in plan.copies
     }
     assignment = Assignment(
-        analysis.graph,
-        analysis.contraction,
-        analysis.sources,
+        analysis,
         plan.axis_sizes,
         tuple(from_spec(n.axes, names) for n in plan.nodes),
         copies,
-        analysis.deferrals,
         {g.value: g.codec for g in plan.gradients if g.codec},
     )
     for given in analysis.graph.inputs:

@@ -127,13 +127,10 @@ def random_plan(
             forward = copy, allowed[0] if replicated else draw.choice(allowed)
             chosen.append(forward)
     return assign(
-        case.graph,
-        case.contraction,
-        case.sources,
+        case.analysis,
         sizes,
         strategies,
         chosen,
-        case.deferrals,
     )
 
 

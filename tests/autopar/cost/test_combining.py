@@ -22,10 +22,11 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar import Cluster, Plan
+from autopar.cluster.calibration import CALIBRATIONS
 from autopar.cost import combining
 from autopar.cost.collectives import collective_s
-from autopar.cost.combining import COMBINERS, Combiner
-from autopar.cost.pricer import CPU_SKEW, Pricer
+from autopar.cost.combining import Combiner
+from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective, joined
 from autopar.layouts.layout import ReshardStep
 from autopar.planner.candidate import evaluate
@@ -97,7 +98,7 @@ class TestPacking:
             left = left[count:]
 
     def test_examples_in_docstrings_run(self) -> None:
-        assert doctest.testmod(combining) == (0, 1)
+        assert doctest.testmod(combining) == (0, 2)
 
 
 class TestGradients:
@@ -112,7 +113,7 @@ class TestGradients:
         ring = 6 * link.latency_s + 1.5 * SUM_BYTES / bandwidth
         doubling = 2 * (link.latency_s + SUM_BYTES / bandwidth)
         assert plan.predicted.communication_s == pytest.approx(
-            CPU_SKEW * min(ring, doubling)
+            CALIBRATIONS["cpu"].skew * min(ring, doubling)
         )
         assert len(bound.collectives) == SUMS
         assert {c.message_bytes for c in bound.collectives} == {SUM_BYTES}
@@ -122,7 +123,7 @@ class TestGradients:
             planned(hosts(s), WHOLE)[0].predicted.communication_s for s in LATENCIES_S
         )
         # Recursive doubling among four has two steps.
-        more = CPU_SKEW * 2 * (LATENCIES_S[1] - LATENCIES_S[0])
+        more = CALIBRATIONS["cpu"].skew * 2 * (LATENCIES_S[1] - LATENCIES_S[0])
         assert high - low == pytest.approx(more, rel=0.02)
 
     def test_the_compiler_sends_as_many(self) -> None:
@@ -136,7 +137,9 @@ class TestGradients:
 
     def test_accelerators_fill_messages(self) -> None:
         """Those of a step are 1.4 of the compiler's limit, so they take two."""
-        scale = math.ceil(math.sqrt(1.4 * COMBINERS["gpu"].most_bytes / SUM_BYTES))
+        scale = math.ceil(
+            math.sqrt(1.4 * CALIBRATIONS["gpu"].combined_bytes / SUM_BYTES)
+        )
         step, args = training(
             mlp_loss,
             jax.eval_shape(lambda: mlp_params(scale * WIDTH, scale * HIDDEN, LAYERS)),
@@ -150,7 +153,7 @@ class TestGradients:
         found = bind_plan(large, plan, cluster).collectives
         assert number_of(found) == pytest.approx(2)
         assert len({c.message_bytes for c in found}) == 2
-        assert max(c.message_bytes for c in found) <= COMBINERS["gpu"].most_bytes
+        assert max(c.message_bytes for c in found) <= CALIBRATIONS["gpu"].combined_bytes
 
     def test_other_dtypes_and_loops_travel_apart(self) -> None:
         """As do other axes, which the compiler cannot join either."""
