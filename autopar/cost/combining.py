@@ -68,6 +68,10 @@ class Combiner:
         return [out[place] for place in sorted(out)]
 
 
+# Joins nothing: every collective travels alone.
+NO_COMBINER = Combiner(frozenset(), 0.0, 1)
+
+
 @functools.lru_cache(maxsize=64)
 def combiner_of(calibration: Calibration) -> Combiner:
     """The combiner of a kind of device."""

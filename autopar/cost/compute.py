@@ -6,14 +6,14 @@ model", CACM 52(4), 2009.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
+import math
+from collections.abc import Sequence
 
 import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
-from autopar.steps.work import MATRIX
-from autopar_passes.graph import Operator, OperatorGraph
+from autopar.steps.work import OperatorWork, side_factors
 from autopar_passes.rules import FactorRule
 
 
@@ -54,57 +54,6 @@ def roofline_s(
     return slower * np.maximum(compute_s, memory_s)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class OperatorWork:
-    """What an operator does, whatever its layout.
-
-    Attributes:
-      op: the operator.
-      dtype: of its first operand.
-      itemsize: bytes of an element of it.
-      nbytes: bytes of all its arrays that are in memory, whole.
-      kernel: whether it writes a result, so that it starts a kernel of its own.
-    """
-
-    op: Operator
-    dtype: str
-    itemsize: float
-    nbytes: float
-    kernel: bool
-
-    @property
-    def is_matrix(self) -> bool:
-        """Whether the matrix units do it."""
-        return self.op.kind in MATRIX
-
-    @property
-    def unfolds(self) -> bool:
-        """Whether it is a convolution, which may unfold its patches."""
-        return self.op.kind == "conv_general_dilated"
-
-
-def operator_work(
-    graph: OperatorGraph, op: Operator, written: set[int]
-) -> OperatorWork:
-    """Returns what an operator does.
-
-    Args:
-      graph: the operator graph.
-      op: the operator.
-      written: the values that are in memory.
-    """
-    arrays = [v for v in (*op.inputs, *op.outputs) if v is not None and v in written]
-    first = op.inputs[0] if op.inputs and op.inputs[0] is not None else None
-    value = graph.values[first if first is not None else op.outputs[0]]
-    return OperatorWork(
-        op,
-        str(value.dtype),
-        value.nbytes / max(1, value.size),
-        sum(graph.values[v].nbytes for v in arrays),
-        any(v in written for v in op.outputs),
-    )
-
-
 def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndarray:
     """Seconds of one operator under each strategy, without the start of its kernel.
 
@@ -129,19 +78,6 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
     return product_s + passes * patches / device.memory_bandwidth_bytes_per_s
 
 
-def side_factors(rule: FactorRule) -> tuple[list[int], list[int], list[int]]:
-    """The factors of the sides M, N and K of a product.
-
-    M is only in the left operand and the result, N only in the right one and the
-    result, K is reduced.
-    """
-    left, right = (rule.factors_of(dims) for dims in rule.operands[:2])
-    result = rule.factors_of(rule.results[0])
-    sides = ((left - right) & result, (right - left) & result, (left & right) - result)
-    rows, columns, reduced = (sorted(side) for side in sides)
-    return rows, columns, reduced
-
-
 def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
     """Returns the sides M, N, K of a product on one shard, ``[strategies, 3]``."""
     columns: list[np.ndarray] = []
@@ -149,6 +85,31 @@ def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
         whole = float(np.prod([rule.sizes[f] for f in factors]))
         columns.append(whole / parts[:, factors].prod(axis=1))
     return np.stack(columns, axis=1)
+
+
+def work_once_s(work: OperatorWork, parts: Sequence[int], device: DeviceSpec) -> float:
+    """`work_s` of one strategy, in plain numbers: many times faster for one."""
+    shards = math.prod(parts)
+    rate = attained_flops_per_s(work.dtype, device, work.is_matrix)
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    compute_s, memory_s = (
+        work.op.flops / shards / rate,
+        work.nbytes / shards / bandwidth,
+    )
+    known = device.calibrated
+    if not work.is_matrix:
+        return known.vector_slowdown * max(compute_s, memory_s)
+    sides = [
+        math.prod(work.op.rule.sizes[f] / parts[f] for f in factors)
+        for factors in work.sides
+    ]
+    for side in sides:
+        compute_s *= (side + known.half_rate_side) / side
+    found = max(compute_s, memory_s)
+    if known.patch_passes and work.unfolds:
+        patches = 2.0 * sides[0] * sides[2] * work.itemsize
+        found += known.patch_passes * patches / bandwidth
+    return found
 
 
 def matrix_efficiency(sides: np.ndarray, half_rate_side: float) -> np.ndarray:

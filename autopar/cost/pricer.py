@@ -15,7 +15,7 @@ from autopar.cost.collectives import (
     collective_s,
     collective_s_per_byte,
 )
-from autopar.cost.combining import ALONE, Combiner, Group, combiner_of
+from autopar.cost.combining import ALONE, NO_COMBINER, Combiner, Group, combiner_of
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 
 
@@ -27,11 +27,13 @@ class Pricer:
       cluster: the devices and links.
       mesh: the mesh.
       without: groups of messages that no plan may send (`autopar.planner.search`).
+      combining: whether collectives may share messages.
     """
 
     cluster: Cluster
     mesh: MeshShape
     without: frozenset[Group] = frozenset()
+    combining: bool = True
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -53,7 +55,8 @@ class Pricer:
     @property
     def combiner(self) -> Combiner:
         """What the compiler joins into one message on this kind of device."""
-        return combiner_of(self.cluster.device.calibrated)
+        known = self.cluster.device.calibrated
+        return combiner_of(known) if self.combining else NO_COMBINER
 
     def collective_s(
         self, step: ReshardStep, nbytes: float, message_bytes: float = 0.0

@@ -7,12 +7,11 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cost.combining import ALONE, SUMS
-from autopar.cost.compute import operator_work, work_s
+from autopar.cost.compute import work_s
 from autopar.cost.pricer import Pricer
 from autopar.layouts.strategies import Space, layout_of, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar.steps.work import BOUNDARY
 from autopar_passes.graph import Operator
 
 
@@ -30,15 +29,15 @@ def node_work_s(
         [[pricer.group(axes) for axes in s] for s in space.strategies], dtype=float
     ).reshape(len(space.strategies), -1)
     for member, mapping in node.members.items():
-        op = analysis.graph.operators[member]
-        if op.kind in BOUNDARY:
+        work = analysis.works.get(member)
+        if work is None:
             continue
+        op = work.op
         # Column f: into how many parts each strategy splits factor f of the rule.
         parts = np.ones((len(total), len(mapping)))
         for factor, own in enumerate(mapping):
             if own >= 0:
                 parts[:, factor] = split[:, own]
-        work = operator_work(analysis.graph, op, analysis.written)
         seconds = work_s(work, parts, device)
         kernel_s = device.kernel_latency_s if work.kernel else 0.0
         total += analysis.trips[member] * (seconds + kernel_s)

@@ -24,7 +24,7 @@ from autopar.layouts.strategies import (
 from autopar.planner.memory_terms import memory_terms
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction, Node
-from autopar.steps.uses import Source, Use
+from autopar.steps.uses import Source, times_made
 from autopar_passes.graph import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
@@ -269,7 +269,7 @@ def _source_edges(
         return
     for copy in copies:
         layouts = copy.space.layouts(copy.dims)
-        fetch = _matrix(home, layouts, nbytes, pricer, shared) * _most(copy.uses)
+        fetch = _matrix(home, layouts, nbytes, pricer, shared) * times_made(copy.uses)
         yield (
             (source.home.node, copy.node),
             _by_mode(copy, home, layouts, fetch),
@@ -291,15 +291,6 @@ def _matrix(
 ) -> np.ndarray:
     whole = [(s, ()) for s in starts]
     return pricer.reshard_matrix(whole, targets, "", nbytes, together)
-
-
-def _most(uses: Sequence[Use]) -> float:
-    """How often the copy is made: once for each instance and trip."""
-    trips: dict[int, float] = {}
-    for use in uses:
-        for value, (_, _, count) in use.readers.items():
-            trips[value] = max(trips.get(value, 0.0), count)
-    return sum(trips.values())
 
 
 def _reuse_matrix(forward: Copy, backward: Copy) -> np.ndarray:

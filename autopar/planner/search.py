@@ -16,8 +16,8 @@ from autopar.layouts.assignment import Assignment
 from autopar.planner.candidate import (
     Candidate,
     SearchResult,
+    candidate_of,
     choices_of,
-    evaluate,
 )
 from autopar.planner.infeasible import infeasible
 from autopar.planner.problem import Formulation, Restriction, formulate
@@ -217,7 +217,7 @@ def _solved(
         status = solution.status
         if status in (Status.INFEASIBLE, Status.UNKNOWN):
             break
-        found = evaluate(analysis, formulation, solution)
+        found = candidate_of(analysis, formulation, solution)
         if found.peak_memory_bytes <= limit:
             return _tie_broken(analysis, found)
         over = limit / found.peak_memory_bytes
@@ -237,7 +237,7 @@ def _tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
     solution = split_batch_inputs(analysis, found.formulation, found.solution)
     if solution.choices == found.solution.choices:
         return found
-    split = evaluate(analysis, found.formulation, solution)
+    split = candidate_of(analysis, found.formulation, solution)
     limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
     fits = split.peak_memory_bytes <= limit
     return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found
@@ -276,6 +276,6 @@ def given(
         status=Status.FEASIBLE,
         seconds=0.0,
     )
-    found = evaluate(analysis, formulation, solution)
+    found = candidate_of(analysis, formulation, solution)
     seconds = time.perf_counter() - start
     return SearchResult(found, ((fitting[0], found),), seconds, searched=False)

@@ -15,7 +15,7 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards, to_spec
 from autopar.layouts.strategies import layout_of
-from autopar.planner.candidate import Candidate, choices_of, evaluate
+from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.record import restore
@@ -298,7 +298,7 @@ def _evaluated(
     solution = Solution(
         choices=choices, cost=cost, bound=-math.inf, status=Status.FEASIBLE, seconds=0.0
     )
-    made = evaluate(bound.analysis, formulation, solution)
+    made = candidate_of(bound.analysis, formulation, solution)
     fits = made.peak_memory_bytes <= bound.pricer.cluster.memory_bytes
     return made if fits else None
 

@@ -29,7 +29,7 @@ from autopar.cost.combining import Combiner
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective, joined
 from autopar.layouts.layout import ReshardStep
-from autopar.planner.candidate import evaluate
+from autopar.planner.candidate import candidate_of
 from autopar.planner.plan import plan_analysis
 from autopar.planner.problem import formulate
 from autopar.planner.search import candidate_meshes, solve_mesh
@@ -228,7 +228,7 @@ def some_candidates(pricer: Pricer, count: int) -> list[Any]:
             solution = Solution(
                 choices=choices, cost=cost, bound=0.0, status=Status.FEASIBLE, seconds=0
             )
-            out.append((cost, evaluate(product(), formulation, solution)))
+            out.append((cost, candidate_of(product(), formulation, solution)))
     return out
 
 
