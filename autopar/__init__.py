@@ -16,7 +16,7 @@ from autopar.errors import (
     TargetError,
     TraceError,
 )
-from autopar.plans.schema import Plan
+from autopar.plans import Plan
 from autopar.runtime.parallelize import ParallelStep, parallelize
 from autopar.version import __version__
 from autopar_passes.rules import FactorKind, FactorRule, register_rule

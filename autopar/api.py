@@ -102,9 +102,8 @@ def audit(
 
     Raises:
       PlanError: the plan is for another step or cluster.
-      ClusterError: the plan's cluster has no short form and ``cluster`` is missing.
     """
-    made_for = Cluster.parse(plan.cluster) if cluster is None else cluster
+    made_for = plan.cluster.read() if cluster is None else cluster
     return audit_analysis(analyse(step, args), plan, made_for, compiled=compiled)
 
 

@@ -228,20 +228,13 @@ def is_plan_file(source: str) -> bool:
 
 
 def _cluster_of(plan: Plan, text: str | None) -> Cluster:
-    """The cluster of a saved plan, read back from its text."""
-    try:
-        cluster = read_cluster(text or plan.cluster)
-    except ClusterError as error:
-        if text is not None:
-            raise
-        raise ClusterError(
-            f"the plan's cluster, {plan.cluster}, has no short form: say which it is "
-            "with --cluster cluster.toml."
-        ) from error
-    if str(cluster) != plan.cluster:
-        raise PlanError(
-            f"the plan is for {plan.cluster}, and --cluster says {cluster}."
-        )
+    """The cluster that a saved plan holds; ``--cluster`` may only repeat it."""
+    cluster = plan.cluster.read()
+    if text is None:
+        return cluster
+    said = read_cluster(text)
+    if said != cluster:
+        raise PlanError(f"the plan is for {cluster}, and --cluster says {said}.")
     return cluster
 
 

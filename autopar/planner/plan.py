@@ -127,12 +127,12 @@ def with_choice(
         communication_bytes=sent,
         peak_memory_bytes=plan.predicted.peak_memory_bytes + choice.memory_bytes,
     )
-    return msgspec.structs.replace(
-        plan,
+    made = msgspec.structs.replace(
+        plan.with_stage(gradients=gradients),
         predicted=predicted,
-        gradients=gradients,
         compression=described(analysis, choice, first, mode, budget),
     )
+    return made.stamped()
 
 
 def check_batch(

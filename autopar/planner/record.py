@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import from_spec, to_spec
-from autopar.planner.candidate import SearchResult
+from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.consistent import check_consistent
 from autopar.plans import (
+    SCHEMA,
+    ClusterData,
     CopyDecision,
     NodeDecision,
     Plan,
     Predicted,
     Seconds,
     SolverReport,
+    Spec,
+    StagePlan,
 )
-from autopar.plans.schema import SCHEMA, Spec
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import node_name, operator_name
 from autopar.version import __version__
@@ -30,7 +34,6 @@ GIVEN = "layouts as they were given"
 def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best
-    names = best.pricer.mesh.names
     solution = best.solution
     predicted = Predicted(
         step_s=best.step_s,
@@ -53,27 +56,38 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         solve=result.seconds,
         total=analysis.trace_s + analysis.graph_s + result.seconds,
     )
-    inputs, outputs = _interface(analysis, best.assignment, names)
     return Plan(
         schema=SCHEMA,
         version=__version__,
-        cluster=str(best.pricer.cluster),
-        mesh={"axes": dict(zip(names, best.pricer.sizes, strict=True))},
+        cluster=ClusterData.of(best.pricer.cluster),
+        stages=(_stage(analysis, best),),
         predicted=predicted,
         solver=solver,
         seconds=seconds,
-        inputs=inputs,
-        outputs=outputs,
         roles={i.path: i.role.value for i in analysis.graph.inputs},
         unsupported_ops=analysis.graph.unsupported,
         assumed=analysis.graph.assumed_trips,
         fingerprint=analysis.fingerprint,
-        nodes=_node_decisions(analysis, best.assignment, names),
-        copies=_copy_decisions(analysis, best.assignment, names),
+        structure=analysis.structure,
         shapes={
             i.path: tuple(analysis.graph.values[i.value].shape)
             for i in analysis.graph.inputs
         },
+    ).stamped()
+
+
+def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
+    """The whole step on all devices."""
+    names, sizes = best.pricer.mesh.names, best.pricer.sizes
+    inputs, outputs = _interface(analysis, best.assignment, names)
+    return StagePlan(
+        name="step",
+        devices=tuple(range(math.prod(sizes))),
+        mesh={"axes": dict(zip(names, sizes, strict=True))},
+        inputs=inputs,
+        outputs=outputs,
+        nodes=_node_decisions(analysis, best.assignment, names),
+        copies=_copy_decisions(analysis, best.assignment, names),
     )
 
 

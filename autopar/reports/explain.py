@@ -20,9 +20,9 @@ from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.record import restore
 from autopar.planner.search import solve_mesh
-from autopar.plans import Plan
-from autopar.plans.schema import Spec
-from autopar.reports.table import CollectiveRow, spec_text, template
+from autopar.plans import Plan, Spec
+from autopar.plans.specs import spec_text
+from autopar.reports.table import CollectiveRow, template
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import array_name
 from autopar_passes.graph import GraphInput
