@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.planner.edited import carried_out
 from autopar.planner.hints import (
     LogicalRules,
     Pins,
@@ -104,7 +105,9 @@ def audit(
       PlanError: the plan is for another step or cluster.
     """
     made_for = plan.cluster.read() if cluster is None else cluster
-    return audit_analysis(analyse(step, args), plan, made_for, compiled=compiled)
+    analysis = analyse(step, args)
+    held = carried_out(analysis, plan, made_for, seconds=SOLVER_SECONDS)
+    return audit_analysis(analysis, held, made_for, compiled=compiled)
 
 
 def audit_analysis(

@@ -18,6 +18,7 @@ from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.codecs.options import parsed
+from autopar.planner.edited import carried_out
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse
@@ -217,9 +218,12 @@ def subject(
     options = plan.options | parse_words(given)
     workload = load(target, options)
     say(f"tracing {target}")
-    return Subject(
-        plan, analyse(workload.step, workload.args), _cluster_of(plan, cluster)
-    )
+    analysis = analyse(workload.step, workload.args)
+    made_for = _cluster_of(plan, cluster)
+    if plan.edited:
+        say(f"carrying out what was edited: {', '.join(plan.edited)}")
+        plan = carried_out(analysis, plan, made_for, seconds=limits.seconds)
+    return Subject(plan, analysis, made_for)
 
 
 def is_plan_file(source: str) -> bool:

@@ -50,8 +50,8 @@ def _check_runs(plan: Plan) -> None:
     if stage.rematerialisation:
         raise PlanError(
             "the plan computes results again in the backward pass "
-            f"({', '.join(stage.rematerialisation[:3])}), which is not carried out: use "
-            "jax.checkpoint in the step."
+            f"({', '.join(stage.rematerialisation[:3])}), which is not carried out: "
+            "use jax.checkpoint in the step."
         )
 
 

@@ -6,22 +6,20 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from autopar.cluster import Cluster, MeshShape
+from autopar.compression.codecs.codec import Codec
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
-from autopar.planner.candidate import SearchResult
 from autopar.planner.codecs.choose import (
-    CodecChoice,
     choose,
     described,
-    gradient_decisions,
     joint,
     joint_uniform,
     uniform,
 )
 from autopar.planner.codecs.options import budget_of, parsed
+from autopar.planner.codecs.written import check_fits, with_codecs
+from autopar.planner.edited import carried_out, with_status
 from autopar.planner.hints import (
     Pins,
     check_pinned,
@@ -30,6 +28,7 @@ from autopar.planner.hints import (
     pinned_layouts,
 )
 from autopar.planner.problem import Restriction
+from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.plans import Plan
@@ -61,7 +60,7 @@ def plan_analysis(
     meshes = candidate_meshes(cluster, max_axes, axis_names)
     if pins:
         meshes = fitting_meshes(analysis, pins, meshes)
-    if split_batch:
+    if split_batch and layouts is None:
         check_batch(analysis, cluster, meshes)
 
     def restrict(pricer: Pricer) -> Restriction:
@@ -69,30 +68,21 @@ def plan_analysis(
         return pin_restriction(analysis, layouts)
 
     if layouts is not None:
-        kept = restore(analysis, layouts)
-        result = given(analysis, cluster, kept, layouts.axis_names)
-    else:
-        result = search(
-            analysis,
-            cluster,
-            meshes=meshes,
-            seconds=seconds,
-            restriction=restrict if pins else None,
+        return _with_layouts(
+            analysis, cluster, layouts, pins or {}, compression, codec, budget, seconds
         )
+    restriction = restrict if pins else None
+    result = search(
+        analysis, cluster, meshes=meshes, seconds=seconds, restriction=restriction
+    )
     if pins:
         check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    made = make_plan(analysis, result)
     if compression == "none":
-        return made
-    restriction = restrict if pins else None
-    if codec is not None and layouts is not None:
-        choice = first = uniform(analysis, result.best, codec)
-    elif codec is not None:
+        return make_plan(analysis, result)
+    if codec is not None:
         choice, first = joint_uniform(
             analysis, result, codec, seconds=seconds, restriction=restriction
         )
-    elif layouts is not None:
-        choice = first = choose(analysis, result.best, budget, {})
     else:
         choice, first = joint(
             analysis,
@@ -103,36 +93,37 @@ def plan_analysis(
             restriction=restriction,
         )
     result = dataclasses.replace(result, seconds=time.perf_counter() - started)
-    return with_choice(analysis, result, choice, first, compression, budget)
+    why = described(analysis, choice, first, compression, budget)
+    return with_codecs(analysis, result, choice, why)
 
 
-def with_choice(
+def _with_layouts(
     analysis: Analysis,
-    result: SearchResult,
-    choice: CodecChoice,
-    first: CodecChoice,
-    mode: str,
+    cluster: Cluster,
+    layouts: Plan,
+    pins: Pins,
+    compression: str,
+    codec: Codec | None,
     budget: float,
+    seconds: float | None,
 ) -> Plan:
-    """The plan of a choice of codecs."""
-    found = dataclasses.replace(result, best=choice.candidate)
-    plan = make_plan(analysis, found)
-    gradients = gradient_decisions(choice)
-    coded = [g for g in gradients if g.codec]
-    sent = choice.other_bytes + sum(g.wire_bytes + g.within_bytes for g in coded)
-    predicted = msgspec.structs.replace(
-        plan.predicted,
-        step_s=choice.step_s,
-        communication_s=plan.predicted.communication_s - choice.saved_s,
-        communication_bytes=sent,
-        peak_memory_bytes=plan.predicted.peak_memory_bytes + choice.memory_bytes,
-    )
-    made = msgspec.structs.replace(
-        plan.with_stage(gradients=gradients),
-        predicted=predicted,
-        compression=described(analysis, choice, first, mode, budget),
-    )
-    return made.stamped()
+    """The layouts of a plan, of another batch perhaps, and codecs chosen for them."""
+    started = time.perf_counter()
+    kept = carried_out(analysis, rebatched(analysis, layouts), cluster, seconds=seconds)
+    result = given(analysis, cluster, restore(analysis, kept), kept.axis_names)
+    best = result.best
+    check_fits(best)
+    check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
+    made = make_plan(analysis, result)
+    if compression != "none":
+        if codec is not None:
+            choice = uniform(analysis, best, codec)
+        else:
+            choice = choose(analysis, best, budget, {})
+        result = dataclasses.replace(result, seconds=time.perf_counter() - started)
+        why = described(analysis, choice, choice, compression, budget)
+        made = with_codecs(analysis, result, choice, why)
+    return with_status(made, kept.solver.status) if layouts.edited else made
 
 
 def check_batch(

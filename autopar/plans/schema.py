@@ -143,13 +143,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises:
           PlanError: there are several.
         """
-        if len(self.stages) > 1:
-            names = ", ".join(f"'{stage.name}'" for stage in self.stages)
-            raise PlanError(
-                f"this plan has {len(self.stages)} stages; what was asked for works on "
-                f"plans of one stage. Look at them one by one in plan.stages: {names}."
-            )
-        return self.stages[0]
+        if len(self.stages) == 1:
+            return self.stages[0]
+        names = ", ".join(f"'{stage.name}'" for stage in self.stages)
+        raise PlanError(
+            f"this plan has {len(self.stages)} stages; what was asked for works on "
+            f"plans of one stage. Look at them one by one in plan.stages: {names}."
+        )
 
     @property
     def mesh(self) -> dict[str, dict[str, int]]:

@@ -15,8 +15,9 @@ from autopar.cluster import Cluster
 from autopar.compression.fallback import LEAST_GAIN, Fallback
 from autopar.compression.policies.policy import GradientReport, Policy
 from autopar.errors import PlanError
+from autopar.planner.edited import carried_out
 from autopar.planner.hints import logical_pins
-from autopar.planner.plan import plan_analysis
+from autopar.planner.plan import SOLVER_SECONDS, plan_analysis
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, placement
@@ -274,6 +275,8 @@ class ParallelStep:
         if plan is None:
             cluster, hints = self.cluster, self._hints[key]
             plan = agreement.agree(lambda: plan_analysis(analysis, cluster, **hints))
+        else:
+            plan = carried_out(analysis, plan, seconds=SOLVER_SECONDS)
         agreement.check_same(plan, analysis.fingerprint)
         check_plan(analysis, plan)
         mesh = device_mesh(plan, self._devices)

@@ -151,7 +151,7 @@ def test_local_devices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(GOLDEN))  # where no profile is
     result = run("plan", TARGET, *SMALL, "--cluster", "local", "--json")
     assert result.code == 0
-    sizes = result.json["mesh"]["axes"].values()
+    sizes = result.json["stages"][0]["mesh"]["axes"].values()
     assert list(sizes) in ([8], [2, 4], [4, 2])
 
 
@@ -217,7 +217,7 @@ def test_audit_agrees_with_the_plan(run: Run, saved: pathlib.Path) -> None:
     result = run("audit", saved, "--json")
     assert result.code == 0
     found = result.json
-    assert found["inputs"] == json.loads(saved.read_text())["inputs"]
+    assert found["stages"] == json.loads(saved.read_text())["stages"]
     predicted = found["predicted"]["communication_bytes"]
     assert found["shardy"]["communication_bytes"] == pytest.approx(predicted)
     assert found["shardy"]["by_kind"] == pytest.approx(found["predicted_by_kind"])
