@@ -12,6 +12,7 @@ import msgspec
 import rich.console
 import rich.text
 import typer
+from jax.sharding import PartitionSpec
 
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster, ClusterError
@@ -19,6 +20,7 @@ from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.codecs.options import parsed
 from autopar.planner.edited import carried_out
+from autopar.planner.hints import Pins
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse
@@ -129,6 +131,8 @@ class PlanOptions:
       compression: how gradients are sent.
       error_budget: largest relative error of the gradients, for ``auto``.
       layouts: a plan whose layouts are kept.
+      pins: path pattern of inputs -> their layout.
+      axis_names: names of the mesh axes, outermost first.
 
     Raises:
       PlanError: there is no such codec, or a budget for other than ``auto``.
@@ -139,6 +143,8 @@ class PlanOptions:
     compression: str = "none"
     error_budget: float | None = None
     layouts: Plan | None = None
+    pins: Pins = dataclasses.field(default_factory=dict[str, PartitionSpec])
+    axis_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Checks the compression before any work is done."""
@@ -166,6 +172,8 @@ def plan_workload(
         compression=limits.compression,
         error_budget=limits.error_budget,
         layouts=limits.layouts,
+        pins=limits.pins,
+        axis_names=limits.axis_names,
     )
     return analysis, msgspec.structs.replace(
         plan, target=workload.target, options=workload.options

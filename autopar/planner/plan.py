@@ -40,6 +40,15 @@ from autopar_passes.roles import InputRole
 SOLVER_SECONDS = 10.0
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Codecs:
+    """What was said about codecs: the mode, the codec it names, and the budget."""
+
+    mode: str
+    codec: Codec | None
+    budget: float
+
+
 def plan_analysis(
     analysis: Analysis,
     cluster: Cluster,
@@ -54,46 +63,60 @@ def plan_analysis(
     layouts: Plan | None = None,
 ) -> Plan:
     """`plan`, for a step that is already analysed."""
-    started = time.perf_counter()
-    codec = parsed(compression)
-    budget = budget_of(error_budget, compression)
+    codecs = _Codecs(
+        compression, parsed(compression), budget_of(error_budget, compression)
+    )
+    if layouts is not None:
+        if axis_names is not None and tuple(axis_names) != layouts.axis_names:
+            raise PlanError(
+                f"axis_names={tuple(axis_names)}: the plan given as layouts= has the "
+                f"mesh axes {', '.join(layouts.axis_names)}; leave axis_names out."
+            )
+        return _with_layouts(analysis, cluster, layouts, pins or {}, codecs, seconds)
     meshes = candidate_meshes(cluster, max_axes, axis_names)
     if pins:
         meshes = fitting_meshes(analysis, pins, meshes)
-    if split_batch and layouts is None:
+    if split_batch:
         check_batch(analysis, cluster, meshes)
+    return _searched(analysis, cluster, meshes, pins or {}, codecs, seconds)
+
+
+def _searched(
+    analysis: Analysis,
+    cluster: Cluster,
+    meshes: Sequence[MeshShape],
+    pins: Pins,
+    codecs: _Codecs,
+    seconds: float | None,
+) -> Plan:
+    """The fastest layouts, and codecs chosen together with them."""
+    started = time.perf_counter()
 
     def restrict(pricer: Pricer) -> Restriction:
-        layouts = pinned_layouts(analysis, pins or {}, pricer.mesh)
-        return pin_restriction(analysis, layouts)
+        return pin_restriction(analysis, pinned_layouts(analysis, pins, pricer.mesh))
 
-    if layouts is not None:
-        return _with_layouts(
-            analysis, cluster, layouts, pins or {}, compression, codec, budget, seconds
-        )
-    restriction = restrict if pins else None
+    limit = restrict if pins else None
     result = search(
-        analysis, cluster, meshes=meshes, seconds=seconds, restriction=restriction
+        analysis, cluster, meshes=meshes, seconds=seconds, restriction=limit
     )
-    if pins:
-        check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    if compression == "none":
+    check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
+    if codecs.mode == "none":
         return make_plan(analysis, result)
-    if codec is not None:
+    if codecs.codec is not None:
         choice, first = joint_uniform(
-            analysis, result, codec, seconds=seconds, restriction=restriction
+            analysis, result, codecs.codec, seconds=seconds, restriction=limit
         )
     else:
         choice, first = joint(
             analysis,
             result,
-            budget=budget,
+            budget=codecs.budget,
             errors={},
             seconds=seconds,
-            restriction=restriction,
+            restriction=limit,
         )
     result = dataclasses.replace(result, seconds=time.perf_counter() - started)
-    why = described(analysis, choice, first, compression, budget)
+    why = described(analysis, choice, first, codecs.mode, codecs.budget)
     return with_codecs(analysis, result, choice, why)
 
 
@@ -102,9 +125,7 @@ def _with_layouts(
     cluster: Cluster,
     layouts: Plan,
     pins: Pins,
-    compression: str,
-    codec: Codec | None,
-    budget: float,
+    codecs: _Codecs,
     seconds: float | None,
 ) -> Plan:
     """The layouts of a plan, of another batch perhaps, and codecs chosen for them."""
@@ -115,13 +136,13 @@ def _with_layouts(
     check_fits(best)
     check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
     made = make_plan(analysis, result)
-    if compression != "none":
-        if codec is not None:
-            choice = uniform(analysis, best, codec)
+    if codecs.mode != "none":
+        if codecs.codec is not None:
+            choice = uniform(analysis, best, codecs.codec)
         else:
-            choice = choose(analysis, best, budget, {})
+            choice = choose(analysis, best, codecs.budget, {})
         result = dataclasses.replace(result, seconds=time.perf_counter() - started)
-        why = described(analysis, choice, choice, compression, budget)
+        why = described(analysis, choice, choice, codecs.mode, codecs.budget)
         made = with_codecs(analysis, result, choice, why)
     return with_status(made, kept.solver.status) if layouts.edited else made
 
