@@ -57,7 +57,7 @@ def plan(
         ``auto`` each as trains fastest, chosen together with the layouts; or the
         text of a codec for all of them, such as ``int8`` or ``powersgd:rank=4``.
       layouts: a plan whose layouts are kept, on this cluster; only the codecs are
-        chosen.
+        chosen. It may be of another batch size, and edited (docs/plans.md).
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
 
@@ -96,7 +96,7 @@ def audit(
     Args:
       step: the train step that the plan was made for.
       args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
-      plan: the plan.
+      plan: the plan; what was edited in it is carried out first.
       cluster: the one that the plan was made for; default: read from the plan.
       compiled: also compiles the step for this process's devices and reads
         communication and memory from the compiled program.

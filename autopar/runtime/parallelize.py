@@ -49,7 +49,8 @@ def parallelize(
     Args:
       step: the train step; absent when used as ``@parallelize(...)``.
       cluster: what to plan for; default: the devices of this process.
-      plan: a plan made before, instead of planning on the first call.
+      plan: a plan made before, instead of planning on the first call; what was
+        edited in it is carried out.
       devices: the devices to run on; default: the first of ``jax.devices()``.
       donate: whether a call consumes the carried state.
       policy: changes the codecs of gradients while training; see
