@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from checkout import GOLDEN
 from jax.sharding import PartitionSpec as P
+from stage_plans import make_plan
 
 from autopar.cli import main
 from autopar.cli.pins import parse_axis_names, parse_entries, parse_pins
@@ -220,3 +221,14 @@ class TestEditedFiles:
         path.write_text(json.dumps(data))
         for command in ("explain", "audit"):
             assert_fails(run(command, path), "the plan's mesh was edited")
+
+
+def test_plans_of_two_stages_are_not_taken_for_one(
+    run: Run, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "stages.json"
+    make_plan(target=TARGET, options={"width": "64", "layers": "1"}).save(path)
+    for command in ("explain", "audit"):
+        assert_fails(run(command, path), "this plan has 2 stages")
+    layouts = run("plan", TARGET, *SMALL, *CLUSTER, "--layouts", path)
+    assert_fails(layouts, "this plan has 2 stages")
