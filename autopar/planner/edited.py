@@ -125,32 +125,35 @@ def _with_inputs(
     _check_possible(analysis, plan, edited)
     homes = analysis.contraction.homes
     nodes = {homes[value].node for value in edited}
-    kept = {
-        v: layout
-        for v, layout in wanted.items()
-        if v in homes and homes[v].node not in nodes
-    }
-    follow = sum(v in homes and homes[v].node in nodes for v in wanted) - len(edited)
+    touched = {v for v in wanted if v in homes and homes[v].node in nodes}
+    kept = {v: wanted[v] for v in wanted if v in homes and v not in touched}
+    said = f"layouts of {_count(len(edited))} changed by hand"
+    if follow := len(touched) - len(edited):
+        said += f", {follow} that share a decision follow"
+    try:
+        return _pinned(analysis, plan, cluster, {**kept, **edited}, seconds), said
+    except InfeasibleError:
+        result = _pinned(analysis, plan, cluster, edited, seconds)
+        return result, f"{said}, others move to fit the memory"
+
+
+def _count(number: int) -> str:
+    return "1 input" if number == 1 else f"{number} inputs"
+
+
+def _pinned(
+    analysis: Analysis,
+    plan: Plan,
+    cluster: Cluster,
+    layouts: dict[int, Layout],
+    seconds: float | None,
+) -> SearchResult:
+    """The best layouts on the plan's mesh with those of some inputs as given."""
     mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
-    result: SearchResult | None = None
-    for pins in ({**kept, **edited}, edited):
-        allowed = pin_restriction(analysis, pins)
-        try:
-            result = search(
-                analysis,
-                cluster,
-                meshes=[mesh],
-                seconds=seconds,
-                restriction=lambda _, allowed=allowed: allowed,
-            )
-            break
-        except InfeasibleError:  # other inputs may move, where nothing fits otherwise
-            if pins is edited:
-                raise
-    assert result is not None
-    many = "input" if len(edited) == 1 else "inputs"
-    said = f"layouts of {len(edited)} {many} changed by hand"
-    return result, f"{said}, {follow} that share a decision follow" if follow else said
+    allowed = pin_restriction(analysis, layouts)
+    return search(
+        analysis, cluster, meshes=[mesh], seconds=seconds, restriction=lambda _: allowed
+    )
 
 
 def _wanted(analysis: Analysis, plan: Plan) -> dict[int, Layout]:
@@ -170,37 +173,40 @@ def _wanted(analysis: Analysis, plan: Plan) -> dict[int, Layout]:
 
 
 def _check_possible(analysis: Analysis, plan: Plan, edited: dict[int, Layout]) -> None:
-    """Raises `PlanError` where edited layouts contradict each other, or the step."""
-    graph, contraction = analysis.graph, analysis.contraction
-    path = analysis.input_paths
+    """Raises `PlanError` where edited layouts contradict the step, or each other."""
+    homes, paths = analysis.contraction.homes, analysis.input_paths
     for value, layout in edited.items():
-        if value not in contraction.homes:
+        if value not in homes:
             raise PlanError(
-                f"input '{path[value]}' is too small to be split: leave its layout "
+                f"input '{paths[value]}' is too small to be split: leave its layout "
                 "as it was."
             )
-        number = contraction.homes[value].node
-        node = contraction.nodes[number]
-        strategies = strategy_space(graph, contraction, node, plan.axis_sizes)
-        alone = pin_restriction(analysis, {value: layout})
-        if not any(alone(node, s) for s in strategies.strategies):
+        number = homes[value].node
+        if not _possible(analysis, plan, number, {value: layout}):
             raise PlanError(
-                f"input '{path[value]}' cannot be stored as "
-                f"{spec_text(plan.inputs[path[value]])}: the way it is used rules it "
+                f"input '{paths[value]}' cannot be stored as "
+                f"{spec_text(plan.inputs[paths[value]])}: the way it is used rules it "
                 "out. Change its axes."
             )
-        together = {
-            v: w for v, w in edited.items() if contraction.homes[v].node == number
-        }
-        allowed = pin_restriction(analysis, together)
-        if not any(allowed(node, s) for s in strategies.strategies):
+        together = {v: w for v, w in edited.items() if homes[v].node == number}
+        if not _possible(analysis, plan, number, together):
             said = " and ".join(
-                f"'{path[v]}' as {spec_text(plan.inputs[path[v]])}" for v in together
+                f"'{paths[v]}' as {spec_text(plan.inputs[paths[v]])}" for v in together
             )
             raise PlanError(
                 f"inputs that share one decision were edited to differ: {said}. Give "
                 "them the same layout."
             )
+
+
+def _possible(
+    analysis: Analysis, plan: Plan, number: int, layouts: dict[int, Layout]
+) -> bool:
+    """Whether a node has a strategy that gives inputs their layouts."""
+    node = analysis.contraction.nodes[number]
+    allowed = pin_restriction(analysis, layouts)
+    space = strategy_space(analysis.graph, analysis.contraction, node, plan.axis_sizes)
+    return any(allowed(node, strategy) for strategy in space.strategies)
 
 
 def _as_stated(analysis: Analysis, plan: Plan, cluster: Cluster) -> SearchResult:
