@@ -35,8 +35,9 @@ def read(path: pathlib.Path, convert: Callable[[data.Data], T]) -> T:
 
 def _value(value: object) -> str:
     if isinstance(value, str | list):
-        # A JSON string is also a TOML basic string; lists hold strings or integers.
-        return msgspec.json.encode(value).decode()
+        # A JSON string is also a TOML basic string, but for the one control character
+        # that JSON leaves as it is. Lists hold strings or integers.
+        return msgspec.json.encode(value).decode().replace("\x7f", "\\u007f")
     return repr(value)
 
 

@@ -1,5 +1,6 @@
 """Clusters as data and as TOML: nothing is lost, and nothing wrong is read."""
 
+import dataclasses
 import json
 import pathlib
 import tempfile
@@ -32,6 +33,18 @@ def test_round_trip_through_toml(cluster):
     assert read.fingerprint() == cluster.fingerprint()
 
 
+def test_every_control_character_is_escaped(tmp_path):
+    """JSON writes DEL as it is, which TOML forbids."""
+    device = dataclasses.replace(
+        Cluster.parse("8:h100").device,
+        name="".join(map(chr, [*range(32), 127, 34, 92])),
+    )
+    cluster = dataclasses.replace(Cluster.parse("8:h100"), device=device)
+    path = tmp_path / "cluster.toml"
+    path.write_text(cluster.to_toml(), encoding="utf-8")
+    assert Cluster.from_toml(path) == cluster
+
+
 @settings(deadline=None)
 @given(any_clusters)
 def test_parts_are_told_apart(cluster):
@@ -49,6 +62,37 @@ def test_a_part_holds_the_levels_of_the_whole_where_they_differ():
     data = cluster.slice((1, 2), offset=2).to_data()
     assert data["members"]["positions"] == [2, 3]
     assert data["members"]["level"] == cluster.to_data()["level"]
+
+
+def test_groups_are_written_as_they_would_be_alone():
+    cluster = Cluster.parse("2x4:h100+2x4:a100")
+    alone = [Cluster.parse(text).to_data() for text in ("2x4:h100", "2x4:a100")]
+    assert cluster.to_data() == {
+        "group": alone,
+        "between": {"latency_s": 8e-6, "bandwidth_bytes_per_s": 22.5e9},
+    }
+
+
+def test_a_group_that_is_left_keeps_its_place():
+    left = Cluster.parse("2x4:h100+2x4:a100").without("group0")
+    assert left.to_data()["members"] == {
+        "positions": list(range(8)),
+        "group": "group1",
+        "start": 8,
+    }
+
+
+def test_toml_of_a_part():
+    cluster = Cluster.parse("2x2:cpu").without("host0/device1", prefer="hosts")
+    lines = cluster.to_toml().splitlines()
+    at = lines.index("[members]")
+    assert lines[at - 1 : at + 3] == [
+        "",
+        "[members]",
+        "positions = [0,2]",
+        "idle = [3]",
+    ]
+    assert "[[members.level]]" in lines
 
 
 def changed(path, value, text="2x4:h100"):
