@@ -12,11 +12,17 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from autopar.cluster import members as names_of
 from autopar.cluster import regular
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.links import cut_all, is_torus
-from autopar.cluster.members import Members, listed, size_of
+from autopar.cluster.members import (
+    Members,
+    default_hosts,
+    everything,
+    listed,
+    num_hosts,
+    size_of,
+)
 from autopar.cluster.regular import Prefer
 from autopar.cluster.specs import Level
 
@@ -26,7 +32,7 @@ if TYPE_CHECKING:
 
 def members_of(cluster: Cluster) -> Members:
     """The members of a cluster of equal devices, also where they say nothing."""
-    return cluster.members or names_of.everything(cluster.levels)
+    return cluster.members or everything(cluster.levels)
 
 
 def parts(cluster: Cluster) -> tuple[Cluster, ...]:
@@ -173,8 +179,8 @@ def _names_for(of: Members, hosts: int) -> list[str]:
     absent = [name for name, gone in _missing(of).items() if len(gone) == size]
     new = max(0, hosts - len(absent))
     prefix = f"{of.group}/" if of.group else ""
-    grown = names_of.default_hosts(_longer(of.whole, new)) if new else ()
-    fresh = [prefix + name for name in grown[names_of.num_hosts(of.whole) :]]
+    grown = default_hosts(_longer(of.whole, new)) if new else ()
+    fresh = [prefix + name for name in grown[num_hosts(of.whole) :]]
     return (absent + fresh)[:hosts]
 
 
@@ -203,13 +209,21 @@ def _extended(of: Members, new: Sequence[str]) -> Members:
     prefix = f"{of.group}/" if of.group else ""
     plain = [name.removeprefix(prefix) for name in new]
     whole = _longer(of.whole, len(new))
-    hosts = (*(of.hosts or names_of.default_hosts(of.whole)), *plain)
-    if hosts == names_of.default_hosts(whole):
+    hosts = (*(of.hosts or default_hosts(of.whole)), *plain)
+    if hosts == default_hosts(whole):
         hosts = ()
     return dataclasses.replace(of, whole=whole, hosts=hosts)
 
 
-def _check_joining(names: Sequence[str], missing: Mapping[str, set[int]]) -> None:
+def _check_joining(
+    of: Members, names: Sequence[str], missing: Mapping[str, set[int]]
+) -> None:
+    strays = [name for name in names if of.group and not _is_in(of.group, name)]
+    if strays:
+        raise ClusterError(
+            f"with_hosts: {listed(strays)} join no group; a name begins with "
+            f"'{of.group}/'."
+        )
     if len(set(names)) < len(names):
         raise ClusterError(f"with_hosts: a host is named twice: {listed(list(names))}.")
     for name in names:
@@ -224,7 +238,7 @@ def _grown(part: Cluster, names: Sequence[str], prefer: Prefer) -> Cluster:
     """One cluster of equal devices with these hosts."""
     of = members_of(part)
     missing = _missing(of)
-    _check_joining(names, missing)
+    _check_joining(of, names, missing)
     larger = _extended(of, [name for name in names if name not in missing])
     joined = set[int]().union(*(_missing(larger)[name] for name in names))
     return regrid(part, larger, _there(of) | joined, prefer)
@@ -250,16 +264,20 @@ def with_hosts(
     return _grown_groups(cluster, names, prefer)
 
 
+def _is_in(group: str, name: str) -> bool:
+    return name.startswith(f"{group}/")
+
+
 def _next_host(group: Cluster) -> str:
     of = members_of(group)
-    return f"{of.group}/{of.whole[0].name}{of.whole[0].size}"
+    return f"{of.group}/host{num_hosts(of.whole)}"
 
 
 def _grown_groups(cluster: Cluster, names: Sequence[str], prefer: Prefer) -> Cluster:
     """Each group with its hosts; later groups move up where one has new ones."""
     groups = {members_of(group).group: group for group in cluster.groups}
-    mine = {name: [n for n in names if n.startswith(f"{name}/")] for name in groups}
-    strays = [n for n in names if n.partition("/")[0] not in groups]
+    mine = {name: [n for n in names if _is_in(name, n)] for name in groups}
+    strays = [n for n in names if not any(_is_in(group, n) for group in groups)]
     if strays:
         raise ClusterError(
             f"with_hosts: {listed(strays)} join no group; a name begins with one of "

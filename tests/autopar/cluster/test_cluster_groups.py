@@ -6,7 +6,7 @@ import pickle
 
 import pytest
 from cluster_strategies import GROUPABLE, grouped_clusters, link
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, ClusterError
@@ -188,6 +188,23 @@ class TestDevices:
         assert found.idle == ("group1/host1/device7",)
         assert found == BOTH.without(hosts=[1], devices=[34])
 
+    @settings(deadline=None)
+    @given(st.data(), grouped_clusters)
+    def test_each_group_shrinks_on_its_own(self, data, cluster):
+        """What a group loses is no matter of the others."""
+        lost = data.draw(st.sets(st.sampled_from(cluster.device_names)))
+        assume(len(lost) < cluster.num_devices)
+        left = cluster.without(*sorted(lost))
+        expected = []
+        for group in cluster.groups or (cluster,):
+            mine = sorted(lost.intersection(group.device_names))
+            if len(mine) < group.num_devices:
+                expected.append(group.without(*mine))
+            elif group.idle:
+                return  # the idle ones take over
+        assert left.ids == sum((group.ids for group in expected), ())
+        assert left.idle == sum((group.idle for group in expected), ())
+
     def test_without_a_group(self):
         left = BOTH.without("group0")
         assert left == BOTH.groups[1]
@@ -201,6 +218,13 @@ class TestDevices:
         grown = BOTH.with_hosts(["group0/host4", "group1/host2"])
         assert grown == Cluster.parse("5x8:h100+3x8:a100")
         assert grown.groups[1].ids[0] == 40
+
+    def test_the_last_group_grows_under_its_name(self):
+        left = BOTH.without("group0")
+        assert left.with_hosts(1).hosts[-1] == "group1/host2"
+        assert left.with_hosts("group1/new").hosts[-1] == "group1/new"
+        with pytest.raises(ClusterError, match=r"host2 join no group.*'group1/'"):
+            left.with_hosts("host2")
 
     @pytest.mark.parametrize(
         ("hosts", "said"),

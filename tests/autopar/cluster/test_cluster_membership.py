@@ -1,5 +1,9 @@
 """Clusters after devices and hosts left, came back or joined."""
 
+import dataclasses
+
+import jax
+import numpy as np
 import pytest
 from cluster_strategies import any_clusters, built, small_clusters
 from hypothesis import assume, given, settings
@@ -99,7 +103,62 @@ class TestWithout:
             left.without(devices=[24])
 
 
+class TestRuntime:
+    def test_a_mesh_lies_on_the_devices_that_are_left(self):
+        """Positions are indices of `jax.devices()`."""
+        devices = jax.devices()
+        cluster = Cluster.local(8).without(devices=[0, 3])
+        grid = np.array([devices[i] for i in cluster.ids]).reshape(
+            cluster.default_mesh().sizes
+        )
+        assert {device.id for device in grid.flat} == {1, 2, 4, 5, 6, 7}
+
+    def test_stages_lie_on_devices_of_their_own(self):
+        stages = Cluster.local(8).partition([(2,), (2,), (4,)])
+        held = [jax.devices()[i].id for stage in stages for i in stage.ids]
+        assert sorted(held) == list(range(8))
+
+    def test_forgetting_the_place_gives_interchangeable_clusters(self):
+        """One plan does for stages that differ in their place only."""
+        first, second = Cluster.parse("2x4:h100").partition([(1, 4), (1, 4)])
+        assert first.fingerprint() != second.fingerprint()
+        bare = [dataclasses.replace(part, members=None) for part in (first, second)]
+        assert bare[0] == bare[1] == Cluster.parse("1x4:h100")
+
+
 class TestWithHosts:
+    @settings(deadline=None)
+    @given(st.data(), small_clusters(12), st.sampled_from(["devices", "hosts"]))
+    def test_is_the_largest_regular_cluster(self, data, cluster, prefer):
+        """Over what was there, idle or not, and the hosts that came back."""
+        lost = data.draw(st.sets(st.sampled_from(cluster.ids), min_size=1))
+        assume(len(lost) < cluster.num_devices)
+        names = dict(zip(cluster.ids, cluster.device_names, strict=True))
+        back = names[data.draw(st.sampled_from(sorted(lost)))].rpartition("/")[0]
+
+        found = cluster.without(devices=sorted(lost)).with_hosts(back, prefer)
+
+        there = [
+            i for i in names if i not in lost or names[i].rpartition("/")[0] == back
+        ]
+        shape, ids = largest(cluster.device, cluster.levels, there, prefer)
+        assert tuple(level.size for level in found.levels) == shape
+        assert found.ids == ids
+        assert len(found.ids) + len(found.idle) == len(there)
+
+    def test_hosts_join_one_by_one(self):
+        cluster = Cluster.parse("1x4:cpu")
+        for hosts in range(2, 6):
+            cluster = cluster.with_hosts(1)
+            assert cluster == Cluster.parse(f"{hosts}x4:cpu")
+
+    def test_a_host_joins_while_another_is_broken(self):
+        found = Cluster.parse("2x4:h100").without("host1/device0").with_hosts(1)
+        assert [level.size for level in found.levels] == [3, 3]
+        assert found.hosts == ("host0", "host1", "host2")
+        assert found.idle == ("host0/device3", "host2/device3")
+        assert found.with_hosts("host1") == Cluster.parse("3x4:h100")
+
     @settings(deadline=None)
     @given(st.data(), small_clusters(12))
     def test_who_comes_back_is_where_it_was(self, data, cluster):
@@ -158,6 +217,7 @@ class TestWithHosts:
             ([], "name at least one host"),
             ("host3", "'host3' and all its devices are there already"),
             (["new", "new"], "a host is named twice: new, new"),
+            ("host0/device1", "not those of other parts"),
         ],
     )
     def test_errors(self, hosts, said):

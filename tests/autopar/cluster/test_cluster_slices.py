@@ -1,6 +1,7 @@
 """Slices and partitions against the rules, written out by hand or tried one by one."""
 
 import itertools
+import math
 from collections import Counter
 
 import pytest
@@ -174,6 +175,38 @@ class TestPartition:
         assert [sizes(part) for part in found] == list(asked)
         held = Counter(i for part in found for i in part.ids)
         assert held == Counter(cluster.ids)
+
+    @settings(deadline=None)
+    @given(st.data(), small_clusters(6))
+    def test_is_found_where_there_is_one(self, data, cluster):
+        """Against trying every place of every slice."""
+        shapes, left, asked = (
+            slices_module.shapes(cluster.levels),
+            cluster.num_devices,
+            [],
+        )
+        while left:
+            fitting = [shape for shape in shapes if math.prod(shape) <= left]
+            asked.append(data.draw(st.sampled_from(fitting)))
+            left -= math.prod(asked[-1])
+        possible = any(
+            len({i for part in choice for i in part}) == cluster.num_devices
+            for choice in itertools.product(
+                *(
+                    [
+                        slices_module.block(cluster.levels, shape, offset)
+                        for offset in offsets(cluster, shape)
+                    ]
+                    for shape in asked
+                )
+            )
+        )
+        if possible:
+            held = [i for part in cluster.partition(asked) for i in part.ids]
+            assert sorted(held) == list(cluster.ids)
+        else:
+            with pytest.raises(ClusterError, match="do not fit side by side"):
+                cluster.partition(asked)
 
     def test_equal_shapes_in_order(self):
         parts = Cluster.parse("4x2:h100").partition([(1, 2)] * 4)
