@@ -32,7 +32,7 @@ from autopar.cluster.presets import (
 )
 from autopar.cluster.text import format_quantity, parse_quantity
 
-ROOT = pathlib.Path(__file__).parents[2]
+ROOT = pathlib.Path(__file__).parents[3]
 presets = st.sampled_from(sorted(PRESETS))
 shapes = st.lists(st.integers(1, 12), min_size=1, max_size=3)
 positive = st.floats(1e-9, 1e18, allow_nan=False)
