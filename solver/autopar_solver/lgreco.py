@@ -36,9 +36,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar_solver.ilp.backend import BackendName, Limits
-from autopar_solver.ilp.backend import backend as backend_of
-from autopar_solver.ilp.program import Program
+from autopar_solver.ilp.backends import BackendName, backend_of
+from autopar_solver.ilp.program import IntegerProgram, StopCriteria
 from autopar_solver.solution import Status
 
 DEFAULT_BUCKETS = 10_000
@@ -196,8 +195,8 @@ def solve_lgreco_ilp(
     if not np.logical_or.reduceat(possible, starts[:-1]).all():
         return _result(problem, (), begin, budget)
     program = _program(problem, starts, possible, budget)
-    limits = Limits(seconds=seconds, gap=max(gap * SIZE_UNITS, GAP_UNITS))
-    answer = backend_of(backend)(program, limits, None)
+    stop = StopCriteria(seconds=seconds, gap=max(gap * SIZE_UNITS, GAP_UNITS))
+    answer = backend_of(backend)(program, stop, None)
     if answer.values is None:
         none = Status.INFEASIBLE if answer.finished else Status.UNKNOWN
         return _result(problem, (), begin, budget, none)
@@ -243,14 +242,14 @@ def _fill(
 
 def _program(
     problem: LGreCoProblem, starts: np.ndarray, possible: np.ndarray, budget: float
-) -> Program:
+) -> IntegerProgram:
     """The integer program, in units that bring its numbers near one."""
     count, width = len(problem.error), int(starts[-1])
     lows = np.repeat([float(row.min()) for row in problem.size], np.diff(starts))
     above = np.concatenate(problem.size) - lows
     error = np.where(possible, np.concatenate(problem.error), 0.0)
     columns = np.flatnonzero(error)
-    return Program(
+    return IntegerProgram(
         costs=above / (float(above.sum()) / SIZE_UNITS or 1.0),
         most=possible.astype(np.float64),
         num_binary=width,

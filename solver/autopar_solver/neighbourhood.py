@@ -3,7 +3,7 @@
 import numpy as np
 
 from autopar_solver.dual import Dual
-from autopar_solver.ilp.backend import Backend, Limits
+from autopar_solver.ilp.program import Backend, StopCriteria
 from autopar_solver.incumbent import Clock
 from autopar_solver.part import solve_part
 from autopar_solver.search import Position
@@ -39,7 +39,7 @@ class NeighbourhoodSearch:
             begin = clock.left
             seconds = min(SLOW_SECONDS, clock.left)
             counted = clock.counted
-            limits = Limits(
+            stop = StopCriteria(
                 None if counted else seconds,
                 1e-7 * abs(cost),
                 min(cost, cutoff),
@@ -47,7 +47,7 @@ class NeighbourhoodSearch:
             )
             rows = np.flatnonzero(self.dual.best_prices)
             answer = solve_part(
-                position, members, kept, self.backend, limits, tuple(rows.tolist())
+                position, members, kept, self.backend, stop, tuple(rows.tolist())
             )
             clock.tick(PART_SECONDS + PAIR_SECONDS * answer.pairs)
             self._adapt(begin - clock.left, answer.finished)

@@ -4,10 +4,10 @@ import dataclasses
 
 import numpy as np
 
+from autopar_solver.exact import solve_field
 from autopar_solver.field import flatten
 from autopar_solver.graph import ContradictionError, Graph
-from autopar_solver.ilp.backend import Backend, Limits
-from autopar_solver.ilp.solve import solve_field
+from autopar_solver.ilp.program import Backend, StopCriteria
 from autopar_solver.memory import NodeMemory
 from autopar_solver.reductions.pipeline import reduce_graph
 from autopar_solver.search import Position
@@ -71,16 +71,16 @@ def solve_part(
     members: np.ndarray,
     kept: np.ndarray,
     backend: Backend,
-    limits: Limits,
+    stop: StopCriteria,
     rows: tuple[int, ...] = (),
 ) -> PartAnswer:
-    """Chooses anew for some nodes; ``limits`` are in the whole field's cost."""
+    """Chooses anew for some nodes; ``stop`` is in the whole field's cost."""
     try:
         graph = part_graph(position, members, kept)
         graph.constant = _cost_outside(position, members)
         reduce_graph(graph)
     except ContradictionError:
-        return PartAnswer(None, limits.cutoff, True, 0)
+        return PartAnswer(None, stop.cutoff, True, 0)
     choices = position.choices.copy()
     if not graph.costs:
         choices[members] = graph.expand(choices)[members]
@@ -89,7 +89,7 @@ def solve_part(
     place = np.searchsorted(graph.rows, rows)
     known = place < len(graph.rows)
     start = [r for r in place[known] if graph.rows[r] in rows]
-    answer = solve_field(field, backend, limits, tuple(int(r) for r in start))
+    answer = solve_field(field, backend, stop, tuple(int(r) for r in start))
     if answer.choices is None:
         return PartAnswer(None, answer.bound, answer.finished, field.num_pairs)
     choices[list(field.nodes)] = answer.choices

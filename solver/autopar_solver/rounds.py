@@ -5,10 +5,10 @@ import math
 import numpy as np
 
 from autopar_solver.dual import Dual
+from autopar_solver.exact import solve_field
 from autopar_solver.field import flatten
 from autopar_solver.graph import ContradictionError, Graph
-from autopar_solver.ilp.backend import Backend, Limits
-from autopar_solver.ilp.solve import solve_field
+from autopar_solver.ilp.program import Backend, StopCriteria
 from autopar_solver.incumbent import Clock, Incumbent
 from autopar_solver.messages import carry
 from autopar_solver.neighbourhood import NeighbourhoodSearch
@@ -267,13 +267,13 @@ class _State:
         seconds = min(max(2.0, 2 * self.slice), self.clock.left)
         rows = tuple(np.flatnonzero(self.dual.best_prices).tolist())
         counted = self.clock.counted
-        limits = Limits(
+        stop = StopCriteria(
             None if counted else seconds,
             0.05 * self.incumbent.tolerance,
             self.incumbent.cutoff,
             int(NODES_PER_SECOND * seconds) if counted else None,
         )
-        answer = solve_field(self.field, self.backend, limits, rows)
+        answer = solve_field(self.field, self.backend, stop, rows)
         if answer.choices is not None:
             self._offer(answer.choices)
         self._prove(answer.bound)

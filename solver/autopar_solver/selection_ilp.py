@@ -13,9 +13,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar_solver.ilp.backend import Backend, BackendName, Limits
-from autopar_solver.ilp.backend import backend as backend_of
-from autopar_solver.ilp.program import Program
+from autopar_solver.ilp.backends import BackendName, backend_of
+from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
 from autopar_solver.incumbent import Clock
 from autopar_solver.selection import (
     CodecSelection,
@@ -201,11 +200,11 @@ def _solve_program(
     program = built.program
     start = None if found.choices is None else _values(problem, built, found.choices)
     while True:
-        limits = Limits(
+        stop = StopCriteria(
             seconds=None if clock.counted else clock.left,
             gap=_allowed(problem, built, gap, found) / built.unit_s,
         )
-        answer = solver(program, limits, start)
+        answer = solver(program, stop, start)
         found = found.prove(answer.bound * built.unit_s + built.constant_s)
         if answer.values is None:
             return _result(problem, clock, found, answer.finished)
@@ -236,7 +235,7 @@ def _values(
     return np.concatenate([chosen, np.append(above, exposed) / built.unit_s])
 
 
-def _without(program: Program, chosen: np.ndarray) -> Program:
+def _without(program: IntegerProgram, chosen: np.ndarray) -> IntegerProgram:
     """Excludes one choice that a backend's tolerance let over a budget."""
     return dataclasses.replace(
         program,

@@ -23,7 +23,7 @@ import math
 
 import numpy as np
 
-from autopar_solver.ilp.program import Program
+from autopar_solver.ilp.program import IntegerProgram
 from autopar_solver.selection import BUDGET_TOLERANCE, CodecSelection
 
 ROUNDING = 1e-12
@@ -219,7 +219,7 @@ class SelectionProgram:
         scales: by budget row, what one unit of it is.
     """
 
-    program: Program
+    program: IntegerProgram
     options: Options
     blocks: Blocks
     unit_s: float
@@ -322,13 +322,13 @@ def _budget_rows(
 
 def _program(
     options: Options, costs: np.ndarray, most: np.ndarray, rows: _Rows
-) -> Program:
+) -> IntegerProgram:
     """``one_codec_l`` first, then the rows."""
     size, count = len(options.gradient), options.num_gradients
     lengths = np.concatenate(
         [np.diff(options.starts), [len(columns) for columns in rows.columns]]
     )
-    return Program(
+    return IntegerProgram(
         costs=costs,
         most=most,
         num_binary=size,

@@ -16,10 +16,9 @@ program without the condition that its choices are whole.
 import dataclasses
 import math
 
-import highspy
 import numpy as np
 
-from autopar_solver.ilp.program import Program
+from autopar_solver.ilp.highs import solve_without_integrality
 from autopar_solver.selection import CodecSelection
 from autopar_solver.selection_program import (
     Options,
@@ -137,7 +136,7 @@ class Relaxed:
 
 def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
     """Solves the relaxed program; None if not even that has a solution."""
-    solved = _solve_linear(built.program)
+    solved = solve_without_integrality(built.program)
     if solved is None:
         return None
     values, duals = solved
@@ -189,31 +188,3 @@ def _bound(
 def _times(price: float, values: np.ndarray) -> np.ndarray:
     """A product in which a forbidden option stays forbidden at no price."""
     return np.where(np.isfinite(values), values * price if price else 0.0, np.inf)
-
-
-def _solve_linear(program: Program) -> tuple[np.ndarray, np.ndarray] | None:
-    """Values, and what one unit less on each named row's right side would cost."""
-    highs = highspy.Highs()
-    for name, value in (("output_flag", False), ("threads", 1), ("random_seed", 0)):
-        highs.setOptionValue(name, value)
-    size, rows = len(program.costs), program.num_rows
-    highs.addVars(size, np.zeros(size), program.most)
-    highs.changeColsCost(size, np.arange(size, dtype=np.int32), program.costs)
-    highs.addRows(
-        rows,
-        program.lower,
-        program.upper,
-        len(program.values),
-        program.starts[:-1].astype(np.int32),
-        program.columns.astype(np.int32),
-        program.values,
-    )
-    highs.run()
-    kinds = highspy.HighsModelStatus
-    status = highs.getModelStatus()
-    if status in (kinds.kInfeasible, kinds.kUnboundedOrInfeasible):
-        return None
-    assert status == kinds.kOptimal, status
-    solution = highs.getSolution()
-    duals = -np.array(solution.row_dual)[rows - len(program.names) :]
-    return np.array(solution.col_value), duals

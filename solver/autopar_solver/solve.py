@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar_solver.graph import ContradictionError
-from autopar_solver.ilp.backend import BackendName
-from autopar_solver.ilp.backend import backend as backend_of
+from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.incumbent import Clock, Incumbent
 from autopar_solver.problem import ShardingProblem
 from autopar_solver.reductions.build import build_graph

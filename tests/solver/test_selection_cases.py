@@ -16,7 +16,7 @@ from autopar_solver import (
     solve_selection,
     wire_weights,
 )
-from autopar_solver.ilp.backend import Answer
+from autopar_solver.ilp.program import ProgramAnswer
 from autopar_solver.selection import check_selection
 from autopar_solver.selection_program import blocks_of, build, options_of
 
@@ -248,7 +248,7 @@ def test_a_choice_over_a_budget_by_tolerance_is_excluded(monkeypatch):
             return honest(program, limits, start)
         values = np.zeros(len(program.costs))
         values[1:8:2] = 1.0  # Option 1 four times: an error of 0.4.
-        return Answer(values, -math.inf, True)
+        return ProgramAnswer(values, -math.inf, True)
 
     monkeypatch.setattr(selection_ilp, "backend_of", lambda _: sloppy)
     nothing = selection_ilp.Found(None, math.inf, 0.0)

@@ -6,14 +6,13 @@ import time
 import numpy as np
 
 from autopar_solver.field import Field
-from autopar_solver.ilp.backend import Backend, Limits
-from autopar_solver.ilp.program import (
+from autopar_solver.field_program import (
     Cut,
-    Program,
     build_program,
     exclusion_cut,
     memory_cut,
 )
+from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
 
 ROWS_PER_ROUND = 8
 """Broken memory rows added at once, far apart in time."""
@@ -41,20 +40,20 @@ class FieldAnswer:
 def solve_field(
     field: Field,
     backend: Backend,
-    limits: Limits,
+    stop: StopCriteria,
     rows: tuple[int, ...] = (),
     start: np.ndarray | None = None,
 ) -> FieldAnswer:
-    """Solves a field; ``limits`` are in the field's costs, its constant included.
+    """Solves a field; ``stop`` is in the field's costs, its constant included.
 
     Args:
         field: what to solve.
         backend: who solves each program.
-        limits: time, gap and cutoff; the gap is absolute.
+        stop: time, gap and cutoff; the gap is absolute.
         rows: memory rows to begin with.
         start: choices that fit, where the search may begin.
     """
-    deadline = _deadline(limits)
+    deadline = _deadline(stop)
     scale = _scale(field)
     cuts = {row: memory_cut(field, row) for row in rows}
     extra: list[Cut] = []
@@ -64,10 +63,10 @@ def solve_field(
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left < 0.02:
             return FieldAnswer(None, np.inf, bound, False, tuple(cuts))
-        cutoff = _inner(limits.cutoff, field, scale)
-        inner = Limits(left, limits.gap / scale, cutoff, limits.nodes)
+        cutoff = _inner(stop.cutoff, field, scale)
+        inner = StopCriteria(left, stop.gap / scale, cutoff, stop.branches)
         answer = backend(program, inner, _values(field, program, start))
-        bound = max(bound, min(answer.bound * scale + field.constant, limits.cutoff))
+        bound = max(bound, min(answer.bound * scale + field.constant, stop.cutoff))
         if answer.values is None:
             return FieldAnswer(None, np.inf, bound, answer.finished, tuple(cuts))
         choices = field.least(-answer.values[: field.num_strategies])
@@ -90,8 +89,8 @@ def broken_rows(field: Field, choices: np.ndarray) -> tuple[int, ...]:
     return tuple(sorted(worst, key=lambda row: -over[row])[:ROWS_PER_ROUND])
 
 
-def _deadline(limits: Limits) -> float | None:
-    return None if limits.seconds is None else time.monotonic() + limits.seconds
+def _deadline(stop: StopCriteria) -> float | None:
+    return None if stop.seconds is None else time.monotonic() + stop.seconds
 
 
 def _scale(field: Field) -> float:
@@ -106,7 +105,7 @@ def _inner(cutoff: float, field: Field, scale: float) -> float:
 
 
 def _values(
-    field: Field, program: Program, choices: np.ndarray | None
+    field: Field, program: IntegerProgram, choices: np.ndarray | None
 ) -> np.ndarray | None:
     if choices is None:
         return None
