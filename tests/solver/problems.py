@@ -7,7 +7,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from autopar_solver import MemoryTerm, ShardingProblem
-from autopar_solver.check import evaluate
+from autopar_solver.sharding.check import evaluate_choices
 
 
 def random_problem(
@@ -71,7 +71,7 @@ def brute_force(problem: ShardingProblem) -> float:
     """The least cost of all valid choices; infinite if there are none."""
     best = math.inf
     for choices in itertools.product(*map(range, problem.num_strategies)):
-        found = evaluate(problem, choices)
+        found = evaluate_choices(problem, choices)
         limit = problem.memory_limit
         if limit is None or found.peak <= limit:
             best = min(best, found.cost)

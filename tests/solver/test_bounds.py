@@ -1,4 +1,4 @@
-"""Messages, elimination and prices: every bound is one, for every strategy."""
+"""MessagePassing, elimination and prices: every bound is one, for every strategy."""
 
 import numpy as np
 import pytest
@@ -6,14 +6,18 @@ from hypothesis import given, reject, settings
 from hypothesis import strategies as st
 from problems import ladder, problems, random_problem
 
-from autopar_solver.buckets import TooLargeError, eliminate
-from autopar_solver.compiled import compiled_loop, record, sweep_loop
-from autopar_solver.dual import Dual
-from autopar_solver.field import flatten
-from autopar_solver.graph import ContradictionError
-from autopar_solver.messages import Messages
-from autopar_solver.reductions.build import build_graph
-from autopar_solver.reductions.forbidden import drop_infinite
+from autopar_solver.sharding.bounds.buckets import TooLargeError, mini_bucket_bounds
+from autopar_solver.sharding.bounds.compiled import (
+    compiled_loop,
+    record_tape,
+    sweep_loop,
+)
+from autopar_solver.sharding.bounds.dual import Dual
+from autopar_solver.sharding.bounds.message_passing import MessagePassing
+from autopar_solver.sharding.field import flatten
+from autopar_solver.sharding.graph import ContradictionError
+from autopar_solver.sharding.reductions.build import build_graph
+from autopar_solver.sharding.reductions.forbidden import drop_infinite
 
 UNLIMITED = 10**9
 
@@ -44,7 +48,7 @@ def minima(field, costs):
 @given(problems(memory=False, max_nodes=5, max_strategies=3), st.integers(1, 6))
 def test_message_bounds(problem, sweeps):
     field = field_of(problem)
-    messages = Messages(field)
+    messages = MessagePassing(field)
     best = minima(field, field.costs)
     last = -np.inf
     for _ in range(sweeps):
@@ -63,8 +67,8 @@ def test_message_bounds(problem, sweeps):
 def test_elimination_bounds(problem, limit):
     field = field_of(problem)
     best = minima(field, field.costs)
-    costs, tables = Messages(field).shifted(field.costs)
-    found = eliminate(field, costs, tables, limit, UNLIMITED)
+    costs, tables = MessagePassing(field).shifted(field.costs)
+    found = mini_bucket_bounds(field, costs, tables, limit, UNLIMITED)
     assert (found.bound + found.rises <= best + 1e-9).all()
     if limit == UNLIMITED:
         assert found.exact
@@ -78,21 +82,21 @@ def test_elimination_bounds(problem, limit):
 
 def test_elimination_after_messages_is_no_worse():
     field = field_of(ladder(3, length=6, strategies=5, tightness=None))
-    messages = Messages(field)
+    messages = MessagePassing(field)
     for _ in range(10):
         swept = messages.sweep(field.costs)
     costs, tables = messages.shifted(field.costs)
     for limit in (25, 125, UNLIMITED):
-        found = eliminate(field, costs, tables, limit, UNLIMITED)
+        found = mini_bucket_bounds(field, costs, tables, limit, UNLIMITED)
         assert found.bound >= swept.bound - 1e-9
     with pytest.raises(TooLargeError):
-        eliminate(field, costs, tables, UNLIMITED, 10)
+        mini_bucket_bounds(field, costs, tables, UNLIMITED, 10)
 
 
 @given(problems(max_nodes=6), st.integers(0, 10**6))
 def test_shifting_keeps_every_cost(problem, seed):
     field = field_of(problem)
-    messages = Messages(field)
+    messages = MessagePassing(field)
     messages.sweep(field.costs)
     costs, tables = messages.shifted(field.costs)
     random = np.random.default_rng(seed)
@@ -143,9 +147,9 @@ def test_prices_raise_the_bound():
 def test_compiled_loop_equals_numpy(seed):
     """The loop is plain Python too: it is compared whether numba is there or not."""
     field = field_of(random_problem(seed, max_edges=14))
-    messages = Messages(field, compiled=False)
-    other = Messages(field, compiled=False)
-    tapes = record(other._forward), record(other._backward)
+    messages = MessagePassing(field, compiled=False)
+    other = MessagePassing(field, compiled=False)
+    tapes = record_tape(other._forward), record_tape(other._backward)
     for _ in range(3):
         swept = messages.sweep(field.costs)
         base, _ = tapes[0].run(sweep_loop, field.costs, other.buffer)
@@ -159,17 +163,17 @@ def test_compiled():
     if compiled_loop() is None:
         pytest.skip("numba is not installed")
     field = field_of(ladder(0, length=5, strategies=7, tightness=None))
-    plain = Messages(field, compiled=False).sweep(field.costs)
-    fast = Messages(field, compiled=True).sweep(field.costs)
+    plain = MessagePassing(field, compiled=False).sweep(field.costs)
+    fast = MessagePassing(field, compiled=True).sweep(field.costs)
     assert fast.bound == pytest.approx(plain.bound)
     np.testing.assert_allclose(fast.rises, plain.rises, atol=1e-12)
 
 
 def test_messages_resume():
     field = field_of(ladder(1, length=5, strategies=4, tightness=None))
-    first = Messages(field)
+    first = MessagePassing(field)
     for _ in range(5):
         first.sweep(field.costs)
-    second = Messages(field)
+    second = MessagePassing(field)
     second.resume(first.by_link())
     np.testing.assert_array_equal(first.buffer, second.buffer)

@@ -9,7 +9,12 @@ from hypothesis import strategies as st
 from problems import problems, random_problem
 
 from autopar_solver import MemoryTerm, ShardingProblem, Solution, Status
-from autopar_solver.check import check_solution, evaluate, memory_profile, profile
+from autopar_solver.sharding.check import (
+    check_solution,
+    evaluate_choices,
+    memory_profile,
+    usage_over_time,
+)
 
 
 def by_definition(problem, choices):
@@ -33,7 +38,7 @@ def by_definition(problem, choices):
 def test_evaluates_by_definition(problem, seed):
     random = np.random.default_rng(seed)
     choices = [int(random.integers(size)) for size in problem.num_strategies]
-    found = evaluate(problem, choices)
+    found = evaluate_choices(problem, choices)
     assert (found.cost, found.peak) == by_definition(problem, choices)
 
 
@@ -45,7 +50,7 @@ def test_peak_time_is_the_first():
     problem = ShardingProblem(
         name="two", node_costs=(np.zeros(1),), memory=terms, memory_limit=3.0
     )
-    assert evaluate(problem, [0]).peak_time == 1
+    assert evaluate_choices(problem, [0]).peak_time == 1
     times, usage = memory_profile(problem, [0])
     assert dict(zip(times.tolist(), usage.tolist(), strict=True)) == {
         1: 3.0,
@@ -59,7 +64,7 @@ def test_profile_does_not_drift():
     """A huge amount that comes and goes leaves no error behind."""
     starts = np.array([0, 1, 2])
     ends = np.array([9, 2, 9])
-    _, usage = profile(starts, ends, np.array([3.0, 2.0**62, 5.0]))
+    _, usage = usage_over_time(starts, ends, np.array([3.0, 2.0**62, 5.0]))
     assert usage[2] == 8.0
 
 
@@ -67,7 +72,7 @@ def test_profile_does_not_drift():
 def test_rejects_choices(choices):
     problem = ShardingProblem(name="p", node_costs=(np.zeros(2), np.zeros(1)))
     with pytest.raises(ValueError, match=r"p: .*(choices for|has no strategy)"):
-        evaluate(problem, choices)
+        evaluate_choices(problem, choices)
 
 
 def solution(**changes):

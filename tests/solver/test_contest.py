@@ -10,8 +10,14 @@ import pytest
 from contest_files import EXAMPLE, changed, write_json
 from problems import random_problem
 
-from autopar_solver import Status, contest, solve
-from autopar_solver.check import check_solution, evaluate
+from autopar_solver import Status, solve
+from autopar_solver.sharding.check import check_solution, evaluate_choices
+from autopar_solver.sharding.contest import (
+    read_contest_instance,
+    read_contest_solution,
+    write_contest_instance,
+    write_contest_solution,
+)
 
 FOLDER = Path(
     os.environ.get(
@@ -25,11 +31,11 @@ def instance(letter):
     path = FOLDER / f"asplos-2025-iopddl-{letter}.json.gz"
     if not path.exists():
         pytest.skip(f"no public instance {path.name}: set AUTOPAR_IOPDDL_DIR")
-    return contest.read(path)
+    return read_contest_instance(path)
 
 
 def test_example(tmp_path):
-    problem = contest.read(write_json(tmp_path / "example.json", EXAMPLE))
+    problem = read_contest_instance(write_json(tmp_path / "example.json", EXAMPLE))
     solution = solve(problem, gap=0.0)
     check_solution(problem, solution)
     assert (problem.name, solution.cost, solution.status) == (
@@ -43,7 +49,7 @@ def test_gzip_and_forbidden(tmp_path):
     data = changed("nodes", "costs", 1, to=[10**18, 65])
     path = tmp_path / "example.json.gz"
     path.write_bytes(gzip.compress(json.dumps(data).encode()))
-    assert contest.read(path).node_costs[1].tolist() == [np.inf, 65.0]
+    assert read_contest_instance(path).node_costs[1].tolist() == [np.inf, 65.0]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -51,8 +57,8 @@ def test_round_trip(seed, tmp_path):
     """Everything but fixed memory and second terms survives."""
     problem = random_problem(seed, memory=False)
     path = tmp_path / "problem.json"
-    contest.write(path, problem)
-    again = contest.read(path)
+    write_contest_instance(path, problem)
+    again = read_contest_instance(path)
     assert again.name == problem.name
     assert again.edges == problem.edges
     for mine, other in [
@@ -64,26 +70,28 @@ def test_round_trip(seed, tmp_path):
 
 
 def test_memory_round_trip(tmp_path):
-    problem = contest.read(write_json(tmp_path / "example.json", EXAMPLE))
-    contest.write(tmp_path / "again.json", problem)
-    again = contest.read(tmp_path / "again.json")
+    problem = read_contest_instance(write_json(tmp_path / "example.json", EXAMPLE))
+    write_contest_instance(tmp_path / "again.json", problem)
+    again = read_contest_instance(tmp_path / "again.json")
     assert again.memory_limit == 50.0
-    assert evaluate(again, (0, 0, 1, 1, 0)) == evaluate(problem, (0, 0, 1, 1, 0))
+    assert evaluate_choices(again, (0, 0, 1, 1, 0)) == evaluate_choices(
+        problem, (0, 0, 1, 1, 0)
+    )
 
 
 def test_write_refuses_what_the_format_cannot_hold(tmp_path):
     with pytest.raises(ValueError, match="fixed memory"):
-        contest.write(tmp_path / "problem.json", random_problem(1))
+        write_contest_instance(tmp_path / "problem.json", random_problem(1))
 
 
 def test_solution_round_trip(tmp_path):
     path = tmp_path / "solution.json"
-    contest.write_solution(path, np.array([3, 0, 2]))
+    write_contest_solution(path, np.array([3, 0, 2]))
     assert json.loads(path.read_text()) == [3, 0, 2]
-    assert contest.read_solution(path) == (3, 0, 2)
+    assert read_contest_solution(path) == (3, 0, 2)
     path.write_text("{}")
     with pytest.raises(ValueError, match="not a contest solution"):
-        contest.read_solution(path)
+        read_contest_solution(path)
 
 
 @pytest.mark.parametrize(
@@ -105,7 +113,7 @@ def test_solution_round_trip(tmp_path):
 def test_invalid(data, message, tmp_path):
     path = write_json(tmp_path / "bad.json", data)
     with pytest.raises(ValueError, match=message):
-        contest.read(path)
+        read_contest_instance(path)
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"\x1f\x8bxx", b"\xff\xfe"])
@@ -113,7 +121,7 @@ def test_garbage(content, tmp_path):
     path = tmp_path / "bad.json"
     path.write_bytes(content)
     with pytest.raises(ValueError, match="not a contest instance"):
-        contest.read(path)
+        read_contest_instance(path)
 
 
 def test_public_instance_g():

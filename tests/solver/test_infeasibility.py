@@ -6,7 +6,7 @@ from hypothesis import given
 from problems import brute_force, problems
 
 from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
-from autopar_solver.infeasibility import explain
+from autopar_solver.sharding.infeasibility import explain_infeasibility
 
 
 def problem(limit):
@@ -28,7 +28,7 @@ def problem(limit):
 
 
 def test_explains_the_tightest_time():
-    why = explain(problem(10.0))
+    why = explain_infeasibility(problem(10.0))
     # At 4: 4 (frugal), 6 (the other is forbidden), 5, and 2 fixed.
     assert (why.time, why.least_peak, why.fixed, why.limit) == (4, 17.0, 2.0, 10.0)
     assert [(term.term, term.node, term.least) for term in why.terms] == [
@@ -43,15 +43,15 @@ def test_explains_the_tightest_time():
 
 @pytest.mark.parametrize("limit", [17.0, None])
 def test_not_infeasible(limit):
-    assert not explain(problem(limit)).proves_infeasible
+    assert not explain_infeasibility(problem(limit)).proves_infeasible
 
 
 def test_nothing_live():
-    why = explain(ShardingProblem(name="empty", node_costs=()))
+    why = explain_infeasibility(ShardingProblem(name="empty", node_costs=()))
     assert (why.least_peak, why.terms) == (0.0, ())
 
 
 @given(problems())
 def test_proof_is_right(problem):
-    if explain(problem).proves_infeasible:
+    if explain_infeasibility(problem).proves_infeasible:
         assert brute_force(problem) == np.inf

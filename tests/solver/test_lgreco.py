@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar_solver import LGreCoProblem, Status, solve_lgreco, solve_lgreco_ilp
-from autopar_solver.lgreco import rounded_errors
+from autopar_solver.selection.lgreco import rounded_errors
 
 
 def random_problem(seed: int) -> LGreCoProblem:

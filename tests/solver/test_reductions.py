@@ -8,17 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from problems import brute_force, problems
 
-from autopar_solver.check import evaluate
-from autopar_solver.graph import ContradictionError, Graph
-from autopar_solver.memory import NodeMemory, Rows, compress
-from autopar_solver.reductions.build import build_graph
-from autopar_solver.reductions.capacity import drop_oversized
-from autopar_solver.reductions.dominated import drop_dominated
-from autopar_solver.reductions.followers import fold_followers, follows
-from autopar_solver.reductions.forbidden import drop_single, drop_unsupported
-from autopar_solver.reductions.low_degree import eliminate_low_degree
-from autopar_solver.reductions.pipeline import REDUCTIONS, reduce_graph
-from autopar_solver.reductions.separable import drop_separable, split
+from autopar_solver.sharding.check import evaluate_choices
+from autopar_solver.sharding.graph import ContradictionError, Graph
+from autopar_solver.sharding.memory import NodeMemory, Rows, find_rows
+from autopar_solver.sharding.reductions.build import build_graph
+from autopar_solver.sharding.reductions.capacity import drop_oversized
+from autopar_solver.sharding.reductions.dominated import drop_dominated
+from autopar_solver.sharding.reductions.followers import fold_followers, follows
+from autopar_solver.sharding.reductions.forbidden import drop_single, drop_unsupported
+from autopar_solver.sharding.reductions.low_degree import eliminate_low_degree
+from autopar_solver.sharding.reductions.pipeline import REDUCTIONS, reduce_graph
+from autopar_solver.sharding.reductions.separable import drop_separable, split_separable
 
 INF = np.inf
 
@@ -31,7 +31,7 @@ def best_of_graph(graph, problem):
     for place in np.ndindex(*sizes):
         choices = np.zeros(len(problem.node_costs), np.int64)
         choices[nodes] = place
-        found = evaluate(problem, graph.expand(choices).tolist())
+        found = evaluate_choices(problem, graph.expand(choices).tolist())
         limit = problem.memory_limit
         if limit is None or found.peak <= limit:
             best = min(best, found.cost)
@@ -77,12 +77,12 @@ def test_project_costs_no_more(problem, seed):
     """Valid choices map into what is left and come back at no higher cost."""
     random = np.random.default_rng(seed)
     choices = np.array([int(random.integers(s)) for s in problem.num_strategies])
-    before = evaluate(problem, choices.tolist())
+    before = evaluate_choices(problem, choices.tolist())
     if before.cost == INF or before.peak > (problem.memory_limit or INF):
         return
     graph = build_graph(problem)
     reduce_graph(graph)
-    after = evaluate(problem, graph.expand(graph.project(choices)).tolist())
+    after = evaluate_choices(problem, graph.expand(graph.project(choices)).tolist())
     assert after.cost <= before.cost
     assert after.peak <= (problem.memory_limit or INF)
 
@@ -149,10 +149,10 @@ def test_single_becomes_cost():
 
 def test_separable():
     u, v = np.array([1.0, 5.0, 2.0]), np.array([0.0, 7.0])
-    parts = split(u[:, None] + v)
+    parts = split_separable(u[:, None] + v)
     np.testing.assert_allclose(parts[0][:, None] + parts[1], u[:, None] + v)
-    assert split(np.array([[1.0, 0.0], [0.0, 1.0]])) is None
-    assert split(np.array([[INF, 0.0], [0.0, 1.0]])) is None
+    assert split_separable(np.array([[1.0, 0.0], [0.0, 1.0]])) is None
+    assert split_separable(np.array([[INF, 0.0], [0.0, 1.0]])) is None
     graph = graph_of([[0, 0], [0, 0]], {(0, 1): [[1, 2], [3, 4]]})
     drop_separable(graph)
     assert graph.num_links == 0
@@ -197,7 +197,7 @@ def test_oversized():
 @given(problems(max_nodes=5))
 def test_compressed_rows_decide_like_all_times(problem):
     """Choices fit on the rows exactly if they fit at every time."""
-    rows, memory = compress(problem)
+    rows, memory = find_rows(problem)
     assert isinstance(rows, Rows)
     random = np.random.default_rng(0)
     for _ in range(5):
@@ -211,5 +211,5 @@ def test_compressed_rows_decide_like_all_times(problem):
             np.add.at(used, own.starts, amounts)
             np.subtract.at(used, own.ends, amounts)
         fits = bool((np.cumsum(used)[:-1] <= rows.room).all())
-        peak = evaluate(problem, choices).peak
+        peak = evaluate_choices(problem, choices).peak
         assert fits == (peak <= problem.memory_limit)

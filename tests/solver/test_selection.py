@@ -16,21 +16,22 @@ from selection_problems import (
     problems,
 )
 
+import autopar_solver.selection.solve as selection_solve
 from autopar_solver import (
     CodecSelection,
     Status,
     recompute,
-    selection_ilp,
     solve_relaxation,
     solve_selection,
     wire_weights,
 )
-from autopar_solver.incumbent import Clock
-from autopar_solver.selection import check_selection, fits
-from autopar_solver.selection_descent import descend
-from autopar_solver.selection_labels import search_labels
-from autopar_solver.selection_program import build, options_of
-from autopar_solver.selection_relaxation import relax
+from autopar_solver.clock import Clock
+from autopar_solver.selection.check import check_selection, fits_budgets
+from autopar_solver.selection.descent import descend
+from autopar_solver.selection.labels import search_labels
+from autopar_solver.selection.options import options_of
+from autopar_solver.selection.program import build_program
+from autopar_solver.selection.relaxation import relax
 
 
 @settings(max_examples=200, deadline=None)
@@ -54,7 +55,7 @@ def test_labels_alone_match_brute_force(problem):
         raise AssertionError("the integer program was asked")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(selection_ilp, "backend_of", lambda _: unused)
+        patch.setattr(selection_solve, "backend_of", lambda _: unused)
         assert_best(problem, solve_selection(problem, gap=0.0, widths=(1024,)))
 
 
@@ -65,7 +66,7 @@ def test_few_labels_prove_a_true_bound(problem, width):
     options = options_of(problem)
     if options is None:
         return
-    relaxed = relax(problem, build(problem, options))
+    relaxed = relax(problem, build_program(problem, options))
     if relaxed is None:
         return
     clock = Clock(0.0, None)
@@ -77,7 +78,7 @@ def test_few_labels_prove_a_true_bound(problem, width):
     assert answer.bound_s <= least + 1e-9
     if answer.chosen is not None:
         cost = recompute(problem, in_numbering(problem, options, answer.chosen))
-        assert fits(problem, cost)
+        assert fits_budgets(problem, cost)
         assert least <= cost.cost_s + 1e-9
 
 
@@ -97,14 +98,16 @@ def test_descent_stays_within_the_budgets_and_improves(problem):
     assert begin is not None
     chosen = descend(problem, options, kept[begin])
     reached = recompute(problem, in_numbering(problem, options, chosen))
-    assert fits(problem, reached)
+    assert fits_budgets(problem, reached)
     assert reached.cost_s <= recompute(problem, begin).cost_s + 1e-9
     for place, own in enumerate(parts(options)):
         for option in own:
             other = chosen.copy()
             other[place] = option
             cost = recompute(problem, in_numbering(problem, options, other))
-            assert not fits(problem, cost) or cost.cost_s >= reached.cost_s - 1e-9
+            assert (
+                not fits_budgets(problem, cost) or cost.cost_s >= reached.cost_s - 1e-9
+            )
 
 
 def test_descent_exchanges_two():

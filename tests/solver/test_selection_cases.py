@@ -7,18 +7,19 @@ import numpy as np
 import pytest
 from selection_problems import all_costs, best, random_problem, realistic
 
+import autopar_solver.selection.solve as selection_solve
 from autopar_solver import (
     CodecSelection,
     Status,
     recompute,
-    selection_ilp,
     solve_relaxation,
     solve_selection,
     wire_weights,
 )
 from autopar_solver.ilp.program import ProgramAnswer
-from autopar_solver.selection import check_selection
-from autopar_solver.selection_program import blocks_of, build, options_of
+from autopar_solver.selection.check import check_selection
+from autopar_solver.selection.options import options_of
+from autopar_solver.selection.program import blocks_of, build_program
 
 
 def test_dominated_options_go_and_the_first_of_equals_stays():
@@ -54,7 +55,7 @@ def test_a_link_that_never_idles_is_one_block():
     options = options_of(slow)
     assert options is not None
     assert blocks_of(slow, options).block.tolist() == [0, 0, 0]
-    assert build(slow, options).program.names == ("start_0", "exposed")
+    assert build_program(slow, options).program.names == ("start_0", "exposed")
     fast = dataclasses.replace(
         slow,
         wire_s=(np.array([0.9, 0.5]),) * 3,
@@ -239,7 +240,7 @@ def test_budgets_may_be_reached_but_not_passed():
 def test_a_choice_over_a_budget_by_tolerance_is_excluded(monkeypatch):
     """A backend that breaks a budget is asked again, without that choice."""
     problem = tenths(error_budget=0.25)
-    honest = selection_ilp.backend_of("highs")
+    honest = selection_solve.backend_of("highs")
     asked = []
 
     def sloppy(program, limits, start):
@@ -250,9 +251,9 @@ def test_a_choice_over_a_budget_by_tolerance_is_excluded(monkeypatch):
         values[1:8:2] = 1.0  # Option 1 four times: an error of 0.4.
         return ProgramAnswer(values, -math.inf, True)
 
-    monkeypatch.setattr(selection_ilp, "backend_of", lambda _: sloppy)
-    nothing = selection_ilp.Found(None, math.inf, 0.0)
-    monkeypatch.setattr(selection_ilp, "_rounded", lambda *_: nothing)
+    monkeypatch.setattr(selection_solve, "backend_of", lambda _: sloppy)
+    nothing = selection_solve.Incumbent(None, math.inf, 0.0)
+    monkeypatch.setattr(selection_solve, "_rounded", lambda *_: nothing)
     result = solve_selection(problem, gap=0.0, widths=())
     check_selection(problem, result)
     assert sorted(result.choices) == [0, 0, 1, 1]

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from problems import brute_force, ladder, problems, random_problem
 
 from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
-from autopar_solver.check import check_solution, evaluate
+from autopar_solver.sharding.check import check_solution, evaluate_choices
 
 
 def assert_best(problem, solution):
@@ -121,7 +121,7 @@ def test_memory_limit_is_exact():
     )
     solution = solve(problem, gap=0.0)
     assert_best(problem, solution)
-    assert evaluate(problem, solution.choices).peak == problem.memory_limit
+    assert evaluate_choices(problem, solution.choices).peak == problem.memory_limit
     less = dataclasses.replace(problem, memory_limit=problem.memory_limit - 1)
     assert_best(less, solve(less, gap=0.0))
 
