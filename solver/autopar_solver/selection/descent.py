@@ -1,4 +1,4 @@
-"""Improving the choices of a codec selection by one or two gradients at a time.
+"""Improves the choices of a codec selection by one or two gradients at a time.
 
 With ``end[j] = ready[j] + sum_(m >= j) wire[m]`` over the link's order, exposed time is
 what the largest ``end`` is after the backward pass. A change of gradient ``l`` by ``d``

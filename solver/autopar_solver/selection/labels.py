@@ -1,4 +1,4 @@
-"""Solving a codec selection gradient by gradient, keeping only what can still be best.
+"""Solves a codec selection gradient by gradient, keeping what can still be best.
 
 A *label* is a choice for the first gradients of the link's order, as far as the rest of
 the problem can see it: when the link is done with them, ``f``, and their sums of local
@@ -147,9 +147,7 @@ def _outlook(problem: CodecSelection, options: Options, relaxed: Relaxed) -> _Ou
     for place in reversed(range(1, count)):
         early[place - 1] = max(ready[place], early[place] - slowest[place])
         late[place - 1] = max(ready[place], late[place] - fastest[place])
-    priced = relaxed.weights[options.gradient] * options.wire + options.local
-    priced = priced + relaxed.error_price * options.error
-    priced = priced + relaxed.memory_price * options.memory
+    priced = options.priced(relaxed.weights, relaxed.error_price, relaxed.memory_price)
     starts = np.diff(relaxed.weights, prepend=0.0) * (ready - problem.backward_s)
     rest = _after(options.least(priced) + starts)
     rest = rest - relaxed.weights * problem.backward_s

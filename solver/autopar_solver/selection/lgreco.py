@@ -1,4 +1,4 @@
-"""L-GreCo's choice of a compression parameter per layer, and the same choice exactly.
+"""Chooses a compression parameter for each layer as L-GreCo does, and exactly.
 
 Alimohammadi, Markov, Frantar and Alistarh, "L-GreCo: Layerwise-adaptive gradient
 compression for efficient data-parallel deep learning", MLSys 2024 (arXiv 2210.17357).

@@ -54,6 +54,13 @@ class Options:
         at = np.where(marked, np.arange(len(marked)), len(marked))
         return self.least(at)
 
+    def priced(
+        self, weights: np.ndarray, error_price: float, memory_price: float
+    ) -> np.ndarray:
+        """What each option costs at these prices; ``weights`` are by gradient."""
+        priced = weights[self.gradient] * self.wire + self.local
+        return priced + error_price * self.error + memory_price * self.memory
+
     def keep(self, kept: np.ndarray) -> "Options":
         """The options that are marked."""
         counts = np.bincount(self.gradient[kept], minlength=self.num_gradients)

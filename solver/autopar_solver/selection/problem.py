@@ -1,4 +1,4 @@
-"""Which codec each gradient is sent with: the problem, its answer, and what it costs.
+"""The selection of codecs: one option for each gradient.
 
 Gradients are synchronised one after another on one link, in the order in which the
 backward pass completes them. With ``x[l]`` the option of gradient ``l``, numbered in

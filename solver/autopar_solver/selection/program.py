@@ -1,4 +1,4 @@
-"""The integer program of a codec selection, after exact reductions.
+"""Builds the integer program of a codec selection.
 
 Gradients are numbered in the link's order. Those that cannot find the link idle, even
 if every earlier one is sent with its fastest option, follow the one before without a
@@ -57,7 +57,7 @@ def blocks_of(problem: CodecSelection, options: Options) -> Blocks:
     """Finds the blocks."""
     ready = np.array(sorted(problem.ready_s))
     fastest, slowest = options.least(options.wire), options.most(options.wire)
-    earliest, latest = _finishes(ready, fastest), _finishes(ready, slowest)
+    earliest, latest = link_finishes(ready, fastest), link_finishes(ready, slowest)
     first = np.concatenate([[True], earliest[:-1] < ready[1:]])
     block = np.cumsum(first) - 1
     last = np.concatenate([first[1:], [True]])
@@ -70,7 +70,7 @@ def blocks_of(problem: CodecSelection, options: Options) -> Blocks:
     )
 
 
-def _finishes(ready: np.ndarray, wire: np.ndarray) -> np.ndarray:
+def link_finishes(ready: np.ndarray, wire: np.ndarray) -> np.ndarray:
     """When the link is done with each gradient."""
     finishes = np.empty(len(ready))
     finish = 0.0

@@ -1,4 +1,4 @@
-"""Prices of a codec selection: what a second on the link and a unit of error are worth.
+"""Prices a second on the link, a unit of error and a byte of memory.
 
 For weights that do not fall along the link's order and stay within 0 and 1, and prices
 that are not negative, every choice within the budgets costs at least
@@ -151,8 +151,7 @@ def relax(problem: CodecSelection, built: SelectionProgram) -> Relaxed | None:
     }
     error_price, memory_price = prices.get("error", 0.0), prices.get("memory", 0.0)
     options = built.options
-    priced = weights[options.gradient] * options.wire + options.local
-    priced = priced + error_price * options.error + memory_price * options.memory
+    priced = options.priced(weights, error_price, memory_price)
     return Relaxed(
         shares=values[: len(priced)],
         weights=weights,

@@ -1,9 +1,9 @@
-"""Solving a codec selection: prices, a rounded choice, labels, then an integer program.
+"""Solves a codec selection by prices, a rounded choice, labels and an integer program.
 
-The relaxed program gives a bound and, rounded and improved, a choice. Options whose
-price puts them above that choice are gone. Labels improve both, and solve what is small
-or repeats itself; if choice and bound do not meet, the integer program decides between
-the options that are left.
+The relaxed program gives a bound and, rounded and improved, choices: the incumbent.
+Options whose price puts them above its cost are dropped. Labels improve choices and
+bound, and solve what is small or repeats itself. If cost and bound do not meet, the
+integer program decides between the options that are left.
 """
 
 import dataclasses
@@ -18,10 +18,15 @@ from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.ilp.program import Backend, IntegerProgram, StopCriteria
 from autopar_solver.selection.check import fits_budgets, recompute
 from autopar_solver.selection.descent import descend
+from autopar_solver.selection.incumbent import Incumbent
 from autopar_solver.selection.labels import search_labels
 from autopar_solver.selection.options import Options, options_of
 from autopar_solver.selection.problem import CodecSelection
-from autopar_solver.selection.program import SelectionProgram, build_program
+from autopar_solver.selection.program import (
+    SelectionProgram,
+    build_program,
+    link_finishes,
+)
 from autopar_solver.selection.relaxation import Relaxed, relax
 from autopar_solver.selection.solution import SelectionCost, SelectionResult
 from autopar_solver.status import Status
@@ -31,28 +36,6 @@ ROUNDING_UNITS = 1e-5
 
 LABEL_WIDTHS = (64,)
 """How many labels are kept; wider searches took longer than the program they spare."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Incumbent:
-    """The best choices so far, if any, and a bound of every choice's cost."""
-
-    choices: tuple[int, ...] | None
-    cost_s: float
-    bound_s: float
-
-    def offer(self, problem: CodecSelection, choices: tuple[int, ...]) -> "Incumbent":
-        """These choices if they fit and are better, else the known ones."""
-        cost = recompute(problem, choices)
-        if cost.cost_s >= self.cost_s or not fits_budgets(problem, cost):
-            return self
-        return Incumbent(choices, cost.cost_s, self.bound_s)
-
-    def prove(self, bound: float) -> "Incumbent":
-        """Raises the bound; it never claims more than the cost."""
-        return Incumbent(
-            self.choices, self.cost_s, min(max(self.bound_s, bound), self.cost_s)
-        )
 
 
 def solve_selection(
@@ -145,7 +128,7 @@ def _worthwhile(
     relaxed: Relaxed,
     incumbent: Incumbent,
 ) -> np.ndarray:
-    """Options of the choices incumbent, and those that better ones could have."""
+    """Marks the options of the incumbent, and those that better ones could have."""
     room = incumbent.cost_s - relaxed.bound_s + ROUNDING_UNITS * built.unit_s
     kept = relaxed.rises <= room
     if incumbent.choices is not None:
@@ -193,7 +176,7 @@ def _solve_program(
     incumbent: Incumbent,
     gap: float,
 ) -> SelectionResult:
-    """Solves the integer program, from the choices incumbent if there are any."""
+    """Solves the integer program, from the incumbent if there is one."""
     built = build_program(problem, options)
     program = built.program
     start = (
@@ -227,13 +210,10 @@ def _values(
     codecs = np.array([choices[index] for index in problem.order])
     chosen = (options.codec == codecs[options.gradient]).astype(np.float64)
     wire = np.bincount(blocks.block[options.gradient], chosen * options.wire)
-    finish, finishes = 0.0, np.empty(len(wire))
-    for b in range(len(wire)):
-        finish = max(finish, float(blocks.ready[b])) + float(wire[b])
-        finishes[b] = finish
+    finishes = link_finishes(blocks.ready, wire)
     above = (finishes - blocks.earliest).clip(0.0)
     earliest = max(0.0, float(blocks.earliest[-1]) - problem.backward_s)
-    exposed = max(0.0, finish - problem.backward_s) - earliest
+    exposed = max(0.0, float(finishes[-1]) - problem.backward_s) - earliest
     return np.concatenate([chosen, np.append(above, exposed) / built.unit_s])
 
 

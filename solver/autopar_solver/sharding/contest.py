@@ -1,4 +1,4 @@
-"""Problems and solutions in the files of the ASPLOS/EuroSys 2025 contest.
+"""Reads and writes the files of the ASPLOS/EuroSys 2025 contest.
 
 Format (google/iopddl): ``problem.nodes.intervals[i] = [start, end)``, ``costs[i][s]``,
 ``usages[i][s]``; ``problem.edges.nodes[e] = [i, j]``, ``costs[e]`` row-major over the

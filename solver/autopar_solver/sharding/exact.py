@@ -1,4 +1,4 @@
-"""Solving a field exactly, with memory rows added when an answer breaks them."""
+"""Solves a field as an integer program, adding the memory rows that answers break."""
 
 import dataclasses
 import time
@@ -63,7 +63,7 @@ def solve_field(
         left = None if deadline is None else deadline - time.monotonic()
         if left is not None and left < 0.02:
             return FieldAnswer(None, np.inf, bound, False, tuple(cuts))
-        cutoff = _inner(stop.cutoff, field, scale)
+        cutoff = _scaled_cutoff(stop.cutoff, field, scale)
         inner = StopCriteria(left, stop.gap / scale, cutoff, stop.branches)
         answer = backend(program, inner, _values(field, program, start))
         bound = max(bound, min(answer.bound * scale + field.constant, stop.cutoff))
@@ -100,7 +100,7 @@ def _scale(field: Field) -> float:
     return total / 1e4 if total > 0 else 1.0
 
 
-def _inner(cutoff: float, field: Field, scale: float) -> float:
+def _scaled_cutoff(cutoff: float, field: Field, scale: float) -> float:
     return (cutoff - field.constant) / scale
 
 

@@ -1,4 +1,4 @@
-"""The reduced problem as flat arrays: what the dual, the search and the ILP work on.
+"""The reduced problem as flat arrays, which bounds, moves and the program work on.
 
 Strategies of all nodes are numbered in one row ("flat"), node after node;
 ``offsets[k]`` is where node ``k`` starts. Nodes are numbered by position, in the
@@ -10,6 +10,12 @@ import dataclasses
 import numpy as np
 
 from autopar_solver.sharding.graph import Graph
+
+Links = list[list[tuple[int, np.ndarray]]]
+"""Per node: its neighbours in order, with the finite table ``[S_node, S_other]``.
+
+Forbidden pairs cost ``Field.forbidden`` here.
+"""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -160,6 +166,17 @@ def flatten(graph: Graph) -> Field:
     )
 
 
+def links_of(field: Field) -> Links:
+    """Returns each node's neighbours with the tables to them."""
+    links: Links = [[] for _ in field.nodes]
+    for (k, m), table in zip(field.edges, field.tables, strict=True):
+        if table.size and table.max() == np.inf:
+            table = np.minimum(table, field.forbidden)
+        links[k].append((m, table))
+        links[m].append((k, table.T))
+    return [sorted(items, key=lambda item: item[0]) for items in links]
+
+
 def _forbidden(graph: Graph) -> float:
     total = 1e-300
     for values in graph.costs.values():
@@ -196,10 +213,3 @@ def _flatten_memory(
         room=graph.room,
         slack=graph.slack,
     )
-
-
-Links = list[list[tuple[int, np.ndarray]]]
-"""Per node: its neighbours in order, with the finite table ``[S_node, S_other]``.
-
-Forbidden pairs cost ``Field.forbidden`` here.
-"""

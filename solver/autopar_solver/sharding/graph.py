@@ -1,4 +1,4 @@
-"""The solver's working copy of a problem: a graph that shrinks, and how to go back.
+"""A graph of a problem's nodes that shrinks, with the trail that leads back.
 
 Nodes keep their original numbers while strategies, links and whole nodes disappear.
 Every change goes through a method here or is recorded as a step of the trail, so that
@@ -66,7 +66,7 @@ class Follow:
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Eliminate:
-    """A node answers its neighbours: their strategies -> its best strategy."""
+    """A node is eliminated: its neighbours' strategies -> its best strategy."""
 
     node: int
     neighbours: tuple[int, ...]
@@ -94,7 +94,7 @@ class Graph:
         memory: node -> what its strategies occupy, for nodes that occupy anything.
         constant: cost of what has been decided.
         rows: which of the problem's memory rows can still break, by number.
-        room: what the memory here may occupy at each of them; see ``memory.Rows``.
+        room: what the memory here may occupy at each of them; see `Rows`.
         slack: what rounding may add to exact sums of memory.
     """
 

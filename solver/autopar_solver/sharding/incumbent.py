@@ -1,4 +1,4 @@
-"""The best solution so far, and what is proved about the best possible one."""
+"""The best choices so far, and a bound of what any choices cost."""
 
 import copy
 import math

@@ -1,4 +1,4 @@
-"""Why a memory limit cannot be met: the tightest time and what is live then."""
+"""Explains why a memory limit cannot be met: by the tightest time."""
 
 import dataclasses
 

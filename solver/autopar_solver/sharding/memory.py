@@ -1,4 +1,4 @@
-"""Memory over time, compressed to the few times that can matter.
+"""Memory on the few times that can break the limit.
 
 A *row* is one time at which the limit could be broken. Times are dropped when even the
 greediest choices fit, or when everything live there is also live at a kept time.

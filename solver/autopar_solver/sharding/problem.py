@@ -1,4 +1,4 @@
-"""The intra-operator problem: choose one strategy per node.
+"""The intra-operator problem: one strategy for each node.
 
 In symbols, with ``x[i]`` the strategy of node ``i``::
 

@@ -1,4 +1,4 @@
-"""The integer program of a field.
+"""Builds the integer program of a field.
 
 With ``x[k, a]`` binary (node ``k`` uses strategy ``a``) and ``y[e, a, b] >= 0``
 continuous (edge ``e = (k, m)`` uses the pair)::

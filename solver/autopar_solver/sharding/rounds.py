@@ -1,4 +1,4 @@
-"""The rounds of a solve: bound, search, fix, and the integer program, until time."""
+"""Closes the gap in rounds: bound, fix, solve the integer program, search, again."""
 
 import math
 
@@ -35,6 +35,7 @@ SEARCH_GAIN = 0.02
 """A search that closes a smaller share of the gap gets less time next."""
 
 MAX_MENDS = 2_000
+"""Moves that mending decoded choices may take."""
 
 LARGE_GAIN = 0.1
 """Climbing goes on alone while a slice closes this share of the gap."""
@@ -223,7 +224,7 @@ class _State:
         """Turns what the dual suggests into choices that fit."""
         begin = self.clock.now
         dual = self.dual
-        choices = dual.answer
+        choices = dual.bucket_choices
         if choices is None:
             self.backward = not self.backward
             choices = dual.messages.decode(dual.costs, backward=self.backward)

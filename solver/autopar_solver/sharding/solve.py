@@ -1,4 +1,4 @@
-"""Solving a problem: reductions, then bounds and search in turns until they meet."""
+"""Solves a sharding problem: reduces it, then bounds and searches until they meet."""
 
 import math
 import time

@@ -1,10 +1,11 @@
-"""Mini-bucket elimination: bounds that see cycles, which messages on edges do not.
+"""Bounds the cost of each strategy by mini-bucket elimination.
 
-Nodes are eliminated one after another; eliminating a node adds up all tables that
-mention it and minimises over its strategies. Where the sum would be larger than the
-limit, its tables are dealt into several *mini-buckets* that are minimised on their
-own: the node may then answer each of them differently, which only lowers the result
-(Dechter and Rish, "Mini-buckets", JACM 50(2), 2003). Without splits it is exact.
+Unlike messages on edges, these bounds see cycles. Nodes are eliminated one after
+another; eliminating a node adds up all tables that mention it and minimises over its
+strategies. Where the sum would be too large, its tables are dealt into several
+*mini-buckets* that are minimised on their own: the node may then answer each of them
+differently, which only lowers the result (Dechter and Rish, "Mini-buckets", JACM 50(2),
+2003). Without splits it is exact.
 
 A pass back down the tree of buckets gives every strategy's own bound.
 """
@@ -69,22 +70,22 @@ def mini_bucket_bounds(
     field: Field,
     costs: np.ndarray,
     tables: Sequence[np.ndarray],
-    limit: int,
-    work: int,
+    max_entries: int,
+    max_work: int,
 ) -> MiniBucketBounds:
-    """Eliminates all nodes with tables of at most ``limit`` entries.
+    """Eliminates all nodes with tables of at most ``max_entries`` entries.
 
     Args:
         field: the nodes and edges; its memory counts only as ``costs`` price it.
         costs: by flat strategy.
         tables: by edge.
-        limit: entries of the largest table.
-        work: entries of all tables together.
+        max_entries: of the largest table.
+        max_work: entries of all tables together.
 
     Raises:
         TooLargeError: more work would be needed.
     """
-    buckets, results, exact = _up(_Pool(field, costs, tables), limit, work)
+    buckets, results, exact = _up(_Pool(field, costs, tables), max_entries, max_work)
     bound = sum(float(r) for r in results if r.ndim == 0)
     return MiniBucketBounds(
         bound=bound,
@@ -134,7 +135,7 @@ class _Pool:
 
 
 def _up(
-    pool: _Pool, limit: int, work: int
+    pool: _Pool, max_entries: int, max_work: int
 ) -> tuple[list[_Bucket], list[np.ndarray], bool]:
     """Eliminates, the smallest bucket first."""
     size = len(pool.sizes)
@@ -149,12 +150,12 @@ def _up(
         if done[node] or weight != pool.weight(node):
             continue
         done[node] = True
-        groups = _deal(node, pool.take(node), pool, limit)
+        groups = _deal(node, pool.take(node), pool, max_entries)
         exact &= len(groups) == 1
         changed: set[int] = set()
         for bucket in groups:
-            work -= pool.size(bucket.scope)
-            if work < 0:
+            max_work -= pool.size(bucket.scope)
+            if max_work < 0:
                 raise TooLargeError
             result = bucket.total().min(axis=bucket.scope.index(node))
             rest = tuple(k for k in bucket.scope if k != node)
@@ -168,13 +169,15 @@ def _up(
     return buckets, results, exact
 
 
-def _deal(node: int, factors: list[_Factor], pool: _Pool, limit: int) -> list[_Bucket]:
+def _deal(
+    node: int, factors: list[_Factor], pool: _Pool, max_entries: int
+) -> list[_Bucket]:
     """One bucket if it is small enough, else several; large factors first."""
     order = sorted(factors, key=lambda factor: -factor.table.size)
     groups: list[tuple[set[int], list[_Factor]]] = []
     for factor in order:
         for scope, members in groups:
-            if pool.size(scope | set(factor.scope)) <= limit:
+            if pool.size(scope | set(factor.scope)) <= max_entries:
                 scope.update(factor.scope)
                 members.append(factor)
                 break

@@ -1,7 +1,7 @@
-"""The inner loop of message passing, compiled if numba happens to be installed.
+"""Runs the inner loop of message passing, compiled if numba is installed.
 
-Numba is no dependency: without it, and on small fields, the numpy path of ``messages``
-gives the same messages up to rounding. On fields of thousands of nodes the compiled
+Numba is optional: without it, and on small fields, `message_passing` does the same in
+numpy. Both give the same messages up to rounding. On thousands of nodes the compiled
 loop is about ten times faster, because it does not pay numpy's overhead per node.
 """
 
@@ -110,6 +110,7 @@ def record_tape(visits: Sequence[Visit]) -> Tape:
 @functools.cache
 def compiled_loop() -> Callable[..., float] | None:
     """The compiled loop; None without numba."""
+    # By name, at the first call: numba is an extra, and slow to import.
     try:
         numba: Any = importlib.import_module("numba")
     except ImportError:
@@ -128,7 +129,7 @@ def sweep_loop(
     rises: np.ndarray,
     scratch: np.ndarray,
 ) -> float:
-    """What ``MessagePassing`` does in one pass, entry by entry."""
+    """Does one pass of `MessagePassing`, entry by entry; returns the bound."""
     bound, at = 0.0, 0
     for n in range(len(nodes)):
         low, size, start, first, last, link, degree = nodes[n]

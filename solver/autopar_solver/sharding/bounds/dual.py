@@ -1,4 +1,4 @@
-"""Lower bounds: messages on the edges, prices on the memory rows.
+"""Bounds the cost from below by messages on edges and prices on memory rows.
 
 With a price ``p[r] >= 0`` per row the memory limit moves into the costs::
 
@@ -46,8 +46,8 @@ class Dual:
         bounds: by flat strategy, the best bound of solutions that choose it.
         best_prices: prices of the best bound.
         costs: by flat strategy, the cost at the present prices.
-        rises: of the last sweep; see ``messages.Sweep``.
-        answer: choices that the last elimination found, if there was one.
+        rises: of the last sweep; see `message_passing.Sweep`.
+        bucket_choices: choices that the last elimination found, if there was one.
     """
 
     def __init__(self, field: Field, prices: np.ndarray | None = None) -> None:
@@ -61,8 +61,8 @@ class Dual:
         self.best_prices = self.prices
         self.rises = np.zeros(field.num_strategies)
         self.costs = self._priced(self.prices)
-        self.answer: np.ndarray | None = None
-        self._limits: tuple[int, int] | None = None
+        self.bucket_choices: np.ndarray | None = None
+        self._elimination: tuple[int, int] | None = None
         self._level = -np.inf
         self._step = FIRST_STEP
         self._direction: np.ndarray | None = None
@@ -73,31 +73,33 @@ class Dual:
         """What a step takes, roughly."""
         swept = SWEEP_SECONDS * self.field.num_pairs
         swept += VISIT_SECONDS * self.field.num_nodes
-        return swept + ENTRY_SECONDS * (self._limits[1] / 2 if self._limits else 0.0)
+        return swept + ENTRY_SECONDS * (
+            self._elimination[1] / 2 if self._elimination else 0.0
+        )
 
     def sweep(self) -> None:
         """Improves the messages at the present prices."""
         self._level = self._sweep(self.prices, self.costs)
 
-    def deepen(self, limit: int, work: int) -> bool:
+    def deepen(self, max_entries: int, max_work: int) -> bool:
         """Lets later steps eliminate as well; False if that is too much work.
 
         Args:
-            limit: entries of the largest table; see ``buckets.eliminate``.
-            work: entries of all tables together.
+            max_entries: of the largest table; see `mini_bucket_bounds`.
+            max_work: entries of all tables together.
         """
-        self._limits = (limit, work)
+        self._elimination = (max_entries, max_work)
         try:
             self.sweep()
         except TooLargeError:
-            self._limits = None
+            self._elimination = None
             return False
         return True
 
     def lighten(self) -> None:
         """Goes back to messages alone."""
-        self._limits = None
-        self.answer = None
+        self._elimination = None
+        self.bucket_choices = None
 
     def ascend(self, upper: float) -> None:
         """Moves the prices once; ``upper`` guesses the best cost."""
@@ -169,16 +171,16 @@ class Dual:
     def _sweep(self, prices: np.ndarray, costs: np.ndarray) -> float:
         swept = self.messages.sweep(costs)
         level = self._learn(prices, swept.base, swept.bound, swept.rises)
-        if self._limits is not None:
+        if self._elimination is not None:
             found = self._eliminate(costs)
-            self.answer = found.choices
+            self.bucket_choices = found.choices
             level = self._learn(prices, found.bound, found.bound, found.rises)
         return level
 
     def _eliminate(self, costs: np.ndarray) -> MiniBucketBounds:
-        assert self._limits is not None
+        assert self._elimination is not None
         own, tables = self.messages.shifted(costs)
-        return mini_bucket_bounds(self.field, own, tables, *self._limits)
+        return mini_bucket_bounds(self.field, own, tables, *self._elimination)
 
     def _learn(
         self, prices: np.ndarray, base: float, bound: float, rises: np.ndarray

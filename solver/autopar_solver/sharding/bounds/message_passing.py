@@ -1,8 +1,9 @@
-"""Sequential tree-reweighted message passing (TRW-S): bounds by node and strategy.
+"""Bounds the cost of each strategy by tree-reweighted message passing (TRW-S).
 
 Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE
-PAMI 28(10), 2006. Nodes are swept in order and back; a sweep never lowers the bound. A
-message ``M[k -> m]`` is what strategies of ``m`` cost at least beyond it.
+PAMI 28(10), 2006. A sweep visits the nodes in order and back; it never lowers the
+bound. A message ``M[k -> m]`` says what each strategy of ``m`` costs at least on the
+side of ``k``. Messages here are numbers of the dual problem, not bytes on a link.
 """
 
 import dataclasses
@@ -16,7 +17,7 @@ from autopar_solver.sharding.bounds.compiled import (
     compiled_loop,
     record_tape,
 )
-from autopar_solver.sharding.field import Field, Links
+from autopar_solver.sharding.field import Field, links_of
 from autopar_solver.sharding.graph import Graph, Restrict
 
 
@@ -44,11 +45,11 @@ class MessagePassing:
 
         Args:
             field: whose edges carry the messages.
-            compiled: whether to use ``compiled``; by default for large fields, if
+            compiled: whether to use `compiled`; by default for large fields, if
                 numba is installed.
         """
         self.field = field
-        self.links = _links(field)
+        self.links = links_of(field)
         counts = np.array([len(links) for links in self.links], np.int64)
         self.begins = np.concatenate([[0], np.cumsum(counts * field.sizes)])
         self.buffer = np.zeros(int(self.begins[-1]))
@@ -65,7 +66,7 @@ class MessagePassing:
         if compiled and field.num_nodes:
             self._tapes = record_tape(self._forward), record_tape(self._backward)
 
-    def sweep(self, costs: np.ndarray) -> "Sweep":
+    def sweep(self, costs: np.ndarray) -> Sweep:
         """Forward and back once, with these costs by flat strategy."""
         if self._tapes is not None and (loop := compiled_loop()) is not None:
             forward, backward = self._tapes
@@ -187,21 +188,13 @@ class MessagePassing:
         return np.arange(start, start + size)
 
 
-def _links(field: Field) -> list[list[tuple[int, np.ndarray]]]:
-    """Per node, its neighbours in order with the table ``[S_k, S_l]``."""
-    links: Links = [[] for _ in field.nodes]
-    for (k, m), table in zip(field.edges, field.tables, strict=True):
-        if table.size and table.max() == np.inf:
-            table = np.minimum(table, field.forbidden)
-        links[k].append((m, table))
-        links[m].append((k, table.T))
-    return [sorted(items, key=lambda item: item[0]) for items in links]
-
-
 def carry_messages(
     messages: dict[tuple[int, int], np.ndarray], graph: Graph, first_step: int
 ) -> dict[tuple[int, int], np.ndarray]:
-    """Messages into nodes whose strategies became fewer."""
+    """Returns the messages that a graph still has after steps of its trail.
+
+    Messages into nodes that kept only some strategies keep the entries of these.
+    """
     kept: dict[int, np.ndarray] = {}
     for step in graph.trail[first_step:]:
         if isinstance(step, Restrict):

@@ -1,4 +1,4 @@
-"""Choices that fit: mending what breaks the limit, and single-node improvements."""
+"""Mends choices that break a memory row, and improves those that fit, node by node."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Large-neighbourhood search: choose again for a connected part, many times."""
+"""Searches large neighbourhoods: chooses again for one connected part after another."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Part of a field as a problem of its own: some nodes free, the others as they are."""
+"""Chooses again for some nodes of a field while the others stay as they are."""
 
 import dataclasses
 

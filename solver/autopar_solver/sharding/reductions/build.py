@@ -1,4 +1,4 @@
-"""From a problem to a graph: loops and parallel edges merged, memory by row."""
+"""Builds the graph of a problem: merges loops and parallel edges, finds memory rows."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Memory that is certain, and strategies that need more than is left."""
+"""Settles memory that is certain, and drops strategies that need more than is left."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Strategies that another strategy of the same node always replaces at no loss."""
+"""Drops strategies that another strategy of the same node replaces at no loss."""
 
 import numpy as np
 

@@ -1,4 +1,4 @@
-"""Nodes whose strategy is determined by a neighbour's are folded into it.
+"""Folds a node into the neighbour whose strategy determines its own.
 
 If every row of a link ``(i, j)`` has at most one finite entry, the strategy of ``i``
 determines that of ``j``: ``j`` follows ``i``. Its costs, links and memory move to

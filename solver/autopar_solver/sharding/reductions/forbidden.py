@@ -1,4 +1,4 @@
-"""Strategies that no solution can use, and nodes with nothing left to choose."""
+"""Drops strategies that no solution can use, and nodes with nothing to choose."""
 
 from collections import deque
 from collections.abc import Iterable

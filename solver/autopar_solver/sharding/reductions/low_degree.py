@@ -1,4 +1,4 @@
-"""Nodes with at most two neighbours are answered by dynamic programming."""
+"""Eliminates nodes with at most two neighbours by dynamic programming."""
 
 import heapq
 

@@ -1,4 +1,4 @@
-"""All reductions in turn, until none finds anything."""
+"""Runs all reductions in turn, until a round finds too little."""
 
 import time
 from collections.abc import Callable

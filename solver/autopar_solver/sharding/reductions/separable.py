@@ -1,4 +1,4 @@
-"""Links whose cost is a sum of one term per end are no links."""
+"""Drops links whose cost is a sum of one term for each end."""
 
 import numpy as np
 
