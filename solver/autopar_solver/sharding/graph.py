@@ -194,8 +194,3 @@ class Graph:
     def num_strategies(self) -> int:
         """Strategies of all nodes."""
         return sum(map(len, self.costs.values()))
-
-    @property
-    def num_pairs(self) -> int:
-        """Entries of all link tables."""
-        return sum(t.size for links in self.links.values() for t in links.values()) // 2

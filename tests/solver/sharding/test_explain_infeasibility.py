@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from hypothesis import given
-from problems import brute_force, problems
+from sharding_problems import brute_force, problems
 
 from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
 from autopar_solver.sharding.infeasibility import explain_infeasibility

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from problems import brute_force, ladder, problems, random_problem
+from sharding_problems import brute_force, ladder, problems, random_problem
 
 from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
 from autopar_solver.sharding.check import check_solution, evaluate_choices

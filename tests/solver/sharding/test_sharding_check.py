@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from problems import problems, random_problem
+from sharding_problems import problems, random_problem
 
 from autopar_solver import MemoryTerm, ShardingProblem, Solution, Status
 from autopar_solver.sharding.check import (

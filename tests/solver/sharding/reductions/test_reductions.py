@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from problems import brute_force, problems
+from sharding_problems import brute_force, problems
 
 from autopar_solver.sharding.check import evaluate_choices
 from autopar_solver.sharding.graph import ContradictionError, Graph

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from contest_files import EXAMPLE, changed, write_json
-from problems import random_problem
+from sharding_problems import random_problem
 
 from autopar_solver import Status, solve
 from autopar_solver.sharding.check import check_solution, evaluate_choices
@@ -22,7 +22,7 @@ from autopar_solver.sharding.contest import (
 FOLDER = Path(
     os.environ.get(
         "AUTOPAR_IOPDDL_DIR",
-        Path(__file__).resolve().parents[2] / ".." / "shared" / "iopddl",
+        Path(__file__).resolve().parents[3] / ".." / "shared" / "iopddl",
     )
 )
 

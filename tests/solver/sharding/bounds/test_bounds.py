@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, reject, settings
 from hypothesis import strategies as st
-from problems import ladder, problems, random_problem
+from sharding_problems import ladder, problems, random_problem
 
 from autopar_solver.sharding.bounds.buckets import TooLargeError, mini_bucket_bounds
 from autopar_solver.sharding.bounds.compiled import (
