@@ -4,13 +4,13 @@ import math
 
 import numpy as np
 import pytest
+from graphs import graph_of, term
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import brute_force, problems
 
 from autopar_solver.sharding.check import evaluate_choices
-from autopar_solver.sharding.graph import ContradictionError, Graph
-from autopar_solver.sharding.memory import NodeMemory, Rows, find_rows
+from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.reductions.build import build_graph
 from autopar_solver.sharding.reductions.capacity import drop_oversized
 from autopar_solver.sharding.reductions.dominated import drop_dominated
@@ -85,22 +85,6 @@ def test_project_costs_no_more(problem, seed):
     after = evaluate_choices(problem, graph.expand(graph.project(choices)).tolist())
     assert after.cost <= before.cost
     assert after.peak <= (problem.memory_limit or INF)
-
-
-def graph_of(costs, links, memory=None, room=()):
-    graph = Graph()
-    for i, own in enumerate(costs):
-        graph.add_node(i, np.array(own, np.float64))
-    for (i, j), table in links.items():
-        graph.add_link(i, j, np.array(table, np.float64))
-    graph.memory = dict(memory or {})
-    graph.room = np.array(room, np.float64)
-    graph.rows = np.arange(len(room))
-    return graph
-
-
-def term(start, end, *usage):
-    return NodeMemory(np.array([start]), np.array([end]), np.array([usage]))
 
 
 def test_follows():
@@ -192,24 +176,3 @@ def test_oversized():
     graph = graph_of([[0, 0, 0], [0, 0]], {}, memory, [9.0, 5.0, 9.0, 4.0])
     drop_oversized(graph)
     assert [len(graph.costs[i]) for i in range(2)] == [2, 1]
-
-
-@given(problems(max_nodes=5))
-def test_compressed_rows_decide_like_all_times(problem):
-    """Choices fit on the rows exactly if they fit at every time."""
-    rows, memory = find_rows(problem)
-    assert isinstance(rows, Rows)
-    random = np.random.default_rng(0)
-    for _ in range(5):
-        choices = [
-            int(random.choice(np.flatnonzero(np.isfinite(costs))))
-            for costs in problem.node_costs
-        ]
-        used = np.zeros(len(rows) + 1)
-        for node, own in memory.items():
-            amounts = own.usage[:, choices[node]]
-            np.add.at(used, own.starts, amounts)
-            np.subtract.at(used, own.ends, amounts)
-        fits = bool((np.cumsum(used)[:-1] <= rows.room).all())
-        peak = evaluate_choices(problem, choices).peak
-        assert fits == (peak <= problem.memory_limit)

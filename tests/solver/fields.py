@@ -1,0 +1,34 @@
+"""Fields of random problems, and what is least in them by trying everything."""
+
+import numpy as np
+from hypothesis import reject
+
+from autopar_solver.sharding.field import flatten
+from autopar_solver.sharding.graph import ContradictionError
+from autopar_solver.sharding.reductions.build import build_graph
+from autopar_solver.sharding.reductions.forbidden import drop_infinite
+
+UNLIMITED = 10**9
+"""Entries of tables: more than any test has."""
+
+
+def field_of(problem):
+    """The problem as it is: nothing reduced but infinite node costs."""
+    graph = build_graph(problem)
+    try:
+        drop_infinite(graph)
+    except ContradictionError:
+        reject()
+    return flatten(graph)
+
+
+def minima(field, costs):
+    """The least cost, and the least of each flat strategy, by trying everything."""
+    best = np.full(field.num_strategies, np.inf)
+    for choices in np.ndindex(*field.sizes.tolist()):
+        flat = field.offsets[:-1] + np.array(choices)
+        total = costs[flat].sum()
+        for (k, m), table in zip(field.edges, field.tables, strict=True):
+            total += table[choices[k], choices[m]]
+        best[flat] = np.minimum(best[flat], total)
+    return best
