@@ -39,7 +39,8 @@ def solve_cbc(
 def _add_variables(
     model: pulp.LpProblem, program: IntegerProgram
 ) -> list[pulp.LpVariable]:
-    kinds = [pulp.LpBinary] * program.num_binary
+    # Not LpBinary: PuLP then forgets the bound and may choose what is forbidden.
+    kinds = [pulp.LpInteger] * program.num_binary
     kinds += [pulp.LpContinuous] * (len(program.costs) - program.num_binary)
     return [
         model.add_variable(f"v{index}", 0, most, kind)
