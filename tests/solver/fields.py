@@ -12,14 +12,23 @@ UNLIMITED = 10**9
 """Entries of tables: more than any test has."""
 
 
-def field_of(problem):
+def graph_of_problem(problem):
     """The problem as it is: nothing reduced but infinite node costs."""
     graph = build_graph(problem)
     try:
         drop_infinite(graph)
     except ContradictionError:
         reject()
-    return flatten(graph)
+    return graph
+
+
+def field_of(problem):
+    return flatten(graph_of_problem(problem))
+
+
+def random_choices(field, seed):
+    random = np.random.default_rng(seed)
+    return np.array([int(random.integers(size)) for size in field.sizes], np.int64)
 
 
 def minima(field, costs):
