@@ -96,7 +96,8 @@ def _deadline(stop: StopCriteria) -> float | None:
 def _scale(field: Field) -> float:
     """Brings costs near one: the backends' tolerances are absolute."""
     parts = [*field.tables, *np.split(field.costs, field.offsets[1:-1])]
-    total = sum(float(np.ptp(part[part < np.inf])) for part in parts)
+    finite = (part[part < np.inf] for part in parts)
+    total = sum(float(np.ptp(part)) for part in finite if part.size)
     return total / 1e4 if total > 0 else 1.0
 
 

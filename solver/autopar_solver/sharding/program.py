@@ -42,8 +42,9 @@ def build_program(field: Field, scale: float, cuts: Sequence[Cut]) -> IntegerPro
     for cut in cuts:
         counts.append(np.array([len(cut.columns)]))
         columns.append(cut.columns)
-        values.append(cut.values / max(cut.upper, 1e-300))
-        sides.append(np.array([1.0]))
+        unit = cut.upper if cut.upper > 0 else 1.0
+        values.append(cut.values / unit)
+        sides.append(np.array([cut.upper / unit]))
     upper = np.concatenate(sides)
     lower = upper.copy()
     lower[len(upper) - len(cuts) :] = -np.inf
