@@ -3,14 +3,17 @@
 import numpy as np
 import pytest
 from fields import field_of
+from graphs import graph_of
 from sharding_problems import ladder, random_problem
 
 from autopar_solver.sharding.bounds.compiled import (
+    MIN_PAIRS,
     compiled_loop,
     record_tape,
     sweep_loop,
 )
 from autopar_solver.sharding.bounds.message_passing import MessagePassing
+from autopar_solver.sharding.field import flatten
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -37,3 +40,28 @@ def test_compiled():
     fast = MessagePassing(field, compiled=True).sweep(field.costs)
     assert fast.bound == pytest.approx(plain.bound)
     np.testing.assert_allclose(fast.rises, plain.rises, atol=1e-12)
+
+
+def test_small_fields_are_swept_in_numpy():
+    """Loading the loop would take longer; the tape is not even written."""
+    field = field_of(ladder(0, length=3, strategies=3, tightness=None))
+    assert field.num_pairs < MIN_PAIRS
+    assert MessagePassing(field)._tapes is None
+
+
+def test_without_numba_there_is_no_loop(monkeypatch):
+    def missing(name):
+        raise ImportError(name)
+
+    monkeypatch.setattr("importlib.import_module", missing)
+    assert compiled_loop.__wrapped__() is None
+
+
+def test_a_tape_without_links():
+    """Nodes on their own: the bound is the sum of the least costs."""
+    field = flatten(graph_of([[3.0, 1.0], [4.0, 9.0, 5.0]], {}))
+    other = MessagePassing(field, compiled=False)
+    tape = record_tape(other._forward)
+    assert tape.widest == 3
+    bound, rises = tape.run(sweep_loop, field.costs, other.buffer)
+    assert (bound, rises.tolist()) == (5.0, [2.0, 0.0, 0.0, 5.0, 1.0])
