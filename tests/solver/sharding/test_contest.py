@@ -1,5 +1,6 @@
 """The contest's files, its toy example, and its public instances."""
 
+import dataclasses
 import gzip
 import json
 import os
@@ -10,7 +11,7 @@ import pytest
 from contest_files import EXAMPLE, changed, write_json
 from sharding_problems import random_problem
 
-from autopar_solver import Status, solve
+from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
 from autopar_solver.sharding.check import check_solution, evaluate_choices
 from autopar_solver.sharding.contest import (
     read_contest_instance,
@@ -139,3 +140,64 @@ def test_public_instance_a():
     assert solution.cost <= 1.01 * 6_548_641_531
     folded = {report.name: report.nodes for report in solution.reductions}
     assert folded["followers"] > 20_000
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_one_term_for_each_node_survives(seed, tmp_path):
+    """What is read again costs and occupies the same for any choices."""
+    random = np.random.default_rng(seed)
+    free = random_problem(seed, memory=False)
+    terms = tuple(
+        MemoryTerm(node=i, start=int(start), end=int(start + 3), usage=usage)
+        for i, size in enumerate(free.num_strategies)
+        for start, usage in [(random.integers(9), random.integers(0, 9, size) * 1.0)]
+    )
+    problem = dataclasses.replace(free, memory=terms, memory_limit=12.0)
+    write_contest_instance(tmp_path / "problem.json", problem)
+    again = read_contest_instance(tmp_path / "problem.json")
+    assert again.memory_limit == 12.0
+    for _ in range(5):
+        choices = [int(random.integers(size)) for size in problem.num_strategies]
+        assert evaluate_choices(again, choices) == evaluate_choices(problem, choices)
+
+
+def test_several_terms_of_a_node_are_refused(tmp_path):
+    usage = np.array([1.0])
+    problem = ShardingProblem(
+        name="twice",
+        node_costs=(np.zeros(1),),
+        memory=tuple(
+            MemoryTerm(node=0, start=t, end=t + 1, usage=usage) for t in (0, 1)
+        ),
+    )
+    with pytest.raises(ValueError, match="twice: node 0 has several terms"):
+        write_contest_instance(tmp_path / "problem.json", problem)
+
+
+def test_equal_tables_are_read_once(tmp_path):
+    """Instances repeat few tables many times; the solver compares them by identity."""
+    path = tmp_path / "twice.json"
+    twice = changed("nodes", "usages", 1, to=[10, 10])
+    path.write_text(json.dumps(twice))
+    usages = read_contest_instance(path).memory
+    assert usages[1].usage is usages[3].usage
+
+
+def test_without_a_name_the_file_gives_it(tmp_path):
+    path = write_json(tmp_path / "unnamed.json", changed("name", to=None))
+    assert read_contest_instance(path).name == "unnamed.json"
+
+
+def test_a_missing_file_is_an_os_error(tmp_path):
+    with pytest.raises(FileNotFoundError):
+        read_contest_instance(tmp_path / "missing.json")
+    with pytest.raises(FileNotFoundError):
+        read_contest_solution(tmp_path / "missing.json")
+
+
+@pytest.mark.parametrize("text", ["[1.5]", '["a"]', "[1, null]", "", "3"])
+def test_solutions_that_are_no_list_of_numbers(text, tmp_path):
+    path = tmp_path / "solution.json"
+    path.write_text(text)
+    with pytest.raises(ValueError, match="not a contest solution"):
+        read_contest_solution(path)

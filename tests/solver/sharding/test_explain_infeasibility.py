@@ -2,11 +2,17 @@
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from sharding_problems import brute_force, problems
 
-from autopar_solver import MemoryTerm, ShardingProblem, Status, solve
-from autopar_solver.sharding.infeasibility import explain_infeasibility
+from autopar_solver import (
+    MemoryTerm,
+    ShardingProblem,
+    Status,
+    evaluate_choices,
+    explain_infeasibility,
+    solve,
+)
 
 
 def problem(limit):
@@ -55,3 +61,42 @@ def test_nothing_live():
 def test_proof_is_right(problem):
     if explain_infeasibility(problem).proves_infeasible:
         assert brute_force(problem) == np.inf
+
+
+@given(problems())
+def test_the_peak_is_real(problem):
+    """It is the sum of what every node takes at least then, and no time needs more."""
+    why = explain_infeasibility(problem)
+
+    def least_at(time):
+        fixed = sum(f[2] for f in problem.fixed_memory if f[0] <= time < f[1])
+        return fixed + sum(
+            float(term.usage[np.isfinite(problem.node_costs[term.node])].min())
+            for term in problem.memory
+            if term.start <= time < term.end
+        )
+
+    assert why.least_peak == least_at(why.time)
+    assert why.least_peak == max(map(least_at, range(10)))
+    assert why.fixed + sum(term.least for term in why.terms) == why.least_peak
+
+
+@given(problems())
+def test_terms_are_the_live_ones_the_largest_first(problem):
+    why = explain_infeasibility(problem)
+    sizes = [term.least for term in why.terms]
+    assert sizes == sorted(sizes, reverse=True)
+    for term in why.terms:
+        found = problem.memory[term.term]
+        assert found.node == term.node
+        assert found.start <= why.time < found.end
+        assert term.least in found.usage
+
+
+@settings(max_examples=30, deadline=None)
+@given(problems(max_nodes=4))
+def test_no_choice_stays_below_the_least_peak(problem):
+    why = explain_infeasibility(problem)
+    for choices in np.ndindex(*problem.num_strategies):
+        found = evaluate_choices(problem, choices)
+        assert found.cost == np.inf or found.peak >= why.least_peak
