@@ -57,12 +57,14 @@ def test_nothing_live():
     assert (why.least_peak, why.terms) == (0.0, ())
 
 
+@settings(deadline=None)
 @given(problems())
 def test_proof_is_right(problem):
     if explain_infeasibility(problem).proves_infeasible:
         assert brute_force(problem) == np.inf
 
 
+@settings(deadline=None)
 @given(problems())
 def test_the_peak_is_real(problem):
     """It is the sum of what every node takes at least then, and no time needs more."""
@@ -81,6 +83,7 @@ def test_the_peak_is_real(problem):
     assert why.fixed + sum(term.least for term in why.terms) == why.least_peak
 
 
+@settings(deadline=None)
 @given(problems())
 def test_terms_are_the_live_ones_the_largest_first(problem):
     why = explain_infeasibility(problem)

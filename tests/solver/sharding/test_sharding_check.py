@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import problems, random_problem
 
@@ -34,6 +34,7 @@ def by_definition(problem, choices):
     return cost, peak
 
 
+@settings(deadline=None)
 @given(problems(), st.integers(0, 10**6))
 def test_evaluates_by_definition(problem, seed):
     random = np.random.default_rng(seed)

@@ -31,6 +31,7 @@ def test_message_bounds(problem, sweeps):
         last = swept.bound
 
 
+@settings(deadline=None)
 @given(problems(max_nodes=6), st.integers(0, 10**6))
 def test_shifting_keeps_every_cost(problem, seed):
     field = field_of(problem)
