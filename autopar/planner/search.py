@@ -19,7 +19,7 @@ from autopar.planner.price import Pricer
 from autopar.planner.problem import Formulation, Restriction
 from autopar.planner.ties import split_batch_inputs
 from autopar.planner.traffic import Collective, joined, traffic
-from autopar_solver import Solution, Status, check, solve
+from autopar_solver import Solution, Status, evaluate_choices, solve
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -405,7 +405,7 @@ def given(
     choices = choices_of(formulation, assignment)
     if choices is None:
         raise PlanError("layouts=: the plan's layouts are none of this step's.")
-    cost = check.evaluate(formulation.problem, choices).cost
+    cost = evaluate_choices(formulation.problem, choices).cost
     solution = Solution(
         choices=tuple(choices),
         cost=cost,

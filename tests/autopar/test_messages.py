@@ -35,7 +35,7 @@ from autopar.planner.search import candidate_meshes, evaluate, solve_mesh
 from autopar.planner.traffic import Collective, joined
 from autopar.runtime.planned import device_mesh, planned_step
 from autopar_solver import Solution, Status
-from autopar_solver.check import evaluate as check_choices
+from autopar_solver import evaluate_choices as check_choices
 
 WIDTH, HIDDEN, LAYERS, ROWS = 32, 64, 3, 256
 # The loss, and of each layer two products and a bias, all of float32.
