@@ -2,10 +2,10 @@
 
 import numpy as np
 import pytest
-from graphs import term
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import problems, random_problem
+from solver_graphs import term
 
 from autopar_solver import MemoryTerm, ShardingProblem, evaluate_choices
 from autopar_solver.sharding.memory import NodeMemory, find_rows, sum_memories

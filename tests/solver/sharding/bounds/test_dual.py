@@ -1,10 +1,10 @@
 """Prices bound every choice that fits."""
 
 import numpy as np
-from fields import UNLIMITED, binding_field, field_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import ladder, problems
+from solver_fields import UNLIMITED, binding_field, field_of
 
 from autopar_solver.sharding.bounds.dual import Dual, peaks
 

@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from fields import field_of, graph_of_problem, minima
-from graphs import graph_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import ladder, problems
+from solver_fields import field_of, graph_of_problem, minima
+from solver_graphs import graph_of
 
 from autopar_solver.sharding.bounds.message_passing import (
     MessagePassing,

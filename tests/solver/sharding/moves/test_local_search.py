@@ -1,11 +1,11 @@
 """Single moves: prices are exact, mended choices fit, polished ones never cost more."""
 
 import numpy as np
-from fields import UNLIMITED, binding_field, random_choices, solvable_field
-from graphs import graph_of, term
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import problems
+from solver_fields import UNLIMITED, binding_field, random_choices, solvable_field
+from solver_graphs import graph_of, term
 
 from autopar_solver.sharding.field import flatten, links_of
 from autopar_solver.sharding.moves.local_search import Position, mend, polish

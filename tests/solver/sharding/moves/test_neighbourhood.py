@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from fields import binding_field, random_choices
+from solver_fields import binding_field, random_choices
 
 from autopar_solver.clock import Clock
 from autopar_solver.ilp.backends import backend_of

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from graphs import graph_of, term
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import brute_force, problems
+from solver_graphs import graph_of, term
 
 from autopar_solver.sharding.check import evaluate_choices
 from autopar_solver.sharding.graph import ContradictionError

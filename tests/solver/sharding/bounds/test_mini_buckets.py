@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from fields import UNLIMITED, field_of, minima
-from graphs import graph_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import ladder, problems
+from solver_fields import UNLIMITED, field_of, minima
+from solver_graphs import graph_of
 
 from autopar_solver.sharding.bounds.buckets import TooLargeError, mini_bucket_bounds
 from autopar_solver.sharding.bounds.message_passing import MessagePassing

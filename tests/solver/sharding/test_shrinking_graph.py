@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from graphs import graph_of, term
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from solver_graphs import graph_of, term
 
 from autopar_solver.sharding.graph import (
     ContradictionError,

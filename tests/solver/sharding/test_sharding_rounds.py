@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 import pytest
-from fields import graph_of_problem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import brute_force, ladder, problems
+from solver_fields import graph_of_problem
 
 from autopar_solver import evaluate_choices
 from autopar_solver.clock import Clock

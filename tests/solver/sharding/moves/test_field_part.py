@@ -4,11 +4,11 @@ import math
 
 import numpy as np
 import pytest
-from fields import binding_field, random_choices, solvable_field
-from graphs import graph_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import problems
+from solver_fields import binding_field, random_choices, solvable_field
+from solver_graphs import graph_of
 
 from autopar_solver.ilp.backends import backend_of
 from autopar_solver.ilp.program import StopCriteria

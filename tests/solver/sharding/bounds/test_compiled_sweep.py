@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from fields import field_of
-from graphs import graph_of
 from sharding_problems import ladder, random_problem
+from solver_fields import field_of
+from solver_graphs import graph_of
 
 from autopar_solver.sharding.bounds.compiled import (
     MIN_PAIRS,

@@ -1,11 +1,11 @@
 """Fields: the flat arrays say what the graph says."""
 
 import numpy as np
-from fields import field_of, graph_of_problem, random_choices
-from graphs import graph_of, term
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from sharding_problems import problems, random_problem
+from solver_fields import field_of, graph_of_problem, random_choices
+from solver_graphs import graph_of, term
 
 from autopar_solver import evaluate_choices
 from autopar_solver.sharding.field import flatten, links_of
