@@ -23,7 +23,7 @@ from autopar.planner.infeasible import infeasible
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis
-from autopar_solver import Solution, Status, check, solve
+from autopar_solver import Solution, Status, evaluate_choices, solve
 
 
 def candidate_meshes(
@@ -268,7 +268,7 @@ def given(
     choices = choices_of(formulation, assignment)
     if choices is None:
         raise PlanError("layouts=: the plan's layouts are none of this step's.")
-    cost = check.evaluate(formulation.problem, choices).cost
+    cost = evaluate_choices(formulation.problem, choices).cost
     solution = Solution(
         choices=tuple(choices),
         cost=cost,
