@@ -9,9 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar_passes.deferral import Deferral, find_deferrals
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.trace import trace
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.program.trace import trace
+from autopar_passes.sums.deferral import Deferral, find_deferrals
 
 ROWS, WIDTH, PARTS, TIMES, LAYERS = 16, 8, 4, 6, 3
 Loss = Callable[[Any, Any], jax.Array]

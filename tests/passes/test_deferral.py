@@ -27,7 +27,7 @@ from deferral_cases import (
     updated,
 )
 
-from autopar_passes.deferral import contributions_of
+from autopar_passes.sums.deferral import contributions_of
 
 
 class TestOneContribution:

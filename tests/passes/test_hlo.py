@@ -4,10 +4,10 @@ import doctest
 
 import pytest
 
-from autopar_passes import hlo, hlo_text
-from autopar_passes.audit import AuditedCollective
-from autopar_passes.hlo import hlo_collectives
-from autopar_passes.hlo_text import device_groups, parse_instruction, parse_module
+from autopar_passes.audit import compiled, hlo_text
+from autopar_passes.audit.compiled import hlo_collectives
+from autopar_passes.audit.hlo_text import device_groups, parse_instruction, parse_module
+from autopar_passes.audit.partitioned import AuditedCollective
 
 NUM_DEVICES = 8
 AXES = (("a", 2), ("b", 4))
@@ -104,7 +104,7 @@ def test_other_text_is_refused():
 
 def test_doctests():
     assert doctest.testmod(hlo_text).failed == 0
-    assert doctest.testmod(hlo).failed == 0
+    assert doctest.testmod(compiled).failed == 0
 
 
 # What each kind is charged.

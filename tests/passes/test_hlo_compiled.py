@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
-from autopar_passes import hlo
-from autopar_passes.hlo import compiled_audit, hlo_collectives
+from autopar_passes.audit.compiled import (
+    SCATTERED,
+    WIDENED,
+    compiled_audit,
+    hlo_collectives,
+)
 
 NUM_DEVICES = 8
 AXES = (("a", 2), ("b", 4))
@@ -71,7 +75,7 @@ def test_sum_of_a_product(mesh, scattered):
     kind = "reduce_scatter" if scattered else "all_reduce"
     sent = 64 * 16 * 4 * 3 / 4 * (1 if scattered else 2)
     assert sums(found.collectives) == {(kind, ("b",)): sent}
-    assert found.exceptions == ((hlo.SCATTERED,) if scattered else ())
+    assert found.exceptions == ((SCATTERED,) if scattered else ())
 
 
 def test_loop_of_products(mesh):
@@ -99,7 +103,7 @@ def test_widened_halves_are_charged_in_their_own_width(mesh):
     done = compiled(mesh, step, *arguments)
     found = compiled_audit(done, AXES)
     whole = 64 * 16 * 2
-    assert hlo.WIDENED in found.exceptions
+    assert WIDENED in found.exceptions
     assert {c.nbytes for c in found.collectives} == {whole}
     run = hlo_collectives(done.as_text(), AXES, as_run=True)
     assert {c.nbytes for c in run} == {2 * whole}

@@ -11,10 +11,15 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from autopar_passes import rules
-from autopar_passes.graph import UNKNOWN_TRIPS, Operator, OperatorGraph
-from autopar_passes.rules import INNER, FactorKind, FactorRule, elementwise_rule
-from autopar_passes.trace import trace
+from autopar_passes.graph.operators import UNKNOWN_TRIPS, Operator, OperatorGraph
+from autopar_passes.program.trace import trace
+from autopar_passes.rules import factor_rule
+from autopar_passes.rules.factor_rule import (
+    INNER,
+    FactorKind,
+    FactorRule,
+    elementwise_rule,
+)
 
 
 def graph_of(step: Callable[..., Any], *args: Any) -> OperatorGraph:
@@ -153,12 +158,12 @@ def _custom(name: str) -> Primitive:
 def test_an_unknown_primitive_is_replicated_until_a_rule_is_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(rules, "_REGISTRY", dict(rules._REGISTRY))
+    monkeypatch.setattr(factor_rule, "_REGISTRY", dict(factor_rule._REGISTRY))
     unknown = _custom("nobody_knows")
 
     before = graph_of(lambda x: unknown.bind(x), jnp.ones((4, 8)))
 
-    @rules.register_rule("nobody_knows")
+    @factor_rule.register_rule("nobody_knows")
     def _(operands: Any, results: Any, params: Any) -> FactorRule:
         assert params == {}
         return elementwise_rule([o.shape for o in operands], [r.shape for r in results])

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
-from autopar_passes import convolution
-from autopar_passes.graph import Operator
+from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, partition_spec
-from autopar_passes.program import Equation
-from autopar_passes.trace import trace
+from autopar_passes.program.equations import Equation
+from autopar_passes.program.trace import trace
+from autopar_passes.rules import convolution
 
 MESH = Mesh(
     np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2

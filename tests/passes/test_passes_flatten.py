@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar_passes.flatten import flatten
-from autopar_passes.program import Constant, Program, walk
+from autopar_passes.program.equations import Constant, Program, walk
+from autopar_passes.program.flatten import flatten
 
 
 def flat(step: Callable[..., Any], *args: Any) -> Program:

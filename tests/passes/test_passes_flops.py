@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar_passes.trace import trace
+from autopar_passes.program.trace import trace
 
 
 def struct(*shape: int) -> jax.ShapeDtypeStruct:

@@ -13,8 +13,8 @@ import optax
 import pytest
 from hypothesis import given, settings
 
-from autopar_passes.repeats import repeated_classes
-from autopar_passes.trace import trace
+from autopar_passes.graph.repeats import repeated_classes
+from autopar_passes.program.trace import trace
 
 
 @given(

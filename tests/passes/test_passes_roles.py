@@ -8,15 +8,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.roles import (
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import (
     InputRole,
     Role,
     input_roles,
     module_path,
     operator_roles,
 )
-from autopar_passes.trace import trace
+from autopar_passes.program.trace import trace
 
 
 @pytest.mark.parametrize(

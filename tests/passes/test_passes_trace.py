@@ -11,9 +11,9 @@ import pytest
 from flax import linen, nnx
 from flax.training import train_state
 
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.roles import InputRole
-from autopar_passes.trace import TracedStep, TraceError, trace
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.trace import TracedStep, TraceError, trace
 
 
 def roles(graph: OperatorGraph) -> dict[str, InputRole]:

@@ -2,7 +2,7 @@
 
 A `FactorRule` says of each equation which dimensions of its operands and
 results are one and the same *factor*, as an einsum does. The rules are read
-from the compiler (see `autopar_passes.shardy`); `register_rule` adds one for a
+from the compiler (see `autopar_passes.rules.shardy`); `register_rule` adds one for a
 primitive that the compiler knows nothing about.
 """
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from autopar_passes.program import Value
+from autopar_passes.program.equations import Value
 
 # Element-wise functions that are more than one instruction, in FLOPs: the time of
 # an element on a CPU core under XLA (benchmarks/elementwise.py) at the 11 GFLOP/s

@@ -1,6 +1,6 @@
 """The flat program: a train step without calls, with every value numbered.
 
-A `Program` is what the other passes read and what `autopar_passes.apply`
+A `Program` is what the other passes read and what `autopar_passes.replay.run`
 replays. Nested calls (``jit``, ``custom_jvp_call``, ``checkpoint`` ...) are
 inlined; ``scan``, ``while`` and ``cond`` stay equations with regions.
 """

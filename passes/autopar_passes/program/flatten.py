@@ -7,7 +7,14 @@ from typing import Any
 import jax
 
 from autopar_passes import jax_compat
-from autopar_passes.program import Atom, Constant, Equation, Program, Region, Value
+from autopar_passes.program.equations import (
+    Atom,
+    Constant,
+    Equation,
+    Program,
+    Region,
+    Value,
+)
 
 # Calls whose body means the same in line. The parameter that holds the body
 # differs by primitive; the first of these that is present is taken.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar_passes.program import Value
-from autopar_passes.roles import InputRole, Role
-from autopar_passes.rules import FactorRule
+from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.program.equations import Value
+from autopar_passes.rules.factor_rule import FactorRule
 
 # Trip count of a `while` whose count cannot be read off: the number that XLA's
 # own auto-sharding assumes (openxla/xla, auto_sharding_option.h,

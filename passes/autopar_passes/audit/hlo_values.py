@@ -16,7 +16,12 @@ from typing import Final
 
 import numpy as np
 
-from autopar_passes.hlo_text import Computation, Instruction, Module, device_groups
+from autopar_passes.audit.hlo_text import (
+    Computation,
+    Instruction,
+    Module,
+    device_groups,
+)
 
 # Operations that keep every element, or only change its type.
 LAYOUT_OPCODES: Final = frozenset(

@@ -14,9 +14,13 @@ from typing import Any, Final
 
 import numpy as np
 
-from autopar_passes.audit import AuditedCollective
-from autopar_passes.hlo_text import Instruction, Module, device_groups, parse_module
-from autopar_passes.hlo_values import (
+from autopar_passes.audit.hlo_text import (
+    Instruction,
+    Module,
+    device_groups,
+    parse_module,
+)
+from autopar_passes.audit.hlo_values import (
     LAYOUT_OPCODES,
     WHOLE,
     Follower,
@@ -24,6 +28,7 @@ from autopar_passes.hlo_values import (
     element_index,
     split_groups,
 )
+from autopar_passes.audit.partitioned import AuditedCollective
 
 SCATTERED: Final = "reduce-scatter run as all-reduce"
 GATHERED: Final = "all-gather run as all-reduce"

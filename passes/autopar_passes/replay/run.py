@@ -12,12 +12,21 @@ from typing import Any
 
 import jax
 
-from autopar_passes import convolution, jax_compat, stacked
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.layout_plan import LayoutPlan, Synchroniser
+from autopar_passes import jax_compat
+from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.layouts import Layout, constrain
-from autopar_passes.program import Atom, Constant, Equation, Program, Region, walk
-from autopar_passes.stacked import Stacked
+from autopar_passes.program.equations import (
+    Atom,
+    Constant,
+    Equation,
+    Program,
+    Region,
+    walk,
+)
+from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser
+from autopar_passes.rules import convolution
+from autopar_passes.sums import stacked
+from autopar_passes.sums.stacked import Stacked
 
 # A value and what was made of it -> what is used instead.
 Made = Callable[[int, Any], Any]

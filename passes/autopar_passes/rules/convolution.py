@@ -19,7 +19,7 @@ import jax
 import numpy as np
 
 from autopar_passes.layouts import Layout, partition_spec
-from autopar_passes.rules import FactorKind, FactorRule
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 PRIMITIVE = "conv_general_dilated"
 

@@ -8,13 +8,31 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from autopar_passes import jax_compat, shardy
-from autopar_passes.flops import equation_flops
-from autopar_passes.graph import UNKNOWN_TRIPS, GraphInput, Operator, OperatorGraph
-from autopar_passes.program import Constant, Equation, Program, Region, Value, walk
-from autopar_passes.repeats import repeated_classes
-from autopar_passes.roles import Role, input_roles, module_path, operator_roles
-from autopar_passes.rules import Dims, FactorKind, FactorRule, elementwise_rule
+from autopar_passes import jax_compat
+from autopar_passes.graph.operators import (
+    UNKNOWN_TRIPS,
+    GraphInput,
+    Operator,
+    OperatorGraph,
+)
+from autopar_passes.graph.repeats import repeated_classes
+from autopar_passes.graph.roles import Role, input_roles, module_path, operator_roles
+from autopar_passes.program.equations import (
+    Constant,
+    Equation,
+    Program,
+    Region,
+    Value,
+    walk,
+)
+from autopar_passes.rules import shardy
+from autopar_passes.rules.factor_rule import (
+    Dims,
+    FactorKind,
+    FactorRule,
+    elementwise_rule,
+)
+from autopar_passes.rules.flops import equation_flops
 
 
 def build_graph(

@@ -17,11 +17,11 @@ from typing import Any
 import jax
 from flax import nnx
 
-from autopar_passes.build import build_graph
-from autopar_passes.flatten import flatten
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.nnx_scopes import module_scopes, name_modules
-from autopar_passes.program import Program
+from autopar_passes.graph.build import build_graph
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.program.equations import Program
+from autopar_passes.program.flatten import flatten
+from autopar_passes.program.nnx_scopes import module_scopes, name_modules
 
 
 class TraceError(ValueError):

@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar_passes import jax_compat
-from autopar_passes.deferral import ADDITIVE
 from autopar_passes.layouts import Layout, constrain, partition_spec
-from autopar_passes.program import Equation
+from autopar_passes.program.equations import Equation
+from autopar_passes.sums.deferral import ADDITIVE
 
 Axes = tuple[int, ...]
 

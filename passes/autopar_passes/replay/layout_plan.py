@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 from typing import Any, Protocol
 
-from autopar_passes.graph import Operator
+from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout
-from autopar_passes.stacked import Stacked
+from autopar_passes.sums.stacked import Stacked
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

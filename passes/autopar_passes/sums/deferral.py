@@ -18,10 +18,11 @@ from collections.abc import Iterator, Sequence
 
 import jax.numpy as jnp
 
-from autopar_passes import convolution, jax_compat
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.program import Constant, Program, Region, walk
-from autopar_passes.roles import Role
+from autopar_passes import jax_compat
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.program.equations import Constant, Program, Region, walk
+from autopar_passes.rules import convolution
 
 # Operators that make partial results when a factor they reduce is split.
 CONTRACTIONS = frozenset(

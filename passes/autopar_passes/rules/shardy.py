@@ -16,10 +16,10 @@ import jax
 from jax.extend.mlir import passmanager
 from jax.extend.mlir.dialects import sdy
 
-from autopar_passes import convolution, jax_compat
-from autopar_passes.factors import FactorForest
-from autopar_passes.program import Constant, Equation, Program, Value
-from autopar_passes.rules import (
+from autopar_passes import jax_compat
+from autopar_passes.program.equations import Constant, Equation, Program, Value
+from autopar_passes.rules import convolution
+from autopar_passes.rules.factor_rule import (
     INNER,
     Dims,
     FactorKind,
@@ -27,6 +27,7 @@ from autopar_passes.rules import (
     registered_rule,
     replicated_rule,
 )
+from autopar_passes.rules.forest import FactorForest
 
 _POPULATE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
 # How the body of a reduction or scatter combines two partial results.

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from jax.extend.mlir import passmanager
 
-from autopar_passes.graph import UNKNOWN_TRIPS
+from autopar_passes.graph.operators import UNKNOWN_TRIPS
 
 _PARTITION = (
     "builtin.module(sdy-propagation-pipeline,"
