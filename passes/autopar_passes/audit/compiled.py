@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 
 import numpy as np
 
+from autopar_passes.audit.collectives import AuditedCollective, MeshAxes, differing_axes
 from autopar_passes.audit.hlo_text import (
     Instruction,
     Module,
@@ -28,7 +29,6 @@ from autopar_passes.audit.hlo_values import (
     element_index,
     split_groups,
 )
-from autopar_passes.audit.partitioned import AuditedCollective
 
 SCATTERED: Final = "reduce-scatter run as all-reduce"
 GATHERED: Final = "all-gather run as all-reduce"
@@ -45,9 +45,6 @@ _OTHERS: Final = ("collective-broadcast", "ragged-all-to-all", "send", "recv")
 _WIDENED_TO: Final = "f32"
 _NARROW: Final = ("bf16", "f16")
 _CALLERS: Final = ("call", "fusion", "conditional", "async-start")
-
-# Name and size of each axis of the mesh that the devices stand in.
-MeshAxes = Sequence[tuple[str, int]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -258,7 +255,7 @@ class _Reader:
         narrow = not self.as_run and self.narrow(scope, op, index)
         made = AuditedCollective(
             kind=kind,
-            axes=self.axes(groups[0]),
+            axes=differing_axes(self.mesh, groups[0]),
             group=groups.shape[1],
             nbytes=nbytes / 2 if narrow else nbytes,
             trips=trips,
@@ -273,17 +270,6 @@ class _Reader:
                 if re.search(rf"\bindex={index}\b", user.attributes):
                     return user.source or op.source
         return op.source
-
-    def axes(self, group: np.ndarray) -> tuple[str, ...]:
-        """The mesh axes along which the devices of a group differ."""
-        if not self.mesh:
-            return ()
-        places = np.unravel_index(group, [size for _, size in self.mesh])
-        return tuple(
-            name
-            for (name, _), place in zip(self.mesh, places, strict=True)
-            if (place != place[0]).any()
-        )
 
     def narrow(self, scope: Scope, op: Instruction, index: int) -> bool:
         """Whether an operand has 16 bits but for its way through this collective.

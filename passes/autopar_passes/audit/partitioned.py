@@ -9,7 +9,6 @@ program itself asks for, inside a `jax.shard_map`, are listed as they are.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterator
@@ -18,7 +17,8 @@ from typing import Any
 import numpy as np
 from jax.extend.mlir import passmanager
 
-from autopar_passes.graph.operators import UNKNOWN_TRIPS
+from autopar_passes.audit.collectives import AuditedCollective, differing_axes
+from autopar_passes.graph.trips import UNKNOWN_TRIPS
 
 _PARTITION = (
     "builtin.module(sdy-propagation-pipeline,"
@@ -48,41 +48,6 @@ _SHARDING = re.compile(
     r"out_sharding=<@\w+, \[(.*?)\]"
     r"(?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>"
 )
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class AuditedCollective:
-    """One collective that the compiler will run.
-
-    Attributes:
-      kind: as in `autopar.cost.collectives`.
-      axes: names of the mesh axes of its group.
-      group: number of devices in its group.
-      nbytes: its charged size: what one device puts in (all-reduce,
-        reduce-scatter, all-to-all, permute) or gets (all-gather).
-      trips: how often it runs in a step.
-      source: where in the program it comes from.
-    """
-
-    kind: str
-    axes: tuple[str, ...]
-    group: int
-    nbytes: float
-    trips: float
-    source: str
-
-    @property
-    def sent_bytes(self) -> float:
-        """Bytes that one device sends in one step."""
-        part = (self.group - 1) / self.group
-        match self.kind:
-            case "all_reduce":
-                ratio = 2 * part
-            case "collective_permute":
-                ratio = 1.0
-            case _:
-                ratio = part
-        return ratio * self.nbytes * self.trips
 
 
 def shardy_collectives(lowered: Any) -> tuple[AuditedCollective, ...]:
@@ -188,18 +153,12 @@ class _Auditor:
             yield AuditedCollective(kind, (), 2, sent, trips, source)
             return
         groups = _integers(op.attributes["replica_groups"])
-        axes, size = self.differing(groups[0]), groups.shape[1]
+        axes, size = (
+            differing_axes(tuple(self.sizes.items()), groups[0]),
+            groups.shape[1],
+        )
         if size > 1:
             yield AuditedCollective(kind, axes, size, nbytes, trips, source)
-
-    def differing(self, group: np.ndarray) -> tuple[str, ...]:
-        """The mesh axes along which the devices of a group differ."""
-        places = np.unravel_index(group, tuple(self.sizes.values()))
-        return tuple(
-            name
-            for name, place in zip(self.sizes, places, strict=True)
-            if (place != place[0]).any()
-        )
 
     def reduction(
         self, op: Any, text: str, nbytes: float, trips: float, source: str
@@ -290,12 +249,8 @@ def _bits(element: Any) -> int:
         return 2 * _bits(text.removeprefix("complex<").removesuffix(">"))
     if text == "i1":
         return 8
-    found = re.search(
-        r"(\d+)", text.removeprefix("f8E").lower() if "f8" in text else text
-    )
-    if text.startswith("f8"):
-        return 8
-    return int(found.group(1)) if found else 32
+    found = re.search(r"\d+", text)
+    return int(found.group()) if found else 32
 
 
 def _loop_count(op: Any) -> float:

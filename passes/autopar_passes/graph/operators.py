@@ -8,15 +8,11 @@ sharding rule like any other operator. So the planner sees one flat list.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable, Sequence
 
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Value
 from autopar_passes.rules.factor_rule import FactorRule
-
-# Trip count of a `while` whose count cannot be read off: the number that XLA's
-# own auto-sharding assumes (openxla/xla, auto_sharding_option.h,
-# loop_iteration_count_estimate).
-UNKNOWN_TRIPS = 100.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -103,3 +99,27 @@ class OperatorGraph:
     def flops(self) -> float:
         """Floating-point operations of one step on the whole batch."""
         return sum(op.flops * op.trips for op in self.operators)
+
+
+def producers(operators: Iterable[Operator]) -> dict[int, Operator]:
+    """Returns the operator that makes each value."""
+    return {value: op for op in operators for value in op.outputs}
+
+
+def readers(operators: Iterable[Operator]) -> dict[int, list[tuple[Operator, int]]]:
+    """Returns what reads each value: operators, each with the operand's position."""
+    out: dict[int, list[tuple[Operator, int]]] = {}
+    for op in operators:
+        for slot, value in enumerate(op.inputs):
+            if value is not None:
+                out.setdefault(value, []).append((op, slot))
+    return out
+
+
+def read_operators(operators: Sequence[Operator]) -> list[list[int]]:
+    """Returns, for each operator, the positions of those whose results it reads."""
+    made_by = producers(operators)
+    return [
+        [made_by[v].index for v in op.inputs if v is not None and v in made_by]
+        for op in operators
+    ]

@@ -11,6 +11,8 @@ import dataclasses
 import math
 from typing import Any
 
+import jax.numpy as jnp
+
 from autopar_passes import jax_compat
 
 
@@ -31,6 +33,12 @@ class Value:
         size = math.prod(self.shape)
         object.__setattr__(self, "size", size)
         object.__setattr__(self, "nbytes", size * jax_compat.itemsize(self.dtype))
+
+    @property
+    def floating(self) -> bool:
+        """Whether its elements are floating-point numbers; PRNG keys are not."""
+        extended = jax_compat.is_extended(self.dtype)
+        return not extended and bool(jnp.issubdtype(self.dtype, jnp.floating))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,6 +106,10 @@ class Program:
     def num_arguments(self) -> int:
         """Number of flat arguments of the step."""
         return len(self.body.inputs) - len(self.constants)
+
+    def by_index(self) -> dict[int, Equation]:
+        """Returns all equations, also those of regions, by their index."""
+        return {eqn.index: eqn for eqn in walk(self.body)}
 
 
 def walk(region: Region) -> list[Equation]:

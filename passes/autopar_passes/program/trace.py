@@ -17,8 +17,6 @@ from typing import Any
 import jax
 from flax import nnx
 
-from autopar_passes.graph.build import build_graph
-from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
 from autopar_passes.program.nnx_scopes import module_scopes, name_modules
@@ -49,15 +47,6 @@ class TracedStep:
     output_paths: tuple[str, ...]
     carried: dict[int, int]
     mutated: tuple[int, ...]
-
-    def graph(self, *, share_repeated: bool = True) -> OperatorGraph:
-        """Builds the operator graph."""
-        return build_graph(
-            self.program,
-            input_paths=self.input_paths,
-            carried=self.carried,
-            share_repeated=share_repeated,
-        )
 
 
 def is_graph_node(arg: Any) -> bool:
@@ -109,7 +98,7 @@ def trace(step: Callable[..., Any], args: Sequence[Any]) -> TracedStep:
         trees = jax.tree.map(_struct, pure_arguments(args))
         traced = jax.jit(function).trace(*trees)
     except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError) as error:
-        raise TraceError(_explain(step, error)) from error
+        raise TraceError(_trace_failure(step, error)) from error
     out = traced.out_info
     names = argument_names(step, args)
     return TracedStep(
@@ -196,7 +185,7 @@ def _paths(name: str, tree: Any) -> list[str]:
     return ["/".join(x for x in (name, k) if x) for k in keys]
 
 
-def _explain(step: Callable[..., Any], error: Exception) -> str:
+def _trace_failure(step: Callable[..., Any], error: Exception) -> str:
     name = getattr(step, "__name__", str(step))
     first = str(error).strip().split("\n", 1)[0]
     return (

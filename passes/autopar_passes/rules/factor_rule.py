@@ -2,16 +2,15 @@
 
 A `FactorRule` says of each equation which dimensions of its operands and
 results are one and the same *factor*, as an einsum does. The rules are read
-from the compiler (see `autopar_passes.rules.shardy`); `register_rule` adds one for a
-primitive that the compiler knows nothing about.
+from the compiler (see `autopar_passes.rules.book`).
 """
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Callable, Sequence
-from typing import Any
+import itertools
+from collections.abc import Sequence
 
 
 class FactorKind(enum.Enum):
@@ -78,20 +77,30 @@ def replicated_rule(
       operands: shape of each operand.
       results: shape of each result.
     """
-    sizes: list[int] = []
+    return separate_rule(operands, results, FactorKind.BLOCKED)
 
-    def dims(shape: tuple[int, ...]) -> Dims:
-        out: list[tuple[int, ...]] = []
-        for size in shape:
-            out.append((len(sizes),) if size > 1 else ())
-            if size > 1:
-                sizes.append(size)
-        return tuple(out)
 
-    operand_dims = tuple(dims(s) for s in operands)
-    result_dims = tuple(dims(s) for s in results)
-    kinds = (FactorKind.BLOCKED,) * len(sizes)
-    return FactorRule(tuple(sizes), kinds, operand_dims, result_dims)
+def separate_rule(
+    operands: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
+    kind: FactorKind,
+) -> FactorRule:
+    """Returns the rule in which no two dimensions are the same factor.
+
+    Args:
+      operands: shape of each operand.
+      results: shape of each result.
+      kind: of all factors.
+    """
+    numbers = itertools.count()
+    dims = [
+        tuple((next(numbers),) if size > 1 else () for size in shape)
+        for shape in (*operands, *results)
+    ]
+    sizes = tuple(s for shape in (*operands, *results) for s in shape if s > 1)
+    kinds = (kind,) * len(sizes)
+    count = len(operands)
+    return FactorRule(sizes, kinds, tuple(dims[:count]), tuple(dims[count:]))
 
 
 def elementwise_rule(
@@ -111,57 +120,3 @@ def elementwise_rule(
         tuple(dims if s == shape else ((),) * len(s) for s in operands),
         tuple(dims for _ in results),
     )
-
-
-RuleFunction = Callable[[Sequence[Any], Sequence[Any], dict[str, Any]], FactorRule]
-_REGISTRY: dict[str, RuleFunction] = {}
-
-
-def register_rule(primitive: str) -> Callable[[RuleFunction], RuleFunction]:
-    """Registers the sharding rule of a primitive, such as a custom call.
-
-    The decorated function takes the abstract operands, the abstract results
-    (each with ``shape`` and ``dtype``) and the parameters of the equation, and
-    returns a `FactorRule`. It wins over the compiler's own rule.
-
-    >>> @register_rule("my_custom_call")
-    ... def _(operands, results, params):
-    ...     return elementwise_rule(
-    ...         [o.shape for o in operands], [r.shape for r in results])
-    """
-
-    def add(function: RuleFunction) -> RuleFunction:
-        _REGISTRY[primitive] = function
-        return function
-
-    return add
-
-
-def registered_rule(
-    primitive: str,
-    operands: Sequence[Any],
-    results: Sequence[Any],
-    params: dict[str, Any],
-) -> FactorRule | None:
-    """Returns the user's rule for an equation, or None if none is registered."""
-    function = _REGISTRY.get(primitive)
-    return None if function is None else function(operands, results, params)
-
-
-@register_rule("optimization_barrier")
-def _barrier(
-    operands: Sequence[Any], results: Sequence[Any], params: dict[str, Any]
-) -> FactorRule:
-    """Each result is its operand: the barrier is an identity of many values."""
-    del results, params
-    sizes: list[int] = []
-    dims: list[Dims] = []
-    for operand in operands:
-        one: list[tuple[int, ...]] = []
-        for size in operand.shape:
-            one.append((len(sizes),) if size > 1 else ())
-            if size > 1:
-                sizes.append(size)
-        dims.append(tuple(one))
-    kinds = (FactorKind.PASS,) * len(sizes)
-    return FactorRule(tuple(sizes), kinds, tuple(dims), tuple(dims))

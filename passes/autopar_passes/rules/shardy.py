@@ -1,9 +1,8 @@
 """Sharding rules from the compiler's own partitioner (Shardy).
 
-Equations that differ only in their values have one rule, so each *distinct*
-equation is lowered once, all of them in one module, and the pass
-``sdy-populate-op-sharding-rules`` writes the rule of every StableHLO
-operation. An equation that lowers to several operations gets the composition.
+The pass ``sdy-populate-op-sharding-rules`` writes a rule on every operation of a
+StableHLO module. An equation that lowers to several operations gets the
+composition of their rules.
 """
 
 from __future__ import annotations
@@ -12,19 +11,15 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 from jax.extend.mlir import passmanager
 from jax.extend.mlir.dialects import sdy
 
-from autopar_passes import jax_compat
-from autopar_passes.program.equations import Constant, Equation, Program, Value
 from autopar_passes.rules import convolution
 from autopar_passes.rules.factor_rule import (
     INNER,
     Dims,
     FactorKind,
     FactorRule,
-    registered_rule,
     replicated_rule,
 )
 from autopar_passes.rules.forest import FactorForest
@@ -41,6 +36,7 @@ _COMBINERS = {
 _SUMMING = frozenset(
     {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
 )
+_COMBINING = frozenset({"stablehlo.reduce", "stablehlo.scatter"})
 # Operations that make values out of nothing: any sharding of them is free.
 _GENERATORS = frozenset(
     {"stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id"}
@@ -48,102 +44,41 @@ _GENERATORS = frozenset(
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class RuleBook:
-    """The rule of every equation of a program.
+class LoweredEquation:
+    """What the reader must know of an equation that was lowered.
 
     Attributes:
-      rules: by equation index; control flow has none.
-      unsupported: primitives without any rule, planned replicated.
+      primitive: name of its primitive.
+      params: parameters of the primitive.
+      constant: for each operand, whether it is a scalar written in the program.
+      operands: shape of each operand.
+      results: shape of each result.
     """
 
-    rules: dict[int, FactorRule]
-    unsupported: tuple[str, ...]
+    primitive: str
+    params: dict[str, Any]
+    constant: tuple[bool, ...]
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+
+    def replicated(self) -> FactorRule:
+        """Returns the rule that shards nothing."""
+        return replicated_rule(self.operands, self.results)
 
 
-def signature(eqn: Equation, values: Sequence[Value]) -> tuple[Any, ...]:
-    """Returns what two equations must share to have the same rule and cost."""
-    operands = tuple(
-        ("literal", str(a.aval.dtype), str(a.value))
-        if isinstance(a, Constant)
-        else (values[a].shape, str(values[a].dtype))
-        for a in eqn.inputs
-    )
-    return (eqn.primitive, _params_key(eqn.params), operands)
-
-
-def _params_key(params: dict[str, Any]) -> Any:
-    items = tuple(sorted(params.items()))
-    try:
-        hash(items)
-    except TypeError:
-        return repr(items)
-    return items
-
-
-def rule_book(
-    program: Program, equations: Sequence[Equation], signatures: Sequence[Any]
-) -> RuleBook:
-    """Returns the rules of ``equations``, lowering each distinct one once."""
-    first: dict[Any, Equation] = {}
-    for eqn, sig in zip(equations, signatures, strict=True):
-        if not eqn.regions:
-            first.setdefault(sig, eqn)
-    rules: dict[Any, FactorRule] = {}
-    lowered: list[tuple[Any, Equation]] = []
-    for sig, eqn in first.items():
-        own = registered_rule(eqn.primitive, *_avals(program, eqn), eqn.params)
-        if own is not None:
-            rules[sig] = own
-        else:
-            lowered.append((sig, eqn))
-    found, unsupported = _lowered_rules(program, [e for _, e in lowered])
-    rules.update((sig, r) for (sig, _), r in zip(lowered, found, strict=True))
-    by_index = {
-        e.index: rules[s]
-        for e, s in zip(equations, signatures, strict=True)
-        if not e.regions
-    }
-    return RuleBook(by_index, unsupported)
-
-
-def _avals(program: Program, eqn: Equation) -> tuple[list[Any], list[Any]]:
-    operands = [
-        Value((), a.aval.dtype) if isinstance(a, Constant) else program.values[a]
-        for a in eqn.inputs
-    ]
-    return operands, [program.values[v] for v in eqn.outputs]
-
-
-def _lowered_rules(
-    program: Program, equations: Sequence[Equation]
+def read_rules(
+    module: Any, equations: Sequence[LoweredEquation]
 ) -> tuple[list[FactorRule], tuple[str, ...]]:
-    """Lowers the equations side by side in one module and reads their rules."""
-    if not equations:
-        return [], ()
-    structs = [
-        [
-            jax.ShapeDtypeStruct(program.values[a].shape, program.values[a].dtype)
-            for a in eqn.inputs
-            if isinstance(a, int)
-        ]
-        for eqn in equations
-    ]
+    """Returns the rule of each equation, and the primitives without a rule.
 
-    def all_of_them(groups: list[list[Any]]) -> list[list[Any]]:
-        out: list[list[Any]] = []
-        for eqn, group in zip(equations, groups, strict=True):
-            arrays = iter(group)
-            args = [
-                a.value if isinstance(a, Constant) else next(arrays) for a in eqn.inputs
-            ]
-            out.append(jax_compat.bind(eqn.source, *args))
-        return out
-
-    lowered = jax.jit(all_of_them, keep_unused=True).trace(structs).lower()
-    module: Any = lowered.compiler_ir("stablehlo")
+    Args:
+      module: a StableHLO module whose main function runs the equations side by
+        side, each on arguments of its own. The call adds attributes to it.
+      equations: the equations, in the order of the arguments and results.
+    """
     with module.context:
         passmanager.PassManager.parse(_POPULATE).run(module.operation)
-        return _Reader(module).read(program, equations)
+        return _Reader(module).read(equations)
 
 
 class _Reader:
@@ -161,25 +96,25 @@ class _Reader:
         }
 
     def read(
-        self, program: Program, equations: Sequence[Equation]
+        self, equations: Sequence[LoweredEquation]
     ) -> tuple[list[FactorRule], tuple[str, ...]]:
         block = self.functions["main"].regions[0].blocks[0]
         arguments = iter(block.arguments)
         operands: list[list[Any]] = []
         for i, eqn in enumerate(equations):
-            own = [next(arguments) if isinstance(a, int) else None for a in eqn.inputs]
+            own = [None if c else next(arguments) for c in eqn.constant]
             self.owner.update((a, i) for a in own if a is not None)
             operands.append(own)
         returned = iter(self.block(block))
         rules: list[FactorRule] = []
         names: set[str] = set()
         for i, eqn in enumerate(equations):
-            results = [next(returned) for _ in eqn.outputs]
+            results = [next(returned) for _ in eqn.results]
             if i in self.unsupported:
                 names.add(eqn.primitive)
-                rules.append(_replicated(program, eqn))
+                rules.append(eqn.replicated())
             else:
-                rules.append(self.rule(program, eqn, operands[i], results))
+                rules.append(self.rule(eqn, operands[i], results))
         return rules, tuple(sorted(names))
 
     def of(self, value: Any) -> list[int | None]:
@@ -311,7 +246,7 @@ class _Reader:
                 self.forest.block(f)
 
     def rule(
-        self, program: Program, eqn: Equation, operands: list[Any], results: list[Any]
+        self, eqn: LoweredEquation, operands: list[Any], results: list[Any]
     ) -> FactorRule:
         """Reads the rule of one equation off the united factors."""
         number: dict[int, int] = {}
@@ -326,12 +261,11 @@ class _Reader:
                 for dim in leaves
             )
 
-        in_shapes, out_shapes = _shapes(program, eqn)
         operand_dims = tuple(
-            dims(v, s) for v, s in zip(operands, in_shapes, strict=True)
+            dims(v, s) for v, s in zip(operands, eqn.operands, strict=True)
         )
         result_dims = tuple(
-            dims(v, s) for v, s in zip(results, out_shapes, strict=True)
+            dims(v, s) for v, s in zip(results, eqn.results, strict=True)
         )
         produced = {f for r in result_dims for d in r for f in d}
         leaves = sorted(number, key=lambda leaf: number[leaf])
@@ -347,7 +281,7 @@ class _Reader:
             reduction = INNER
         rule = FactorRule(sizes, kinds, operand_dims, result_dims, reduction)
         if len(reductions) > 1:
-            return _replicated(program, eqn)
+            return eqn.replicated()
         if eqn.primitive == convolution.PRIMITIVE:
             return convolution.whole_windows(rule, eqn.params)
         return rule
@@ -364,10 +298,7 @@ class _Reader:
 def _reduces(value: Any) -> bool:
     """Whether a value is the result of a reduction itself."""
     owner = getattr(value.owner, "operation", None)
-    return owner is not None and (
-        owner.name in _SUMMING
-        or owner.name in ("stablehlo.reduce", "stablehlo.scatter")
-    )
+    return owner is not None and owner.name in _SUMMING | _COMBINING
 
 
 def _rank(value: Any) -> int:
@@ -382,18 +313,7 @@ def _same_shapes(op: Any) -> bool:
 def _combiner(op: Any, name: str) -> str:
     if name in _SUMMING:
         return "sum"
-    if name in ("stablehlo.reduce", "stablehlo.scatter") and len(op.results) == 1:
+    if name in _COMBINING and len(op.results) == 1:
         body = [o.operation.name for o in op.regions[0].blocks[0].operations]
         return _COMBINERS.get(body[0], "") if len(body) == 2 else ""
     return ""
-
-
-def _shapes(
-    program: Program, eqn: Equation
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    operands, results = _avals(program, eqn)
-    return [v.shape for v in operands], [v.shape for v in results]
-
-
-def _replicated(program: Program, eqn: Equation) -> FactorRule:
-    return replicated_rule(*_shapes(program, eqn))

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ import numpy as np
 from autopar_passes import jax_compat
 from autopar_passes.layouts import Layout, constrain, partition_spec
 from autopar_passes.program.equations import Equation
-from autopar_passes.sums.deferral import ADDITIVE
+from autopar_passes.sums.linear import ADDITIVE
 
 Axes = tuple[int, ...]
 
@@ -64,12 +64,33 @@ def contribute(
       mesh: the mesh of the layouts.
     """
 
-    def shard(*local: Any) -> Any:
-        (out,) = jax_compat.bind(eqn.source, *local)
-        return out[None]
+    def run(*shards: Any) -> Any:
+        (out,) = jax_compat.bind(eqn.source, *shards)
+        return out
 
+    return stack_partials(run, operands, layouts, result, axes, mesh)
+
+
+def stack_partials(
+    function: Callable[..., Any],
+    operands: Sequence[Any],
+    layouts: Sequence[Layout],
+    result: Layout,
+    axes: Axes,
+    mesh: Any,
+) -> Any:
+    """Runs a function on each device's shards and stacks what the devices return.
+
+    Args:
+      function: of the shards of the operands; returns one array.
+      operands: the whole operands.
+      layouts: of the operands.
+      result: layout of the result, apart from the stacked dimension.
+      axes: the mesh axes over which the results are stacked.
+      mesh: the mesh of the layouts.
+    """
     return jax.shard_map(
-        shard,
+        lambda *shards: function(*shards)[None],
         mesh=mesh,
         in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
         out_specs=partition_spec(mesh, (axes, *result)),
@@ -124,6 +145,11 @@ def linear(
 
 
 def total(partial: Stacked) -> Any:
-    """The sum that was put off."""
-    zero = np.zeros((), partial.array.dtype)
-    return jax.lax.reduce(partial.array, zero, jax.lax.add, (0,))
+    """Takes the sum that was deferred."""
+    return sum_partials(partial.array)
+
+
+def sum_partials(array: Any) -> Any:
+    """Returns the sum over the stacked dimension."""
+    zero = np.zeros((), array.dtype)
+    return jax.lax.reduce(array, zero, jax.lax.add, (0,))

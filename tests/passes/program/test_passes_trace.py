@@ -11,6 +11,7 @@ import pytest
 from flax import linen, nnx
 from flax.training import train_state
 
+from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.trace import TracedStep, TraceError, trace
@@ -61,7 +62,7 @@ def linen_step() -> TracedStep:
 
 def test_linen_train_state() -> None:
     traced = linen_step()
-    graph = traced.graph()
+    graph = step_graph(traced)
 
     parameters = {
         f"state/params/{layer}/{name}"
@@ -89,7 +90,7 @@ def test_linen_train_state() -> None:
 
 
 def test_linen_module_paths_reach_operators() -> None:
-    modules = {op.module for op in linen_step().graph().operators}
+    modules = {op.module for op in step_graph(linen_step()).operators}
 
     assert "Net/Dense_0" in modules
     assert "Net/BatchNorm_0" in modules
@@ -107,7 +108,7 @@ def test_plain_tuple() -> None:
         return optax.apply_updates(params, updates), state, value
 
     params = {"w": jnp.zeros((4, 4))}
-    graph = trace(step, (params, optimizer.init(params), jnp.zeros((8, 4)))).graph()
+    graph = step_graph(trace(step, (params, optimizer.init(params), jnp.zeros((8, 4)))))
 
     assert kinds(graph, InputRole.PARAMETER) == {"params/w"}
     assert kinds(graph, InputRole.BATCH) == {"batch"}
@@ -141,7 +142,7 @@ def test_nnx_model_and_optimizer() -> None:
     traced = trace(
         step, (model, optimizer, {"x": jnp.zeros((8, 4)), "y": jnp.zeros((8, 4))})
     )
-    graph = traced.graph()
+    graph = step_graph(traced)
 
     assert traced.mutated == (0, 1)
     assert len(kinds(graph, InputRole.PARAMETER)) == 6
@@ -155,7 +156,7 @@ def test_nnx_model_and_optimizer() -> None:
 def test_only_shapes_are_needed() -> None:
     huge = jax.ShapeDtypeStruct((1 << 20, 1 << 20), jnp.float32)
 
-    graph = trace(lambda w: w * 2.0, (huge,)).graph()
+    graph = step_graph(trace(lambda w: w * 2.0, (huge,)))
 
     assert graph.values[graph.inputs[0].value].nbytes == 4 << 40
 

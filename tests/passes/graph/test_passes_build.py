@@ -11,9 +11,11 @@ import pytest
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 
-from autopar_passes.graph.operators import UNKNOWN_TRIPS, Operator, OperatorGraph
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.trips import UNKNOWN_TRIPS
 from autopar_passes.program.trace import trace
-from autopar_passes.rules import factor_rule
+from autopar_passes.rules import registry
 from autopar_passes.rules.factor_rule import (
     INNER,
     FactorKind,
@@ -23,7 +25,7 @@ from autopar_passes.rules.factor_rule import (
 
 
 def graph_of(step: Callable[..., Any], *args: Any) -> OperatorGraph:
-    return trace(step, args).graph()
+    return step_graph(trace(step, args))
 
 
 def only(graph: OperatorGraph, kind: str) -> Operator:
@@ -158,12 +160,12 @@ def _custom(name: str) -> Primitive:
 def test_an_unknown_primitive_is_replicated_until_a_rule_is_registered(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(factor_rule, "_REGISTRY", dict(factor_rule._REGISTRY))
+    monkeypatch.setattr(registry, "_REGISTRY", dict(registry._REGISTRY))
     unknown = _custom("nobody_knows")
 
     before = graph_of(lambda x: unknown.bind(x), jnp.ones((4, 8)))
 
-    @factor_rule.register_rule("nobody_knows")
+    @registry.register_rule("nobody_knows")
     def _(operands: Any, results: Any, params: Any) -> FactorRule:
         assert params == {}
         return elementwise_rule([o.shape for o in operands], [r.shape for r in results])

@@ -27,8 +27,6 @@ from deferral_cases import (
     updated,
 )
 
-from autopar_passes.sums.deferral import contributions_of
-
 
 class TestOneContribution:
     """A gradient that one contraction makes."""
@@ -114,7 +112,6 @@ class TestSeveralContributions:
         assert found.makers(way) == ["dot_general", "dot_general"]
         assert found.gradients() == [("add_any", (WIDTH, WIDTH))]
         assert way.sharing(way.ends[0]) == 2
-        assert contributions_of(found.ways)[way.contributions[0]] is way
 
     def test_a_table_that_is_looked_up_and_multiplied(self) -> None:
         """The look-up's gradient is scattered into zeros."""

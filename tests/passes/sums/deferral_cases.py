@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.program.trace import trace
-from autopar_passes.sums.deferral import Deferral, find_deferrals
+from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.find import find_deferrals
 
 ROWS, WIDTH, PARTS, TIMES, LAYERS = 16, 8, 4, 6, 3
 Loss = Callable[[Any, Any], jax.Array]
@@ -62,7 +64,7 @@ class Found:
 
 def find(step: Callable[..., Any], *args: Any) -> Found:
     traced = trace(step, args)
-    graph = traced.graph()
+    graph = step_graph(traced)
     return Found(graph, find_deferrals(traced.program, graph))
 
 

@@ -13,8 +13,9 @@ import pytest
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from autopar_passes.audit.partitioned import AuditedCollective, shardy_collectives
-from autopar_passes.graph.operators import UNKNOWN_TRIPS
+from autopar_passes.audit.collectives import AuditedCollective
+from autopar_passes.audit.partitioned import shardy_collectives
+from autopar_passes.graph.trips import UNKNOWN_TRIPS
 
 MESH = Mesh(
     np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2

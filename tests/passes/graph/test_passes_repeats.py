@@ -13,6 +13,7 @@ import optax
 import pytest
 from hypothesis import given, settings
 
+from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.repeats import repeated_classes
 from autopar_passes.program.trace import trace
 
@@ -79,7 +80,7 @@ def model_classes(layers: int, *, share: bool = True) -> tuple[int, int]:
     params = [{"up": up, "down": down}] * layers
     state = jax.eval_shape(optimizer.init, params)
     batch = jax.ShapeDtypeStruct((4, 8), "float32")
-    graph = trace(step, (params, state, batch)).graph(share_repeated=share)
+    graph = step_graph(trace(step, (params, state, batch)), share_repeated=share)
     return graph.num_classes, len(graph.operators)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar_passes.graph.build import step_graph
 from autopar_passes.program.trace import trace
 
 
@@ -17,7 +18,7 @@ def struct(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def flops(step: Callable[..., Any], *args: Any) -> float:
-    return trace(step, args).graph().flops
+    return step_graph(trace(step, args)).flops
 
 
 def test_matrix_product() -> None:
@@ -62,7 +63,9 @@ def test_the_gradient_of_a_convolution_costs_what_it_costs(groups: int) -> None:
     traced = trace(lambda x, w, g: jax.vjp(lambda w: conv(x, w), w)[1](g),
                    (x, w, struct(2, 4, 4, 16)))  # fmt: skip
     weight = sum(
-        op.flops for op in traced.graph().operators if op.kind == "conv_general_dilated"
+        op.flops
+        for op in step_graph(traced).operators
+        if op.kind == "conv_general_dilated"
     )
 
     assert weight == forward
@@ -102,10 +105,11 @@ def test_the_step_of_a_dense_model_costs_six_flops_a_weight_and_example() -> Non
             x = x @ w
         return jnp.sum(x)
 
-    graph = trace(
+    traced = trace(
         jax.value_and_grad(loss),
         ([struct(width, width)] * layers, struct(batch, width)),
-    ).graph()
+    )
+    graph = step_graph(traced)
     products = sum(op.flops for op in graph.operators if op.kind == "dot_general")
 
     weights = layers * width**2

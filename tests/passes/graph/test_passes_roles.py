@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import (
     InputRole,
@@ -76,7 +77,9 @@ def test_a_training_step() -> None:
         m = 0.9 * m + grad
         return w - 0.1 * m, m, value
 
-    graph = trace(step, (jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((2, 4)))).graph()
+    graph = step_graph(
+        trace(step, (jnp.ones((4, 4)), jnp.ones((4, 4)), jnp.ones((2, 4))))
+    )
 
     assert roles_of(graph, "dot_general") == [Role.FORWARD, Role.BACKWARD]
     assert roles_of(graph, "sin") == [Role.FORWARD]
@@ -96,7 +99,7 @@ def test_gradients_in_a_scan_over_microbatches() -> None:
         grad, _ = jax.lax.scan(one, jnp.zeros_like(w), x)
         return w - 0.1 * grad
 
-    graph = trace(step, (jnp.ones((4, 4)), jnp.ones((3, 2, 4)))).graph()
+    graph = step_graph(trace(step, (jnp.ones((4, 4)), jnp.ones((3, 2, 4)))))
 
     assert [i.role for i in graph.inputs] == [InputRole.PARAMETER, InputRole.BATCH]
     assert set(roles_of(graph, "sub")) == {Role.UPDATE}

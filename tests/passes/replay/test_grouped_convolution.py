@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 
+from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.program.trace import trace
+from autopar_passes.replay.grouped_convolution import grouped_convolution
 from autopar_passes.rules import convolution
 
 MESH = Mesh(
@@ -46,7 +48,7 @@ def weight_gradient(groups: int) -> tuple[Equation, Operator, list[jax.Array]]:
         for e in traced.program.body.equations
         if e.primitive == "conv_general_dilated"
     ]
-    (op,) = [op for op in traced.graph().operators if op.equation == eqn.index]
+    (op,) = [op for op in step_graph(traced).operators if op.equation == eqn.index]
     return eqn, op, [x, g]
 
 
@@ -69,7 +71,7 @@ def test_a_weight_gradient_is_what_it_is_on_one_device(
     want = eqn.source.primitive.bind(*operands, **eqn.params)
 
     def run(*args: jax.Array) -> jax.Array:
-        return convolution.grouped(eqn.params, args, layouts, op.rule, MESH)
+        return grouped_convolution(eqn.params, args, layouts, op.rule, MESH)
 
     shardings = tuple(NamedSharding(MESH, partition_spec(MESH, x)) for x in layouts)
     jitted = jax.jit(run, in_shardings=shardings[:2], out_shardings=shardings[2])
