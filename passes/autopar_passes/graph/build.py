@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from autopar_passes import debug
 from autopar_passes.graph.emit import emit_operators
 from autopar_passes.graph.operators import (
     GraphInput,
@@ -16,6 +17,7 @@ from autopar_passes.graph.operators import (
 )
 from autopar_passes.graph.repeats import repeated_classes
 from autopar_passes.graph.roles import Role, input_roles, operator_roles
+from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep
 from autopar_passes.rules.book import rule_book, signature
@@ -59,7 +61,7 @@ def build_graph(
     inputs = _inputs(program, operators, input_paths, carried)
     operators = _with_classes(program, operators, inputs, share=share_repeated)
     outputs = tuple(a if isinstance(a, int) else None for a in program.body.outputs)
-    return OperatorGraph(
+    graph = OperatorGraph(
         program.values,
         tuple(operators),
         inputs,
@@ -67,6 +69,9 @@ def build_graph(
         found.unsupported,
         emitted.assumed_trips,
     )
+    if debug.verifies():
+        verify(graph)
+    return graph
 
 
 def _with_roles(operators: Sequence[Operator], stacks: Sequence[str]) -> list[Operator]:

@@ -1,8 +1,8 @@
 """The operator graph: what the planner needs to know about a program.
 
 Control flow appears as boundary operators that hand values in and out of
-regions (``enter``, ``slice``, ``carry``, ``stack``, ``merge``), each with a
-sharding rule like any other operator. So the planner sees one flat list.
+regions (``enter``, ``slice_step``, ``carry``, ``stack_step``, ``merge``), each with
+a sharding rule like any other operator. So the planner sees one flat list.
 """
 
 from __future__ import annotations
@@ -14,6 +14,9 @@ from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Value
 from autopar_passes.rules.factor_rule import FactorRule
 
+# They hand values into a region and out of it.
+BOUNDARIES = frozenset({"enter", "slice_step", "carry", "stack_step", "merge"})
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Operator:
@@ -21,8 +24,7 @@ class Operator:
 
     Attributes:
       index: position in `OperatorGraph.operators`; the time of the operator.
-      kind: primitive name, or ``input``, ``enter``, ``slice``, ``carry``,
-        ``stack``, ``merge``, ``return`` for the boundary operators.
+      kind: name of the primitive, of a boundary operator, ``input`` or ``return``.
       equation: index of the equation it stands for, -1 for ``input``/``return``.
       inputs: value numbers, None where the operand is a scalar constant.
       outputs: value numbers.

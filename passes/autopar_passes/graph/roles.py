@@ -79,7 +79,7 @@ def operator_roles(
             for j in reads[i]:
                 if j < i and not backward[j]:
                     forward[j] = True
-    after = _reached(backward, reads)
+    after = dependents(backward, reads)
     update = [a and not b for a, b in zip(after, backward, strict=True)]
     for i in range(count - 1, -1, -1):
         if update[i]:
@@ -92,11 +92,15 @@ def operator_roles(
     )
 
 
-def _reached(marked: Sequence[bool], reads: Sequence[Sequence[int]]) -> list[bool]:
-    """What depends on a marked operator, also by way of a loop's carry.
+def dependents(marked: Sequence[bool], reads: Sequence[Sequence[int]]) -> list[bool]:
+    """Returns which operators depend on a marked one, or are marked.
 
-    A carry comes before the body that makes its next value, so once through
-    the operators is not enough where there are loops.
+    A loop's carry comes before the body that makes its next value, so one pass
+    over the operators is not enough where there are loops.
+
+    Args:
+      marked: of each operator.
+      reads: for each operator, the operators whose results it reads.
     """
     out = list(marked)
     changed = True
