@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from autopar_passes import debug
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers, readers
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Constant, Program, Region, walk
@@ -17,11 +18,15 @@ from autopar_passes.sums.linear import (
     SCALING,
     UNARY,
 )
+from autopar_passes.sums.verify import verify_deferrals
 
 
 def find_deferrals(program: Program, graph: OperatorGraph) -> tuple[Deferral, ...]:
     """Returns the deferrals of a program, in program order."""
-    return _Finder(program, graph).run()
+    deferrals = _Finder(program, graph).run()
+    if debug.verifies():
+        verify_deferrals(graph, deferrals)
+    return deferrals
 
 
 class _Path(NamedTuple):
