@@ -36,7 +36,7 @@ from autopar.planner.price import Pricer
 from autopar.planner.problem import Restriction
 from autopar.planner.search import SearchResult, candidate_meshes, given, search
 from autopar.plans import Plan
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 
 # Most plans are proved optimal in a tenth of this; with very tight memory the
 # solver would go on for minutes to close the last percent.

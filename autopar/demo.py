@@ -33,8 +33,8 @@ from autopar.plans.table import (
     seconds_text,
 )
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
-from autopar_passes.audit import shardy_collectives
-from autopar_passes.hlo import CompiledAudit, compiled_audit
+from autopar_passes.audit.compiled import CompiledAudit, compiled_audit
+from autopar_passes.audit.partitioned import shardy_collectives
 
 Show = Callable[[str], None]
 

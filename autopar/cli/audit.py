@@ -13,7 +13,8 @@ from autopar.planner.explain import context_of
 from autopar.plans import Plan
 from autopar.plans.table import bytes_text, columns, mesh_text
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
-from autopar_passes.audit import AuditedCollective, shardy_collectives
+from autopar_passes.audit.collectives import AuditedCollective
+from autopar_passes.audit.partitioned import shardy_collectives
 
 # Bytes sent, by kind of collective.
 Traffic = dict[str, float]
@@ -91,7 +92,7 @@ def _summed(collectives: Iterable[AuditedCollective]) -> dict[str, Any]:
 
 
 def _compiled(found: common.Subject) -> dict[str, Any]:
-    from autopar_passes.hlo import compiled_audit
+    from autopar_passes.audit.compiled import compiled_audit
 
     mesh = device_mesh(found.plan)
     step = planned_step(found.analysis, found.plan, mesh).lower().compile()

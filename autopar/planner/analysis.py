@@ -11,9 +11,11 @@ from typing import Any
 from autopar.planner.nodes import Contraction, contract
 from autopar.planner.problem import Formulator
 from autopar.planner.uses import Source, ValueClass, collect
-from autopar_passes.deferral import Deferral, find_deferrals
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.trace import TracedStep, trace
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.program.trace import TracedStep, trace
+from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.find import find_deferrals
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -47,13 +49,13 @@ def analyse(step: Callable[..., Any], args: Sequence[Any]) -> Analysis:
     """Traces a step and contracts its graph.
 
     Args:
-      step: the train step, in any of the forms of `autopar_passes.trace`.
+      step: the train step, in any of the forms of `autopar_passes.program.trace`.
       args: its arguments, arrays or ``ShapeDtypeStruct``s.
     """
     start = time.perf_counter()
     traced = trace(step, args)
     traced_at = time.perf_counter()
-    graph = traced.graph()
+    graph = step_graph(traced)
     contraction = contract(graph)
     sources = collect(graph, contraction)
     deferrals = find_deferrals(traced.program, graph)

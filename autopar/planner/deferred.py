@@ -1,6 +1,6 @@
 """Which of the sums that may wait do wait under a plan, and how they are held.
 
-A `autopar_passes.deferral.Deferral` can be taken where all its contributions
+A `autopar_passes.sums.deferral.Deferral` can be taken where all its contributions
 are partial over the same mesh axes, and every value on the way has the layout
 that the operators around it have, once those axes are taken out: then holding
 the value stacked needs no communication at all.
@@ -12,9 +12,9 @@ import dataclasses
 from typing import TYPE_CHECKING
 
 from autopar.planner.layout import Axes, Layout, axes_of, reshard_steps
-from autopar_passes.deferral import Deferral
-from autopar_passes.graph import Operator
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import Operator
+from autopar_passes.rules.factor_rule import Dims
+from autopar_passes.sums.deferral import Deferral
 
 if TYPE_CHECKING:
     from autopar.planner.assignment import Assignment

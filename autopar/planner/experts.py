@@ -19,7 +19,7 @@ from autopar.planner.price import Pricer
 from autopar.planner.problem import Restriction
 from autopar.planner.search import Candidate, candidate_meshes, solve_mesh
 from autopar.planner.strategies import Strategy
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

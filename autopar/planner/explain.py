@@ -24,8 +24,8 @@ from autopar.planner.traffic import Collective, joined, traffic
 from autopar.plans import Plan
 from autopar.plans.schema import Spec
 from autopar.plans.table import CollectiveRow, spec_text, template
-from autopar_passes.graph import GraphInput
-from autopar_passes.roles import Role
+from autopar_passes.graph.operators import GraphInput
+from autopar_passes.graph.roles import Role
 from autopar_solver import Solution, Status
 
 Say = Callable[[str], None]

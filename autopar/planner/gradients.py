@@ -25,8 +25,8 @@ from autopar.planner.layout import Axes
 from autopar.planner.nodes import Contraction
 from autopar.planner.traffic import worth_a_codec
 from autopar.plans import GradientDecision
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.roles import InputRole, Role
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import InputRole, Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from autopar.planner.layout import Layout
 from autopar.planner.nodes import Node
 from autopar.planner.problem import Restriction
 from autopar.planner.strategies import Strategy, layout_of
-from autopar_passes.trace import argument_names, is_graph_node
+from autopar_passes.program.trace import argument_names, is_graph_node
 
 # Pattern of an input's path -> its layout.
 Pins = Mapping[str, PartitionSpec]

@@ -6,8 +6,8 @@ from autopar.errors import InfeasibleError
 from autopar.planner.analysis import Analysis
 from autopar.planner.price import Pricer
 from autopar.planner.problem import Formulation
-from autopar_passes.graph import Operator
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import InputRole
 from autopar_solver.infeasibility import explain
 
 _LARGEST = 4

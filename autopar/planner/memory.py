@@ -24,7 +24,7 @@ from autopar.planner.assignment import Assignment
 from autopar.planner.layout import Layout, shards
 from autopar.planner.lifetimes import Lifetimes
 from autopar.planner.traffic import sources_of
-from autopar_passes.graph import Operator
+from autopar_passes.graph.operators import Operator
 
 # XLA's buffers over the model's: copies into other memory orders for products,
 # and fragmentation. Chosen by hand so that most plans of the examples on 8

@@ -19,8 +19,8 @@ from autopar.planner.memory import OVERHEAD, held_until
 from autopar.planner.nodes import Contraction, Home
 from autopar.planner.strategies import Space
 from autopar.planner.uses import Source
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.rules.factor_rule import Dims
 from autopar_solver import MemoryTerm
 
 

@@ -23,10 +23,10 @@ import dataclasses
 import math
 from collections.abc import Iterable, Sequence
 
-from autopar_passes.deferral import Deferral
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.roles import Role
-from autopar_passes.rules import FactorKind
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.rules.factor_rule import FactorKind
+from autopar_passes.sums.deferral import Deferral
 
 SUMS = frozenset({"all_reduce", "reduce_scatter"})
 GATHERS = frozenset({"all_gather"})

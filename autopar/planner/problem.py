@@ -20,8 +20,8 @@ from autopar.planner.strategies import Space, Strategy, copy_space, strategy_spa
 from autopar.planner.traffic import times_due, worth_a_codec
 from autopar.planner.uses import Source, Use, ValueClass
 from autopar.planner.work import class_trips, materialized, node_work_s
-from autopar_passes.deferral import Deferral
-from autopar_passes.graph import OperatorGraph
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.sums.deferral import Deferral
 from autopar_solver import ShardingProblem
 
 # State that is kept whole takes at most these parts of a device and of all state.

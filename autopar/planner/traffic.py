@@ -11,8 +11,8 @@ from autopar.planner.layout import Layout, Step
 from autopar.planner.messages import GATHERS, SUMS, Group, Place
 from autopar.planner.nodes import MIN_ELEMENTS
 from autopar.planner.price import Pricer
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.rules import INNER
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.rules.factor_rule import INNER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -11,8 +11,8 @@ from autopar.planner.messages import ALONE, SUMS
 from autopar.planner.nodes import Contraction, Node
 from autopar.planner.price import Pricer
 from autopar.planner.strategies import Space, layout_of
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.rules import FactorKind, FactorRule
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 # Boundary operators hand values over; they compute nothing.
 _BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})

@@ -23,12 +23,19 @@ from autopar.planner.problem import Formulator
 from autopar.planner.strategies import Strategy, layout_of, strategy_space
 from autopar.planner.traffic import traffic
 from autopar.planner.uses import Source, ValueClass, collect
-from autopar_passes.apply import replay
-from autopar_passes.audit import shardy_collectives
-from autopar_passes.deferral import Deferral, find_deferrals
-from autopar_passes.graph import OperatorGraph
+from autopar_passes.audit.partitioned import shardy_collectives
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.layouts import partition_spec
-from autopar_passes.trace import TracedStep, pure_arguments, pure_function, trace
+from autopar_passes.program.trace import (
+    TracedStep,
+    pure_arguments,
+    pure_function,
+    trace,
+)
+from autopar_passes.replay.run import replay
+from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.find import find_deferrals
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
 _NAMES = ("x", "y", "z")
@@ -64,7 +71,7 @@ def prepare(
 ) -> Case:
     """Traces a step and contracts its graph."""
     traced = trace(step, args)
-    graph = traced.graph(share_repeated=share_repeated)
+    graph = step_graph(traced, share_repeated=share_repeated)
     contraction = contract(graph)
     sources = collect(graph, contraction)
     deferrals = find_deferrals(traced.program, graph)
