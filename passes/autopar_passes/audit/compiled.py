@@ -16,8 +16,8 @@ import numpy as np
 
 from autopar_passes.audit.collectives import AuditedCollective, MeshAxes, differing_axes
 from autopar_passes.audit.hlo_text import (
+    HloModule,
     Instruction,
-    Module,
     device_groups,
     parse_module,
 )
@@ -60,7 +60,7 @@ class CompiledAudit:
       output_bytes: bytes of the results.
       alias_bytes: bytes of results that reuse an argument's buffer.
       temp_bytes: bytes of the buffer for everything in between.
-      exceptions: the forms that differ from the plan's in a known way.
+      exceptions: the forms that are known to differ from the plan's.
     """
 
     collectives: tuple[AuditedCollective, ...]
@@ -79,7 +79,7 @@ class _Found:
     exceptions: tuple[str, ...] = ()
 
     def but(self, exception: str) -> _Found:
-        """The same under one more exception."""
+        """Returns the same under one more exception."""
         return _Found(self.collective, (*self.exceptions, exception))
 
 
@@ -134,7 +134,7 @@ def compiled_audit(compiled: Any, mesh: MeshAxes = ()) -> CompiledAudit:
 
 class _Reader:
     def __init__(self, text: str, mesh: MeshAxes, as_run: bool) -> None:
-        self.module: Module = parse_module(text)
+        self.module: HloModule = parse_module(text)
         self.follow = Follower(self.module)
         self.mesh = tuple(mesh)
         self.as_run = as_run
@@ -145,7 +145,7 @@ class _Reader:
         yield from self.computation(Scope(computation), 1.0)
 
     def computation(self, scope: Scope, trips: float) -> Iterator[_Found]:
-        """The collectives of one computation, each as often as it runs."""
+        """Yields the collectives of one computation, with how often each runs."""
         for op in scope.computation.instructions.values():
             if op.opcode.removesuffix("-start") in _KINDS:
                 yield from self.collective(scope, op, trips)
@@ -166,7 +166,7 @@ class _Reader:
         yield from self.computation(inner, trips)
 
     def loop_count(self, op: Instruction) -> float:
-        """The trip count noted on a loop, else the largest bound in its condition."""
+        """Returns a loop's noted trip count, else its condition's largest bound."""
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
         if noted:
             return float(noted[1])
@@ -264,7 +264,7 @@ class _Reader:
         return _Found(made, (WIDENED,) if narrow else ())
 
     def source(self, scope: Scope, op: Instruction, index: int) -> str:
-        """Combined all-reduces keep the origin of each part on its element."""
+        """Returns the origin; combined all-reduces keep one for each part."""
         if len(op.operands) > 1 and op.opcode != "all-to-all":
             for user in scope.computation.users[op.name]:
                 if re.search(rf"\bindex={index}\b", user.attributes):
@@ -272,7 +272,7 @@ class _Reader:
         return op.source
 
     def narrow(self, scope: Scope, op: Instruction, index: int) -> bool:
-        """Whether an operand has 16 bits but for its way through this collective.
+        """Returns whether an operand has 16 bits before and after this collective.
 
         All its readers go back to 16 bits, and it came from there; the origin
         is not visible for an all-reduce, whose operand is a sum in 32 bits.
@@ -284,7 +284,7 @@ class _Reader:
         if not reduced and not self.converted_from(scope, operand):
             return False
         position = index if len(op.operands) > 1 else None
-        readers = self.follow.uses(scope, op.name, position, _MOVES)
+        readers = self.follow.readings(scope, op.name, position, _MOVES)
         return all(
             u.reader is not None
             and u.reader.opcode == "convert"
@@ -293,14 +293,14 @@ class _Reader:
         )
 
     def converted_from(self, scope: Scope, name: str) -> bool:
-        """Whether a value is widened from 16 bits just before."""
+        """Returns whether a value is widened from 16 bits just before."""
         scope, op = self.follow.origin(scope, name, _MOVES)
         if op.opcode != "convert":
             return False
         return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
 
     def arriving(self, scope: Scope, name: str) -> float:
-        """The part of a value that is left if the all-reduce before it scatters."""
+        """Returns the part of a value that a scattering all-reduce before it leaves."""
         scope, op = self.follow.origin(scope, name)
         index = None
         if op.opcode == "get-tuple-element":
@@ -313,7 +313,7 @@ class _Reader:
         return self.arriving(scope, op.operands[index or 0]) / scattered.shape[1]
 
     def placed_in_zeros(self, scope: Scope, name: str) -> bool:
-        """Whether a value is one shard written into an array of zeros."""
+        """Returns whether a value is one shard written into an array of zeros."""
         scope, op = self.follow.origin(scope, name)
         if op.opcode != "dynamic-update-slice":
             return False

@@ -73,12 +73,12 @@ class Instruction:
 
     @property
     def source(self) -> str:
-        """Where in the user's program it comes from."""
+        """Returns where in the user's program it comes from."""
         found = re.search(r'op_name="([^"]*)"', self.attributes)
         return found.group(1) if found else ""
 
     def callee(self, role: str) -> str:
-        """The computation called in a role, such as ``body``; '' for none."""
+        """Returns the computation called in a role, such as ``body``; '' for none."""
         found = re.search(rf"\b{role}=%?([\w.\-]+)", self.attributes)
         return found.group(1) if found else ""
 
@@ -111,7 +111,7 @@ class Computation:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Module:
+class HloModule:
     """A compiled program.
 
     Attributes:
@@ -125,7 +125,7 @@ class Module:
     num_devices: int
 
 
-def parse_module(text: str) -> Module:
+def parse_module(text: str) -> HloModule:
     """Parses the text of an optimized module.
 
     >>> module = parse_module('''HloModule m, num_partitions=2
@@ -145,7 +145,7 @@ def parse_module(text: str) -> Module:
         )
     counts = re.findall(r"\b(?:num_partitions|replica_count)=(\d+)", header)
     devices = math.prod(int(c) for c in counts)
-    return Module({c.name: c for c, _ in found}, entries[0], devices)
+    return HloModule({c.name: c for c, _ in found}, entries[0], devices)
 
 
 def _computations(text: str) -> Iterator[tuple[Computation, bool]]:
@@ -186,7 +186,7 @@ def _instruction(name: str, text: str) -> Instruction:
 
 
 def _closing(text: str, opens: int) -> int:
-    """Position of the parenthesis that closes the one at ``opens``."""
+    """Returns the position of the parenthesis that closes the one at ``opens``."""
     depth = 0
     for position in range(opens, len(text)):
         depth += {"(": 1, ")": -1}.get(text[position], 0)
@@ -196,7 +196,7 @@ def _closing(text: str, opens: int) -> int:
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> np.ndarray:
-    """The groups of devices that a collective joins, one per row.
+    """Returns the groups of devices that a collective joins, one per row.
 
     Three notations occur: lists ``{{0,1},{2,3}}``, ``[2,2]<=[4]`` (an iota,
     reshaped and perhaps transposed), and axes of a mesh.
@@ -226,7 +226,7 @@ def parse_instruction(line: str) -> Instruction:
 
 
 def _iota(found: re.Match[str]) -> np.ndarray:
-    """The device numbers of ``[..]<=[dims]T(permutation)``, flat."""
+    """Returns the device numbers of ``[..]<=[dims]T(permutation)``, flat."""
     dims = _ints(found[2] or found[1])
     devices = np.arange(math.prod(dims)).reshape(dims)
     order = _ints(found[3]) if found[3] else range(len(dims))

@@ -18,8 +18,8 @@ import numpy as np
 
 from autopar_passes.audit.hlo_text import (
     Computation,
+    HloModule,
     Instruction,
-    Module,
     device_groups,
 )
 
@@ -49,13 +49,13 @@ class Scope:
     outer: Scope | None = None
 
     def instruction(self, name: str) -> Instruction:
-        """The instruction with this name."""
+        """Returns the instruction with this name."""
         return self.computation.instructions[name]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Need:
-    """What each device uses of a value.
+    """Returns the part of a value that each device uses.
 
     Attributes:
       fraction: size of one slice; 1 where a device uses the whole value.
@@ -73,7 +73,7 @@ class Need:
         return min(1.0, count * self.fraction)
 
     def joined(self, groups: np.ndarray) -> Need:
-        """What the devices of each group use together."""
+        """Returns the slices that the devices of each group use together."""
         if self.fraction == 1.0:
             return self
         if not self.slices:
@@ -92,7 +92,7 @@ WHOLE: Final = Need()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Use:
+class Reading:
     """One reader of a value, layout operations and fusions looked through."""
 
     scope: Scope
@@ -104,11 +104,11 @@ class Use:
 class Follower:
     """Follows values of one module."""
 
-    module: Module
+    module: HloModule
 
-    def uses(
+    def readings(
         self, scope: Scope, name: str, index: int | None, through: frozenset[str]
-    ) -> Iterator[Use]:
+    ) -> Iterator[Reading]:
         """Yields the readers of a value.
 
         Args:
@@ -118,44 +118,45 @@ class Follower:
           through: opcodes to look through.
         """
         if name == scope.computation.root:
-            yield from self.uses_outside(scope, index, through)
+            yield from self.readings_outside(scope, index, through)
         for user in scope.computation.users[name]:
             for position in _positions(user, name):
                 match user.opcode:
                     case "get-tuple-element":
                         if element_index(user) == (index or 0):
-                            yield from self.uses(scope, user.name, None, through)
+                            yield from self.readings(scope, user.name, None, through)
                     case "fusion":
                         inner = self.inside(scope, user)
                         parameter = inner.computation.parameters[position]
-                        yield from self.uses(inner, parameter, None, through)
+                        yield from self.readings(inner, parameter, None, through)
                     case "tuple" if user.name == scope.computation.root:
-                        yield from self.uses_outside(scope, position, through)
+                        yield from self.readings_outside(scope, position, through)
                     case opcode if opcode in through or opcode.endswith("-done"):
-                        yield from self.uses(scope, user.name, index, through)
+                        yield from self.readings(scope, user.name, index, through)
                     case _:
-                        yield Use(scope, user, position)
+                        yield Reading(scope, user, position)
 
-    def uses_outside(
+    def readings_outside(
         self, scope: Scope, index: int | None, through: frozenset[str]
-    ) -> Iterator[Use]:
-        """The readers of what a fusion returns; other results are used wholly."""
+    ) -> Iterator[Reading]:
+        """Yields the readers of a fusion's result; other results are used wholly."""
         if scope.call is None or scope.call.opcode != "fusion" or scope.outer is None:
-            yield Use(scope, None, 0)
+            yield Reading(scope, None, 0)
         else:
-            yield from self.uses(scope.outer, scope.call.name, index, through)
+            yield from self.readings(scope.outer, scope.call.name, index, through)
 
     def inside(self, scope: Scope, call: Instruction) -> Scope:
-        """The scope of a fusion's computation."""
+        """Returns the scope of a fusion's computation."""
         return Scope(self.module.computations[call.called[0]], call, scope)
 
     def need(self, scope: Scope, name: str, index: int | None) -> Need:
-        """What each device uses of a value.
+        """Returns the part of a value that each device uses.
 
         A smaller slice taken beside a larger one is taken to lie within it.
         """
         needs = [
-            self.need_of(use) for use in self.uses(scope, name, index, LAYOUT_OPCODES)
+            self.need_of(reading)
+            for reading in self.readings(scope, name, index, LAYOUT_OPCODES)
         ]
         largest = max((n.fraction for n in needs), default=1.0)
         if largest == 1.0:
@@ -166,27 +167,27 @@ class Follower:
         per_device = zip(*(n.slices for n in needs), strict=True)
         return Need(largest, tuple(frozenset().union(*slices) for slices in per_device))
 
-    def need_of(self, use: Use) -> Need:
-        """What each device uses of a value for one reader."""
-        reader = use.reader
+    def need_of(self, reading: Reading) -> Need:
+        """Returns the part of a value that each device uses for one reader."""
+        reader = reading.reader
         if reader is None:
             return WHOLE
-        if reader.opcode == "dynamic-slice" and use.operand == 0:
-            return self.slice_need(use.scope, reader)
+        if reader.opcode == "dynamic-slice" and reading.operand == 0:
+            return self.slice_need(reading.scope, reader)
         if reader.opcode in _REDUCTIONS:
-            index = use.operand if len(reader.operands) > 1 else None
+            index = reading.operand if len(reader.operands) > 1 else None
             groups = device_groups(reader, self.module.num_devices)
-            return self.need(use.scope, reader.name, index).joined(groups)
+            return self.need(reading.scope, reader.name, index).joined(groups)
         return WHOLE
 
     def slice_need(self, scope: Scope, reader: Instruction) -> Need:
-        """The slice that each device takes, if that depends on the device."""
+        """Returns the slice that each device takes, if that depends on the device."""
         whole = scope.instruction(reader.operands[0]).shapes[0].dims
         part = reader.shapes[0].dims
         offsets: list[np.ndarray] = []
         for name, size, kept in zip(reader.operands[1:], whole, part, strict=True):
             if kept < size:
-                offset = self.evaluate(scope, name)
+                offset = self.per_device(scope, name)
                 if offset is None and not self.depends_on_device(scope, name):
                     return WHOLE
                 offsets.append(np.full(0, 0) if offset is None else offset.reshape(-1))
@@ -198,14 +199,14 @@ class Follower:
         rows = np.stack(offsets, axis=1).astype(int).tolist()
         return Need(fraction, tuple(frozenset((tuple(row),)) for row in rows))
 
-    def evaluate(self, scope: Scope, name: str) -> np.ndarray | None:
-        """The value of an integer on each device, None where it is not known.
+    def per_device(self, scope: Scope, name: str) -> np.ndarray | None:
+        """Returns an integer's value on each device, None where it is not known.
 
         Returns:
           The value's array with the devices as first dimension.
         """
         scope, instruction = self.resolve(scope, name)
-        parts = [self.evaluate(scope, n) for n in instruction.operands]
+        parts = [self.per_device(scope, n) for n in instruction.operands]
         known = [p for p in parts if p is not None]
         if len(known) < len(parts):
             return None
@@ -231,7 +232,7 @@ class Follower:
                 return None
 
     def depends_on_device(self, scope: Scope, name: str) -> bool:
-        """Whether a value is computed from the number of the device."""
+        """Returns whether a value is computed from the number of the device."""
         scope, instruction = self.resolve(scope, name)
         if instruction.opcode == "partition-id":
             return True
@@ -258,7 +259,7 @@ class Follower:
     def origin(
         self, scope: Scope, name: str, through: frozenset[str] = LAYOUT_OPCODES
     ) -> tuple[Scope, Instruction]:
-        """Where a value is made, layout operations looked through."""
+        """Returns where a value is made; looks through layout operations."""
         scope, op = self.resolve(scope, name)
         while op.opcode in through and op.operands:
             scope, op = self.resolve(scope, op.operands[0])
@@ -284,7 +285,7 @@ class Follower:
 
 
 def split_groups(need: Need, groups: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The groups of the scatter, and of the reduction of what it leaves."""
+    """Returns the groups of the scatter, and of the reduction of what it leaves."""
     size = groups.shape[1]
     ratio = round(need.joined(groups).share / need.share)
     of_slice: dict[frozenset[tuple[int, ...]], list[int]] = {}
@@ -305,13 +306,13 @@ def _positions(user: Instruction, name: str) -> tuple[int, ...]:
 
 
 def element_index(element: Instruction) -> int:
-    """The position that a ``get-tuple-element`` takes."""
+    """Returns the position that a ``get-tuple-element`` takes."""
     found = re.search(r"\bindex=(\d+)", element.attributes)
     return int(found[1]) if found else 0
 
 
 def _constant(instruction: Instruction, devices: int) -> np.ndarray | None:
-    """A constant's integers; None where the text leaves them out."""
+    """Returns a constant's integers; None where the text leaves them out."""
     if "..." in instruction.literal or not instruction.shapes:
         return None
     numbers = [int(n) for n in re.findall(r"-?\b\d+\b", instruction.literal)]

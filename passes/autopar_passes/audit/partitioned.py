@@ -142,7 +142,7 @@ class _Auditor:
         yield AuditedCollective(kind, names, group, nbytes, trips, source)
 
     def asked(self, op: Any, kind: str, trips: float) -> Iterator[AuditedCollective]:
-        """A collective of a manual computation, whose arrays are one device's."""
+        """Yields a collective of a manual computation; its arrays are one device's."""
         arrays = op.results if kind == "all_gather" else op.operands
         nbytes = sum(_array_bytes(value) for value in arrays)
         source = _source(op)
@@ -180,7 +180,7 @@ class _Auditor:
     def sliced_axes(
         self, op: Any, reduced: set[tuple[str, int]]
     ) -> list[tuple[str, int]]:
-        """Those of the reduced axes over which a result is only ever sliced.
+        """Returns the reduced axes over which a result is only ever sliced.
 
         They come in the order of the slices. XLA makes no reduce-scatter of a
         slice over other axes too.
@@ -215,7 +215,7 @@ class _Auditor:
 
 
 def _header(op: Any) -> str:
-    """The first line of an operation, without its result names."""
+    """Returns the first line of an operation, without its result names."""
     line = str(op.operation).split("\n", 1)[0]
     return line.split(" = ", 1)[-1]
 
@@ -235,7 +235,7 @@ def _array_bytes(value: Any) -> float:
 
 
 def _integers(attribute: Any) -> np.ndarray:
-    """The matrix of integers that an attribute holds."""
+    """Returns the matrix of integers that an attribute holds."""
     rows, columns = attribute.type.shape
     numbers = [int(n) for n in attribute]
     if attribute.is_splat:
@@ -266,7 +266,7 @@ def _loop_count(op: Any) -> float:
 
 
 def _initial(loop: Any, value: Any) -> float | None:
-    """The value of a scalar of a loop's condition when the loop begins."""
+    """Returns the value of a scalar of a loop's condition when the loop begins."""
     position = _argument_position(value, loop.regions[0].blocks[0])
     return _constant(value if position is None else loop.operands[position])
 

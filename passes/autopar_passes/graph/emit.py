@@ -12,7 +12,7 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role, module_path
 from autopar_passes.graph.trips import UNKNOWN_TRIPS, while_trips
-from autopar_passes.program.equations import Constant, Equation, Program, Region, Value
+from autopar_passes.program.equations import Equation, Program, Region, Scalar, Value
 from autopar_passes.rules.factor_rule import (
     Dims,
     FactorKind,
@@ -141,9 +141,7 @@ class _Emitter:
     def plain(self, eqn: Equation, trips: float) -> None:
         values = self.program.values
         scalar = Value((), jnp.dtype("float32"))
-        operands = [
-            scalar if isinstance(a, Constant) else values[a] for a in eqn.inputs
-        ]
+        operands = [scalar if isinstance(a, Scalar) else values[a] for a in eqn.inputs]
         results = [values[v] for v in eqn.outputs]
         flops = equation_flops(eqn.primitive, operands, results, eqn.params)
         rule = self.rules[eqn.index]
@@ -168,7 +166,7 @@ class _Emitter:
         outputs: Sequence[int],
         trips: tuple[float, float],
     ) -> None:
-        """One sharding for a loop's carry at entry, inside and at exit."""
+        """Emits a carry: it has one sharding at entry, inside and at exit."""
         rule = _identity(self.shape(outputs[0]), 2, results=len(outputs))
         self.emit(
             "carry", _ids(ends), outputs, rule, trips[0], eqn=eqn, input_trips=trips
@@ -243,7 +241,7 @@ def _identity(shape: tuple[int, ...], operands: int, results: int = 1) -> Factor
 
 
 def _sliced(shape: tuple[int, ...], length: int, *, stack: bool) -> FactorRule:
-    """One step of a scanned array: the leading dimension stays whole."""
+    """Returns the rule of one step of a scan: the leading dimension stays whole."""
     rule = _identity(shape, 1)
     lead: Dims = ((len(rule.sizes),),) if length > 1 else ((),)
     whole = (lead + rule.results[0],)

@@ -70,7 +70,7 @@ def _best_runs(
 
 
 def _shortest_period(run: np.ndarray, period: int, min_length: int) -> int:
-    """A run of period 64 may really be one of period 16."""
+    """Returns the shortest period of a run: one of period 64 may have period 16."""
     for divisor in range(min_length, period // 2 + 1):
         if period % divisor == 0 and np.array_equal(run[:-divisor], run[divisor:]):
             return divisor
@@ -95,7 +95,7 @@ def _candidate_periods(
 def _true_runs(
     equal: np.ndarray, period: int, free: np.ndarray
 ) -> list[tuple[int, int]]:
-    """Maximal stretches that repeat at least once, as (start, stop) of operators."""
+    """Returns the longest runs that repeat, as (start, stop) of operators."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], equal.view(np.int8), [0]))))
     starts, stops = edges[::2], edges[1::2]
     long = stops - starts >= period

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from autopar_passes.program.equations import Constant, Equation
+from autopar_passes.program.equations import Equation, Scalar
 
 # Trip count of a `while` whose count cannot be read off: the number that XLA's
 # own auto-sharding assumes (openxla/xla, auto_sharding_option.h,
@@ -21,7 +21,7 @@ def while_trips(eqn: Equation) -> float | None:
         return None
     position = cond.inputs[skip:].index(left)
     start = eqn.inputs[skip + eqn.params["body_nconsts"] + position]
-    if not isinstance(right, Constant):
+    if not isinstance(right, Scalar):
         if right not in cond.inputs[:skip]:
             return None
         right = eqn.inputs[cond.inputs.index(right)]
@@ -29,9 +29,9 @@ def while_trips(eqn: Equation) -> float | None:
     counts = [
         e for e in body.equations if step in e.outputs and e.primitive == "add"
     ]  # fmt: skip
-    if not (isinstance(start, Constant) and isinstance(right, Constant) and counts):
+    if not (isinstance(start, Scalar) and isinstance(right, Scalar) and counts):
         return None
-    by = [a for a in counts[0].inputs if isinstance(a, Constant)]
+    by = [a for a in counts[0].inputs if isinstance(a, Scalar)]
     if len(by) != 1 or float(by[0].value) <= 0:
         return None
     return max(0.0, (float(right.value) - float(start.value)) / float(by[0].value))

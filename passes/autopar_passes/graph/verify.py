@@ -75,7 +75,7 @@ def _check_rules(graph: OperatorGraph) -> None:
 
 
 def _wrong_rule(graph: OperatorGraph, op: Operator) -> Iterator[str]:
-    """What is wrong with the rule of an operator."""
+    """Yields the faults of an operator's rule."""
     rule, counts = op.rule, (len(op.inputs), len(op.outputs))
     if (len(rule.operands), len(rule.results)) != counts:
         yield f"its rule has {len(rule.operands)} operands, {len(rule.results)} results"
@@ -100,7 +100,7 @@ def _wrong_rule(graph: OperatorGraph, op: Operator) -> Iterator[str]:
 
 
 def _covers(rule: FactorRule, dims: Dims, shape: tuple[int, ...]) -> bool:
-    """Whether each dimension is the product of its factors; an empty one has none."""
+    """Returns whether each dimension is the product of its factors."""
     return len(dims) == len(shape) and all(
         math.prod(rule.sizes[f] for f in dim) == max(size, 1)
         for dim, size in zip(dims, shape, strict=True)

@@ -57,7 +57,7 @@ def check_regions(graph: OperatorGraph) -> None:
 
 
 def _find_regions(graph: OperatorGraph) -> list[_Region]:
-    """The innermost region of each operator; a boundary operator is in its own."""
+    """Returns the region of each operator; a boundary operator is in its own."""
     here = _Region(-1, len(graph.operators) - 1, None, 1.0, 1.0)
     out: list[_Region] = []
     ended: set[int] = set()
@@ -104,7 +104,7 @@ def _check_reads(graph: OperatorGraph, regions: list[_Region]) -> None:
 
 
 def _made_in(maker: Operator, value: int, region: _Region) -> _Region | None:
-    """The region that knows a value."""
+    """Returns the region that knows a value."""
     match maker.kind:
         case "stack_step" | "merge":
             return region.outer
@@ -115,7 +115,7 @@ def _made_in(maker: Operator, value: int, region: _Region) -> _Region | None:
 
 
 def _read_in(reader: Operator, slot: int, region: _Region) -> _Region | None:
-    """The region in which an operand is read."""
+    """Returns the region in which an operand is read."""
     match reader.kind:
         case "enter" | "slice_step":
             return region.outer
@@ -147,7 +147,7 @@ def _check_trips(graph: OperatorGraph, k: int, op: Operator, region: _Region) ->
 def _trips(
     op: Operator, region: _Region
 ) -> tuple[float | None, float | None, tuple[float, ...]]:
-    """How often the equation and the body of an operator run, and its reads."""
+    """Returns how often an operator's equation and body run, and its reads."""
     every = (op.trips,) * len(op.inputs)
     match op.kind:
         case "enter":

@@ -42,7 +42,7 @@ class Value:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Constant:
+class Scalar:
     """A scalar written in the program (JAX's ``Literal``)."""
 
     value: Any
@@ -50,7 +50,7 @@ class Constant:
 
 
 # What an equation reads: the number of a value, or a constant.
-Atom = int | Constant
+Atom = int | Scalar
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -100,7 +100,6 @@ class Program:
     values: tuple[Value, ...]
     body: Region
     constants: tuple[Any, ...]
-    num_equations: int
 
     @property
     def num_arguments(self) -> int:

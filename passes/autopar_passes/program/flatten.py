@@ -9,10 +9,10 @@ import jax
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import (
     Atom,
-    Constant,
     Equation,
     Program,
     Region,
+    Scalar,
     Value,
 )
 
@@ -65,7 +65,7 @@ def flatten(closed: Any) -> Program:
         )
     )
     all_constants = (*constants, *(c for _, c in hoisted))
-    return Program(tuple(builder.values), body, all_constants, builder.next_index)
+    return Program(tuple(builder.values), body, all_constants)
 
 
 class _Builder:
@@ -89,9 +89,13 @@ class _Builder:
     def literal(self, atom: Any) -> Atom:
         """Keeps scalars in place; turns an array literal into a constant input."""
         if getattr(atom.aval, "shape", ()) == ():
-            return Constant(atom.val, atom.aval)
-        value = self.new_value(atom.aval)
-        self.hoisted.append((value, atom.val))
+            return Scalar(atom.val, atom.aval)
+        return self.hoist(atom.aval, atom.val)
+
+    def hoist(self, aval: Any, array: Any) -> int:
+        """Makes an array that the program holds one of its inputs."""
+        value = self.new_value(aval)
+        self.hoisted.append((value, array))
         return value
 
     def inline(self, jaxpr: Any, env: dict[Any, Atom], prefix: str) -> list[Atom]:
@@ -144,9 +148,7 @@ class _Builder:
             inputs = self.barrier(eqn, inputs, stack)
         inner: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            value = self.new_value(var.aval)
-            self.hoisted.append((value, const))
-            inner[var] = value
+            inner[var] = self.hoist(var.aval, const)
         outputs = self.inline(jaxpr, inner, stack)
         env.update(zip(eqn.outvars, outputs, strict=True))
 
@@ -173,9 +175,7 @@ class _Builder:
         inputs = [self.new_value(v.aval) for v in jaxpr.invars]
         env: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
         for var, const in zip(jaxpr.constvars, consts, strict=True):
-            value = self.new_value(var.aval)
-            self.hoisted.append((value, const))
-            env[var] = value
+            env[var] = self.hoist(var.aval, const)
         outputs = self.inline(jaxpr, env, stack)
         region = _live(Region(tuple(inputs), tuple(self.equations), tuple(outputs)))
         self.equations = outer
@@ -207,7 +207,7 @@ def _call_body(eqn: Any) -> tuple[Any, list[Any]] | None:
 def _linear_solve(
     eqn: Any, inputs: list[Atom]
 ) -> tuple[tuple[Any, list[Any]], list[Atom]]:
-    """The body of a linear solve and what it reads: its lowering is ``solve``."""
+    """Returns the body of a linear solve, which is ``solve``, and its inputs."""
     lengths = eqn.params["const_lengths"]
     start = lengths.matvec + lengths.vecmat
     end = start + lengths.solve

@@ -18,7 +18,7 @@ _PATH = "_autopar_path"
 
 @contextlib.contextmanager
 def module_scopes(graph: Any) -> Generator[None]:
-    """Within the context, a call of any module of ``graph`` opens a named scope."""
+    """Opens a named scope at each call of a module of ``graph``."""
     modules = list(_named_modules(graph))
     classes = {type(m) for _, m in modules if "__call__" in type(m).__dict__}
     saved: dict[type, Callable[..., Any]] = {}

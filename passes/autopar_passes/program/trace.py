@@ -154,7 +154,7 @@ def _struct(leaf: Any) -> Any:
 
 
 def argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    """The step's own names of its arguments; ``args2`` for those without."""
+    """Returns the step's own names of its arguments; ``args2`` for those without."""
     try:
         names = list(inspect.signature(step).parameters)[: len(args)]
     except (TypeError, ValueError):

@@ -129,7 +129,7 @@ class ControlFlow:
     def _pinned(
         self, ops: Sequence[Operator], inputs: Sequence[int], args: Sequence[Any]
     ) -> dict[int, Any]:
-        """The inputs of a region, in the layouts of their boundary operators."""
+        """Returns a region's inputs, in the layouts of their boundary operators."""
         plan, mesh = self._values.plan, self._values.mesh
         found = dict(zip(inputs, args, strict=True))
         for op in ops:
@@ -152,7 +152,7 @@ class ControlFlow:
         ]
 
     def _hand_in(self, ops: Sequence[Operator], atoms: Sequence[Atom]) -> list[Any]:
-        """What a loop starts with; a carry that stays partial starts lifted."""
+        """Returns the inputs of a loop; a carry that stays partial starts lifted."""
         return [self._started(op, a) for op, a in zip(ops, atoms, strict=True)]
 
     def _started(self, op: Operator, atom: Atom) -> Any:
@@ -167,7 +167,7 @@ class ControlFlow:
     def _hand_on(
         self, ops: Sequence[Operator], slot: int, atoms: Sequence[Atom]
     ) -> list[Any]:
-        """What an iteration ends with; a partial value as its stacked array."""
+        """Returns the results of an iteration; a partial value as its stacked array."""
         arrays = [
             self._values.partial_operand(op, slot, atom)
             for op, atom in zip(ops, atoms, strict=True)
@@ -177,11 +177,11 @@ class ControlFlow:
     def _hand_out(
         self, ops: Sequence[Operator], slot: int, arrays: Sequence[Any]
     ) -> list[Any]:
-        """What is left after a loop."""
+        """Returns the results of a loop."""
         return [self._left(op, slot, x) for op, x in zip(ops, arrays, strict=True)]
 
     def _left(self, op: Operator, slot: int, array: Any) -> Any:
-        """One result of a loop; a stacked dimension comes before the iterations."""
+        """Returns one result of a loop; a stacked dimension comes before iterations."""
         value, plan = op.outputs[slot], self._values.plan
         if plan.stacked(value) is None:
             return self._values.pin(array, plan.results(op, slot))
@@ -191,10 +191,10 @@ class ControlFlow:
 
 
 def _kept(constants: Sequence[Any]) -> list[Any]:
-    """The constants of a while loop, apart from what the loop hands back.
+    """Returns the constants of a while loop, behind a barrier.
 
-    JAX makes them part of the carry. Shardy would reshard what the body returns
-    to the last layout that is stated of them, and back for the next iteration.
+    JAX makes them part of the carry. Without the barrier Shardy would reshard them
+    to the last layout that the body states, and back for the next iteration.
     """
     return [jax.lax.optimization_barrier(x) for x in constants]
 

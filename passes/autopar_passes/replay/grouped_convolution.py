@@ -49,7 +49,7 @@ def grouped_convolution(
 
 
 def _group_split(rule: FactorRule, result: Layout, sizes: Sequence[int]) -> int:
-    """Into how many parts the groups are split.
+    """Returns the number of parts into which the groups are split.
 
     The groups are the one factor of both operands and the result. In a
     dimension they are the major factor, and a minor one is split only where

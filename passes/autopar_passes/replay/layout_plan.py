@@ -12,7 +12,7 @@ from autopar_passes.sums.stacked import Stacked
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Route:
-    """The way of a value from its home to a reader.
+    """The layouts that a value takes from its home to a reader.
 
     Attributes:
       layouts: the layouts to state one after the other, the last one stays.
@@ -29,35 +29,35 @@ class LayoutPlan(Protocol):
     """What the replay asks of a plan."""
 
     def operand(self, op: Operator, slot: int) -> Layout | None:
-        """The layout an operand must have; None: as it comes."""
+        """Returns the layout that an operand must have; None: as it comes."""
         ...
 
     def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
-        """The layouts to state for a result, in order; empty: none."""
+        """Returns the layouts to state for a result, in order; empty: none."""
         ...
 
     def floating(self, value: int) -> bool:
-        """Whether each reader makes the value itself, in its own layout."""
+        """Returns whether each reader makes the value itself, in its own layout."""
         ...
 
     def route(self, value: int, layout: Layout, backward: bool) -> Route:
-        """The way from a value's home to a reader's layout."""
+        """Returns the layouts from a value's home to a reader."""
         ...
 
     def is_backward(self, op: Operator) -> bool:
-        """Whether an operator reads the backward copies."""
+        """Returns whether an operator reads the backward copies."""
         ...
 
     def output(self, position: int) -> Layout | None:
-        """The layout in which a flat output must leave; None: as it comes."""
+        """Returns the layout in which a flat output must leave; None: as it comes."""
         ...
 
     def stacked(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
-        """The axes over which a value stays partial and its layout; None: whole."""
+        """Returns a value's partial axes and its layout; None: it is whole."""
         ...
 
     def due(self, value: int) -> tuple[Layout, ...] | None:
-        """The layouts to state once the sum of a partial value is taken.
+        """Returns the layouts to state once the sum of a partial value is taken.
 
         None: it is not taken here.
         """
@@ -68,7 +68,7 @@ class Synchroniser(Protocol):
     """Takes sums over devices in a form of its own."""
 
     def takes(self, value: int) -> frozenset[int]:
-        """The values whose sums are taken together with this one; empty: not here."""
+        """Returns the values whose sums are taken with this one; empty: not here."""
         ...
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:

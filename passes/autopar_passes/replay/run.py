@@ -76,7 +76,7 @@ class _Replayer:
         self.control_flow = ControlFlow(values, program.values, self.equation)
 
     def step(self, made: Made) -> list[Any]:
-        """The whole program; carried state leaves in the layout it came in."""
+        """Runs the program; carried state leaves in the layout it came in."""
         body, values = self.program.body, self.values
         arrays = values.scope.values
         for eqn in body.equations:

@@ -11,7 +11,7 @@ import jax
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, constrain
-from autopar_passes.program.equations import Atom, Constant, Equation
+from autopar_passes.program.equations import Atom, Equation, Scalar
 from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
@@ -101,7 +101,7 @@ class Values:
 
     def plain(self, atom: Atom) -> Any:
         """Returns a value as it comes, for a reader that wants no layout."""
-        if isinstance(atom, Constant):
+        if isinstance(atom, Scalar):
             return atom.value
         if self.plan.floating(atom) and atom not in self.scope.values:
             return self.make(atom, None, False)
@@ -126,7 +126,7 @@ class Values:
 
     def read(self, atom: Atom, layout: Layout | None, backward: bool) -> Any:
         """Returns a value in a reader's layout, forward or backward copy."""
-        if isinstance(atom, Constant):
+        if isinstance(atom, Scalar):
             return atom.value
         if self.plan.floating(atom):
             return self.make(atom, layout, backward)
@@ -197,7 +197,7 @@ class Values:
 
 
 def _operand_layouts(op: Operator, layout: Layout | None) -> list[Layout | None]:
-    """What a floating operator needs of its operands to make this layout."""
+    """Returns the layouts of a floating operator's operands for one of its result."""
     if layout is None:
         return [None] * len(op.inputs)
     given = {

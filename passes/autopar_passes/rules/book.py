@@ -14,7 +14,7 @@ from typing import Any
 import jax
 
 from autopar_passes import jax_compat
-from autopar_passes.program.equations import Constant, Equation, Program, Value
+from autopar_passes.program.equations import Equation, Program, Scalar, Value
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.rules.registry import registered_rule
 from autopar_passes.rules.shardy import LoweredEquation, read_rules
@@ -37,7 +37,7 @@ def signature(eqn: Equation, values: Sequence[Value]) -> tuple[Any, ...]:
     """Returns what two equations must share to have the same rule and cost."""
     operands = tuple(
         ("literal", str(a.aval.dtype), str(a.value))
-        if isinstance(a, Constant)
+        if isinstance(a, Scalar)
         else (values[a].shape, str(values[a].dtype))
         for a in eqn.inputs
     )
@@ -81,7 +81,7 @@ def rule_book(
 
 def _avals(program: Program, eqn: Equation) -> tuple[list[Any], list[Any]]:
     operands = [
-        Value((), a.aval.dtype) if isinstance(a, Constant) else program.values[a]
+        Value((), a.aval.dtype) if isinstance(a, Scalar) else program.values[a]
         for a in eqn.inputs
     ]
     return operands, [program.values[v] for v in eqn.outputs]
@@ -107,7 +107,7 @@ def _lowered_rules(
         for eqn, group in zip(equations, groups, strict=True):
             arrays = iter(group)
             args = [
-                a.value if isinstance(a, Constant) else next(arrays) for a in eqn.inputs
+                a.value if isinstance(a, Scalar) else next(arrays) for a in eqn.inputs
             ]
             out.append(jax_compat.bind(eqn.source, *args))
         return out
@@ -122,7 +122,7 @@ def _lowered(program: Program, eqn: Equation) -> LoweredEquation:
     return LoweredEquation(
         eqn.primitive,
         eqn.params,
-        tuple(isinstance(a, Constant) for a in eqn.inputs),
+        tuple(isinstance(a, Scalar) for a in eqn.inputs),
         tuple(v.shape for v in operands),
         tuple(v.shape for v in results),
     )

@@ -40,5 +40,5 @@ def whole_windows(rule: FactorRule, params: Mapping[str, Any]) -> FactorRule:
 
 
 def is_grouped(params: Mapping[str, Any]) -> bool:
-    """Whether a convolution works on several groups of features or examples."""
+    """Returns whether a convolution works on several groups of features or examples."""
     return max(params["feature_group_count"], params["batch_group_count"]) > 1

@@ -48,7 +48,7 @@ class FactorForest:
         return tuple(leaf for c in children for leaf in self.leaves(c))
 
     def size(self, factor: int) -> int:
-        """Number of elements of a factor."""
+        """Returns the number of elements of a factor."""
         return self._nodes[self.find(factor)].size
 
     def blocked(self, factor: int) -> bool:

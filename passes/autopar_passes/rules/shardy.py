@@ -296,7 +296,7 @@ class _Reader:
 
 
 def _reduces(value: Any) -> bool:
-    """Whether a value is the result of a reduction itself."""
+    """Returns whether a value is the result of a reduction itself."""
     owner = getattr(value.owner, "operation", None)
     return owner is not None and owner.name in _SUMMING | _COMBINING
 

@@ -44,5 +44,5 @@ class Deferral:
         return tuple(op for op, _ in self.reach)
 
     def sharing(self, end: int) -> int:
-        """How many operators contribute to an end."""
+        """Returns how many operators contribute to an end."""
         return sum(end in ends for _, ends in self.reach)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from autopar_passes import debug
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers, readers
 from autopar_passes.graph.roles import Role
-from autopar_passes.program.equations import Constant, Program, Region, walk
+from autopar_passes.program.equations import Program, Region, Scalar, walk
 from autopar_passes.rules import convolution
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.linear import (
@@ -77,7 +77,7 @@ class _Finder:
         return tuple(sorted(found, key=lambda d: self.producer[d.ends[0]].index))
 
     def partial(self, makers: Sequence[Operator]) -> set[int]:
-        """The values on the paths of all makers."""
+        """Returns the values on the paths of all makers."""
         return set[int]().union(*(self.path(op).members for op in makers))
 
     def deferral(self, paths: Sequence[_Path]) -> Deferral:
@@ -96,12 +96,12 @@ class _Finder:
         )
 
     def position(self, value: int) -> tuple[int, int]:
-        """Where a value is made: its operator, and its place among the results."""
+        """Returns the operator that makes a value, and its place among the results."""
         op = self.producer[value]
         return op.index, op.outputs.index(value)
 
     def is_gradient(self, value: int) -> bool:
-        """Whether only the update, or the caller, reads a value of the backward."""
+        """Returns whether only the update, or the caller, reads a backward value."""
         if self.nested(self.producer[value]):
             return False
         readers = [op for op, _ in self.readers.get(value, [])]
@@ -109,14 +109,14 @@ class _Finder:
         return Role.UPDATE in roles or (bool(readers) and not roles)
 
     def nested(self, op: Operator) -> bool:
-        """Whether an operator's results are made inside a loop or branch.
+        """Returns whether an operator's results are made inside a loop or branch.
 
         What a loop hands out is made where the loop stands.
         """
         return op.equation in self.inside
 
     def contributes(self, op: Operator) -> bool:
-        """Whether the operator can run shard by shard and leave partial sums."""
+        """Returns whether an operator can leave partial sums, shard by shard."""
         if op.kind not in CONTRACTIONS or op.rule.reduction != "sum":
             return False
         if len(op.outputs) != 1 or not op.rule.reduced:
@@ -128,9 +128,9 @@ class _Finder:
             return not convolution.is_grouped(eqn.params)
         return op.kind != "scatter-add" or self.is_zero(eqn.inputs[0])
 
-    def is_zero(self, atom: int | Constant) -> bool:
-        """Whether a value is made of zeros only."""
-        if isinstance(atom, Constant):
+    def is_zero(self, atom: int | Scalar) -> bool:
+        """Returns whether a value is made of zeros only."""
+        if isinstance(atom, Scalar):
             return bool(atom.value == 0)
         op = self.producer[atom]
         if op.kind not in ("broadcast_in_dim", "convert_element_type", "copy"):
@@ -152,7 +152,7 @@ class _Finder:
         return _Path(maker.index, members, ends)
 
     def next(self, value: int) -> tuple[int, ...]:
-        """The values that take a partial one up whole; none where its sum is due."""
+        """Returns the values that take up a partial one; none where its sum is due."""
         readers = self.readers.get(value, [])
         if len(readers) != 1:
             return ()
@@ -164,7 +164,7 @@ class _Finder:
         return op.outputs if self.passes(op, slot) else ()
 
     def passes(self, op: Operator, slot: int) -> bool:
-        """Whether an operator is linear in an operand and not yet the update."""
+        """Returns whether an operator is linear in an operand and before the update."""
         joins = op.role is Role.BACKWARD or op.index in self.joins
         if not self.nested(op) and not joins:
             return False
@@ -184,7 +184,7 @@ class _Finder:
         return padding and self.is_zero(self.sources[op.equation].inputs[1])
 
     def adding_up(self, partial: set[int]) -> frozenset[int]:
-        """The operators behind the backward pass that add partial values to others.
+        """Returns the operators behind the backward pass that add partial values.
 
         A step that goes through microbatches one by one adds their gradients up, and
         so does one with several losses. What scales a gradient by a constant belongs
@@ -215,7 +215,7 @@ class _Finder:
         return frozenset(out)
 
     def accumulates(self, carry: Operator, end: int) -> bool:
-        """Whether a loop only adds to a carry, which nothing else reads.
+        """Returns whether a loop only adds to a carry, which nothing else reads.
 
         Additions must lead from the first value inside to the last. Nothing else
         may read a value between them, nor may the condition of a `while`.
@@ -237,7 +237,7 @@ class _Finder:
         return True
 
     def carried_in(self, members: set[int]) -> Iterator[int]:
-        """What a loop hands from one iteration to the next, up to where it is added."""
+        """Yields the values of an iteration up to where a hoisted sum is added."""
         for value in list(members):
             op = self.producer[value]
             if op.kind != "carry" or value != op.outputs[-1]:
@@ -250,6 +250,6 @@ class _Finder:
 
 
 def _nested(body: Region) -> set[int]:
-    """The equations inside of others."""
+    """Returns the equations inside of others."""
     top = {e.index for e in body.equations}
     return {e.index for e in walk(body)} - top

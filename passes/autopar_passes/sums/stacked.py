@@ -36,7 +36,7 @@ class Stacked:
 
 
 def group_size(mesh: Any, axes: Axes) -> int:
-    """Number of devices of a group over mesh axes."""
+    """Returns the number of devices of a group over mesh axes."""
     return math.prod(mesh.shape[mesh.axis_names[a]] for a in axes)
 
 
@@ -99,7 +99,7 @@ def stack_partials(
 
 
 def lift(array: Any, axes: Axes, layout: Layout, mesh: Any) -> Stacked:
-    """A whole value as a partial one: the first device of a group holds it."""
+    """Returns a whole value as a partial one: a group's first device holds it."""
     n = group_size(mesh, axes)
     array = jnp.asarray(array)
     first = jax.lax.broadcasted_iota(np.int32, (n, *array.shape), 0) == 0

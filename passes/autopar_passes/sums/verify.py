@@ -103,7 +103,7 @@ class _View:
         return met
 
     def following(self, value: int) -> tuple[int, ...]:
-        """The values that the only reader of a partial one makes of it."""
+        """Returns the values that the only reader of a partial one makes."""
         reader = self.only_reader(value)
         return reader.outputs[-1:] if reader.kind == "carry" else reader.outputs
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar_passes.program.equations import Constant, Program, walk
+from autopar_passes.program.equations import Program, Scalar, walk
 from autopar_passes.program.flatten import flatten
 
 
@@ -101,7 +101,7 @@ def test_constants_become_inputs() -> None:
 def test_scalars_stay_in_place() -> None:
     (eqn,) = flat(lambda x: x * 2.0, jnp.ones(3)).body.equations
 
-    assert [type(a) for a in eqn.inputs] == [int, Constant]
+    assert [type(a) for a in eqn.inputs] == [int, Scalar]
 
 
 def test_control_flow_keeps_its_regions() -> None:

@@ -1,4 +1,4 @@
-"""Grouped convolutions shard by shard, where the compiler's own way is wrong."""
+"""Grouped convolutions shard by shard: the compiler's partitioning is wrong."""
 
 from __future__ import annotations
 

@@ -30,10 +30,10 @@ SPLIT = ones(PARTS, ROWS // PARTS, WIDTH)
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The ways of a step, and the graph they lie in."""
+    """The deferrals of a step, and the graph they lie in."""
 
     graph: OperatorGraph
-    ways: tuple[Deferral, ...]
+    deferrals: tuple[Deferral, ...]
 
     @property
     def producer(self) -> dict[int, Operator]:
@@ -43,23 +43,23 @@ class Found:
         """What makes each gradient, and its shape."""
         return [
             (self.producer[v].kind, tuple(self.graph.values[v].shape))
-            for way in self.ways
-            for v in way.ends
-            if v in way.gradients
+            for deferral in self.deferrals
+            for v in deferral.ends
+            if v in deferral.gradients
         ]
 
-    def makers(self, way: Deferral) -> list[str]:
-        return sorted(self.graph.operators[c].kind for c in way.contributions)
+    def makers(self, deferral: Deferral) -> list[str]:
+        return sorted(self.graph.operators[c].kind for c in deferral.contributions)
 
-    def kinds(self, way: Deferral) -> set[str]:
-        """The operators whose results are on a way."""
-        return {self.producer[v].kind for v in way.members}
+    def kinds(self, deferral: Deferral) -> set[str]:
+        """The operators whose results are on a path of a deferral."""
+        return {self.producer[v].kind for v in deferral.members}
 
     @property
     def only(self) -> Deferral:
-        """The way of the only gradient."""
-        (way,) = [way for way in self.ways if way.gradients]
-        return way
+        """The deferral of the only gradient."""
+        (deferral,) = [deferral for deferral in self.deferrals if deferral.gradients]
+        return deferral
 
 
 def find(step: Callable[..., Any], *args: Any) -> Found:

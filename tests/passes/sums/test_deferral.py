@@ -34,12 +34,12 @@ class TestOneContribution:
     def test_a_gradient_waits_through_its_transpose(self) -> None:
         found = find(descent(square), {"w": W}, X)
 
-        (way,) = found.ways
-        assert found.makers(way) == ["dot_general"]
+        (deferral,) = found.deferrals
+        assert found.makers(deferral) == ["dot_general"]
         assert found.gradients() == [("transpose", (WIDTH, WIDTH))]
-        assert len(way.members) == 2
-        assert not way.hoisted
-        assert way.sharing(way.ends[0]) == 1
+        assert len(deferral.members) == 2
+        assert not deferral.hoisted
+        assert deferral.sharing(deferral.ends[0]) == 1
 
     def test_a_bias_is_summed_over_rows(self) -> None:
         def loss(params: Any, batch: Any) -> jax.Array:
@@ -59,9 +59,9 @@ class TestOneContribution:
 
         found = find(descent(loss), {"w": W}, X)
 
-        (way,) = [way for way in found.ways if way.gradients]
+        (deferral,) = [deferral for deferral in found.deferrals if deferral.gradients]
         assert found.gradients() == [("convert_element_type", (WIDTH, WIDTH))]
-        types = {found.graph.values[v].dtype for v in way.members}
+        types = {found.graph.values[v].dtype for v in deferral.members}
         assert types == {jnp.dtype(jnp.bfloat16), jnp.dtype(jnp.float32)}
 
     def test_what_the_loss_slices_is_padded_with_zeros(self) -> None:
@@ -108,10 +108,10 @@ class TestSeveralContributions:
 
         found = find(descent(loss), {"w": W}, X)
 
-        way = found.only
-        assert found.makers(way) == ["dot_general", "dot_general"]
+        deferral = found.only
+        assert found.makers(deferral) == ["dot_general", "dot_general"]
         assert found.gradients() == [("add_any", (WIDTH, WIDTH))]
-        assert way.sharing(way.ends[0]) == 2
+        assert deferral.sharing(deferral.ends[0]) == 2
 
     def test_a_table_that_is_looked_up_and_multiplied(self) -> None:
         """The look-up's gradient is scattered into zeros."""
@@ -156,7 +156,7 @@ class TestSeveralContributions:
         assert found.only.sharing(found.only.ends[0]) == 2
 
     def test_two_parameters_of_one_product(self) -> None:
-        """One way with two ends, of one contraction."""
+        """One deferral with two ends, of one contraction."""
 
         def loss(params: Any, batch: Any) -> jax.Array:
             joined = jnp.concatenate([params["a"], params["b"]], axis=1)
@@ -165,10 +165,10 @@ class TestSeveralContributions:
         found = find(descent(loss), {"a": W, "b": W}, X)
 
         assert found.gradients() == [("split", (WIDTH, WIDTH))] * 2
-        way = found.only
-        ((_, ends),) = way.reach
-        assert ends == way.ends
-        assert way.gradients == frozenset(way.ends)
+        deferral = found.only
+        ((_, ends),) = deferral.reach
+        assert ends == deferral.ends
+        assert deferral.gradients == frozenset(deferral.ends)
 
     def test_what_is_whole_may_be_added(self) -> None:
         """A penalty's gradient needs no sum; it joins that of the loss."""
@@ -211,9 +211,9 @@ class TestLoops:
         found = find(descent(loss), {"in": W, "rec": W}, ones(TIMES, ROWS, WIDTH))
 
         assert found.gradients() == [("carry", (WIDTH, WIDTH))] * 2
-        for way in found.ways:
-            assert way.hoisted == bool(way.gradients)
-            for value in way.gradients and way.ends:
+        for deferral in found.deferrals:
+            assert deferral.hoisted == bool(deferral.gradients)
+            for value in deferral.gradients and deferral.ends:
                 # The last result of a carry is what is left after the loop.
                 assert found.producer[value].outputs[-1] == value
 
@@ -285,9 +285,11 @@ class TestNotHoisted:
     @staticmethod
     def check(step: Callable[..., Any]) -> None:
         found = find(step, {"w": W}, SPLIT)
-        assert found.ways
-        assert not any(way.hoisted for way in found.ways)
-        assert "carry" not in {k for way in found.ways for k in found.kinds(way)}
+        assert found.deferrals
+        assert not any(deferral.hoisted for deferral in found.deferrals)
+        assert "carry" not in {
+            k for deferral in found.deferrals for k in found.kinds(deferral)
+        }
 
     def test_several_steps_with_momentum(self) -> None:
         def step(params: Any, batch: Any) -> Any:
@@ -369,9 +371,9 @@ class TestEnds:
 
         found = find(descent(loss), {"w": W}, X)
 
-        (way,) = found.ways
-        assert not way.gradients
-        assert found.kinds(way) == {"dot_general", "transpose"}
+        (deferral,) = found.deferrals
+        assert not deferral.gradients
+        assert found.kinds(deferral) == {"dot_general", "transpose"}
 
     def test_a_product_of_two_sums_is_no_sum_of_products(self) -> None:
         """Recomputed in the backward pass, both may be partial over the same axes."""
@@ -382,10 +384,10 @@ class TestEnds:
 
         found = find(descent(jax.checkpoint(loss)), {"w": W}, X)
 
-        assert len(found.ways) == 2
+        assert len(found.deferrals) == 2
         assert not found.gradients() or found.makers(found.only) == ["dot_general"]
-        for way in found.ways:
-            assert len(way.contributions) == 1
+        for deferral in found.deferrals:
+            assert len(deferral.contributions) == 1
 
     def test_a_gradient_that_is_returned(self) -> None:
         """The caller gets the sum, in the form that it asks for."""
@@ -397,7 +399,10 @@ class TestEnds:
         found = find(step, {"w": W}, X)
 
         returned = found.graph.outputs[-1]
-        assert all(returned not in way.members - set(way.ends) for way in found.ways)
+        assert all(
+            returned not in deferral.members - set(deferral.ends)
+            for deferral in found.deferrals
+        )
 
     def test_an_activation_is_no_gradient(self) -> None:
         """What goes back to an earlier layer is read by the backward pass."""
@@ -408,7 +413,9 @@ class TestEnds:
         found = find(descent(loss), {"a": W, "b": W}, X)
 
         assert found.gradients() == [("transpose", (WIDTH, WIDTH))] * 2
-        activations = [way for way in found.ways if not way.gradients]
+        activations = [
+            deferral for deferral in found.deferrals if not deferral.gradients
+        ]
         assert [found.graph.values[w.ends[0]].shape for w in activations] == [
             (ROWS, WIDTH)
         ]
@@ -432,9 +439,9 @@ class TestEnds:
             lambda params, batch: {"w": params["w"] - batch.T @ batch}, {"w": W}, X
         )
 
-        assert found.ways == ()
+        assert found.deferrals == ()
 
     def test_the_same_program_has_the_same_ways(self) -> None:
         first, second = (find(accumulated(layers), {"w": ones(2, WIDTH, WIDTH)}, SPLIT)
                          for _ in range(2))  # fmt: skip
-        assert first.ways == second.ways
+        assert first.deferrals == second.deferrals
