@@ -95,7 +95,7 @@ def _wrong_rule(graph: OperatorGraph, op: Operator) -> Iterator[str]:
             shape = () if value is None else graph.values[value].shape
             if not _covers(rule, one, shape):
                 sizes = [[rule.sizes[f] for f in dim] for dim in one]
-                yield f"{name} {slot} has shape {shape}, the factors {sizes}"
+                yield f"{name} {slot} has shape {shape}, the rule's factors {sizes}"
     yield from _wrong_kinds(rule, op.kind)
 
 
