@@ -167,12 +167,14 @@ def _computations(text: str) -> Iterator[tuple[Computation, bool]]:
 
 def _instruction(name: str, text: str) -> Instruction:
     """Parses ``type opcode(operands), attributes``."""
-    end = _closing(text, 0) + 1 if text.startswith("(") else text.index(" ")
+    end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
+    opens = text.find("(", end)
+    if end < 0 or opens < 0:
+        raise ValueError(f"hlo: {text!r} is not an instruction.")
     shapes = tuple(
         Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
         for dtype, dims in _LEAF.findall(text[:end])
     )
-    opens = text.index("(", end)
     closes = _closing(text, opens)
     literal = text[opens + 1 : closes]
     return Instruction(
