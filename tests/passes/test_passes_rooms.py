@@ -55,4 +55,4 @@ def test_modules_and_functions_are_short(path: Path) -> None:
 
     assert text.count("\n") <= 500
     for function in functions:
-        assert (function.end_lineno or 0) - function.lineno < 50, function.name
+        assert (function.end_lineno or 0) - function.lineno < 40, function.name
