@@ -23,7 +23,7 @@ from autopar.layouts.strategies import Strategy, layout_of
 from autopar.planner.problem import Restriction
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar_passes.trace import argument_names, is_graph_node
+from autopar_passes.program.trace import argument_names, is_graph_node
 
 # Pattern of an input's path -> its layout.
 Pins = Mapping[str, PartitionSpec]

@@ -7,7 +7,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import operator_name, operator_place
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 from autopar_solver import explain_infeasibility
 
 _LARGEST = 4
