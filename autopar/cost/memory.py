@@ -23,7 +23,7 @@ import numpy as np
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes
-from autopar_passes.graph import Operator
+from autopar_passes.graph.operators import Operator
 
 # XLA's buffers over the model's: copies into other memory orders for products,
 # and fragmentation. Chosen by hand so that most plans of the examples on 8

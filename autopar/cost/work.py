@@ -16,8 +16,8 @@ from autopar.steps.work import (
     BOUNDARY,
     MATRIX,
 )
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.rules import FactorRule
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.rules.factor_rule import FactorRule
 
 
 def node_work_s(

@@ -13,11 +13,11 @@ from autopar.layouts.strategies import Strategy, layout_of, partial_axes
 from autopar.steps.independence import Independent, independent
 from autopar.steps.nodes import Contraction
 from autopar.steps.uses import Source, ValueClass, node_dims, required, value_class
-from autopar_passes.deferral import Deferral
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.layout_plan import Route
-from autopar_passes.roles import Role
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.replay.layout_plan import Route
+from autopar_passes.rules.factor_rule import Dims
+from autopar_passes.sums.deferral import Deferral
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

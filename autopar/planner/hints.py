@@ -24,7 +24,7 @@ from autopar.planner.problem import Restriction
 from autopar.plans.specs import spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar_passes.trace import argument_names, is_graph_node
+from autopar_passes.program.trace import argument_names, is_graph_node
 
 # Pattern of an input's path -> its layout.
 Pins = Mapping[str, PartitionSpec]

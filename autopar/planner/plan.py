@@ -33,7 +33,7 @@ from autopar.planner.record import make_plan, restore
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 
 # Most plans are proved optimal in a tenth of this; with very tight memory the
 # solver would go on for minutes to close the last percent.

@@ -27,7 +27,7 @@ from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import node_name, operator_name
 from autopar.version import __version__
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 
 # Status of a plan whose layouts were not searched for.
 GIVEN = "layouts as they were given"

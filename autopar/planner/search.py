@@ -25,7 +25,7 @@ from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar_solver import Solution, Status, check, solve
+from autopar_solver import Solution, Status, evaluate_choices, solve
 
 
 def candidate_meshes(
@@ -289,7 +289,7 @@ def given(
         raise PlanError(
             "the plan holds a layout that the planner does not consider for this step."
         )
-    cost = check.evaluate(formulation.problem, choices).cost
+    cost = evaluate_choices(formulation.problem, choices).cost
     solution = Solution(
         choices=tuple(choices),
         cost=cost,

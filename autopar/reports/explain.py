@@ -25,8 +25,8 @@ from autopar.plans.specs import spec_text
 from autopar.reports.table import CollectiveRow, template
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import array_name
-from autopar_passes.graph import GraphInput
-from autopar_passes.roles import Role
+from autopar_passes.graph.operators import GraphInput
+from autopar_passes.graph.roles import Role
 from autopar_solver import Solution, Status
 
 Say = Callable[[str], None]

@@ -24,8 +24,8 @@ from autopar.runtime import agreement, arguments, placement
 from autopar.runtime.gradients.codec_run import CodecRun, recoded
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse
-from autopar_passes.roles import InputRole
-from autopar_passes.trace import is_graph_node, pure_arguments
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.trace import is_graph_node, pure_arguments
 
 
 def parallelize(

@@ -7,8 +7,8 @@ sharding rules; nothing is read from names.
 from __future__ import annotations
 
 from autopar.steps.nodes import Contraction
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import InputRole
 
 BATCH = "batch"
 SEQUENCE = "sequence"
