@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from autopar.cluster import Cluster
+from autopar.cluster import Cluster, ClusterError
 from autopar.errors import PlanError
 
 
@@ -26,7 +26,7 @@ class ClusterData(
     @classmethod
     def of(cls, cluster: Cluster) -> ClusterData:
         """The cluster as data."""
-        return cls(text=str(cluster), data=_to_data(cluster))
+        return cls(text=str(cluster), data=cluster.to_data())
 
     def read(self) -> Cluster:
         """The cluster that the data describes.
@@ -35,25 +35,12 @@ class ClusterData(
           PlanError: it describes none.
         """
         try:
-            cluster = _from_data(self.data)
-        except ValueError as error:  # of msgspec, and the cluster's own
+            return Cluster.from_data(self.data)
+        except ClusterError as error:
             raise PlanError(
                 f"the plan's cluster.data is no cluster: {error}"
             ) from error
-        if _to_data(cluster) != self.data:
-            raise PlanError(
-                f"the plan's cluster.data has fields that a cluster lacks: {self.data}."
-            )
-        return cluster
 
     def __str__(self) -> str:
         """The text."""
         return self.text
-
-
-def _to_data(cluster: Cluster) -> dict[str, Any]:
-    return msgspec.json.decode(msgspec.json.encode(cluster))
-
-
-def _from_data(data: dict[str, Any]) -> Cluster:
-    return msgspec.convert(data, Cluster)

@@ -129,7 +129,7 @@ class TestImpossible:
             (("schedule",), "zigzag", "unknown schedule"),
             (("stages", 1, "devices"), [4, 5, 6, 8], "has device 8, and 2x4:cpu has"),
             (("cluster", "data", "levels"), [], "cluster.data is no cluster"),
-            (("cluster", "data", "colour"), 1, "fields that a cluster lacks"),
+            (("cluster", "data", "colour"), 1, "unknown field"),
         ],
     )  # fmt: skip
     def test_files(self, path: tuple[Any, ...], value: Any, message: str) -> None:
