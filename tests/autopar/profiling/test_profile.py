@@ -49,6 +49,7 @@ def test_one_device():
 
 FOUR_DEVICES = """
 from autopar.profiling import profile
+from autopar.cluster import Cluster
 from autopar.profiling import kernels
 from tests_settings import QUICK
 kernels.LONG_RUN_S = 0.002
