@@ -16,10 +16,11 @@ from autopar.errors import (
     TargetError,
     TraceError,
 )
-from autopar.plans.schema import Plan
+from autopar.plans import Plan
 from autopar.runtime.parallelize import ParallelStep, parallelize
 from autopar.version import __version__
-from autopar_passes.rules import FactorKind, FactorRule, register_rule
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule
+from autopar_passes.rules.registry import register_rule
 
 __all__ = [
     "AutoparError",

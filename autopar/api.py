@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.planner.edited import carried_out
 from autopar.planner.hints import (
     LogicalRules,
     Pins,
@@ -56,7 +57,7 @@ def plan(
         ``auto`` each as trains fastest, chosen together with the layouts; or the
         text of a codec for all of them, such as ``int8`` or ``powersgd:rank=4``.
       layouts: a plan whose layouts are kept, on this cluster; only the codecs are
-        chosen.
+        chosen. It may be of another batch size, and edited (docs/plans.md).
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
 
@@ -95,17 +96,18 @@ def audit(
     Args:
       step: the train step that the plan was made for.
       args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
-      plan: the plan.
+      plan: the plan; what was edited in it is carried out first.
       cluster: the one that the plan was made for; default: read from the plan.
       compiled: also compiles the step for this process's devices and reads
         communication and memory from the compiled program.
 
     Raises:
       PlanError: the plan is for another step or cluster.
-      ClusterError: the plan's cluster has no short form and ``cluster`` is missing.
     """
-    made_for = Cluster.parse(plan.cluster) if cluster is None else cluster
-    return audit_analysis(analyse(step, args), plan, made_for, compiled=compiled)
+    made_for = plan.cluster.read() if cluster is None else cluster
+    analysis = analyse(step, args)
+    held = carried_out(analysis, plan, made_for, seconds=SOLVER_SECONDS)
+    return audit_analysis(analysis, held, made_for, compiled=compiled)
 
 
 def audit_analysis(

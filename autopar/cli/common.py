@@ -12,12 +12,15 @@ import msgspec
 import rich.console
 import rich.text
 import typer
+from jax.sharding import PartitionSpec
 
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.codecs.options import parsed
+from autopar.planner.edited import carried_out
+from autopar.planner.hints import Pins
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse
@@ -128,6 +131,8 @@ class PlanOptions:
       compression: how gradients are sent.
       error_budget: largest relative error of the gradients, for ``auto``.
       layouts: a plan whose layouts are kept.
+      pins: path pattern of inputs -> their layout.
+      axis_names: names of the mesh axes, outermost first.
 
     Raises:
       PlanError: there is no such codec, or a budget for other than ``auto``.
@@ -138,6 +143,8 @@ class PlanOptions:
     compression: str = "none"
     error_budget: float | None = None
     layouts: Plan | None = None
+    pins: Pins = dataclasses.field(default_factory=dict[str, PartitionSpec])
+    axis_names: tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
         """Checks the compression before any work is done."""
@@ -165,6 +172,8 @@ def plan_workload(
         compression=limits.compression,
         error_budget=limits.error_budget,
         layouts=limits.layouts,
+        pins=limits.pins,
+        axis_names=limits.axis_names,
     )
     return analysis, msgspec.structs.replace(
         plan, target=workload.target, options=workload.options
@@ -217,9 +226,12 @@ def subject(
     options = plan.options | parse_words(given)
     workload = load(target, options)
     say(f"tracing {target}")
-    return Subject(
-        plan, analyse(workload.step, workload.args), _cluster_of(plan, cluster)
-    )
+    analysis = analyse(workload.step, workload.args)
+    made_for = _cluster_of(plan, cluster)
+    if plan.edited:
+        say(f"carrying out what was edited: {', '.join(plan.edited)}")
+        plan = carried_out(analysis, plan, made_for, seconds=limits.seconds)
+    return Subject(plan, analysis, made_for)
 
 
 def is_plan_file(source: str) -> bool:
@@ -228,20 +240,13 @@ def is_plan_file(source: str) -> bool:
 
 
 def _cluster_of(plan: Plan, text: str | None) -> Cluster:
-    """The cluster of a saved plan, read back from its text."""
-    try:
-        cluster = read_cluster(text or plan.cluster)
-    except ClusterError as error:
-        if text is not None:
-            raise
-        raise ClusterError(
-            f"the plan's cluster, {plan.cluster}, has no short form: say which it is "
-            "with --cluster cluster.toml."
-        ) from error
-    if str(cluster) != plan.cluster:
-        raise PlanError(
-            f"the plan is for {plan.cluster}, and --cluster says {cluster}."
-        )
+    """The cluster that a saved plan holds; ``--cluster`` may only repeat it."""
+    cluster = plan.cluster.read()
+    if text is None:
+        return cluster
+    said = read_cluster(text)
+    if said != cluster:
+        raise PlanError(f"the plan is for {cluster}, and --cluster says {said}.")
     return cluster
 
 

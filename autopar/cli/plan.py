@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli import common
+from autopar.cli.pins import AxisNames, PinOptions, parse_axis_names, parse_pins
 from autopar.cli.target import load, parse_words
 from autopar.plans import Plan
 from autopar.reports.explain import bind_plan, group_collectives
@@ -35,6 +36,8 @@ def plan(
         pathlib.Path | None,
         typer.Option(help="A plan whose layouts are kept; only codecs are chosen."),
     ] = None,
+    pin: PinOptions = None,
+    axis_names: AxisNames = None,
 ) -> None:
     """Finds the fastest plan of a train step on a cluster, and prints it.
 
@@ -45,7 +48,15 @@ def plan(
         common.check_folder(path)
     made_for = common.read_cluster(cluster, memory)
     kept = None if layouts is None else Plan.load(layouts)
-    limits = common.PlanOptions(seconds, max_axes, compression, error_budget, kept)
+    limits = common.PlanOptions(
+        seconds,
+        max_axes,
+        compression,
+        error_budget,
+        kept,
+        parse_pins(pin or []),
+        parse_axis_names(axis_names),
+    )
     with common.progress() as say:
         workload = load(target, parse_words(words or []))
         analysis, found = common.plan_workload(workload, made_for, limits, say)

@@ -28,7 +28,7 @@ class Calibration:
         memory orders and for fragmentation.
       combined_kinds: kinds of collectives that the compiler joins into one message.
       combined_bytes: most bytes of the results of one message; a larger array
-        travels alone.
+        travels alone. 1e18 is no limit.
       combined_arrays: most arrays in one message.
       forms_reduce_scatter: whether the compiler forms reduce-scatters; without, an
         all-reduce runs of which each device keeps a slice.
@@ -40,7 +40,7 @@ class Calibration:
     patch_passes: float = 0.0
     memory_overhead: float = 1.2
     combined_kinds: tuple[str, ...] = ()
-    combined_bytes: float = math.inf
+    combined_bytes: float = 1e18
     combined_arrays: int = 256
     forms_reduce_scatter: bool = True
 

@@ -20,7 +20,7 @@ Kind = Literal[
 """
 
 KINDS: tuple[str, ...] = get_args(Kind)
-TOPOLOGIES = ("switch", "ring")
+TOPOLOGIES = ("switch", "ring", "line")
 DEVICE_KINDS = ("gpu", "tpu", "cpu")
 
 # What a dtype without a rate of its own is computed as, tried in order. XLA widens
@@ -93,8 +93,9 @@ class LinkSpec:
       latency_s: time of an empty message between two neighbours.
       bandwidth_bytes_per_s: what one device can send through this level while all
         devices send, one direction, as a collective attains it.
-      topology: "switch" (any device reaches any other at full rate) or "ring" (a
-        torus dimension with wrap-around: half the bandwidth goes each way round).
+      topology: "switch" (any device reaches any other at full rate), "ring" (a
+        torus dimension with wrap-around: half the bandwidth goes each way round) or
+        "line" (a part of a torus dimension, whose ends are not joined).
       measured: fitted times that replace the model for the kinds they hold.
     """
 

@@ -132,6 +132,29 @@ def _ring_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
     return [(rounds * steps * a, ratio * per_byte)]
 
 
+def _line_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
+    """The one line of a collective along `k` devices whose ends are not joined.
+
+    An end has one neighbour, which bounds everyone: the bandwidth is that of one
+    direction, half of a ring's, and k-1 steps reach everyone. In an all_to_all
+    floor(k^2/4) pairs of devices cross the middle, each with a k-th of the data. A
+    permutation sends one message back over all links, against the others.
+    (https://jax-ml.github.io/scaling-book/sharding/ for the bandwidth without
+    wrap-around; the hops are counted.)
+    """
+    a, per_byte = link.latency_s, 1 / link.bandwidth_bytes_per_s
+    steps = k - 1
+    if kind == "collective_permute":
+        return [(steps * a, per_byte)]
+    if kind == "all_to_all":
+        return [(steps * a, (k * k // 4) / k * per_byte)]
+    rounds = 2 if kind == "all_reduce" else 1
+    return [(rounds * steps * a, bytes_ratio(kind, k) * per_byte)]
+
+
+_MODELS = {"switch": _switch_lines, "ring": _ring_lines, "line": _line_lines}
+
+
 def _measured_curve(kind: str, k: int, link: LinkSpec) -> Curve | None:
     """The measured curve for `k` devices, or None.
 
@@ -159,8 +182,7 @@ def _one_level(kind: str, k: int, link: LinkSpec) -> Curve:
     measured = _measured_curve(kind, k, link)
     if measured is not None:
         return measured
-    model = _ring_lines if link.topology == "ring" else _switch_lines
-    return Curve(tuple(model(kind, k, link)))
+    return Curve(tuple(_MODELS[link.topology](kind, k, link)))
 
 
 def _shrunk(phases: Phases, factor: int) -> Phases:

@@ -14,7 +14,7 @@ import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
 from autopar.steps.work import OperatorWork, side_factors
-from autopar_passes.rules import FactorRule
+from autopar_passes.rules.factor_rule import FactorRule
 
 
 @functools.lru_cache(maxsize=1024)

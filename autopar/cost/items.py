@@ -18,8 +18,8 @@ from autopar.cost.traffic import Collective, joined, traffic
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.steps.work import OperatorWork
-from autopar_passes.graph import Operator
-from autopar_passes.roles import InputRole, Role
+from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import InputRole, Role
 
 _HELD = {
     InputRole.PARAMETER: "parameter_bytes",

@@ -23,7 +23,7 @@ import numpy as np
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes
-from autopar_passes.graph import Operator
+from autopar_passes.graph.operators import Operator
 
 # Convolutions run on operands copied into the order that their kernels want.
 _COPIES_OPERANDS = frozenset({"conv_general_dilated"})

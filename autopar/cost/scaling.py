@@ -39,7 +39,7 @@ from autopar.layouts.layout import shards
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import BATCH
 from autopar.steps.work import OperatorWork
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from autopar.cost.pricer import Pricer
 from autopar.layouts.strategies import Space, layout_of, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar_passes.graph import Operator
+from autopar_passes.graph.operators import Operator
 
 
 def node_work_s(

@@ -14,10 +14,10 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.independence import Independent
 from autopar.steps.nodes import Contraction
 from autopar.steps.uses import ValueClass, node_dims, required, value_class
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.layout_plan import Route
-from autopar_passes.roles import Role
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.replay.layout_plan import Route
+from autopar_passes.rules.factor_rule import Dims
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

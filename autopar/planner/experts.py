@@ -20,7 +20,7 @@ from autopar.planner.search import candidate_meshes, search, solve_mesh
 from autopar.steps.analysis import Analysis
 from autopar.steps.labels import BATCH, SEQUENCE, Labels
 from autopar.steps.nodes import Node
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -19,8 +19,8 @@ from autopar.layouts.strategies import Space
 from autopar.steps.lifetimes import Lifetimes
 from autopar.steps.nodes import Contraction, Home
 from autopar.steps.uses import Source
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.rules.factor_rule import Dims
 from autopar_solver import MemoryTerm
 
 

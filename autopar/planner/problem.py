@@ -25,7 +25,7 @@ from autopar.planner.memory_terms import memory_terms
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction, Node
 from autopar.steps.uses import Source, times_made
-from autopar_passes.graph import OperatorGraph
+from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
 # State that is kept whole takes at most these parts of a device and of all state.

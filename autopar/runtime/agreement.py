@@ -11,8 +11,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from autopar.errors import PlanError
-from autopar.plans import Plan
-from autopar.plans.schema import Seconds
+from autopar.plans import Plan, Seconds
 
 # First byte of what process 0 sends: a plan follows, or the text of an error.
 _PLAN, _FAILED = b"p", b"e"

@@ -15,16 +15,17 @@ from autopar.cluster import Cluster
 from autopar.compression.fallback import LEAST_GAIN, Fallback
 from autopar.compression.policies.policy import GradientReport, Policy
 from autopar.errors import PlanError
+from autopar.planner.edited import carried_out
 from autopar.planner.hints import logical_pins
-from autopar.planner.plan import plan_analysis
+from autopar.planner.plan import SOLVER_SECONDS, plan_analysis
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, placement
 from autopar.runtime.gradients.codec_run import CodecRun, recoded
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse
-from autopar_passes.roles import InputRole
-from autopar_passes.trace import is_graph_node, pure_arguments
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.trace import is_graph_node, pure_arguments
 
 
 def parallelize(
@@ -48,7 +49,8 @@ def parallelize(
     Args:
       step: the train step; absent when used as ``@parallelize(...)``.
       cluster: what to plan for; default: the devices of this process.
-      plan: a plan made before, instead of planning on the first call.
+      plan: a plan made before, instead of planning on the first call; what was
+        edited in it is carried out.
       devices: the devices to run on; default: the first of ``jax.devices()``.
       donate: whether a call consumes the carried state.
       policy: changes the codecs of gradients while training; see
@@ -274,6 +276,8 @@ class ParallelStep:
         if plan is None:
             cluster, hints = self.cluster, self._hints[key]
             plan = agreement.agree(lambda: plan_analysis(analysis, cluster, **hints))
+        else:
+            plan = carried_out(analysis, plan, seconds=SOLVER_SECONDS)
         agreement.check_same(plan, analysis.fingerprint)
         check_plan(analysis, plan)
         mesh = device_mesh(plan, self._devices)

@@ -23,10 +23,12 @@ from autopar.steps.work import (
     materialized,
     operator_work,
 )
-from autopar_passes.deferral import Deferral, find_deferrals
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.program import Program
-from autopar_passes.trace import TracedStep, trace
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.program.equations import Program
+from autopar_passes.program.trace import TracedStep, trace
+from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.find import find_deferrals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,14 +153,14 @@ def analyse(step: Callable[..., Any], args: Sequence[Any]) -> Analysis:
     """Traces a step and contracts its graph.
 
     Args:
-      step: the train step, in any of the forms of `autopar_passes.trace`.
+      step: the train step, in any of the forms of `autopar_passes.program.trace`.
       args: its arguments, arrays or ``ShapeDtypeStruct``s.
     """
     start = time.perf_counter()
     traced = trace(step, args)
     traced_at = time.perf_counter()
     made = analyse_program(
-        traced.program, traced.graph(), output_paths=traced.output_paths
+        traced.program, step_graph(traced), output_paths=traced.output_paths
     )
     return dataclasses.replace(
         made,

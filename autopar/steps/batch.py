@@ -10,8 +10,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import InputRole
 
 BATCH = "batch"
 SEQUENCE = "sequence"

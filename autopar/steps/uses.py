@@ -12,9 +12,9 @@ import dataclasses
 from collections.abc import Iterable
 
 from autopar.steps.nodes import MIN_ELEMENTS, Contraction, Home
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.roles import Role
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.rules.factor_rule import Dims
 
 # A value is shared by its class: (class of its producer, output slot).
 ValueClass = tuple[int, int]

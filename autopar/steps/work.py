@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from autopar.steps.nodes import Contraction
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.rules import FactorKind, FactorRule
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 # Boundary operators hand values over; they compute nothing.
 BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})

@@ -38,7 +38,7 @@ from autopar.reports.gradients import codec_rows
 from autopar.runtime.planned import device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status
-from autopar_solver.check import evaluate as check_choices
+from autopar_solver import evaluate_choices as check_choices
 
 WIDTH, HIDDEN, LAYERS, ROWS = 32, 64, 3, 256
 # The loss, and of each layer two products and a bias, all of float32.

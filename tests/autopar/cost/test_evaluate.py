@@ -22,7 +22,7 @@ from autopar.planner.problem import Formulation, formulate
 from autopar.planner.search import candidate_meshes
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status
-from autopar_solver.check import evaluate as check_choices
+from autopar_solver import evaluate_choices as check_choices
 
 CLUSTERS = ("2x4:cpu", "2x4:h100")
 PLANS = 6

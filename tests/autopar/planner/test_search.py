@@ -26,7 +26,7 @@ from autopar.planner.search import candidate_meshes, search, solve_mesh
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve
-from autopar_solver.check import evaluate as check_choices
+from autopar_solver import evaluate_choices as check_choices
 
 CLUSTERS = {"cheap": forms.cheap("2x4:cpu"), "cpu": Cluster.parse("8:cpu")}
 # The solver stops once it is within this of the proved optimum.
