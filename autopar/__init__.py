@@ -20,7 +20,8 @@ from autopar.plans.schema import Plan
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.parallelize import parallelize
 from autopar.version import __version__
-from autopar_passes.rules import FactorKind, FactorRule, register_rule
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule
+from autopar_passes.rules.registry import register_rule
 
 __all__ = [
     "AutoparError",

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.planner.edited import carried_out
 from autopar.planner.hints import LogicalRules, Pins
 from autopar.planner.options import (
     SOLVER_SECONDS,
@@ -61,7 +62,8 @@ def plan(
         ``auto`` each as trains fastest, chosen together with the layouts; or the
         text of a codec for all of them, such as ``int8`` or ``powersgd:rank=4``.
       layouts: a plan whose layouts are kept, on this cluster, or its JSON file; only
-        the codecs are chosen.
+        the codecs are chosen. It may be of another batch size, and edited
+        (docs/plans.md).
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
 
@@ -101,7 +103,7 @@ def audit(
     Args:
       step: the train step that the plan was made for.
       args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
-      plan: the plan, or its JSON file.
+      plan: the plan, or its JSON file; what was edited in it is carried out first.
       cluster: the one that the plan was made for, or its text; default: read from the
         plan.
       compiled: also compiles the step for this process's devices and reads
@@ -109,11 +111,12 @@ def audit(
 
     Raises:
       PlanError: the plan is for another step or cluster.
-      ClusterError: the plan's cluster has no short form and ``cluster`` is missing.
     """
     found = as_plan(plan)
-    made_for = as_cluster(found.cluster if cluster is None else cluster)
-    return audit_analysis(analyse(step, args), found, made_for, compiled=compiled)
+    made_for = found.cluster.read() if cluster is None else as_cluster(cluster)
+    analysis = analyse(step, args)
+    held = carried_out(analysis, found, made_for, seconds=SOLVER_SECONDS)
+    return audit_analysis(analysis, held, made_for, compiled=compiled)
 
 
 def audit_analysis(

@@ -14,7 +14,7 @@ All are ``ValueError``s::
 from __future__ import annotations
 
 from autopar.cluster.errors import ClusterError
-from autopar_passes.trace import TraceError
+from autopar_passes.program.trace import TraceError
 
 __all__ = [
     "AutoparError",

@@ -12,8 +12,7 @@ from typing import Annotated
 
 import typer
 
-from autopar_solver import contest, solve
-from autopar_solver.check import check_solution
+from autopar_solver import check_solution, read_contest_instance, solve
 
 
 def run(
@@ -38,7 +37,7 @@ def _default_instances() -> list[Path]:
 
 def _row(path: Path, limit: float, gap: float) -> str:
     begin = time.monotonic()
-    problem = contest.read(path)
+    problem = read_contest_instance(path)
     left = limit - (time.monotonic() - begin)
     solution = solve(problem, seconds=left, gap=gap)
     spent = time.monotonic() - begin

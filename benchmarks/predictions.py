@@ -21,8 +21,8 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar.steps.analysis import analyse
-from autopar_passes.audit import shardy_collectives
-from autopar_passes.hlo import compiled_audit
+from autopar_passes.audit.compiled import compiled_audit
+from autopar_passes.audit.partitioned import shardy_collectives
 
 MOST_SIMULATED = 32
 

@@ -18,12 +18,12 @@ from autopar_solver import (
     CodecSelection,
     LGreCoProblem,
     Status,
+    check_selection,
     solve_lgreco,
     solve_lgreco_ilp,
     solve_relaxation,
     solve_selection,
 )
-from autopar_solver.selection import check_selection
 
 LAYERS = (11, 50, 200)
 SEEDS = range(5)

@@ -6,6 +6,9 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 )
 
+# Every graph that a test builds is checked.
+os.environ.setdefault("AUTOPAR_VERIFY", "1")
+
 import jax
 
 # Every test that needs devices sees the same eight simulated ones. This must

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import json
 import pathlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Annotated, Any
 
 import jax
@@ -18,6 +18,8 @@ from autopar.cluster import Cluster, ClusterError
 from autopar.cluster.text import parse_quantity
 from autopar.errors import PlanError, TargetError
 from autopar.planner.codecs.options import parsed
+from autopar.planner.edited import carried_out
+from autopar.planner.hints import Pins
 from autopar.planner.options import PlanOptions, as_cluster
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
@@ -126,6 +128,8 @@ def plan_options(
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | None = None,
+    pins: Pins | None = None,
+    axis_names: Sequence[str] | None = None,
 ) -> PlanOptions:
     """What the options of a command say about the search for a plan.
 
@@ -144,6 +148,8 @@ def plan_options(
         compression=compression,
         error_budget=error_budget,
         layouts=layouts,
+        pins=pins,
+        axis_names=axis_names,
     )
 
 
@@ -207,9 +213,12 @@ def subject(
     options = plan.options | parse_words(given)
     workload = load(target, options)
     say(f"tracing {target}")
-    return Subject(
-        plan, analyse(workload.step, workload.args), _cluster_of(plan, cluster)
-    )
+    analysis = analyse(workload.step, workload.args)
+    made_for = _cluster_of(plan, cluster)
+    if plan.edited:
+        say(f"carrying out what was edited: {', '.join(plan.edited)}")
+        plan = carried_out(analysis, plan, made_for, seconds=limits.seconds)
+    return Subject(plan, analysis, made_for)
 
 
 def is_plan_file(source: str) -> bool:
@@ -218,20 +227,13 @@ def is_plan_file(source: str) -> bool:
 
 
 def _cluster_of(plan: Plan, text: str | None) -> Cluster:
-    """The cluster of a saved plan, read back from its text."""
-    try:
-        cluster = read_cluster(text or plan.cluster)
-    except ClusterError as error:
-        if text is not None:
-            raise
-        raise ClusterError(
-            f"the plan's cluster, {plan.cluster}, has no short form: say which it is "
-            "with --cluster cluster.toml."
-        ) from error
-    if str(cluster) != plan.cluster:
-        raise PlanError(
-            f"the plan is for {plan.cluster}, and --cluster says {cluster}."
-        )
+    """The cluster that a saved plan holds; ``--cluster`` may only repeat it."""
+    cluster = plan.cluster.read()
+    if text is None:
+        return cluster
+    said = read_cluster(text)
+    if said != cluster:
+        raise PlanError(f"the plan is for {cluster}, and --cluster says {said}.")
     return cluster
 
 

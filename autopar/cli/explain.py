@@ -10,6 +10,7 @@ from autopar.cli import common
 from autopar.cli.gradients import gradient_data, gradient_lines
 from autopar.layouts.layout import shards
 from autopar.planner.search import given as layouts_alone
+from autopar.plans.specs import spec_text
 from autopar.reports.explain import (
     Alternative,
     BoundPlan,
@@ -28,7 +29,6 @@ from autopar.reports.table import (
     columns,
     seconds_text,
     shape_text,
-    spec_text,
     summary_lines,
     template,
 )

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from autopar.cli import common
+from autopar.cli.pins import AxisNames, PinOptions, parse_axis_names, parse_pins
 from autopar.cli.target import load, parse_words
 from autopar.plans import Plan
 from autopar.reports.explain import bind_plan, group_collectives
@@ -35,6 +36,8 @@ def plan(
         pathlib.Path | None,
         typer.Option(help="A plan whose layouts are kept; only codecs are chosen."),
     ] = None,
+    pin: PinOptions = None,
+    axis_names: AxisNames = None,
 ) -> None:
     """Finds the fastest plan of a train step on a cluster, and prints it.
 
@@ -51,6 +54,8 @@ def plan(
         error_budget=error_budget,
         max_axes=max_axes,
         layouts=kept,
+        pins=parse_pins(pin or []),
+        axis_names=parse_axis_names(axis_names),
     )
     with common.progress() as say:
         workload = load(target, parse_words(words or []))

@@ -6,6 +6,7 @@ backend.
 
 from autopar.cluster.cluster import Cluster
 from autopar.cluster.errors import ClusterError
+from autopar.cluster.members import Members
 from autopar.cluster.mesh import MeshAxis, MeshShape
 from autopar.cluster.specs import CollectiveFit, DeviceSpec, Level, LinkSpec
 
@@ -16,6 +17,7 @@ __all__ = [
     "DeviceSpec",
     "Level",
     "LinkSpec",
+    "Members",
     "MeshAxis",
     "MeshShape",
 ]

@@ -1,21 +1,37 @@
 """A cluster: one class of device, and the levels of links between the devices."""
 
+from __future__ import annotations
+
 import dataclasses
+import functools
 import hashlib
 import math
 import pathlib
-from collections.abc import Sequence
-from typing import Self
+from collections.abc import Mapping, Sequence
+from typing import Any, Self, final
 
-from autopar.cluster import local, mesh, text, toml
+from autopar.cluster import (
+    data,
+    describe,
+    local,
+    membership,
+    mesh,
+    slices,
+    text,
+    toml,
+)
+from autopar.cluster import groups as groups_of
 from autopar.cluster.errors import ClusterError
+from autopar.cluster.members import Members, settle
 from autopar.cluster.mesh import MeshShape
-from autopar.cluster.specs import DeviceSpec, Level
+from autopar.cluster.regular import Prefer
+from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+@final
+@dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Cluster:
-    """Equal devices in nested levels, the outermost first.
+    """Equal devices in nested levels, the outermost first, or groups of such devices.
 
     The last level holds the devices that share the fastest links, such as the GPUs
     of a host.
@@ -25,18 +41,52 @@ class Cluster:
     8
     >>> [shape.sizes for shape in cluster.mesh_shapes(max_axes=2)]
     [(2, 4)]
+    >>> cluster.without("host1/device2", prefer="hosts").device_names[3:]
+    ('host1/device0', 'host1/device1', 'host1/device3')
+
+    Attributes:
+      device: the devices; a cluster of groups has none and says so.
+      levels: the links; a cluster of groups has none and says so.
+      members: which devices of a whole cluster these are; None: all of them.
+      groups: clusters of equal devices; empty where all devices are equal.
+      between: the link between groups; None where all devices are equal.
     """
 
-    device: DeviceSpec
-    levels: tuple[Level, ...]
+    # No slots: a field that an instance lacks is found in the class, and refuses.
+    # RUF009 takes the call for a shared value; it makes a descriptor of this field.
+    device: DeviceSpec = groups_of.equal_only()  # noqa: RUF009
+    levels: tuple[Level, ...] = groups_of.equal_only()
+    members: Members | None = None
+    groups: tuple[Cluster, ...] = ()
+    between: LinkSpec | None = None
 
     def __post_init__(self) -> None:
-        """Check the levels."""
+        """Check the levels and the members, or the groups."""
+        given = self.__dict__
+        if self.groups or given["device"] is None or given["levels"] is None:
+            self._settle_groups()
+            return
         names = [level.name for level in self.levels]
         if not names or len(set(names)) < len(names):
             raise ClusterError(
                 f"Cluster: levels must have different names, and at least one: {names}."
             )
+        if self.between is not None:
+            raise ClusterError("Cluster: between= is a link between groups=.")
+        if self.members is not None:
+            given["members"] = settle(self.members, self.levels)
+
+    def _settle_groups(self) -> None:
+        given = self.__dict__
+        own = [given.pop(name) for name in ("device", "levels")] + [self.members]
+        if not self.groups or any(value is not None for value in own):
+            raise ClusterError(
+                "Cluster: give device= and levels=, or groups= of such clusters."
+            )
+        placed = groups_of.place(self.groups)
+        between = self.between or groups_of.default_between(placed)
+        groups_of.check(placed, between)
+        given.update(groups=placed, between=between)
 
     @classmethod
     def parse(cls, description: str) -> Self:
@@ -48,21 +98,34 @@ class Cluster:
         torus: ``"16x16:v5e"``. Without a device, ``"8x8"``, it is an H100. Options
         follow after commas: ``memory=40GB`` (memory a program may use, per device),
         ``efficiency=0.5`` (of large matrix products), ``network=100Gb/s`` and
-        ``network_latency=10us`` (between hosts, per device, one direction).
+        ``network_latency=10us`` (between hosts, per device, one direction). Groups
+        of unequal devices are joined by plus signs: ``"4x8:h100+2x8:a100"``.
 
         Raises:
           ClusterError: if the text is wrong or the file cannot be read.
         """
         if description.strip().endswith(".toml"):
             return cls.from_toml(description.strip())
-        device, levels = text.parse_text(description)
-        return cls(device=device, levels=levels)
+        parsed = map(text.parse_text, groups_of.split_text(description))
+        found = tuple(cls(device=device, levels=levels) for device, levels in parsed)
+        return found[0] if len(found) == 1 else cls(groups=found)
 
     @classmethod
     def from_toml(cls, path: str | pathlib.Path) -> Self:
         """The cluster that a TOML file describes (see docs/cost-model.md)."""
-        device, levels = toml.read(pathlib.Path(path))
-        return cls(device=device, levels=levels)
+        return toml.read(pathlib.Path(path), functools.partial(data.read, cls))
+
+    @classmethod
+    def from_data(cls, values: Mapping[str, Any]) -> Self:
+        """The cluster that `to_data` wrote.
+
+        Raises:
+          ClusterError: a key is unknown or lacking, or a value is wrong.
+        """
+        try:
+            return data.read(cls, values)
+        except ValueError as error:  # of msgspec, and our own ClusterError
+            raise ClusterError(f"the data of a cluster: {error}") from error
 
     @classmethod
     def local(cls, devices: int | None = None) -> Self:
@@ -77,17 +140,60 @@ class Cluster:
 
     def to_toml(self) -> str:
         """The text of a TOML file that `from_toml` reads."""
-        return toml.write(self.device, self.levels)
+        return toml.write(self.to_data())
+
+    def to_data(self) -> dict[str, Any]:
+        """Dictionaries, lists, texts and numbers that `from_data` reads back.
+
+        >>> import json
+        >>> cluster = Cluster.parse("2x4:h100").slice((1, 2), offset=4)
+        >>> Cluster.from_data(json.loads(json.dumps(cluster.to_data()))) == cluster
+        True
+        """
+        return data.write(self)
 
     @property
     def num_devices(self) -> int:
-        """How many devices the cluster has."""
+        """How many devices the cluster has; idle ones do not count."""
+        if self.groups:
+            return sum(group.num_devices for group in self.groups)
         return math.prod(level.size for level in self.levels)
 
     @property
     def memory_bytes(self) -> int:
         """Memory of one device that a program may use."""
         return self.device.memory_bytes
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Positions of the devices in the whole cluster: indices of `jax.devices()`.
+
+        >>> Cluster.parse("2x2:h100").without("host0").ids
+        (2, 3)
+        """
+        return sum((m.ids for m in self._all_members()), ())
+
+    @property
+    def device_names(self) -> tuple[str, ...]:
+        """The names of the devices, in the order of `ids`.
+
+        >>> Cluster.parse("2x2:h100").device_names
+        ('host0/device0', 'host0/device1', 'host1/device0', 'host1/device1')
+        """
+        return sum((m.names(m.positions) for m in self._all_members()), ())
+
+    @property
+    def hosts(self) -> tuple[str, ...]:
+        """The names of the hosts that hold the devices; of a torus, of its rows."""
+        return tuple(dict.fromkeys(n.rpartition("/")[0] for n in self.device_names))
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The names of devices that are there and that a regular cluster cannot use."""
+        return sum((m.names(m.idle) for m in self._all_members()), ())
+
+    def _all_members(self) -> list[Members]:
+        return [membership.members_of(part) for part in membership.parts(self)]
 
     def mesh_shapes(
         self, max_axes: int = 3, names: Sequence[str] | None = None
@@ -104,14 +210,131 @@ class Cluster:
         axes = max(1, sum(level.size > 1 for level in self.levels))
         return self.mesh_shapes(axes, names)[0]
 
+    def slices(self) -> tuple[tuple[Cluster, int], ...]:
+        """The first slice of every shape, and how many there are side by side.
+
+        `autopar.cluster.slices` says which shapes there are.
+
+        >>> [(str(part), count) for part, count in Cluster.parse("2x2:h100").slices()]
+        ... # doctest: +NORMALIZE_WHITESPACE
+        [('1x1:h100 (devices 0 of 2x2)', 4), ('1x2:h100 (devices 0-1 of 2x2)', 2),
+         ('2x2:h100', 1)]
+        """
+        return tuple(
+            (part._cut(shape, 0), slices.count(part.levels, shape))
+            for part in membership.parts(self)
+            for shape in slices.shapes(part.levels)
+        )
+
+    def slice(self, shape: Sequence[int], offset: int = 0) -> Cluster:
+        """The slice of this shape whose first device is the one at `offset`.
+
+        Args:
+          shape: sizes of the levels, one of those of `slices`.
+          offset: counts the devices of this cluster, through all groups.
+
+        Raises:
+          ClusterError: the links allow no such slice; the message says which.
+
+        >>> Cluster.parse("2x4:h100").slice((1, 2), offset=6).device_names
+        ('host1/device2', 'host1/device3')
+        """
+        if self.groups:
+            return groups_of.slice_of(self, shape, offset)
+        sizes = slices.check_shape(self.levels, shape)
+        return self._cut(sizes, slices.check_offset(self.levels, sizes, offset))
+
+    def _cut(self, sizes: slices.Shape, offset: int) -> Cluster:
+        cells = slices.block(self.levels, sizes, offset)
+        return membership.select(self, sizes, cells)
+
+    def partition(self, shapes: Sequence[Sequence[int]]) -> tuple[Cluster, ...]:
+        """Slices of these shapes that hold each device once, in the order given.
+
+        Raises:
+          ClusterError: they hold more or fewer devices, or do not fit side by side.
+
+        >>> stages = Cluster.parse("2x4:h100").partition([(1, 2), (1, 4), (1, 2)])
+        >>> [stage.ids for stage in stages]
+        [(0, 1), (4, 5, 6, 7), (2, 3)]
+        """
+        offsets = slices.partition(self.levels, shapes)
+        pairs = zip(shapes, offsets, strict=True)
+        return tuple(self._cut(tuple(shape), offset) for shape, offset in pairs)
+
+    def without(
+        self,
+        *names: str,
+        devices: Sequence[int] = (),
+        hosts: Sequence[int] = (),
+        prefer: Prefer = "devices",
+    ) -> Cluster:
+        """The largest regular cluster of the devices that are left.
+
+        The others are `idle`, and count again when more devices leave or join.
+
+        Args:
+          *names: devices, hosts, pods or groups, such as ``"host0/device1"``.
+          devices: devices by their `ids`.
+          hosts: hosts by their number in the whole cluster.
+          prefer: what counts between clusters of the same size: ``"devices"`` of a
+            host, or ``"hosts"``.
+
+        Raises:
+          ClusterError: a name is unknown or given twice, or no device is left.
+
+        >>> whole = Cluster.parse("8x8:h100")
+        >>> str(whole.without("host3", "host0/device1"))
+        '7x7:h100 (devices 0, 2-14, 16-22, 32-38, 40-46, 48-54, 56-62 of 8x8, 6 idle)'
+        >>> str(whole.without("host0/device1"))
+        '7x8:h100 (devices 8-63 of 8x8, 7 idle)'
+        """
+        return membership.without(self, names, devices, hosts, prefer)
+
+    def with_hosts(
+        self, hosts: int | str | Sequence[str], prefer: Prefer = "devices"
+    ) -> Cluster:
+        """The largest regular cluster after hosts joined, or came back.
+
+        A host of the whole cluster comes back with all its devices, to where they
+        were; a new host comes after the last. A number takes the former first.
+
+        Args:
+          hosts: their number or their names.
+          prefer: as for `without`.
+
+        Raises:
+          ClusterError: a host is there already, or there is no switch that it joins.
+
+        >>> cluster = Cluster.parse("2x4:h100").without("host0")
+        >>> cluster.with_hosts(2).hosts
+        ('host0', 'host1', 'host2')
+        """
+        return membership.with_hosts(self, hosts, prefer)
+
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change when any number of the cluster does."""
         return hashlib.sha256(self.to_toml().encode()).hexdigest()[:16]
 
+    def _key(self) -> tuple[object, ...]:
+        own = (self.__dict__.get("device"), self.__dict__.get("levels"))
+        return (*own, self.members, self.groups, self.between)
+
+    def __eq__(self, other: object) -> bool:
+        """Whether all fields are equal, those that groups lack among them."""
+        if not isinstance(other, Cluster):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        """Of all fields."""
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        """The fields that are not at their default."""
+        shown = [f"{k}={v!r}" for k, v in self.__dict__.items() if v not in (None, ())]
+        return f"Cluster({', '.join(shown)})"
+
     def __str__(self) -> str:
-        """The text that `parse` reads; of a custom cluster, its shape and name."""
-        short = text.format_text(self.device, self.levels)
-        if short is not None:
-            return short
-        shape = "x".join(str(level.size) for level in self.levels)
-        return f"{shape}:{self.device.name} (custom {self.fingerprint()[:8]})"
+        """The text that `parse` reads; of any other cluster, its shape and name."""
+        return describe.cluster_text(self)

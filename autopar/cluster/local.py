@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from autopar.cluster import toml
+from autopar.cluster import data, toml
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.presets import PRESETS, USABLE_MEMORY, Preset
 from autopar.cluster.specs import DeviceSpec, Level
@@ -60,7 +60,9 @@ def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
 
 def take_devices(count: int | None) -> list[Device]:
     """The first `count` devices of the JAX backend, or all of them."""
-    import jax  # here, so that planning never starts a backend
+    # Here, not above: describing a cluster must not import JAX, so that planning for
+    # another machine and `autopar --help` stay fast and start no backend.
+    import jax
 
     found = jax.devices()
     if count is None:
@@ -135,7 +137,7 @@ def discover(count: int | None) -> tuple[DeviceSpec, tuple[Level, ...]]:
     path = profile_path(devices[0].device_kind, len(devices))
     if not path.is_file() and not os.environ.get(PROFILE_VARIABLE):
         return from_preset(devices)
-    device, levels = toml.read(path)
+    device, levels = toml.read(path, data.read_equal)
     size = 1
     for level in levels:
         size *= level.size

@@ -4,6 +4,7 @@ import dataclasses
 import math
 from typing import Literal, get_args
 
+from autopar.cluster.calibration import CALIBRATIONS, Calibration
 from autopar.cluster.errors import ClusterError
 
 Kind = Literal[
@@ -19,7 +20,7 @@ Kind = Literal[
 """
 
 KINDS: tuple[str, ...] = get_args(Kind)
-TOPOLOGIES = ("switch", "ring")
+TOPOLOGIES = ("switch", "ring", "line")
 DEVICE_KINDS = ("gpu", "tpu", "cpu")
 
 # What a dtype without a rate of its own is computed as, tried in order. XLA widens
@@ -92,8 +93,9 @@ class LinkSpec:
       latency_s: time of an empty message between two neighbours.
       bandwidth_bytes_per_s: what one device can send through this level while all
         devices send, one direction, as a collective attains it.
-      topology: "switch" (any device reaches any other at full rate) or "ring" (a
-        torus dimension with wrap-around: half the bandwidth goes each way round).
+      topology: "switch" (any device reaches any other at full rate), "ring" (a
+        torus dimension with wrap-around: half the bandwidth goes each way round) or
+        "line" (a part of a torus dimension, whose ends are not joined).
       measured: fitted times that replace the model for the kinds they hold.
     """
 
@@ -132,6 +134,7 @@ class DeviceSpec:
       kernel_latency_s: time of an operator that has next to nothing to do.
       vector_flops_per_s: rate of everything but matrix products; 0 means the
         float32 peak.
+      calibration: corrections of the cost model; None means those of the kind.
     """
 
     name: str
@@ -142,6 +145,8 @@ class DeviceSpec:
     matmul_efficiency: float
     kernel_latency_s: float
     vector_flops_per_s: float = 0.0
+    # Not hashed: cost functions look devices up in caches many thousand times.
+    calibration: Calibration | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
         """Check the values."""
@@ -175,6 +180,11 @@ class DeviceSpec:
             if name in peaks:
                 return peaks[name]
         return peaks["float32"]
+
+    @property
+    def calibrated(self) -> Calibration:
+        """The corrections of the cost model for this device."""
+        return self.calibration or CALIBRATIONS[self.kind]
 
     @property
     def vector_peak(self) -> float:

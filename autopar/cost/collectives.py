@@ -13,6 +13,7 @@ Sizes follow one convention, stated at `autopar.cluster.specs.Kind`.
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 
@@ -131,6 +132,29 @@ def _ring_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
     return [(rounds * steps * a, ratio * per_byte)]
 
 
+def _line_lines(kind: str, k: int, link: LinkSpec) -> list[Line]:
+    """The one line of a collective along `k` devices whose ends are not joined.
+
+    An end has one neighbour, which bounds everyone: the bandwidth is that of one
+    direction, half of a ring's, and k-1 steps reach everyone. In an all_to_all
+    floor(k^2/4) pairs of devices cross the middle, each with a k-th of the data. A
+    permutation sends one message back over all links, against the others.
+    (https://jax-ml.github.io/scaling-book/sharding/ for the bandwidth without
+    wrap-around; the hops are counted.)
+    """
+    a, per_byte = link.latency_s, 1 / link.bandwidth_bytes_per_s
+    steps = k - 1
+    if kind == "collective_permute":
+        return [(steps * a, per_byte)]
+    if kind == "all_to_all":
+        return [(steps * a, (k * k // 4) / k * per_byte)]
+    rounds = 2 if kind == "all_reduce" else 1
+    return [(rounds * steps * a, bytes_ratio(kind, k) * per_byte)]
+
+
+_MODELS = {"switch": _switch_lines, "ring": _ring_lines, "line": _line_lines}
+
+
 def _measured_curve(kind: str, k: int, link: LinkSpec) -> Curve | None:
     """The measured curve for `k` devices, or None.
 
@@ -158,8 +182,7 @@ def _one_level(kind: str, k: int, link: LinkSpec) -> Curve:
     measured = _measured_curve(kind, k, link)
     if measured is not None:
         return measured
-    model = _ring_lines if link.topology == "ring" else _switch_lines
-    return Curve(tuple(model(kind, k, link)))
+    return Curve(tuple(_MODELS[link.topology](kind, k, link)))
 
 
 def _shrunk(phases: Phases, factor: int) -> Phases:
@@ -266,3 +289,80 @@ def collective_s_array(kind: str, nbytes: Sizes, axes: Sequence[MeshAxis]) -> Si
             total += curve.seconds_array(part * sizes)
         best = np.minimum(best, total)
     return np.where(sizes > 0, best, 0.0)
+
+
+@functools.lru_cache(maxsize=4096)
+def collective_pieces(
+    kind: str, axes: tuple[MeshAxis, ...]
+) -> tuple[tuple[float, float, float], ...]:
+    """`collective_s` as straight pieces: (from size, latency_s, s_per_byte), in order.
+
+    The first piece starts at size 0; each holds until the next begins.
+
+    >>> link = LinkSpec(latency_s=1.0, bandwidth_bytes_per_s=1.0)
+    >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
+    >>> collective_pieces("all_reduce", (axis,))
+    ((0.0, 2.0, 2.0), (8.0, 6.0, 1.5))
+
+    Args:
+      kind: one of `KINDS`.
+      axes: the mesh axes of the group, in any order.
+    """
+    routes = _plan(kind, axes)
+    bends = {0.0}
+    for phases in routes:
+        for part, curve in phases:
+            bends |= {size / part for size in _bends(curve)}
+    pieces: list[tuple[float, float, float]] = []
+    ordered = sorted(bends)
+    for start, end in zip(ordered, [*ordered[1:], math.inf], strict=True):
+        lines = [_line_after(phases, start, end) for phases in routes]
+        pieces.extend(_lowest(lines, start, end))
+    out = pieces[:1]
+    for piece in pieces[1:]:
+        if not np.allclose(piece[1:], out[-1][1:], rtol=1e-12, atol=0.0):
+            out.append(piece)
+    return tuple(out)
+
+
+def _bends(curve: Curve) -> set[float]:
+    """The sizes at which another line of a curve, or its floor, takes over."""
+    lines = [*curve.lines, (0.0, curve.floor_s_per_byte)]
+    out: set[float] = set()
+    for (a, slope), (b, other) in itertools.combinations(lines, 2):
+        if slope != other and (size := (b - a) / (slope - other)) > 0:
+            out.add(size)
+    return out
+
+
+def _line_after(phases: Phases, start: float, end: float) -> Line:
+    """The straight line that a route is between two sizes without a bend between."""
+    middle = 2 * start + 1.0 if math.isinf(end) else (start + end) / 2
+    latency, slope = 0.0, 0.0
+    for part, curve in phases:
+        size = part * middle
+        a, b = min(curve.lines, key=lambda line: line[0] + line[1] * size)
+        if curve.floor_s_per_byte * size > a + b * size:
+            a, b = 0.0, curve.floor_s_per_byte
+        latency, slope = latency + a, slope + part * b
+    return latency, slope
+
+
+def _lowest(
+    lines: Sequence[Line], start: float, end: float
+) -> list[tuple[float, float, float]]:
+    """The least of straight lines between two sizes."""
+    out: list[tuple[float, float, float]] = []
+    at = start
+    while True:
+        best = min(lines, key=lambda line: (line[0] + line[1] * at, line[1]))
+        out.append((at, *best))
+        crossings = [
+            (best[0] - other[0]) / (other[1] - best[1])
+            for other in lines
+            if other[1] < best[1]
+        ]
+        ahead = [size for size in crossings if at < size < end]
+        if not ahead:
+            return out
+        at = min(ahead)

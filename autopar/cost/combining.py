@@ -12,8 +12,10 @@ message pays the latency of its link once, however many arrays it carries.
 from __future__ import annotations
 
 import dataclasses
-import math
+import functools
 from collections.abc import Iterable
+
+from autopar.cluster.calibration import Calibration
 
 SUMS = frozenset({"all_reduce", "reduce_scatter"})
 GATHERS = frozenset({"all_gather"})
@@ -45,7 +47,8 @@ class Combiner:
         Arrays are taken in order; one that would make a message too large begins
         the next (``CombineInstructionsByKey`` in the first of the files above).
 
-        >>> COMBINERS["gpu"].packed([10e6, 20e6, 10e6, 40e6, 5e6])
+        >>> from autopar.cluster.calibration import CALIBRATIONS
+        >>> combiner_of(CALIBRATIONS["gpu"]).packed([10e6, 20e6, 10e6, 40e6, 5e6])
         [30000000.0, 30000000.0, 15000000.0, 40000000.0, 15000000.0]
         """
         messages: list[list[tuple[int, float]]] = [[]]
@@ -65,15 +68,15 @@ class Combiner:
         return [out[place] for place in sorted(out)]
 
 
-# The GPU's thresholds: 30 MiB + 7 bytes (openxla/xla, xla/service/collective_utils.h,
-# defaults of xla_gpu_{all_reduce,all_gather,reduce_scatter}_combine_threshold_bytes)
-# and 256 arrays (xla/service/gpu/gpu_compiler.cc). The TPU's compiler is closed; the
-# same is assumed for it. On CPUs (jaxlib 0.10.2) 3.2 GB of gradients in 25 arrays
-# became one all-reduce and 401 arrays two, of 256 and 145, while no all-gathers were
-# joined: benchmarks/combined_collectives.py.
-_EVERY = Combiner(SUMS | GATHERS, 30 * 1024 * 1024 + 7, 256)
-COMBINERS = {
-    "cpu": Combiner(frozenset({"all_reduce"}), math.inf, 256),
-    "gpu": _EVERY,
-    "tpu": _EVERY,
-}
+# Joins nothing: every collective travels alone.
+NO_COMBINER = Combiner(frozenset(), 0.0, 1)
+
+
+@functools.lru_cache(maxsize=64)
+def combiner_of(calibration: Calibration) -> Combiner:
+    """The combiner of a kind of device."""
+    return Combiner(
+        frozenset(calibration.combined_kinds),
+        calibration.combined_bytes,
+        calibration.combined_arrays,
+    )

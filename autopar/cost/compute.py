@@ -1,53 +1,123 @@
-"""Time of one operator on one device: the roofline model.
+"""Time of the work of operators on one device: one roofline model for all.
 
 S. Williams, A. Waterman, D. Patterson, "Roofline: an insightful visual performance
 model", CACM 52(4), 2009.
 """
 
+from __future__ import annotations
+
 import functools
+import math
+from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.cluster.specs import DeviceSpec
+from autopar.steps.work import OperatorWork, side_factors
+from autopar_passes.rules.factor_rule import FactorRule
 
 
 @functools.lru_cache(maxsize=1024)
-def attained_flops_per_s(dtype: str, device: DeviceSpec, is_matmul: bool) -> float:
+def attained_flops_per_s(dtype: str, device: DeviceSpec, is_matrix: bool) -> float:
     """FLOP/s of large operators: of the matrix units, or of the vector units."""
-    if is_matmul:
+    if is_matrix:
         return device.peak(dtype) * device.matmul_efficiency
     return device.vector_peak
 
 
-def op_s(
-    flops: float, bytes_accessed: float, dtype: str, device: DeviceSpec, is_matmul: bool
-) -> float:
-    """Time of an operator on one device's shard, in seconds.
+def roofline_s(
+    flops: float | np.ndarray,
+    nbytes: float | np.ndarray,
+    dtype: str,
+    device: DeviceSpec,
+    *,
+    is_matrix: bool,
+    efficiency: float | np.ndarray = 1.0,
+) -> np.ndarray:
+    """Seconds of an operator on one device's shard, without the start of its kernel.
 
-    ``kernel_latency_s + max(flops / attained FLOP/s, bytes / memory bandwidth)``:
-    arithmetic and memory traffic overlap, the start of the kernel does not.
+    ``max(flops / (rate * efficiency), nbytes / memory bandwidth)``: arithmetic and
+    memory traffic overlap. Operators that are no matrix products take
+    `Calibration.vector_slowdown` times as long. The arrays broadcast.
 
     Args:
       flops: floating point operations of the shard; a multiply-add counts two.
-      bytes_accessed: bytes of all operands and results of the shard.
+      nbytes: bytes of the shard's operands and results that are in memory.
       dtype: NumPy or ml_dtypes name of the operands' dtype.
       device: the device.
-      is_matmul: whether the matrix units do it (dot products, convolutions).
+      is_matrix: whether the matrix units do it (dot products, convolutions).
+      efficiency: part of the rate that a product of this shape reaches, 0 to 1.
     """
-    compute_s = flops / attained_flops_per_s(dtype, device, is_matmul)
-    memory_s = bytes_accessed / device.memory_bandwidth_bytes_per_s
-    return device.kernel_latency_s + max(compute_s, memory_s)
+    compute_s = flops / (attained_flops_per_s(dtype, device, is_matrix) * efficiency)
+    memory_s = nbytes / device.memory_bandwidth_bytes_per_s
+    slower = 1.0 if is_matrix else device.calibrated.vector_slowdown
+    return slower * np.maximum(compute_s, memory_s)
 
 
-def op_s_array(
-    flops: npt.NDArray[np.float64],
-    bytes_accessed: npt.NDArray[np.float64],
-    dtype: str,
-    device: DeviceSpec,
-    is_matmul: bool,
-) -> npt.NDArray[np.float64]:
-    """`op_s` of many shards at once; the arrays broadcast against each other."""
-    compute_s = np.asarray(flops) / attained_flops_per_s(dtype, device, is_matmul)
-    memory_s = np.asarray(bytes_accessed) / device.memory_bandwidth_bytes_per_s
-    return device.kernel_latency_s + np.maximum(compute_s, memory_s)
+def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndarray:
+    """Seconds of one operator under each strategy, without the start of its kernel.
+
+    Args:
+      work: what it does.
+      parts: ``[strategies, factors]``, into how many parts each factor is split.
+      device: the device.
+    """
+    shards = parts.prod(axis=1)
+    flops, nbytes = work.op.flops / shards, work.nbytes / shards
+    if not work.is_matrix:
+        return roofline_s(flops, nbytes, work.dtype, device, is_matrix=False)
+    sides = matrix_sides(work.op.rule, parts)
+    efficiency = matrix_efficiency(sides, device.calibrated.half_rate_side)
+    product_s = roofline_s(
+        flops, nbytes, work.dtype, device, is_matrix=True, efficiency=efficiency
+    )
+    passes = device.calibrated.patch_passes
+    if not (passes and work.unfolds):
+        return product_s
+    patches = 2.0 * sides[:, 0] * sides[:, 2] * work.itemsize
+    return product_s + passes * patches / device.memory_bandwidth_bytes_per_s
+
+
+def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
+    """Returns the sides M, N, K of a product on one shard, ``[strategies, 3]``."""
+    columns: list[np.ndarray] = []
+    for factors in side_factors(rule):
+        whole = float(np.prod([rule.sizes[f] for f in factors]))
+        columns.append(whole / parts[:, factors].prod(axis=1))
+    return np.stack(columns, axis=1)
+
+
+def work_once_s(work: OperatorWork, parts: Sequence[int], device: DeviceSpec) -> float:
+    """`work_s` of one strategy, in plain numbers: many times faster for one."""
+    shards = math.prod(parts)
+    rate = attained_flops_per_s(work.dtype, device, work.is_matrix)
+    bandwidth = device.memory_bandwidth_bytes_per_s
+    compute_s, memory_s = (
+        work.op.flops / shards / rate,
+        work.nbytes / shards / bandwidth,
+    )
+    known = device.calibrated
+    if not work.is_matrix:
+        return known.vector_slowdown * max(compute_s, memory_s)
+    sides = [
+        math.prod(work.op.rule.sizes[f] / parts[f] for f in factors)
+        for factors in work.sides
+    ]
+    for side in sides:
+        compute_s *= (side + known.half_rate_side) / side
+    found = max(compute_s, memory_s)
+    if known.patch_passes and work.unfolds:
+        patches = 2.0 * sides[0] * sides[2] * work.itemsize
+        found += known.patch_passes * patches / bandwidth
+    return found
+
+
+def matrix_efficiency(sides: np.ndarray, half_rate_side: float) -> np.ndarray:
+    """Part of the attained rate that a product with these sides reaches.
+
+    The product over the sides of ``side / (side + half_rate_side)``.
+
+    >>> float(matrix_efficiency(np.array([[8.0, 24.0, 8.0]]), 8.0)[0])
+    0.1875
+    """
+    return (sides / (sides + half_rate_side)).prod(axis=1)

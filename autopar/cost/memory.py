@@ -23,13 +23,7 @@ import numpy as np
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import Lifetimes
-from autopar_passes.graph import Operator
-
-# XLA's buffers over the model's: copies into other memory orders for products,
-# and fragmentation. Chosen by hand so that most plans of the examples on 8
-# simulated devices are not predicted under (docs/results.md has the errors).
-OVERHEAD = 1.2
-
+from autopar_passes.graph.operators import Operator
 
 # Convolutions run on operands copied into the order that their kernels want.
 _COPIES_OPERANDS = frozenset({"conv_general_dilated"})
@@ -153,8 +147,16 @@ def usage_by_time(found: Sequence[Buffer], length: int) -> np.ndarray:
     return np.cumsum(change)[:length]
 
 
-def peak_memory_bytes(assignment: Assignment, life: Lifetimes) -> float:
-    """Most bytes live at once on one device."""
+def peak_memory_bytes(
+    assignment: Assignment, life: Lifetimes, overhead: float
+) -> float:
+    """Most bytes live at once on one device.
+
+    Args:
+      assignment: strategies as layouts.
+      life: when values are made and last needed.
+      overhead: factor on the peak of the buffers (`Calibration.memory_overhead`).
+    """
     found = buffers(assignment, life)
     usage = usage_by_time(found, len(assignment.graph.operators))
-    return input_bytes(assignment) + OVERHEAD * float(usage.max(initial=0.0))
+    return input_bytes(assignment) + overhead * float(usage.max(initial=0.0))

@@ -15,13 +15,8 @@ from autopar.cost.collectives import (
     collective_s,
     collective_s_per_byte,
 )
-from autopar.cost.combining import ALONE, COMBINERS, Combiner, Group
+from autopar.cost.combining import ALONE, NO_COMBINER, Combiner, Group, combiner_of
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
-
-# Simulated devices share the cores, so that those that reach a collective early
-# wait for the others. Chosen by hand, below the 1.9 of least squares over measured
-# steps (docs/cost-model.md). Between real devices it is 1.
-CPU_SKEW = 1.5
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,11 +27,13 @@ class Pricer:
       cluster: the devices and links.
       mesh: the mesh.
       without: groups of messages that no plan may send (`autopar.planner.search`).
+      combining: whether collectives may share messages.
     """
 
     cluster: Cluster
     mesh: MeshShape
     without: frozenset[Group] = frozenset()
+    combining: bool = True
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -46,7 +43,7 @@ class Pricer:
     @property
     def skew(self) -> float:
         """What waiting for other devices makes of a time on the link."""
-        return CPU_SKEW if self.cluster.device.kind == "cpu" else 1.0
+        return self.cluster.device.calibrated.skew
 
     def group(self, axes: Axes) -> int:
         """Number of devices in a group over these axes."""
@@ -58,7 +55,8 @@ class Pricer:
     @property
     def combiner(self) -> Combiner:
         """What the compiler joins into one message on this kind of device."""
-        return COMBINERS[self.cluster.device.kind]
+        known = self.cluster.device.calibrated
+        return combiner_of(known) if self.combining else NO_COMBINER
 
     def collective_s(
         self, step: ReshardStep, nbytes: float, message_bytes: float = 0.0
@@ -119,12 +117,10 @@ class Pricer:
     def runs_as(self, kind: str) -> str:
         """What the compiler makes of a collective on this kind of device.
 
-        XLA's CPU pipeline has no pass that forms a reduce-scatter: it runs an
-        all-reduce and keeps a slice.
+        Where it forms no reduce-scatter it runs an all-reduce and keeps a slice.
         """
-        if kind == "reduce_scatter" and self.cluster.device.kind == "cpu":
-            return "all_reduce"
-        return kind
+        forms = self.cluster.device.calibrated.forms_reduce_scatter
+        return kind if forms or kind != "reduce_scatter" else "all_reduce"
 
     def sent_bytes(self, step: ReshardStep, nbytes: float) -> float:
         """Bytes that one device sends in one elementary collective."""

@@ -10,8 +10,8 @@ from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, ReshardStep
 from autopar.steps.sums import times_due
-from autopar_passes.graph import Operator
-from autopar_passes.rules import INNER
+from autopar_passes.graph.operators import Operator
+from autopar_passes.rules.factor_rule import INNER
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -10,14 +10,14 @@ from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 from autopar.layouts.stacking import Stacking, stacking_of
 from autopar.layouts.strategies import Strategy, layout_of, partial_axes
-from autopar.steps.independence import Independent, independent
+from autopar.steps.analysis import Analysis
+from autopar.steps.independence import Independent
 from autopar.steps.nodes import Contraction
-from autopar.steps.uses import Source, ValueClass, node_dims, required, value_class
-from autopar_passes.deferral import Deferral
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.layout_plan import Route
-from autopar_passes.roles import Role
-from autopar_passes.rules import Dims
+from autopar.steps.uses import ValueClass, node_dims, required, value_class
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.replay.layout_plan import Route
+from autopar_passes.rules.factor_rule import Dims
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -33,29 +33,31 @@ class Assignment:
     """Strategies of all nodes and copies of one graph (a `LayoutPlan`).
 
     Attributes:
-      graph: the operator graph.
-      contraction: its nodes.
-      sources: who reads what.
+      analysis: the program.
       sizes: size of each mesh axis.
       strategies: the strategy of each node.
       copies: (value class, backward) -> the copy's choice.
-      deferrals: the paths along which sums may stay partial.
       codecs: value where a sum is due -> how it is sent, as text; a value that
         is not here is summed as it is.
     """
 
-    graph: OperatorGraph
-    contraction: Contraction
-    sources: dict[ValueClass, Source]
+    analysis: Analysis
     sizes: tuple[int, ...]
     strategies: tuple[Strategy, ...]
     copies: dict[tuple[ValueClass, bool], CopyChoice]
-    deferrals: tuple[Deferral, ...] = ()
     codecs: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    # The analysis's own, at hand: a program asks for them of every operator.
+    graph: OperatorGraph = dataclasses.field(init=False, repr=False)
+    contraction: Contraction = dataclasses.field(init=False, repr=False)
     # Answers by class: a program asks the same of every repeated layer.
     _known: dict[tuple[object, ...], Any] = dataclasses.field(
         default_factory=dict[tuple[object, ...], Any], compare=False, repr=False
     )
+
+    def __post_init__(self) -> None:
+        """Takes the graph and its nodes out of the analysis."""
+        object.__setattr__(self, "graph", self.analysis.graph)
+        object.__setattr__(self, "contraction", self.analysis.contraction)
 
     def _memo(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         found = self._known.get(key)
@@ -141,9 +143,7 @@ class Assignment:
     @property
     def independent(self) -> Independent:
         """The collectives that need no other's result."""
-        return self._memo(
-            ("independent",), lambda: independent(self.graph, self.deferrals)
-        )
+        return self.analysis.independent
 
     @property
     def stackings(self) -> dict[int, Stacking]:
@@ -155,7 +155,7 @@ class Assignment:
         self._known["stackings",] = {}
         found = [
             stacking
-            for d in self.deferrals
+            for d in self.analysis.deferrals
             if d.hoisted or any(v in self.codecs for v in d.ends)
             if (stacking := stacking_of(self, d)) is not None
         ]
@@ -235,13 +235,10 @@ class Assignment:
 
 
 def assign(
-    graph: OperatorGraph,
-    contraction: Contraction,
-    sources: dict[ValueClass, Source],
+    analysis: Analysis,
     sizes: tuple[int, ...],
     strategies: Sequence[Strategy],
     copies: Sequence[tuple[Copy, int]],
-    deferrals: tuple[Deferral, ...] = (),
     codecs: dict[int, str] | None = None,
 ) -> Assignment:
     """Makes an assignment from strategies and the chosen strategy of each copy."""
@@ -251,13 +248,4 @@ def assign(
         )
         for c, k in copies
     }
-    return Assignment(
-        graph,
-        contraction,
-        sources,
-        sizes,
-        tuple(strategies),
-        chosen,
-        deferrals,
-        codecs or {},
-    )
+    return Assignment(analysis, sizes, tuple(strategies), chosen, codecs or {})

@@ -7,7 +7,7 @@ import enum
 
 from autopar.layouts.strategies import Space
 from autopar.steps.uses import Use, ValueClass
-from autopar_passes.rules import Dims
+from autopar_passes.rules.factor_rule import Dims
 
 
 class Mode(enum.Enum):

@@ -17,7 +17,7 @@ import itertools
 import math
 from collections.abc import Sequence
 
-from autopar.plans.schema import Spec
+from autopar.plans import Spec
 
 Axes = tuple[int, ...]
 Layout = tuple[Axes, ...]

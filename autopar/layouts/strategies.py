@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from autopar.layouts.layout import Axes, Layout, assignments
 from autopar.steps.nodes import Contraction, Node
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.rules.factor_rule import Dims
 
 # A strategy gives each factor of a node the mesh axes that split it.
 Strategy = tuple[Axes, ...]

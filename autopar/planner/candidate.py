@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 from autopar.cluster import MeshShape
+from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.combining import Group
+from autopar.cost.evaluate import total
+from autopar.cost.items import CostItem, items
 from autopar.cost.memory import peak_memory_bytes
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, joined, traffic
+from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment, assign
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar_solver import Solution
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Candidate:
     """The best assignment found on one mesh.
 
@@ -23,10 +27,7 @@ class Candidate:
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
       solution: what the solver says.
-      collectives: the communication of the assignment.
-      compute_s: seconds of work on arrays in one step.
-      communication_s: seconds of communication in one step.
-      communication_bytes: bytes that one device sends in one step.
+      items: what a step of it costs, operator by operator.
       peak_memory_bytes: most bytes live at once on one device.
     """
 
@@ -34,16 +35,38 @@ class Candidate:
     pricer: Pricer
     formulation: Formulation
     solution: Solution
-    collectives: tuple[Collective, ...]
-    compute_s: float
-    communication_s: float
-    communication_bytes: float
+    items: tuple[CostItem, ...]
     peak_memory_bytes: float
+
+    @functools.cached_property
+    def cost(self) -> CostBreakdown:
+        """What a step costs."""
+        return total(self.items)
+
+    @functools.cached_property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The communication of the assignment, in program order."""
+        return tuple(i.collective for i in self.items if i.collective is not None)
+
+    @property
+    def compute_s(self) -> float:
+        """Seconds of work on arrays in one step."""
+        return self.cost.work_s
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of communication in one step."""
+        return self.cost.communication_s
+
+    @property
+    def communication_bytes(self) -> float:
+        """Bytes that one device sends in one step."""
+        return self.cost.communication_bytes
 
     @property
     def step_s(self) -> float:
         """Predicted seconds of one step."""
-        return self.compute_s + self.communication_s
+        return step_s(self.cost)
 
     @property
     def shared_s(self) -> float:
@@ -102,7 +125,7 @@ def choices_of(formulation: Formulation, assignment: Assignment) -> list[int] | 
     return choices
 
 
-def evaluate(
+def candidate_of(
     analysis: Analysis, formulation: Formulation, solution: Solution
 ) -> Candidate:
     """Turns a solution into layouts and prices what they really do."""
@@ -112,43 +135,13 @@ def evaluate(
     ]
     copies = [(c, solution.choices[c.node]) for c in formulation.copies]
     pricer = formulation.pricer
-    assignment = assign(
-        analysis.graph,
-        analysis.contraction,
-        analysis.sources,
-        pricer.sizes,
-        strategies,
-        copies,
-        analysis.deferrals,
-    )
-    collectives = tuple(joined(pricer, traffic(assignment)))
-    inside = sum(
-        c.seconds(pricer) - c.shared_s(pricer)
-        for c in collectives
-        if is_inside_node(assignment, c)
-    )
-    work = sum(
-        float(formulation.problem.node_costs[i][solution.choices[i]])
-        for i in range(count)
-    )
+    assignment = assign(analysis, pricer.sizes, strategies, copies)
+    overhead = pricer.cluster.device.calibrated.memory_overhead
     return Candidate(
         assignment,
         pricer,
         formulation,
         solution,
-        collectives,
-        work - inside,
-        sum(c.seconds(pricer) for c in collectives),
-        sum(c.sent_bytes(pricer) for c in collectives),
-        peak_memory_bytes(assignment, analysis.life),
+        tuple(items(assignment, pricer)),
+        peak_memory_bytes(assignment, analysis.life, overhead),
     )
-
-
-def is_inside_node(assignment: Assignment, collective: Collective) -> bool:
-    """Whether a node's own cost already holds a collective (a small reduction)."""
-    op = assignment.graph.operators[collective.operator]
-    sums = ("all_reduce", "reduce_scatter")
-    if collective.step.kind not in sums or collective.value in op.inputs:
-        return False
-    node = assignment.contraction.nodes[assignment.contraction.node_of[op.class_index]]
-    return node.kind != "contraction"

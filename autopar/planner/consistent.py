@@ -9,8 +9,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
-from autopar.plans import NodeDecision, Plan
-from autopar.plans.schema import Spec
+from autopar.plans import NodeDecision, Plan, Spec
 from autopar.steps.analysis import Analysis
 
 
@@ -20,9 +19,8 @@ def check_consistent(analysis: Analysis, plan: Plan) -> None:
     Raises:
       PlanError: the plan does not fit; the message names the first thing wrong.
     """
-    axes = plan.mesh.get("axes", {})
-    if not axes or any(size < 1 for size in axes.values()):
-        raise _wrong(f"its mesh is {plan.mesh}")
+    _check_runs(plan)
+    axes = plan.mesh["axes"]
     nodes = analysis.contraction.nodes
     if len(nodes) != len(plan.nodes):
         raise _wrong(f"it decides {len(plan.nodes)} nodes, the step has {len(nodes)}")
@@ -34,6 +32,27 @@ def check_consistent(analysis: Analysis, plan: Plan) -> None:
         _check_axes(copy.name, copy.axes, axes)
     if list(plan.inputs) != [i.path for i in analysis.graph.inputs]:
         raise _wrong("its inputs are not those of the step")
+
+
+def _check_runs(plan: Plan) -> None:
+    """Raises `PlanError` for what a plan may say and cannot be carried out yet."""
+    stage = plan.stage
+    if plan.microbatches > 1:
+        raise PlanError(
+            f"the plan splits the batch into {plan.microbatches} microbatches, and "
+            "plans run on whole batches: set microbatches to 1."
+        )
+    if stage.devices != tuple(range(len(stage.devices))):
+        raise PlanError(
+            f"the plan is for devices {stage.devices} of its cluster, and plans of one "
+            "stage run on the first devices, in order."
+        )
+    if stage.rematerialisation:
+        raise PlanError(
+            "the plan computes results again in the backward pass "
+            f"({', '.join(stage.rematerialisation[:3])}), which is not carried out: "
+            "use jax.checkpoint in the step."
+        )
 
 
 def _check_node(

@@ -18,9 +18,9 @@ from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.problem import Restriction
 from autopar.planner.search import candidate_meshes, search, solve_mesh
 from autopar.steps.analysis import Analysis
-from autopar.steps.labels import BATCH, SEQUENCE, Labels, factor_labels
+from autopar.steps.labels import BATCH, SEQUENCE, Labels
 from autopar.steps.nodes import Node
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def expert_plans(
       cluster: what to plan for.
       seconds: time limit of the solver for each.
     """
-    labels = factor_labels(analysis.graph, analysis.contraction)
+    labels = analysis.node_labels
     out: list[Expert] = []
     for mesh in candidate_meshes(cluster):
         pricer = Pricer(cluster, mesh)

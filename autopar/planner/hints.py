@@ -18,12 +18,13 @@ from jax.sharding import PartitionSpec
 from autopar.cluster import MeshShape
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import Layout
+from autopar.layouts.layout import Layout, from_spec
 from autopar.layouts.strategies import Strategy, layout_of
 from autopar.planner.problem import Restriction
+from autopar.plans.specs import spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar_passes.trace import argument_names, is_graph_node
+from autopar_passes.program.trace import argument_names, is_graph_node
 
 # Pattern of an input's path -> its layout.
 Pins = Mapping[str, PartitionSpec]
@@ -40,6 +41,7 @@ def pinned_layouts(
       PlanError: a pattern matches no input, or a spec does not fit its array.
     """
     out: dict[int, Layout] = {}
+    axes = dict(zip(mesh.names, mesh.sizes, strict=True))
     for pattern, spec in pins.items():
         matched = [
             i for i in analysis.graph.inputs if fnmatch.fnmatchcase(i.path, pattern)
@@ -51,39 +53,9 @@ def pinned_layouts(
             )
         for given in matched:
             shape = analysis.graph.values[given.value].shape
-            out[given.value] = _layout(pattern, spec, shape, mesh)
+            fitting = spec_of(spec, shape, axes, f"pin '{pattern}'")
+            out[given.value] = from_spec(fitting, mesh.names)
     return out
-
-
-def _layout(
-    pattern: str, spec: PartitionSpec, shape: tuple[int, ...], mesh: MeshShape
-) -> Layout:
-    names = list(mesh.names)
-    entries = [
-        () if e is None else (e,) if isinstance(e, str) else tuple(e) for e in spec
-    ]
-    if len(entries) > len(shape):
-        raise PlanError(f"pin '{pattern}': {spec} has more entries than shape {shape}.")
-    entries += [()] * (len(shape) - len(entries))
-    used = [axis for axes in entries for axis in axes]
-    if len(set(used)) < len(used):
-        raise PlanError(f"pin '{pattern}': {spec} uses a mesh axis twice.")
-    layout: list[tuple[int, ...]] = []
-    for size, axes in zip(shape, entries, strict=True):
-        split = 1
-        for axis in axes:
-            if axis not in names:
-                raise PlanError(
-                    f"pin '{pattern}': no mesh axis '{axis}'; the mesh has "
-                    f"{', '.join(names)}. Name axes with axis_names=."
-                )
-            split *= mesh.sizes[names.index(axis)]
-        if size % split:
-            raise PlanError(
-                f"pin '{pattern}': a dimension of {size} cannot be split {split} ways."
-            )
-        layout.append(tuple(names.index(a) for a in axes))
-    return tuple(layout)
 
 
 def fitting_meshes(

@@ -7,8 +7,8 @@ from autopar.errors import InfeasibleError
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import operator_name, operator_place
-from autopar_passes.roles import InputRole
-from autopar_solver.infeasibility import explain
+from autopar_passes.graph.roles import InputRole
+from autopar_solver import explain_infeasibility
 
 _LARGEST = 4
 
@@ -17,7 +17,7 @@ def infeasible(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> InfeasibleError:
     """Makes the error that names the binding memory and the nearest fixes."""
-    found = explain(formulation.problem)
+    found = explain_infeasibility(formulation.problem)
     op = analysis.graph.operators[min(found.time, len(analysis.graph.operators) - 1)]
     limit = pricer.cluster.memory_bytes
     lines = [

@@ -12,15 +12,15 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from autopar.cost.memory import OVERHEAD, held_until
+from autopar.cost.memory import held_until
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import shards
 from autopar.layouts.strategies import Space
 from autopar.steps.lifetimes import Lifetimes
 from autopar.steps.nodes import Contraction, Home
 from autopar.steps.uses import Source
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.rules.factor_rule import Dims
 from autopar_solver import MemoryTerm
 
 
@@ -32,9 +32,10 @@ def memory_terms(
     copies: Sequence[Copy],
     sources: Iterable[Source],
     sizes: Sequence[int],
+    overhead: float,
 ) -> tuple[MemoryTerm, ...]:
     """Returns what each choice occupies, and when."""
-    writer = _Writer(graph, contraction, life, spaces, sizes)
+    writer = _Writer(graph, contraction, life, spaces, sizes, overhead)
     terms = [*writer.inputs(), *writer.homes(), *writer.partials()]
     terms.extend(writer.arrivals(sources))
     for copy in copies:
@@ -50,12 +51,14 @@ class _Writer:
         life: Lifetimes,
         spaces: Sequence[Space],
         sizes: Sequence[int],
+        overhead: float,
     ) -> None:
         self.graph = graph
         self.contraction = contraction
         self.life = life
         self.spaces = spaces
         self.sizes = sizes
+        self.overhead = overhead
         self.length = len(graph.operators)
         self.cache: dict[tuple[int, Dims, int], np.ndarray] = {}
 
@@ -100,7 +103,7 @@ class _Writer:
             start = self.life.time[op.index]
             for value, dims in zip(op.outputs, op.rule.results, strict=True):
                 own = node.dims(op, dims)
-                nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
+                nbytes = int(self.overhead * self.graph.values[value].nbytes)
                 usage = self.usage(index, own, nbytes)
                 yield MemoryTerm(node=index, start=start, end=start + 1, usage=usage)
 
@@ -109,7 +112,7 @@ class _Writer:
         for source in sources:
             for use in source.foreign:
                 for value, (first, _, _) in use.readers.items():
-                    nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
+                    nbytes = int(self.overhead * self.graph.values[value].nbytes)
                     usage = self.usage(use.node, use.dims, nbytes)
                     start = self.life.time[first]
                     yield MemoryTerm(
@@ -117,7 +120,7 @@ class _Writer:
                     )
 
     def buffer(self, home: Home, value: int, start: int, end: int) -> MemoryTerm:
-        nbytes = int(OVERHEAD * self.graph.values[value].nbytes)
+        nbytes = int(self.overhead * self.graph.values[value].nbytes)
         usage = self.usage(home.node, home.dims, nbytes)
         return MemoryTerm(node=home.node, start=start, end=end + 1, usage=usage)
 
@@ -145,6 +148,6 @@ class _Writer:
         for value, (start, end) in spans.items():
             nbytes = self.graph.values[value].nbytes
             if nbytes not in cache:
-                cache[nbytes] = OVERHEAD * nbytes * held / split
+                cache[nbytes] = self.overhead * nbytes * held / split
             usage = cache[nbytes]
             yield MemoryTerm(node=copy.node, start=start, end=end + 1, usage=usage)

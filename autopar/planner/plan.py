@@ -6,23 +6,22 @@ import dataclasses
 import time
 from collections.abc import Sequence
 
-import msgspec
-
 from autopar.cluster import Cluster, MeshShape
+from autopar.compression.codecs.codec import Codec
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
-from autopar.planner.candidate import SearchResult
 from autopar.planner.codecs.choose import (
-    CodecChoice,
     choose,
     described,
-    gradient_decisions,
     joint,
     joint_uniform,
     uniform,
 )
 from autopar.planner.codecs.options import budget_of, parsed
+from autopar.planner.codecs.written import check_fits, with_codecs
+from autopar.planner.edited import carried_out, with_status
 from autopar.planner.hints import (
+    Pins,
     check_pinned,
     fitting_meshes,
     pin_restriction,
@@ -30,11 +29,21 @@ from autopar.planner.hints import (
 )
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
+from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Codecs:
+    """What was said about codecs: the mode, the codec it names, and the budget."""
+
+    mode: str
+    codec: Codec | None
+    budget: float
 
 
 def plan_analysis(
@@ -52,90 +61,88 @@ def plan_analysis(
             "plan_analysis: logical_axis_rules need the step's arguments; turn them "
             "into pins with with_logical_pins(options, step, args)."
         )
-    pins, compression, layouts = (
-        options.pins,
-        options.compression,
-        options.layouts,
-    )
-    seconds = options.seconds
-    started = time.perf_counter()
-    codec = parsed(compression)
-    budget = budget_of(options.error_budget, compression)
-    meshes = candidate_meshes(cluster, options.max_axes, options.axis_names)
+    mode, names, pins = options.compression, options.axis_names, options.pins or {}
+    codecs = _Codecs(mode, parsed(mode), budget_of(options.error_budget, mode))
+    layouts, seconds = options.layouts, options.seconds
+    if layouts is not None:
+        if names is not None and tuple(names) != layouts.axis_names:
+            raise PlanError(
+                f"axis_names={tuple(names)}: the plan given as layouts= has the "
+                f"mesh axes {', '.join(layouts.axis_names)}; leave axis_names out."
+            )
+        return _with_layouts(analysis, cluster, layouts, pins, codecs, seconds)
+    meshes = candidate_meshes(cluster, options.max_axes, names)
     if pins:
         meshes = fitting_meshes(analysis, pins, meshes)
     if options.split_batch:
         check_batch(analysis, cluster, meshes)
+    return _searched(analysis, cluster, meshes, pins, codecs, seconds)
+
+
+def _searched(
+    analysis: Analysis,
+    cluster: Cluster,
+    meshes: Sequence[MeshShape],
+    pins: Pins,
+    codecs: _Codecs,
+    seconds: float | None,
+) -> Plan:
+    """The fastest layouts, and codecs chosen together with them."""
+    started = time.perf_counter()
 
     def restrict(pricer: Pricer) -> Restriction:
-        layouts = pinned_layouts(analysis, pins or {}, pricer.mesh)
-        return pin_restriction(analysis, layouts)
+        return pin_restriction(analysis, pinned_layouts(analysis, pins, pricer.mesh))
 
-    if layouts is not None:
-        kept = restore(analysis, layouts)
-        result = given(analysis, cluster, kept, layouts.axis_names)
-    else:
-        result = search(
-            analysis,
-            cluster,
-            meshes=meshes,
-            seconds=seconds,
-            restriction=restrict if pins else None,
-        )
-    if pins:
-        check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
-    made = make_plan(analysis, result)
-    if compression == "none":
-        return made
-    restriction = restrict if pins else None
-    if codec is not None and layouts is not None:
-        choice = first = uniform(analysis, result.best, codec)
-    elif codec is not None:
+    limit = restrict if pins else None
+    result = search(
+        analysis, cluster, meshes=meshes, seconds=seconds, restriction=limit
+    )
+    check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
+    if codecs.mode == "none":
+        return make_plan(analysis, result)
+    if codecs.codec is not None:
         choice, first = joint_uniform(
-            analysis, result, codec, seconds=seconds, restriction=restriction
+            analysis, result, codecs.codec, seconds=seconds, restriction=limit
         )
-    elif layouts is not None:
-        choice = first = choose(analysis, result.best, budget, {})
     else:
         choice, first = joint(
             analysis,
             result,
-            budget=budget,
+            budget=codecs.budget,
             errors={},
             seconds=seconds,
-            restriction=restriction,
+            restriction=limit,
         )
     result = dataclasses.replace(result, seconds=time.perf_counter() - started)
-    return with_choice(analysis, result, choice, first, compression, budget)
+    why = described(analysis, choice, first, codecs.mode, codecs.budget)
+    return with_codecs(analysis, result, choice, why)
 
 
-def with_choice(
+def _with_layouts(
     analysis: Analysis,
-    result: SearchResult,
-    choice: CodecChoice,
-    first: CodecChoice,
-    mode: str,
-    budget: float,
+    cluster: Cluster,
+    layouts: Plan,
+    pins: Pins,
+    codecs: _Codecs,
+    seconds: float | None,
 ) -> Plan:
-    """The plan of a choice of codecs."""
-    found = dataclasses.replace(result, best=choice.candidate)
-    plan = make_plan(analysis, found)
-    gradients = gradient_decisions(choice)
-    coded = [g for g in gradients if g.codec]
-    sent = choice.other_bytes + sum(g.wire_bytes + g.within_bytes for g in coded)
-    predicted = msgspec.structs.replace(
-        plan.predicted,
-        step_s=choice.step_s,
-        communication_s=plan.predicted.communication_s - choice.saved_s,
-        communication_bytes=sent,
-        peak_memory_bytes=plan.predicted.peak_memory_bytes + choice.memory_bytes,
-    )
-    return msgspec.structs.replace(
-        plan,
-        predicted=predicted,
-        gradients=gradients,
-        compression=described(analysis, choice, first, mode, budget),
-    )
+    """The layouts of a plan, of another batch perhaps, and codecs chosen for them."""
+    started = time.perf_counter()
+    kept = carried_out(analysis, rebatched(analysis, layouts), cluster, seconds=seconds)
+    result = given(analysis, cluster, restore(analysis, kept), kept.axis_names)
+    best = result.best
+    check_fits(best)
+    check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
+    made = make_plan(analysis, result)
+    if codecs.mode != "none":
+        if codecs.codec is not None:
+            choice = uniform(analysis, best, codecs.codec)
+        else:
+            choice = choose(analysis, best, codecs.budget, {})
+        result = dataclasses.replace(result, seconds=time.perf_counter() - started)
+        why = described(analysis, choice, choice, codecs.mode, codecs.budget)
+        made = with_codecs(analysis, result, choice, why)
+    return with_status(made, kept.solver.status) if layouts.edited else made
 
 
 def check_batch(

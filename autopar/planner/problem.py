@@ -24,8 +24,8 @@ from autopar.layouts.strategies import (
 from autopar.planner.memory_terms import memory_terms
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction, Node
-from autopar.steps.uses import Source, Use
-from autopar_passes.graph import OperatorGraph
+from autopar.steps.uses import Source, times_made
+from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
 # State that is kept whole takes at most these parts of a device and of all state.
@@ -125,6 +125,7 @@ def formulate(
             copies,
             analysis.sources.values(),
             pricer.sizes,
+            pricer.cluster.device.calibrated.memory_overhead,
         )
     problem = ShardingProblem(
         name="step",
@@ -268,7 +269,7 @@ def _source_edges(
         return
     for copy in copies:
         layouts = copy.space.layouts(copy.dims)
-        fetch = _matrix(home, layouts, nbytes, pricer, shared) * _most(copy.uses)
+        fetch = _matrix(home, layouts, nbytes, pricer, shared) * times_made(copy.uses)
         yield (
             (source.home.node, copy.node),
             _by_mode(copy, home, layouts, fetch),
@@ -290,15 +291,6 @@ def _matrix(
 ) -> np.ndarray:
     whole = [(s, ()) for s in starts]
     return pricer.reshard_matrix(whole, targets, "", nbytes, together)
-
-
-def _most(uses: Sequence[Use]) -> float:
-    """How often the copy is made: once for each instance and trip."""
-    trips: dict[int, float] = {}
-    for use in uses:
-        for value, (_, _, count) in use.readers.items():
-            trips[value] = max(trips.get(value, 0.0), count)
-    return sum(trips.values())
 
 
 def _reuse_matrix(forward: Copy, backward: Copy) -> np.ndarray:

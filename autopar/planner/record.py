@@ -2,26 +2,32 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import from_spec, to_spec
-from autopar.planner.candidate import SearchResult
+from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.consistent import check_consistent
 from autopar.plans import (
+    SCHEMA,
+    ClusterData,
     CopyDecision,
     NodeDecision,
     Plan,
     Predicted,
     Seconds,
     SolverReport,
+    Spec,
+    StagePlan,
 )
-from autopar.plans.schema import SCHEMA, Spec
+from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import node_name, operator_name
 from autopar.version import __version__
+from autopar_passes.graph.roles import InputRole
 
 # Status of a plan whose layouts were not searched for.
 GIVEN = "layouts as they were given"
@@ -30,7 +36,6 @@ GIVEN = "layouts as they were given"
 def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best
-    names = best.pricer.mesh.names
     solution = best.solution
     predicted = Predicted(
         step_s=best.step_s,
@@ -53,27 +58,38 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         solve=result.seconds,
         total=analysis.trace_s + analysis.graph_s + result.seconds,
     )
-    inputs, outputs = _interface(analysis, best.assignment, names)
     return Plan(
         schema=SCHEMA,
         version=__version__,
-        cluster=str(best.pricer.cluster),
-        mesh={"axes": dict(zip(names, best.pricer.sizes, strict=True))},
+        cluster=ClusterData.of(best.pricer.cluster),
+        stages=(_stage(analysis, best),),
         predicted=predicted,
         solver=solver,
         seconds=seconds,
-        inputs=inputs,
-        outputs=outputs,
         roles={i.path: i.role.value for i in analysis.graph.inputs},
         unsupported_ops=analysis.graph.unsupported,
         assumed=analysis.graph.assumed_trips,
         fingerprint=analysis.fingerprint,
-        nodes=_node_decisions(analysis, best.assignment, names),
-        copies=_copy_decisions(analysis, best.assignment, names),
+        structure=analysis.structure,
         shapes={
             i.path: tuple(analysis.graph.values[i.value].shape)
             for i in analysis.graph.inputs
         },
+    ).stamped()
+
+
+def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
+    """The whole step on all devices."""
+    names, sizes = best.pricer.mesh.names, best.pricer.sizes
+    inputs, outputs = _interface(analysis, best.assignment, names)
+    return StagePlan(
+        name="step",
+        devices=tuple(range(math.prod(sizes))),
+        mesh={"axes": dict(zip(names, sizes, strict=True))},
+        inputs=inputs,
+        outputs=outputs,
+        nodes=_node_decisions(analysis, best.assignment, names),
+        copies=_copy_decisions(analysis, best.assignment, names),
     )
 
 
@@ -133,21 +149,64 @@ def check_plan(analysis: Analysis, plan: Plan) -> None:
       PlanError: it was made for another one; the message says what differs. Or it
         is inconsistent.
     """
-    if plan.fingerprint == analysis.fingerprint:
-        check_consistent(analysis, plan)
-        return
+    if plan.fingerprint != analysis.fingerprint:
+        raise another_step(analysis, plan)
+    check_consistent(analysis, plan)
+
+
+def another_step(analysis: Analysis, plan: Plan) -> PlanError:
+    """The error for a plan of another step; it says what differs."""
     have = {i.path for i in analysis.graph.inputs}
     want = set(plan.inputs)
     differ = sorted(have ^ want)
-    what = (
-        f"the plan has {len(want)} inputs, the step has {len(have)}; only in one of "
-        f"them: {', '.join(differ[:4])}"
-        if differ
-        else "the inputs have the same names; shapes, dtypes or operators differ"
-    )
-    raise PlanError(
+    what = "the inputs have the same names; shapes, dtypes or operators differ"
+    if differ:
+        what = (
+            f"the plan has {len(want)} inputs, the step has {len(have)}; only in one "
+            f"of them: {', '.join(differ[:4])}"
+        )
+    elif plan.structure == analysis.structure:
+        what = (
+            "only the batch differs; autopar.plan(..., layouts=plan) keeps the layouts"
+        )
+    elif plan.structure and only_batch_differs(analysis, plan):
+        what = (
+            "at this size of the batch, other arrays are large enough to have a layout"
+        )
+    return PlanError(
         f"the plan belongs to another step ({plan.fingerprint}, not "
         f"{analysis.fingerprint}): {what}. Make a new plan with autopar.plan."
+    )
+
+
+def only_batch_differs(analysis: Analysis, plan: Plan) -> bool:
+    """Whether a step has the inputs of a plan, but for the sizes of its batch."""
+    shapes = {i.path: i for i in analysis.graph.inputs}
+    if shapes.keys() != plan.shapes.keys():
+        return False
+    for path, given in shapes.items():
+        shape, planned = analysis.graph.values[given.value].shape, plan.shapes[path]
+        batch = given.role is InputRole.BATCH and len(shape) == len(planned)
+        if tuple(shape) != tuple(planned) and not batch:
+            return False
+    return True
+
+
+def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
+    """The decisions of a plan's nodes, copies and codecs, whatever its inputs say."""
+    names = plan.axis_names
+    copies = {
+        ((c.producer, c.slot), c.backward): CopyChoice(
+            from_spec(c.axes, names), c.reuse
+        )
+        for c in plan.copies
+    }
+    return Assignment(
+        analysis,
+        plan.axis_sizes,
+        tuple(from_spec(n.axes, names) for n in plan.nodes),
+        copies,
+        {g.value: g.codec for g in plan.gradients if g.codec},
     )
 
 
@@ -158,29 +217,33 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
       PlanError: the plan belongs to another step or is inconsistent.
     """
     check_plan(analysis, plan)
-    names = plan.axis_names
-    copies = {
-        ((c.producer, c.slot), c.backward): CopyChoice(
-            from_spec(c.axes, names), c.reuse
-        )
-        for c in plan.copies
-    }
-    assignment = Assignment(
-        analysis.graph,
-        analysis.contraction,
-        analysis.sources,
-        plan.axis_sizes,
-        tuple(from_spec(n.axes, names) for n in plan.nodes),
-        copies,
-        analysis.deferrals,
-        {g.value: g.codec for g in plan.gradients if g.codec},
-    )
+    assignment = assignment_of(analysis, plan)
+    inputs, outputs = _interface(analysis, assignment, plan.axis_names)
     for given in analysis.graph.inputs:
-        stored = to_spec(assignment.home_layout(given.value), names)
-        if plan.inputs[given.path] != stored:
-            raise PlanError(
-                f"the plan contradicts itself: input '{given.path}' is "
-                f"{plan.inputs[given.path]}, its node says {stored}. To change a "
-                "layout, plan again with pins=: autopar.plan(..., pins={...})."
+        if plan.inputs[given.path] != inputs[given.path]:
+            raise _contradiction(
+                f"input '{given.path}' is {spec_text(plan.inputs[given.path])}",
+                f"{_home_name(analysis, plan, given.value)} says "
+                f"{spec_text(inputs[given.path])}",
+            )
+    for path in sorted(plan.outputs.keys() | outputs.keys()):
+        said, is_ = plan.outputs.get(path), outputs.get(path)
+        if said != is_:
+            raise _contradiction(
+                f"output '{path}' is {'absent' if said is None else spec_text(said)}",
+                f"it leaves as {'nothing' if is_ is None else spec_text(is_)}",
             )
     return assignment
+
+
+def _home_name(analysis: Analysis, plan: Plan, value: int) -> str:
+    home = analysis.contraction.homes.get(value)
+    return "its size" if home is None else f"node '{plan.nodes[home.node].name}'"
+
+
+def _contradiction(one: str, other: str) -> PlanError:
+    return PlanError(
+        f"the plan contradicts itself: {one}, {other}. To change a layout, edit the "
+        "inputs of a plan that autopar.plan made, or plan again with "
+        "autopar.plan(..., pins={...})."
+    )

@@ -13,17 +13,19 @@ from autopar.cost.combining import Group
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import Assignment
+from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import (
     Candidate,
     SearchResult,
+    candidate_of,
     choices_of,
-    evaluate,
 )
 from autopar.planner.infeasible import infeasible
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis
-from autopar_solver import Solution, Status, check, solve
+from autopar.steps.nodes import Node
+from autopar_solver import Solution, Status, evaluate_choices, solve
 
 
 def candidate_meshes(
@@ -217,7 +219,7 @@ def _solved(
         status = solution.status
         if status in (Status.INFEASIBLE, Status.UNKNOWN):
             break
-        found = evaluate(analysis, formulation, solution)
+        found = candidate_of(analysis, formulation, solution)
         if found.peak_memory_bytes <= limit:
             return _tie_broken(analysis, found)
         over = limit / found.peak_memory_bytes
@@ -237,10 +239,27 @@ def _tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
     solution = split_batch_inputs(analysis, found.formulation, found.solution)
     if solution.choices == found.solution.choices:
         return found
-    split = evaluate(analysis, found.formulation, solution)
+    split = candidate_of(analysis, found.formulation, solution)
     limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
     fits = split.peak_memory_bytes <= limit
     return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found
+
+
+def plan_mesh(
+    cluster: Cluster, names: tuple[str, ...], sizes: tuple[int, ...]
+) -> MeshShape:
+    """The mesh of a plan on a cluster.
+
+    Raises:
+      PlanError: the cluster has no such mesh.
+    """
+    levels = sum(level.size > 1 for level in cluster.levels)
+    enough = len(names) >= max(levels, 1)
+    for mesh in cluster.mesh_shapes(len(names), names) if enough else ():
+        if (mesh.names, mesh.sizes) == (names, sizes):
+            return mesh
+    axes = " ".join(f"{n}={s}" for n, s in zip(names, sizes, strict=True))
+    raise PlanError(f"the plan's mesh {axes} does not fit the cluster {cluster}.")
 
 
 def given(
@@ -257,18 +276,20 @@ def given(
     Raises:
       PlanError: the cluster has no such mesh, or the layouts do not fit the step.
     """
-    shapes = cluster.mesh_shapes(max(len(names), 1), names)
-    fitting = [m for m in shapes if m.sizes == assignment.sizes and m.names == names]
-    if not fitting:
-        sizes = "x".join(map(str, assignment.sizes))
-        raise PlanError(f"layouts=: {cluster} has no mesh of {sizes} devices.")
+    mesh = plan_mesh(cluster, tuple(names), assignment.sizes)
     start = time.perf_counter()
-    pricer = Pricer(cluster, fitting[0])
-    formulation = formulate(analysis, pricer, None, float("inf"))
+    pricer = Pricer(cluster, mesh)
+
+    def stated(node: Node, strategy: Strategy) -> bool:
+        return strategy == assignment.strategies[node.index]
+
+    formulation = formulate(analysis, pricer, stated, float("inf"))
     choices = choices_of(formulation, assignment)
     if choices is None:
-        raise PlanError("layouts=: the plan's layouts are none of this step's.")
-    cost = check.evaluate(formulation.problem, choices).cost
+        raise PlanError(
+            "the plan holds a layout that the planner does not consider for this step."
+        )
+    cost = evaluate_choices(formulation.problem, choices).cost
     solution = Solution(
         choices=tuple(choices),
         cost=cost,
@@ -276,6 +297,6 @@ def given(
         status=Status.FEASIBLE,
         seconds=0.0,
     )
-    found = evaluate(analysis, formulation, solution)
+    found = candidate_of(analysis, formulation, solution)
     seconds = time.perf_counter() - start
-    return SearchResult(found, ((fitting[0], found),), seconds, searched=False)
+    return SearchResult(found, ((mesh, found),), seconds, searched=False)

@@ -15,7 +15,7 @@ import numpy as np
 from autopar.layouts.layout import Layout
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 from autopar_solver import ShardingProblem, Solution
 
 # Costs that differ by less than this part of the step are the same but for rounding.

@@ -1,19 +1,24 @@
-"""Plans: plain data that can be saved, read, printed, compared and run."""
+"""Plans: plain data that can be saved, read, printed, compared, edited and run."""
 
+from autopar.plans.cluster_data import ClusterData
+from autopar.plans.files import SCHEMA
+from autopar.plans.gradients import Compression, GradientDecision
 from autopar.plans.schema import (
-    SCHEMA,
-    Compression,
-    CopyDecision,
-    GradientDecision,
-    NodeDecision,
+    NO_SCHEDULE,
+    SCHEDULES,
     Plan,
     Predicted,
     Seconds,
     SolverReport,
 )
+from autopar.plans.specs import Spec
+from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 
 __all__ = [
+    "NO_SCHEDULE",
+    "SCHEDULES",
     "SCHEMA",
+    "ClusterData",
     "Compression",
     "CopyDecision",
     "GradientDecision",
@@ -22,4 +27,6 @@ __all__ = [
     "Predicted",
     "Seconds",
     "SolverReport",
+    "Spec",
+    "StagePlan",
 ]

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
 
 from autopar.errors import PlanError
+from autopar.plans import checks, files
+from autopar.plans.cluster_data import ClusterData
+from autopar.plans.edits import with_layouts
+from autopar.plans.gradients import Compression, GradientDecision
+from autopar.plans.specs import Entries, Spec
+from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 
-# Raised by one whenever a field changes its meaning.
-SCHEMA = 1
+# Orders in which the stages of a pipeline may run their microbatches; one stage has
+# none. Only plans of one stage are made and run today.
+NO_SCHEDULE = "none"
+SCHEDULES = (NO_SCHEDULE, "gpipe", "1f1b")
 
-# Per dimension, the names of the mesh axes that split it, major to minor.
-Spec = tuple[tuple[str, ...], ...]
 
-
-class Predicted(msgspec.Struct, frozen=True, kw_only=True):
+class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What the cost model expects of one step.
 
     Attributes:
@@ -35,7 +40,9 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True):
     peak_memory_bytes: float
 
 
-class SolverReport(msgspec.Struct, frozen=True, kw_only=True):
+class SolverReport(
+    msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
+):
     """How the plan was found; ``gap`` is (cost - bound) / cost, 0 without a search."""
 
     status: str
@@ -46,7 +53,7 @@ class SolverReport(msgspec.Struct, frozen=True, kw_only=True):
     meshes: dict[str, float] = {}
 
 
-class Seconds(msgspec.Struct, frozen=True, kw_only=True):
+class Seconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where the planning time went, in seconds."""
 
     trace: float
@@ -55,164 +62,180 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True):
     total: float
 
 
-class NodeDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The choice of one node of the contracted graph.
-
-    Attributes:
-      name: module path and operator of its root.
-      kind: ``input``, ``contraction`` or ``array``.
-      factors: size of each factor.
-      axes: names of the mesh axes given to each factor, major to minor.
-      count: how many operators share the decision.
-    """
-
-    name: str
-    kind: str
-    factors: tuple[int, ...]
-    axes: Spec
-    count: int = 1
-
-
-class CopyDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """The layout of a value's shared copy.
-
-    Attributes:
-      name: the operator that makes the value, and its output's position.
-      backward: whether the backward readers share it.
-      axes: the layout.
-      reuse: whether it is the forward copy, kept.
-    """
-
-    name: str
-    producer: int
-    slot: int
-    backward: bool
-    axes: Spec
-    reuse: bool
-
-
-class GradientDecision(msgspec.Struct, frozen=True, kw_only=True):
-    """How one gradient is summed over the devices that hold parts of it.
-
-    Attributes:
-      name: path of the parameter.
-      value: number of the gradient's value in the program.
-      shape: of the whole gradient.
-      local_shape: of the part of it that one device sends.
-      axes: names of the mesh axes over which it is sent.
-      workers: number of devices along them.
-      scatter: whether each of them needs only its part of the sum.
-      within: names of the mesh axes over which it is summed before, as it is; each
-        device along them then sends a part.
-      keeps: whether the sum stays split over these; it is gathered otherwise.
-      codec: how it is sent, as text; '' leaves it to the compiler.
-      feedback: whether what was not sent is added to the next step's gradient.
-      average_every: steps between averages of the residuals over the devices; 0:
-        never.
-      bucket: gradients of one bucket are sent together.
-      dense_bytes: bytes that one device sends along ``axes`` without a codec.
-      wire_bytes: bytes that one device sends along ``axes`` with it.
-      within_bytes: bytes that one device sends along ``within``.
-      error: expected relative error of what is sent, in the L2 norm.
-      saved_s: seconds a step that the codec saves.
-    """
-
-    name: str
-    value: int
-    shape: tuple[int, ...]
-    local_shape: tuple[int, ...]
-    axes: tuple[str, ...]
-    workers: int
-    scatter: bool = False
-    within: tuple[str, ...] = ()
-    keeps: bool = False
-    codec: str = ""
-    feedback: bool = False
-    average_every: int = 0
-    bucket: int = 0
-    dense_bytes: float = 0.0
-    wire_bytes: float = 0.0
-    within_bytes: float = 0.0
-    error: float = 0.0
-    saved_s: float = 0.0
-
-
-class Compression(msgspec.Struct, frozen=True, kw_only=True):
-    """Why gradients are sent as they are.
-
-    Attributes:
-      mode: ``none``, ``auto``, or the codec that was asked for.
-      error_budget: largest relative error of the whole gradient, in the
-        optimizer's metric; None: unlimited.
-      metric: how errors of different gradients add up.
-      error: the relative error of the choice, in that metric.
-      reason: the outcome in words.
-    """
-
-    mode: str = "none"
-    error_budget: float | None = None
-    metric: str = ""
-    error: float = 0.0
-    reason: str = ""
-
-
-class Plan(msgspec.Struct, frozen=True, kw_only=True):
+class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """An execution plan: everything that was decided, and what it should cost.
 
     Attributes:
       schema: version of this format.
       version: of autopar that made the plan.
-      cluster: the cluster as text.
-      mesh: ``{"axes": {name: size}}``, outermost first.
+      cluster: the cluster as data; its text by ``str``.
+      stages: what each group of devices does. A plan without a pipeline is one.
       predicted: the cost model's expectations.
       solver: how the plan was found.
       seconds: where the planning time went.
-      inputs: pytree path of each input -> its layout.
-      outputs: pytree path of each output with a layout of its own.
       roles: pytree path of each input -> parameter, optimizer state ...
       unsupported_ops: primitives planned replicated for want of a rule.
       assumed: loops whose trip count was assumed.
-      fingerprint: of the step that the plan is for.
-      nodes: decisions, in the order of the contracted graph.
-      copies: decisions about shared copies.
+      fingerprint: of the step that the plan is for, with its shapes.
+      structure: of the step without its batch; '' where it is not known.
+      microbatches: into how many parts the batch is split, one after the other.
+      schedule: the order in which stages run microbatches, one of `SCHEDULES`.
       shapes: pytree path of each input -> its shape.
       target: what the command line made the plan for, such as
         ``file.py:function``; '' for a plan made in a program.
       options: the arguments given to the target's function, as text.
-      gradients: how each gradient is summed.
-      compression: why so.
+      compression: why gradients are sent as they are.
+      checks: a sum of each part as it was made; see `edited`.
+
+    Raises:
+      PlanError: stages share a device, or stages and schedule do not go together.
     """
 
     schema: int
     version: str
-    cluster: str
-    mesh: dict[str, dict[str, int]]
+    cluster: ClusterData
+    stages: tuple[StagePlan, ...]
     predicted: Predicted
     solver: SolverReport
     seconds: Seconds
-    inputs: dict[str, Spec]
-    outputs: dict[str, Spec]
     roles: dict[str, str]
     unsupported_ops: tuple[str, ...]
     assumed: tuple[str, ...]
     fingerprint: str
-    nodes: tuple[NodeDecision, ...]
-    copies: tuple[CopyDecision, ...]
+    structure: str = ""
+    microbatches: int = 1
+    schedule: str = NO_SCHEDULE
     shapes: dict[str, tuple[int, ...]] = {}
     target: str = ""
     options: dict[str, str] = {}
-    gradients: tuple[GradientDecision, ...] = ()
     compression: Compression = Compression()
+    checks: dict[str, str] = {}
+
+    def __post_init__(self) -> None:
+        """Checks the stages against each other and the schedule."""
+        if not self.stages:
+            raise PlanError("a plan has at least one stage.")
+        if self.microbatches < 1:
+            raise PlanError(f"microbatches must be 1 or more, not {self.microbatches}.")
+        if self.schedule not in SCHEDULES:
+            raise PlanError(
+                f"unknown schedule '{self.schedule}'; there are {', '.join(SCHEDULES)}."
+            )
+        if (len(self.stages) == 1) is not (self.schedule == NO_SCHEDULE):
+            raise PlanError(
+                f"schedule '{self.schedule}' does not go with {len(self.stages)} "
+                f"stages: one stage has '{NO_SCHEDULE}', several have another."
+            )
+        owner: dict[int, str] = {}
+        for stage in self.stages:
+            for device in stage.devices:
+                if device in owner:
+                    raise PlanError(
+                        f"stages '{owner[device]}' and '{stage.name}' share device "
+                        f"{device}."
+                    )
+                owner[device] = stage.name
+
+    @property
+    def stage(self) -> StagePlan:
+        """The only stage.
+
+        Raises:
+          PlanError: there are several.
+        """
+        if len(self.stages) == 1:
+            return self.stages[0]
+        names = ", ".join(f"'{stage.name}'" for stage in self.stages)
+        raise PlanError(
+            f"this plan has {len(self.stages)} stages; what was asked for works on "
+            f"plans of one stage. Look at them one by one in plan.stages: {names}."
+        )
+
+    @property
+    def mesh(self) -> dict[str, dict[str, int]]:
+        """The mesh of the only stage."""
+        return self.stage.mesh
+
+    @property
+    def inputs(self) -> dict[str, Spec]:
+        """Pytree path of each input of the only stage -> its layout."""
+        return self.stage.inputs
+
+    @property
+    def outputs(self) -> dict[str, Spec]:
+        """Pytree path of each output of the only stage with a layout of its own."""
+        return self.stage.outputs
+
+    @property
+    def nodes(self) -> tuple[NodeDecision, ...]:
+        """Decisions of the only stage."""
+        return self.stage.nodes
+
+    @property
+    def copies(self) -> tuple[CopyDecision, ...]:
+        """Decisions of the only stage about shared copies."""
+        return self.stage.copies
+
+    @property
+    def gradients(self) -> tuple[GradientDecision, ...]:
+        """How the only stage sums each gradient."""
+        return self.stage.gradients
 
     @property
     def axis_names(self) -> tuple[str, ...]:
-        """Names of the mesh axes, outermost first."""
-        return tuple(self.mesh["axes"])
+        """Names of the only stage's mesh axes, outermost first."""
+        return self.stage.axis_names
 
     @property
     def axis_sizes(self) -> tuple[int, ...]:
-        """Sizes of the mesh axes, outermost first."""
-        return tuple(self.mesh["axes"].values())
+        """Sizes of the only stage's mesh axes, outermost first."""
+        return self.stage.axis_sizes
+
+    @property
+    def digest(self) -> str:
+        """16 hex digits of the content, without how long planning took."""
+        still = msgspec.structs.replace(
+            self,
+            solver=msgspec.structs.replace(self.solver, seconds=0.0),
+            seconds=Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0),
+            checks={},
+        )
+        return checks.digest(still)
+
+    @property
+    def edited(self) -> tuple[str, ...]:
+        """Names of the parts that were changed since the plan was made."""
+        return checks.changed(self.checks, checks.checks_of(self, self.stages))
+
+    def stamped(self) -> Plan:
+        """The plan as made: from now on, changes of a part count as edits."""
+        sums = checks.checks_of(self, self.stages)
+        return msgspec.structs.replace(self, checks=sums)
+
+    def with_stage(self, **changes: Any) -> Plan:
+        """The plan with other fields in its only stage, such as ``gradients=``."""
+        stage = msgspec.structs.replace(self.stage, **changes)
+        return msgspec.structs.replace(self, stages=(stage,))
+
+    def edit(self, layouts: Mapping[str, Entries]) -> Plan:
+        """The plan with other layouts of some inputs.
+
+        Only the inputs change here. What depends on them is planned again, and the
+        costs are stated anew, where the plan meets its step: in
+        ``autopar.parallelize(plan=)``, ``autopar.plan(..., layouts=)`` and
+        ``autopar.audit``.
+
+        Args:
+          layouts: path pattern of inputs -> their ``PartitionSpec``, as in
+            ``{"state/params/*/kernel": PartitionSpec(None, "tensor")}``.
+
+        Raises:
+          PlanError: a pattern matches nothing, or a layout does not fit its array.
+        """
+        axes = self.mesh["axes"]
+        return self.with_stage(
+            inputs=with_layouts(self.inputs, self.shapes, axes, layouts)
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the plan as plain dictionaries and lists."""
@@ -230,12 +253,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
           PlanError: the file is missing, is no plan, or has another schema.
         """
-        file = pathlib.Path(path)
-        try:
-            data = file.read_bytes()
-        except OSError as error:
-            raise PlanError(f"{file}: cannot be read: {error.strerror}.") from error
-        return cls.from_json(data, str(file))
+        return cls.from_json(files.read_bytes(path), str(path))
 
     @classmethod
     def from_json(cls, data: bytes | str, name: str = "plan") -> Plan:
@@ -244,19 +262,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         Raises:
           PlanError: the text is no plan, or has another schema.
         """
+        fields = files.decode(data, name)
         try:
-            found = msgspec.json.decode(data, type=_Header).schema
-            if found == SCHEMA:
-                return msgspec.json.decode(data, type=cls)
+            plan = msgspec.convert(fields, cls)
         except msgspec.MsgspecError as error:
-            raise PlanError(
-                f"{name}: not a plan: {error}. Plans are written by Plan.save "
-                "or 'autopar plan --out plan.json'."
-            ) from error
-        raise PlanError(
-            f"{name}: has schema {found}, this autopar reads schema {SCHEMA}. "
-            "Make the plan again with this version."
-        )
+            raise files.not_a_plan(name, error) from error
+        files.check_devices(plan.cluster.read(), plan.stages, name)
+        return plan
 
     def __str__(self) -> str:
         """The plan as a table."""
@@ -271,7 +283,3 @@ def set_renderer(render: Callable[[Plan], str]) -> Callable[[Plan], str]:
     """Makes a function the one that ``str`` of a plan calls; a decorator."""
     _renderers[:] = [render]
     return render
-
-
-class _Header(msgspec.Struct):
-    schema: int

@@ -25,7 +25,7 @@ from autopar.cluster import (
 from autopar.cluster.presets import PCIE_LATENCY_S
 from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import bytes_ratio, collective_s
-from autopar.cost.compute import op_s
+from autopar.cost.compute import roofline_s
 from autopar.profiling import fit, kernels
 
 Progress = Callable[[str], None]
@@ -244,7 +244,9 @@ def _predictions(cluster: Cluster, settings: Settings) -> dict[Key, float]:
     axis = cluster.default_mesh().axes
     count, size = cluster.num_devices, settings.check_matmul_size
     flops, nbytes = 2.0 * size**3, 3.0 * 4 * size**2
-    matmul_s = op_s(flops, nbytes, "float32", cluster.device, is_matmul=True)
+    device = cluster.device
+    product_s = roofline_s(flops, nbytes, "float32", device, is_matrix=True)
+    matmul_s = device.kernel_latency_s + float(product_s)
     found: dict[Key, float] = {("matmul", "float32", size): matmul_s}
     if count > 1:
         for kind, n in itertools.product(KINDS, settings.check_bytes):

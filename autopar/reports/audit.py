@@ -12,8 +12,9 @@ from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
 from autopar.reports.table import bytes_text, columns, mesh_text
-from autopar_passes.audit import AuditedCollective, shardy_collectives
-from autopar_passes.hlo import CompiledAudit, compiled_audit
+from autopar_passes.audit.collectives import AuditedCollective
+from autopar_passes.audit.compiled import CompiledAudit, compiled_audit
+from autopar_passes.audit.partitioned import shardy_collectives
 
 # Kind of collective -> bytes that one device sends in a step.
 BytesByKind = Mapping[str, float]

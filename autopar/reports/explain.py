@@ -15,18 +15,18 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards, to_spec
 from autopar.layouts.strategies import layout_of
-from autopar.planner.candidate import Candidate, choices_of, evaluate
+from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.record import restore
-from autopar.planner.search import solve_mesh
-from autopar.plans import Plan
-from autopar.plans.schema import Spec
-from autopar.reports.table import CollectiveRow, spec_text, template
+from autopar.planner.search import plan_mesh, solve_mesh
+from autopar.plans import Plan, Spec
+from autopar.plans.specs import spec_text
+from autopar.reports.table import CollectiveRow, template
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import array_name
-from autopar_passes.graph import GraphInput
-from autopar_passes.roles import Role
+from autopar_passes.graph.operators import GraphInput
+from autopar_passes.graph.roles import Role
 from autopar_solver import Solution, Status
 
 Say = Callable[[str], None]
@@ -104,13 +104,7 @@ def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:
     Raises:
       PlanError: the cluster has no such mesh.
     """
-    names = plan.axis_names
-    levels = sum(level.size > 1 for level in cluster.levels)
-    for mesh in cluster.mesh_shapes(max(len(names), levels), names):
-        if (mesh.names, mesh.sizes) == (names, plan.axis_sizes):
-            return mesh
-    axes = " ".join(f"{n}={s}" for n, s in zip(names, plan.axis_sizes, strict=True))
-    raise PlanError(f"the plan's mesh {axes} does not fit the cluster {cluster}.")
+    return plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
 
 
 def group_collectives(
@@ -298,7 +292,7 @@ def _evaluated(
     solution = Solution(
         choices=choices, cost=cost, bound=-math.inf, status=Status.FEASIBLE, seconds=0.0
     )
-    made = evaluate(bound.analysis, formulation, solution)
+    made = candidate_of(bound.analysis, formulation, solution)
     fits = made.peak_memory_bytes <= bound.pricer.cluster.memory_bytes
     return made if fits else None
 

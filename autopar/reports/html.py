@@ -6,7 +6,7 @@ import html
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar.plans.schema import Plan
+from autopar.plans import Plan
 from autopar.reports.table import (
     COLLECTIVE_HEADING,
     GRADIENT_HEADING,
@@ -19,9 +19,10 @@ from autopar.reports.table import (
     compression_notes,
     gradient_rows,
     input_rows,
-    mesh_text,
     planning_times,
     seconds_text,
+    shape_of_plan,
+    stage_text,
 )
 
 _STYLE = """
@@ -57,8 +58,7 @@ def render_html(plan: Plan, collectives: Sequence[CollectiveRow]) -> str:
         _figures(plan),
         "<h2>Where the time of a step goes</h2>",
         bars(_times(plan, collectives)),
-        "<h2>Inputs</h2>",
-        _table(INPUT_HEADING, input_rows(plan)),
+        *_inputs(plan),
         "<h2>Communication</h2>",
         _table(COLLECTIVE_HEADING, list(map(collective_cells, collectives)), {4, 5, 6})
         if collectives
@@ -85,7 +85,7 @@ def _description(plan: Plan) -> str:
     words = [plan.target, *(f"{k}={v}" for k, v in plan.options.items())]
     step = f"{' '.join(words)}; " if plan.target else ""
     found = f"{plan.solver.status}, gap {plan.solver.gap:.2%}"
-    return f"{step}mesh {mesh_text(plan)}; {found}."
+    return f"{step}{shape_of_plan(plan)}; {found}."
 
 
 def _figures(plan: Plan) -> str:
@@ -158,6 +158,18 @@ def _table(
         f"<table><thead><tr>{line('th', heading)}</tr></thead>\n"
         f"<tbody>\n{body}\n</tbody></table>"
     )
+
+
+def _inputs(plan: Plan) -> list[str]:
+    """The inputs of each stage."""
+    if len(plan.stages) == 1:
+        rows = input_rows(plan, plan.stage)
+        return ["<h2>Inputs</h2>", _table(INPUT_HEADING, rows)]
+    parts: list[str] = []
+    for number, stage in enumerate(plan.stages):
+        heading = f"<h2>{_text(stage_text(number, stage))}</h2>"
+        parts += [heading, _table(INPUT_HEADING, input_rows(plan, stage))]
+    return parts
 
 
 def _gradients(plan: Plan) -> list[str]:

@@ -11,7 +11,9 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from autopar.plans.schema import GradientDecision, Plan, Spec, set_renderer
+from autopar.plans import GradientDecision, Plan, StagePlan
+from autopar.plans.schema import set_renderer
+from autopar.plans.specs import spec_text
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 _MOMENTS = "optimizer state"
@@ -60,23 +62,8 @@ def _three_digits(value: float) -> str:
     return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
 
 
-def spec_text(spec: Spec) -> str:
-    """A layout as JAX writes a `PartitionSpec`, without the trailing None.
-
-    >>> spec_text((("data", "tensor"), (), ("fsdp",), ()))
-    "P(('data', 'tensor'), None, 'fsdp')"
-    """
-    entries = [
-        "None" if not axes else repr(axes[0]) if len(axes) == 1 else repr(tuple(axes))
-        for axes in spec
-    ]
-    while entries and entries[-1] == "None":
-        entries.pop()
-    return f"P({', '.join(entries)})"
-
-
-def mesh_text(plan: Plan) -> str:
-    """The mesh, such as ``data=2 tensor=4``."""
+def mesh_text(plan: Plan | StagePlan) -> str:
+    """The mesh of a stage, such as ``data=2 tensor=4``; of a plan: of its only one."""
     return " ".join(f"{name}={size}" for name, size in plan.mesh["axes"].items())
 
 
@@ -101,7 +88,10 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
 @set_renderer
 def render(plan: Plan) -> str:
     """Returns the plan as a table."""
-    lines = [*summary_lines(plan), "", *input_lines(plan)]
+    lines = summary_lines(plan)
+    for number, stage in enumerate(plan.stages):
+        title = [stage_text(number, stage)] if len(plan.stages) > 1 else []
+        lines += ["", *title, *input_lines(plan, stage)]
     if compressed(plan):
         lines += ["", *gradient_lines(plan)]
     lines += _notes("planned replicated, for want of a rule", plan.unsupported_ops)
@@ -116,7 +106,7 @@ def summary_lines(plan: Plan) -> list[str]:
     if plan.solver.gap >= 5e-5:
         found += f", gap {plan.solver.gap:.2%}"
     return [
-        f"plan     {plan.cluster}, mesh {mesh_text(plan)}",
+        f"plan     {plan.cluster}, {shape_of_plan(plan)}",
         f"solver   {found}",
         f"step     {seconds_text(expected.step_s)}: "
         f"compute {seconds_text(expected.compute_s)}, "
@@ -124,6 +114,26 @@ def summary_lines(plan: Plan) -> list[str]:
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
     ]
+
+
+def shape_of_plan(plan: Plan) -> str:
+    """The mesh of a plan of one stage; of others, how many stages and their order."""
+    if len(plan.stages) == 1:
+        parts = plan.microbatches
+        split = f", {parts} microbatches" if parts > 1 else ""
+        return f"mesh {mesh_text(plan.stage)}{split}"
+    return (
+        f"{len(plan.stages)} stages, {plan.schedule} of {plan.microbatches} "
+        "microbatches"
+    )
+
+
+def stage_text(number: int, stage: StagePlan) -> str:
+    """A stage in one line: its devices and their mesh."""
+    first, last = min(stage.devices), max(stage.devices)
+    row = last - first + 1 == len(stage.devices)
+    devices = f"{first} to {last}" if row else ", ".join(map(str, stage.devices))
+    return f"stage {number}, {stage.name}: devices {devices}, mesh {mesh_text(stage)}"
 
 
 def planning_times(plan: Plan) -> str:
@@ -140,15 +150,15 @@ InputRow = tuple[str, str, str, str]
 INPUT_HEADING = ("input", "role", "shape", "layout")
 
 
-def input_lines(plan: Plan) -> list[str]:
-    """The inputs as text, aligned under a heading."""
-    return columns([INPUT_HEADING, *input_rows(plan)])
+def input_lines(plan: Plan, stage: StagePlan) -> list[str]:
+    """The inputs of a stage as text, aligned under a heading."""
+    return columns([INPUT_HEADING, *input_rows(plan, stage)])
 
 
-def input_rows(plan: Plan) -> list[InputRow]:
+def input_rows(plan: Plan, stage: StagePlan) -> list[InputRow]:
     """A row for each input; repeated layers with the same layout share one."""
     groups: dict[InputRow, list[str]] = {}
-    for path, spec in plan.inputs.items():
+    for path, spec in stage.inputs.items():
         shape = shape_text(plan.shapes.get(path))
         key = (template(path), plan.roles.get(path, ""), shape, spec_text(spec))
         groups.setdefault(key, []).append(path)
@@ -251,7 +261,15 @@ GRADIENT_NUMBERS = (3, 4, 5, 6)
 
 def compressed(plan: Plan) -> bool:
     """Whether codecs were asked for, or the plan has some."""
-    return plan.compression.mode != "none" or any(g.codec for g in plan.gradients)
+    return plan.compression.mode != "none" or _coded(plan)
+
+
+def _gradients(plan: Plan) -> list[GradientDecision]:
+    return [gradient for stage in plan.stages for gradient in stage.gradients]
+
+
+def _coded(plan: Plan) -> bool:
+    return any(gradient.codec for gradient in _gradients(plan))
 
 
 def gradient_lines(plan: Plan) -> list[str]:
@@ -268,10 +286,10 @@ def gradient_rows(plan: Plan) -> list[tuple[str, ...]]:
     Bytes and seconds are those of all gradients of a row. Without any codec there is
     nothing to tell.
     """
-    if not any(g.codec for g in plan.gradients):
+    if not _coded(plan):
         return []
     groups: dict[tuple[object, ...], list[GradientDecision]] = {}
-    for gradient in plan.gradients:
+    for gradient in _gradients(plan):
         cost = (gradient.dense_bytes, gradient.wire_bytes, gradient.error)
         over = (gradient.axes, gradient.within)
         key = (template(gradient.name), method_text(gradient), *over, *cost)
@@ -327,7 +345,7 @@ def compression_notes(plan: Plan) -> list[tuple[str, str]]:
     made = plan.compression
     reason = f": {made.reason}" if made.reason else ""
     notes = [("codecs", f"{made.mode}{reason}")]
-    if any(g.codec for g in plan.gradients):
+    if _coded(plan):
         bounded = made.mode == "auto" and made.error_budget is not None
         limit = f", at most {made.error_budget:g}" if bounded else ""
         metric = f" ({made.metric})" if made.metric else ""

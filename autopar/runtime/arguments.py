@@ -14,8 +14,8 @@ from autopar.plans import Plan
 from autopar.runtime import agreement, placement
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
-from autopar_passes.trace import carried_leaves, is_graph_node, pure_arguments
-from autopar_passes.trace import pure_function as pure_step
+from autopar_passes.program.trace import carried_leaves, is_graph_node, pure_arguments
+from autopar_passes.program.trace import pure_function as pure_step
 
 
 def positional(

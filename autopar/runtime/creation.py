@@ -12,7 +12,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.plans import Plan
 from autopar.runtime import placement
-from autopar_passes.trace import is_graph_node, pure_arguments
+from autopar_passes.program.trace import is_graph_node, pure_arguments
 
 
 def splat(state: Any) -> tuple[Any, ...]:

@@ -15,6 +15,7 @@ from jax.core import Tracer
 from autopar.cluster import Cluster
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
+from autopar.planner.edited import carried_out
 from autopar.planner.options import (
     PlanOptions,
     as_cluster,
@@ -31,8 +32,8 @@ from autopar.runtime.recent import Recent
 from autopar.runtime.state_mover import DevicePut, move, named, state_layout
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
-from autopar_passes.roles import InputRole
-from autopar_passes.trace import pure_arguments
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.trace import pure_arguments
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -240,9 +241,18 @@ class ParallelStep(Generic[P, R]):
 
     def _plan_for(self, analysed: Analysed, setting: Setting) -> Plan:
         """The plan of a setting, the same on every process."""
-        known = self._plans.get(self._place(analysed, setting)) or setting.plan
+        known = self._plans.get(self._place(analysed, setting))
         if known is not None:
             return known
+        if (given := setting.plan) is not None:
+            if not given.edited:
+                return given
+            return agreement.agree(
+                self.world,
+                lambda: carried_out(
+                    analysed.analysis, given, seconds=self._planner.options.seconds
+                ),
+            )
         cluster = setting.cluster or self.cluster
         return agreement.agree(
             self.world, lambda: self._planner.plan(analysed, cluster, setting.codecs)

@@ -24,8 +24,8 @@ from autopar.runtime.gradients.sums import (
 )
 from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
-from autopar_passes.apply import replay
 from autopar_passes.layouts import partition_spec
+from autopar_passes.replay.run import replay
 
 # Compiler options that keep optimization barriers to the end on CPUs.
 WITH_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}

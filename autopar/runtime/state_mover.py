@@ -23,7 +23,7 @@ from autopar.plans.schema import Spec
 from autopar.runtime import placement
 from autopar.runtime.creation import splat
 from autopar.steps.analysis import Analysis
-from autopar_passes.trace import pure_arguments
+from autopar_passes.program.trace import pure_arguments
 
 # Of each axis of a mesh its name and size, outermost first.
 Axes = tuple[tuple[str, int], ...]

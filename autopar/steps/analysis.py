@@ -8,17 +8,27 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar.steps.batch import DimLabels, dim_labels
 from autopar.steps.fingerprints import fingerprint, structure
 from autopar.steps.independence import Independent, independent
+from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import Lifetimes, lifetimes
 from autopar.steps.nodes import Contraction, contract
 from autopar.steps.sums import CodedSums, Sums, coded_sums, sums_due
 from autopar.steps.uses import Source, ValueClass, collect
-from autopar.steps.work import class_trips, materialized
-from autopar_passes.deferral import Deferral, find_deferrals
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.program import Program
-from autopar_passes.trace import TracedStep, trace
+from autopar.steps.work import (
+    BOUNDARY,
+    OperatorWork,
+    class_trips,
+    materialized,
+    operator_work,
+)
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.program.equations import Program
+from autopar_passes.program.trace import TracedStep, trace
+from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.find import find_deferrals
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,6 +106,18 @@ class Analysis:
         return materialized(self.graph, self.contraction)
 
     @functools.cached_property
+    def works(self) -> dict[int, OperatorWork]:
+        """What the operators of each class that decide something do."""
+        return {
+            member: operator_work(
+                self.graph, self.graph.operators[member], self.written
+            )
+            for node in self.contraction.nodes
+            for member in node.members
+            if self.graph.operators[member].kind not in BOUNDARY
+        }
+
+    @functools.cached_property
     def life(self) -> Lifetimes:
         """When values are made and last needed."""
         return lifetimes(self.graph, frozenset(self.contraction.floating))
@@ -104,6 +126,16 @@ class Analysis:
     def independent(self) -> Independent:
         """The operators whose collectives need no other's result."""
         return independent(self.graph, self.deferrals)
+
+    @functools.cached_property
+    def dim_labels(self) -> DimLabels:
+        """The dimensions and factors that grow with the batch."""
+        return dim_labels(self.graph)
+
+    @functools.cached_property
+    def node_labels(self) -> Labels:
+        """The factors of nodes that are the batch's or the sequence's."""
+        return factor_labels(self.dim_labels, self.contraction)
 
     @functools.cached_property
     def sums(self) -> Sums:
@@ -121,14 +153,14 @@ def analyse(step: Callable[..., Any], args: Sequence[Any]) -> Analysis:
     """Traces a step and contracts its graph.
 
     Args:
-      step: the train step, in any of the forms of `autopar_passes.trace`.
+      step: the train step, in any of the forms of `autopar_passes.program.trace`.
       args: its arguments, arrays or ``ShapeDtypeStruct``s.
     """
     start = time.perf_counter()
     traced = trace(step, args)
     traced_at = time.perf_counter()
     made = analyse_program(
-        traced.program, traced.graph(), output_paths=traced.output_paths
+        traced.program, step_graph(traced), output_paths=traced.output_paths
     )
     return dataclasses.replace(
         made,

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 
 from autopar.steps.nodes import Contraction
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import InputRole
 
 _DIGITS = 16
 

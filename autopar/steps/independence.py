@@ -17,10 +17,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from autopar_passes.deferral import Deferral
-from autopar_passes.graph import OperatorGraph
-from autopar_passes.roles import Role
-from autopar_passes.rules import FactorKind
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.rules.factor_rule import FactorKind
+from autopar_passes.sums.deferral import Deferral
 
 # Boundaries of loops that hand over what they get, whole or a part at a time.
 _HANDING = ("enter", "slice_step")

@@ -9,8 +9,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.steps.work import is_elementwise
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.roles import Role
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import Role
 
 # Element-wise operators that XLA does not compute once for each reader
 # (openxla/xla, HloInstruction::IsExpensive as instruction fusion applies it).

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar_passes.graph import Operator
+from autopar_passes.graph.operators import Operator
 
 
 def node_name(analysis: Analysis, node: Node) -> str:

@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.roles import InputRole, Role
-from autopar_passes.rules import Dims, FactorKind, FactorRule
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.rules.factor_rule import Dims, FactorKind, FactorRule
 
 # A reduction whose result is at most this fraction of its operand is charged
 # to the operand's node; a larger one is a node, whose result may be scattered.

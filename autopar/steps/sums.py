@@ -9,8 +9,8 @@ import math
 from collections.abc import Sequence
 
 from autopar.steps.nodes import Contraction
-from autopar_passes.deferral import Deferral
-from autopar_passes.graph import Operator, OperatorGraph
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.sums.deferral import Deferral
 
 # Gradients with fewer elements, and those of vectors, are sent as they are: they
 # make up next to nothing of the bytes, and norms and biases suffer most (PowerSGD,

@@ -9,11 +9,12 @@ one (memory for communication) or gather again (communication for memory).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from autopar.steps.nodes import MIN_ELEMENTS, Contraction, Home
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.roles import Role
-from autopar_passes.rules import Dims
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.rules.factor_rule import Dims
 
 # A value is shared by its class: (class of its producer, output slot).
 ValueClass = tuple[int, int]
@@ -58,6 +59,15 @@ class Source:
         return tuple(
             u for u in self.uses if (u.node, u.dims) != (self.home.node, self.home.dims)
         )
+
+
+def times_made(uses: Iterable[Use]) -> float:
+    """How often a copy for some uses is made: once for each instance and trip."""
+    trips: dict[int, float] = {}
+    for use in uses:
+        for value, (_, _, count) in use.readers.items():
+            trips[value] = max(trips.get(value, 0.0), count)
+    return sum(trips.values())
 
 
 def node_dims(contraction: Contraction, op: Operator, dims: Dims) -> Dims:

@@ -1,1 +1,11 @@
-"""From a train step to an operator graph, and back to a program."""
+"""From a train step to an operator graph, and back to a program.
+
+Each room knows only those above it in this list:
+
+* ``program``: traces a step and inlines its calls into a flat program;
+* ``rules``: sharding rules and FLOPs of single equations;
+* ``graph``: the operator graph, its roles, classes and invariants;
+* ``sums``: sums of partial results that may be taken later;
+* ``replay``: runs a program with the layouts of a plan stated in it;
+* ``audit``: reads the communication of a program from the compiler.
+"""

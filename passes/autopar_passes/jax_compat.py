@@ -12,17 +12,14 @@ from typing import Any
 
 import jax
 
-# jax.extend.core exports Jaxpr, Literal and Var (public since 0.4.36). What is
-# missing there in 0.10.2 is the name stack of an equation and a way to bind an
+# jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). What is
+# missing there in 0.10.2 is the name stack of an equation and how to bind an
 # equation under one; both live in `jax._src.source_info_util`.
 from jax._src import source_info_util as _source_info
 from jax.extend import core as jex_core
 
-Jaxpr = jex_core.Jaxpr
 ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
-Var = jex_core.Var
-DropVar = jex_core.DropVar
 
 
 def name_stack(eqn: Any) -> str:
@@ -83,13 +80,3 @@ def itemsize(dtype: Any) -> int:
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return int(aval.size) * aval.dtype.itemsize
     return int(dtype.itemsize)
-
-
-def argument_names(closed: Any) -> tuple[str, ...] | None:
-    """Returns the names of the flat arguments of a traced jaxpr, where known.
-
-    ``Jaxpr.debug_info`` is public only in name (0.10.2).
-    """
-    info = getattr(closed.jaxpr, "debug_info", None)
-    names = getattr(info, "arg_names", None)
-    return tuple(str(n) for n in names) if names else None

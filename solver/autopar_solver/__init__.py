@@ -11,29 +11,51 @@
 (1, 0)
 """
 
-from autopar_solver.lgreco import (
+from autopar_solver.selection.check import (
+    check_selection,
+    fits_budgets,
+    recompute,
+    wire_weights,
+)
+from autopar_solver.selection.lgreco import (
     LGreCoProblem,
     LGreCoResult,
     solve_lgreco,
     solve_lgreco_ilp,
 )
-from autopar_solver.problem import MemoryTerm, ShardingProblem
-from autopar_solver.selection import (
-    CodecSelection,
-    SelectionCost,
-    SelectionResult,
-    recompute,
-    wire_weights,
+from autopar_solver.selection.problem import CodecSelection
+from autopar_solver.selection.relaxation import SelectionRelaxation, solve_relaxation
+from autopar_solver.selection.solution import SelectionCost, SelectionResult
+from autopar_solver.selection.solve import solve_selection
+from autopar_solver.sharding.check import (
+    Evaluation,
+    check_solution,
+    evaluate_choices,
+    memory_profile,
 )
-from autopar_solver.selection_ilp import solve_selection
-from autopar_solver.selection_relaxation import SelectionRelaxation, solve_relaxation
-from autopar_solver.solution import ReductionReport, Solution, Status
-from autopar_solver.solve import solve
+from autopar_solver.sharding.contest import (
+    read_contest_instance,
+    read_contest_solution,
+    write_contest_instance,
+    write_contest_solution,
+)
+from autopar_solver.sharding.infeasibility import (
+    InfeasibilityExplanation,
+    LiveTerm,
+    explain_infeasibility,
+)
+from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem
+from autopar_solver.sharding.solution import ReductionReport, Solution
+from autopar_solver.sharding.solve import solve
+from autopar_solver.status import Status
 
 __all__ = [
     "CodecSelection",
+    "Evaluation",
+    "InfeasibilityExplanation",
     "LGreCoProblem",
     "LGreCoResult",
+    "LiveTerm",
     "MemoryTerm",
     "ReductionReport",
     "SelectionCost",
@@ -42,6 +64,14 @@ __all__ = [
     "ShardingProblem",
     "Solution",
     "Status",
+    "check_selection",
+    "check_solution",
+    "evaluate_choices",
+    "explain_infeasibility",
+    "fits_budgets",
+    "memory_profile",
+    "read_contest_instance",
+    "read_contest_solution",
     "recompute",
     "solve",
     "solve_lgreco",
@@ -49,4 +79,6 @@ __all__ = [
     "solve_relaxation",
     "solve_selection",
     "wire_weights",
+    "write_contest_instance",
+    "write_contest_solution",
 ]

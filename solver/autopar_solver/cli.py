@@ -7,11 +7,15 @@ from typing import Annotated
 
 import typer
 
-from autopar_solver import contest
-from autopar_solver.infeasibility import explain
-from autopar_solver.problem import ShardingProblem
-from autopar_solver.solution import Solution, Status
-from autopar_solver.solve import solve
+from autopar_solver.sharding.contest import (
+    read_contest_instance,
+    write_contest_solution,
+)
+from autopar_solver.sharding.infeasibility import explain_infeasibility
+from autopar_solver.sharding.problem import ShardingProblem
+from autopar_solver.sharding.solution import Solution
+from autopar_solver.sharding.solve import solve
+from autopar_solver.status import Status
 
 app = typer.Typer(add_completion=False)
 
@@ -36,13 +40,13 @@ def run(
     """Chooses one strategy per node at the least cost that fits in memory."""
     begin = time.monotonic()
     try:
-        problem = contest.read(instance)
+        problem = read_contest_instance(instance)
         left = seconds - RESERVED_SECONDS - (time.monotonic() - begin)
         if backend not in ("highs", "cbc"):
             raise ValueError(f'--backend {backend!r}: choose "highs" or "cbc".')
         solution = solve(problem, seconds=max(left, 0.0), gap=gap, backend=backend)
         if out is not None and solution.choices:
-            contest.write_solution(out, solution.choices)
+            write_contest_solution(out, solution.choices)
     except (OSError, ValueError) as error:
         typer.echo(f"autopar-solve: {_one_line(error)}", err=True)
         raise typer.Exit(2) from None
@@ -72,7 +76,7 @@ def _print(problem: ShardingProblem, solution: Solution, seconds: float) -> None
             )
     typer.echo(f"status    {solution.status.value}")
     if solution.status is Status.INFEASIBLE:
-        why = explain(problem)
+        why = explain_infeasibility(problem)
         typer.echo(
             f"memory    at time {why.time} at least {why.least_peak:.15g} "
             f"of {why.limit} is needed"

@@ -11,7 +11,7 @@ from autopar_solver import (
     Status,
     recompute,
 )
-from autopar_solver.selection import check_selection, fits
+from autopar_solver.selection.check import check_selection, fits_budgets
 
 
 def random_problem(seed: int) -> CodecSelection:
@@ -77,7 +77,7 @@ def all_costs(problem):
     for choices in itertools.product(*map(range, problem.num_options)):
         cost = recompute(problem, choices)
         total = cost.cost_s + cost.error + cost.memory_bytes
-        if math.isfinite(total) and fits(problem, cost):
+        if math.isfinite(total) and fits_budgets(problem, cost):
             yield choices, cost.cost_s
 
 

@@ -24,12 +24,18 @@ from autopar.planner.problem import make_copies
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.nodes import Contraction
 from autopar.steps.uses import Source, ValueClass
-from autopar_passes.apply import replay
-from autopar_passes.audit import shardy_collectives
-from autopar_passes.deferral import Deferral
-from autopar_passes.graph import OperatorGraph
+from autopar_passes.audit.partitioned import shardy_collectives
+from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.layouts import partition_spec
-from autopar_passes.trace import TracedStep, pure_arguments, pure_function, trace
+from autopar_passes.program.trace import (
+    TracedStep,
+    pure_arguments,
+    pure_function,
+    trace,
+)
+from autopar_passes.replay.run import replay
+from autopar_passes.sums.deferral import Deferral
 
 MESHES = ((8,), (2, 4), (2, 2, 2))
 _NAMES = ("x", "y", "z")
@@ -86,7 +92,7 @@ def prepare(
 ) -> Case:
     """Traces a step and contracts its graph."""
     traced = trace(step, args)
-    graph = traced.graph(share_repeated=share_repeated)
+    graph = step_graph(traced, share_repeated=share_repeated)
     made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
     return Case(step, tuple(args), dataclasses.replace(made, traced=traced))
 
@@ -127,13 +133,10 @@ def random_plan(
             forward = copy, allowed[0] if replicated else draw.choice(allowed)
             chosen.append(forward)
     return assign(
-        case.graph,
-        case.contraction,
-        case.sources,
+        case.analysis,
         sizes,
         strategies,
         chosen,
-        case.deferrals,
     )
 
 

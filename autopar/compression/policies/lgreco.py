@@ -3,7 +3,7 @@
 Alimohammadi et al., "L-GreCo: Layerwise-adaptive gradient compression for efficient
 data-parallel deep learning", MLSys 2024 (arXiv 2210.17357): of one family, each layer
 gets the parameter with which the bytes are least, while the errors, summed over the
-layers, are not more than those of a reference (see `autopar_solver.lgreco`).
+layers, are not more than those of a reference (see `autopar_solver.selection.lgreco`).
 
 The published code averages the gradients of the last steps before it encodes them;
 here it is the gradient of one step with the residual, which holds what the steps

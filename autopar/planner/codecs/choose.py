@@ -130,10 +130,10 @@ def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> CodecChoi
         )
     text = format_codec(codec)
     codecs = ["dense" if refusals.get(s.value, "small") else text for s in found]
-    return _judged(candidate, found, codecs, {})
+    return judged(candidate, found, codecs, {})
 
 
-def _judged(
+def judged(
     candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
 ) -> CodecChoice:
     """What given codecs save.
@@ -248,7 +248,7 @@ def choose(
     """The codecs that make a given assignment fastest, within the budget."""
     found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
     large = [s for s in found if s.compressible]
-    nothing = _judged(candidate, found, [""] * len(found), errors)
+    nothing = judged(candidate, found, [""] * len(found), errors)
     if not large:
         return nothing
     rows = [_allowed(candidate.pricer, site, budget, errors) for site in large]
@@ -263,7 +263,7 @@ def choose(
     coded = any(chosen.values())
     rest = "dense" if coded else ""
     codecs = [chosen.get(s.value, "") or rest for s in found]
-    made = _judged(candidate, found, codecs, errors)
+    made = judged(candidate, found, codecs, errors)
     hidden = _hidden_s(problem, answer)
     made = dataclasses.replace(made, problem=problem, saved_s=made.saved_s - hidden)
     if made.saved_s < WORTHWHILE * candidate.step_s:

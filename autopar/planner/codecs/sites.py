@@ -25,8 +25,8 @@ from autopar.plans import GradientDecision
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction
 from autopar.steps.sums import worth_a_codec
-from autopar_passes.graph import Operator, OperatorGraph
-from autopar_passes.roles import InputRole, Role
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import InputRole, Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

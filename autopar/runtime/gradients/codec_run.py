@@ -268,8 +268,7 @@ def recoded(plan: Plan, codecs: Mapping[str, str]) -> Plan:
             f"no compressed gradient named {', '.join(unknown[:4])}; the plan has "
             f"{', '.join(sorted(known)[:8])}."
         )
-    return msgspec.structs.replace(
-        plan,
+    return plan.with_stage(
         gradients=tuple(
             with_codec(g, codecs[g.name]) if g.name in codecs else g
             for g in plan.gradients

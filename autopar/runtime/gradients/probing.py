@@ -48,7 +48,7 @@ from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar.steps.sums import worth_a_codec
 from autopar_passes.layouts import constrain, partition_spec
-from autopar_passes.stacked import Stacked
+from autopar_passes.sums.stacked import Stacked
 
 Codecs = tuple[tuple[str, Codec], ...]
 
@@ -61,11 +61,11 @@ class _Recorder:
         self.partials: dict[str, Any] = {}
 
     def takes(self, value: int) -> frozenset[int]:
-        """See `autopar_passes.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
         return frozenset(self.how.bucket(value) if value in self.how.members else ())
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """See `autopar_passes.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
         totals: dict[int, Any] = {}
         for value, partial in partials.items():
             member = self.how.members[value]
@@ -86,7 +86,7 @@ def partial_gradients(
     """A step up to its gradients, as a function to be compiled.
 
     Args:
-      run: the replay of the step (`autopar_passes.apply.replay`).
+      run: the replay of the step (`autopar_passes.replay.run.replay`).
       how: how its gradients are summed.
 
     Returns:

@@ -48,7 +48,7 @@ class Keeper:
         self._done: set[int] = set()
 
     def made(self, value: int, array: Any) -> Any:
-        """What is used of a value that was made (`autopar_passes.apply.replay`)."""
+        """What is used of a value made (`autopar_passes.replay.run.replay`)."""
         if value not in self._early or not self._synchroniser.complete:
             return array
         self._done.add(value)

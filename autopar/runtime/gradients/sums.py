@@ -46,7 +46,7 @@ from autopar.layouts.summation import Summation, summation_of
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime.gradients.within import gather_within, sum_within
 from autopar_passes.layouts import constrain, partition_spec
-from autopar_passes.stacked import Stacked
+from autopar_passes.sums.stacked import Stacked
 
 State = dict[str, Any]
 
@@ -257,7 +257,7 @@ def _summation(
 
 
 class StepSynchroniser:
-    """The synchroniser of one trace of a step (`autopar_passes.layout_plan`)."""
+    """The synchroniser of one trace of a step (`autopar_passes.replay.layout_plan`)."""
 
     def __init__(self, plan: Synchronisation, state: State) -> None:
         """Starts a step with the state that the step before has left."""
@@ -271,11 +271,11 @@ class StepSynchroniser:
         self._totals: jax.Array | None = None
 
     def takes(self, value: int) -> frozenset[int]:
-        """See `autopar_passes.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
         return frozenset(self.plan.bucket(value) if value in self.plan.members else ())
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """See `autopar_passes.layout_plan.Synchroniser`."""
+        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
         plan = self.plan
         members = [plan.members[v] for v in partials]
         mesh = plan.mesh

@@ -1,1 +1,1 @@
-"""The integer program of a field, and the backends that solve it."""
+"""Integer programs as arrays, and the backends that solve them."""

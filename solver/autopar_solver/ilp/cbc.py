@@ -1,13 +1,17 @@
-"""CBC through PuLP, which ships it: the fallback where HiGHS cannot be installed."""
+"""Solves programs with CBC through PuLP.
+
+PuLP ships CBC, so that it is there where HiGHS does not run.
+"""
 
 import numpy as np
 import pulp
 
-from autopar_solver.ilp.backend import Answer, Limits
-from autopar_solver.ilp.program import Program
+from autopar_solver.ilp.program import IntegerProgram, ProgramAnswer, StopCriteria
 
 
-def solve_cbc(program: Program, limits: Limits, start: np.ndarray | None) -> Answer:
+def solve_cbc(
+    program: IntegerProgram, stop: StopCriteria, start: np.ndarray | None
+) -> ProgramAnswer:
     """Solves a program with CBC on one thread."""
     model = pulp.LpProblem("autopar", pulp.LpMinimize)
     variables = _add_variables(model, program)
@@ -21,19 +25,22 @@ def solve_cbc(program: Program, limits: Limits, start: np.ndarray | None) -> Ans
     solver = pulp.PULP_CBC_CMD(
         msg=False,
         threads=1,
-        timeLimit=limits.seconds,
-        maxNodes=limits.nodes,
+        timeLimit=stop.seconds,
+        maxNodes=stop.branches,
         gapRel=0.0,
-        gapAbs=limits.gap,
+        gapAbs=stop.gap,
         warmStart=start is not None,
         options=["primalTolerance 1e-9"],
     )
     model.solve(solver)
-    return _answer(model, program, variables, limits)
+    return _answer(model, program, variables, stop)
 
 
-def _add_variables(model: pulp.LpProblem, program: Program) -> list[pulp.LpVariable]:
-    kinds = [pulp.LpBinary] * program.num_binary
+def _add_variables(
+    model: pulp.LpProblem, program: IntegerProgram
+) -> list[pulp.LpVariable]:
+    # Not LpBinary: PuLP then forgets the bound and may choose what is forbidden.
+    kinds = [pulp.LpInteger] * program.num_binary
     kinds += [pulp.LpContinuous] * (len(program.costs) - program.num_binary)
     return [
         model.add_variable(f"v{index}", 0, most, kind)
@@ -45,7 +52,7 @@ def _add_variables(model: pulp.LpProblem, program: Program) -> list[pulp.LpVaria
 
 def _add_row(
     model: pulp.LpProblem,
-    program: Program,
+    program: IntegerProgram,
     variables: list[pulp.LpVariable],
     row: int,
 ) -> None:
@@ -64,19 +71,19 @@ def _add_row(
 
 def _answer(
     model: pulp.LpProblem,
-    program: Program,
+    program: IntegerProgram,
     variables: list[pulp.LpVariable],
-    limits: Limits,
-) -> Answer:
+    stop: StopCriteria,
+) -> ProgramAnswer:
     if model.status == pulp.LpStatusInfeasible:
-        return Answer(None, np.inf, True)
+        return ProgramAnswer(None, np.inf, True)
     if model.sol_status not in (
         pulp.LpSolutionOptimal,
         pulp.LpSolutionIntegerFeasible,
     ):
-        return Answer(None, -np.inf, False)
+        return ProgramAnswer(None, -np.inf, False)
     values = np.array([variable.value() or 0.0 for variable in variables])
     finished = model.sol_status == pulp.LpSolutionOptimal
     # PuLP does not pass on CBC's bound; only a finished solve proves one.
     cost = float(values @ program.costs)
-    return Answer(values, cost - limits.gap if finished else -np.inf, finished)
+    return ProgramAnswer(values, cost - stop.gap if finished else -np.inf, finished)

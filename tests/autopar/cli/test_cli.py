@@ -11,7 +11,7 @@ from checkout import GOLDEN, ROOT
 
 import autopar
 from autopar.cli import main
-from autopar.plans import Plan
+from autopar.plans import SCHEMA, Plan
 from autopar.reports.table import render
 
 TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
@@ -102,13 +102,14 @@ def test_plan_as_json_is_one_object(run: Run) -> None:
     result = run("plan", TARGET, *SMALL, *words)
     assert result.code == 0
     found = result.json
-    assert found["schema"] == 1
-    assert found["mesh"] == {"axes": {"data": 2, "tensor": 4}}
+    assert found["schema"] == SCHEMA
+    (stage,) = found["stages"]
+    assert stage["mesh"] == {"axes": {"data": 2, "tensor": 4}}
     parts = {"step_s", "compute_s", "communication_s", "communication_bytes"}
     assert set(found["predicted"]) == parts | {"peak_memory_bytes"}
     assert {"status", "gap", "seconds"} <= set(found["solver"])
     assert set(found["seconds"]) == {"trace", "graph", "solve", "total"}
-    assert len(found["inputs"]["params/0/kernel"]) == 2
+    assert len(stage["inputs"]["params/0/kernel"]) == 2
     assert found["shapes"]["params/0/kernel"] == [64, 64]
     assert found["unsupported_ops"] == []
     assert found["target"] == TARGET
@@ -136,7 +137,9 @@ def test_plan_writes_a_page(run: Run, tmp_path: pathlib.Path) -> None:
 
 def test_memory_changes_the_cluster(run: Run) -> None:
     words = ("--cluster", "8:cpu", "--memory", "1GB", "--json")
-    assert run("plan", TARGET, *SMALL, *words).json["cluster"] == "8:cpu,memory=1GB"
+    cluster = run("plan", TARGET, *SMALL, *words).json["cluster"]
+    assert cluster["text"] == "8:cpu,memory=1GB"
+    assert cluster["data"]["device"]["memory_bytes"] == 1_000_000_000
 
 
 def test_no_plan_fits(run: Run) -> None:
@@ -148,7 +151,7 @@ def test_local_devices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(GOLDEN))  # where no profile is
     result = run("plan", TARGET, *SMALL, "--cluster", "local", "--json")
     assert result.code == 0
-    sizes = result.json["mesh"]["axes"].values()
+    sizes = result.json["stages"][0]["mesh"]["axes"].values()
     assert list(sizes) in ([8], [2, 4], [4, 2])
 
 
@@ -214,7 +217,7 @@ def test_audit_agrees_with_the_plan(run: Run, saved: pathlib.Path) -> None:
     result = run("audit", saved, "--json")
     assert result.code == 0
     found = result.json
-    assert found["inputs"] == json.loads(saved.read_text())["inputs"]
+    assert found["stages"] == json.loads(saved.read_text())["stages"]
     predicted = found["predicted"]["communication_bytes"]
     assert found["shardy"]["communication_bytes"] == pytest.approx(predicted)
     assert found["shardy"]["by_kind"] == pytest.approx(found["predicted_by_kind"])
@@ -278,7 +281,7 @@ def test_a_plan_of_another_cluster(run: Run, saved: pathlib.Path) -> None:
     assert_fails(result, "the plan is for 2x4:cpu", "says 8:cpu")
 
 
-def test_a_plan_of_a_cluster_without_short_form(
+def test_a_plan_holds_a_cluster_without_short_form(
     run: Run, saved: pathlib.Path, tmp_path: pathlib.Path
 ) -> None:
     cluster = autopar.Cluster.parse("2x4:cpu")
@@ -288,8 +291,10 @@ def test_a_plan_of_a_cluster_without_short_form(
     toml.write_text(custom.to_toml(), encoding="utf-8")
     words = ("plan", TARGET, *SMALL, "--cluster", toml, "--out", path)
     assert run(*words).code == 0
-    assert_fails(run("audit", path), "has no short form", "--cluster cluster.toml")
+    assert Plan.load(path).cluster.read() == custom
+    assert run("audit", path).code == 0
     assert run("audit", path, "--cluster", toml).code == 0
+    assert_fails(run("audit", path, "--cluster", "2x4:cpu"), "plan is for 2x4:mine")
 
 
 @pytest.mark.parametrize(

@@ -205,9 +205,11 @@ def test_demo_trains_and_compares() -> None:
     )
     assert len(found.losses) == 12
     assert found.losses[-1] < found.losses[0] - 0.1
-    predicted = found.plan.predicted.communication_bytes
-    assert found.shardy_bytes == pytest.approx(predicted)
-    assert found.compiled.communication_bytes == pytest.approx(predicted)
+    audit = found.audit
+    predicted = audit.plan.predicted.communication_bytes
+    assert sum(audit.shardy.values()) == pytest.approx(predicted)
+    assert audit.compiled is not None
+    assert audit.compiled.communication_bytes == pytest.approx(predicted)
     assert found.step_s > 0
     text = "\n".join(shown)
     for part in ("P(", "step    0  loss", "predicted / actual", "partitioned step"):

@@ -22,13 +22,14 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar import Cluster, Plan
+from autopar.cluster.calibration import CALIBRATIONS
 from autopar.cost import combining
 from autopar.cost.collectives import collective_s
-from autopar.cost.combining import COMBINERS, Combiner
-from autopar.cost.pricer import CPU_SKEW, Pricer
+from autopar.cost.combining import Combiner
+from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective, joined
 from autopar.layouts.layout import ReshardStep
-from autopar.planner.candidate import evaluate
+from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.problem import formulate
@@ -38,7 +39,7 @@ from autopar.reports.gradients import codec_rows
 from autopar.runtime.planned import device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status
-from autopar_solver.check import evaluate as check_choices
+from autopar_solver import evaluate_choices as check_choices
 
 WIDTH, HIDDEN, LAYERS, ROWS = 32, 64, 3, 256
 # The loss, and of each layer two products and a bias, all of float32.
@@ -100,7 +101,7 @@ class TestPacking:
             left = left[count:]
 
     def test_examples_in_docstrings_run(self) -> None:
-        assert doctest.testmod(combining) == (0, 1)
+        assert doctest.testmod(combining) == (0, 2)
 
 
 class TestGradients:
@@ -115,7 +116,7 @@ class TestGradients:
         ring = 6 * link.latency_s + 1.5 * SUM_BYTES / bandwidth
         doubling = 2 * (link.latency_s + SUM_BYTES / bandwidth)
         assert plan.predicted.communication_s == pytest.approx(
-            CPU_SKEW * min(ring, doubling)
+            CALIBRATIONS["cpu"].skew * min(ring, doubling)
         )
         assert len(bound.collectives) == SUMS
         assert {c.message_bytes for c in bound.collectives} == {SUM_BYTES}
@@ -125,7 +126,7 @@ class TestGradients:
             planned(hosts(s), WHOLE)[0].predicted.communication_s for s in LATENCIES_S
         )
         # Recursive doubling among four has two steps.
-        more = CPU_SKEW * 2 * (LATENCIES_S[1] - LATENCIES_S[0])
+        more = CALIBRATIONS["cpu"].skew * 2 * (LATENCIES_S[1] - LATENCIES_S[0])
         assert high - low == pytest.approx(more, rel=0.02)
 
     def test_the_compiler_sends_as_many(self) -> None:
@@ -139,7 +140,9 @@ class TestGradients:
 
     def test_accelerators_fill_messages(self) -> None:
         """Those of a step are 1.4 of the compiler's limit, so they take two."""
-        scale = math.ceil(math.sqrt(1.4 * COMBINERS["gpu"].most_bytes / SUM_BYTES))
+        scale = math.ceil(
+            math.sqrt(1.4 * CALIBRATIONS["gpu"].combined_bytes / SUM_BYTES)
+        )
         step, args = training(
             mlp_loss,
             jax.eval_shape(lambda: mlp_params(scale * WIDTH, scale * HIDDEN, LAYERS)),
@@ -155,7 +158,7 @@ class TestGradients:
         found = bind_plan(large, plan, cluster).collectives
         assert number_of(found) == pytest.approx(2)
         assert len({c.message_bytes for c in found}) == 2
-        assert max(c.message_bytes for c in found) <= COMBINERS["gpu"].most_bytes
+        assert max(c.message_bytes for c in found) <= CALIBRATIONS["gpu"].combined_bytes
 
     def test_other_dtypes_and_loops_travel_apart(self) -> None:
         """As do other axes, which the compiler cannot join either."""
@@ -230,7 +233,7 @@ def some_candidates(pricer: Pricer, count: int) -> list[Any]:
             solution = Solution(
                 choices=choices, cost=cost, bound=0.0, status=Status.FEASIBLE, seconds=0
             )
-            out.append((cost, evaluate(product(), formulation, solution)))
+            out.append((cost, candidate_of(product(), formulation, solution)))
     return out
 
 

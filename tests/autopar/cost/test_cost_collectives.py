@@ -47,7 +47,7 @@ links = st.builds(
     LinkSpec,
     latency_s=st.sampled_from([0.0, 1e-6, 1e-4]),
     bandwidth_bytes_per_s=st.sampled_from([1e9, 1e11]),
-    topology=st.sampled_from(["switch", "ring"]),
+    topology=st.sampled_from(["switch", "ring", "line"]),
 )
 
 
@@ -137,7 +137,7 @@ class TestOneAxis:
 
     @given(kinds, st.integers(2, 64), sizes)
     def test_never_below_the_bandwidth_bound(self, kind, k, nbytes):
-        for topology in ("switch", "ring"):
+        for topology in ("switch", "ring", "line"):
             bound_s = collective_bytes(kind, nbytes, k) / BANDWIDTH
             time_s = collective_s(kind, nbytes, [axis(k, topology=topology)])
             assert time_s >= bound_s * (1 - 1e-9)
@@ -158,6 +158,40 @@ class TestOneAxis:
         link = axis(4, topology="ring", latency_s=0.0)
         time_s = collective_s("collective_permute", 1e9, [link])
         assert time_s == pytest.approx(2 * 1e9 / BANDWIDTH)
+
+    @given(st.integers(2, 20))
+    def test_line_all_to_all_waits_for_its_busiest_link(self, k):
+        """Every ordered pair sends a k-th; links are counted one by one."""
+        load = [0] * (k - 1)
+        for source in range(k):
+            for target in range(source + 1, k):
+                for link in range(source, target):
+                    load[link] += 1
+        time_s = collective_s(
+            "all_to_all", 1e9, [axis(k, topology="line", latency_s=0.0)]
+        )
+        assert time_s == pytest.approx(max(load) / k * 1e9 / BANDWIDTH)
+
+    @pytest.mark.parametrize(
+        ("kind", "hops"),
+        [
+            ("all_gather", 7),
+            ("reduce_scatter", 7),
+            ("all_reduce", 14),
+            ("all_to_all", 7),
+            ("collective_permute", 7),
+        ],
+    )
+    def test_line_latency_is_that_from_end_to_end(self, kind, hops):
+        link = axis(8, topology="line")
+        assert collective_s(kind, 1e-6, [link]) == pytest.approx(hops * LATENCY_S)
+
+    @given(kinds, st.integers(2, 64), sizes)
+    def test_half_a_ring_is_never_faster_than_the_ring(self, kind, k, nbytes):
+        """Without the wrap-around a device sends half as much."""
+        ring = axis(k, topology="ring", bandwidth=2 * BANDWIDTH)
+        line = axis(k, topology="line")
+        assert collective_s(kind, nbytes, [line]) >= collective_s(kind, nbytes, [ring])
 
 
 class TestSeveralAxes:

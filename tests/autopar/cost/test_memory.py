@@ -16,7 +16,6 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar.cost.memory import (
-    OVERHEAD,
     Buffer,
     buffers,
     input_bytes,
@@ -91,7 +90,7 @@ def test_a_replicated_plan_needs_all_state() -> None:
     life = lifetimes(case.graph, frozenset(case.contraction.floating))
     total = sum(case.graph.values[i.value].nbytes for i in case.graph.inputs)
     assert input_bytes(plan) == total
-    assert peak_memory_bytes(plan, life) > total
+    assert peak_memory_bytes(plan, life, 1.2) > total
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -106,8 +105,8 @@ def test_the_peak_is_the_most_that_is_live(seed: int) -> None:
         sum(b.nbytes for b in found if b.start <= t <= b.end)
         for t in range(len(case.graph.operators))
     ]
-    expected = input_bytes(plan) + OVERHEAD * max(live)
-    assert peak_memory_bytes(plan, life) == pytest.approx(expected)
+    expected = input_bytes(plan) + 1.2 * max(live)
+    assert peak_memory_bytes(plan, life, 1.2) == pytest.approx(expected)
 
 
 def test_usage_by_time() -> None:
@@ -124,4 +123,4 @@ def test_a_resharded_form_takes_part_in_the_peak() -> None:
         harness.random_plan(case, (8,), random.Random(s), density=1.0) for s in range(8)
     ]
     for plan in sharded:
-        assert peak_memory_bytes(plan, life) > input_bytes(plan)
+        assert peak_memory_bytes(plan, life, 1.2) > input_bytes(plan)

@@ -29,7 +29,7 @@ from autopar.plans import GradientDecision
 from autopar.runtime.gradients.codec_state import carry_over
 from autopar.runtime.gradients.sums import Member, StepSynchroniser, Synchronisation
 from autopar_passes.layouts import partition_spec
-from autopar_passes.stacked import stack
+from autopar_passes.sums.stacked import stack
 
 # Axis 0 crosses hosts, axis 1 stays within one, axis 2 splits tensors.
 SIZES = (2, 2, 2)

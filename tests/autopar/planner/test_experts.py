@@ -13,7 +13,7 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 from autopar import Cluster
 from autopar.planner.experts import Expert, expert_plans, recipes
 from autopar.steps.analysis import Analysis, analyse
-from autopar_passes.roles import InputRole
+from autopar_passes.graph.roles import InputRole
 
 CLUSTER = forms.cheap("2x4:cpu")
 

@@ -19,14 +19,14 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 import autopar
 from autopar import Cluster, InfeasibleError
 from autopar.cost.pricer import Pricer
-from autopar.planner.candidate import choices_of, evaluate
+from autopar.planner.candidate import candidate_of, choices_of
 from autopar.planner.experts import search_from_experts
 from autopar.planner.problem import Formulation, formulate
 from autopar.planner.search import candidate_meshes, search, solve_mesh
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve
-from autopar_solver.check import evaluate as check_choices
+from autopar_solver import evaluate_choices as check_choices
 
 CLUSTERS = {"cheap": forms.cheap("2x4:cpu"), "cpu": Cluster.parse("8:cpu")}
 # The solver stops once it is within this of the proved optimum.
@@ -228,7 +228,7 @@ def test_the_solver_counts_what_the_plan_does(name: str) -> None:
         solution = Solution(
             choices=choices, cost=cost, bound=0.0, status=Status.FEASIBLE, seconds=0.0
         )
-        candidate = evaluate(analysis, formulation, solution)
+        candidate = candidate_of(analysis, formulation, solution)
         # Copies that turn out alike are sent once, so it may be less.
         assert candidate.step_s - candidate.shared_s <= cost * (1 + 1e-9)
 
@@ -241,9 +241,9 @@ class TestTies:
         pricer = Pricer(cluster, candidate_meshes(cluster)[-1])
         formulation = formulate(analysis, pricer)
         solution = solve(formulation.problem, seconds=5)
-        plain = evaluate(analysis, formulation, solution)
+        plain = candidate_of(analysis, formulation, solution)
         split = split_batch_inputs(analysis, formulation, solution)
-        return plain, evaluate(analysis, formulation, split)
+        return plain, candidate_of(analysis, formulation, split)
 
     @pytest.mark.parametrize("rows", [64, 1024, 8192])
     @pytest.mark.parametrize("cluster", sorted(CLUSTERS))

@@ -49,7 +49,8 @@ def test_one_device():
 
 FOUR_DEVICES = """
 from autopar.profiling import profile
-from autopar.cluster import Cluster, kernels
+from autopar.cluster import Cluster
+from autopar.profiling import kernels
 from tests_settings import QUICK
 kernels.LONG_RUN_S = 0.002
 found = profile.run(settings=QUICK)

@@ -61,8 +61,8 @@ def test_groups_add_up_to_the_prediction(bound: BoundPlan, plan: Plan) -> None:
 
 
 def test_a_level_of_one_device_has_no_axis(plan: Plan) -> None:
-    mesh = {"axes": {"data": 4}}
-    found = mesh_of(msgspec.structs.replace(plan, mesh=mesh), Cluster.parse("4x1:cpu"))
+    one = plan.with_stage(mesh={"axes": {"data": 4}}, devices=(0, 1, 2, 3))
+    found = mesh_of(one, Cluster.parse("4x1:cpu"))
     assert (found.names, found.sizes) == (("data",), (4,))
 
 
@@ -161,7 +161,7 @@ def test_a_layout_that_the_planner_lacks_is_an_error(
     axes = (("tensor", "data"), *((),) * (len(node.factors) - 1))
     edited = msgspec.structs.replace(node, axes=axes)
     nodes = (*plan.nodes[:index], edited, *plan.nodes[index + 1 :])
-    bound = bind_plan(analysis, msgspec.structs.replace(plan, nodes=nodes), cluster)
+    bound = bind_plan(analysis, plan.with_stage(nodes=nodes), cluster)
     formulation = formulate(analysis, bound.pricer)
     with pytest.raises(PlanError, match="that the planner does not consider"):
         plan_choices(bound, formulation)

@@ -117,7 +117,7 @@ def test_averages_of_residuals_are_sent_whole(
         msgspec.structs.replace(g, average_every=20 if g.codec == "topk" else 0)
         for g in plan.gradients
     )
-    averaged = msgspec.structs.replace(plan, gradients=gradients)
+    averaged = plan.with_stage(gradients=gradients)
 
     def sent(made: Plan) -> float:
         return sum(row.sent_bytes for row in codec_rows(made, pricer))

@@ -5,7 +5,10 @@ import msgspec
 import pytest
 from checkout import GOLDEN
 
+from autopar.cluster import Cluster
 from autopar.plans import (
+    SCHEMA,
+    ClusterData,
     Compression,
     GradientDecision,
     NodeDecision,
@@ -13,8 +16,9 @@ from autopar.plans import (
     Predicted,
     Seconds,
     SolverReport,
+    StagePlan,
 )
-from autopar.plans.schema import SCHEMA
+from autopar.plans.specs import spec_text
 from autopar.reports.html import bars, render_html
 from autopar.reports.table import (
     CollectiveRow,
@@ -30,7 +34,6 @@ from autopar.reports.table import (
     render,
     seconds_text,
     shape_text,
-    spec_text,
 )
 
 SPLIT = (("data",), ())
@@ -60,8 +63,22 @@ def make_plan(**changes: Any) -> Plan:
     plan = Plan(
         schema=SCHEMA,
         version="0.0",
-        cluster="2:cpu",
-        mesh={"axes": {"data": 2}},
+        cluster=ClusterData.of(Cluster.parse("2:cpu")),
+        stages=(
+            StagePlan(
+                name="step",
+                devices=(0, 1),
+                mesh={"axes": {"data": 2}},
+                inputs=inputs,
+                outputs={},
+                nodes=(
+                    NodeDecision(
+                        name="x", kind="input", factors=(8, 16), axes=(("data",), ())
+                    ),
+                ),
+                copies=(),
+            ),
+        ),
         predicted=Predicted(
             step_s=0.003,
             compute_s=0.002,
@@ -73,19 +90,14 @@ def make_plan(**changes: Any) -> Plan:
             status="proved optimal", gap=0.0, seconds=1.0, cost=0.003, bound=0.003
         ),
         seconds=Seconds(trace=0.5, graph=0.25, solve=1.0, total=1.75),
-        inputs=inputs,
-        outputs={},
         roles=roles,
         unsupported_ops=(),
         assumed=(),
         fingerprint="0" * 16,
-        nodes=(
-            NodeDecision(name="x", kind="input", factors=(8, 16), axes=(("data",), ())),
-        ),
-        copies=(),
         shapes=shapes,
     )
-    return msgspec.structs.replace(plan, **changes)
+    of_stage = {k: changes.pop(k) for k in ("inputs", "gradients") if k in changes}
+    return msgspec.structs.replace(plan.with_stage(**of_stage), **changes)
 
 
 ROW = CollectiveRow(
@@ -172,7 +184,8 @@ def test_columns_line_up() -> None:
 
 
 def test_layers_share_a_row_only_with_the_same_layout() -> None:
-    rows = input_rows(make_plan())
+    plan = make_plan()
+    rows = input_rows(plan, plan.stage)
     assert rows == [
         ("state/params/block_{0,1}/up/kernel", "parameter", "8x16", "P('data')"),
         ("state/params/block_2/up/kernel", "parameter", "8x16", "P()"),
@@ -185,7 +198,8 @@ def test_layers_share_a_row_only_with_the_same_layout() -> None:
 def test_moments_with_other_layouts_have_rows_of_their_own() -> None:
     plan = make_plan()
     inputs = plan.inputs | {"state/nu/block_0/up/kernel": WHOLE}
-    paths = [row[0] for row in input_rows(msgspec.structs.replace(plan, inputs=inputs))]
+    changed = plan.with_stage(inputs=inputs)
+    paths = [row[0] for row in input_rows(changed, changed.stage)]
     assert "state/mu/block_0/up/kernel" in paths
     assert "state/nu/block_0/up/kernel" in paths
 
@@ -393,7 +407,7 @@ class _Page(html.parser.HTMLParser):
 def test_the_page_holds_what_the_table_does() -> None:
     plan = make_plan(target="train.py:workload", options={"layers": "3"})
     page = _Page(render_html(plan, [ROW]))
-    for row in input_rows(plan):
+    for row in input_rows(plan, plan.stage):
         assert row[0] in page.cells
     assert "block_{0,1}/<up>" in page.cells  # escaped, so it is text
     assert "train.py:workload layers=3" in page.words
@@ -438,7 +452,6 @@ def test_golden() -> None:
     """The text of a plan for a fixed model and cluster; see `two_layers.py`."""
     from autopar.api import plan
     from autopar.cli.target import load
-    from autopar.cluster import Cluster
 
     folder = GOLDEN
     workload = load(f"{folder / 'two_layers.py'}:workload", {})

@@ -234,7 +234,7 @@ def test_replan_to_local_devices() -> None:
     state = step.replan(autopar.Cluster.local(devices=4), state)
     state, loss = step(state, next(forms.batches(1)))
     assert np.isfinite(loss)
-    assert step.plan.cluster.startswith("4")
+    assert step.plan.cluster.text.startswith("4")
 
 
 def test_a_decorated_step_can_be_planned(form: Form) -> None:

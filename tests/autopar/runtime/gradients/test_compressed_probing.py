@@ -17,7 +17,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_bytes
 from autopar.compression.policies import AcrossFamilies, LGreCo, Probe
 from autopar.compression.policies.policy import Observation
-from autopar_passes.hlo import hlo_collectives
+from autopar_passes.audit.compiled import hlo_collectives
 
 NAME = "data_parallel"
 

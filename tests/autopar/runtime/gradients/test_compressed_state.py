@@ -300,7 +300,7 @@ class TestBadInput:
             msgspec.structs.replace(g, codec="powersgd:rank=2")
             for g in step.plan.gradients
         )
-        plan = msgspec.structs.replace(step.plan, gradients=gradients)
+        plan = step.plan.with_stage(gradients=gradients)
         with pytest.raises(PlanError, match=r"params/0/.*powersgd"):
             self.prepare(autopar.parallelize(case.step, plan=plan), case)
 

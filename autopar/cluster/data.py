@@ -1,0 +1,266 @@
+"""Clusters as plain data: dictionaries, lists, texts and numbers.
+
+TOML files and plan files hold a cluster in this form. Reading is strict, and gives
+back equal values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from autopar.cluster import groups as groups_of
+from autopar.cluster.calibration import CALIBRATIONS, Calibration
+from autopar.cluster.errors import ClusterError
+from autopar.cluster.members import Members, everything
+from autopar.cluster.presets import preset
+from autopar.cluster.specs import CollectiveFit, DeviceSpec, Kind, Level, LinkSpec
+
+if TYPE_CHECKING:
+    from autopar.cluster.cluster import Cluster
+
+Data = dict[str, Any]
+C = TypeVar("C", bound="Cluster")
+
+
+class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
+    """The table [device.calibration]; what is left out is that of the device's kind."""
+
+    skew: float | None = None
+    half_rate_side: float | None = None
+    vector_slowdown: float | None = None
+    patch_passes: float | None = None
+    memory_overhead: float | None = None
+    combined_kinds: list[Kind] | None = None
+    combined_bytes: float | None = None
+    combined_arrays: int | None = None
+    forms_reduce_scatter: bool | None = None
+
+
+class _Device(msgspec.Struct, forbid_unknown_fields=True):
+    """The table [device]; what is left out comes from `preset`."""
+
+    preset: str | None = None
+    name: str | None = None
+    kind: str | None = None
+    peak_flops_per_s: dict[str, float] | None = None
+    memory_bytes: int | float | None = None  # so that 80e9 will do
+    memory_bandwidth_bytes_per_s: float | None = None
+    matmul_efficiency: float | None = None
+    kernel_latency_s: float | None = None
+    vector_flops_per_s: float | None = None
+    calibration: _Calibration | None = None
+
+
+class _Measured(msgspec.Struct, forbid_unknown_fields=True):
+    """One of [[level.measured]]."""
+
+    kind: str
+    group_size: int
+    latency_s: float
+    s_per_byte: float
+    large_s_per_byte: float = 0.0
+    relative_error: float = 0.0
+
+
+class _Level(msgspec.Struct, forbid_unknown_fields=True):
+    """One of [[level]], outermost first."""
+
+    name: str
+    size: int
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    topology: str = "switch"
+    measured: list[_Measured] = []
+
+
+class _Members(msgspec.Struct, forbid_unknown_fields=True):
+    """The table [members]: the place in a whole cluster with levels `level`."""
+
+    positions: list[int]
+    idle: list[int] = []
+    group: str = ""
+    start: int = 0
+    level: list[_Level] | None = None
+
+
+class _Between(msgspec.Struct, forbid_unknown_fields=True):
+    """The table [between]: the link between groups."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+
+class _Equal(msgspec.Struct, forbid_unknown_fields=True):
+    """A cluster of equal devices: a whole file, or one of [[group]]."""
+
+    device: _Device
+    level: list[_Level]
+    hosts: list[str] = []
+    members: _Members | None = None
+
+
+class _Unequal(msgspec.Struct, forbid_unknown_fields=True):
+    """A cluster of groups."""
+
+    group: list[_Equal]
+    between: _Between | None = None
+
+
+def _device(given: _Device) -> DeviceSpec:
+    values: dict[str, Any] = {}
+    if given.preset is not None:
+        base = preset(given.preset).device
+        values = {f.name: getattr(base, f.name) for f in dataclasses.fields(base)}
+    own = msgspec.structs.asdict(given)
+    del own["preset"]
+    values.update({key: value for key, value in own.items() if value is not None})
+    if given.memory_bytes is not None:
+        values["memory_bytes"] = round(given.memory_bytes)
+    if given.peak_flops_per_s is not None:
+        values["peak_flops_per_s"] = tuple(given.peak_flops_per_s.items())
+    if given.calibration is not None and values.get("kind") in CALIBRATIONS:
+        values["calibration"] = _calibration(given.calibration, values["kind"])
+    required = [
+        f.name
+        for f in dataclasses.fields(DeviceSpec)
+        if f.default is dataclasses.MISSING and f.name not in values
+    ]
+    if required:
+        raise ClusterError(
+            f"[device] lacks {', '.join(required)}: give them, or preset = 'h100'."
+        )
+    return DeviceSpec(**values)
+
+
+def _calibration(given: _Calibration, kind: str) -> Calibration:
+    own = {k: v for k, v in msgspec.structs.asdict(given).items() if v is not None}
+    if given.combined_kinds is not None:
+        own["combined_kinds"] = tuple(given.combined_kinds)
+    return dataclasses.replace(CALIBRATIONS[kind], **own)
+
+
+def _level(given: _Level) -> Level:
+    measured = [CollectiveFit(**msgspec.structs.asdict(fit)) for fit in given.measured]
+    link = LinkSpec(
+        latency_s=given.latency_s,
+        bandwidth_bytes_per_s=given.bandwidth_bytes_per_s,
+        topology=given.topology,
+        measured=tuple(measured),
+    )
+    return Level(name=given.name, size=given.size, link=link)
+
+
+def _members(given: _Equal, levels: tuple[Level, ...]) -> Members | None:
+    """The members that the file names, or those of hosts with names of their own."""
+    hosts = tuple(given.hosts)
+    if given.members is None:
+        return dataclasses.replace(everything(levels), hosts=hosts) if hosts else None
+    own = given.members
+    whole = levels if own.level is None else tuple(_level(x) for x in own.level)
+    return Members(
+        whole=whole,
+        positions=tuple(own.positions),
+        idle=tuple(own.idle),
+        hosts=hosts,
+        group=own.group,
+        start=own.start,
+    )
+
+
+def _equal(make: Callable[..., C], given: _Equal) -> C:
+    levels = tuple(_level(level) for level in given.level)
+    return make(
+        device=_device(given.device), levels=levels, members=_members(given, levels)
+    )
+
+
+def read_equal(data: object) -> tuple[DeviceSpec, tuple[Level, ...]]:
+    """The device and the levels of data that hold nothing else: a profile's."""
+    given = msgspec.convert(data, _Equal)
+    if given.hosts or given.members:
+        raise ClusterError("a profile has no hosts and no [members].")
+    return _device(given.device), tuple(_level(level) for level in given.level)
+
+
+def read(make: Callable[..., C], data: object) -> C:
+    """The cluster that the data describe, made by `make`.
+
+    Raises:
+      ValueError: of msgspec where a type or a name is wrong, and `ClusterError`.
+    """
+    if not (isinstance(data, Mapping) and "group" in data):
+        return _equal(make, msgspec.convert(data, _Equal))
+    given = msgspec.convert(data, _Unequal)
+    between = given.between and LinkSpec(**msgspec.structs.asdict(given.between))
+    return make(
+        groups=tuple(_equal(make, group) for group in given.group), between=between
+    )
+
+
+def _fields(values: Any, *leave_out: str) -> Data:
+    names = [f.name for f in dataclasses.fields(values) if f.name not in leave_out]
+    return {name: getattr(values, name) for name in names}
+
+
+def _device_data(device: DeviceSpec) -> Data:
+    peaks = dict(device.peak_flops_per_s)
+    numbers = _fields(device, "peak_flops_per_s", "calibration")
+    return numbers | {"peak_flops_per_s": peaks} | _calibration_data(device)
+
+
+def _calibration_data(device: DeviceSpec) -> Data:
+    """What differs from the calibration of the device's kind."""
+    if device.calibration is None:
+        return {}
+    usual = _fields(CALIBRATIONS[device.kind])
+    own = _fields(device.calibration)
+    changed = {name: own[name] for name in own if own[name] != usual[name]}
+    if "combined_kinds" in changed:
+        changed["combined_kinds"] = list(changed["combined_kinds"])
+    return {"calibration": changed}
+
+
+def _level_data(level: Level) -> Data:
+    fits = [_fields(fit) for fit in level.link.measured]
+    numbers = _fields(level, "link") | _fields(level.link, "measured")
+    return numbers | ({"measured": fits} if fits else {})
+
+
+def _members_data(members: Members | None, levels: Sequence[Level]) -> Data:
+    if members is None:
+        return {}
+    hosts: Data = {"hosts": list(members.hosts)} if members.hosts else {}
+    whole = tuple(levels)
+    if members == dataclasses.replace(everything(whole), hosts=members.hosts):
+        return hosts
+    own: Data = {"positions": list(members.positions)}
+    own |= {"idle": list(members.idle)} if members.idle else {}
+    own |= {"group": members.group} if members.group else {}
+    own |= {"start": members.start} if members.start else {}
+    if members.whole != whole:
+        own["level"] = [_level_data(level) for level in members.whole]
+    return hosts | {"members": own}
+
+
+def _equal_data(cluster: Cluster) -> Data:
+    extra = _members_data(cluster.members, cluster.levels)
+    return {
+        **({"hosts": extra["hosts"]} if "hosts" in extra else {}),
+        "device": _device_data(cluster.device),
+        "level": [_level_data(level) for level in cluster.levels],
+        **({"members": extra["members"]} if "members" in extra else {}),
+    }
+
+
+def write(cluster: Cluster) -> Data:
+    """The data that `read` reads back to an equal cluster."""
+    if cluster.between is None:
+        return _equal_data(cluster)
+    return {
+        "group": [_equal_data(group) for group in groups_of.unplaced(cluster.groups)],
+        "between": _fields(cluster.between, "topology", "measured"),
+    }

@@ -1,0 +1,179 @@
+"""Which devices of a whole cluster another one holds, and what they are called.
+
+Devices have positions, counted row-major over the levels of the whole cluster, and
+names: ``host3/device1`` is the second device of the fourth host. Both stay what they
+were when other devices leave.
+"""
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Iterable, Sequence
+
+from autopar.cluster.errors import ClusterError
+from autopar.cluster.specs import Level
+
+# The parts of a short list of names that an error shows.
+_SHOWN = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Members:
+    """The place of a cluster's devices in the whole cluster that it was cut from.
+
+    Attributes:
+      whole: the levels of the whole cluster.
+      positions: of the devices in use, in the order of a mesh.
+      idle: positions of the devices that are there and not used.
+      hosts: a name for each host of the whole; empty: named by level, ``host3``.
+      group: the name of the group, in a cluster of unequal devices.
+      start: the position of the group's first device among those of all groups.
+    """
+
+    whole: tuple[Level, ...]
+    positions: tuple[int, ...]
+    idle: tuple[int, ...] = ()
+    hosts: tuple[str, ...] = ()
+    group: str = ""
+    start: int = 0
+
+    def __post_init__(self) -> None:
+        """Check the positions and the names."""
+        held, size = (*self.positions, *self.idle), size_of(self.whole)
+        if len(set(held)) < len(held) or (
+            held and not 0 <= min(held) <= max(held) < size
+        ):
+            raise ClusterError(
+                f"Members: positions {list(self.positions)} and idle "
+                f"{list(self.idle)} must be different, from 0 to {size - 1}."
+            )
+        if self.start < 0 or "/" in self.group:
+            raise ClusterError(
+                f"Members: start={self.start} must be 0 or more, and "
+                f"group={self.group!r} have no '/'."
+            )
+        if self.hosts:
+            _check_hosts(self)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """Positions among the devices of all groups."""
+        return tuple(self.start + position for position in self.positions)
+
+    @property
+    def host_names(self) -> tuple[str, ...]:
+        """The name of every host of the whole."""
+        prefix = f"{self.group}/" if self.group else ""
+        names = self.hosts or default_hosts(self.whole)
+        return tuple(prefix + name for name in names)
+
+    def names(self, positions: Iterable[int]) -> tuple[str, ...]:
+        """The names of the devices at these positions."""
+        hosts, last = self.host_names, self.whole[-1]
+        split = (divmod(position, last.size) for position in positions)
+        return tuple(f"{hosts[host]}/{last.name}{i}" for host, i in split)
+
+    def blocks(self) -> dict[str, range]:
+        """The positions that each name stands for: of parts, hosts and devices."""
+        found: dict[str, range] = {}
+        prefix = f"{self.group}/" if self.group else ""
+        if self.group:
+            found[self.group] = range(size_of(self.whole))
+        for depth in range(1, len(self.whole) - 1):
+            found |= _spread(
+                [prefix + name for name in paths(self.whole[:depth])],
+                size_of(self.whole[depth:]),
+            )
+        found |= _spread(self.host_names, self.whole[-1].size)
+        return found | _spread(self.names(range(size_of(self.whole))), 1)
+
+
+def size_of(levels: Sequence[Level]) -> int:
+    """How many devices the levels hold."""
+    return math.prod(level.size for level in levels)
+
+
+def num_hosts(levels: Sequence[Level]) -> int:
+    """How many parts the last level has: hosts, or rows of a torus."""
+    return size_of(levels[:-1])
+
+
+def paths(levels: Sequence[Level]) -> tuple[str, ...]:
+    """The names of the parts of nested levels, row-major.
+
+    >>> from autopar.cluster import Cluster
+    >>> paths(Cluster.parse("2x2x8:h100").levels[:2])
+    ('pod0/host0', 'pod0/host1', 'pod1/host0', 'pod1/host1')
+    """
+    named = [[f"{level.name}{i}" for i in range(level.size)] for level in levels]
+    return tuple("/".join(path) for path in itertools.product(*named))
+
+
+def default_hosts(levels: Sequence[Level]) -> tuple[str, ...]:
+    """The names of the hosts by level; devices without hosts share ``host0``."""
+    return paths(levels[:-1]) if len(levels) > 1 else ("host0",)
+
+
+def _spread(names: Sequence[str], size: int) -> dict[str, range]:
+    """Consecutive blocks of `size` positions by name."""
+    return {name: range(i * size, (i + 1) * size) for i, name in enumerate(names)}
+
+
+def _check_hosts(members: Members) -> None:
+    hosts, count = members.hosts, num_hosts(members.whole)
+    if len(hosts) != count:
+        raise ClusterError(
+            f"hosts: {len(hosts)} names for {count} hosts; name every host, row-major "
+            "over the levels, or none."
+        )
+    # Parts, hosts and devices share one space of names.
+    outer = sum(size_of(members.whole[:i]) for i in range(1, len(members.whole) - 1))
+    expected = outer + count + size_of(members.whole) + bool(members.group)
+    if "" in hosts or len(members.blocks()) != expected:
+        raise ClusterError(
+            "hosts: names must be different, not empty, and not those of other parts: "
+            f"{listed(hosts)}."
+        )
+
+
+def everything(levels: tuple[Level, ...]) -> Members:
+    """All devices of a whole cluster."""
+    return Members(whole=levels, positions=tuple(range(size_of(levels))))
+
+
+def settle(members: Members, levels: tuple[Level, ...]) -> Members | None:
+    """The members, checked against the levels; None if they say nothing.
+
+    Raises:
+      ClusterError: the members are not those of a cluster with these levels.
+    """
+    if len(members.positions) != size_of(levels):
+        raise ClusterError(
+            f"Members: {len(members.positions)} positions, and the levels have "
+            f"{size_of(levels)} devices."
+        )
+    inside = len(members.whole) == len(levels) and all(
+        part.name == level.name and part.size <= level.size
+        for part, level in zip(levels, members.whole, strict=False)
+    )
+    if not inside:
+        raise ClusterError(
+            f"Members: the levels {_shape(levels)} are no part of "
+            f"{_shape(members.whole)}."
+        )
+    return None if members == everything(levels) else members
+
+
+def _shape(levels: Sequence[Level]) -> str:
+    return " ".join(f"{level.name}={level.size}" for level in levels)
+
+
+def listed(names: Sequence[str]) -> str:
+    """The names for an error: all of a few, the ends of many.
+
+    >>> listed(["a", "b"])
+    'a, b'
+    """
+    if len(names) <= _SHOWN:
+        return ", ".join(names)
+    return f"{', '.join(names[:4])}, ..., {names[-1]} ({len(names)} in all)"

@@ -1,0 +1,294 @@
+"""Clusters after devices left or joined.
+
+What is left is seldom regular: 8 hosts of 8 less one device are 63 devices. A plan
+needs the same number of devices in every part, so the largest regular cluster is used
+and the other devices wait: they are idle, and count again the next time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from autopar.cluster import regular
+from autopar.cluster.errors import ClusterError
+from autopar.cluster.links import cut_all, is_torus
+from autopar.cluster.members import (
+    Members,
+    default_hosts,
+    everything,
+    listed,
+    num_hosts,
+    size_of,
+)
+from autopar.cluster.regular import Prefer
+from autopar.cluster.specs import Level
+
+if TYPE_CHECKING:
+    from autopar.cluster.cluster import Cluster
+
+
+def members_of(cluster: Cluster) -> Members:
+    """The members of a cluster of equal devices, also where they say nothing."""
+    return cluster.members or everything(cluster.levels)
+
+
+def parts(cluster: Cluster) -> tuple[Cluster, ...]:
+    """The groups, or the cluster itself where all devices are equal."""
+    return cluster.groups or (cluster,)
+
+
+def select(cluster: Cluster, shape: Sequence[int], cells: Sequence[int]) -> Cluster:
+    """The part of a cluster with the devices of these indices, in this shape."""
+    of = members_of(cluster)
+    held = tuple(of.positions[cell] for cell in cells)
+    return dataclasses.replace(
+        cluster,
+        levels=cut_all(cluster.device, cluster.levels, shape),
+        members=dataclasses.replace(of, positions=held, idle=()),
+    )
+
+
+def regrid(
+    cluster: Cluster, of: Members, there: Iterable[int], prefer: Prefer
+) -> Cluster:
+    """The largest regular cluster over the positions that are there."""
+    left = sorted(there)
+    shape, positions = regular.largest(cluster.device, of.whole, left, prefer)
+    idle = tuple(sorted(set(left) - set(positions)))
+    return dataclasses.replace(
+        cluster,
+        levels=cut_all(cluster.device, of.whole, shape),
+        members=dataclasses.replace(of, positions=positions, idle=idle),
+    )
+
+
+def _there(of: Members) -> set[int]:
+    return {*of.positions, *of.idle}
+
+
+def _known_names(cluster: Cluster) -> dict[str, set[int]]:
+    """The ids that each name stands for; only of devices that are there."""
+    found: dict[str, set[int]] = {}
+    for part in parts(cluster):
+        of = members_of(part)
+        there = _there(of)
+        for name, block in of.blocks().items():
+            held = {of.start + position for position in there.intersection(block)}
+            if held:
+                found[name] = held
+    return found
+
+
+def _all_hosts(cluster: Cluster) -> list[str]:
+    return [name for part in parts(cluster) for name in members_of(part).host_names]
+
+
+def _by_id(cluster: Cluster) -> dict[int, str]:
+    found: dict[int, str] = {}
+    for part in parts(cluster):
+        of = members_of(part)
+        there = sorted(_there(of))
+        named = zip(there, of.names(there), strict=True)
+        found |= {of.start + position: name for position, name in named}
+    return found
+
+
+def _numbered(
+    cluster: Cluster, devices: Iterable[int], hosts: Iterable[int]
+) -> list[str]:
+    """The names of devices and hosts that are given by number."""
+    ids, rows = _by_id(cluster), _all_hosts(cluster)
+    found: list[str] = []
+    for device in devices:
+        if device not in ids:
+            raise ClusterError(
+                f"no device {device}; the devices are "
+                f"{listed([str(i) for i in sorted(ids)])}."
+            )
+        found.append(ids[device])
+    for host in hosts:
+        if not 0 <= host < len(rows):
+            raise ClusterError(f"no host {host}; they are 0 to {len(rows) - 1}.")
+        found.append(rows[host])
+    return found
+
+
+def _leaving(known: Mapping[str, set[int]], names: Sequence[str]) -> set[int]:
+    """The ids of the named devices, each named once."""
+    gone: set[int] = set()
+    for name in names:
+        if name not in known:
+            raise ClusterError(
+                f"{name!r} is not in the cluster; known are {listed(list(known))}. "
+                "Example: cluster.without('host3', 'host0/device1')."
+            )
+        if gone & known[name]:
+            raise ClusterError(f"{name!r}, or a part of it, is named twice.")
+        gone |= known[name]
+    return gone
+
+
+def without(
+    cluster: Cluster,
+    names: Sequence[str],
+    devices: Sequence[int],
+    hosts: Sequence[int],
+    prefer: Prefer,
+) -> Cluster:
+    """The cluster that is left; see `Cluster.without`."""
+    regular.check_prefer(prefer)
+    known = _known_names(cluster)
+    gone = _leaving(known, [*names, *_numbered(cluster, devices, hosts)])
+    left: list[Cluster] = []
+    for part in parts(cluster):
+        of = members_of(part)
+        there = {p for p in _there(of) if of.start + p not in gone}
+        if there == _there(of):
+            left.append(part)
+        elif there:
+            left.append(regrid(part, of, there, prefer))
+    if not left:
+        raise ClusterError(f"no device is left of {cluster}: keep at least one.")
+    return rejoin(cluster, left)
+
+
+def rejoin(cluster: Cluster, left: Sequence[Cluster]) -> Cluster:
+    """The parts as one cluster: again of groups if more than one is left."""
+    if len(left) == 1:
+        return left[0]
+    return type(cluster)(groups=tuple(left), between=cluster.between)
+
+
+def _missing(of: Members) -> dict[str, set[int]]:
+    """Positions of the whole that are not there, by host; hosts that lack none too."""
+    size, there = of.whole[-1].size, _there(of)
+    return {
+        name: set(range(i * size, (i + 1) * size)) - there
+        for i, name in enumerate(of.host_names)
+    }
+
+
+def _names_for(of: Members, hosts: int) -> list[str]:
+    """The names of that many hosts: those that left entirely, then new ones."""
+    if hosts < 1:
+        raise ClusterError(f"with_hosts: cannot add {hosts} hosts; give 1 or more.")
+    size = of.whole[-1].size
+    absent = [name for name, gone in _missing(of).items() if len(gone) == size]
+    new = max(0, hosts - len(absent))
+    prefix = f"{of.group}/" if of.group else ""
+    grown = default_hosts(_longer(of.whole, new)) if new else ()
+    fresh = [prefix + name for name in grown[num_hosts(of.whole) :]]
+    return (absent + fresh)[:hosts]
+
+
+def _longer(whole: tuple[Level, ...], hosts: int) -> tuple[Level, ...]:
+    """The levels with that many more hosts."""
+    if len(whole) == 1 or is_torus(whole[0]):
+        raise ClusterError(
+            "with_hosts: no new host can join: the cluster describes no switch between "
+            "hosts. Describe the larger cluster anew, such as "
+            "Cluster.parse('2x8:h100')."
+        )
+    each = size_of(whole[1:-1])
+    if hosts % each:
+        raise ClusterError(
+            f"with_hosts: a new {whole[0].name} has {each} hosts; add a multiple of "
+            f"{each} hosts, not {hosts}."
+        )
+    outer = dataclasses.replace(whole[0], size=whole[0].size + hosts // each)
+    return (outer, *whole[1:])
+
+
+def _extended(of: Members, new: Sequence[str]) -> Members:
+    """The members of a whole with more hosts, whose devices are not there yet."""
+    if not new:
+        return of
+    prefix = f"{of.group}/" if of.group else ""
+    plain = [name.removeprefix(prefix) for name in new]
+    whole = _longer(of.whole, len(new))
+    hosts = (*(of.hosts or default_hosts(of.whole)), *plain)
+    if hosts == default_hosts(whole):
+        hosts = ()
+    return dataclasses.replace(of, whole=whole, hosts=hosts)
+
+
+def _check_joining(
+    of: Members, names: Sequence[str], missing: Mapping[str, set[int]]
+) -> None:
+    strays = [name for name in names if of.group and not _is_in(of.group, name)]
+    if strays:
+        raise ClusterError(
+            f"with_hosts: {listed(strays)} join no group; a name begins with "
+            f"'{of.group}/'."
+        )
+    if len(set(names)) < len(names):
+        raise ClusterError(f"with_hosts: a host is named twice: {listed(list(names))}.")
+    for name in names:
+        if name in missing and not missing[name]:
+            raise ClusterError(
+                f"with_hosts: {name!r} and all its devices are there already; known "
+                f"are {listed(list(missing))}."
+            )
+
+
+def _grown(part: Cluster, names: Sequence[str], prefer: Prefer) -> Cluster:
+    """One cluster of equal devices with these hosts."""
+    of = members_of(part)
+    missing = _missing(of)
+    _check_joining(of, names, missing)
+    larger = _extended(of, [name for name in names if name not in missing])
+    joined = set[int]().union(*(_missing(larger)[name] for name in names))
+    return regrid(part, larger, _there(of) | joined, prefer)
+
+
+def with_hosts(
+    cluster: Cluster, hosts: int | str | Sequence[str], prefer: Prefer
+) -> Cluster:
+    """The cluster with more hosts; see `Cluster.with_hosts`."""
+    regular.check_prefer(prefer)
+    if isinstance(hosts, int):
+        if cluster.groups:
+            raise ClusterError(
+                "with_hosts: which group do they join? Name them, such as "
+                f"cluster.with_hosts({_next_host(cluster.groups[0])!r})."
+            )
+        return _grown(cluster, _names_for(members_of(cluster), hosts), prefer)
+    names = [hosts] if isinstance(hosts, str) else list(hosts)
+    if not names:
+        raise ClusterError("with_hosts: name at least one host, or say how many.")
+    if not cluster.groups:
+        return _grown(cluster, names, prefer)
+    return _grown_groups(cluster, names, prefer)
+
+
+def _is_in(group: str, name: str) -> bool:
+    return name.startswith(f"{group}/")
+
+
+def _next_host(group: Cluster) -> str:
+    of = members_of(group)
+    return f"{of.group}/host{num_hosts(of.whole)}"
+
+
+def _grown_groups(cluster: Cluster, names: Sequence[str], prefer: Prefer) -> Cluster:
+    """Each group with its hosts; later groups move up where one has new ones."""
+    groups = {members_of(group).group: group for group in cluster.groups}
+    mine = {name: [n for n in names if _is_in(name, n)] for name in groups}
+    strays = [n for n in names if not any(_is_in(group, n) for group in groups)]
+    if strays:
+        raise ClusterError(
+            f"with_hosts: {listed(strays)} join no group; a name begins with one of "
+            f"{listed(list(groups))}, such as {_next_host(cluster.groups[0])!r}."
+        )
+    left, moved = list[type(cluster)](), 0
+    for name, group in groups.items():
+        before = size_of(members_of(group).whole)
+        grown = _grown(group, mine[name], prefer) if mine[name] else group
+        of = members_of(grown)
+        shifted = dataclasses.replace(of, start=of.start + moved)
+        left.append(dataclasses.replace(grown, members=shifted))
+        moved += math.prod(level.size for level in of.whole) - before
+    return rejoin(cluster, left)

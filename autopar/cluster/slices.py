@@ -1,0 +1,231 @@
+"""The sub-clusters that the links allow: what a stage of a pipeline may run on.
+
+A slice is one of
+
+- some devices of one host, as many as divide the host's, from a multiple of them on;
+- some whole parts of one part of a middle level, by the same rule;
+- some neighbouring whole parts of the outermost level, any number of them;
+- in a torus, a block whose sides divide the torus's, aligned to them.
+
+These are the submesh shapes of Alpa (L. Zheng et al., "Alpa: Automating Inter- and
+Intra-Operator Parallelism for Distributed Deep Learning", OSDI 2022, section 5.2) for
+any number of levels. Each level of a slice has links of one class, and shares none
+with other slices of the same shape.
+"""
+
+import itertools
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from autopar.cluster.errors import ClusterError
+from autopar.cluster.links import is_torus
+from autopar.cluster.members import listed
+from autopar.cluster.specs import Level
+
+Shape = tuple[int, ...]
+
+
+def shape_text(shape: Sequence[int]) -> str:
+    """The shape as in the text of a cluster.
+
+    >>> shape_text((2, 8))
+    '2x8'
+    """
+    return "x".join(map(str, shape))
+
+
+def _any_count(levels: Sequence[Level]) -> int:
+    """The level that may be cut at any part, the outermost one; -1: none may."""
+    first = next((i for i, level in enumerate(levels) if level.size > 1), 0)
+    cuttable = first < len(levels) - 1 and not is_torus(levels[first])
+    return first if cuttable else -1
+
+
+def _sizes(levels: Sequence[Level], free: int) -> list[list[int]]:
+    """The sizes that each level of a slice may have."""
+    return [
+        [s for s in range(1, n + 1) if i == free or n % s == 0]
+        for i, n in enumerate(level.size for level in levels)
+    ]
+
+
+def _nests(levels: Sequence[Level], shape: Sequence[int]) -> bool:
+    """Whether several parts of a level are whole parts, but for blocks of a torus."""
+    for i, size in enumerate(shape):
+        if size == 1:
+            continue
+        torus = True
+        for j in range(i, len(shape)):
+            torus = torus and is_torus(levels[j])
+            if j > i and not torus and shape[j] < levels[j].size:
+                return False
+    return True
+
+
+def shapes(levels: Sequence[Level]) -> tuple[Shape, ...]:
+    """The shape of every slice, few devices first.
+
+    >>> from autopar.cluster import Cluster
+    >>> shapes(Cluster.parse("3x4:h100").levels)
+    ((1, 1), (1, 2), (1, 4), (2, 4), (3, 4))
+    """
+    every = itertools.product(*_sizes(levels, _any_count(levels)))
+    found = [shape for shape in every if _nests(levels, shape)]
+    return tuple(sorted(found, key=lambda shape: (math.prod(shape), shape)))
+
+
+def count(levels: Sequence[Level], shape: Shape) -> int:
+    """How many slices of one shape the levels hold side by side."""
+    return math.prod(
+        level.size // size for level, size in zip(levels, shape, strict=True)
+    )
+
+
+def check_shape(levels: Sequence[Level], shape: Sequence[int]) -> Shape:
+    """The shape as a tuple, if slices may have it."""
+    allowed = _sizes(levels, _any_count(levels))
+    good = len(shape) == len(levels) and all(
+        size in sizes for size, sizes in zip(shape, allowed, strict=True)
+    )
+    if not (good and _nests(levels, shape)):
+        whole = shape_text([level.size for level in levels])
+        raise ClusterError(
+            f"no slice has the shape {shape_text(shape)}: the links of {whole} allow "
+            f"{listed([shape_text(s) for s in shapes(levels)])}."
+        )
+    return tuple(shape)
+
+
+def _strides(levels: Sequence[Level]) -> list[int]:
+    return [
+        math.prod(level.size for level in levels[i + 1 :]) for i in range(len(levels))
+    ]
+
+
+def offsets(levels: Sequence[Level], shape: Shape) -> Iterator[int]:
+    """The first device of every slice of one shape, in order."""
+    free = _any_count(levels)
+    corners = [
+        range(0, level.size - size + 1, 1 if i == free else size)
+        for i, (level, size) in enumerate(zip(levels, shape, strict=True))
+    ]
+    strides = _strides(levels)
+    for corner in itertools.product(*corners):
+        yield sum(c * stride for c, stride in zip(corner, strides, strict=True))
+
+
+def block(levels: Sequence[Level], shape: Shape, offset: int) -> tuple[int, ...]:
+    """The devices of the slice that begins at `offset`, row-major.
+
+    >>> from autopar.cluster import Cluster
+    >>> block(Cluster.parse("4x4:v5e").levels, (2, 2), 8)
+    (8, 9, 12, 13)
+    """
+    cells = [offset]
+    for size, stride in zip(shape, _strides(levels), strict=True):
+        cells = [cell + i * stride for cell in cells for i in range(size)]
+    return tuple(cells)
+
+
+def check_offset(levels: Sequence[Level], shape: Shape, offset: int) -> int:
+    """The offset, if a slice of this shape may begin there."""
+    known = list(offsets(levels, shape))
+    if offset not in known:
+        raise ClusterError(
+            f"no slice of shape {shape_text(shape)} begins at device {offset}: they "
+            f"begin at {listed([str(o) for o in known])}."
+        )
+    return offset
+
+
+def partition(levels: Sequence[Level], asked: Sequence[Sequence[int]]) -> list[int]:
+    """An offset for each shape, so that the slices hold each device once.
+
+    Fills from the first device on, with the first of the shapes that fits there, and
+    goes back where that leads nowhere.
+    """
+    checked = {shape: check_shape(levels, shape) for shape in map(tuple, asked)}
+    wanted = [checked[tuple(shape)] for shape in asked]
+    whole = math.prod(level.size for level in levels)
+    total = sum(map(math.prod, wanted))
+    if total != whole:
+        raise ClusterError(
+            f"partition: {_texts(wanted)} are {total} devices, and the cluster has "
+            f"{whole}: a partition holds each device once."
+        )
+    placed = _Filling(levels, wanted).fill()
+    if placed is None:
+        raise ClusterError(
+            f"partition: {_texts(wanted)} do not fit side by side in "
+            f"{shape_text([level.size for level in levels])}, aligned as slices are."
+        )
+    waiting = {shape: iter(sorted(found)) for shape, found in placed.items()}
+    return [next(waiting[shape]) for shape in wanted]
+
+
+def _texts(wanted: Sequence[Shape]) -> str:
+    return listed([shape_text(shape) for shape in wanted])
+
+
+class _Filling:
+    """The search for a partition: an exact cover, by the first free device.
+
+    The first free device is always the first of its slice, so that only the shape
+    is to be chosen. What was found to lead nowhere is not tried again.
+    """
+
+    def __init__(self, levels: Sequence[Level], wanted: Sequence[Shape]) -> None:
+        self._size = math.prod(level.size for level in levels)
+        self._levels = levels
+        self._left = Counter(wanted)  # in the order of their first mention
+        self._starts = {shape: set(offsets(levels, shape)) for shape in self._left}
+        self._taken = [False] * self._size
+        self._dead: set[tuple[int, ...]] = set()
+
+    def _first_free(self, start: int) -> int:
+        while start < self._size and self._taken[start]:
+            start += 1
+        return start
+
+    def _state(self) -> tuple[int, ...]:
+        """What is taken, as the bits of one number, and what is left."""
+        bits = int("".join("01"[taken] for taken in self._taken), 2)
+        return (bits, *self._left.values())
+
+    def _mark(self, shape: Shape, offset: int, taken: bool) -> None:
+        for position in block(self._levels, shape, offset):
+            self._taken[position] = taken
+        self._left[shape] += -1 if taken else 1
+
+    def _choices(self, free: int) -> Iterator[Shape]:
+        """Yields the shapes that fit at the first free device."""
+        for shape, left in list(self._left.items()):
+            if left and free in self._starts[shape]:
+                cells = block(self._levels, shape, free)
+                if not any(self._taken[cell] for cell in cells):
+                    yield shape
+
+    def fill(self) -> dict[Shape, list[int]] | None:
+        """Offsets by shape, or None. A loop: stages may be more than frames."""
+        path: list[tuple[int, Shape]] = []
+        free = self._first_free(0)
+        tries = [self._choices(free)]
+        while free < self._size:
+            shape = next(tries[-1], None)
+            if shape is None:
+                self._dead.add(self._state())
+                tries.pop()
+                if not path:
+                    return None
+                free, last = path.pop()
+                self._mark(last, free, False)
+                continue
+            self._mark(shape, free, True)
+            if self._state() in self._dead:
+                self._mark(shape, free, False)
+                continue
+            path.append((free, shape))
+            free = self._first_free(free)
+            tries.append(self._choices(free))
+        return {s: [o for o, other in path if other == s] for s in self._left}

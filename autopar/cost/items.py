@@ -1,0 +1,145 @@
+"""The items of a step's cost: each class of operators and each collective.
+
+An item knows what it costs at the planned batch, and how often it is paid: by each
+microbatch or once for each synchronisation. Everything that reports, compares or
+scales costs is a sum over items.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Iterator
+
+from autopar.cost.breakdown import CostBreakdown
+from autopar.cost.compute import work_once_s
+from autopar.cost.pricer import Pricer
+from autopar.cost.traffic import Collective, joined, traffic
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import shards
+from autopar.steps.work import OperatorWork
+from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import InputRole, Role
+
+_HELD = {
+    InputRole.PARAMETER: "parameter_bytes",
+    InputRole.OPTIMIZER_STATE: "optimizer_bytes",
+    InputRole.BATCH: "batch_bytes",
+}
+
+
+class Paid(enum.Enum):
+    """How often something is paid in a step."""
+
+    MICROBATCH = "by every microbatch"
+    SYNCHRONISATION = "once, when gradients are summed and state is updated"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CostItem:
+    """One item of a step's cost.
+
+    Attributes:
+      operator: class of the operators, or the operator that communicates.
+      paid: how often it is paid.
+      cost: at the planned batch in one microbatch, all its runs in a step together.
+      work: what the operators of the class do; None for other items.
+      parts: into how many parts each factor of its rule is split.
+      collective: the collective; None for other items.
+    """
+
+    operator: int
+    paid: Paid
+    cost: CostBreakdown
+    work: OperatorWork | None = None
+    parts: tuple[int, ...] = ()
+    collective: Collective | None = None
+
+
+def items(assignment: Assignment, pricer: Pricer) -> list[CostItem]:
+    """Lists what a step costs under an assignment, operator by operator.
+
+    Args:
+      assignment: strategies as layouts.
+      pricer: the mesh and cluster.
+    """
+    collectives = joined(pricer, traffic(assignment))
+    return [
+        *work_items(assignment, pricer),
+        *(collective_item(assignment, pricer, c) for c in collectives),
+        *held_items(assignment),
+    ]
+
+
+def work_items(assignment: Assignment, pricer: Pricer) -> Iterator[CostItem]:
+    """The work of each class of operators."""
+    analysis, device = assignment.analysis, pricer.cluster.device
+    for node in analysis.contraction.nodes:
+        strategy = assignment.strategies[node.index]
+        split = [pricer.group(axes) for axes in strategy]
+        for member, mapping in node.members.items():
+            work = analysis.works.get(member)
+            if work is None:
+                continue
+            parts = tuple(split[own] if own >= 0 else 1 for own in mapping)
+            trips = analysis.trips[member]
+            once_s = trips * work_once_s(work, parts, device)
+            cost = CostBreakdown(
+                matrix_s=once_s if work.is_matrix else 0.0,
+                vector_s=0.0 if work.is_matrix else once_s,
+                kernel_s=trips * device.kernel_latency_s if work.kernel else 0.0,
+            )
+            yield CostItem(member, paid_by(work.op), cost, work, parts)
+
+
+def paid_by(op: Operator) -> Paid:
+    """How often the work of an operator is done."""
+    return Paid.SYNCHRONISATION if op.role is Role.UPDATE else Paid.MICROBATCH
+
+
+def collective_item(
+    assignment: Assignment, pricer: Pricer, collective: Collective
+) -> CostItem:
+    """A collective, split into what its bytes take and its latency."""
+    step, nbytes, trips = collective.step, collective.nbytes, collective.trips
+    whole_s = collective.seconds(pricer)
+    least_s = min(whole_s, trips * pricer.bytes_s(step, nbytes))
+    free = collective.place is not None
+    kind = step.kind
+    cost = CostBreakdown(
+        **{
+            "hideable_s" if free else "waiting_s": least_s,
+            "hideable_latency_s" if free else "waiting_latency_s": whole_s - least_s,
+            f"{kind}_bytes": collective.sent_bytes(pricer),
+        }
+    )
+    return CostItem(
+        collective.operator,
+        _paid(assignment, collective),
+        cost,
+        collective=collective,
+    )
+
+
+def _paid(assignment: Assignment, collective: Collective) -> Paid:
+    """Sums of gradients wait for all microbatches, what an update reads comes once."""
+    op = assignment.graph.operators[collective.operator]
+    summed = collective.place is not None and collective.step.kind in (
+        "all_reduce",
+        "reduce_scatter",
+    )
+    if summed or op.role is Role.UPDATE or op.kind == "return":
+        return Paid.SYNCHRONISATION
+    return Paid.MICROBATCH
+
+
+def held_items(assignment: Assignment) -> Iterator[CostItem]:
+    """The bytes that a device holds of each input."""
+    graph = assignment.graph
+    for given in graph.inputs:
+        split = shards(assignment.home_layout(given.value), assignment.sizes)
+        nbytes = graph.values[given.value].nbytes / split
+        name = _HELD.get(given.role, "other_bytes")
+        cost = CostBreakdown(**{name: nbytes})
+        op = assignment.contraction.producer[given.value].index
+        yield CostItem(op, Paid.SYNCHRONISATION, cost)

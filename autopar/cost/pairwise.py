@@ -1,0 +1,135 @@
+"""What a sum over pairs of decisions holds of a plan's cost, and what it does not.
+
+The planner's problem has a cost for each node and each edge between two nodes. Three
+things belong to no pair:
+
+* latency of messages that several collectives share (`Collective.shared_s`);
+* copies that turn out alike, which the program makes once although each reader is
+  charged for its own, and sums of which every reader keeps only a slice;
+* sums in loops whose layouts do not let them wait, which are charged as if they did.
+
+`pairwise_s` adds up the pairs from an assignment alone, and `Corrections` names the
+difference to the whole cost.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar.cost.breakdown import step_s
+from autopar.cost.combining import ALONE, GATHERS, SUMS
+from autopar.cost.evaluate import total
+from autopar.cost.items import items, work_items
+from autopar.cost.pricer import Pricer
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import Layout
+from autopar.layouts.strategies import layout_of
+from autopar.steps.nodes import Node
+from autopar.steps.uses import Source, Use, times_made
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Corrections:
+    """Seconds that lead from the sum over pairs to the cost of a step.
+
+    Attributes:
+      messages_s: latency of messages that several collectives share.
+      merged_s: what readers are charged for alike and the program does once, less
+        what is charged too little where sums in loops cannot wait.
+    """
+
+    messages_s: float
+    merged_s: float
+
+    @property
+    def total_s(self) -> float:
+        """What is added to the sum over pairs."""
+        return self.messages_s - self.merged_s
+
+
+def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
+    """Returns what the sum over pairs lacks of the cost of a step.
+
+    ``pairwise_s(...) + corrections(...).total_s`` is the time of a step. Without
+    combined messages and without merged copies the two are equal.
+    """
+    found = items(assignment, pricer)
+    shared_s = sum(
+        i.collective.shared_s(pricer) for i in found if i.collective is not None
+    )
+    alone_s = step_s(total(found)) - shared_s
+    return Corrections(shared_s, pairwise_s(assignment, pricer) - alone_s)
+
+
+def pairwise_s(assignment: Assignment, pricer: Pricer) -> float:
+    """Seconds of all nodes and pairs of nodes: the objective of the problem."""
+    work = sum(i.cost.work_s for i in work_items(assignment, pricer))
+    analysis = assignment.analysis
+    results = sum(
+        _results_s(assignment, pricer, node) for node in analysis.contraction.nodes
+    )
+    reads = sum(_source_s(assignment, pricer, s) for s in analysis.sources.values())
+    return work + results + reads
+
+
+def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
+    """Seconds of the sums that finish the results of a node's operators."""
+    analysis = assignment.analysis
+    out = 0.0
+    for member in node.members:
+        op = analysis.graph.operators[member]
+        partial = assignment.partial(op)
+        final = op.class_index in analysis.independent.summing
+        together = SUMS if final else ALONE
+        if node.kind != "contraction":
+            if not partial or member not in analysis.works:
+                continue
+            for dims in op.rule.results:
+                own = assignment.layout(op, dims)
+                out += sum(
+                    times * pricer.reshard_s(own, own, partial, "all", nbytes, together)
+                    for nbytes, times in analysis.sums[op.class_index]
+                )
+            continue
+        for slot, value in enumerate(op.outputs):
+            if value not in analysis.contraction.homes:
+                continue
+            own = assignment.layout(op, op.rule.results[slot])
+            home = assignment.home_layout(value)
+            whole = [(analysis.graph.values[value].nbytes, analysis.trips[member])]
+            sums = analysis.sums[op.class_index] if slot == 0 else whole
+            kind = op.rule.reduction
+            out += sum(
+                times * pricer.reshard_s(own, home, partial, kind, nbytes, together)
+                for nbytes, times in sums
+            )
+    return out
+
+
+def _source_s(assignment: Assignment, pricer: Pricer, source: Source) -> float:
+    """Seconds of bringing a value to its readers, by its copies if it has any."""
+    known = assignment.analysis.independent.gathered
+    together = GATHERS if source.value_class[0] in known else ALONE
+    nbytes = float(assignment.graph.values[source.example].nbytes)
+    home = assignment.home_layout(source.example)
+
+    def moved_s(start: Layout, target: Layout) -> float:
+        return pricer.reshard_s(start, target, (), "", nbytes, together)
+
+    def layout(use: Use) -> Layout:
+        return layout_of(assignment.strategies[use.node], use.dims)
+
+    copied = {
+        backward: assignment.copies[source.value_class, backward]
+        for backward in (False, True)
+        if (source.value_class, backward) in assignment.copies
+    }
+    if not copied:
+        return sum(u.weight * moved_s(home, layout(u)) for u in source.foreign)
+    out = 0.0
+    for backward, choice in copied.items():
+        uses = [u for u in source.foreign if u.backward is backward]
+        if not choice.reuse:
+            out += times_made(uses) * moved_s(home, choice.layout)
+        out += sum(u.weight * moved_s(choice.layout, layout(u)) for u in uses)
+    return out

@@ -1,0 +1,253 @@
+"""Carries out what was edited in a plan; the rest follows, and costs are stated anew.
+
+Layouts of inputs win: what depends on them is planned again. Other edits are taken as
+they are where they fit. No edit is ignored: what cannot be carried out is an error that
+names it (docs/plans.md has the table).
+"""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import Layout, from_spec
+from autopar.layouts.strategies import strategy_space
+from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.codecs.written import check_fits, with_codecs_of
+from autopar.planner.consistent import check_consistent
+from autopar.planner.hints import pin_restriction
+from autopar.planner.record import another_step, assignment_of, restore
+from autopar.planner.search import given, plan_mesh, search
+from autopar.plans import Plan
+from autopar.plans.specs import spec_of, spec_text
+from autopar.steps.analysis import Analysis
+
+# What may be edited; costs are stated anew after any of it.
+EDITABLE = ("inputs", "nodes", "copies", "gradients", "predicted", "cluster")
+# Why other parts may not, by what they are called.
+_OTHER_MESH = (
+    "another mesh is another plan: make it with autopar.plan(..., axis_names=, "
+    "max_axes=)"
+)
+_WHY_NOT = {
+    "outputs": "carried state leaves as it came: edit the layout of its input",
+    "devices": _OTHER_MESH,
+    "mesh": _OTHER_MESH,
+    "compression": "it says why gradients are sent as they are: edit their codecs",
+    "microbatches": "batches are not split",
+    "schedule": "there is one stage",
+    "rematerialisation": "use jax.checkpoint in the step",
+    "name": "it names the only stage",
+}
+
+
+def carried_out(
+    analysis: Analysis,
+    plan: Plan,
+    cluster: Cluster | None = None,
+    *,
+    seconds: float | None = None,
+) -> Plan:
+    """Returns a plan in which all that was edited holds; itself if nothing was.
+
+    Args:
+      analysis: the step.
+      plan: the plan, edited or not.
+      cluster: what it is priced for; default: its own.
+      seconds: time limit of the solver.
+
+    Raises:
+      PlanError: the plan belongs to another step, or an edit cannot be carried out.
+    """
+    parts = plan.edited
+    if not parts:
+        return plan
+    _check_parts(parts)
+    if plan.fingerprint != analysis.fingerprint:
+        raise another_step(analysis, plan)
+    check_consistent(analysis, plan)
+    where = plan.cluster.read() if cluster is None else cluster
+    if "cluster" in parts:
+        _check_text(plan)
+    if "inputs" in parts:
+        result, said = _with_inputs(analysis, plan, where, seconds)
+    else:
+        result = _as_stated(analysis, plan, where)
+        said = f"{', '.join(parts)} changed by hand"
+    made = with_codecs_of(analysis, result, plan, edited="gradients" in parts)
+    return with_status(
+        msgspec.structs.replace(made, target=plan.target, options=plan.options),
+        f"edited: {said}; {made.solver.status}",
+    )
+
+
+def with_status(plan: Plan, status: str) -> Plan:
+    """The plan with other words on how it was found."""
+    solver = msgspec.structs.replace(plan.solver, status=status)
+    return msgspec.structs.replace(plan, solver=solver)
+
+
+def _check_parts(parts: tuple[str, ...]) -> None:
+    """Raises `PlanError` for a part that cannot be edited, or not with another."""
+    for part in parts:
+        if part not in EDITABLE:
+            why = _WHY_NOT.get(part, "it is a fact of the step")
+            raise PlanError(f"the plan's {part} was edited, and cannot be: {why}.")
+    both = [part for part in ("nodes", "copies") if part in parts]
+    if "inputs" in parts and both:
+        raise PlanError(
+            f"the plan's inputs and {' and '.join(both)} were both edited; the layouts "
+            f"of inputs decide the rest: edit the inputs, or the {both[0]}."
+        )
+
+
+def _check_text(plan: Plan) -> None:
+    text = str(plan.cluster.read())
+    if text != plan.cluster.text:
+        raise PlanError(
+            f"the plan's cluster.text is '{plan.cluster.text}', its cluster.data is "
+            f"'{text}': the data counts, so change it and the text alike."
+        )
+
+
+def _with_inputs(
+    analysis: Analysis, plan: Plan, cluster: Cluster, seconds: float | None
+) -> tuple[SearchResult, str]:
+    """Plans again with the inputs' layouts; says what of them was edited."""
+    stated = assignment_of(analysis, plan)
+    wanted = _wanted(analysis, plan)
+    edited = {v: w for v, w in wanted.items() if stated.home_layout(v) != w}
+    _check_possible(analysis, plan, edited)
+    homes = analysis.contraction.homes
+    nodes = {homes[value].node for value in edited}
+    touched = {v for v in wanted if v in homes and homes[v].node in nodes}
+    kept = {v: wanted[v] for v in wanted if v in homes and v not in touched}
+    said = f"layouts of {_count(len(edited))} changed by hand"
+    if follow := len(touched) - len(edited):
+        said += f", {follow} that share a decision follow"
+    try:
+        return _pinned(analysis, plan, cluster, {**kept, **edited}, seconds), said
+    except InfeasibleError:
+        result = _pinned(analysis, plan, cluster, edited, seconds)
+        return result, f"{said}, others move to fit the memory"
+
+
+def _count(number: int) -> str:
+    return "1 input" if number == 1 else f"{number} inputs"
+
+
+def _pinned(
+    analysis: Analysis,
+    plan: Plan,
+    cluster: Cluster,
+    layouts: dict[int, Layout],
+    seconds: float | None,
+) -> SearchResult:
+    """The best layouts on the plan's mesh with those of some inputs as given."""
+    mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
+    allowed = pin_restriction(analysis, layouts)
+    return search(
+        analysis, cluster, meshes=[mesh], seconds=seconds, restriction=lambda _: allowed
+    )
+
+
+def _wanted(analysis: Analysis, plan: Plan) -> dict[int, Layout]:
+    """Value of each input -> the layout that the plan's inputs say."""
+    out: dict[int, Layout] = {}
+    for given_input in analysis.graph.inputs:
+        path, shape = given_input.path, analysis.graph.values[given_input.value].shape
+        spec = plan.inputs[path]
+        if len(spec) != len(shape):
+            raise PlanError(
+                f"input '{path}': {spec_text(spec)} has {len(spec)} entries, and its "
+                f"shape {tuple(shape)} has {len(shape)}."
+            )
+        spec = spec_of(spec, shape, plan.mesh["axes"], f"input '{path}'")
+        out[given_input.value] = from_spec(spec, plan.axis_names)
+    return out
+
+
+def _check_possible(analysis: Analysis, plan: Plan, edited: dict[int, Layout]) -> None:
+    """Raises `PlanError` where edited layouts contradict the step, or each other."""
+    homes, paths = analysis.contraction.homes, analysis.input_paths
+    for value, layout in edited.items():
+        if value not in homes:
+            raise PlanError(
+                f"input '{paths[value]}' is too small to be split: leave its layout "
+                "as it was."
+            )
+        number = homes[value].node
+        if not _possible(analysis, plan, number, {value: layout}):
+            raise PlanError(
+                f"input '{paths[value]}' cannot be stored as "
+                f"{spec_text(plan.inputs[paths[value]])}: the way it is used rules it "
+                "out. Change its axes."
+            )
+        together = {v: w for v, w in edited.items() if homes[v].node == number}
+        if not _possible(analysis, plan, number, together):
+            said = " and ".join(
+                f"'{paths[v]}' as {spec_text(plan.inputs[paths[v]])}" for v in together
+            )
+            raise PlanError(
+                f"inputs that share one decision were edited to differ: {said}. Give "
+                "them the same layout."
+            )
+
+
+def _possible(
+    analysis: Analysis, plan: Plan, number: int, layouts: dict[int, Layout]
+) -> bool:
+    """Whether a node has a strategy that gives inputs their layouts."""
+    node = analysis.contraction.nodes[number]
+    allowed = pin_restriction(analysis, layouts)
+    space = strategy_space(analysis.graph, analysis.contraction, node, plan.axis_sizes)
+    return any(allowed(node, strategy) for strategy in space.strategies)
+
+
+def _as_stated(analysis: Analysis, plan: Plan, cluster: Cluster) -> SearchResult:
+    """Prices the plan's decisions as they are."""
+    assignment = restore(analysis, plan)
+    _check_nodes(analysis, plan, assignment)
+    result = given(analysis, cluster, assignment, plan.axis_names)
+    if not math.isfinite(result.best.solution.cost):
+        raise _impossible(plan, result.best)
+    check_fits(result.best)
+    return result
+
+
+def _check_nodes(analysis: Analysis, plan: Plan, assignment: Assignment) -> None:
+    """Raises `PlanError` for a decision that is none of the node's strategies."""
+    graph, contraction = analysis.graph, analysis.contraction
+    for node, strategy, decision in zip(
+        contraction.nodes, assignment.strategies, plan.nodes, strict=True
+    ):
+        space = strategy_space(graph, contraction, node, plan.axis_sizes)
+        if strategy not in space.strategies:
+            raise PlanError(
+                f"node '{decision.name}' cannot have axes {spec_text(decision.axes)}: "
+                "the planner does not consider them. Change them, or the layout of an "
+                "input."
+            )
+
+
+def _impossible(plan: Plan, found: Candidate) -> PlanError:
+    """Names two decisions that cannot go together."""
+    problem, choices = found.formulation.problem, found.solution.choices
+    names = [f"node '{n.name}'" for n in plan.nodes]
+    names += [
+        f"the {'backward' if c.backward else 'forward'} copy of operator "
+        f"{c.value_class[0]}"
+        for c in found.formulation.copies
+    ]
+    for (i, j), costs in zip(problem.edges, problem.edge_costs, strict=True):
+        if np.isinf(costs[choices[i], choices[j]]):
+            return PlanError(
+                f"the plan contradicts itself: {names[i]} and {names[j]} cannot go "
+                "together as they were edited."
+            )
+    return PlanError("the plan contradicts itself: its decisions cannot go together.")

@@ -1,0 +1,79 @@
+"""The batch in a program: which factors and dimensions grow with it.
+
+Found by following the leading dimensions of the batch inputs through the sharding
+rules; nothing is read from names. Dimension 0 of a batch input is the batch,
+dimension 1 of an integer batch input (tokens) is the sequence.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import InputRole
+
+BATCH = "batch"
+SEQUENCE = "sequence"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class DimLabels:
+    """Labels of the dimensions of values and of the factors of operators.
+
+    Attributes:
+      operators: of the graph.
+      dims: value -> the label of each dimension, '' without one; a value that no
+        batch reaches is absent.
+      factors: operator -> factor of its rule -> label; '' and absent mean none.
+    """
+
+    operators: tuple[Operator, ...]
+    dims: dict[int, list[str]]
+    factors: dict[int, dict[int, str]]
+
+    def degree(self, value: int) -> int:
+        """How many dimensions of a value grow with the batch."""
+        return sum(name == BATCH for name in self.dims.get(value, ()))
+
+    def batch_factors(self, operator: int) -> frozenset[int]:
+        """The factors of an operator's rule that grow with the batch."""
+        found = self.factors.get(operator, {})
+        return frozenset(f for f, name in found.items() if name == BATCH)
+
+
+def dim_labels(graph: OperatorGraph) -> DimLabels:
+    """Labels every dimension and factor that comes from the batch or sequence."""
+    out = DimLabels(graph.operators, {}, {})
+    for given in graph.inputs:
+        value = graph.values[given.value]
+        if given.role is InputRole.BATCH and value.shape:
+            names = [""] * len(value.shape)
+            names[0] = BATCH
+            if len(names) > 1 and value.dtype.kind in "iu":
+                names[1] = SEQUENCE
+            out.dims[given.value] = names
+    for op in graph.operators:
+        out.factors[op.index] = found = dict(_labels(op, out.dims))
+        if op.kind == "input":
+            continue
+        for value, dims in zip(op.outputs, op.rule.results, strict=True):
+            names = [found.get(d[0], "") if d else "" for d in dims]
+            if graph.values[value].shape:
+                out.dims[value] = names
+    return out
+
+
+def _labels(op: Operator, dims: dict[int, list[str]]) -> Iterator[tuple[int, str]]:
+    """Labels an operator's factors from its operands, the first operand's first."""
+    pairs = list(zip(op.inputs, op.rule.operands, strict=True))
+    if op.kind == "input":
+        pairs = list(zip(op.outputs, op.rule.results, strict=True))
+    seen: set[int] = set()
+    for value, value_dims in pairs:
+        if value is None:
+            continue
+        for name, factors in zip(dims.get(value, ()), value_dims, strict=False):
+            if name and factors and factors[0] not in seen:
+                seen.add(factors[0])
+                yield factors[0], name

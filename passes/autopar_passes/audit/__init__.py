@@ -1,0 +1,1 @@
+"""Reads the communication of a program from the compiler."""

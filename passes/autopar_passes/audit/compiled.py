@@ -1,0 +1,331 @@
+"""Reads the communication and memory of a compiled program.
+
+`hlo_collectives` lists what the optimized program sends, in the terms of a
+plan: forms that one compiler pipeline uses in place of another collective are
+charged as that collective, and `compiled_audit` names them as exceptions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from typing import Any, Final
+
+import numpy as np
+
+from autopar_passes.audit.collectives import AuditedCollective, MeshAxes, differing_axes
+from autopar_passes.audit.hlo_text import (
+    HloModule,
+    Instruction,
+    device_groups,
+    parse_module,
+)
+from autopar_passes.audit.hlo_values import (
+    LAYOUT_OPCODES,
+    WHOLE,
+    Follower,
+    Scope,
+    element_index,
+    split_groups,
+)
+
+SCATTERED: Final = "reduce-scatter run as all-reduce"
+GATHERED: Final = "all-gather run as all-reduce"
+WIDENED: Final = "bf16 widened to f32"
+
+_KINDS: Final = {
+    "all-reduce": "all_reduce",
+    "all-gather": "all_gather",
+    "reduce-scatter": "reduce_scatter",
+    "all-to-all": "all_to_all",
+    "collective-permute": "collective_permute",
+}
+_OTHERS: Final = ("collective-broadcast", "ragged-all-to-all", "send", "recv")
+_WIDENED_TO: Final = "f32"
+_NARROW: Final = ("bf16", "f16")
+_CALLERS: Final = ("call", "fusion", "conditional", "async-start")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledAudit:
+    """What a compiled step sends and holds, on one device.
+
+    Attributes:
+      collectives: all of them, named as a plan names them.
+      communication_bytes: bytes that one device sends in one step.
+      peak_memory_bytes: arguments, results that are not arguments updated in
+        place, and temporary buffers.
+      argument_bytes: bytes of the arguments.
+      output_bytes: bytes of the results.
+      alias_bytes: bytes of results that reuse an argument's buffer.
+      temp_bytes: bytes of the buffer for everything in between.
+      exceptions: the forms that are known to differ from the plan's.
+    """
+
+    collectives: tuple[AuditedCollective, ...]
+    communication_bytes: float
+    peak_memory_bytes: int
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+    exceptions: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    collective: AuditedCollective
+    exceptions: tuple[str, ...] = ()
+
+    def but(self, exception: str) -> _Found:
+        """Returns the same under one more exception."""
+        return _Found(self.collective, (*self.exceptions, exception))
+
+
+def hlo_collectives(
+    text: str, mesh: MeshAxes = (), *, as_run: bool = False
+) -> tuple[AuditedCollective, ...]:
+    """Lists the collectives of an optimized program.
+
+    A collective in a loop has the trips of the loop. A permute is charged for
+    the fraction of devices that send to another one, and not listed where none
+    does. An all-reduce of which each device keeps a slice is listed as a
+    reduce-scatter, followed by an all-reduce of what the scatter leaves to sum
+    and without what an all-reduce before it scatters. An array that was
+    widened from 16 to 32 bits only to be sent is charged as if it had not been.
+
+    Args:
+      text: the text of the optimized module, such as ``compiled.as_text()``.
+      mesh: names and sizes of the mesh axes, to name the axes of each group;
+        without them the axes are left out.
+      as_run: list what this program runs instead, under no other name.
+    """
+    reader = _Reader(text, mesh, as_run)
+    return tuple(found.collective for found in reader.entry())
+
+
+def compiled_audit(compiled: Any, mesh: MeshAxes = ()) -> CompiledAudit:
+    """Reads communication and memory of a ``jax.stages.Compiled``.
+
+    Args:
+      compiled: the compiled step.
+      mesh: as in `hlo_collectives`.
+    """
+    reader = _Reader(compiled.as_text(), mesh, False)
+    found = tuple(reader.entry())
+    names = {name for f in found for name in f.exceptions} | reader.unknown
+    memory = compiled.memory_analysis()
+    arguments = int(memory.argument_size_in_bytes)
+    outputs = int(memory.output_size_in_bytes)
+    aliases = int(memory.alias_size_in_bytes)
+    temporaries = int(memory.temp_size_in_bytes)
+    return CompiledAudit(
+        collectives=tuple(f.collective for f in found),
+        communication_bytes=sum(f.collective.sent_bytes for f in found),
+        peak_memory_bytes=arguments + outputs - aliases + temporaries,
+        argument_bytes=arguments,
+        output_bytes=outputs,
+        alias_bytes=aliases,
+        temp_bytes=temporaries,
+        exceptions=tuple(sorted(names)),
+    )
+
+
+class _Reader:
+    def __init__(self, text: str, mesh: MeshAxes, as_run: bool) -> None:
+        self.module: HloModule = parse_module(text)
+        self.follow = Follower(self.module)
+        self.mesh = tuple(mesh)
+        self.as_run = as_run
+        self.unknown: set[str] = set()
+
+    def entry(self) -> Iterator[_Found]:
+        computation = self.module.computations[self.module.entry]
+        yield from self.computation(Scope(computation), 1.0)
+
+    def computation(self, scope: Scope, trips: float) -> Iterator[_Found]:
+        """Yields the collectives of one computation, with how often each runs."""
+        for op in scope.computation.instructions.values():
+            if op.opcode.removesuffix("-start") in _KINDS:
+                yield from self.collective(scope, op, trips)
+            elif op.opcode == "while":
+                inner = trips * self.loop_count(op)
+                for name in (op.callee("condition"), op.callee("body")):
+                    yield from self.called(scope, op, name, inner)
+            elif op.opcode in _CALLERS:
+                for name in op.called:
+                    yield from self.called(scope, op, name, trips)
+            elif op.opcode in _OTHERS:
+                self.unknown.add(f"{op.opcode} not counted")
+
+    def called(
+        self, scope: Scope, op: Instruction, name: str, trips: float
+    ) -> Iterator[_Found]:
+        inner = Scope(self.module.computations[name], op, scope)
+        yield from self.computation(inner, trips)
+
+    def loop_count(self, op: Instruction) -> float:
+        """Returns a loop's noted trip count, else its condition's largest bound."""
+        noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
+        if noted:
+            return float(noted[1])
+        bound = max(self.constants(op.callee("condition")), default=0)
+        if bound == 0:
+            self.unknown.add("loop of unknown length counted once")
+        return float(max(bound, 1))
+
+    def constants(self, name: str) -> Iterator[int]:
+        for op in self.module.computations[name].instructions.values():
+            if op.opcode == "constant" and re.fullmatch(r"\d+", op.literal):
+                yield int(op.literal)
+            for inner in op.called:
+                yield from self.constants(inner)
+
+    def collective(
+        self, scope: Scope, op: Instruction, trips: float
+    ) -> Iterator[_Found]:
+        kind = _KINDS[op.opcode.removesuffix("-start")]
+        sizes = [scope.instruction(n).shapes[0].nbytes for n in op.operands]
+        if kind == "collective_permute":
+            yield from self.permute(scope, op, sum(sizes), trips)
+            return
+        groups = device_groups(op, self.module.num_devices)
+        if kind == "all_to_all":
+            # One operand for each device, or one that is cut up.
+            yield self.found(scope, op, 0, kind, groups, sum(sizes), trips)
+            return
+        for index, nbytes in enumerate(sizes):
+            if kind == "all_reduce":
+                yield from self.reduction(scope, op, index, groups, nbytes, trips)
+            else:
+                result = nbytes * (groups.shape[1] if kind == "all_gather" else 1)
+                yield self.found(scope, op, index, kind, groups, result, trips)
+
+    def permute(
+        self, scope: Scope, op: Instruction, nbytes: float, trips: float
+    ) -> Iterator[_Found]:
+        text = op.attributes.partition("source_target_pairs=")[2].partition("}}")[0]
+        pairs = [p.split(",") for p in re.findall(r"\d+,\d+", text)]
+        sending = [(int(a), int(b)) for a, b in pairs if a != b]
+        if sending:
+            sent = nbytes * len(sending) / self.module.num_devices
+            kind = "collective_permute"
+            yield self.found(scope, op, 0, kind, np.array(sending), sent, trips)
+
+    def reduction(
+        self,
+        scope: Scope,
+        op: Instruction,
+        index: int,
+        groups: np.ndarray,
+        nbytes: float,
+        trips: float,
+    ) -> Iterator[_Found]:
+        """Splits an all-reduce into the part that is sliced after and the rest."""
+        need = WHOLE
+        if not self.as_run:
+            position = index if len(op.operands) > 1 else None
+            need = self.follow.need(scope, op.name, position)
+            if self.placed_in_zeros(scope, op.operands[index]):
+                kind = "all_gather"
+                found = self.found(scope, op, index, kind, groups, nbytes, trips)
+                yield found.but(GATHERED)
+                return
+            nbytes *= self.arriving(scope, op.operands[index])
+        scattered, reduced = split_groups(need, groups)
+        if (parts := scattered.shape[1]) > 1:
+            kind = "reduce_scatter"
+            found = self.found(scope, op, index, kind, scattered, nbytes, trips)
+            yield found.but(SCATTERED)
+            nbytes /= parts
+        if reduced.shape[1] > 1:
+            yield self.found(scope, op, index, "all_reduce", reduced, nbytes, trips)
+
+    def found(
+        self,
+        scope: Scope,
+        op: Instruction,
+        index: int,
+        kind: str,
+        groups: np.ndarray,
+        nbytes: float,
+        trips: float,
+    ) -> _Found:
+        narrow = not self.as_run and self.narrow(scope, op, index)
+        made = AuditedCollective(
+            kind=kind,
+            axes=differing_axes(self.mesh, groups[0]),
+            group=groups.shape[1],
+            nbytes=nbytes / 2 if narrow else nbytes,
+            trips=trips,
+            source=self.source(scope, op, index),
+        )
+        return _Found(made, (WIDENED,) if narrow else ())
+
+    def source(self, scope: Scope, op: Instruction, index: int) -> str:
+        """Returns the origin; combined all-reduces keep one for each part."""
+        if len(op.operands) > 1 and op.opcode != "all-to-all":
+            for user in scope.computation.users[op.name]:
+                if re.search(rf"\bindex={index}\b", user.attributes):
+                    return user.source or op.source
+        return op.source
+
+    def narrow(self, scope: Scope, op: Instruction, index: int) -> bool:
+        """Returns whether an operand has 16 bits before and after this collective.
+
+        All its readers go back to 16 bits, and it came from there; the origin
+        is not visible for an all-reduce, whose operand is a sum in 32 bits.
+        """
+        operand = op.operands[index]
+        if scope.instruction(operand).shapes[0].dtype != _WIDENED_TO:
+            return False
+        reduced = op.opcode.startswith("all-reduce")
+        if not reduced and not self.converted_from(scope, operand):
+            return False
+        position = index if len(op.operands) > 1 else None
+        readers = self.follow.readings(scope, op.name, position, _MOVES)
+        return all(
+            u.reader is not None
+            and u.reader.opcode == "convert"
+            and u.reader.shapes[0].dtype in _NARROW
+            for u in readers
+        )
+
+    def converted_from(self, scope: Scope, name: str) -> bool:
+        """Returns whether a value is widened from 16 bits just before."""
+        scope, op = self.follow.origin(scope, name, _MOVES)
+        if op.opcode != "convert":
+            return False
+        return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
+
+    def arriving(self, scope: Scope, name: str) -> float:
+        """Returns the part of a value that a scattering all-reduce before it leaves."""
+        scope, op = self.follow.origin(scope, name)
+        index = None
+        if op.opcode == "get-tuple-element":
+            index = element_index(op)
+            op = scope.instruction(op.operands[0])
+        if op.opcode != "all-reduce":
+            return 1.0
+        groups = device_groups(op, self.module.num_devices)
+        scattered, _ = split_groups(self.follow.need(scope, op.name, index), groups)
+        return self.arriving(scope, op.operands[index or 0]) / scattered.shape[1]
+
+    def placed_in_zeros(self, scope: Scope, name: str) -> bool:
+        """Returns whether a value is one shard written into an array of zeros."""
+        scope, op = self.follow.origin(scope, name)
+        if op.opcode != "dynamic-update-slice":
+            return False
+        scope, base = self.follow.origin(scope, op.operands[0])
+        if base.opcode == "broadcast":
+            scope, base = self.follow.origin(scope, base.operands[0])
+        return base.opcode == "constant" and base.literal == "0"
+
+
+# Layout operations that keep the type.
+_MOVES: Final = (LAYOUT_OPCODES - {"convert"}) | {
+    "concatenate",
+    "dynamic-slice",
+    "slice",
+}

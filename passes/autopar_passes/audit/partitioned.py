@@ -1,0 +1,286 @@
+"""Reads the communication of a partitioned program from the compiler itself.
+
+`shardy_collectives` runs the compiler's partitioner on a lowered program; no
+device is needed. Two forms that accelerators' later passes rewrite are
+normalised: an all-reduce of which only a slice is kept is a reduce-scatter,
+and the same collective of the same array twice is done once. Collectives that the
+program itself asks for, inside a `jax.shard_map`, are listed as they are.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+from jax.extend.mlir import passmanager
+
+from autopar_passes.audit.collectives import AuditedCollective, differing_axes
+from autopar_passes.graph.trips import UNKNOWN_TRIPS
+
+_PARTITION = (
+    "builtin.module(sdy-propagation-pipeline,"
+    "func.func(sdy-insert-explicit-reshards{enable-full-version=true}),"
+    "func.func(sdy-reshard-to-collectives))"
+)
+_KINDS = {
+    "sdy.all_gather": "all_gather",
+    "sdy.all_reduce": "all_reduce",
+    "sdy.reduce_scatter": "reduce_scatter",
+    "sdy.all_to_all": "all_to_all",
+    "sdy.collective_permute": "collective_permute",
+}
+# Those that a program asks for inside a manual computation.
+_ASKED_KINDS = {
+    "stablehlo.all_gather": "all_gather",
+    "stablehlo.all_reduce": "all_reduce",
+    "stablehlo.reduce_scatter": "reduce_scatter",
+    "stablehlo.all_to_all": "all_to_all",
+    "stablehlo.collective_permute": "collective_permute",
+}
+# The condition of a counting loop: its bound, the comparison, and the return.
+_COUNTING_OPERATIONS = 3
+_SHARDED = "sdy.sharding"
+_AXIS = re.compile(r'"([^"]+)"(?::\((\d+)\)(\d+))?')
+_SHARDING = re.compile(
+    r"out_sharding=<@\w+, \[(.*?)\]"
+    r"(?:, replicated=\{[^}]*\})?(?:, unreduced=\{[^}]*\})?>"
+)
+
+
+def shardy_collectives(lowered: Any) -> tuple[AuditedCollective, ...]:
+    """Partitions a lowered program and lists its collectives.
+
+    Args:
+      lowered: a ``jax.stages.Lowered`` of a program with shardings.
+    """
+    module = lowered.compiler_ir("stablehlo").operation.clone()
+    with module.context:
+        _spread_host_calls(module)
+        passmanager.PassManager.parse(_PARTITION).run(module)
+        found = _Auditor(module).functions()
+        return tuple(c for c in found if c.nbytes)  # an empty array is never sent
+
+
+def _spread_host_calls(operation: Any) -> None:
+    """Drops the placement of host callbacks on one device.
+
+    Shardy has no collective from one device to all, and fails.
+    """
+    for region in operation.regions:
+        for block in region.blocks:
+            for op in block.operations:
+                inner = op.operation
+                placed = _SHARDED in inner.attributes
+                if placed and "maximal" in str(inner.attributes[_SHARDED]):
+                    del inner.attributes[_SHARDED]
+                _spread_host_calls(inner)
+
+
+class _Auditor:
+    def __init__(self, module: Any) -> None:
+        self.bodies: dict[str, Any] = {}
+        self.sizes: dict[str, int] = {}
+        for op in module.regions[0].blocks[0].operations:
+            name = op.operation.name
+            if name == "sdy.mesh":
+                found = re.findall(
+                    r'"([^"]+)"=(\d+)', str(op.operation.attributes["mesh"])
+                )
+                self.sizes.update((axis, int(size)) for axis, size in found)
+            elif name == "func.func":
+                self.bodies[op.attributes["sym_name"].value] = op
+
+    def functions(self) -> Iterator[AuditedCollective]:
+        yield from self.region(self.bodies["main"].regions[0], 1.0)
+
+    def region(self, region: Any, trips: float) -> Iterator[AuditedCollective]:
+        seen: set[tuple[Any, ...]] = set()
+        for block in region.blocks:
+            for op in block.operations:
+                name = op.operation.name
+                if name in _KINDS:
+                    key = (name, hash(op.operands[0]), _attributes(op))
+                    if key not in seen:
+                        seen.add(key)
+                        yield from self.collective(op, name, trips)
+                elif name in _ASKED_KINDS:
+                    yield from self.asked(op, _ASKED_KINDS[name], trips)
+                elif name in ("func.call", "call"):
+                    callee = self.bodies[op.attributes["callee"].value]
+                    yield from self.region(callee.regions[0], trips)
+                elif name == "stablehlo.while":
+                    count = _loop_count(op)
+                    for inner in op.regions:
+                        yield from self.region(inner, trips * count)
+                else:
+                    for inner in op.regions:
+                        yield from self.region(inner, trips)
+
+    def collective(
+        self, op: Any, name: str, trips: float
+    ) -> Iterator[AuditedCollective]:
+        text = _header(op)
+        after = self.shard_bytes(op.results[0], text)
+        source = _source(op)
+        axes = self.named(text.split("%", 1)[0])
+        kind = _KINDS[name]
+        if kind == "all_to_all":
+            for part in re.findall(r"\{([^}]*)\}: \d+->\d+", text):
+                names, group = self.named(part)
+                yield AuditedCollective(kind, names, group, after, trips, source)
+            return
+        if kind == "all_reduce":
+            yield from self.reduction(op, text, after, trips, source)
+            return
+        names, group = axes
+        if kind == "collective_permute":
+            names, group = (), 2
+        nbytes = after * group if kind == "reduce_scatter" else after
+        yield AuditedCollective(kind, names, group, nbytes, trips, source)
+
+    def asked(self, op: Any, kind: str, trips: float) -> Iterator[AuditedCollective]:
+        """Yields a collective of a manual computation; its arrays are one device's."""
+        arrays = op.results if kind == "all_gather" else op.operands
+        nbytes = sum(_array_bytes(value) for value in arrays)
+        source = _source(op)
+        if kind == "collective_permute":
+            pairs = _integers(op.attributes["source_target_pairs"])
+            sending = int(np.sum(pairs[:, 0] != pairs[:, 1]))
+            sent = nbytes * sending / math.prod(self.sizes.values())
+            yield AuditedCollective(kind, (), 2, sent, trips, source)
+            return
+        groups = _integers(op.attributes["replica_groups"])
+        axes, size = (
+            differing_axes(tuple(self.sizes.items()), groups[0]),
+            groups.shape[1],
+        )
+        if size > 1:
+            yield AuditedCollective(kind, axes, size, nbytes, trips, source)
+
+    def reduction(
+        self, op: Any, text: str, nbytes: float, trips: float, source: str
+    ) -> Iterator[AuditedCollective]:
+        """Splits an all-reduce into the part that is sliced after and the rest."""
+        entries = [self.entry(m) for m in _AXIS.finditer(text.split("%", 1)[0])]
+        scattered = self.sliced_axes(op, set(entries))
+        for name, size in scattered:
+            yield AuditedCollective(
+                "reduce_scatter", (name,), size, nbytes, trips, source
+            )
+            nbytes /= size
+        rest = [e for e in entries if e not in scattered]
+        if rest:
+            group = math.prod(s for _, s in rest)
+            names = tuple(n for n, _ in rest)
+            yield AuditedCollective("all_reduce", names, group, nbytes, trips, source)
+
+    def sliced_axes(
+        self, op: Any, reduced: set[tuple[str, int]]
+    ) -> list[tuple[str, int]]:
+        """Returns the reduced axes over which a result is only ever sliced.
+
+        They come in the order of the slices. XLA makes no reduce-scatter of a
+        slice over other axes too.
+        """
+        out: list[tuple[str, int]] = []
+        while True:
+            users = [u.owner for u in op.results[0].uses]
+            if len(users) != 1 or users[0].operation.name != "sdy.all_slice":
+                return out
+            op = users[0]
+            cut = _header(op).split("%", 1)[0].split("=", 1)[-1]
+            axes = [self.entry(m) for m in _AXIS.finditer(cut)]
+            if not reduced.issuperset(axes):
+                return out
+            out.extend(axes)
+
+    def entry(self, match: re.Match[str]) -> tuple[str, int]:
+        name, _, size = match.groups()
+        return name, int(size) if size else self.sizes[name]
+
+    def named(self, text: str) -> tuple[tuple[str, ...], int]:
+        entries = [self.entry(m) for m in _AXIS.finditer(text)]
+        return tuple(n for n, _ in entries), math.prod(s for _, s in entries)
+
+    def shard_bytes(self, value: Any, text: str) -> float:
+        """Bytes of one shard of a collective's result."""
+        shape = list(value.type.shape)
+        bits = _bits(value.type.element_type)
+        match = _SHARDING.search(text)
+        group = self.named(match.group(1))[1] if match else 1
+        return math.prod(shape) * bits / 8 / group
+
+
+def _header(op: Any) -> str:
+    """Returns the first line of an operation, without its result names."""
+    line = str(op.operation).split("\n", 1)[0]
+    return line.split(" = ", 1)[-1]
+
+
+def _attributes(op: Any) -> str:
+    return re.sub(r"%\w+", "%", _header(op))
+
+
+def _source(op: Any) -> str:
+    found = re.search(r'"([^"]+)"', str(op.operation.location))
+    return found.group(1) if found else ""
+
+
+def _array_bytes(value: Any) -> float:
+    """Bytes of an array of a manual computation."""
+    return math.prod(value.type.shape) * _bits(value.type.element_type) / 8
+
+
+def _integers(attribute: Any) -> np.ndarray:
+    """Returns the matrix of integers that an attribute holds."""
+    rows, columns = attribute.type.shape
+    numbers = [int(n) for n in attribute]
+    if attribute.is_splat:
+        numbers = [attribute.get_splat_value().value] * (rows * columns)
+    return np.array(numbers).reshape(rows, columns)
+
+
+def _bits(element: Any) -> int:
+    text = str(element)
+    if text.startswith("complex<"):
+        return 2 * _bits(text.removeprefix("complex<").removesuffix(">"))
+    if text == "i1":
+        return 8
+    found = re.search(r"\d+", text)
+    return int(found.group()) if found else 32
+
+
+def _loop_count(op: Any) -> float:
+    """Reads the count of a counting loop, ``i < bound`` with ``i`` from a constant."""
+    block = op.regions[0].blocks[0]
+    compares = [o for o in block.operations if "compare" in o.operation.name]
+    if len(compares) != 1 or len(list(block.operations)) > _COUNTING_OPERATIONS:
+        return UNKNOWN_TRIPS
+    counter, bound = (_initial(op, v) for v in compares[0].operands)
+    if counter is None or bound is None:
+        return UNKNOWN_TRIPS
+    return max(0.0, bound - counter)
+
+
+def _initial(loop: Any, value: Any) -> float | None:
+    """Returns the value of a scalar of a loop's condition when the loop begins."""
+    position = _argument_position(value, loop.regions[0].blocks[0])
+    return _constant(value if position is None else loop.operands[position])
+
+
+def _constant(value: Any) -> float | None:
+    owner = value.owner
+    if not hasattr(owner, "operation") or "constant" not in owner.operation.name:
+        return None
+    found = re.search(r"dense<(-?\d+)>", str(owner.operation))
+    return float(found.group(1)) if found else None
+
+
+def _argument_position(value: Any, block: Any) -> int | None:
+    for position, argument in enumerate(block.arguments):
+        if argument == value:
+            return position
+    return None

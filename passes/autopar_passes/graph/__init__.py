@@ -1,0 +1,1 @@
+"""The operator graph of a program: what the planner reads."""

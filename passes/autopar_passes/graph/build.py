@@ -1,0 +1,148 @@
+"""Builds the operator graph of a program."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from autopar_passes import debug
+from autopar_passes.graph.emit import emit_operators
+from autopar_passes.graph.operators import (
+    GraphInput,
+    Operator,
+    OperatorGraph,
+    producers,
+    read_operators,
+)
+from autopar_passes.graph.repeats import repeated_classes
+from autopar_passes.graph.roles import Role, input_roles, operator_roles
+from autopar_passes.graph.verify import verify
+from autopar_passes.program.equations import Program, walk
+from autopar_passes.program.trace import TracedStep
+from autopar_passes.rules.book import rule_book, signature
+
+
+def step_graph(traced: TracedStep, *, share_repeated: bool = True) -> OperatorGraph:
+    """Builds the operator graph of a traced step.
+
+    Args:
+      traced: the step.
+      share_repeated: whether repeated layers share their decisions.
+    """
+    return build_graph(
+        traced.program,
+        input_paths=traced.input_paths,
+        carried=traced.carried,
+        share_repeated=share_repeated,
+    )
+
+
+def build_graph(
+    program: Program,
+    *,
+    input_paths: Sequence[str],
+    carried: dict[int, int],
+    share_repeated: bool = True,
+) -> OperatorGraph:
+    """Builds the operator graph of a flat program.
+
+    Args:
+      program: the flat step.
+      input_paths: a readable path for each flat argument.
+      carried: flat argument -> flat output that is its next value.
+      share_repeated: whether repeated layers share their decisions.
+    """
+    equations = walk(program.body)
+    signatures = [signature(e, program.values) for e in equations]
+    found = rule_book(program, equations, signatures)
+    emitted = emit_operators(program, found.rules)
+    operators = _with_roles(emitted.operators, emitted.stacks)
+    inputs = _inputs(program, operators, input_paths, carried)
+    operators = _with_classes(program, operators, inputs, share=share_repeated)
+    outputs = tuple(a if isinstance(a, int) else None for a in program.body.outputs)
+    graph = OperatorGraph(
+        program.values,
+        tuple(operators),
+        inputs,
+        outputs,
+        found.unsupported,
+        emitted.assumed_trips,
+    )
+    if debug.verifies():
+        verify(graph)
+    return graph
+
+
+def _with_roles(operators: Sequence[Operator], stacks: Sequence[str]) -> list[Operator]:
+    roles = operator_roles(stacks, read_operators(operators))
+    return [
+        dataclasses.replace(op, role=role)
+        for op, role in zip(operators, roles, strict=True)
+    ]
+
+
+def _inputs(
+    program: Program,
+    operators: Sequence[Operator],
+    paths: Sequence[str],
+    carried: dict[int, int],
+) -> tuple[GraphInput, ...]:
+    values = program.body.inputs[: program.num_arguments]
+    readers: dict[int, list[Role]] = {v: [] for v in values}
+    inner_of: dict[int, int] = {v: v for v in values}
+    producer = producers(operators)
+    for op in operators:
+        for v in op.inputs:
+            if v in inner_of and op.kind not in ("input", "return"):
+                readers[inner_of[v]].append(op.role)
+                if op.kind in ("enter", "slice_step"):
+                    inner_of.update((out, inner_of[v]) for out in op.outputs)
+    after = (Role.BACKWARD, Role.UPDATE)
+    outputs = program.body.outputs
+    makers = [outputs[carried[i]] if i in carried else None for i in range(len(values))]
+    roles = input_roles(
+        num_inputs=len(values),
+        carried=frozenset(carried),
+        floating=[program.values[v].floating for v in values],
+        read_by=[readers[v] for v in values],
+        from_backward=[
+            isinstance(m, int) and producer[m].role in after for m in makers
+        ],
+    )
+    return tuple(
+        GraphInput(v, paths[i], roles[i], carried.get(i, -1))
+        for i, v in enumerate(values)
+    )
+
+
+def _with_classes(
+    program: Program,
+    operators: list[Operator],
+    inputs: Sequence[GraphInput],
+    *,
+    share: bool,
+) -> list[Operator]:
+    if not share:
+        return [dataclasses.replace(op, class_index=op.index) for op in operators]
+    role_of = {i.value: (i.role, i.output >= 0) for i in inputs}
+    keys = [
+        (
+            _class_key(program, op),
+            role_of.get(op.outputs[0]) if op.kind == "input" else None,
+        )
+        for op in operators
+    ]
+    classes = repeated_classes(keys)
+    return [
+        dataclasses.replace(op, class_index=int(c))
+        for op, c in zip(operators, classes, strict=True)
+    ]
+
+
+def _class_key(program: Program, op: Operator) -> tuple[Any, ...]:
+    shapes = tuple(
+        None if v is None else (program.values[v].shape, str(program.values[v].dtype))
+        for v in (*op.inputs, *op.outputs)
+    )
+    return (op.kind, op.role, op.rule, shapes, op.trips)

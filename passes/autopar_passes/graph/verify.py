@@ -1,0 +1,197 @@
+"""Checks that an operator graph is valid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from autopar_passes.graph.errors import failure
+from autopar_passes.graph.operators import Operator, OperatorGraph, read_operators
+from autopar_passes.graph.roles import InputRole, Role, dependents
+from autopar_passes.graph.verify_regions import check_regions
+from autopar_passes.program.equations import Value
+from autopar_passes.rules.factor_rule import INNER, Dims, FactorKind, FactorRule
+
+_REDUCTIONS = frozenset({"", "sum", "max", "min", "or", "and", INNER})
+
+
+def verify(graph: OperatorGraph) -> None:
+    """Checks the invariants of a graph.
+
+    * Numbers: operators name themselves by position and values that exist; each
+      value is made once; FLOPs are finite and not negative.
+    * Rules: each dimension is the product of its factors; what is reduced is in
+      no result, what is parallel is in one.
+    * Regions: see `autopar_passes.graph.verify_regions`.
+    * Roles: where the forward pass reads the update, that part does not depend on
+      the backward pass, carries of loops apart; an operator of the update depends
+      on the backward pass or is read by the update.
+    * Classes: the operators of a class differ in their values only.
+    * Inputs and outputs: the first operators hand in the inputs, the last ones
+      take the outputs; carried state keeps its shape and dtype.
+
+    Raises:
+      GraphError: one of them does not hold.
+    """
+    _check_numbers(graph)
+    _check_rules(graph)
+    check_regions(graph)
+    _check_roles(graph)
+    _check_classes(graph)
+    _check_inputs(graph)
+    _check_outputs(graph)
+
+
+def _check_numbers(graph: OperatorGraph) -> None:
+    values = range(len(graph.values))
+    made: set[int] = set()
+    for k, op in enumerate(graph.operators):
+        if op.index != k:
+            raise failure(graph, k, f"its index is {op.index}")
+        for value in (*op.inputs, *op.outputs):
+            if value is not None and value not in values:
+                raise failure(graph, k, f"there is no value %{value}")
+        for value in op.outputs:
+            if value in made:
+                raise failure(graph, k, f"%{value} is made a second time")
+            made.add(value)
+        if not 0 <= op.flops < math.inf:
+            raise failure(graph, k, f"it has {op.flops} FLOPs")
+
+
+def _check_rules(graph: OperatorGraph) -> None:
+    known: set[tuple[int, tuple[tuple[int, ...] | None, ...], int]] = set()
+    for k, op in enumerate(graph.operators):
+        arrays = tuple(
+            None if v is None else graph.values[v].shape
+            for v in (*op.inputs, *op.outputs)
+        )
+        key = (id(op.rule), arrays, len(op.inputs))
+        if key not in known:
+            wrong = next(_wrong_rule(graph, op), "")
+            if wrong:
+                raise failure(graph, k, wrong)
+            known.add(key)
+
+
+def _wrong_rule(graph: OperatorGraph, op: Operator) -> Iterator[str]:
+    """Yields the faults of an operator's rule."""
+    rule, counts = op.rule, (len(op.inputs), len(op.outputs))
+    if (len(rule.operands), len(rule.results)) != counts:
+        yield f"its rule has {len(rule.operands)} operands, {len(rule.results)} results"
+        return
+    if len(rule.sizes) != len(rule.kinds):
+        yield f"its rule has {len(rule.sizes)} sizes and {len(rule.kinds)} kinds"
+        return
+    used = {f for dims in (*rule.operands, *rule.results) for d in dims for f in d}
+    if not used <= set(range(len(rule.sizes))):
+        yield f"its rule has no factor {max(used)}, only {len(rule.sizes)}"
+        return
+    for name, arrays, dims in (
+        ("operand", op.inputs, rule.operands),
+        ("result", op.outputs, rule.results),
+    ):
+        for slot, (value, one) in enumerate(zip(arrays, dims, strict=True)):
+            shape = () if value is None else graph.values[value].shape
+            if not _covers(rule, one, shape):
+                sizes = [[rule.sizes[f] for f in dim] for dim in one]
+                yield f"{name} {slot} has shape {shape}, the rule's factors {sizes}"
+    yield from _wrong_kinds(rule, op.kind)
+
+
+def _covers(rule: FactorRule, dims: Dims, shape: tuple[int, ...]) -> bool:
+    """Returns whether each dimension is the product of its factors."""
+    return len(dims) == len(shape) and all(
+        math.prod(rule.sizes[f] for f in dim) == max(size, 1)
+        for dim, size in zip(dims, shape, strict=True)
+    )
+
+
+def _wrong_kinds(rule: FactorRule, kind: str) -> Iterator[str]:
+    if rule.reduction not in _REDUCTIONS or bool(rule.reduction) != bool(rule.reduced):
+        yield f"it reduces the factors {set(rule.reduced)} by {rule.reduction!r}"
+    made = {f for dims in rule.results for f in rule.factors_of(dims)}
+    for factor, what in enumerate(rule.kinds):
+        if what is FactorKind.REDUCE and factor in made:
+            yield f"factor {factor} is reduced, but a result has it"
+        if what is FactorKind.PASS and factor not in made and kind != "return":
+            yield f"factor {factor} is parallel, but no result has it"
+
+
+def _check_roles(graph: OperatorGraph) -> None:
+    roles = [op.role for op in graph.operators]
+    reads = read_operators(graph.operators)
+    after = dependents([r is Role.BACKWARD for r in roles], reads)
+    read_by_update = {
+        j for k, js in enumerate(reads) if roles[k] is Role.UPDATE for j in js
+    }
+    for k, op in enumerate(graph.operators):
+        if op.role is Role.FORWARD and op.kind != "carry":
+            for j in reads[k]:
+                if roles[j] is Role.UPDATE and after[j]:
+                    raise failure(graph, k, f"the forward pass reads the update, {j}")
+        if op.role is Role.UPDATE and not after[k] and k not in read_by_update:
+            raise failure(
+                graph, k, "the update depends on nothing of the backward pass"
+            )
+
+
+def _check_classes(graph: OperatorGraph) -> None:
+    for k, op in enumerate(graph.operators):
+        first = op.class_index
+        if not 0 <= first <= k:
+            raise failure(
+                graph, k, f"its class is {first}, an operator before it is one"
+            )
+        same = graph.operators[first]
+        if same.class_index != first:
+            raise failure(graph, k, f"its class {first} is of class {same.class_index}")
+        if first != k and _alike(graph, op) != _alike(graph, same):
+            raise failure(graph, k, f"it differs from operator {first} of its class")
+
+
+def _alike(graph: OperatorGraph, op: Operator) -> tuple[object, ...]:
+    arrays = tuple(_array(graph.values, v) for v in (*op.inputs, *op.outputs))
+    return (op.kind, op.role, op.rule, op.trips, arrays)
+
+
+def _array(
+    values: tuple[Value, ...], number: int | None
+) -> tuple[tuple[int, ...], object] | None:
+    return None if number is None else (values[number].shape, values[number].dtype)
+
+
+def _check_inputs(graph: OperatorGraph) -> None:
+    carried: set[int] = set()
+    for k, given in enumerate(graph.inputs):
+        op = graph.operators[k] if k < len(graph.operators) else None
+        if op is None or op.kind != "input" or op.outputs != (given.value,):
+            raise failure(
+                graph, k if op else None, f"it does not hand in '{given.path}'"
+            )
+        if (given.role is InputRole.BATCH) != (given.output == -1):
+            raise failure(graph, k, f"{given.role} is not the role of '{given.path}'")
+        if given.output == -1:
+            continue
+        if given.output in carried or not 0 <= given.output < len(graph.outputs):
+            raise failure(
+                graph, k, f"output {given.output} cannot carry '{given.path}'"
+            )
+        carried.add(given.output)
+        out = graph.outputs[given.output]
+        before, now = _array(graph.values, given.value), _array(graph.values, out)
+        if now is not None and before != now:
+            raise failure(
+                graph, k, f"'{given.path}' is {before}, it comes back as {now}"
+            )
+
+
+def _check_outputs(graph: OperatorGraph) -> None:
+    wanted = [v for v in graph.outputs if v is not None]
+    first = len(graph.operators) - len(wanted)
+    for k, op in enumerate(graph.operators):
+        taken = (op.inputs, op.outputs)
+        if (op.kind == "return") != (k >= first):
+            raise failure(graph, k, f"operators from {first} on return the outputs")
+        if op.kind == "return" and taken != ((wanted[k - first],), ()):
+            raise failure(graph, k, f"it should return %{wanted[k - first]}")

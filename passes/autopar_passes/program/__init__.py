@@ -1,0 +1,1 @@
+"""The flat program: traces a step and inlines its calls."""

@@ -1,0 +1,121 @@
+"""The flat program: a train step without calls, with every value numbered.
+
+A `Program` is what the other passes read and what `autopar_passes.replay.run`
+replays. Nested calls (``jit``, ``custom_jvp_call``, ``checkpoint`` ...) are
+inlined; ``scan``, ``while`` and ``cond`` stay equations with regions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar_passes import jax_compat
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Value:
+    """One array of the program; its number is its position in the program.
+
+    ``size`` is its number of elements, ``nbytes`` the bytes of the whole array.
+    """
+
+    shape: tuple[int, ...]
+    dtype: Any
+    size: int = dataclasses.field(init=False, compare=False)
+    nbytes: int = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        """Computes elements and bytes once: they are asked for very often."""
+        size = math.prod(self.shape)
+        object.__setattr__(self, "size", size)
+        object.__setattr__(self, "nbytes", size * jax_compat.itemsize(self.dtype))
+
+    @property
+    def floating(self) -> bool:
+        """Whether its elements are floating-point numbers; PRNG keys are not."""
+        extended = jax_compat.is_extended(self.dtype)
+        return not extended and bool(jnp.issubdtype(self.dtype, jnp.floating))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Scalar:
+    """A scalar written in the program (JAX's ``Literal``)."""
+
+    value: Any
+    aval: Any
+
+
+# What an equation reads: the number of a value, or a constant.
+Atom = int | Scalar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Equation:
+    """One primitive application.
+
+    ``source`` is the JAX equation it came from (primitive, parameters, name
+    stack). ``regions`` are the bodies of control flow, in the order in which
+    the primitive lists them: scan (body), while (cond, body), cond (branches).
+    """
+
+    index: int
+    source: Any
+    inputs: tuple[Atom, ...]
+    outputs: tuple[int, ...]
+    name_stack: str
+    regions: tuple[Region, ...] = ()
+
+    @property
+    def primitive(self) -> str:
+        """Name of the primitive."""
+        return self.source.primitive.name
+
+    @property
+    def params(self) -> dict[str, Any]:
+        """Parameters of the primitive."""
+        return self.source.params
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Region:
+    """A straight-line list of equations with inputs and outputs."""
+
+    inputs: tuple[int, ...]
+    equations: tuple[Equation, ...]
+    outputs: tuple[Atom, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Program:
+    """A whole step.
+
+    ``body.inputs`` are the flat arguments followed by ``constants``, the
+    arrays that the traced function closed over.
+    """
+
+    values: tuple[Value, ...]
+    body: Region
+    constants: tuple[Any, ...]
+
+    @property
+    def num_arguments(self) -> int:
+        """Number of flat arguments of the step."""
+        return len(self.body.inputs) - len(self.constants)
+
+    def by_index(self) -> dict[int, Equation]:
+        """Returns all equations, also those of regions, by their index."""
+        return {eqn.index: eqn for eqn in walk(self.body)}
+
+
+def walk(region: Region) -> list[Equation]:
+    """Returns all equations of a region, bodies after the equation they belong to."""
+    out: list[Equation] = []
+    for eqn in region.equations:
+        out.append(eqn)
+        for inner in eqn.regions:
+            out.extend(walk(inner))
+    return out

@@ -1,0 +1,245 @@
+"""From a closed jaxpr to a flat `Program`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from autopar_passes import jax_compat
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    Value,
+)
+
+# Calls whose body means the same in line. The parameter that holds the body
+# differs by primitive; the first of these that is present is taken.
+_BODY_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_INLINED = frozenset(
+    {
+        "jit",
+        "pjit",
+        "closed_call",
+        "core_call",
+        "core_closed_call",
+        "custom_jvp_call",
+        "custom_vjp_call",
+        "custom_vjp_call_jaxpr",
+        "custom_lin",
+        "remat",
+        "remat2",
+        "checkpoint",
+    }
+)
+_REMAT = frozenset({"remat", "remat2", "checkpoint"})
+# Identities: what says where a value lives, which the plan decides, and what
+# matters to differentiation only, which is over. Left in, they would be a second
+# name of the same array to the compiler, and a second resharding to us.
+_DROPPED = frozenset(
+    {"sharding_constraint", "mesh_cast", "reshard", "stop_gradient", "name"}
+)
+
+
+def flatten(closed: Any) -> Program:
+    """Inlines the calls of a closed jaxpr and numbers its values and equations.
+
+    Equations whose results nobody reads are dropped, as the compiler would.
+    """
+    builder = _Builder()
+    constants = list(closed.consts)
+    arguments = [builder.new_value(v.aval) for v in closed.jaxpr.invars]
+    const_ids = [builder.new_value(v.aval) for v in closed.jaxpr.constvars]
+    env: dict[Any, Atom] = dict(zip(closed.jaxpr.invars, arguments, strict=True))
+    env.update(zip(closed.jaxpr.constvars, const_ids, strict=True))
+    outputs = builder.inline(closed.jaxpr, env, "")
+    hoisted = list(builder.hoisted)
+    body = _live(
+        Region(
+            (*arguments, *const_ids, *(i for i, _ in hoisted)),
+            tuple(builder.equations),
+            tuple(outputs),
+        )
+    )
+    all_constants = (*constants, *(c for _, c in hoisted))
+    return Program(tuple(builder.values), body, all_constants)
+
+
+class _Builder:
+    """Accumulates values and equations while calls are inlined."""
+
+    def __init__(self) -> None:
+        self.values: list[Value] = []
+        self.equations: list[Equation] = []
+        self.hoisted: list[tuple[int, Any]] = []
+        self.next_index = 0
+
+    def new_value(self, aval: Any) -> int:
+        self.values.append(Value(tuple(getattr(aval, "shape", ())), aval.dtype))
+        return len(self.values) - 1
+
+    def read(self, env: dict[Any, Atom], atom: Any) -> Atom:
+        if isinstance(atom, jax_compat.Literal):
+            return self.literal(atom)
+        return env[atom]
+
+    def literal(self, atom: Any) -> Atom:
+        """Keeps scalars in place; turns an array literal into a constant input."""
+        if getattr(atom.aval, "shape", ()) == ():
+            return Scalar(atom.val, atom.aval)
+        return self.hoist(atom.aval, atom.val)
+
+    def hoist(self, aval: Any, array: Any) -> int:
+        """Makes an array that the program holds one of its inputs."""
+        value = self.new_value(aval)
+        self.hoisted.append((value, array))
+        return value
+
+    def inline(self, jaxpr: Any, env: dict[Any, Atom], prefix: str) -> list[Atom]:
+        for eqn in jaxpr.eqns:
+            self.equation(eqn, env, prefix)
+        return [self.read(env, v) for v in jaxpr.outvars]
+
+    def equation(self, eqn: Any, env: dict[Any, Atom], prefix: str) -> None:
+        name = eqn.primitive.name
+        inputs = [self.read(env, v) for v in eqn.invars]
+        stack = _join(prefix, jax_compat.name_stack(eqn))
+        if name in _DROPPED:
+            env[eqn.outvars[0]] = inputs[0]
+            return
+        if name == "custom_linear_solve":
+            self.call(eqn, *_linear_solve(eqn, inputs), env, stack)
+            return
+        if name in _INLINED and (body := _call_body(eqn)) is not None:
+            self.call(eqn, body, inputs, env, stack)
+            return
+        regions = tuple(self.region(b, stack) for b in _bodies(eqn))
+        self.emit(eqn, inputs, env, stack, regions)
+
+    def emit(
+        self,
+        eqn: Any,
+        inputs: list[Atom],
+        env: dict[Any, Atom],
+        stack: str,
+        regions: tuple[Region, ...],
+    ) -> None:
+        outputs = [self.new_value(v.aval) for v in eqn.outvars]
+        env.update(zip(eqn.outvars, outputs, strict=True))
+        index = self.next_index
+        self.next_index += 1
+        self.equations.append(
+            Equation(index, eqn, tuple(inputs), tuple(outputs), stack, regions)
+        )
+
+    def call(
+        self,
+        eqn: Any,
+        body: tuple[Any, list[Any]],
+        inputs: list[Atom],
+        env: dict[Any, Atom],
+        stack: str,
+    ) -> None:
+        jaxpr, consts = body
+        if eqn.primitive.name in _REMAT and eqn.params.get("differentiated", False):
+            inputs = self.barrier(eqn, inputs, stack)
+        inner: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            inner[var] = self.hoist(var.aval, const)
+        outputs = self.inline(jaxpr, inner, stack)
+        env.update(zip(eqn.outvars, outputs, strict=True))
+
+    def barrier(self, eqn: Any, inputs: list[Atom], stack: str) -> list[Atom]:
+        """Keeps rematerialisation: the copy of the forward pass must not be merged.
+
+        JAX's own lowering of ``checkpoint`` puts an ``optimization_barrier``
+        around the inputs when ``prevent_cse`` is set; inlining must keep it.
+        """
+        if not eqn.params.get("prevent_cse", True):
+            return inputs
+        arrays = [i for i in inputs if isinstance(i, int)]
+        if not arrays:
+            return inputs
+        template = _barrier_equation([self.values[i] for i in arrays])
+        env: dict[Any, Atom] = {}
+        self.emit(template, list(arrays), env, stack, ())
+        renamed = dict(zip(arrays, (env[v] for v in template.outvars), strict=True))
+        return [renamed[i] if isinstance(i, int) else i for i in inputs]
+
+    def region(self, body: tuple[Any, list[Any]], stack: str) -> Region:
+        jaxpr, consts = body
+        outer, self.equations = self.equations, []
+        inputs = [self.new_value(v.aval) for v in jaxpr.invars]
+        env: dict[Any, Atom] = dict(zip(jaxpr.invars, inputs, strict=True))
+        for var, const in zip(jaxpr.constvars, consts, strict=True):
+            env[var] = self.hoist(var.aval, const)
+        outputs = self.inline(jaxpr, env, stack)
+        region = _live(Region(tuple(inputs), tuple(self.equations), tuple(outputs)))
+        self.equations = outer
+        return region
+
+
+def _barrier_equation(values: list[Value]) -> Any:
+    structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
+    closed = jax.make_jaxpr(lambda xs: jax.lax.optimization_barrier(xs))(structs)
+    return closed.jaxpr.eqns[0]
+
+
+def _split(body: Any) -> tuple[Any, list[Any]]:
+    if isinstance(body, jax_compat.ClosedJaxpr):
+        return body.jaxpr, list(body.consts)
+    return body, []
+
+
+def _call_body(eqn: Any) -> tuple[Any, list[Any]] | None:
+    for key in _BODY_PARAMS:
+        body = eqn.params.get(key)
+        if body is not None and hasattr(body, "eqns"):
+            jaxpr, consts = _split(body)
+            if len(jaxpr.invars) == len(eqn.invars):
+                return jaxpr, consts
+    return None
+
+
+def _linear_solve(
+    eqn: Any, inputs: list[Atom]
+) -> tuple[tuple[Any, list[Any]], list[Atom]]:
+    """Returns the body of a linear solve, which is ``solve``, and its inputs."""
+    lengths = eqn.params["const_lengths"]
+    start = lengths.matvec + lengths.vecmat
+    end = start + lengths.solve
+    rest = sum((lengths.matvec, lengths.vecmat, lengths.solve, lengths.transpose_solve))
+    read = inputs[start:end] + inputs[rest:]
+    return _split(eqn.params["jaxprs"].solve), read
+
+
+def _bodies(eqn: Any) -> list[tuple[Any, list[Any]]]:
+    params = eqn.params
+    match eqn.primitive.name:
+        case "scan":
+            return [_split(params["jaxpr"])]
+        case "while":
+            return [_split(params["cond_jaxpr"]), _split(params["body_jaxpr"])]
+        case "cond":
+            return [_split(b) for b in params["branches"]]
+        case _:
+            return []
+
+
+def _live(region: Region) -> Region:
+    """Drops the equations whose results are never read (and have no effect)."""
+    needed = {a for a in region.outputs if isinstance(a, int)}
+    kept: list[Equation] = []
+    for eqn in reversed(region.equations):
+        if needed.isdisjoint(eqn.outputs) and not eqn.source.effects:
+            continue
+        kept.append(eqn)
+        needed.update(a for a in eqn.inputs if isinstance(a, int))
+    return Region(region.inputs, tuple(reversed(kept)), region.outputs)
+
+
+def _join(prefix: str, stack: str) -> str:
+    return f"{prefix}/{stack}" if prefix and stack else prefix or stack

@@ -1,0 +1,1 @@
+"""Replays a program with the layouts of a plan stated in it."""

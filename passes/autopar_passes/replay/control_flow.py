@@ -1,0 +1,207 @@
+"""Runs loops and branches, whose regions state the layouts of a plan inside."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+import jax
+
+from autopar_passes.graph.operators import Operator
+from autopar_passes.program.equations import Atom, Equation, Region, Value
+from autopar_passes.replay.values import Values
+from autopar_passes.sums import stacked
+from autopar_passes.sums.stacked import Stacked
+
+# Runs one equation and adds its results to the values.
+Run = Callable[[Equation], None]
+
+
+class ControlFlow:
+    """Runs the equations with regions of one program."""
+
+    def __init__(self, values: Values, types: Sequence[Value], run: Run) -> None:
+        """Starts outside of all regions.
+
+        Args:
+          values: the values of the program.
+          types: shape and dtype of each value.
+          run: runs one equation of a region.
+        """
+        self._values = values
+        self._types = types
+        self._run = run
+
+    def scan(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
+        """Runs a scan; returns its results."""
+        params, body = eqn.params, eqn.regions[0]
+        consts, carry = params["num_consts"], params["num_carry"]
+        first = consts + carry
+        enters, stacks = ops[: len(eqn.inputs)], ops[len(eqn.inputs) :]
+        carries = enters[consts:first]
+        outer = self._hand_in(enters, eqn.inputs)
+
+        def step(carried: Any, sliced: Any) -> tuple[Any, Any]:
+            with self._inside(body, enters, (*outer[:consts], *carried, *sliced)):
+                ends = self._hand_on(carries, 1, body.outputs[:carry])
+                ys = self._hand_on(stacks, 0, body.outputs[carry:])
+            return _as_arrays(ends, carried), ys
+
+        end, ys = jax.lax.scan(
+            step, outer[consts:first], outer[first:], length=params["length"],
+            reverse=params["reverse"], unroll=params["unroll"],
+        )  # fmt: skip
+        return self._hand_out(carries, 1, end) + self._hand_out(stacks, 0, ys)
+
+    def loop(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
+        """Runs a ``while``; returns its results."""
+        cond, body = eqn.regions
+        n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        outer = self._hand_in(ops, eqn.inputs)
+        carries = ops[n_cond + n_body :]
+
+        def test(carried: Any) -> Any:
+            with self._inside(cond, ops, (*_kept(outer[:n_cond]), *carried)):
+                return self._values.plain(cond.outputs[0])
+
+        def step(carried: Any) -> Any:
+            consts = _kept(outer[n_cond : n_cond + n_body])
+            with self._inside(body, ops, (*consts, *carried)):
+                ends = self._hand_on(carries, 1, body.outputs)
+            return _as_arrays(ends, carried)
+
+        end = jax.lax.while_loop(test, step, outer[n_cond + n_body :])
+        return self._hand_out(carries, 2, end)
+
+    def cond(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
+        """Runs the branches of a ``cond``; returns its results."""
+        count = len(eqn.inputs) - 1
+        merges = ops[count * len(eqn.regions) :]
+        branches: list[Callable[..., Any]] = []
+        arguments: list[Any] = []
+        for b, region in enumerate(eqn.regions):
+            enters = ops[b * count : (b + 1) * count]
+            arguments.append(self._operands(enters, 0, eqn.inputs[1:]))
+            branches.append(self._branch(region, enters, merges, b))
+        index = self._values.plain(eqn.inputs[0])
+        out = jax.lax.switch(
+            index,
+            [lambda args, f=f, b=b: f(args[b]) for b, f in enumerate(branches)],
+            arguments,
+        )
+        plan = self._values.plan
+        return [
+            self._values.pin(x, plan.results(op, 0))
+            for x, op in zip(out, merges, strict=True)
+        ]
+
+    def _branch(
+        self,
+        region: Region,
+        enters: Sequence[Operator],
+        merges: Sequence[Operator],
+        slot: int,
+    ) -> Callable[[Any], list[Any]]:
+        def run(args: Any) -> list[Any]:
+            with self._inside(region, enters, args):
+                ends = self._operands(merges, slot, region.outputs)
+            return _as_arrays(ends, [self._types[op.outputs[0]] for op in merges])
+
+        return run
+
+    @contextlib.contextmanager
+    def _inside(
+        self, region: Region, ops: Sequence[Operator], args: Sequence[Any]
+    ) -> Generator[None]:
+        """Runs the equations of a region; within the context its values are known.
+
+        Args:
+          region: the body.
+          ops: the boundary operators that hand values into the region.
+          args: the arrays of the region's inputs.
+        """
+        with self._values.inside(self._pinned(ops, region.inputs, args)):
+            for eqn in region.equations:
+                self._run(eqn)
+            yield
+
+    def _pinned(
+        self, ops: Sequence[Operator], inputs: Sequence[int], args: Sequence[Any]
+    ) -> dict[int, Any]:
+        """Returns a region's inputs, in the layouts of their boundary operators."""
+        plan, mesh = self._values.plan, self._values.mesh
+        found = dict(zip(inputs, args, strict=True))
+        for op in ops:
+            for slot, value in enumerate(op.outputs):
+                if value not in found:
+                    continue
+                partial = plan.stacked(value)
+                found[value] = (
+                    self._values.pin(found[value], plan.results(op, slot))
+                    if partial is None
+                    else stacked.stack(found[value], *partial, mesh)
+                )
+        return found
+
+    def _operands(
+        self, ops: Sequence[Operator], slot: int, atoms: Sequence[Atom]
+    ) -> list[Any]:
+        return [
+            self._values.operand(op, slot, a) for op, a in zip(ops, atoms, strict=True)
+        ]
+
+    def _hand_in(self, ops: Sequence[Operator], atoms: Sequence[Atom]) -> list[Any]:
+        """Returns the inputs of a loop; a carry that stays partial starts lifted."""
+        return [self._started(op, a) for op, a in zip(ops, atoms, strict=True)]
+
+    def _started(self, op: Operator, atom: Atom) -> Any:
+        values = self._values
+        partial = values.plan.stacked(op.outputs[0]) if op.kind == "carry" else None
+        if partial is None:
+            return values.operand(op, 0, atom)
+        axes, layout = partial
+        whole = values.read(atom, layout, values.plan.is_backward(op))
+        return stacked.lift(whole, axes, layout, values.mesh).array
+
+    def _hand_on(
+        self, ops: Sequence[Operator], slot: int, atoms: Sequence[Atom]
+    ) -> list[Any]:
+        """Returns the results of an iteration; a partial value as its stacked array."""
+        arrays = [
+            self._values.partial_operand(op, slot, atom)
+            for op, atom in zip(ops, atoms, strict=True)
+        ]
+        return [x.array if isinstance(x, Stacked) else x for x in arrays]
+
+    def _hand_out(
+        self, ops: Sequence[Operator], slot: int, arrays: Sequence[Any]
+    ) -> list[Any]:
+        """Returns the results of a loop."""
+        return [self._left(op, slot, x) for op, x in zip(ops, arrays, strict=True)]
+
+    def _left(self, op: Operator, slot: int, array: Any) -> Any:
+        """Returns one result of a loop; a stacked dimension comes before iterations."""
+        value, plan = op.outputs[slot], self._values.plan
+        if plan.stacked(value) is None:
+            return self._values.pin(array, plan.results(op, slot))
+        if op.kind == "stack_step":
+            array = jax.numpy.moveaxis(array, 1, 0)
+        return self._values.defer(value, array)
+
+
+def _kept(constants: Sequence[Any]) -> list[Any]:
+    """Returns the constants of a while loop, behind a barrier.
+
+    JAX makes them part of the carry. Without the barrier Shardy would reshard them
+    to the last layout that the body states, and back for the next iteration.
+    """
+    return [jax.lax.optimization_barrier(x) for x in constants]
+
+
+def _as_arrays(ends: Sequence[Any], types: Sequence[Any]) -> list[Any]:
+    """Turns constants that end a region into arrays of the types that it returns."""
+    return [
+        e if hasattr(e, "aval") else jax.numpy.asarray(e, t.dtype)
+        for e, t in zip(ends, types, strict=True)
+    ]

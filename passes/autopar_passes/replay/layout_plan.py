@@ -1,0 +1,76 @@
+"""What the replay of a program asks of a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Protocol
+
+from autopar_passes.graph.operators import Operator
+from autopar_passes.layouts import Layout
+from autopar_passes.sums.stacked import Stacked
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Route:
+    """The layouts that a value takes from its home to a reader.
+
+    Attributes:
+      layouts: the layouts to state one after the other, the last one stays.
+        Readers whose routes begin alike share the arrays of that beginning.
+      fresh: start anew, so that nothing is shared with routes that are not
+        fresh (nor merged with them by the compiler).
+    """
+
+    layouts: tuple[Layout, ...]
+    fresh: bool = False
+
+
+class LayoutPlan(Protocol):
+    """What the replay asks of a plan."""
+
+    def operand(self, op: Operator, slot: int) -> Layout | None:
+        """Returns the layout that an operand must have; None: as it comes."""
+        ...
+
+    def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
+        """Returns the layouts to state for a result, in order; empty: none."""
+        ...
+
+    def floating(self, value: int) -> bool:
+        """Returns whether each reader makes the value itself, in its own layout."""
+        ...
+
+    def route(self, value: int, layout: Layout, backward: bool) -> Route:
+        """Returns the layouts from a value's home to a reader."""
+        ...
+
+    def is_backward(self, op: Operator) -> bool:
+        """Returns whether an operator reads the backward copies."""
+        ...
+
+    def output(self, position: int) -> Layout | None:
+        """Returns the layout in which a flat output must leave; None: as it comes."""
+        ...
+
+    def stacked(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
+        """Returns a value's partial axes and its layout; None: it is whole."""
+        ...
+
+    def due(self, value: int) -> tuple[Layout, ...] | None:
+        """Returns the layouts to state once the sum of a partial value is taken.
+
+        None: it is not taken here.
+        """
+        ...
+
+
+class Synchroniser(Protocol):
+    """Takes sums over devices in a form of its own."""
+
+    def takes(self, value: int) -> frozenset[int]:
+        """Returns the values whose sums are taken with this one; empty: not here."""
+        ...
+
+    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
+        """Takes the sums of partial values, in the layouts that the plan wants."""
+        ...

@@ -1,0 +1,109 @@
+"""Replays a flat program with the layouts of a plan stated in it.
+
+Every value is pinned where it is made, and every resharding is stated step by
+step where a reader needs another layout, so that the compiler's partitioner
+has nothing left to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autopar_passes import jax_compat
+from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.program.equations import Equation, Program
+from autopar_passes.replay.control_flow import ControlFlow
+from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser
+from autopar_passes.replay.primitives import run_barrier, run_primitive
+from autopar_passes.replay.values import Values
+from autopar_passes.sums.stacked import Stacked
+
+# A value and what was made of it -> what is used instead.
+Made = Callable[[int, Any], Any]
+
+
+def replay(
+    program: Program, graph: OperatorGraph, plan: LayoutPlan, mesh: Any
+) -> Callable[..., list[Any]]:
+    """Returns a function of the flat arguments that states the plan's layouts.
+
+    Args:
+      program: the flat step.
+      graph: its operator graph.
+      plan: the layouts.
+      mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
+
+    The function's keyword ``synchroniser`` takes the deferred sums; without one
+    they are plain reductions. Its keyword ``made`` is called with each value that
+    the step makes outside of loops, and what it returns is used instead.
+    """
+    operators: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        operators.setdefault(op.equation, []).append(op)
+    made_by, sources = producers(graph.operators), program.by_index()
+
+    def run(
+        *arguments: Any,
+        synchroniser: Synchroniser | None = None,
+        made: Made = _as_it_is,
+    ) -> list[Any]:
+        arrays = dict(
+            zip(program.body.inputs, (*arguments, *program.constants), strict=True)
+        )
+        values = Values(made_by, sources, plan, mesh, synchroniser, arrays)
+        for op in operators.get(-1, []):
+            if op.kind == "input":
+                value = op.outputs[0]
+                arrays[value] = values.pin(arrays[value], plan.results(op, 0))
+        return _Replayer(program, operators, values).step(made)
+
+    return run
+
+
+def _as_it_is(value: int, array: Any) -> Any:
+    del value
+    return array
+
+
+class _Replayer:
+    def __init__(
+        self, program: Program, operators: Mapping[int, list[Operator]], values: Values
+    ) -> None:
+        self.program = program
+        self.operators = operators
+        self.values = values
+        self.control_flow = ControlFlow(values, program.values, self.equation)
+
+    def step(self, made: Made) -> list[Any]:
+        """Runs the program; carried state leaves in the layout it came in."""
+        body, values = self.program.body, self.values
+        arrays = values.scope.values
+        for eqn in body.equations:
+            self.equation(eqn)
+            for value in eqn.outputs:
+                array = arrays[value]
+                if array is not None and not isinstance(array, Stacked):
+                    arrays[value] = made(value, array)
+        layouts = [values.plan.output(k) for k in range(len(body.outputs))]
+        return [
+            values.plain(a) if layout is None else values.read(a, layout, True)
+            for a, layout in zip(body.outputs, layouts, strict=True)
+        ]
+
+    def equation(self, eqn: Equation) -> None:
+        """Runs one equation and adds its results to the values."""
+        ops = self.operators[eqn.index]
+        with jax_compat.source_of(eqn.source):
+            match eqn.primitive:
+                case "scan":
+                    out = self.control_flow.scan(eqn, ops)
+                case "while":
+                    out = self.control_flow.loop(eqn, ops)
+                case "cond":
+                    out = self.control_flow.cond(eqn, ops)
+                case "optimization_barrier":
+                    out = run_barrier(self.values, eqn, ops)
+                case _:
+                    out = run_primitive(self.values, eqn, ops[0])
+        self.values.scope.values.update(zip(eqn.outputs, out, strict=True))

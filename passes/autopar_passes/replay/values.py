@@ -1,0 +1,211 @@
+"""Values in the layouts that their readers want, scope by scope."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar_passes import jax_compat
+from autopar_passes.graph.operators import Operator
+from autopar_passes.layouts import Layout, constrain
+from autopar_passes.program.equations import Atom, Equation, Scalar
+from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser
+from autopar_passes.sums import stacked
+from autopar_passes.sums.stacked import Stacked
+
+
+class Forms:
+    """The values of one scope and their resharded forms.
+
+    Attributes:
+      values: the arrays by value number.
+      forms: what was made of them, so that readers share it.
+      outer: the scope around this one.
+    """
+
+    def __init__(self, values: dict[int, Any], outer: Forms | None) -> None:
+        """Starts a scope with values."""
+        self.values = values
+        self.forms: dict[tuple[Any, ...], Any] = {}
+        self.outer = outer
+
+    def holder(self, number: int) -> Forms:
+        """Returns the innermost scope that holds a value.
+
+        Raises:
+          KeyError: no scope does.
+        """
+        scope: Forms | None = self
+        while scope is not None:
+            if number in scope.values:
+                return scope
+            scope = scope.outer
+        raise KeyError(number)
+
+    def value(self, number: int) -> Any:
+        """Returns the array of a value."""
+        return self.holder(number).values[number]
+
+
+class Values:
+    """The values of a program that is being replayed.
+
+    Attributes:
+      plan: the layouts.
+      mesh: the mesh of the layouts.
+      scope: the innermost scope.
+    """
+
+    def __init__(
+        self,
+        producer: Mapping[int, Operator],
+        sources: Mapping[int, Equation],
+        plan: LayoutPlan,
+        mesh: Any,
+        synchroniser: Synchroniser | None,
+        values: dict[int, Any],
+    ) -> None:
+        """Starts with the inputs of the program.
+
+        Args:
+          producer: the operator that makes each value.
+          sources: the equations by index.
+          plan: the layouts.
+          mesh: the mesh of the layouts.
+          synchroniser: takes deferred sums; None: plain reductions do.
+          values: the inputs by value number.
+        """
+        self.producer = producer
+        self.sources = sources
+        self.plan = plan
+        self.mesh = mesh
+        self.synchroniser = synchroniser
+        self.scope = Forms(values, None)
+
+    @contextlib.contextmanager
+    def inside(self, values: dict[int, Any]) -> Generator[None]:
+        """Opens the scope of a region, with the values of its inputs."""
+        self.scope = Forms(values, self.scope)
+        yield
+        assert self.scope.outer is not None
+        self.scope = self.scope.outer
+
+    def pin(self, array: Any, layouts: Sequence[Layout]) -> Any:
+        """States layouts of an array, one after the other."""
+        for layout in layouts:
+            array = constrain(array, self.mesh, layout)
+        return array
+
+    def plain(self, atom: Atom) -> Any:
+        """Returns a value as it comes, for a reader that wants no layout."""
+        if isinstance(atom, Scalar):
+            return atom.value
+        if self.plan.floating(atom) and atom not in self.scope.values:
+            return self.make(atom, None, False)
+        return self.whole(atom)
+
+    def whole(self, value: int) -> Any:
+        """Returns the array of a value; takes its sum if that is still due."""
+        array = self.scope.value(value)
+        return self.summed(value) if isinstance(array, Stacked) else array
+
+    def summed(self, value: int) -> Any:
+        """Takes the sums that the synchroniser takes together with that of a value."""
+        assert self.synchroniser is not None
+        values = self.scope.holder(value).values
+        together = {
+            v: values[v]
+            for v in sorted(self.synchroniser.takes(value))
+            if isinstance(values.get(v), Stacked)
+        }
+        values.update(self.synchroniser.take(together))
+        return values[value]
+
+    def read(self, atom: Atom, layout: Layout | None, backward: bool) -> Any:
+        """Returns a value in a reader's layout, forward or backward copy."""
+        if isinstance(atom, Scalar):
+            return atom.value
+        if self.plan.floating(atom):
+            return self.make(atom, layout, backward)
+        array = self.whole(atom)
+        if layout is None:
+            return array
+        forms = self.scope.forms
+        route = self.plan.route(atom, layout, backward)
+        key: tuple[Any, ...] = (atom, route.fresh)
+        if route.fresh:
+            if key not in forms:
+                forms[key] = jax.lax.optimization_barrier(array)
+            array = forms[key]
+        for stated in route.layouts:
+            key = (*key, stated)
+            if key not in forms:
+                forms[key] = constrain(array, self.mesh, stated)
+            array = forms[key]
+        return array
+
+    def make(self, value: int, layout: Layout | None, backward: bool) -> Any:
+        """Makes a floating value in the layout that its reader wants."""
+        key = ("floating", value, layout, backward)
+        forms = self.scope.forms
+        if key not in forms:
+            op = self.producer[value]
+            eqn = self.sources[op.equation]
+            wanted = _operand_layouts(op, layout)
+            args = [
+                self.read(a, w, backward)
+                for a, w in zip(eqn.inputs, wanted, strict=True)
+            ]
+            with jax_compat.source_of(eqn.source):
+                (array,) = jax_compat.bind(eqn.source, *args)
+            forms[key] = (
+                array if layout is None else constrain(array, self.mesh, layout)
+            )
+        return forms[key]
+
+    def operand(self, op: Operator, slot: int, atom: Atom) -> Any:
+        """Returns an operand in the layout that the plan wants."""
+        layout = self.plan.operand(op, slot)
+        return self.read(atom, layout, self.plan.is_backward(op))
+
+    def partial_operand(self, op: Operator, slot: int, atom: Atom) -> Any:
+        """Returns a partial operand as it is, and any other as `operand` does."""
+        if (
+            isinstance(atom, int)
+            and self.plan.stacked(atom) is not None
+            and self.plan.due(atom) is None
+        ):
+            array = self.scope.value(atom)
+            if isinstance(array, Stacked):
+                return array
+        return self.operand(op, slot, atom)
+
+    def defer(self, value: int, array: Any) -> Any:
+        """Pins a stacked array; takes its sum here unless a later place does."""
+        found = self.plan.stacked(value)
+        assert found is not None
+        partial = stacked.stack(array, *found, self.mesh)
+        due = self.plan.due(value)
+        if due is None:
+            return partial
+        if self.synchroniser is not None and self.synchroniser.takes(value):
+            return partial
+        return self.pin(stacked.total(partial), due)
+
+
+def _operand_layouts(op: Operator, layout: Layout | None) -> list[Layout | None]:
+    """Returns the layouts of a floating operator's operands for one of its result."""
+    if layout is None:
+        return [None] * len(op.inputs)
+    given = {
+        dim[0]: axes
+        for dim, axes in zip(op.rule.results[0], layout, strict=True)
+        if dim
+    }
+    return [
+        tuple(given.get(d[0], ()) if d else () for d in dims)
+        for dims in op.rule.operands
+    ]

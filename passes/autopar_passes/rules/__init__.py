@@ -1,0 +1,1 @@
+"""What is known of single equations: sharding rules and FLOPs."""

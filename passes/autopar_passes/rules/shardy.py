@@ -1,0 +1,319 @@
+"""Sharding rules from the compiler's own partitioner (Shardy).
+
+The pass ``sdy-populate-op-sharding-rules`` writes a rule on every operation of a
+StableHLO module. An equation that lowers to several operations gets the
+composition of their rules.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from jax.extend.mlir import passmanager
+from jax.extend.mlir.dialects import sdy
+
+from autopar_passes.rules import convolution
+from autopar_passes.rules.factor_rule import (
+    INNER,
+    Dims,
+    FactorKind,
+    FactorRule,
+    replicated_rule,
+)
+from autopar_passes.rules.forest import FactorForest
+
+_POPULATE = "builtin.module(func.func(sdy-populate-op-sharding-rules))"
+# How the body of a reduction or scatter combines two partial results.
+_COMBINERS = {
+    "stablehlo.add": "sum",
+    "stablehlo.maximum": "max",
+    "stablehlo.minimum": "min",
+    "stablehlo.or": "or",
+    "stablehlo.and": "and",
+}
+_SUMMING = frozenset(
+    {"stablehlo.dot_general", "stablehlo.convolution", "stablehlo.gather"}
+)
+_COMBINING = frozenset({"stablehlo.reduce", "stablehlo.scatter"})
+# Operations that make values out of nothing: any sharding of them is free.
+_GENERATORS = frozenset(
+    {"stablehlo.constant", "stablehlo.iota", "stablehlo.partition_id"}
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LoweredEquation:
+    """What the reader must know of an equation that was lowered.
+
+    Attributes:
+      primitive: name of its primitive.
+      params: parameters of the primitive.
+      constant: for each operand, whether it is a scalar written in the program.
+      operands: shape of each operand.
+      results: shape of each result.
+    """
+
+    primitive: str
+    params: dict[str, Any]
+    constant: tuple[bool, ...]
+    operands: tuple[tuple[int, ...], ...]
+    results: tuple[tuple[int, ...], ...]
+
+    def replicated(self) -> FactorRule:
+        """Returns the rule that shards nothing."""
+        return replicated_rule(self.operands, self.results)
+
+
+def read_rules(
+    module: Any, equations: Sequence[LoweredEquation]
+) -> tuple[list[FactorRule], tuple[str, ...]]:
+    """Returns the rule of each equation, and the primitives without a rule.
+
+    Args:
+      module: a StableHLO module whose main function runs the equations side by
+        side, each on arguments of its own. The call adds attributes to it.
+      equations: the equations, in the order of the arguments and results.
+    """
+    with module.context:
+        passmanager.PassManager.parse(_POPULATE).run(module.operation)
+        return _Reader(module).read(equations)
+
+
+class _Reader:
+    """Unites the factors of a whole module, following calls and loops."""
+
+    def __init__(self, module: Any) -> None:
+        self.forest = FactorForest()
+        self.dims: dict[Any, list[int | None]] = {}
+        self.owner: dict[Any, int] = {}
+        self.unsupported: set[int] = set()
+        self.functions = {
+            op.attributes["sym_name"].value: op
+            for op in module.body.operations
+            if "sym_name" in op.attributes
+        }
+
+    def read(
+        self, equations: Sequence[LoweredEquation]
+    ) -> tuple[list[FactorRule], tuple[str, ...]]:
+        block = self.functions["main"].regions[0].blocks[0]
+        arguments = iter(block.arguments)
+        operands: list[list[Any]] = []
+        for i, eqn in enumerate(equations):
+            own = [None if c else next(arguments) for c in eqn.constant]
+            self.owner.update((a, i) for a in own if a is not None)
+            operands.append(own)
+        returned = iter(self.block(block))
+        rules: list[FactorRule] = []
+        names: set[str] = set()
+        for i, eqn in enumerate(equations):
+            results = [next(returned) for _ in eqn.results]
+            if i in self.unsupported:
+                names.add(eqn.primitive)
+                rules.append(eqn.replicated())
+            else:
+                rules.append(self.rule(eqn, operands[i], results))
+        return rules, tuple(sorted(names))
+
+    def of(self, value: Any) -> list[int | None]:
+        """Returns the factor of each dimension of an SSA value (None: size one)."""
+        if value not in self.dims:
+            shape = getattr(value.type, "shape", [])
+            self.dims[value] = [self.forest.new(s) if s > 1 else None for s in shape]
+        return self.dims[value]
+
+    def same(self, a: Any, b: Any, *, but_last: bool = False) -> None:
+        """Says that two values of the same shape are sharded alike."""
+        pairs = list(zip(self.of(a), self.of(b), strict=True))
+        for x, y in pairs[:-1] if but_last else pairs:
+            if x is not None and y is not None:
+                self.forest.unite([x], [y])
+
+    def block(self, block: Any, owner: int | None = None) -> list[Any]:
+        """Visits a block; returns the values that its terminator hands back."""
+        for op in block.operations:
+            name = op.operation.name
+            if name in ("func.return", "stablehlo.return", "sdy.return"):
+                return list(op.operands)
+            self.operation(op, name, owner)
+        return []
+
+    def operation(self, op: Any, name: str, owner: int | None) -> None:
+        owners = [self.owner[v] for v in op.operands if v in self.owner]
+        eqn = owners[0] if owners else owner
+        if eqn is not None:
+            self.owner.update((r, eqn) for r in op.results)
+        if name in _GENERATORS:
+            return
+        if name in ("func.call", "call"):
+            self.call(op, eqn)
+        elif name == "stablehlo.while":
+            self.loop(op, eqn)
+        elif "sdy.sharding_rule" in op.attributes:
+            self.apply(op, name)
+        elif name == "stablehlo.optimization_barrier":
+            for a, b in zip(op.operands, op.results, strict=True):
+                self.same(a, b)
+        elif name == "chlo.top_k":
+            for result in op.results:
+                self.same(op.operands[0], result, but_last=True)
+                self.unshardable(result, last_only=True)
+            self.unshardable(op.operands[0], last_only=True)
+        elif name.startswith("chlo.") and _same_shapes(op):
+            for operand in op.operands:
+                self.same(operand, op.results[0])
+        elif any(_rank(v) for v in (*op.operands, *op.results)):
+            self.refuse(op, eqn)
+
+    def unshardable(self, value: Any, *, last_only: bool = False) -> None:
+        factors = self.of(value)
+        for f in factors[-1:] if last_only else factors:
+            if f is not None:
+                self.forest.block(f)
+
+    def refuse(self, op: Any, eqn: int | None) -> None:
+        for value in (*op.operands, *op.results):
+            self.unshardable(value)
+        if eqn is not None:
+            self.unsupported.add(eqn)
+
+    def call(self, op: Any, eqn: int | None) -> None:
+        """Visits the callee anew for each call: its factors belong to the caller."""
+        function = self.functions[op.attributes["callee"].value]
+        block = function.regions[0].blocks[0]
+        outer = self.dims
+        self.dims = {
+            **outer,
+            **{
+                a: self.of(v) for a, v in zip(block.arguments, op.operands, strict=True)
+            },
+        }
+        inner_owner = self.owner
+        self.owner = dict.fromkeys(block.arguments, eqn) if eqn is not None else {}
+        results = [self.of(v) for v in self.block(block, eqn)]
+        self.dims, self.owner = outer, inner_owner
+        for result, factors in zip(op.results, results, strict=True):
+            self.dims[result] = factors
+
+    def loop(self, op: Any, eqn: int | None) -> None:
+        for operand, result in zip(op.operands, op.results, strict=True):
+            self.same(operand, result)
+        for region in op.regions:
+            block = region.blocks[0]
+            for operand, argument in zip(op.operands, block.arguments, strict=True):
+                self.same(operand, argument)
+            if eqn is not None:
+                self.owner.update((a, eqn) for a in block.arguments)
+            out = self.block(block, eqn)
+            if len(out) == len(op.results):
+                for value, result in zip(out, op.results, strict=True):
+                    self.same(value, result)
+
+    def apply(self, op: Any, name: str) -> None:
+        """Unites the factors of one operation as its sharding rule says."""
+        rule = sdy.OpShardingRuleAttr(op.attributes["sdy.sharding_rule"])
+        factors = [self.forest.new(s) for s in rule.factor_sizes]
+        mappings = (*rule.operand_mappings, *rule.result_mappings)
+        for value, mapping in zip((*op.operands, *op.results), mappings, strict=True):
+            dims = sdy.TensorMappingAttr(mapping).dim_mappings
+            for dim, factor in zip(dims, self.of(value), strict=True):
+                indices = list(sdy.DimMappingAttr(dim).factor_indices)
+                real = [factors[i] for i in indices if rule.factor_sizes[i] > 1]
+                if factor is not None and real:
+                    self.united(factor, real)
+                elif factor is not None:  # the rule does not let it be sharded
+                    self.forest.block(factor)
+        kind = _combiner(op, name)
+        for i in rule.reduction_factors:
+            if kind:
+                self.forest.reduce(factors[i], kind)
+            else:
+                self.forest.block(factors[i])
+        for i in (*rule.need_replication_factors, *rule.permutation_factors):
+            self.forest.block(factors[i])
+
+    def united(self, factor: int, real: list[int]) -> None:
+        """Unites, unless the rule covers only a part of the dimension (a slice)."""
+        sizes = 1
+        for f in real:
+            sizes *= self.forest.size(f)
+        if sizes == self.forest.size(factor):
+            self.forest.unite([factor], real)
+        else:
+            for f in (factor, *real):
+                self.forest.block(f)
+
+    def rule(
+        self, eqn: LoweredEquation, operands: list[Any], results: list[Any]
+    ) -> FactorRule:
+        """Reads the rule of one equation off the united factors."""
+        number: dict[int, int] = {}
+
+        def dims(value: Any, shape: tuple[int, ...]) -> Dims:
+            if value is None:
+                return ()
+            factors = self.of(value)[: len(shape)]
+            leaves = [() if f is None else self.forest.leaves(f) for f in factors]
+            return tuple(
+                tuple(number.setdefault(leaf, len(number)) for leaf in dim)
+                for dim in leaves
+            )
+
+        operand_dims = tuple(
+            dims(v, s) for v, s in zip(operands, eqn.operands, strict=True)
+        )
+        result_dims = tuple(
+            dims(v, s) for v, s in zip(results, eqn.results, strict=True)
+        )
+        produced = {f for r in result_dims for d in r for f in d}
+        leaves = sorted(number, key=lambda leaf: number[leaf])
+        kinds = tuple(self.kind(leaf, number[leaf] in produced) for leaf in leaves)
+        reductions = {
+            self.forest.reduction(leaf)
+            for leaf, k in zip(leaves, kinds, strict=True)
+            if k is FactorKind.REDUCE
+        }
+        sizes = tuple(self.forest.size(leaf) for leaf in leaves)
+        reduction = "".join(reductions)
+        if reduction and not all(_reduces(v) for v in results):
+            reduction = INNER
+        rule = FactorRule(sizes, kinds, operand_dims, result_dims, reduction)
+        if len(reductions) > 1:
+            return eqn.replicated()
+        if eqn.primitive == convolution.PRIMITIVE:
+            return convolution.whole_windows(rule, eqn.params)
+        return rule
+
+    def kind(self, leaf: int, produced: bool) -> FactorKind:
+        if self.forest.blocked(leaf):
+            return FactorKind.BLOCKED
+        reduced = bool(self.forest.reduction(leaf))
+        if reduced == produced:  # reduced inside and still there, or lost unreduced
+            return FactorKind.BLOCKED
+        return FactorKind.REDUCE if reduced else FactorKind.PASS
+
+
+def _reduces(value: Any) -> bool:
+    """Returns whether a value is the result of a reduction itself."""
+    owner = getattr(value.owner, "operation", None)
+    return owner is not None and owner.name in _SUMMING | _COMBINING
+
+
+def _rank(value: Any) -> int:
+    return len(getattr(value.type, "shape", []))
+
+
+def _same_shapes(op: Any) -> bool:
+    shapes = {tuple(v.type.shape) for v in (*op.operands, *op.results)}
+    return len(shapes) == 1
+
+
+def _combiner(op: Any, name: str) -> str:
+    if name in _SUMMING:
+        return "sum"
+    if name in _COMBINING and len(op.results) == 1:
+        body = [o.operation.name for o in op.regions[0].blocks[0].operations]
+        return _COMBINERS.get(body[0], "") if len(body) == 2 else ""
+    return ""

@@ -1,0 +1,255 @@
+"""Finds deferrals: follows partial gradients to where their sums are due."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+from autopar_passes import debug
+from autopar_passes.graph.operators import Operator, OperatorGraph, producers, readers
+from autopar_passes.graph.roles import Role
+from autopar_passes.program.equations import Program, Region, Scalar, walk
+from autopar_passes.rules import convolution
+from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.linear import (
+    ADDITIONS,
+    ADDITIVE,
+    CONTRACTIONS,
+    SCALING,
+    UNARY,
+)
+from autopar_passes.sums.verify import verify_deferrals
+
+
+def find_deferrals(program: Program, graph: OperatorGraph) -> tuple[Deferral, ...]:
+    """Returns the deferrals of a program, in program order."""
+    deferrals = _Finder(program, graph).run()
+    if debug.verifies():
+        verify_deferrals(graph, deferrals)
+    return deferrals
+
+
+class _Path(NamedTuple):
+    """The values that the partial result of one operator flows into."""
+
+    maker: int
+    members: set[int]
+    ends: set[int]
+
+
+def _meeting(paths: Iterable[_Path]) -> list[list[_Path]]:
+    """Groups the paths that have values in common."""
+    groups: list[list[_Path]] = []
+    for path in paths:
+        met = [g for g in groups if any(path.members & p.members for p in g)]
+        rest = [g for g in groups if g not in met]
+        groups = [*rest, [*(p for g in met for p in g), path]]
+    return groups
+
+
+class _Finder:
+    def __init__(self, program: Program, graph: OperatorGraph) -> None:
+        self.program = program
+        self.graph = graph
+        self.sources = program.by_index()
+        self.inside = _nested(program.body)
+        # Products of two partial values: a product of sums is no sum of products.
+        self.products: set[int] = set()
+        # Operators of the update that only add gradients up, or scale them for that.
+        self.joins: frozenset[int] = frozenset()
+        self.readers = readers(graph.operators)
+        self.producer = producers(graph.operators)
+
+    def run(self) -> tuple[Deferral, ...]:
+        makers = [
+            op
+            for op in self.graph.operators
+            if op.role is Role.BACKWARD and self.contributes(op)
+        ]
+        self.joins = self.adding_up(self.partial(makers))
+        partial = self.partial(makers)
+        self.products.update(
+            op.index
+            for op in self.graph.operators
+            if op.kind == "mul" and partial.issuperset(op.inputs)
+        )
+        found = [self.deferral(paths) for paths in _meeting(map(self.path, makers))]
+        return tuple(sorted(found, key=lambda d: self.producer[d.ends[0]].index))
+
+    def partial(self, makers: Sequence[Operator]) -> set[int]:
+        """Returns the values on the paths of all makers."""
+        return set[int]().union(*(self.path(op).members for op in makers))
+
+    def deferral(self, paths: Sequence[_Path]) -> Deferral:
+        order = self.position
+        members = set[int]().union(*(p.members for p in paths))
+        ends = sorted(set[int]().union(*(p.ends for p in paths)), key=order)
+        reach = {p.maker: tuple(sorted(p.ends, key=order)) for p in paths}
+        hoisted = any(self.producer[v].kind == "carry" for v in members)
+        members.update(self.carried_in(members))
+        return Deferral(
+            tuple(ends),
+            tuple(sorted(reach.items())),
+            frozenset(members),
+            hoisted,
+            frozenset(v for v in ends if self.is_gradient(v)),
+        )
+
+    def position(self, value: int) -> tuple[int, int]:
+        """Returns the operator that makes a value, and its place among the results."""
+        op = self.producer[value]
+        return op.index, op.outputs.index(value)
+
+    def is_gradient(self, value: int) -> bool:
+        """Returns whether only the update, or the caller, reads a backward value."""
+        if self.nested(self.producer[value]):
+            return False
+        readers = [op for op, _ in self.readers.get(value, [])]
+        roles = {op.role for op in readers if op.kind != "return"}
+        return Role.UPDATE in roles or (bool(readers) and not roles)
+
+    def nested(self, op: Operator) -> bool:
+        """Returns whether an operator's results are made inside a loop or branch.
+
+        What a loop hands out is made where the loop stands.
+        """
+        return op.equation in self.inside
+
+    def contributes(self, op: Operator) -> bool:
+        """Returns whether an operator can leave partial sums, shard by shard."""
+        if op.kind not in CONTRACTIONS or op.rule.reduction != "sum":
+            return False
+        if len(op.outputs) != 1 or not op.rule.reduced:
+            return False
+        if not self.graph.values[op.outputs[0]].floating:
+            return False
+        eqn = self.sources[op.equation]
+        if op.kind == "conv_general_dilated":
+            return not convolution.is_grouped(eqn.params)
+        return op.kind != "scatter-add" or self.is_zero(eqn.inputs[0])
+
+    def is_zero(self, atom: int | Scalar) -> bool:
+        """Returns whether a value is made of zeros only."""
+        if isinstance(atom, Scalar):
+            return bool(atom.value == 0)
+        op = self.producer[atom]
+        if op.kind not in ("broadcast_in_dim", "convert_element_type", "copy"):
+            return False
+        return self.is_zero(self.sources[op.equation].inputs[0])
+
+    def path(self, maker: Operator) -> _Path:
+        """Follows the result of an operator to where its sum is due."""
+        members: set[int] = set()
+        ends: set[int] = set()
+        left = [maker.outputs[0]]
+        while left:
+            value = left.pop()
+            members.add(value)
+            following = self.next(value)
+            left.extend(following)
+            if not following:
+                ends.add(value)
+        return _Path(maker.index, members, ends)
+
+    def next(self, value: int) -> tuple[int, ...]:
+        """Returns the values that take up a partial one; none where its sum is due."""
+        readers = self.readers.get(value, [])
+        if len(readers) != 1:
+            return ()
+        op, slot = readers[0]
+        if op.kind == "carry":
+            return op.outputs[-1:] if self.accumulates(op, value) else ()
+        if op.kind == "stack_step":
+            return op.outputs
+        return op.outputs if self.passes(op, slot) else ()
+
+    def passes(self, op: Operator, slot: int) -> bool:
+        """Returns whether an operator is linear in an operand and before the update."""
+        joins = op.role is Role.BACKWARD or op.index in self.joins
+        if not self.nested(op) and not joins:
+            return False
+        if any(v in self.graph.outputs for v in op.outputs):
+            return False
+        if not self.graph.values[op.outputs[0]].floating:
+            return False
+        if op.kind in ADDITIVE:
+            return True
+        if op.kind in UNARY:
+            return slot == 0
+        if op.kind == "select_n":
+            return slot > 0
+        if op.kind == "mul":
+            return op.index not in self.products
+        padding = op.kind == "pad" and slot == 0
+        return padding and self.is_zero(self.sources[op.equation].inputs[1])
+
+    def adding_up(self, partial: set[int]) -> frozenset[int]:
+        """Returns the operators behind the backward pass that add partial values.
+
+        A step that goes through microbatches one by one adds their gradients up, and
+        so does one with several losses. What scales a gradient by a constant belongs
+        to it where the result is added up.
+
+        Args:
+          partial: the values on the paths through the backward pass.
+        """
+        linear, scaling = set(partial), dict[int, int]()
+        out: set[int] = set()
+        for op in self.graph.operators:
+            if op.role is Role.BACKWARD or len(op.outputs) != 1 or self.nested(op):
+                continue
+            known = [v for v in op.inputs if v is not None]
+            if op.kind in ADDITIONS:
+                # What is read elsewhere too is summed before.
+                alone = {v for v in known if v in linear and len(self.readers[v]) == 1}
+                if alone and all(v in alone or self.is_zero(v) for v in known):
+                    linear.add(op.outputs[0])
+                    out.add(op.index)
+            elif op.kind in SCALING and len(known) == 1 and known[0] in linear:
+                linear.add(op.outputs[0])
+                scaling[op.outputs[0]] = op.index
+        for value, index in reversed(scaling.items()):
+            readers = {op.index for op, _ in self.readers.get(value, [])}
+            if readers and readers <= out:
+                out.add(index)
+        return frozenset(out)
+
+    def accumulates(self, carry: Operator, end: int) -> bool:
+        """Returns whether a loop only adds to a carry, which nothing else reads.
+
+        Additions must lead from the first value inside to the last. Nothing else
+        may read a value between them, nor may the condition of a `while`.
+        """
+        if carry.inputs[-1] != end or len(set(carry.inputs)) != len(carry.inputs):
+            return False
+        inner, *tested, _ = carry.outputs
+        if any(self.readers.get(v) for v in tested):
+            return False
+        value = inner
+        while value != end:
+            readers = self.readers.get(value, [])
+            if len(readers) != 1:
+                return False
+            op, _ = readers[0]
+            if op.kind not in ADDITIONS or not self.nested(op):
+                return False
+            value = op.outputs[0]
+        return True
+
+    def carried_in(self, members: set[int]) -> Iterator[int]:
+        """Yields the values of an iteration up to where a hoisted sum is added."""
+        for value in list(members):
+            op = self.producer[value]
+            if op.kind != "carry" or value != op.outputs[-1]:
+                continue
+            inner = op.outputs[0]
+            while inner not in members:
+                yield inner
+                ((reader, _),) = self.readers[inner]
+                inner = reader.outputs[0]
+
+
+def _nested(body: Region) -> set[int]:
+    """Returns the equations inside of others."""
+    top = {e.index for e in body.equations}
+    return {e.index for e in walk(body)} - top

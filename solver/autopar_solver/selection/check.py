@@ -1,0 +1,121 @@
+"""Cost, budgets and weights of given choices of codecs, computed without the solver."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar_solver.selection.problem import BUDGET_TOLERANCE, CodecSelection
+from autopar_solver.selection.solution import SelectionCost, SelectionResult
+from autopar_solver.status import Status
+
+
+def recompute(problem: CodecSelection, choices: Sequence[int]) -> SelectionCost:
+    """Adds up what choices cost by running the link, without any solver.
+
+    Raises:
+        ValueError: the choices do not name one existing option per gradient.
+    """
+    _check_choices(problem, choices)
+    local = math.fsum(_chosen(problem.local_s, choices))
+    exposed = max(0.0, _finishes(problem, choices)[-1] - problem.backward_s)
+    return SelectionCost(
+        cost_s=exposed + local,
+        exposed_s=exposed,
+        local_s=local,
+        wire_s=math.fsum(_chosen(problem.wire_s, choices)),
+        error=math.fsum(_chosen(problem.error, choices)),
+        memory_bytes=math.fsum(_chosen(problem.memory, choices)),
+    )
+
+
+def fits_budgets(problem: CodecSelection, cost: SelectionCost) -> bool:
+    """Whether error and memory are within the budgets, rounding aside.
+
+    >>> import dataclasses
+    >>> zeros = (np.zeros(1),)
+    >>> problem = CodecSelection(
+    ...     wire_s=zeros, local_s=zeros, error=(np.ones(1),), ready_s=(0.0,),
+    ...     backward_s=0.0, error_budget=0.9,
+    ... )
+    >>> fits_budgets(problem, recompute(problem, (0,)))
+    False
+    """
+    allowed = 1 + BUDGET_TOLERANCE
+    return (
+        cost.error <= problem.error_budget * allowed
+        and cost.memory_bytes <= problem.memory_limit * allowed
+    )
+
+
+def wire_weights(problem: CodecSelection, choices: Sequence[int]) -> tuple[float, ...]:
+    """What a further second of each gradient on the link would add to the step.
+
+    The derivative of ``exposed`` to the right: 1 for every gradient from the first
+    one on that starts the last busy stretch of the link, 0 for those before; all 0
+    while the link is done before the backward pass is. Where two stretches touch, both
+    count: more time for either delays the end.
+    """
+    _check_choices(problem, choices)
+    finishes = _finishes(problem, choices)
+    weights = [0.0] * len(choices)
+    if finishes[-1] < problem.backward_s:
+        return tuple(weights)
+    order = problem.order
+    for place in reversed(range(len(order))):
+        weights[order[place]] = 1.0
+        if place and finishes[place - 1] < problem.ready_s[order[place]]:
+            break
+    return tuple(weights)
+
+
+def check_selection(problem: CodecSelection, result: SelectionResult) -> None:
+    """Raises ValueError unless the result is what it says it is."""
+    if result.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        if result.choices:
+            raise ValueError(f"{problem.name}: {result.status} but has choices.")
+        return
+    cost = recompute(problem, result.choices)
+    for field in dataclasses.fields(cost):
+        found, said = getattr(cost, field.name), getattr(result, field.name)
+        if not math.isclose(found, said, rel_tol=1e-9, abs_tol=1e-300):
+            raise ValueError(f"{problem.name}: {field.name} is {found}, not {said}.")
+    if not math.isfinite(cost.cost_s + cost.error + cost.memory_bytes):
+        raise ValueError(f"{problem.name}: the result uses a forbidden option.")
+    if not fits_budgets(problem, cost):
+        raise ValueError(
+            f"{problem.name}: error {cost.error} of {problem.error_budget}, memory "
+            f"{cost.memory_bytes} of {problem.memory_limit}: over a budget."
+        )
+    if result.bound_s > result.cost_s + 1e-9 * abs(result.cost_s):
+        raise ValueError(
+            f"{problem.name}: bound {result.bound_s} above cost {result.cost_s}."
+        )
+
+
+def _finishes(problem: CodecSelection, choices: Sequence[int]) -> list[float]:
+    """When the link is done with each gradient, in its order; [0.0] without any."""
+    finish, finishes = 0.0, list[float]()
+    for index in problem.order:
+        wire = float(problem.wire_s[index][choices[index]])
+        finish = max(finish, problem.ready_s[index]) + wire
+        finishes.append(finish)
+    return finishes or [0.0]
+
+
+def _chosen(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
+    return [float(row[choice]) for row, choice in zip(rows, choices, strict=True)]
+
+
+def _check_choices(problem: CodecSelection, choices: Sequence[int]) -> None:
+    sizes = problem.num_options
+    if len(choices) != len(sizes):
+        raise ValueError(
+            f"{problem.name}: {len(choices)} choices for {len(sizes)} gradients."
+        )
+    for index, (choice, size) in enumerate(zip(choices, sizes, strict=True)):
+        if not 0 <= choice < size:
+            raise ValueError(
+                f"{problem.name}: gradient {index} has no option {choice}."
+            )

@@ -1,0 +1,306 @@
+"""Chooses a compression parameter for each layer as L-GreCo does, and exactly.
+
+Alimohammadi, Markov, Frantar and Alistarh, "L-GreCo: Layerwise-adaptive gradient
+compression for efficient data-parallel deep learning", MLSys 2024 (arXiv 2210.17357).
+With ``error[l][p]`` the norm that layer ``l`` loses with parameter ``p``::
+
+    E = alpha sum_l error[l][reference[l]]
+    minimise    sum_l size[l][p[l]]
+    subject to  sum_l error[l][p[l]] <= E
+
+solved by a dynamic programme over errors rounded up to ``buckets`` parts of E::
+
+    q[l][p] = clip(ceil(error[l][p] buckets / E), 1, buckets)
+    best[l][e] = min_p best[l - 1][e - q[l][p]] + size[l][p]
+
+What the rounding costs. Write ``least(B)`` for the least size with errors up to ``B``,
+``S`` for ``sum_l q``, ``x`` for ``sum_l error buckets / E`` and ``L`` for the number of
+layers. Since ``error <= q E / buckets``, what the programme finds is within E, hence
+not smaller than ``least(E)``. Since ``q < error buckets / E + 1`` unless the error is
+0, ``S < x + L`` unless all errors are 0, when ``S = L``. So, with ``S`` whole,
+
+    least(E) <= programme <= least(E (1 - L / buckets))          if S < buckets counts,
+    least(E) <= programme <= least(E (1 - (L - 1) / buckets))    if S <= buckets counts
+
+for ``L < buckets``, or ``L <= buckets``. The published code (github.com/LGrCo/L-GreCo,
+``lgreco_hook.py``) is the first case: its first layer asks for strictly more than ``q``
+buckets, so one is never used. Two more facts about it follow. Clipping never admits a
+layer that is over the budget alone: it takes all buckets, and ``S < buckets``. And the
+reference itself may not be found, since rounding up can put it over its own budget.
+"""
+
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar_solver.ilp.backends import BackendName, backend_of
+from autopar_solver.ilp.program import IntegerProgram, StopCriteria
+from autopar_solver.status import Status
+
+DEFAULT_BUCKETS = 10_000
+"""``DPBUCKETS`` of the published code."""
+
+SIZE_UNITS = 1e4
+"""How many units of size the choices can make in an integer program."""
+
+GAP_UNITS = 1e-5
+"""Units of size in which cost and bound may differ for rounding's sake."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class LGreCoProblem:
+    """Layers with parameters, and the parameters whose error is the measure.
+
+    Args:
+        error: layer ``l``: float64 ``[P_l]``, the norm lost with each parameter;
+            ``inf`` forbids one.
+        size: layer ``l``: float64 ``[P_l]``, what is sent, in any unit.
+        reference: the parameter of each layer that defines the budget.
+        alpha: the budget, in units of the reference's error.
+        buckets: into how many parts the budget is divided.
+
+    Raises:
+        ValueError: an array has the wrong shape or values; the message names it.
+
+    >>> problem = LGreCoProblem(
+    ...     error=(np.array([4.0, 1.0]), np.array([9.0, 5.0])),
+    ...     size=(np.array([10.0, 20.0]), np.array([10.0, 20.0])),
+    ...     reference=(0, 1),
+    ... )
+    >>> problem.error_budget
+    9.0
+    """
+
+    error: tuple[np.ndarray, ...]
+    size: tuple[np.ndarray, ...]
+    reference: tuple[int, ...]
+    alpha: float = 1.0
+    buckets: int = DEFAULT_BUCKETS
+
+    def __post_init__(self) -> None:
+        """Checks shapes and values."""
+        if not len(self.error) == len(self.size) == len(self.reference) > 0:
+            raise ValueError(
+                "L-GreCo: error, size and reference must name the same layers, at "
+                f"least one, got {len(self.error)}, {len(self.size)} and "
+                f"{len(self.reference)}."
+            )
+        if not 0 <= self.alpha < math.inf:
+            raise ValueError(
+                f"L-GreCo: alpha must be finite and not negative, got {self.alpha}."
+            )
+        if self.buckets < 1:
+            raise ValueError(f"L-GreCo: buckets must be positive, got {self.buckets}.")
+        for layer in range(len(self.error)):
+            _check_layer(self, layer)
+
+    @property
+    def error_budget(self) -> float:
+        """E: what the errors may add up to."""
+        return self.alpha * math.fsum(_chosen(self.error, self.reference))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class LGreCoResult:
+    """One parameter per layer.
+
+    Attributes:
+        choices: empty when the status is ``INFEASIBLE`` or ``UNKNOWN``; then ``size``
+            is infinite and ``error`` 0.
+        size: the sum of the chosen sizes.
+        error: the sum of the chosen errors, not rounded.
+        error_budget: what they may add up to.
+        status: of the programme: ``OPTIMAL`` for the errors as it rounds them.
+        seconds: wall-clock time of the solve.
+    """
+
+    choices: tuple[int, ...]
+    size: float
+    error: float
+    error_budget: float
+    status: Status
+    seconds: float
+
+
+def solve_lgreco(problem: LGreCoProblem, *, whole_budget: bool = False) -> LGreCoResult:
+    """Runs the dynamic programme.
+
+    Of parameters that do equally well the first is taken, and of results of equal size
+    the one with the least rounded error, as in the published code. Where that code
+    finds nothing, it reads its tables at -1; here the status says so. A budget of 0
+    leaves parameters without any error.
+
+    Args:
+        problem: what to solve.
+        whole_budget: lets the rounded errors add up to ``buckets``; the published code
+            stays one below.
+    """
+    begin = time.monotonic()
+    rounded = [_rounded(problem, row) for row in problem.error]
+    most = problem.buckets if whole_budget else problem.buckets - 1
+    table, taken = _fill(problem, rounded, most)
+    end = int(np.argmin(table))
+    if not math.isfinite(table[end]):
+        return _result(problem, (), begin, problem.error_budget)
+    choices = list[int]()
+    for layer in reversed(range(len(rounded))):
+        choices.append(int(taken[layer, end]))
+        end -= int(rounded[layer][choices[-1]])
+    return _result(problem, tuple(reversed(choices)), begin, problem.error_budget)
+
+
+def rounded_errors(problem: LGreCoProblem) -> tuple[np.ndarray, ...]:
+    """``q`` by layer and parameter: errors in buckets, rounded up and clipped."""
+    over = problem.buckets + 1
+    return tuple(
+        np.where(q == over, problem.buckets, q)
+        for q in (_rounded(problem, row) for row in problem.error)
+    )
+
+
+def solve_lgreco_ilp(
+    problem: LGreCoProblem,
+    *,
+    error_budget: float | None = None,
+    seconds: float | None = None,
+    gap: float = 0.0,
+    backend: BackendName = "highs",
+) -> LGreCoResult:
+    """Solves the same problem without rounding, as an integer program.
+
+    With ``x[l, p]`` binary (layer ``l`` uses parameter ``p``)::
+
+        minimise    sum size[l, p] x[l, p]
+        one_parameter_l    sum_p x[l, p] = 1
+        error              sum error[l, p] x[l, p] <= error_budget
+
+    Args:
+        problem: what to solve; ``buckets`` does not matter.
+        error_budget: instead of the problem's own.
+        seconds: wall-clock limit; None to stop only when the optimum is proved.
+        gap: by how much an optimal size may be above the least, as a share of what all
+            choices together can change; 1e-9 is always allowed.
+        backend: who solves it: "highs", or "cbc" through PuLP.
+
+    Raises:
+        ValueError: there is no such backend.
+    """
+    begin = time.monotonic()
+    budget = problem.error_budget if error_budget is None else error_budget
+    starts = np.cumsum([0, *map(len, problem.error)])
+    possible = np.concatenate([row <= budget for row in problem.error])
+    if not np.logical_or.reduceat(possible, starts[:-1]).all():
+        return _result(problem, (), begin, budget)
+    program = _program(problem, starts, possible, budget)
+    stop = StopCriteria(seconds=seconds, gap=max(gap * SIZE_UNITS, GAP_UNITS))
+    answer = backend_of(backend)(program, stop, None)
+    if answer.values is None:
+        none = Status.INFEASIBLE if answer.finished else Status.UNKNOWN
+        return _result(problem, (), begin, budget, none)
+    parts = np.split(answer.values, starts[1:-1])
+    choices = tuple(int(np.argmax(part)) for part in parts)
+    status = Status.OPTIMAL if answer.finished else Status.FEASIBLE
+    return _result(problem, choices, begin, budget, status)
+
+
+def _rounded(problem: LGreCoProblem, error: np.ndarray) -> np.ndarray:
+    """Errors in buckets, rounded up; ``buckets + 1`` for those over the budget."""
+    budget, over = problem.error_budget, problem.buckets + 1
+    if budget == 0.0:
+        return np.where(error > 0, over, 1)
+    finite = np.where(error <= budget, error, 0.0)
+    q = np.maximum(np.ceil(finite * problem.buckets / budget), 1.0)
+    return np.where(error <= budget, np.minimum(q, problem.buckets), over).astype(int)
+
+
+def _fill(
+    problem: LGreCoProblem, rounded: Sequence[np.ndarray], most: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """The last layer's table over 0 to ``most`` buckets, and who is in each entry.
+
+    Entry ``e`` of a layer is the least size so far with at most ``e`` buckets.
+    """
+    table = np.zeros(most + 1)
+    taken = np.zeros((len(rounded), most + 1), np.int32)
+    for layer, (costs, sizes) in enumerate(zip(rounded, problem.size, strict=True)):
+        above = np.full(most + 1, np.inf)
+        for parameter, (cost, size) in enumerate(
+            zip(costs.tolist(), sizes.tolist(), strict=True)
+        ):
+            if cost > most:
+                continue
+            found = table[: most + 1 - cost] + size
+            better = found < above[cost:]
+            np.copyto(above[cost:], found, where=better)
+            np.copyto(taken[layer, cost:], parameter, where=better)
+        table = above
+    return table, taken
+
+
+def _program(
+    problem: LGreCoProblem, starts: np.ndarray, possible: np.ndarray, budget: float
+) -> IntegerProgram:
+    """The integer program, in units that bring its numbers near one."""
+    count, width = len(problem.error), int(starts[-1])
+    lows = np.repeat([float(row.min()) for row in problem.size], np.diff(starts))
+    above = np.concatenate(problem.size) - lows
+    error = np.where(possible, np.concatenate(problem.error), 0.0)
+    columns = np.flatnonzero(error)
+    return IntegerProgram(
+        costs=above / (float(above.sum()) / SIZE_UNITS or 1.0),
+        most=possible.astype(np.float64),
+        num_binary=width,
+        starts=np.append(starts, width + len(columns)),
+        columns=np.concatenate([np.arange(width), columns]),
+        values=np.concatenate([np.ones(width), error[columns] / (budget or 1.0)]),
+        lower=np.append(np.ones(count), -np.inf),
+        upper=np.ones(count + 1),
+        names=("error",),
+    )
+
+
+def _result(
+    problem: LGreCoProblem,
+    choices: tuple[int, ...],
+    begin: float,
+    budget: float,
+    status: Status | None = None,
+) -> LGreCoResult:
+    size = math.fsum(_chosen(problem.size, choices)) if choices else math.inf
+    found = Status.OPTIMAL if choices else Status.INFEASIBLE
+    return LGreCoResult(
+        choices=choices,
+        size=size,
+        error=math.fsum(_chosen(problem.error, choices)) if choices else 0.0,
+        error_budget=budget,
+        status=found if status is None else status,
+        seconds=time.monotonic() - begin,
+    )
+
+
+def _chosen(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
+    return [float(row[choice]) for row, choice in zip(rows, choices, strict=True)]
+
+
+def _check_layer(problem: LGreCoProblem, layer: int) -> None:
+    error, size = problem.error[layer], problem.size[layer]
+    reference = problem.reference[layer]
+    where = f"L-GreCo: layer {layer}"
+    if error.ndim != 1 or not error.size or error.shape != size.shape:
+        raise ValueError(
+            f"{where}: error and size must be two non-empty rows of one length, got "
+            f"shapes {error.shape} and {size.shape}."
+        )
+    if not ((error >= 0).all() and (size >= 0).all() and np.isfinite(size).all()):
+        raise ValueError(
+            f"{where}: errors must be numbers from 0 to inf and sizes finite and not "
+            f"negative, got {error} and {size}."
+        )
+    if not 0 <= reference < len(error) or not math.isfinite(error[reference]):
+        raise ValueError(
+            f"{where}: the reference must name a parameter of finite error, got "
+            f"{reference}."
+        )

@@ -1,0 +1,1 @@
+"""Chooses one strategy for each operator: the intra-operator problem."""

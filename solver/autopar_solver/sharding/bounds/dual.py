@@ -1,0 +1,210 @@
+"""Bounds the cost from below by messages on edges and prices on memory rows.
+
+With a price ``p[r] >= 0`` per row the memory limit moves into the costs::
+
+    bound(p) = min_x (cost(x) + sum_r p[r] (used(x)[r] - room[r]))  <=  best cost
+
+and messages, or elimination on top of them, bound the inner minimum from below. Each
+step moves the prices along a smoothed subgradient and lets the messages follow with one
+sweep; a step that loses too much is undone and shortened.
+"""
+
+import numpy as np
+
+from autopar_solver.sharding.bounds.buckets import (
+    MiniBucketBounds,
+    TooLargeError,
+    mini_bucket_bounds,
+)
+from autopar_solver.sharding.bounds.message_passing import MessagePassing
+from autopar_solver.sharding.field import Field
+
+SMOOTHING = 0.3
+"""Strategies whose rise is this share of the gap per node count as nearly chosen."""
+
+MEMORY_OF_DIRECTION = 0.8
+"""Weight of earlier subgradients in the direction."""
+
+TOLERATED_LOSS = 0.02
+"""A step may lose this share of the gap; subgradient steps need not go up."""
+
+GROWTH, SHRINKAGE = 1.3, 0.5
+"""Factors of the step length after a step that gained, and after an undone one."""
+
+FIRST_STEP = 1e-2
+
+SWEEP_SECONDS, VISIT_SECONDS, ENTRY_SECONDS = 1e-8, 2e-5, 3e-8
+"""What a step takes per pair, per node, and per entry of elimination, roughly."""
+
+
+class Dual:
+    """Messages and prices of a field, improved in place.
+
+    Attributes:
+        prices: per row, in cost per unit of memory.
+        bound: the best bound so far, the field's constant included.
+        bounds: by flat strategy, the best bound of solutions that choose it.
+        best_prices: prices of the best bound.
+        costs: by flat strategy, the cost at the present prices.
+        rises: of the last sweep; see `message_passing.Sweep`.
+        bucket_choices: choices that the last elimination found, if there was one.
+    """
+
+    def __init__(self, field: Field, prices: np.ndarray | None = None) -> None:
+        """Starts without messages, at given prices or none."""
+        self.field = field
+        self.messages = MessagePassing(field)
+        room = field.memory.room
+        self.prices = np.zeros(len(room)) if prices is None else prices
+        self.bound = -np.inf
+        self.bounds = np.full(field.num_strategies, -np.inf)
+        self.best_prices = self.prices
+        self.rises = np.zeros(field.num_strategies)
+        self.costs = self._priced(self.prices)
+        self.bucket_choices: np.ndarray | None = None
+        self._elimination: tuple[int, int] | None = None
+        self._level = -np.inf
+        self._step = FIRST_STEP
+        self._direction: np.ndarray | None = None
+        self._unit = float(np.max(room, initial=0.0)) or 1.0
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step takes, roughly."""
+        swept = SWEEP_SECONDS * self.field.num_pairs
+        swept += VISIT_SECONDS * self.field.num_nodes
+        return swept + ENTRY_SECONDS * (
+            self._elimination[1] / 2 if self._elimination else 0.0
+        )
+
+    def sweep(self) -> None:
+        """Improves the messages at the present prices."""
+        self._level = self._sweep(self.prices, self.costs)
+
+    def deepen(self, max_entries: int, max_work: int) -> bool:
+        """Lets later steps eliminate as well; False if that is too much work.
+
+        Args:
+            max_entries: of the largest table; see `mini_bucket_bounds`.
+            max_work: entries of all tables together.
+        """
+        self._elimination = (max_entries, max_work)
+        try:
+            self.sweep()
+        except TooLargeError:
+            self._elimination = None
+            return False
+        return True
+
+    def lighten(self) -> None:
+        """Goes back to messages alone."""
+        self._elimination = None
+        self.bucket_choices = None
+
+    def ascend(self, upper: float) -> None:
+        """Moves the prices once; ``upper`` guesses the best cost."""
+        gap = self._gap(upper)
+        excess = self._excess(gap)
+        for _ in range(4):
+            prices = self._moved(excess, gap)
+            costs = self._priced(prices)
+            saved, rises = self.messages.buffer.copy(), self.rises
+            level = self._sweep(prices, costs)
+            if level > self._level - TOLERATED_LOSS * gap:
+                break
+            self.messages.buffer[:] = saved
+            self.rises = rises
+            self._step *= SHRINKAGE
+            self._direction = None
+        else:
+            return
+        if level > self._level:
+            self._step *= GROWTH
+        self.prices, self.costs, self._level = prices, costs, level
+
+    def expected_use(self, temperature: float) -> np.ndarray:
+        """Usage by row if strategies are chosen with probability exp(-rise / T)."""
+        field = self.field
+        weights = np.exp(-self.rises / temperature)
+        totals = np.add.reduceat(weights, field.offsets[:-1])
+        return field.memory.expected(weights / np.repeat(totals, field.sizes))
+
+    def _gap(self, upper: float) -> float:
+        level = self._level + self.field.constant
+        gap = upper - level if np.isfinite(upper) else 0.1 * abs(level)
+        return max(gap, 1e-6 * abs(upper if np.isfinite(upper) else level), 1e-300)
+
+    def _excess(self, gap: float) -> np.ndarray:
+        temperature = SMOOTHING * gap / self.field.num_nodes
+        used = self.expected_use(temperature)
+        return (used - self.field.memory.room) / self._unit
+
+    def _moved(self, excess: np.ndarray, gap: float) -> np.ndarray:
+        """Prices one step on.
+
+        Steps are in proportion to the prices, as in exponentiated gradients: rows that
+        matter move fast, and the many others stay at zero. A row without a price gets
+        one only where its excess is the largest around.
+        """
+        if self._direction is None:
+            self._direction = excess
+        keep = MEMORY_OF_DIRECTION
+        self._direction = keep * self._direction + (1 - keep) * excess
+        floor = 1e-3 * gap / self._unit
+        support = (self.prices > 0) | peaks(self._direction)
+        slope = np.where(support, self._direction, 0.0)
+        move = slope * (self.prices + floor)
+        gain = float(move @ slope)
+        if not gain > 0:
+            return self.prices
+        length = self._step * gap / (gain * self._unit)
+        prices = np.maximum(self.prices + length * move, 0.0)
+        prices[prices < 1e-4 * floor] = 0.0
+        return prices
+
+    def _priced(self, prices: np.ndarray) -> np.ndarray:
+        field = self.field
+        if not prices.any():
+            return field.costs
+        return field.costs + field.memory.priced(prices, field.num_strategies)
+
+    def _sweep(self, prices: np.ndarray, costs: np.ndarray) -> float:
+        swept = self.messages.sweep(costs)
+        level = self._learn(prices, swept.base, swept.bound, swept.rises)
+        if self._elimination is not None:
+            found = self._eliminate(costs)
+            self.bucket_choices = found.choices
+            level = self._learn(prices, found.bound, found.bound, found.rises)
+        return level
+
+    def _eliminate(self, costs: np.ndarray) -> MiniBucketBounds:
+        assert self._elimination is not None
+        own, tables = self.messages.shifted(costs)
+        return mini_bucket_bounds(self.field, own, tables, *self._elimination)
+
+    def _learn(
+        self, prices: np.ndarray, base: float, bound: float, rises: np.ndarray
+    ) -> float:
+        """Keeps what is proved; returns the bound without the field's constant."""
+        offset = -float(prices @ self.field.memory.room)
+        self.rises = rises
+        proved = base + offset + self.field.constant + rises
+        np.maximum(self.bounds, proved, out=self.bounds)
+        if bound + offset + self.field.constant > self.bound:
+            self.bound = bound + offset + self.field.constant
+            self.best_prices = prices
+        return bound + offset
+
+
+def peaks(values: np.ndarray) -> np.ndarray:
+    """Marks the largest value of each stretch of positive values.
+
+    >>> peaks(np.array([-1.0, 2.0, 3.0, 0.0, 1.0])).tolist()
+    [False, False, True, False, True]
+    """
+    marked = np.zeros(len(values), bool)
+    at = np.flatnonzero(values > 0)
+    for stretch in np.split(at, np.flatnonzero(np.diff(at) > 1) + 1):
+        if len(stretch):
+            marked[stretch[np.argmax(values[stretch])]] = True
+    return marked

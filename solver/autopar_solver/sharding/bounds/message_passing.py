@@ -1,0 +1,207 @@
+"""Bounds the cost of each strategy by tree-reweighted message passing (TRW-S).
+
+Kolmogorov, "Convergent tree-reweighted message passing for energy minimization", IEEE
+PAMI 28(10), 2006. A sweep visits the nodes in order and back; it never lowers the
+bound. A message ``M[k -> m]`` says what each strategy of ``m`` costs at least on the
+side of ``k``. Messages here are numbers of the dual problem, not bytes on a link.
+"""
+
+import dataclasses
+
+import numpy as np
+
+from autopar_solver.sharding.bounds.compiled import (
+    MIN_PAIRS,
+    Tape,
+    Visit,
+    compiled_loop,
+    record_tape,
+)
+from autopar_solver.sharding.field import Field, links_of
+from autopar_solver.sharding.graph import Graph, Restrict
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Sweep:
+    """What a sweep proves about every solution of the field, at the sweep's costs.
+
+    Attributes:
+        bound: what it costs at least, without the field's constant.
+        base: such a bound on which ``rises`` stand; at most ``bound``.
+        rises: by flat strategy: choosing it costs at least ``base + rises``. When a
+            node is visited, chains through it carry its whole min-marginal.
+    """
+
+    bound: float
+    base: float
+    rises: np.ndarray
+
+
+class MessagePassing:
+    """Messages on the edges of a field, improved in place by sweeps."""
+
+    def __init__(self, field: Field, *, compiled: bool | None = None) -> None:
+        """Starts with all messages zero.
+
+        Args:
+            field: whose edges carry the messages.
+            compiled: whether to use `compiled`; by default for large fields, if
+                numba is installed.
+        """
+        self.field = field
+        self.links = links_of(field)
+        counts = np.array([len(links) for links in self.links], np.int64)
+        self.begins = np.concatenate([[0], np.cumsum(counts * field.sizes)])
+        self.buffer = np.zeros(int(self.begins[-1]))
+        self._slots = [
+            {m: slot for slot, (m, _) in enumerate(links)} for links in self.links
+        ]
+        self._forward = [self._visit(k, True) for k in range(field.num_nodes)]
+        self._backward = [
+            self._visit(k, False) for k in reversed(range(field.num_nodes))
+        ]
+        if compiled is None:
+            compiled = field.num_pairs >= MIN_PAIRS and compiled_loop() is not None
+        self._tapes: tuple[Tape, Tape] | None = None
+        if compiled and field.num_nodes:
+            self._tapes = record_tape(self._forward), record_tape(self._backward)
+
+    def sweep(self, costs: np.ndarray) -> Sweep:
+        """Forward and back once, with these costs by flat strategy."""
+        if self._tapes is not None and (loop := compiled_loop()) is not None:
+            forward, backward = self._tapes
+            base, _ = forward.run(loop, costs, self.buffer)
+            bound, rises = backward.run(loop, costs, self.buffer)
+        else:
+            base, _ = self._pass(self._forward, costs)
+            bound, rises = self._pass(self._backward, costs)
+        return Sweep(bound=bound, base=base, rises=rises)
+
+    def decode(self, costs: np.ndarray, *, backward: bool = False) -> np.ndarray:
+        """Chooses in order, each best for those before and the messages from others."""
+        choices = np.zeros(self.field.num_nodes, np.int64)
+        visits = list(zip(self._forward, self.links, strict=True))
+        for v, links in reversed(visits) if backward else visits:
+            incoming = self.buffer[v.start : v.end].reshape(-1, v.high - v.low)
+            # Forward visits send to the neighbours from ``first`` on.
+            cut = v.first
+            open_ones = incoming[:cut] if backward else incoming[cut:]
+            total = costs[v.low : v.high] + open_ones.sum(axis=0)
+            for m, table in links[cut:] if backward else links[:cut]:
+                total = total + table[:, choices[m]]
+            choices[v.node] = total.argmin()
+        return choices
+
+    def by_link(self) -> dict[tuple[int, int], np.ndarray]:
+        """``(receiver, sender) -> message``, by the nodes' numbers in the graph."""
+        nodes = self.field.nodes
+        return {
+            (nodes[k], nodes[m]): self._message(k, m).copy()
+            for k, links in enumerate(self.links)
+            for m, _ in links
+        }
+
+    def resume(self, known: dict[tuple[int, int], np.ndarray]) -> None:
+        """Starts from messages of links that are still there."""
+        nodes = self.field.nodes
+        for k, links in enumerate(self.links):
+            for m, _ in links:
+                if (message := known.get((nodes[k], nodes[m]))) is not None:
+                    self._message(k, m)[:] = message
+
+    def shifted(self, costs: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+        """The same problem with what the messages say moved between its parts.
+
+        Every node gets the messages into it, every table loses those along it, and
+        each node then hands back to its tables an equal share.
+        """
+        field = self.field
+        total = costs.copy()
+        for v in self._forward:
+            incoming = self.buffer[v.start : v.end].reshape(-1, v.high - v.low)
+            total[v.low : v.high] += incoming.sum(axis=0)
+        shares = [
+            total[v.low : v.high] / (len(links) + 1)
+            for v, links in zip(self._forward, self.links, strict=True)
+        ]
+        tables = [
+            np.minimum(table, field.forbidden)
+            + (shares[k] - self._message(k, m))[:, None]
+            + (shares[m] - self._message(m, k))
+            for (k, m), table in zip(field.edges, field.tables, strict=True)
+        ]
+        return np.concatenate(shares or [costs]), tables
+
+    def _message(self, node: int, sender: int) -> np.ndarray:
+        """The message into a node from a neighbour."""
+        size = int(self.field.sizes[node])
+        start = int(self.begins[node]) + self._slots[node][sender] * size
+        return self.buffer[start : start + size]
+
+    def _pass(self, visits: list[Visit], costs: np.ndarray) -> tuple[float, np.ndarray]:
+        buffer, bound = self.buffer, 0.0
+        rises = np.empty(len(costs))
+        for v in visits:
+            own = costs[v.low : v.high]
+            incoming = buffer[v.start : v.end].reshape(-1, len(own))
+            total = own + incoming.sum(axis=0)
+            least = total.min()
+            total -= least
+            bound += least
+            rises[v.low : v.high] = total
+            if v.first == v.last:
+                continue
+            sent = v.share * total - incoming[v.first : v.last]
+            best = (v.table + sent[v.neighbour]).min(axis=1)
+            lows = np.minimum.reduceat(best, v.begins)
+            bound += lows.sum()
+            buffer[v.out] = best - lows[v.neighbour]
+        return float(bound), rises
+
+    def _visit(self, k: int, forward: bool) -> Visit:
+        field, links = self.field, self.links[k]
+        split = sum(m < k for m, _ in links)
+        first, last = (split, len(links)) if forward else (0, split)
+        targets = links[first:last]
+        widths = [int(field.sizes[m]) for m, _ in targets]
+        none = [np.zeros(0, np.int64)]
+        return Visit(
+            node=k,
+            low=int(field.offsets[k]),
+            high=int(field.offsets[k + 1]),
+            start=int(self.begins[k]),
+            end=int(self.begins[k + 1]),
+            first=first,
+            last=last,
+            share=1.0 / max(split, len(links) - split, 1),
+            table=np.concatenate(
+                [table.T for _, table in targets] or [np.zeros((0, 0))]
+            ),
+            neighbour=np.repeat(np.arange(len(targets)), widths),
+            begins=np.cumsum([0, *widths])[:-1],
+            out=np.concatenate([self._place(m, k) for m, _ in targets] or none),
+        )
+
+    def _place(self, node: int, sender: int) -> np.ndarray:
+        size = int(self.field.sizes[node])
+        start = int(self.begins[node]) + self._slots[node][sender] * size
+        return np.arange(start, start + size)
+
+
+def carry_messages(
+    messages: dict[tuple[int, int], np.ndarray], graph: Graph, first_step: int
+) -> dict[tuple[int, int], np.ndarray]:
+    """Returns the messages that a graph still has after steps of its trail.
+
+    Messages into nodes that kept only some strategies keep the entries of these.
+    """
+    kept: dict[int, np.ndarray] = {}
+    for step in graph.trail[first_step:]:
+        if isinstance(step, Restrict):
+            before = kept.get(step.node)
+            kept[step.node] = step.kept if before is None else before[step.kept]
+    return {
+        (node, sender): message[kept[node]] if node in kept else message
+        for (node, sender), message in messages.items()
+        if node in graph.costs and sender in graph.costs
+    }

@@ -1,0 +1,196 @@
+"""A graph of a problem's nodes that shrinks, with the trail that leads back.
+
+Nodes keep their original numbers while strategies, links and whole nodes disappear.
+Every change goes through a method here or is recorded as a step of the trail, so that
+choices in what is left map back to choices in the problem.
+"""
+
+import dataclasses
+from typing import Protocol
+
+import numpy as np
+
+from autopar_solver.sharding.memory import NodeMemory
+
+
+class Step(Protocol):
+    """One recorded change. Choices hold a strategy for every node of the problem."""
+
+    def undo(self, choices: np.ndarray) -> None:
+        """Turns choices after the change into choices before it, in place."""
+        ...
+
+    def redo(self, choices: np.ndarray) -> None:
+        """Turns choices before the change into choices after it that cost no more."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Restrict:
+    """A node kept only some strategies: new index -> old index.
+
+    ``instead`` maps every old strategy to the old one that replaces it.
+    """
+
+    node: int
+    kept: np.ndarray
+    instead: np.ndarray | None = None
+
+    def undo(self, choices: np.ndarray) -> None:
+        """Looks up the strategy's old index."""
+        choices[self.node] = self.kept[choices[self.node]]
+
+    def redo(self, choices: np.ndarray) -> None:
+        """Looks up the new index; no solution chooses what nothing replaces."""
+        old = choices[self.node]
+        if self.instead is not None:
+            old = self.instead[old]
+        choices[self.node] = np.searchsorted(self.kept, old)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Follow:
+    """A node follows another: strategy of the leader -> strategy of the node."""
+
+    node: int
+    leader: int
+    strategy: np.ndarray
+
+    def undo(self, choices: np.ndarray) -> None:
+        """Chooses what the leader's choice determines."""
+        choices[self.node] = self.strategy[choices[self.leader]]
+
+    def redo(self, choices: np.ndarray) -> None:
+        """The leader's choice stands for both."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Eliminate:
+    """A node is eliminated: its neighbours' strategies -> its best strategy."""
+
+    node: int
+    neighbours: tuple[int, ...]
+    strategy: np.ndarray
+
+    def undo(self, choices: np.ndarray) -> None:
+        """Chooses the best strategy for what the neighbours chose."""
+        key = tuple(choices[j] for j in self.neighbours)
+        choices[self.node] = self.strategy[key]
+
+    def redo(self, choices: np.ndarray) -> None:
+        """The neighbours' choices are enough."""
+
+
+class ContradictionError(Exception):
+    """No choice is possible: some node has no strategy left."""
+
+
+class Graph:
+    """Costs of nodes and links, and memory by node, that reductions change in place.
+
+    Attributes:
+        costs: node -> ``[S_i]``.
+        links: node -> neighbour -> ``[S_i, S_j]``; both directions share one table.
+        memory: node -> what its strategies occupy, for nodes that occupy anything.
+        constant: cost of what has been decided.
+        rows: which of the problem's memory rows can still break, by number.
+        room: what the memory here may occupy at each of them; see `Rows`.
+        slack: what rounding may add to exact sums of memory.
+    """
+
+    def __init__(self) -> None:
+        """Starts empty."""
+        self.costs: dict[int, np.ndarray] = {}
+        self.links: dict[int, dict[int, np.ndarray]] = {}
+        self.memory: dict[int, NodeMemory] = {}
+        self.constant = 0.0
+        self.rows = np.zeros(0, np.int64)
+        self.room = np.zeros(0)
+        self.slack = 0.0
+        self.trail: list[Step] = []
+
+    def copy(self) -> "Graph":
+        """A graph that can change on its own, with the same trail so far."""
+        other = Graph()
+        other.costs = dict(self.costs)
+        other.links = {i: dict(links) for i, links in self.links.items()}
+        other.memory = dict(self.memory)
+        other.constant = self.constant
+        other.rows = self.rows
+        other.room = self.room
+        other.slack = self.slack
+        other.trail = list(self.trail)
+        return other
+
+    def add_node(self, node: int, costs: np.ndarray) -> None:
+        """Adds a node without links or memory."""
+        self.costs[node] = costs
+        self.links[node] = {}
+
+    def add_link(self, i: int, j: int, table: np.ndarray) -> None:
+        """Adds a table ``[S_i, S_j]`` to the link of two different nodes."""
+        if j in self.links[i]:
+            table = self.links[i][j] + table
+        self.links[i][j] = table
+        self.links[j][i] = table.T
+
+    def drop_link(self, i: int, j: int) -> None:
+        """Removes the link between two nodes."""
+        del self.links[i][j]
+        del self.links[j][i]
+
+    def drop_node(self, node: int, step: Step) -> None:
+        """Removes a node; the step says how its choice is found again."""
+        for j in self.links.pop(node):
+            del self.links[j][node]
+        del self.costs[node]
+        self.memory.pop(node, None)
+        self.trail.append(step)
+
+    def restrict(
+        self, node: int, kept: np.ndarray, instead: np.ndarray | None = None
+    ) -> None:
+        """Keeps only some strategies of a node, in order.
+
+        Args:
+            node: the node.
+            kept: the strategies that stay.
+            instead: for each strategy, the kept one that can replace it.
+
+        Raises:
+            ContradictionError: none is kept.
+        """
+        if not len(kept):
+            raise ContradictionError(f"node {node} has no strategy left")
+        self.costs[node] = self.costs[node][kept]
+        for j, table in self.links[node].items():
+            part = table[kept]
+            self.links[node][j] = part
+            self.links[j][node] = part.T
+        if node in self.memory:
+            self.memory[node] = self.memory[node].take(kept)
+        self.trail.append(Restrict(node, kept, instead))
+
+    def expand(self, choices: np.ndarray) -> np.ndarray:
+        """Choices of the remaining nodes -> choices of all, before the trail."""
+        choices = choices.copy()
+        for step in reversed(self.trail):
+            step.undo(choices)
+        return choices
+
+    def project(self, choices: np.ndarray, first_step: int = 0) -> np.ndarray:
+        """Choices before a step of the trail -> choices now, at no higher cost."""
+        choices = choices.copy()
+        for step in self.trail[first_step:]:
+            step.redo(choices)
+        return choices
+
+    @property
+    def num_links(self) -> int:
+        """Links, each counted once."""
+        return sum(map(len, self.links.values())) // 2
+
+    @property
+    def num_strategies(self) -> int:
+        """Strategies of all nodes."""
+        return sum(map(len, self.costs.values()))

@@ -1,0 +1,168 @@
+"""Memory on the few times that can break the limit.
+
+A *row* is one time at which the limit could be broken. Times are dropped when even the
+greediest choices fit, or when everything live there is also live at a kept time.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar_solver.sharding.check import usage_over_time
+from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem
+
+ROUNDING = 1e-12
+"""Relative to the limit, what float sums of fractional usages may be off."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class NodeMemory:
+    """What a node's strategies occupy: term ``k`` over rows ``[start, end)``.
+
+    Attributes:
+        starts: int64 ``[K]``.
+        ends: int64 ``[K]``.
+        usage: float64 ``[K, S]``, above the node's least (which is fixed memory).
+    """
+
+    starts: np.ndarray
+    ends: np.ndarray
+    usage: np.ndarray
+
+    def take(self, strategies: np.ndarray) -> "NodeMemory":
+        """The memory of other strategies, given by their index here."""
+        return NodeMemory(self.starts, self.ends, self.usage[:, strategies])
+
+    def at(self, row: int) -> np.ndarray | None:
+        """Usage ``[S]`` at a row; None if nothing is live."""
+        live = (self.starts <= row) & (row < self.ends)
+        return self.usage[live].sum(axis=0) if live.any() else None
+
+
+def sum_memories(parts: Sequence[NodeMemory]) -> NodeMemory:
+    """The sum of memories over the same strategies; equal intervals become one."""
+    if len(parts) == 1 and len(parts[0].starts) == 1:
+        return parts[0]
+    starts = np.concatenate([part.starts for part in parts])
+    ends = np.concatenate([part.ends for part in parts])
+    usage = np.concatenate([part.usage for part in parts])
+    spans, place = np.unique(
+        np.stack([starts, ends], axis=1), axis=0, return_inverse=True
+    )
+    if len(spans) == len(starts):
+        return NodeMemory(starts, ends, usage)
+    total = np.zeros((len(spans), usage.shape[1]))
+    np.add.at(total, place.reshape(-1), usage)
+    return NodeMemory(spans[:, 0], spans[:, 1], total)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Rows:
+    """The times that can break the limit, and what is left there for choices.
+
+    Attributes:
+        times: int64 ``[R]``.
+        room: float64 ``[R]``: the limit minus everything fixed; negative if no choice
+            can fit.
+        slack: what rounding may add to an exact sum; 0 if all numbers are whole.
+    """
+
+    times: np.ndarray
+    room: np.ndarray
+    slack: float = 0.0
+
+    def __len__(self) -> int:
+        """The number of rows."""
+        return len(self.times)
+
+
+def find_rows(problem: ShardingProblem) -> tuple[Rows, dict[int, NodeMemory]]:
+    """Finds the rows of a problem and every node's memory on them."""
+    limit = problem.memory_limit
+    terms = [t for t in problem.memory if t.start < t.end] if limit is not None else []
+    fixed = [f for f in problem.fixed_memory if f[0] < f[1]]
+    if limit is None or not (terms or fixed):
+        return Rows(np.zeros(0, np.int64), np.zeros(0)), {}
+    bounds = _spreads(problem, terms)
+    starts = np.array([t.start for t in terms] + [f[0] for f in fixed], np.int64)
+    ends = np.array([t.end for t in terms] + [f[1] for f in fixed], np.int64)
+    least = np.array([b[0] for b in bounds] + [f[2] for f in fixed])
+    most = np.array([b[1] for b in bounds] + [f[2] for f in fixed])
+    choice = most > least
+    times, low = usage_over_time(starts, ends, least)
+    _, high = usage_over_time(starts, ends, most)
+    kept = _maximal(times, starts[choice], ends[choice], low) & (high > limit)
+    whole = all(float(x).is_integer() for x in (limit, *(f[2] for f in fixed)))
+    whole = whole and all(
+        bool((usage == np.floor(usage)).all())
+        for usage in {id(t.usage): t.usage for t in terms}.values()
+    )
+    slack = 0.0 if whole else ROUNDING * limit
+    rows = Rows(times[kept], limit - low[kept], slack)
+    first = np.searchsorted(rows.times, starts)
+    last = np.searchsorted(rows.times, ends)
+    live = np.flatnonzero(choice & (first < last))
+    return rows, _by_node(terms, live, least, first, last)
+
+
+def _spreads(
+    problem: ShardingProblem, terms: Sequence[MemoryTerm]
+) -> list[tuple[float, float]]:
+    """The least and the most that the allowed strategies of each term use."""
+    known: dict[tuple[int, int], tuple[float, float]] = {}
+    spreads: list[tuple[float, float]] = []
+    for term in terms:
+        costs = problem.node_costs[term.node]
+        key = (id(term.usage), id(costs))
+        if key not in known:
+            possible = term.usage[np.isfinite(costs)]
+            known[key] = float(possible.min()), float(possible.max())
+        spreads.append(known[key])
+    return spreads
+
+
+def _maximal(
+    times: np.ndarray, starts: np.ndarray, ends: np.ndarray, low: np.ndarray
+) -> np.ndarray:
+    """Marks times whose live terms are not all live at a marked time that is fuller.
+
+    Between one end and the next, live choices only grow; so of each such stretch the
+    last time has all of them. Fixed amounts may differ inside it: the time where they
+    are largest is kept as well.
+    """
+    stretch = np.searchsorted(np.unique(ends), times, side="right")
+    growing = np.flatnonzero(np.isin(times, starts))
+    # Times after the last start of a stretch have the same choices live as that start.
+    kept = np.zeros(len(times), bool)
+    for group in np.split(np.arange(len(times)), np.flatnonzero(np.diff(stretch)) + 1):
+        top = low[group].max()
+        started = growing[
+            np.searchsorted(growing, group[0]) : np.searchsorted(growing, group[-1] + 1)
+        ]
+        full = group[group >= (started[-1] if len(started) else group[0])]
+        best = full[np.argmax(low[full])]
+        kept[best] = True
+        if low[best] < top:
+            kept[group] = True
+    return kept
+
+
+def _by_node(
+    terms: Sequence[MemoryTerm],
+    live: np.ndarray,
+    least: np.ndarray,
+    first: np.ndarray,
+    last: np.ndarray,
+) -> dict[int, NodeMemory]:
+    parts: dict[int, list[NodeMemory]] = {}
+    shifted: dict[tuple[int, float], np.ndarray] = {}
+    for m in live.tolist():
+        usage, low = terms[m].usage, float(least[m])
+        key = (id(usage), low)
+        if key not in shifted:
+            # A forbidden strategy may use less than the least allowed one.
+            shifted[key] = np.maximum(usage.astype(np.float64) - low, 0.0)[None]
+        part = NodeMemory(first[m : m + 1], last[m : m + 1], shifted[key])
+        parts.setdefault(terms[m].node, []).append(part)
+    return {node: sum_memories(own) for node, own in parts.items()}

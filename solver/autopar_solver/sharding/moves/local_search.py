@@ -1,0 +1,158 @@
+"""Mends choices that break a memory row, and improves those that fit, node by node."""
+
+import numpy as np
+
+from autopar_solver.sharding.field import Field, Links
+
+MOVES_AT_ONCE = 8
+"""Moves made between two looks at what moves cost."""
+
+
+class Position:
+    """Choices of a field's nodes with what a change of one would cost and use.
+
+    Attributes:
+        choices: int64 ``[N]``.
+        local: by flat strategy: the node's cost there, given the neighbours' choices.
+        used: ``[R]`` usage by row.
+    """
+
+    def __init__(self, field: Field, choices: np.ndarray, links: Links) -> None:
+        """Takes a copy of the choices."""
+        self.field = field
+        self.links = links
+        self.choices = choices.copy()
+        self.local = _local_costs(field, choices, links)
+        self.used = field.memory.used(choices)
+
+    def move(self, node: int, strategy: int) -> None:
+        """Lets one node choose another strategy."""
+        old = int(self.choices[node])
+        for other, table in self.links[node]:
+            start, end = self.field.offsets[other], self.field.offsets[other + 1]
+            self.local[start:end] += table[strategy] - table[old]
+        self.used += self.change(node, strategy)
+        self.choices[node] = strategy
+
+    def change(self, node: int, strategy: int) -> np.ndarray:
+        """By row, what a move would add to the usage."""
+        memory = self.field.memory
+        first, last = np.searchsorted(memory.node, [node, node + 1])
+        at = memory.first[first:last]
+        amounts = memory.usage[at + strategy] - memory.usage[at + self.choices[node]]
+        change = np.zeros(len(self.used) + 1)
+        np.add.at(change, memory.starts[first:last], amounts)
+        np.subtract.at(change, memory.ends[first:last], amounts)
+        return np.cumsum(change)[:-1]
+
+    def losses(self) -> np.ndarray:
+        """By flat strategy, what choosing it instead would cost."""
+        present = self.local[self.field.offsets[:-1] + self.choices]
+        return self.local - np.repeat(present, self.field.sizes)
+
+    @property
+    def over(self) -> float:
+        """How much the worst row is over its room; negative if all fit."""
+        room = self.field.memory.room
+        return float(np.max(self.used - room, initial=-np.inf))
+
+    @property
+    def fits(self) -> bool:
+        """Whether all rows fit."""
+        return self.over <= self.field.memory.slack
+
+
+def mend(position: Position, costs: np.ndarray, max_moves: int) -> bool:
+    """Moves single nodes until the choices fit; False if that does not succeed.
+
+    Moves lower the worst row, at the least cost per unit. ``costs`` (by flat strategy)
+    may add prices of memory to the field's own costs.
+    """
+    moves = 0
+    while not position.fits and moves < max_moves:
+        row = int(np.argmax(position.used - position.field.memory.room))
+        made = _lower(position, costs, row)
+        if not made:
+            return False
+        moves += made
+    return position.fits
+
+
+def _lower(position: Position, costs: np.ndarray, row: int) -> int:
+    """Moves different nodes until a row fits or ``MOVES_AT_ONCE``; how many moved."""
+    field = position.field
+    present = field.offsets[:-1] + position.choices
+    use = field.memory.at(row, field.num_strategies)
+    saved = np.repeat(use[present], field.sizes) - use
+    extra = costs - field.costs
+    loss = position.losses() + extra - np.repeat(extra[present], field.sizes)
+    needed = float(position.used[row] - field.memory.room[row])
+    helpful = np.flatnonzero((saved > 0) & (loss < np.inf))
+    # Saving more than is needed is worth nothing.
+    rate = np.maximum(loss[helpful], 0.0) / np.minimum(saved[helpful], needed)
+    nodes = np.searchsorted(field.offsets, helpful, side="right") - 1
+    moved: set[int] = set()
+    for at in np.argsort(rate, kind="stable").tolist():
+        node, flat = int(nodes[at]), int(helpful[at])
+        if node in moved:
+            continue
+        position.move(node, flat - int(field.offsets[node]))
+        moved.add(node)
+        needed -= float(saved[flat])
+        # Losses of neighbours have changed: look again after a few moves.
+        if needed <= 0 or len(moved) >= MOVES_AT_ONCE:
+            break
+    return len(moved)
+
+
+def polish(position: Position, passes: int = 10) -> None:
+    """Moves single nodes to cheaper strategies as long as everything fits."""
+    field = position.field
+    for _ in range(passes):
+        losses = position.losses()
+        tolerance = 1e-12 * max(1.0, float(np.abs(losses[losses < np.inf]).max()))
+        fitting = _fitting(position)
+        better = np.flatnonzero((losses < -tolerance) & fitting)
+        moved = False
+        for flat in better[np.argsort(losses[better], kind="stable")].tolist():
+            moved |= _try_move(position, field, flat, tolerance)
+        if not moved:
+            return
+
+
+def _try_move(position: Position, field: Field, flat: int, tolerance: float) -> bool:
+    node = int(np.searchsorted(field.offsets, flat, side="right")) - 1
+    strategy = flat - int(field.offsets[node])
+    present = int(field.offsets[node] + position.choices[node])
+    if not position.local[flat] < position.local[present] - tolerance:
+        return False
+    used = position.used + position.change(node, strategy)
+    if (used > field.memory.room + field.memory.slack).any():
+        return False
+    position.move(node, strategy)
+    return True
+
+
+def _fitting(position: Position) -> np.ndarray:
+    """By flat strategy: whether no single term of a move to it breaks a row."""
+    field, memory = position.field, position.field.memory
+    fitting = np.ones(field.num_strategies, bool)
+    if not len(memory.node):
+        return fitting
+    left = memory.room - position.used + memory.slack
+    # Rows of a term differ little; its first and last row catch most misfits.
+    least = np.minimum(left[memory.starts], left[memory.ends - 1])
+    present = memory.usage[memory.first + position.choices[memory.node]]
+    misfit = memory.usage - present[memory.term] > least[memory.term]
+    fitting[memory.strategy[misfit]] = False
+    return fitting
+
+
+def _local_costs(field: Field, choices: np.ndarray, links: Links) -> np.ndarray:
+    local = field.costs.copy()
+    offsets, chosen = field.offsets.tolist(), choices.tolist()
+    for k, neighbours in enumerate(links):
+        own = local[offsets[k] : offsets[k + 1]]
+        for m, table in neighbours:
+            own += table[:, chosen[m]]
+    return local

@@ -1,0 +1,339 @@
+"""Closes the gap in rounds: bound, fix, solve the integer program, search, again."""
+
+import math
+
+import numpy as np
+
+from autopar_solver.clock import Clock
+from autopar_solver.ilp.program import Backend, StopCriteria
+from autopar_solver.sharding.bounds.dual import Dual
+from autopar_solver.sharding.bounds.message_passing import carry_messages
+from autopar_solver.sharding.exact import solve_field
+from autopar_solver.sharding.field import flatten
+from autopar_solver.sharding.graph import ContradictionError, Graph
+from autopar_solver.sharding.incumbent import Incumbent
+from autopar_solver.sharding.moves.local_search import Position, mend, polish
+from autopar_solver.sharding.moves.neighbourhood import NeighbourhoodSearch
+from autopar_solver.sharding.reductions.pipeline import reduce_graph
+
+WORK_PER_SECOND = 20_000_000
+"""Entries of tables that elimination goes through in a second, roughly."""
+
+STALL_STEPS, STALL_GAIN = 10, 0.01
+"""Climbing stops when so many steps close less than this share of the gap."""
+
+PROGRAM_PAIRS = 60_000
+"""Larger fields are only bounded and searched."""
+
+NARROW_PAIRS = 60_000
+"""At first, the size of the field with favoured strategies only."""
+
+NARROW_RANKS = (12, 8, 6, 5, 4, 3, 2, 1)
+"""How many strategies of each node are favoured, whatever fits first."""
+
+SEARCH_GAIN = 0.02
+"""A search that closes a smaller share of the gap gets less time next."""
+
+MAX_MENDS = 2_000
+"""Moves that mending decoded choices may take."""
+
+LARGE_GAIN = 0.1
+"""Climbing goes on alone while a slice closes this share of the gap."""
+
+DECODE_SECONDS = 1e-4
+"""What decoding, mending and polishing take per node, roughly."""
+
+NODES_PER_SECOND = 100
+"""Branches of the integer program per second, where time is only counted."""
+
+NUM_RECENT = 6
+"""Decoded choices whose strategies are favoured as well."""
+
+DECODE_PAUSE = 3.0
+"""Time between decodings, in multiples of what one takes."""
+
+
+def close_gap(
+    graph: Graph,
+    incumbent: Incumbent,
+    clock: Clock,
+    backend: Backend,
+    *,
+    inner: bool = False,
+) -> None:
+    """Improves the incumbent and its bound until they meet or time is out.
+
+    Args:
+        graph: what is left to choose; its trail leads back to the problem.
+        incumbent: what is known.
+        clock: when to stop.
+        backend: solves integer programs.
+        inner: whether this graph is a restriction made by another call.
+    """
+    if incumbent.proved or clock.left < 0.02:
+        return
+    state = _State(graph, incumbent, clock, backend, inner)
+    try:
+        while not incumbent.proved and clock.left > 0.02:
+            if not graph.costs:
+                state.finish()
+                return
+            if state.round():
+                return
+    except ContradictionError:
+        # Nothing is left below where strategies were cut off.
+        incumbent.prove(state.removed_above)
+
+
+class _State:
+    """A graph that rounds shrink, with the dual of what is left of it."""
+
+    def __init__(
+        self,
+        graph: Graph,
+        incumbent: Incumbent,
+        clock: Clock,
+        backend: Backend,
+        inner: bool,
+    ) -> None:
+        self.inner = inner
+        self.search_share = 1.0
+        self.narrow_pairs = float(NARROW_PAIRS)
+        self.graph = graph
+        self.incumbent = incumbent
+        self.clock = clock
+        self.backend = backend
+        self.slice = 0.5
+        self.removed_above = math.inf
+        self.next_decode = 0.0
+        self.backward = True
+        self.recent: list[np.ndarray] = []
+        self.decode_seconds = 0.0
+        self.size = incumbent.problem.num_strategies
+        self._refresh(None, {})
+
+    def round(self) -> bool:
+        """One turn of every method; True when nothing is left to do."""
+        climbing = self._ascend()
+        if self._done():
+            return True
+        if self._fix():
+            return False
+        if climbing:
+            self.slice *= 1.2
+            return False
+        self._deepen()
+        if self._done():
+            return True
+        if self._fix():
+            return False
+        if self.field.num_pairs <= PROGRAM_PAIRS and self._program():
+            return True
+        if not self._done():
+            self._narrow()
+        if not self._done():
+            self._search()
+        self.slice *= 1.5
+        return self._done()
+
+    def finish(self) -> None:
+        """Everything is decided: the trail gives the choices."""
+        blank = np.zeros(len(self.size), np.int64)
+        self.incumbent.offer(self.graph.expand(blank))
+        self._prove(self.graph.constant)
+
+    def _prove(self, bound: float) -> None:
+        """A bound of what is left bounds everything down to where fixing cut off."""
+        self.incumbent.prove(min(bound, self.removed_above))
+
+    def _done(self) -> bool:
+        return self.incumbent.proved or self.clock.left < 0.02
+
+    def _refresh(
+        self, prices: np.ndarray | None, messages: dict[tuple[int, int], np.ndarray]
+    ) -> None:
+        """Takes up a graph that has changed."""
+        if not self.graph.costs:
+            return
+        self.field = flatten(self.graph)
+        self.dual = Dual(self.field, prices)
+        self.dual.messages.resume(messages)
+        self.search = NeighbourhoodSearch(self.dual, self.backend)
+        self.position: np.ndarray | None = None
+        self.recent = []
+        if self.incumbent.choices is not None:
+            whole = self.graph.project(self.incumbent.choices)
+            self._hold(whole[list(self.field.nodes)])
+
+    def _hold(self, choices: np.ndarray) -> None:
+        if (choices < self.field.sizes).all() and self.field.memory.fits(choices):
+            self.position = choices
+
+    def _offer(self, choices: np.ndarray) -> bool:
+        """Takes choices of the field's nodes, if they are better."""
+        if self.field.cost(choices) >= self.incumbent.cost:
+            return False
+        whole = np.zeros(len(self.size), np.int64)
+        whole[list(self.field.nodes)] = choices
+        if not self.incumbent.offer(self.graph.expand(whole)):
+            return False
+        self.position = choices
+        return True
+
+    def _ascend(self) -> bool:
+        """Raises the bound by messages; True if it rose too much to stop now."""
+        before = self.incumbent.cost - self.dual.bound
+        self.dual.lighten()
+        self.dual.sweep()
+        if self.incumbent.choices is None:
+            self._decode()
+        stalled = self._climb()
+        after = self.incumbent.cost - self.dual.bound
+        return not stalled and not after > (1 - LARGE_GAIN) * before
+
+    def _deepen(self) -> None:
+        """Raises the bound by elimination."""
+        work = int(WORK_PER_SECOND * min(self.slice, self.clock.left / 8))
+        if self.dual.deepen(work // 8, work):
+            self._climb()
+
+    def _climb(self) -> bool:
+        """Steps for a slice, decoding now and then; True if it stalls before."""
+        # A last decoding must fit before the end.
+        left = self.clock.left - 1.2 * self.decode_seconds
+        slice_clock = self.clock.within(min(self.slice, left))
+        before, steps = self.dual.bound, 0
+        stalled = False
+        while slice_clock.left > 0 and not stalled and not self._done():
+            self.dual.ascend(self.incumbent.cost)
+            self.clock.tick(self.dual.step_seconds)
+            steps += 1
+            self._prove(self.dual.bound)
+            if self.clock.now > self.next_decode:
+                self._decode()
+            if steps % STALL_STEPS == 0:
+                gain = self.dual.bound - before
+                gap = self.incumbent.cost - self.dual.bound
+                stalled = gain < STALL_GAIN * gap
+                before = self.dual.bound
+        if not self._done():
+            self._decode()
+        return stalled
+
+    def _decode(self) -> None:
+        """Turns what the dual suggests into choices that fit."""
+        begin = self.clock.now
+        dual = self.dual
+        choices = dual.bucket_choices
+        if choices is None:
+            self.backward = not self.backward
+            choices = dual.messages.decode(dual.costs, backward=self.backward)
+        self.recent = [*self.recent[1 - NUM_RECENT :], choices]
+        position = Position(self.field, choices, dual.messages.links)
+        if mend(position, dual.costs, MAX_MENDS):
+            self._offer(position.choices)
+            if self.clock.left > max(0.1, self.decode_seconds):
+                polish(position)
+                self._offer(position.choices)
+        self.clock.tick(DECODE_SECONDS * self.field.num_nodes)
+        now = self.clock.now
+        self.decode_seconds = now - begin
+        self.next_decode = now + DECODE_PAUSE * self.decode_seconds
+
+    def _fix(self) -> bool:
+        """Removes strategies that no better solution chooses; True if many went."""
+        cutoff = self.incumbent.cutoff
+        kept = self.dual.bounds < cutoff
+        if self.position is not None:
+            kept[self.field.offsets[:-1] + self.position] = True
+        if self._pairs(kept) + kept.sum() > 0.9 * (self.field.num_pairs + len(kept)):
+            return False
+        self.removed_above = min(self.removed_above, cutoff)
+        self._remove(~kept)
+        return True
+
+    def _remove(self, gone: np.ndarray) -> None:
+        rows, prices = self.graph.rows, self.dual.best_prices
+        messages = self.dual.messages.by_link()
+        first_step = len(self.graph.trail)
+        for k, i in enumerate(self.field.nodes):
+            own = gone[self.field.offsets[k] : self.field.offsets[k + 1]]
+            if own.any():
+                self.graph.restrict(i, np.flatnonzero(~own))
+        reduce_graph(self.graph, self.clock.deadline)
+        kept = prices[np.searchsorted(rows, self.graph.rows)]
+        self._refresh(kept, carry_messages(messages, self.graph, first_step))
+
+    def _program(self) -> bool:
+        """The integer program, for a slice or as long as it takes; True if solved."""
+        seconds = min(max(2.0, 2 * self.slice), self.clock.left)
+        rows = tuple(np.flatnonzero(self.dual.best_prices).tolist())
+        counted = self.clock.counted
+        stop = StopCriteria(
+            None if counted else seconds,
+            0.05 * self.incumbent.tolerance,
+            self.incumbent.cutoff,
+            int(NODES_PER_SECOND * seconds) if counted else None,
+        )
+        answer = solve_field(self.field, self.backend, stop, rows)
+        if answer.choices is not None:
+            self._offer(answer.choices)
+        self._prove(answer.bound)
+        if answer.finished and answer.choices is None:
+            self._prove(math.inf)
+        return answer.finished
+
+    def _search(self) -> None:
+        """Chooses again part by part; the less time, the less it found before."""
+        if self.position is None:
+            return
+        seconds = min(self.search_share * self.slice, self.clock.left)
+        clock = self.clock.within(seconds)
+        before = self.incumbent.cost
+        choices = self.search.improve(self.position, self.incumbent.cutoff, clock)
+        self._offer(choices)
+        gain = before - self.incumbent.cost
+        useful = gain > SEARCH_GAIN * (before - self.incumbent.bound)
+        self.search_share = 1.0 if useful else max(self.search_share / 2, 0.1)
+
+    def _narrow(self) -> None:
+        """Solves with only the strategies that the bounds favour, for a slice."""
+        if self.position is None or self.inner:
+            return
+        kept = self._favoured()
+        if kept is None:
+            return
+        graph = self.graph.copy()
+        local = self.incumbent.fork()
+        clock = self.clock.within(2 * self.slice)
+        try:
+            for k, i in enumerate(self.field.nodes):
+                own = kept[self.field.offsets[k] : self.field.offsets[k + 1]]
+                if not own.all():
+                    graph.restrict(i, np.flatnonzero(own))
+            reduce_graph(graph, clock.deadline)
+            close_gap(graph, local, clock, self.backend, inner=True)
+        except ContradictionError:
+            return
+        self.narrow_pairs *= 2 if local.proved else 0.7
+        if local.choices is not None and self.incumbent.offer(local.choices):
+            whole = self.graph.project(local.choices)
+            self._hold(whole[list(self.field.nodes)])
+
+    def _favoured(self) -> np.ndarray | None:
+        """Each node's least bounds and last decodings, few enough for the time."""
+        dual, field = self.dual, self.field
+        order = np.lexsort((dual.bounds, field.owner()))
+        rank = np.empty(len(order), np.int64)
+        rank[order] = np.arange(len(order)) - np.repeat(field.offsets[:-1], field.sizes)
+        for best in NARROW_RANKS:
+            kept = (rank < best) & (dual.bounds < self.incumbent.cutoff)
+            for choices in (self.position, *self.recent):
+                kept[field.offsets[:-1] + choices] = True
+            if self._pairs(kept) <= self.narrow_pairs:
+                return None if kept.all() else kept
+        return None
+
+    def _pairs(self, kept: np.ndarray) -> int:
+        sizes = np.add.reduceat(kept, self.field.offsets[:-1], dtype=np.int64)
+        return sum(int(sizes[k] * sizes[m]) for k, m in self.field.edges)

@@ -1,0 +1,12 @@
+"""How a solve can end."""
+
+import enum
+
+
+class Status(enum.Enum):
+    """How a solve ended."""
+
+    OPTIMAL = "proved optimal"
+    FEASIBLE = "best found within the time limit"
+    INFEASIBLE = "no choice of strategies is possible within the memory limit"
+    UNKNOWN = "nothing found within the time limit"

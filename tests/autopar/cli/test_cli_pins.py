@@ -1,0 +1,234 @@
+"""``--pin`` and ``--axis-names``, and plan files that were edited by hand."""
+
+import dataclasses
+import json
+import pathlib
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from checkout import GOLDEN
+from jax.sharding import PartitionSpec as P
+from stage_plans import make_plan
+
+from autopar.cli import main
+from autopar.cli.pins import parse_axis_names, parse_entries, parse_pins
+from autopar.errors import PlanError
+from autopar.plans import Plan
+from autopar.plans.specs import spec_of, spec_text
+
+TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
+SMALL = ("width=64", "batch=64", "layers=1")
+CLUSTER = ("--cluster", "2x4:cpu")
+KERNEL = "params/0/kernel"
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def inputs(self) -> dict[str, Any]:
+        return json.loads(self.out)["stages"][0]["inputs"]
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line in this process."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def run_words(*words: object) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
+        return Result(stop.value.code, out, err)
+
+    return run_words
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    """A plan saved by the command line."""
+    path = tmp_path_factory.mktemp("plans") / "plan.json"
+    with pytest.raises(SystemExit):
+        main(["plan", TARGET, *SMALL, *CLUSTER, "--out", str(path)])
+    return path
+
+
+def assert_fails(result: Result, *parts: str) -> None:
+    assert (result.code, result.out) == (2, "")
+    assert len(result.err.splitlines()) == 1
+    for part in parts:
+        assert part in result.err
+
+
+@pytest.mark.parametrize(
+    ("text", "entries"),
+    [
+        ("P(None, 'tensor')", (None, "tensor")),
+        ("P(('data', 'tensor'))", (("data", "tensor"),)),
+        ("P()", ()),
+        ("PartitionSpec('data')", ("data",)),
+        ("None,tensor", (None, "tensor")),
+        (" data+fsdp , None ", (("data", "fsdp"), None)),
+        ("data", ("data",)),
+        ("None", (None,)),
+        ("", ()),
+    ],
+)
+def test_layouts_as_tables_print_them_and_in_short(text: str, entries: Any) -> None:
+    assert parse_entries(text) == entries
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [(("data",), ()), ((), ("data", "tensor")), ((), ()), (("tensor",), ("data",))],
+)
+def test_what_a_table_prints_is_read_back(spec: Any) -> None:
+    entries = parse_entries(spec_text(spec))
+    assert spec_of(entries, (8, 8), {"data": 2, "tensor": 4}, "pin") == spec
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("params/*", r"'params/\*' is not PATH=SPEC. Write it like"),
+        ("=None", "is not PATH=SPEC"),
+        ("a=data;tensor", "'data;tensor' is no name of a mesh axis"),
+        ("a=data,,tensor", "'' is no name of a mesh axis"),
+        ("a=data+", "'' is no name"),
+        ("a=P(data)", "data is no entry: None, a name in quotes, or a tuple"),
+        ("a=P(('data', None))", "None is no name of a mesh axis"),
+        ("a=P(())", r"\(\) is no entry"),
+        ("a=P(1)", "1 is no entry"),
+        ("a=P('data'", "is no layout"),
+        ("a=P(x='data')", "is no layout"),
+        ("a=P('data').index", "is no layout"),
+        ("a=P(__import__('os'))", "is no entry"),
+    ],
+)
+def test_wrong_pins_are_explained(word: str, message: str) -> None:
+    with pytest.raises(PlanError, match=message):
+        parse_pins([word])
+
+
+def test_each_path_is_pinned_once() -> None:
+    found = parse_pins(["a/*=data", "b=P(None, 'x')"])
+    assert found == {"a/*": P("data"), "b": P(None, "x")}
+    with pytest.raises(PlanError, match="'a' is pinned twice"):
+        parse_pins(["a=data", "a=None"])
+
+
+def test_axis_names_are_different() -> None:
+    assert parse_axis_names(None) is None
+    assert parse_axis_names("data, model") == ("data", "model")
+    for text in ("data,data", "", "a,,b", "1st"):
+        with pytest.raises(PlanError, match="give different names"):
+            parse_axis_names(text)
+
+
+def test_pins_are_kept(run: Run) -> None:
+    pins = ("--pin", "*/kernel=P(None, 'tensor')", "--pin", "batch/*=data,None")
+    result = run("plan", TARGET, *SMALL, *CLUSTER, *pins, "--json")
+    assert result.code == 0
+    kernels = [s for path, s in result.inputs.items() if path.endswith("kernel")]
+    assert kernels == [[[], ["tensor"]]] * 3
+    assert result.inputs["batch/x"] == [["data"], []]
+
+
+def test_axes_have_the_names_that_were_given(run: Run) -> None:
+    words = ("--axis-names", "hosts,cores", "--pin", f"{KERNEL}=cores")
+    result = run("plan", TARGET, *SMALL, *CLUSTER, *words, "--json")
+    assert result.inputs[KERNEL] == [["cores"], []]
+    (stage,) = json.loads(result.out)["stages"]
+    assert stage["mesh"] == {"axes": {"hosts": 2, "cores": 4}}
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        (("--pin", "kernel"), "is not PATH=SPEC"),
+        (("--pin", "nothing=data"), "'nothing' matches no input"),
+        (("--pin", f"{KERNEL}=model"), "no mesh axis 'model'"),
+        (("--axis-names", "a,b,c,d,e"), "cannot be cut into 5"),
+        (("--axis-names", "a,a"), "give different names"),
+    ],
+)
+def test_bad_options_are_one_line(run: Run, words: tuple[str, ...], part: str) -> None:
+    assert_fails(run("plan", TARGET, *SMALL, *CLUSTER, *words), part)
+
+
+class TestEditedFiles:
+    """A layout changed in a plan's JSON holds in every command."""
+
+    @pytest.fixture
+    def edited(self, saved: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+        data = json.loads(saved.read_text())
+        inputs = data["stages"][0]["inputs"]
+        assert inputs[KERNEL] != [[], ["tensor"]]
+        inputs[KERNEL] = [[], ["tensor"]]
+        path = tmp_path / "edited.json"
+        path.write_text(json.dumps(data))
+        return path
+
+    def test_explain_prices_it(self, run: Run, edited: pathlib.Path) -> None:
+        result = run("explain", edited)
+        assert result.code == 0
+        assert "edited: layouts of 1 input changed by hand" in result.out
+        words = ("--tensor", KERNEL, "--alternatives", 1)
+        assert "layout P(None, 'tensor')" in run("explain", edited, *words).out
+
+    def test_audit_agrees(self, run: Run, edited: pathlib.Path) -> None:
+        result = run("audit", edited, "--json")
+        found = json.loads(result.out)
+        assert result.inputs[KERNEL] == [[], ["tensor"]]
+        predicted = sum(found["predicted_by_kind"].values())
+        assert found["shardy"]["communication_bytes"] == pytest.approx(predicted)
+
+    def test_layouts_keep_it(
+        self, run: Run, edited: pathlib.Path, tmp_path: pathlib.Path
+    ) -> None:
+        out = tmp_path / "out.json"
+        words = (*CLUSTER, "--layouts", edited, "--out", out)
+        assert run("plan", TARGET, *SMALL, *words).code == 0
+        plan = Plan.load(out)
+        assert plan.inputs[KERNEL] == ((), ("tensor",))
+        assert plan.edited == ()
+
+    def test_layouts_carry_to_another_batch(
+        self, run: Run, edited: pathlib.Path
+    ) -> None:
+        words = (*CLUSTER, "--layouts", edited, "--json")
+        result = run("plan", TARGET, *SMALL[:1], "batch=128", "layers=1", *words)
+        assert result.code == 0
+        assert result.inputs[KERNEL] == [[], ["tensor"]]
+        assert json.loads(result.out)["shapes"]["batch/x"] == [128, 64]
+
+    def test_what_cannot_be_edited_is_one_line(
+        self, run: Run, saved: pathlib.Path, tmp_path: pathlib.Path
+    ) -> None:
+        data = json.loads(saved.read_text())
+        data["stages"][0]["mesh"]["axes"] = {"data": 4, "tensor": 2}
+        path = tmp_path / "mesh.json"
+        path.write_text(json.dumps(data))
+        for command in ("explain", "audit"):
+            assert_fails(run(command, path), "the plan's mesh was edited")
+
+
+def test_plans_of_two_stages_are_not_taken_for_one(
+    run: Run, tmp_path: pathlib.Path
+) -> None:
+    path = tmp_path / "stages.json"
+    make_plan(target=TARGET, options={"width": "64", "layers": "1"}).save(path)
+    for command in ("explain", "audit"):
+        assert_fails(run(command, path), "this plan has 2 stages")
+    layouts = run("plan", TARGET, *SMALL, *CLUSTER, "--layouts", path)
+    assert_fails(layouts, "this plan has 2 stages")

@@ -1,0 +1,76 @@
+"""What docs/plans.md says is true, and its example runs."""
+
+from __future__ import annotations
+
+import pathlib
+import re
+
+import checkout
+import jax
+import pytest
+import step_forms as forms
+from jax.sharding import PartitionSpec
+
+import autopar
+from autopar.planner.edited import EDITABLE
+from autopar.plans import SCHEDULES, Plan, StagePlan
+from autopar.plans.checks import ABOUT
+
+FIELDS = {*Plan.__struct_fields__, *StagePlan.__struct_fields__}
+PAGE = (checkout.ROOT / "docs" / "plans.md").read_text("utf-8")
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table under a heading."""
+    section = PAGE.split(f"## {heading}\n")[1].split("\n## ")[0]
+    lines = re.findall(r"^\| (.*) \|$", section, re.M)
+    return [line.split(" | ") for line in lines[1:]]
+
+
+def parts(heading: str) -> dict[str, str]:
+    """Each name in the first column of a table -> its second column."""
+    return {
+        name: outcome
+        for cell, outcome in rows(heading)
+        for name in re.findall(r"`([a-z_]+)`", cell)
+    }
+
+
+def test_the_example_runs(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (source,) = re.findall(r"^```python\n(.*?)^```", PAGE, re.M | re.S)
+    state = jax.eval_shape(forms.create_linen, jax.random.key(0))
+    names = {
+        "autopar": autopar,
+        "PartitionSpec": PartitionSpec,
+        "train_step": forms.linen_step,
+        "state": state,
+        "batch": forms.batch_structs(),
+    }
+    exec(compile(source, "docs/plans.md", "exec"), names)
+    again = names["again"]
+    assert isinstance(again, Plan)
+    kernels = [spec for path, spec in again.inputs.items() if "kernel" in path]
+    assert set(kernels) == {((), ("tensor",))}
+    assert again.solver.status.startswith("edited: ")
+
+
+def test_every_field_is_described() -> None:
+    assert set(Plan.__struct_fields__) == set(parts("What a file holds"))
+    text = PAGE.split("A stage has")[1].split("\n\n")[0]
+    assert set(StagePlan.__struct_fields__) <= set(re.findall(r"`([a-z]+)`", text))
+    assert all(name in PAGE for name in SCHEDULES)
+
+
+def test_every_part_has_an_outcome() -> None:
+    assert FIELDS - {"schema", "stages", "checks"} <= set(parts("Edits"))
+
+
+@pytest.mark.parametrize("part", sorted(parts("Edits").keys() & FIELDS))
+def test_outcomes_are_as_the_table_says(part: str) -> None:
+    """What is an error in the table is one, and the rest is not."""
+    outcomes = [o for cell, o in rows("Edits") if f"`{part}`" in cell]
+    refused = all(outcome.startswith("an error") for outcome in outcomes)
+    assert refused == (part not in EDITABLE and part not in ABOUT)

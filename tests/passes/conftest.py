@@ -1,0 +1,1 @@
+"""Beside the helper modules, which the tests in the folders below import by name."""

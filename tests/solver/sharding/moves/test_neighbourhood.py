@@ -1,0 +1,90 @@
+"""Searching neighbourhoods never worsens choices, and they stay within memory."""
+
+import math
+
+import numpy as np
+import pytest
+from solver_fields import binding_field, random_choices
+
+from autopar_solver.clock import Clock
+from autopar_solver.ilp.backends import backend_of
+from autopar_solver.ilp.program import ProgramAnswer
+from autopar_solver.sharding.bounds.dual import Dual
+from autopar_solver.sharding.moves.neighbourhood import (
+    LEAST_PAIRS,
+    MOST_PAIRS,
+    NeighbourhoodSearch,
+)
+
+HIGHS = backend_of("highs")
+
+
+def search_of(field, backend=HIGHS, seed=0):
+    dual = Dual(field)
+    for _ in range(5):
+        dual.sweep()
+    return NeighbourhoodSearch(dual, backend, seed)
+
+
+def fitting_choices(field):
+    """The first random choices that fit and are allowed."""
+    for seed in range(1000):
+        choices = random_choices(field, seed)
+        if field.memory.fits(choices) and field.cost(choices) < math.inf:
+            return choices
+    raise AssertionError("no choices fit")
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_never_worsens_and_stays_within_memory(seed):
+    """Half a second of counted work: the same on every machine."""
+    field = binding_field(seed, length=6, strategies=4)
+    start = fitting_choices(field)
+    clock = Clock(0.0, None).within(0.5)
+    found = search_of(field).improve(start, math.inf, clock)
+    assert field.memory.fits(found)
+    assert field.cost(found) < field.cost(start)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_finds_the_optimum_of_a_field_that_is_one_part(seed):
+    field = binding_field(seed, length=3)
+    best = min(
+        field.cost(np.array(choices))
+        for choices in np.ndindex(*field.sizes.tolist())
+        if field.memory.fits(np.array(choices))
+    )
+    clock = Clock(0.0, None).within(2.0)
+    found = search_of(field).improve(fitting_choices(field), math.inf, clock)
+    assert field.cost(found) == pytest.approx(best)
+
+
+def test_the_same_seed_takes_the_same_steps():
+    field = binding_field(7, length=6, strategies=4)
+    start = fitting_choices(field)
+    first, second = (
+        search_of(field, seed=3).improve(start, math.inf, Clock(0.0, None).within(0.3))
+        for _ in range(2)
+    )
+    assert first.tolist() == second.tolist()
+
+
+def test_without_time_nothing_changes():
+    field = binding_field(1, length=4)
+    start = fitting_choices(field)
+    clock = Clock(0.0, None).within(0.0)
+    assert search_of(field).improve(start, math.inf, clock).tolist() == start.tolist()
+
+
+def test_a_backend_that_finds_nothing_leaves_the_choices():
+    """Parts then shrink down to the least."""
+
+    def nothing(program, stop, start):
+        return ProgramAnswer(None, -math.inf, False)
+
+    field = binding_field(2, length=6, strategies=4)
+    start = fitting_choices(field)
+    search = search_of(field, nothing)
+    found = search.improve(start, math.inf, Clock(0.0, None).within(0.5))
+    assert field.cost(found) <= field.cost(start)
+    assert LEAST_PAIRS <= search.pairs <= MOST_PAIRS

@@ -1,0 +1,63 @@
+"""Clocks read the time, or count work so that results do not depend on it."""
+
+import math
+import time
+
+import pytest
+
+from autopar_solver.clock import Clock
+
+
+@pytest.fixture
+def at(monkeypatch):
+    """Sets the time that ``time.monotonic`` tells."""
+    told = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: told[0])
+
+    def move(seconds):
+        told[0] = seconds
+
+    return move
+
+
+def test_reads_the_time(at):
+    clock = Clock(100.0, 10.0)
+    at(104.0)
+    assert (clock.now, clock.left, clock.spent) == (104.0, 6.0, 4.0)
+    assert clock.deadline == 110.0
+    assert not clock.counted
+    clock.tick(5.0)
+    assert clock.left == 6.0
+
+
+def test_counts_work_without_a_limit(at):
+    clock = Clock(100.0, None)
+    at(1e6)
+    assert clock.counted
+    assert (clock.now, clock.left) == (0.0, math.inf)
+    assert clock.deadline is None
+    clock.tick(3.0)
+    assert clock.now == 3.0
+    assert clock.spent == 1e6 - 100.0
+
+
+def test_within_ends_no_later_than_the_whole(at):
+    clock = Clock(100.0, 10.0)
+    at(104.0)
+    short, long = clock.within(2.0), clock.within(60.0)
+    assert (short.left, short.deadline, short.length) == (2.0, 106.0, 2.0)
+    assert (long.left, long.deadline, long.length) == (6.0, 110.0, 6.0)
+    at(107.0)
+    assert short.left == -1.0
+    assert clock.left == 3.0
+
+
+def test_clocks_within_one_count_the_same_work():
+    clock = Clock(0.0, None)
+    inner = clock.within(2.0)
+    inner.tick(1.5)
+    assert clock.now == 1.5
+    assert inner.left == 0.5
+    assert inner.within(9.0).left == 0.5
+    clock.tick(1.0)
+    assert inner.left == -0.5
