@@ -375,7 +375,7 @@ class TestNumbers:
     def test_another_cluster_has_other_costs(self) -> None:
         def change(data: dict[str, Any]) -> None:
             for level in data["cluster"]["data"]["level"]:
-                level["link"]["latency_s"] = 1.0
+                level["latency_s"] = 1.0
             data["cluster"]["text"] = text
 
         text = slow_text()
