@@ -271,8 +271,10 @@ class ParallelStep(Generic[P, R]):
         """The devices that a setting may use."""
         if setting.devices is not None:
             return self.world.take(setting.devices)
-        ids = _ids_of(setting.cluster)
-        return self.world.devices if ids is None else self.world.at(ids)
+        cluster = setting.cluster
+        if cluster is None or cluster.members is None:
+            return self.world.devices
+        return self.world.at(cluster.ids)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; see `autopar.parallelize`. Under a JAX transform, as it is."""
@@ -387,12 +389,6 @@ def _moved(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> list[An
     source = state_layout(old.analysis, old.plan, count) if lies else None
     target = state_layout(new.analysis, new.plan, count)
     return list(move(state, source, target, DevicePut((new.mesh,))).values())
-
-
-def _ids_of(cluster: Cluster | None) -> tuple[int, ...] | None:
-    """Positions of a cluster's devices among the world's; None: the first ones."""
-    ids: Sequence[int] | None = getattr(cluster, "ids", None)
-    return None if ids is None else tuple(ids)
 
 
 def _result(planned: PlannedStep, given: Sequence[Any], flat: Sequence[Any]) -> Any:

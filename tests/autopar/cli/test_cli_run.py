@@ -102,7 +102,9 @@ def test_compare_cannot_measure_on_devices_it_lacks(run: Run, spec: str) -> None
 
 
 def test_the_best_mesh_counts_for_each_expert(candidate: Candidate) -> None:
-    slower = dataclasses.replace(candidate, compute_s=candidate.compute_s * 2)
+    again = dataclasses.replace
+    doubled = tuple(again(item, cost=item.cost * 2.0) for item in candidate.items)
+    slower = again(candidate, items=doubled)
     experts = [
         Expert("a", "data=8", None, "too big"),
         Expert("a", "data=2 tensor=4", slower),

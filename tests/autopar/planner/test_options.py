@@ -82,8 +82,7 @@ class TestCodecsOfAPlan:
         )
         gradients = tuple(msgspec.structs.replace(one, codec=c) for c in codecs)
         plan = msgspec.structs.replace(
-            small_step.plan("4:cpu"),
-            gradients=gradients,
+            small_step.plan("4:cpu").with_stage(gradients=gradients),
             compression=Compression(**compression),
         )
         return with_codecs_of(PlanOptions(max_axes=1), plan)
