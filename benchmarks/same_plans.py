@@ -2,13 +2,13 @@
 
     python benchmarks/same_plans.py OLD [NEW] [--examples gpt,moe] [--clusters 8:cpu]
 
-Every example is planned on six clusters in a process of its own, without a time limit:
-then a plan is determined by its step and cluster. What is compared is everything
-that a plan decides and predicts; left out are times, versions, schemas and
-fingerprints. Prints one row for each example and cluster, and the difference where
-there is one. NEW is this checkout by default. ``--limit`` gives the solver a time
-limit in seconds, for problems that take minutes to prove; plans may then differ
-within the gap.
+Every example is planned on six clusters, in a process of its own for each checkout,
+without a time limit: then a plan is determined by its step and cluster. What is
+compared is everything that a plan decides and predicts; left out are times,
+versions, schemas and fingerprints. Prints one row for each example and cluster, and
+the difference where there is one. NEW is this checkout by default. OLD and NEW may
+also be files that ``--save FILE`` wrote for NEW. ``--limit`` gives the solver a time
+limit in seconds; plans may then differ within the gap.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -39,27 +40,33 @@ CHILD = """
 import json, sys
 sys.path.insert(0, sys.argv[1] + "/benchmarks")
 import workloads, autopar
-name, options, cluster, limit = json.loads(sys.argv[2])
+name, options, clusters, limit = json.loads(sys.argv[2])
 step, args = workloads.arguments(name, **options)
-plan = autopar.plan(
-    step, *args, cluster=autopar.Cluster.parse(cluster), seconds=limit
-)
-print("PLAN" + json.dumps(plan.to_json()))
+for text in clusters:
+    try:
+        cluster = autopar.Cluster.parse(text)
+        plan = autopar.plan(step, *args, cluster=cluster, seconds=limit)
+        found = plan.to_json()
+    except ValueError as error:
+        found = {"error": str(error)}
+    print("PLAN" + json.dumps([text, found]), flush=True)
 """
+# A plan by example and cluster.
+Plans = dict[str, dict[str, Any]]
 DECIDED = ("mesh", "inputs", "outputs", "nodes", "copies", "gradients")
 KEPT = ("predicted", "roles", "unsupported_ops", "assumed", "shapes", "compression")
 
 
 def planned(
-    root: pathlib.Path, name: str, cluster: str, limit: float | None
-) -> dict[str, Any]:
-    """What a checkout plans for an example, or its error."""
+    root: pathlib.Path, name: str, clusters: Sequence[str], limit: float | None
+) -> Plans:
+    """What a checkout plans for an example on each cluster, or the errors."""
     folders = [root, root / "solver", root / "passes"]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(map(str, folders)),
         "JAX_PLATFORMS": "cpu",
     }
-    request = json.dumps([name, OPTIONS[name], cluster, limit])
+    request = json.dumps([name, OPTIONS[name], list(clusters), limit])
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(root), request],
         cwd=root,
@@ -68,17 +75,34 @@ def planned(
         text=True,
         check=False,
     )
+    out: Plans = {}
     for line in done.stdout.splitlines():
         if line.startswith("PLAN"):
-            return normalised(json.loads(line.removeprefix("PLAN")))
+            text, plan = json.loads(line.removeprefix("PLAN"))
+            out[f"{name} {text}"] = plan if "error" in plan else normalised(plan)
     lines = done.stderr.strip().splitlines()
-    return {"error": lines[-1] if lines else f"exit {done.returncode}"}
+    why = lines[-1] if lines else f"exit {done.returncode}"
+    for text in clusters:
+        out.setdefault(f"{name} {text}", {"error": why})
+    return out
+
+
+def plans_of(
+    source: pathlib.Path, name: str, clusters: Sequence[str], limit: float | None
+) -> Plans:
+    """The plans of a checkout, or those in a file."""
+    if source.is_file():
+        return json.loads(source.read_text())
+    return planned(source.resolve(), name, clusters, limit)
 
 
 def normalised(plan: dict[str, Any]) -> dict[str, Any]:
     """What is compared of a plan: decisions and predictions, of either schema."""
     stage = plan["stages"][0] if "stages" in plan else plan
     out = {key: stage[key] for key in DECIDED} | {key: plan[key] for key in KEPT}
+    for given in (out["nodes"], out["gradients"]):
+        for decision in given:
+            decision.pop("index", None)
     solver = {key: plan["solver"][key] for key in ("status", "cost", "meshes")}
     return out | {"solver": solver}
 
@@ -110,26 +134,36 @@ def main() -> None:
     parser.add_argument("--clusters", default=" ".join(CLUSTERS))
     parser.add_argument("--limit", type=float, default=None)
     parser.add_argument("--lines", type=int, default=6, help="of each difference")
+    parser.add_argument("--save", type=pathlib.Path, help="writes the plans of NEW")
     chosen = parser.parse_args()
-    different = 0
+    clusters = chosen.clusters.split()
+    different, kept = 0, Plans()
     for name in chosen.examples.split(","):
-        for cluster in chosen.clusters.split():
-            old, new = (
-                planned(root.resolve(), name, cluster, chosen.limit)
-                for root in (chosen.old, chosen.new)
-            )
-            found = differences(old, new)
-            different += bool(found)
-            times = [p.get("predicted", {}).get("step_s", 0.0) for p in (old, new)]
-            what = old.get("error", "the same") if not found else f"{len(found)} differ"
-            print(
-                f"{name:10} {cluster:12} {times[0] * 1e3:9.4g} ms "
-                f"{times[1] * 1e3:9.4g} ms  {what}",
-                flush=True,
-            )
-            for line in found[: chosen.lines]:
-                print(f"    {line[:200]}", flush=True)
+        old, new = (
+            plans_of(source, name, clusters, chosen.limit)
+            for source in (chosen.old, chosen.new)
+        )
+        for text in clusters:
+            key = f"{name} {text}"
+            kept[key] = new[key]
+            different += compared(key, old[key], new[key], chosen.lines)
+        if chosen.save:
+            chosen.save.write_text(json.dumps(kept))
     sys.exit(bool(different))
+
+
+def compared(key: str, old: Any, new: Any, lines: int) -> bool:
+    """Prints one row, and says whether two plans differ."""
+    found = differences(old, new)
+    times = [p.get("predicted", {}).get("step_s", 0.0) for p in (old, new)]
+    what = old.get("error", "the same") if not found else f"{len(found)} differ"
+    print(
+        f"{key:24} {times[0] * 1e3:9.4g} ms {times[1] * 1e3:9.4g} ms  {what}",
+        flush=True,
+    )
+    for line in found[:lines]:
+        print(f"    {line[:200]}", flush=True)
+    return bool(found)
 
 
 if __name__ == "__main__":

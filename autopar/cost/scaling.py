@@ -311,7 +311,7 @@ def _memory(
     total = monomial(0.0, 0)
     bandwidth = device.memory_bandwidth_bytes_per_s
     for value in (*work.op.inputs, *work.op.outputs):
-        if value is not None and value in analysis.written:
+        if value is not None and value in analysis.fusion.in_memory:
             nbytes = analysis.graph.values[value].nbytes
             degree = _degree(analysis.dim_labels.degree(value))
             total = plus(total, monomial(nbytes / bandwidth / shards_of, degree))

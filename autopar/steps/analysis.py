@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.steps.batch import DimLabels, dim_labels
 from autopar.steps.fingerprints import fingerprint, structure
+from autopar.steps.fusion import BOUNDARY, Fusion, fusion
 from autopar.steps.independence import Independent, independent
 from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import Lifetimes, lifetimes
@@ -17,10 +18,8 @@ from autopar.steps.nodes import Contraction, contract
 from autopar.steps.sums import CodedSums, Sums, coded_sums, sums_due
 from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.work import (
-    BOUNDARY,
     OperatorWork,
     class_trips,
-    materialized,
     operator_work,
 )
 from autopar_passes.graph.build import step_graph
@@ -101,16 +100,16 @@ class Analysis:
         return class_trips(self.graph)
 
     @functools.cached_property
-    def written(self) -> set[int]:
-        """The values that are written to memory."""
-        return materialized(self.graph, self.contraction)
+    def fusion(self) -> Fusion:
+        """Which values are in memory after fusion."""
+        return fusion(self.graph, frozenset(self.contraction.floating))
 
     @functools.cached_property
     def works(self) -> dict[int, OperatorWork]:
         """What the operators of each class that decide something do."""
         return {
             member: operator_work(
-                self.graph, self.graph.operators[member], self.written
+                self.graph, self.graph.operators[member], self.fusion.in_memory
             )
             for node in self.contraction.nodes
             for member in node.members
@@ -120,7 +119,7 @@ class Analysis:
     @functools.cached_property
     def life(self) -> Lifetimes:
         """When values are made and last needed."""
-        return lifetimes(self.graph, frozenset(self.contraction.floating))
+        return lifetimes(self.graph, self.fusion.buffers)
 
     @functools.cached_property
     def independent(self) -> Independent:

@@ -22,7 +22,6 @@ from autopar.cost.memory import (
     peak_memory_bytes,
     usage_by_time,
 )
-from autopar.steps.lifetimes import lifetimes
 
 CLUSTER = forms.cheap("2x4:cpu")
 LOWEST, HIGHEST = -0.15, 0.40
@@ -87,7 +86,7 @@ def test_inputs_are_counted_in_their_shards() -> None:
 def test_a_replicated_plan_needs_all_state() -> None:
     case = prepared()
     plan = harness.random_plan(case, (8,), random.Random(0), replicated=True)
-    life = lifetimes(case.graph, frozenset(case.contraction.floating))
+    life = case.analysis.life
     total = sum(case.graph.values[i.value].nbytes for i in case.graph.inputs)
     assert input_bytes(plan) == total
     assert peak_memory_bytes(plan, life, 1.2) > total
@@ -98,7 +97,7 @@ def test_the_peak_is_the_most_that_is_live(seed: int) -> None:
     """Against a sum over all buffers at every time."""
     case = prepared()
     plan = harness.random_plan(case, (2, 4), random.Random(seed))
-    life = lifetimes(case.graph, frozenset(case.contraction.floating))
+    life = case.analysis.life
     found = buffers(plan, life)
     assert all(b.nbytes >= 0 and b.start <= b.end for b in found)
     live = [
@@ -118,7 +117,7 @@ def test_usage_by_time() -> None:
 def test_a_resharded_form_takes_part_in_the_peak() -> None:
     """Gathered parameters are whole for a while, however they are stored."""
     case = prepared()
-    life = lifetimes(case.graph, frozenset(case.contraction.floating))
+    life = case.analysis.life
     sharded = [
         harness.random_plan(case, (8,), random.Random(s), density=1.0) for s in range(8)
     ]

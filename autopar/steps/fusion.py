@@ -1,0 +1,110 @@
+"""Which values a fusing compiler writes to memory: one notion for time and memory.
+
+An element-wise result is fused into its readers. It is written where a reader is
+opaque to fusion (a product, a sort, a boundary), where it is costly and read more than
+once, or where the forward and the backward pass both read it. Every result of an
+operator that is not element-wise is written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.rules.factor_rule import FactorKind
+
+# Boundary operators hand values over; they compute nothing.
+BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})
+# Products on the matrix units; everything else runs on the vector units.
+MATRIX = frozenset({"dot_general", "conv_general_dilated"})
+# Element-wise operators that XLA does not compute once for each reader
+# (openxla/xla, HloInstruction::IsExpensive as instruction fusion applies it).
+_COSTLY = frozenset(
+    {
+        "acos", "acosh", "asin", "asinh", "atan2", "cbrt", "cos", "digamma", "div",
+        "erf", "erf_inv", "erfc", "exp", "exp2", "expm1", "lgamma", "log", "log1p",
+        "logistic", "pow", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh",
+    }
+)  # fmt: skip
+# Readers into which nothing is fused.
+_OPAQUE = frozenset(
+    {
+        "dot_general", "conv_general_dilated", "sort", "top_k", "enter", "carry",
+        "merge", "slice_step", "stack_step", "scatter-add", "scatter", "return",
+    }
+)  # fmt: skip
+
+# Operators whose results lie in the buffer of what they hand over.
+_HANDING = BOUNDARY | {"slice_step"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fusion:
+    """What is left of a program's values in memory after fusion.
+
+    Attributes:
+      buffers: values with a buffer of their own.
+      in_memory: these, and values that lie in the buffer of another: inputs, what
+        loops hand over, and one step of a scanned array. Reading or making them
+        costs memory traffic.
+    """
+
+    buffers: frozenset[int]
+    in_memory: frozenset[int]
+
+
+def fusion(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
+    """Decides which values are written to memory.
+
+    Args:
+      graph: the operator graph.
+      floating: values that each reader makes anew.
+    """
+    readers: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        for v in set(op.inputs):
+            if v is not None:
+                readers.setdefault(v, []).append(op)
+    outputs = {v for v in graph.outputs if v is not None}
+    buffers: set[int] = set()
+    handed: set[int] = set()
+    for op in graph.operators:
+        if op.kind in _HANDING:
+            handed.update(op.outputs)
+        for slot, v in enumerate(op.outputs):
+            if v in outputs or _needs_buffer(op, slot, readers.get(v, [])):
+                buffers.add(v)
+    kept = frozenset(buffers - floating)
+    return Fusion(kept, kept | (handed - floating))
+
+
+def is_elementwise(op: Operator) -> bool:
+    """Whether a compiler fuses the operator into its readers."""
+    if op.kind in BOUNDARY or op.kind in ("slice_step", "stack_step", "random_bits"):
+        return False
+    if op.kind in ("gather", "scatter-add", "sort", "top_k") or op.kind in MATRIX:
+        return False
+    return all(k is not FactorKind.REDUCE for k in op.rule.kinds)
+
+
+def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
+    if op.kind in ("input", "enter"):
+        return False
+    if op.kind == "carry":
+        # Inside and after the loop a carry is one buffer: that of the last output.
+        return slot == len(op.outputs) - 1
+    if op.kind == "slice_step":
+        # One step of a scanned array is read where it lies.
+        return any(r.kind in _OPAQUE for r in users)
+    if not is_elementwise(op):
+        return True
+    if any(r.kind in _OPAQUE for r in users):
+        return True
+    if len({r.index for r in users}) < 2:
+        return False
+    if op.kind in _COSTLY:
+        return True
+    # What is cheap to make from one array is made again from that, if it is kept.
+    arrays = {v for v in op.inputs if v is not None}
+    return len({r.role for r in users}) > 1 and len(arrays) > 1
