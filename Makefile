@@ -10,7 +10,10 @@ INSTALLED := $(VENV)/installed-from-lock
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-.PHONY: help demo test lint format wheel-check lock clean
+GOLDEN_TESTS := tests/examples/test_golden_plans.py tests/autopar/reports/test_table.py \
+	tests/autopar/plans/test_stages.py
+
+.PHONY: help demo test golden lint format wheel-check lock clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -22,6 +25,10 @@ demo: $(INSTALLED)
 ## make test         run the whole test suite (WORKERS=2, PYTEST_ARGS=...)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+## make golden       write the golden files in tests/golden anew; review their difference
+golden: $(INSTALLED)
+	AUTOPAR_UPDATE_GOLDEN=1 $(BIN)/python -m pytest -n 0 $(GOLDEN_TESTS)
 
 ## make lint         ruff, pyright and the layers
 lint: $(INSTALLED)

@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from checkout import GOLDEN
+from golden import assert_golden
 from stage_plans import make_plan, make_stage
 
 from autopar import Cluster, PlanError
@@ -29,7 +29,7 @@ def test_saving_and_loading_loses_nothing(tmp_path: pathlib.Path) -> None:
 
 
 def test_the_table_shows_each_stage() -> None:
-    assert render(PLAN) + "\n" == (GOLDEN / "two_stages.txt").read_text("utf-8")
+    assert_golden(render(PLAN), "two_stages.txt")
 
 
 def test_the_page_shows_each_stage() -> None:

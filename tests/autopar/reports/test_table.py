@@ -4,6 +4,7 @@ from typing import Any
 import msgspec
 import pytest
 from checkout import GOLDEN
+from golden import assert_golden
 
 from autopar.cluster import Cluster
 from autopar.plans import (
@@ -453,9 +454,7 @@ def test_golden() -> None:
     from autopar.api import plan
     from autopar.cli.target import load
 
-    folder = GOLDEN
-    workload = load(f"{folder / 'two_layers.py'}:workload", {})
+    workload = load(f"{GOLDEN / 'two_layers.py'}:workload", {})
     found = plan(workload.step, *workload.args, cluster=Cluster.parse("2x4:cpu"))
     assert found.solver.status == "proved optimal"
-    expected = (folder / "two_layers_2x4_cpu.txt").read_text(encoding="utf-8")
-    assert str(found) + "\n" == expected
+    assert_golden(str(found), "two_layers_2x4_cpu.txt")
