@@ -7,7 +7,7 @@ once, at the first reader that needs the whole value; a gradient is sent in the
 form that the plan wants.
 
 The program alone decides which deferrals exist (`autopar_passes.sums.find`);
-whether a plan may use one depends on its layouts (`autopar.planner.deferred`).
+whether a plan may use one depends on its layouts (`autopar.layouts.stacking`).
 """
 
 from __future__ import annotations
