@@ -11,13 +11,7 @@ import pytest
 
 Graph = Mapping[str, Set[str]]
 
-MODULES = {
-    ".".join((package, *path.relative_to(source).with_suffix("").parts)).removesuffix(
-        ".__init__"
-    ): path
-    for package, source in checkout.SOURCES.items()
-    for path in sorted(source.rglob("*.py"))
-}
+MODULES = checkout.modules()
 # What must be imported late, and says why in the line above.
 LATE = {
     "autopar/cluster/local.py: import jax",
