@@ -28,7 +28,7 @@ def gradients_of(
     """The gradients of parameters, those that are alike together.
 
     Args:
-      context: the plan.
+      bound: the plan.
       paths: of the parameters.
     """
     groups: dict[tuple[object, ...], list[GradientDecision]] = {}
@@ -51,7 +51,7 @@ def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[s
     """How the gradients of parameters are sent, and what else they could be sent as.
 
     Args:
-      context: the plan.
+      bound: the plan.
       paths: of the parameters.
       limit: how many other codecs to list, the fastest ones.
     """

@@ -57,7 +57,7 @@ class Cluster:
     device: DeviceSpec = groups_of.equal_only()  # noqa: RUF009
     levels: tuple[Level, ...] = groups_of.equal_only()
     members: Members | None = None
-    groups: tuple[Cluster, ...] = ()
+    groups: tuple[Self, ...] = ()
     between: LinkSpec | None = None
 
     def __post_init__(self) -> None:
@@ -210,7 +210,7 @@ class Cluster:
         axes = max(1, sum(level.size > 1 for level in self.levels))
         return self.mesh_shapes(axes, names)[0]
 
-    def slices(self) -> tuple[tuple[Cluster, int], ...]:
+    def slices(self) -> tuple[tuple[Self, int], ...]:
         """The first slice of every shape, and how many there are side by side.
 
         `autopar.cluster.slices` says which shapes there are.
@@ -226,7 +226,7 @@ class Cluster:
             for shape in slices.shapes(part.levels)
         )
 
-    def slice(self, shape: Sequence[int], offset: int = 0) -> Cluster:
+    def slice(self, shape: Sequence[int], offset: int = 0) -> Self:
         """The slice of this shape whose first device is the one at `offset`.
 
         Args:
@@ -244,11 +244,11 @@ class Cluster:
         sizes = slices.check_shape(self.levels, shape)
         return self._cut(sizes, slices.check_offset(self.levels, sizes, offset))
 
-    def _cut(self, sizes: slices.Shape, offset: int) -> Cluster:
+    def _cut(self, sizes: slices.Shape, offset: int) -> Self:
         cells = slices.block(self.levels, sizes, offset)
         return membership.select(self, sizes, cells)
 
-    def partition(self, shapes: Sequence[Sequence[int]]) -> tuple[Cluster, ...]:
+    def partition(self, shapes: Sequence[Sequence[int]]) -> tuple[Self, ...]:
         """Slices of these shapes that hold each device once, in the order given.
 
         Raises:
@@ -268,7 +268,7 @@ class Cluster:
         devices: Sequence[int] = (),
         hosts: Sequence[int] = (),
         prefer: Prefer = "devices",
-    ) -> Cluster:
+    ) -> Self:
         """The largest regular cluster of the devices that are left.
 
         The others are `idle`, and count again when more devices leave or join.
@@ -289,11 +289,12 @@ class Cluster:
         >>> str(whole.without("host0/device1"))
         '7x8:h100 (devices 8-63 of 8x8, 7 idle)'
         """
-        return membership.without(self, names, devices, hosts, prefer)
+        left = membership.without(self, names, devices, hosts, prefer)
+        return self._rejoin(left)
 
     def with_hosts(
         self, hosts: int | str | Sequence[str], prefer: Prefer = "devices"
-    ) -> Cluster:
+    ) -> Self:
         """The largest regular cluster after hosts joined, or came back.
 
         A host of the whole cluster comes back with all its devices, to where they
@@ -310,7 +311,13 @@ class Cluster:
         >>> cluster.with_hosts(2).hosts
         ('host0', 'host1', 'host2')
         """
-        return membership.with_hosts(self, hosts, prefer)
+        return self._rejoin(membership.with_hosts(self, hosts, prefer))
+
+    def _rejoin(self, left: Sequence[Self]) -> Self:
+        """The parts as one cluster: again of groups if more than one is left."""
+        if len(left) == 1:
+            return left[0]
+        return type(self)(groups=tuple(left), between=self.between)
 
     def fingerprint(self) -> str:
         """16 hexadecimal digits that change when any number of the cluster does."""

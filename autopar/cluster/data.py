@@ -8,22 +8,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
 from autopar.cluster import groups as groups_of
 from autopar.cluster.calibration import CALIBRATIONS, Calibration
 from autopar.cluster.errors import ClusterError
+from autopar.cluster.fields import ClusterFields
 from autopar.cluster.members import Members, everything
 from autopar.cluster.presets import preset
 from autopar.cluster.specs import CollectiveFit, DeviceSpec, Kind, Level, LinkSpec
 
-if TYPE_CHECKING:
-    from autopar.cluster.cluster import Cluster
-
 Data = dict[str, Any]
-C = TypeVar("C", bound="Cluster")
+C = TypeVar("C")
 
 
 class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
@@ -246,7 +244,7 @@ def _members_data(members: Members | None, levels: Sequence[Level]) -> Data:
     return hosts | {"members": own}
 
 
-def _equal_data(cluster: Cluster) -> Data:
+def _equal_data(cluster: ClusterFields) -> Data:
     extra = _members_data(cluster.members, cluster.levels)
     return {
         **({"hosts": extra["hosts"]} if "hosts" in extra else {}),
@@ -256,7 +254,7 @@ def _equal_data(cluster: Cluster) -> Data:
     }
 
 
-def write(cluster: Cluster) -> Data:
+def write(cluster: ClusterFields) -> Data:
     """The data that `read` reads back to an equal cluster."""
     if cluster.between is None:
         return _equal_data(cluster)

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
 from autopar.cluster import groups as groups_of
 from autopar.cluster import text
-from autopar.cluster.members import listed, size_of
-
-if TYPE_CHECKING:
-    from autopar.cluster.cluster import Cluster
-    from autopar.cluster.members import Members
+from autopar.cluster.fields import ClusterFields
+from autopar.cluster.members import Members, listed, size_of
 
 
 def _runs(positions: Sequence[int]) -> Iterator[str]:
@@ -32,7 +28,7 @@ def _place(of: Members) -> list[str]:
     return said + ([f"{len(of.idle)} idle"] if of.idle else [])
 
 
-def _of_groups(cluster: Cluster) -> str:
+def _of_groups(cluster: ClusterFields) -> str:
     """The groups' texts, which `parse` reads back if they say everything."""
     bare = groups_of.unplaced(cluster.groups)
     said = "+".join(map(str, bare))
@@ -41,7 +37,7 @@ def _of_groups(cluster: Cluster) -> str:
     return f"{said} (custom {cluster.fingerprint()[:8]})"
 
 
-def cluster_text(cluster: Cluster) -> str:
+def cluster_text(cluster: ClusterFields) -> str:
     """The short form if there is one; otherwise the shape, the name and what differs.
 
     >>> from autopar.cluster import Cluster

@@ -9,18 +9,16 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, final
+from typing import Any, final
 
 from autopar.cluster.errors import ClusterError
+from autopar.cluster.fields import AnyCluster, ClusterFields
 from autopar.cluster.members import Members, everything, listed, size_of
 from autopar.cluster.presets import PRESETS
 from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
 
-if TYPE_CHECKING:
-    from autopar.cluster.cluster import Cluster
 
-
-def refuse(cluster: Cluster, what: str) -> ClusterError:
+def refuse(cluster: ClusterFields, what: str) -> ClusterError:
     """The error of what only a cluster of equal devices has."""
     return ClusterError(
         f"{what} needs equal devices, and {cluster} has groups of unequal ones: plan "
@@ -40,7 +38,7 @@ class _EqualOnly:
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
 
-    def __get__(self, cluster: Cluster | None, owner: type) -> None:
+    def __get__(self, cluster: ClusterFields | None, owner: type) -> None:
         if cluster is not None:
             raise refuse(cluster, f"cluster.{self._name}")
         # `dataclasses` asks the class for the default.
@@ -78,7 +76,7 @@ def outer_network(device: DeviceSpec, levels: Sequence[Level]) -> LinkSpec | Non
     return base.outer if base and not base.is_torus else None
 
 
-def default_between(groups: Sequence[Cluster]) -> LinkSpec:
+def default_between(groups: Sequence[ClusterFields]) -> LinkSpec:
     """A link as slow as the slowest of the groups' outermost networks."""
     links = [outer_network(group.device, group.levels) for group in groups]
     for i, link in enumerate(links):
@@ -94,12 +92,12 @@ def default_between(groups: Sequence[Cluster]) -> LinkSpec:
     )
 
 
-def place(groups: Sequence[Cluster]) -> tuple[Cluster, ...]:
+def place(groups: Sequence[AnyCluster]) -> tuple[AnyCluster, ...]:
     """The groups with names, and with positions one group after the other.
 
     Groups that have been in a cluster of groups keep both.
     """
-    placed: list[Cluster] = []
+    placed: list[AnyCluster] = []
     start = 0
     for i, group in enumerate(groups):
         if group.groups:
@@ -113,7 +111,7 @@ def place(groups: Sequence[Cluster]) -> tuple[Cluster, ...]:
     return tuple(placed)
 
 
-def _check_places(groups: Sequence[Cluster]) -> None:
+def _check_places(groups: Sequence[ClusterFields]) -> None:
     ids = [i for group in groups for i in group.ids]
     names = [group.members.group for group in groups if group.members]
     if len(set(ids)) < len(ids) or len(set(names)) < len(names):
@@ -122,20 +120,20 @@ def _check_places(groups: Sequence[Cluster]) -> None:
         )
 
 
-def unplaced(groups: Sequence[Cluster]) -> tuple[Cluster, ...]:
+def unplaced(groups: Sequence[AnyCluster]) -> tuple[AnyCluster, ...]:
     """The groups less the names and positions that `place` gives them again."""
     bare = tuple(_bare(group) for group in groups)
     return bare if place(bare) == tuple(groups) else tuple(groups)
 
 
-def _bare(group: Cluster) -> Cluster:
+def _bare(group: AnyCluster) -> AnyCluster:
     of: Members | None = group.members
     if of is not None:
         of = dataclasses.replace(of, group="", start=0)
     return dataclasses.replace(group, members=of)
 
 
-def check(groups: Sequence[Cluster], between: LinkSpec) -> None:
+def check(groups: Sequence[ClusterFields], between: LinkSpec) -> None:
     """Raises `ClusterError` where these make no cluster of groups."""
     if len(groups) < 2:
         raise ClusterError("Cluster: one group of equal devices needs no groups=.")
@@ -145,14 +143,14 @@ def check(groups: Sequence[Cluster], between: LinkSpec) -> None:
         )
 
 
-def is_default(groups: Sequence[Cluster], between: LinkSpec | None) -> bool:
+def is_default(groups: Sequence[ClusterFields], between: LinkSpec | None) -> bool:
     """Whether the link between the groups is what it would be if not given."""
     if any(outer_network(group.device, group.levels) is None for group in groups):
         return False
     return between == default_between(groups)
 
 
-def slice_of(cluster: Cluster, shape: Sequence[int], offset: int) -> Cluster:
+def slice_of(cluster: AnyCluster, shape: Sequence[int], offset: int) -> AnyCluster:
     """The slice that begins at `offset`, counted through all groups."""
     before = 0
     for group in cluster.groups:

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from autopar.cluster import regular
 from autopar.cluster.errors import ClusterError
+from autopar.cluster.fields import AnyCluster, ClusterFields
 from autopar.cluster.links import cut_all, is_torus
 from autopar.cluster.members import (
     Members,
@@ -26,21 +26,20 @@ from autopar.cluster.members import (
 from autopar.cluster.regular import Prefer
 from autopar.cluster.specs import Level
 
-if TYPE_CHECKING:
-    from autopar.cluster.cluster import Cluster
 
-
-def members_of(cluster: Cluster) -> Members:
+def members_of(cluster: ClusterFields) -> Members:
     """The members of a cluster of equal devices, also where they say nothing."""
     return cluster.members or everything(cluster.levels)
 
 
-def parts(cluster: Cluster) -> tuple[Cluster, ...]:
+def parts(cluster: AnyCluster) -> tuple[AnyCluster, ...]:
     """The groups, or the cluster itself where all devices are equal."""
     return cluster.groups or (cluster,)
 
 
-def select(cluster: Cluster, shape: Sequence[int], cells: Sequence[int]) -> Cluster:
+def select(
+    cluster: AnyCluster, shape: Sequence[int], cells: Sequence[int]
+) -> AnyCluster:
     """The part of a cluster with the devices of these indices, in this shape."""
     of = members_of(cluster)
     held = tuple(of.positions[cell] for cell in cells)
@@ -52,8 +51,8 @@ def select(cluster: Cluster, shape: Sequence[int], cells: Sequence[int]) -> Clus
 
 
 def regrid(
-    cluster: Cluster, of: Members, there: Iterable[int], prefer: Prefer
-) -> Cluster:
+    cluster: AnyCluster, of: Members, there: Iterable[int], prefer: Prefer
+) -> AnyCluster:
     """The largest regular cluster over the positions that are there."""
     left = sorted(there)
     shape, positions = regular.largest(cluster.device, of.whole, left, prefer)
@@ -69,7 +68,7 @@ def _there(of: Members) -> set[int]:
     return {*of.positions, *of.idle}
 
 
-def _known_names(cluster: Cluster) -> dict[str, set[int]]:
+def _known_names(cluster: ClusterFields) -> dict[str, set[int]]:
     """The ids that each name stands for; only of devices that are there."""
     found: dict[str, set[int]] = {}
     for part in parts(cluster):
@@ -82,11 +81,11 @@ def _known_names(cluster: Cluster) -> dict[str, set[int]]:
     return found
 
 
-def _all_hosts(cluster: Cluster) -> list[str]:
+def _all_hosts(cluster: ClusterFields) -> list[str]:
     return [name for part in parts(cluster) for name in members_of(part).host_names]
 
 
-def _by_id(cluster: Cluster) -> dict[int, str]:
+def _by_id(cluster: ClusterFields) -> dict[int, str]:
     found: dict[int, str] = {}
     for part in parts(cluster):
         of = members_of(part)
@@ -97,7 +96,7 @@ def _by_id(cluster: Cluster) -> dict[int, str]:
 
 
 def _numbered(
-    cluster: Cluster, devices: Iterable[int], hosts: Iterable[int]
+    cluster: ClusterFields, devices: Iterable[int], hosts: Iterable[int]
 ) -> list[str]:
     """The names of devices and hosts that are given by number."""
     ids, rows = _by_id(cluster), _all_hosts(cluster)
@@ -132,17 +131,17 @@ def _leaving(known: Mapping[str, set[int]], names: Sequence[str]) -> set[int]:
 
 
 def without(
-    cluster: Cluster,
+    cluster: AnyCluster,
     names: Sequence[str],
     devices: Sequence[int],
     hosts: Sequence[int],
     prefer: Prefer,
-) -> Cluster:
-    """The cluster that is left; see `Cluster.without`."""
+) -> list[AnyCluster]:
+    """The parts that are left; see `autopar.cluster.Cluster.without`."""
     regular.check_prefer(prefer)
     known = _known_names(cluster)
     gone = _leaving(known, [*names, *_numbered(cluster, devices, hosts)])
-    left: list[Cluster] = []
+    left: list[AnyCluster] = []
     for part in parts(cluster):
         of = members_of(part)
         there = {p for p in _there(of) if of.start + p not in gone}
@@ -152,14 +151,7 @@ def without(
             left.append(regrid(part, of, there, prefer))
     if not left:
         raise ClusterError(f"no device is left of {cluster}: keep at least one.")
-    return rejoin(cluster, left)
-
-
-def rejoin(cluster: Cluster, left: Sequence[Cluster]) -> Cluster:
-    """The parts as one cluster: again of groups if more than one is left."""
-    if len(left) == 1:
-        return left[0]
-    return type(cluster)(groups=tuple(left), between=cluster.between)
+    return left
 
 
 def _missing(of: Members) -> dict[str, set[int]]:
@@ -234,7 +226,7 @@ def _check_joining(
             )
 
 
-def _grown(part: Cluster, names: Sequence[str], prefer: Prefer) -> Cluster:
+def _grown(part: AnyCluster, names: Sequence[str], prefer: Prefer) -> AnyCluster:
     """One cluster of equal devices with these hosts."""
     of = members_of(part)
     missing = _missing(of)
@@ -245,9 +237,9 @@ def _grown(part: Cluster, names: Sequence[str], prefer: Prefer) -> Cluster:
 
 
 def with_hosts(
-    cluster: Cluster, hosts: int | str | Sequence[str], prefer: Prefer
-) -> Cluster:
-    """The cluster with more hosts; see `Cluster.with_hosts`."""
+    cluster: AnyCluster, hosts: int | str | Sequence[str], prefer: Prefer
+) -> list[AnyCluster]:
+    """The parts with more hosts; see `autopar.cluster.Cluster.with_hosts`."""
     regular.check_prefer(prefer)
     if isinstance(hosts, int):
         if cluster.groups:
@@ -255,12 +247,12 @@ def with_hosts(
                 "with_hosts: which group do they join? Name them, such as "
                 f"cluster.with_hosts({_next_host(cluster.groups[0])!r})."
             )
-        return _grown(cluster, _names_for(members_of(cluster), hosts), prefer)
+        return [_grown(cluster, _names_for(members_of(cluster), hosts), prefer)]
     names = [hosts] if isinstance(hosts, str) else list(hosts)
     if not names:
         raise ClusterError("with_hosts: name at least one host, or say how many.")
     if not cluster.groups:
-        return _grown(cluster, names, prefer)
+        return [_grown(cluster, names, prefer)]
     return _grown_groups(cluster, names, prefer)
 
 
@@ -268,12 +260,14 @@ def _is_in(group: str, name: str) -> bool:
     return name.startswith(f"{group}/")
 
 
-def _next_host(group: Cluster) -> str:
+def _next_host(group: ClusterFields) -> str:
     of = members_of(group)
     return f"{of.group}/host{num_hosts(of.whole)}"
 
 
-def _grown_groups(cluster: Cluster, names: Sequence[str], prefer: Prefer) -> Cluster:
+def _grown_groups(
+    cluster: AnyCluster, names: Sequence[str], prefer: Prefer
+) -> list[AnyCluster]:
     """Each group with its hosts; later groups move up where one has new ones."""
     groups = {members_of(group).group: group for group in cluster.groups}
     mine = {name: [n for n in names if _is_in(name, n)] for name in groups}
@@ -283,7 +277,8 @@ def _grown_groups(cluster: Cluster, names: Sequence[str], prefer: Prefer) -> Clu
             f"with_hosts: {listed(strays)} join no group; a name begins with one of "
             f"{listed(list(groups))}, such as {_next_host(cluster.groups[0])!r}."
         )
-    left, moved = list[type(cluster)](), 0
+    left: list[AnyCluster] = []
+    moved = 0
     for name, group in groups.items():
         before = size_of(members_of(group).whole)
         grown = _grown(group, mine[name], prefer) if mine[name] else group
@@ -291,4 +286,4 @@ def _grown_groups(cluster: Cluster, names: Sequence[str], prefer: Prefer) -> Clu
         shifted = dataclasses.replace(of, start=of.start + moved)
         left.append(dataclasses.replace(grown, members=shifted))
         moved += math.prod(level.size for level in of.whole) - before
-    return rejoin(cluster, left)
+    return left

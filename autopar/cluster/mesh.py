@@ -59,7 +59,8 @@ class MeshShape:
         return " ".join(f"{axis.name}={axis.size}" for axis in self.axes)
 
 
-@functools.cache
+# The sizes of a cluster's levels and their divisors: some tens, of about 450 bytes.
+@functools.lru_cache(maxsize=1 << 10)
 def ordered_factorisations(
     number: int, max_factors: int
 ) -> tuple[tuple[int, ...], ...]:

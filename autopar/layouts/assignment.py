@@ -39,6 +39,8 @@ class Assignment:
       copies: (value class, backward) -> the copy's choice.
       codecs: value where a sum is due -> how it is sent, as text; a value that
         is not here is summed as it is.
+      graph: the analysis's own.
+      contraction: the analysis's own.
     """
 
     analysis: Analysis

@@ -190,7 +190,7 @@ def within_messages(
     """The collectives over the fast links: kind and bytes.
 
     Args:
-      way: how the gradient is summed.
+      summation: how the gradient is summed.
       mesh: the axes of the mesh.
     """
     if not summation.within:

@@ -26,6 +26,7 @@ class Candidate:
     Attributes:
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
+      formulation: the problem that the solver was given.
       solution: what the solver says.
       items: what a step of it costs, operator by operator.
       peak_memory_bytes: most bytes live at once on one device.

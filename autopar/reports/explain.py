@@ -214,7 +214,7 @@ def alternatives(
     Promising is what costs least while all other decisions stay as they are.
 
     Args:
-      context: the plan.
+      bound: the plan.
       decision: of the input.
       limit: how many layouts to try.
       seconds: time limit of the solver, for each.

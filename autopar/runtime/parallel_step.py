@@ -25,7 +25,7 @@ from autopar.planner.options import (
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, placement
-from autopar.runtime.gradients.codec_run import CodecRun, recoded
+from autopar.runtime.codec_run import CodecRun, recoded
 from autopar.runtime.planned import PlannedStep, device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent

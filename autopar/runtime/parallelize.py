@@ -18,7 +18,7 @@ from autopar.planner.options import (
     as_plan,
 )
 from autopar.plans import Plan
-from autopar.runtime.gradients.codec_run import CodecRun
+from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.parallel_step import ParallelStep, Setting
 from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.world import World

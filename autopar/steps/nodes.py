@@ -101,8 +101,7 @@ class Contraction:
       node_of: operator class -> node, absent for floating and tiny operators.
       homes: value -> home, absent for floating and tiny values.
       floating: values that take their reader's layout.
-      representative: operator class -> the operator whose rule and operands
-        stand for the class.
+      producer: value -> the operator that makes it.
     """
 
     nodes: list[Node]

@@ -27,9 +27,10 @@ class Use:
     Attributes:
       node: the node that reads.
       dims: the factors of that node in each dimension of the value.
-      readers: how many instances of the value are read so, times their trips.
+      weight: how many instances of the value are read so, times their trips.
       backward: whether the readers belong to the backward pass or the update.
-      first: operator that first reads it, per instance of the value.
+      readers: of each instance of the value, the first and the last operator that
+        read it so, and the most trips of one.
     """
 
     node: int

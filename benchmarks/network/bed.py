@@ -72,7 +72,8 @@ class Bed:
     """Namespaces that exist within a ``with`` block.
 
     They are removed, with all processes in them, at the end of the block: also
-    after an exception, Ctrl-C, SIGTERM or SIGHUP.
+    after an exception, Ctrl-C, SIGTERM or SIGHUP. A SIGHUP that was ignored before,
+    as nohup does, is ignored still.
     """
 
     def __init__(
@@ -178,11 +179,18 @@ class Bed:
         return self.start(command, env).wait(timeout_s)
 
     def _catch_signals(self) -> None:
-        """A terminated program shall leave through ``with`` as well."""
+        """A terminated program shall leave through ``with`` as well.
+
+        A shell starts what runs in the background of a script with SIGINT ignored,
+        and Python then installs no handler of its own.
+        """
         if threading.current_thread() is not threading.main_thread():
             return
-        for number in (signal.SIGTERM, signal.SIGHUP):
-            self._handlers[number] = signal.signal(number, _leave)
+        wanted = {signal.SIGINT: signal.default_int_handler, signal.SIGTERM: _leave}
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            wanted[signal.SIGHUP] = _leave
+        for number, handler in wanted.items():
+            self._handlers[number] = signal.signal(number, handler)
 
     def _remove(self) -> None:
         in_main = threading.current_thread() is threading.main_thread()

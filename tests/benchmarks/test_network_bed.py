@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import pathlib
@@ -9,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from types import SimpleNamespace
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -296,24 +297,61 @@ def test_a_run_that_takes_too_long_is_ended() -> None:
         hosts.run(["sleep", "60"], timeout_s=0.3)
 
 
-@pytest.mark.usefixtures("needs_bed")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_leaves_nothing_behind(number: int) -> None:
+@contextlib.contextmanager
+def started(*command: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+    """A process that makes a bed; of both nothing is left after the block."""
     netns = load("netns")
-    program = [sys.executable, str(FOLDER / "bed.py"), "run", "--count", "1"]
-    process = subprocess.Popen(
-        [*program, "--", "sleep", "60"], stderr=subprocess.DEVNULL
-    )
-    prefix = f"{netns.PREFIX}{process.pid}"
-    host = SimpleNamespace(namespace=f"{prefix}w0")
+    with subprocess.Popen(
+        command, text=True, start_new_session=True, **options
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+            netns.remove(f"{netns.PREFIX}{process.pid}")
+
+
+def wait_for_processes(namespace: str) -> None:
+    netns = load("netns")
     deadline = time.monotonic() + 20
-    while not netns.output("ip", "netns", "pids", host.namespace).strip():
+    while not netns.output("ip", "netns", "pids", namespace).strip():
         assert time.monotonic() < deadline
 
-    process.send_signal(number)
 
-    assert process.wait(20) != 0
-    assert netns.names_with(prefix) == ([], [])
+@pytest.mark.usefixtures("needs_bed")
+@pytest.mark.parametrize("before", ["default", "ignore"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_nothing_behind(number: signal.Signals, before: str) -> None:
+    """Also of a program that was started with the signal ignored."""
+    netns = load("netns")
+    setting = ["env", f"--{before}-signal={number.name.removeprefix('SIG')}"]
+    program = [sys.executable, str(FOLDER / "bed.py"), "run", "--count", "1"]
+    command = [*setting, *program, "--", "sleep", "60"]
+    with started(*command, stderr=subprocess.DEVNULL) as process:
+        prefix = f"{netns.PREFIX}{process.pid}"
+        wait_for_processes(f"{prefix}w0")
+
+        process.send_signal(number)
+
+        assert process.wait(20) != 0
+        assert netns.names_with(prefix) == ([], [])
+
+
+@pytest.mark.usefixtures("needs_bed")
+def test_a_hangup_that_nohup_ignores_ends_nothing() -> None:
+    netns = load("netns")
+    program = [sys.executable, str(FOLDER / "bed.py"), "run", "--count", "1"]
+    command = ["env", "--ignore-signal=HUP", *program, "--", "sleep", "60"]
+    with started(*command, stderr=subprocess.DEVNULL) as process:
+        prefix = f"{netns.PREFIX}{process.pid}"
+        wait_for_processes(f"{prefix}w0")
+
+        process.send_signal(signal.SIGHUP)
+        process.send_signal(signal.SIGTERM)
+
+        assert process.wait(20) == 128 + signal.SIGTERM
 
 
 @pytest.mark.usefixtures("needs_bed")
@@ -328,12 +366,13 @@ bed.Bed(count=1, rate_mbit=100).__enter__()
 print("made", flush=True)
 time.sleep(60)
 """
-    process = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout is not None
-    with process.stdout as output, bed.Bed(count=1) as own:
-        assert output.readline() == "made\n"
+    command = [sys.executable, "-c", program]
+    with (
+        started(*command, stdout=subprocess.PIPE) as process,
+        bed.Bed(count=1) as own,
+    ):
+        assert process.stdout is not None
+        assert process.stdout.readline() == "made\n"
         process.kill()
         process.wait()
 

@@ -28,6 +28,17 @@ def files(*suffixes: str) -> Iterator[Path]:
                 yield Path(folder, name)
 
 
+def modules() -> dict[str, Path]:
+    """The files of the three packages by the name that imports them."""
+    found = {}
+    for package, source in SOURCES.items():
+        for path in sorted(source.rglob("*.py")):
+            inner = path.relative_to(source).with_suffix("").parts
+            name = ".".join((package, *inner))
+            found[name.removesuffix(".__init__")] = path
+    return found
+
+
 def relative(path: Path) -> str:
     return path.relative_to(ROOT).as_posix()
 

@@ -91,10 +91,13 @@ def coded_matrix(
     return out
 
 
-_summations = functools.lru_cache(maxsize=1 << 16)(summations)
+# A GPT of 2 layers on 2x4x4 has 1,193 different ones; an entry takes about 350 bytes:
+# 3 MB in all.
+_summations = functools.lru_cache(maxsize=1 << 13)(summations)
 
 
-@functools.lru_cache(maxsize=1 << 18)
+# The same GPT has 4,834 different ones, of 400 bytes: 7 MB in all.
+@functools.lru_cache(maxsize=1 << 14)
 def _waits(
     start: Layout, target: Layout, partial: Axes, sizes: tuple[int, ...]
 ) -> bool:

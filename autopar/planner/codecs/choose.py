@@ -89,7 +89,7 @@ class CodecChoice:
       codecs: of each, '' where it is left to the compiler.
       saved_s: seconds of a step that they save.
       each_s: the same of each gradient.
-      ways: how the devices share the work of each.
+      summations: how the devices share the work of each.
       error: effective relative error of the whole gradient.
       memory_bytes: what the codecs keep on one device.
       other_bytes: what one device sends besides gradients with codecs.

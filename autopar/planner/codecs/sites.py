@@ -38,7 +38,7 @@ class Site:
       name: path of its parameter.
       shape: of the whole gradient.
       axes: mesh axes over which it is summed.
-      ways: how the devices can share the work, over all links at once first.
+      summations: how the devices can share the work, over all links at once first.
       ready: the operator that completes it.
       itemsize: bytes of an element in the program.
     """
@@ -186,7 +186,7 @@ def decision(
       site: the gradient.
       mesh: the axes of the mesh.
       codec: as text; '' leaves it to the compiler.
-      way: how the devices share the work.
+      summation: how the devices share the work.
     """
     kind = "reduce_scatter" if summation.scatter else "all_reduce"
     around = within_messages(summation, mesh)

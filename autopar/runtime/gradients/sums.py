@@ -58,7 +58,7 @@ class Member:
     Attributes:
       decision: what the plan says of it.
       gradient: how it is summed, on one device.
-      way: how the devices share the work.
+      summation: how the devices share the work.
       stacked: layout of the stacked partial gradient.
       result: layout in which the sum comes out.
       home: layout in which the plan wants it.

@@ -23,7 +23,7 @@ def sum_within(
     """Each device's part of the sums over the devices of fast links.
 
     Args:
-      ways: how each gradient is summed; all over the same mesh axes.
+      summations: how each gradient is summed; all over the same mesh axes.
       partials: what this device adds to each.
       names: the mesh axes of the fast links; () leaves the partials as they are.
 
@@ -54,7 +54,7 @@ def gather_within(
     """The sums whole again, but for those that stay split over the fast links.
 
     Args:
-      ways: as of `sum_within`.
+      summations: as of `sum_within`.
       totals: the sums, this device's part of them.
       names: as of `sum_within`.
     """

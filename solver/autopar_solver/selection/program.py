@@ -88,6 +88,9 @@ class SelectionProgram:
     above ``constant``'s share of it.
 
     Attributes:
+        program: the integer program.
+        options: its first columns.
+        blocks: the runs of gradients behind ``f``.
         unit_s: seconds of one unit of cost and time.
         constant_s: what every choice costs.
         scales: by budget row, what one unit of it is.

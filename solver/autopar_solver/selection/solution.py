@@ -35,7 +35,7 @@ class SelectionResult:
 
     Attributes:
         choices: by gradient, in the problem's numbering.
-        cost_s: as in `SelectionCost`, and so are the next five.
+        cost_s, exposed_s, local_s, wire_s, error, memory_bytes: as in `SelectionCost`.
         bound_s: no choices within the budgets cost less.
         status: how the solve ended; budgets stand for the memory limit.
         seconds: wall-clock time of the solve.

@@ -89,6 +89,7 @@ class Field:
         costs: float64, by flat strategy.
         edges: positions ``(k, m)`` with ``k < m``.
         tables: ``[S_k, S_l]`` of each edge.
+        memory: the memory rows.
         constant: cost outside the field.
         forbidden: a finite cost that no solution reaches, for those who cannot
             calculate with infinite ones.

@@ -110,8 +110,8 @@ def record_tape(visits: Sequence[Visit]) -> Tape:
 @functools.cache
 def compiled_loop() -> Callable[..., float] | None:
     """The compiled loop; None without numba."""
-    # By name, at the first call: numba is an extra, and slow to import.
     try:
+        # By name, at the first call: numba is an extra, and slow to import.
         numba: Any = importlib.import_module("numba")
     except ImportError:
         return None

@@ -1,0 +1,167 @@
+"""Imports: at the top of a module, for all readers, and without cycles."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping, Set
+from pathlib import Path
+
+import checkout
+import pytest
+
+Graph = Mapping[str, Set[str]]
+
+MODULES = checkout.modules()
+# What must be imported late, and says why in the line above.
+LATE = {
+    "autopar/cluster/local.py: import jax",
+    "solver/autopar_solver/sharding/bounds/compiled.py: "
+    'numba: Any = importlib.import_module("numba")',
+}
+
+
+def unusual(source: str) -> Iterator[tuple[int, bool]]:
+    """Yields the line of each import below the top level, and whether it says why.
+
+    The top level is what every importer runs: not a function, and not a block of
+    ``if TYPE_CHECKING``. A reason is a comment on the line or in the line above.
+    """
+    lines = source.splitlines()
+    found = {
+        inner.lineno
+        for node in ast.walk(ast.parse(source))
+        if _is_late(node)
+        for inner in ast.walk(node)
+        if _is_import(inner)
+    }
+    for number in sorted(found):
+        above, line = lines[number - 2 : number]
+        yield number, above.strip().startswith("#") or "#" in line
+
+
+def _is_late(node: ast.AST) -> bool:
+    if isinstance(node, ast.If):
+        return "TYPE_CHECKING" in ast.unparse(node.test)
+    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+
+
+def _is_import(node: ast.AST) -> bool:
+    """Whether it is an import, or a call that imports a module by a fixed name."""
+    if isinstance(node, ast.Call) and node.args:
+        called = ast.unparse(node.func).rpartition(".")[2]
+        fixed = isinstance(node.args[0], ast.Constant)
+        return fixed and called in {"import_module", "__import__"}
+    return isinstance(node, ast.Import | ast.ImportFrom)
+
+
+def imports(name: str, source: str, known: Set[str], is_package: bool) -> set[str]:
+    """The known modules that a module imports, wherever the import stands."""
+    home = name if is_package else name.rpartition(".")[0]
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            up = home.split(".")[: len(home.split(".")) + 1 - node.level]
+            base = ".".join([*(up if node.level else []), node.module or ""]).strip(".")
+            names = {f"{base}.{alias.name}" for alias in node.names}
+            found |= (names & known) | ({base} if names - known else set())
+    return (found & known) - {name}
+
+
+def components(graph: Graph) -> list[list[str]]:
+    """The strongly connected components with more than one module, sorted."""
+    reached = {name: _reached(graph, name) for name in graph}
+    found = {
+        frozenset(b for b in reached[a] if a in reached[b])
+        for a in graph
+        if a in reached[a]
+    }
+    return sorted(sorted(component) for component in found)
+
+
+def _reached(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    left = list(graph[start])
+    while left:
+        name = left.pop()
+        if name not in found:
+            found.add(name)
+            left.extend(graph[name])
+    return found
+
+
+def text(path: Path) -> str:
+    return path.read_text()
+
+
+def test_imports_stand_at_the_top_or_say_why_not() -> None:
+    silent = [
+        f"{checkout.relative(path)}:{line}"
+        for path in MODULES.values()
+        for line, reason in unusual(text(path))
+        if not reason
+    ]
+
+    assert silent == []
+
+
+def test_late_imports_are_the_known_ones() -> None:
+    found = {
+        f"{checkout.relative(path)}: {text(path).splitlines()[line - 1].strip()}"
+        for path in MODULES.values()
+        for line, _ in unusual(text(path))
+    }
+
+    assert found == LATE
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    """Also not for a type checker alone, and not late."""
+    graph = {
+        name: imports(name, text(path), MODULES.keys(), path.stem == "__init__")
+        for name, path in MODULES.items()
+    }
+
+    assert components(graph) == []
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import a\n", []),
+        ("try:\n    import a\nexcept ImportError:\n    a = None\n", []),
+        ("def f():\n    import a\n", [(2, False)]),
+        ("def f():\n    import a  # slow\n", [(2, True)]),
+        ("def f():\n    # slow\n    import a\n", [(3, True)]),
+        ("def f():\n    importlib.import_module('a')\n", [(2, False)]),
+        ("def f():\n    importlib.import_module(name)\n", []),
+        ("if TYPE_CHECKING:\n    from a import b\n", [(2, False)]),
+        ("if typing.TYPE_CHECKING:\n    import a\n", [(2, False)]),
+    ],
+)
+def test_unusual_imports_are_seen(source: str, expected: list[object]) -> None:
+    assert list(unusual(source)) == expected
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("import p.b", {"p.b"}),
+        ("from p import b", {"p.b"}),
+        ("from p.b import thing", {"p.b"}),
+        ("from p import thing", {"p"}),
+        ("from . import b", {"p.b"}),
+        ("from .b import thing", {"p.b"}),
+        ("if TYPE_CHECKING:\n    from p import b, thing", {"p", "p.b"}),
+        ("import json", set()),
+    ],
+)
+def test_imports_are_seen(source: str, expected: set[str]) -> None:
+    assert imports("p.a", source, {"p", "p.a", "p.b"}, False) == expected
+
+
+def test_cycles_are_named() -> None:
+    graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"e"}}
+
+    assert components(graph) == [["b", "c"], ["e"]]
