@@ -16,14 +16,15 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.synchronise import Gradient
-from autopar.cost.codecs.terms import added_s, within_s
+from autopar.cost.codecs.price import within_s
+from autopar.cost.codecs.route import Route, route_of
+from autopar.cost.codecs.terms import added_s
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.summation import (
     Summation,
     summation_of,
     summations,
-    within_messages,
 )
 from autopar.plans import GradientDecision
 from autopar.runtime.gradients.codec_state import carry_over
@@ -105,10 +106,14 @@ def test_what_crosses_the_fast_links(axes: tuple[MeshAxis, ...]) -> None:
     _, kept = summations((64, 64), ((1,), ()), (0, 1), axes)
     nbytes = 4.0 * 64 * 64
     both = (("reduce_scatter", nbytes), ("all_gather", nbytes))
-    assert within_messages(gathered, axes) == both
-    assert within_messages(kept, axes) == both[:1]
+
+    def sent(route: Route) -> tuple[tuple[str, float], ...]:
+        return tuple((m.kind, m.nbytes) for m in route.within_messages)
+
+    assert sent(route_of(gathered, axes)) == both
+    assert sent(route_of(kept, axes)) == both[:1]
     expected = sum(added_s(kind, nbytes, (axes[1],)) for kind, _ in both)
-    assert within_s(gathered, axes) == pytest.approx(expected)
+    assert within_s(route_of(gathered, axes)) == pytest.approx(expected)
     assert collective_bytes("all_gather", nbytes, 4) == 0.75 * nbytes
 
 
