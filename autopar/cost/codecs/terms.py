@@ -1,8 +1,8 @@
 """Time and error of sending a gradient by a codec.
 
 Wire time is that of the collectives that the codec asks for
-(`autopar.compression.exchange.codec_messages`), by the collectives' own model. Local time,
-encoding and decoding, is in *passes*: a pass reads and writes each float32
+(`autopar.compression.exchange.codec_messages`), by the collectives' own model. Local
+time, encoding and decoding, is in *passes*: a pass reads and writes each float32
 element once, at the device's memory bandwidth.
 """
 
