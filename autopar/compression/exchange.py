@@ -22,6 +22,7 @@ from autopar.compression.codecs.codec import (
     Request,
     Rounds,
 )
+from autopar_passes.audit.collectives import sent_ratio
 
 
 class Links(Protocol):
@@ -138,8 +139,7 @@ class Message:
       kind: ``all_to_all``, ``all_gather``, ``all_reduce`` or ``reduce_scatter``.
       nbytes: its size: of the whole result of an all-gather, of the operand on one
         device of the others.
-      sent: bytes that one worker sends: (n - 1) / n of the size, twice that for an
-        all-reduce (a ring).
+      sent: bytes that one worker sends, `sent_ratio` times the size.
     """
 
     kind: str
@@ -155,8 +155,7 @@ class _Recorder:
     messages: list[Message] = dataclasses.field(default_factory=list[Message])
 
     def _record(self, kind: str, nbytes: float) -> None:
-        part = (self.workers - 1) / self.workers
-        sent = (2 if kind == "all_reduce" else 1) * part * nbytes
+        sent = sent_ratio(kind, self.workers) * nbytes
         self.messages.append(Message(kind, nbytes, sent))
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
