@@ -60,7 +60,7 @@ def main() -> None:
         NON_FINITE,
         Gradient,
         init_state,
-        settle,
+        restore_unless_finite,
         synchronise,
     )
     from autopar.runtime.planned import WITH_BARRIERS
@@ -87,7 +87,7 @@ def main() -> None:
                 [how], [x], [state], Loopback(), jnp.int32(0), step
             )
             finite = jnp.all(sums[:, NON_FINITE] == 0)
-            return totals[0], settle([state], after, finite), sums
+            return totals[0], restore_unless_finite([state], after, finite), sums
 
         state = init_state(how, WORKERS)
         times: dict[str, list[float]] = {"codec": [], "pass": []}

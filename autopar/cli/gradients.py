@@ -4,9 +4,10 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from autopar.cost.codecs.price import CodecPrice
 from autopar.plans import GradientDecision
 from autopar.reports.explain import BoundPlan
-from autopar.reports.gradients import CodecOption, codec_options
+from autopar.reports.gradients import codec_options
 from autopar.reports.table import (
     bytes_text,
     collapse,
@@ -40,7 +41,7 @@ def gradients_of(
     return list(groups.values())
 
 
-def options_of(bound: BoundPlan, gradient: GradientDecision) -> list[CodecOption]:
+def options_of(bound: BoundPlan, gradient: GradientDecision) -> list[CodecPrice]:
     """The ways to send a gradient, the fastest first."""
     value = bound.analysis.graph.values[gradient.value]
     itemsize = value.nbytes // max(1, value.size)
@@ -70,16 +71,14 @@ def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[s
     return lines
 
 
-def _shown(
-    options: Sequence[CodecOption], chosen: str, limit: int
-) -> list[CodecOption]:
+def _shown(options: Sequence[CodecPrice], chosen: str, limit: int) -> list[CodecPrice]:
     """The fastest others, the chosen one and what the compiler does."""
     usable = [o for o in options if not o.refused]
     others = [o for o in usable if o.codec not in (chosen, "")][:limit]
     return [o for o in usable if o in others or o.codec in (chosen, "")]
 
 
-def _cells(gradient: GradientDecision, option: CodecOption) -> tuple[str, ...]:
+def _cells(gradient: GradientDecision, option: CodecPrice) -> tuple[str, ...]:
     return (
         option.codec or "as it is",
         bytes_text(option.wire_bytes),
@@ -111,7 +110,7 @@ def gradient_data(bound: BoundPlan, paths: Sequence[str]) -> list[dict[str, Any]
     ]
 
 
-def _option(option: CodecOption) -> dict[str, Any]:
+def _option(option: CodecPrice) -> dict[str, Any]:
     return {
         "codec": option.codec,
         "wire_bytes": option.wire_bytes,

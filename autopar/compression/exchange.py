@@ -22,6 +22,7 @@ from autopar.compression.codecs.codec import (
     Request,
     Rounds,
 )
+from autopar_passes.audit.collectives import sent_ratio
 
 
 class Links(Protocol):
@@ -132,14 +133,13 @@ def _content(request: Request) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """One collective of a codec.
+    """What one gradient sends in one collective.
 
     Attributes:
       kind: ``all_to_all``, ``all_gather``, ``all_reduce`` or ``reduce_scatter``.
       nbytes: its size: of the whole result of an all-gather, of the operand on one
         device of the others.
-      sent: bytes that one worker sends: (n - 1) / n of the size, twice that for an
-        all-reduce (a ring).
+      sent: bytes that one worker sends, `sent_ratio` times the size.
     """
 
     kind: str
@@ -155,8 +155,7 @@ class _Recorder:
     messages: list[Message] = dataclasses.field(default_factory=list[Message])
 
     def _record(self, kind: str, nbytes: float) -> None:
-        part = (self.workers - 1) / self.workers
-        sent = (2 if kind == "all_reduce" else 1) * part * nbytes
+        sent = sent_ratio(kind, self.workers) * nbytes
         self.messages.append(Message(kind, nbytes, sent))
 
     def all_to_all(self, payload: jax.Array) -> jax.Array:
@@ -177,10 +176,10 @@ class _Recorder:
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def messages(
+def codec_messages(
     codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
 ) -> tuple[Message, ...]:
-    """The collectives of one gradient, in the order of its rounds.
+    """What a codec sends of one gradient, a message a round.
 
     The codec's generator is run on abstract values, so this is what is sent.
 
@@ -229,21 +228,21 @@ def example_messages(
       scatter: whether each worker needs only its part of the sum.
     """
     shape = (_ROWS * workers, _COLUMNS)
-    return messages(codec, shape, workers, scatter=scatter), codec.extent(shape)
+    return codec_messages(codec, shape, workers, scatter=scatter), codec.extent(shape)
 
 
 def wire_cost(
     codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
 ) -> tuple[float, int]:
     """Bytes that one worker sends for a gradient, and in how many rounds."""
-    found = messages(codec, shape, workers, scatter=scatter)
+    found = codec_messages(codec, shape, workers, scatter=scatter)
     return sum(m.sent for m in found), len(found)
 
 
 def wire_bytes(
     codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
 ) -> float:
-    """Bytes that one worker sends for a gradient; see `messages`."""
+    """Bytes that one worker sends for a gradient; see `codec_messages`."""
     return wire_cost(codec, shape, workers, scatter=scatter)[0]
 
 

@@ -1,10 +1,10 @@
 """Sums gradients through the sparsest of several codecs that sends enough of them.
 
 GraVAC (arXiv 2305.12201) compresses a gradient in two ways and sends, in each step,
-what is small if its gain suffices, else what is larger. Here all of it is one
-compiled program: the gains of the levels are found without sending anything, summed
-over the workers, and one branch of a `jax.lax.switch` communicates. All workers
-see the same sums, so they take the same branch.
+what is small if its gain suffices, else what is larger. Here all of it is one compiled
+program. The gains of the levels are computed without sending anything and summed over
+the workers; then one branch of a `jax.lax.switch` communicates. All workers see the
+same sums, so they take the same branch.
 
 The levels share the residuals; each has its own codecs' state, which stays as it
 was in the steps in which another level sends.
@@ -41,7 +41,7 @@ LEAST_GAIN = 0.75
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fallback:
-    """What a step is sent by in which the codecs of the plan send too little.
+    """The codecs that a step falls back to when the plan's send too little.
 
     Attributes:
       codecs: in the order in which they are tried; the last one is always enough.
@@ -67,10 +67,10 @@ class Fallback:
             )
 
     def levels_of(self, gradient: Gradient) -> tuple[Gradient, ...]:
-        """A gradient by its own codec and then by each to fall back to.
+        """The gradient by its own codec, then by each codec of the fallback.
 
-        What is sent dense is so on all levels. If one of them wants a residual all
-        have it.
+        A dense gradient stays dense on all levels. If one level wants a residual, all
+        levels have it.
         """
         if isinstance(gradient.codec, Dense):
             return (gradient,) * (1 + len(self.codecs))
@@ -86,7 +86,7 @@ class Fallback:
 
 @dataclasses.dataclass(slots=True)
 class Alone:
-    """Stands for links to workers that all hold the same; nothing is sent.
+    """Implements `Links` as if all workers held the same; sends nothing.
 
     Attributes:
       workers: number of workers.

@@ -161,17 +161,23 @@ def synchronise(
     return totals, new_states, jnp.concatenate(sums)
 
 
-def settle(old_states: Any, new_states: Any, finite: jax.Array) -> Any:
-    """The new states where the step was finite, else the old ones.
+def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
+    """Restores what a step carries when a gradient is not finite.
 
     Args:
-      old_states: before the step.
-      new_states: after it, a tree of the same structure.
+      old: a tree of arrays, before the step.
+      new: after it, a tree of the same structure, shapes and dtypes.
       finite: bool scalar, the same on all workers.
+
+    Returns:
+      ``new`` where the gradients are finite, else ``old``.
     """
-    return jax.tree.map(
-        lambda new, old: jnp.where(finite, new, old), new_states, old_states
-    )
+
+    def chosen(new: Any, old: Any) -> Any:
+        everywhere = jnp.broadcast_to(finite, jnp.shape(new))
+        return jax.lax.select(everywhere, new, jnp.asarray(old))
+
+    return jax.tree.map(chosen, new, old)
 
 
 def report(sums: jax.Array) -> dict[str, jax.Array]:

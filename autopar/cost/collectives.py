@@ -22,6 +22,7 @@ import numpy.typing as npt
 
 from autopar.cluster.mesh import MeshAxis
 from autopar.cluster.specs import KINDS, LinkSpec
+from autopar_passes.audit.collectives import sent_ratio
 
 Sizes = npt.NDArray[np.float64]
 Line = tuple[float, float]
@@ -74,10 +75,7 @@ def bytes_ratio(kind: str, group_size: int) -> float:
         raise ValueError(f"{kind}: group_size must be 1 or more, got {group_size}.")
     if group_size == 1:
         return 0.0
-    if kind == "collective_permute":
-        return 1.0
-    part = (group_size - 1) / group_size
-    return 2 * part if kind == "all_reduce" else part
+    return sent_ratio(kind, group_size)
 
 
 def collective_bytes(kind: str, nbytes: float, group_size: int) -> float:

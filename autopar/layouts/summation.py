@@ -182,25 +182,3 @@ def _count(axes: Axes, sizes: Sequence[int]) -> int:
 
 def _cut(shape: tuple[int, ...], dim: int, count: int) -> tuple[int, ...]:
     return (*shape[:dim], shape[dim] // count, *shape[dim + 1 :])
-
-
-def within_messages(
-    summation: Summation, mesh: Sequence[MeshAxis]
-) -> tuple[tuple[str, float], ...]:
-    """The collectives over the fast links: kind and bytes.
-
-    Args:
-      summation: how the gradient is summed.
-      mesh: the axes of the mesh.
-    """
-    if not summation.within:
-        return ()
-    count = _count(summation.within, [axis.size for axis in mesh])
-    return around(summation.elements * count, keeps=summation.keeps)
-
-
-def around(elements: int, *, keeps: bool) -> tuple[tuple[str, float], ...]:
-    """The same for a gradient of so many elements on one device."""
-    nbytes = WITHIN_BYTES * elements
-    summed = ("reduce_scatter", nbytes)
-    return (summed,) if keeps else (summed, ("all_gather", nbytes))

@@ -1,8 +1,7 @@
 """The messages that a plan's codecs send, and what other codecs would cost.
 
-Gradients of a bucket travel together: what they ask for in the same round is one
-collective (`autopar.compression.exchange`) and takes the time of all their bytes, as
-when the codecs were chosen.
+Messages that travel together are one collective (`autopar.layouts.buckets`). It takes
+the time of all their bytes, as when the codecs were chosen.
 """
 
 from __future__ import annotations
@@ -12,22 +11,20 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from autopar.cluster.mesh import MeshAxis
-from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import Message, messages, wire_bytes
-from autopar.cost.codecs.messages import TELEMETRY_BYTES
-from autopar.cost.codecs.terms import (
-    added_s,
-    effective_error,
-    local_s,
-    plain_s,
-    relative_error,
-    wire_s,
+from autopar.compression.exchange import Message
+from autopar.cost.codecs.collectives import TELEMETRY_BYTES
+from autopar.cost.codecs.price import (
+    CodecPrice,
+    codec_price,
+    compiler_price,
+    with_wire_bytes,
 )
+from autopar.cost.codecs.route import Route, planned_route
+from autopar.cost.codecs.terms import local_s
 from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.cost.pricer import Pricer
-from autopar.layouts.summation import around
+from autopar.layouts.buckets import WITHIN, Bucket, BucketCollective, bucket_messages
 from autopar.planner.codecs.choose import CANDIDATES
 from autopar.plans import GradientDecision, Plan
 from autopar.reports.table import CollectiveRow
@@ -35,110 +32,57 @@ from autopar.reports.table import CollectiveRow
 _PHASE = "update"
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class CodecOption:
-    """What one way to send a gradient costs by itself.
-
-    Attributes:
-      codec: as text; '' is what the compiler does.
-      wire_bytes: bytes that one device sends in a step.
-      wire_s: seconds that these add to the messages of the step.
-      local_s: seconds of encoding and decoding in a step.
-      error: expected relative error of what is sent, in the L2 norm.
-      counted_error: what of it counts against the budget.
-      refused: why it cannot be used, or ''.
-    """
-
-    codec: str
-    wire_bytes: float
-    wire_s: float
-    local_s: float
-    error: float
-    counted_error: float
-    refused: str = ""
-
-    @property
-    def seconds(self) -> float:
-        """Seconds in a step; infinite where it cannot be used."""
-        return math.inf if self.refused else self.wire_s + self.local_s
-
-
 def codec_rows(plan: Plan, pricer: Pricer) -> tuple[CollectiveRow, ...]:
-    """What is sent for gradients with codecs, and their work on each device.
+    """The collectives of gradients with codecs, and their work on each device.
 
-    The averages of residuals stand among it as if they were due in every step, as
-    all branches of a condition are counted. What steps send that fall back to other
-    codecs (`autopar.compression.fallback`) does not.
+    Averages of residuals count as if every step took them, as all branches of a
+    condition are counted. What a fallback sends (`autopar.compression.fallback`) does
+    not count.
     """
     coded = [g for g in plan.gradients if g.codec]
     if not coded:
         return ()
-    sent: dict[
-        tuple[tuple[str, ...], *tuple[object, ...]],
-        list[tuple[GradientDecision, Message]],
-    ]
+    mesh = pricer.mesh.axes
+    routes = [planned_route(gradient, mesh) for gradient in coded]
+    sent: dict[BucketCollective[str], list[tuple[GradientDecision, Message]]]
     sent = defaultdict(list)
-    for gradient in coded:
-        for number, message in enumerate(_messages(gradient)):
-            key = (gradient.axes, *_bucket(gradient), number, message.kind)
+    for gradient, route in zip(coded, routes, strict=True):
+        bucket = Bucket(gradient.bucket, gradient.axes, gradient.within)
+        rounds = _rounds(gradient, route)
+        for key, message in bucket_messages(bucket, rounds, route.within_messages):
             sent[key].append((gradient, message))
-    for gradient in coded:
-        for message in _within(gradient, pricer):
-            key = (gradient.within, *_bucket(gradient), "within", message.kind)
-            sent[key].append((gradient, message))
-    rows = [_message_row(pricer, key[0], members) for key, members in sent.items()]
+    ordered = sorted(sent.items(), key=lambda item: item[0].round == WITHIN)
+    rows = [_message_row(pricer, key, members) for key, members in ordered]
     rows.append(_work_row(pricer, coded))
     return (*rows, _telemetry_row(pricer, coded))
 
 
-def _messages(gradient: GradientDecision) -> tuple[Message, ...]:
-    found = messages(
-        parse_codec(gradient.codec),
-        gradient.local_shape,
-        gradient.workers,
-        scatter=gradient.scatter,
-    )
+def _rounds(gradient: GradientDecision, route: Route) -> tuple[Message, ...]:
+    """What the codec sends, and the average of the residuals where there is one."""
+    found = route.rounds(parse_codec(gradient.codec))
     if not gradient.average_every:
         return found
-    nbytes = 4.0 * math.prod(gradient.local_shape)
-    sent = collective_bytes("all_reduce", nbytes, gradient.workers)
+    nbytes = 4.0 * route.elements
+    sent = collective_bytes("all_reduce", nbytes, route.workers)
     return (*found, Message("all_reduce", nbytes, sent))
 
 
 def _message_row(
     pricer: Pricer,
-    names: tuple[str, ...],
+    shared: BucketCollective[str],
     members: Sequence[tuple[GradientDecision, Message]],
 ) -> CollectiveRow:
-    """One collective over mesh axes: a round of all gradients of a bucket."""
-    message = members[0][1]
-    axes = _axes(pricer, names)
+    """One collective of a bucket: all messages of a round."""
+    axes = tuple(axis for axis in pricer.mesh.axes if axis.name in shared.axes)
     whole = sum(m.nbytes for _, m in members)
     return CollectiveRow(
-        kind=message.kind,
-        axes=names,
+        kind=shared.kind,
+        axes=shared.axes,
         arrays=tuple(gradient.name for gradient, _ in members),
         phase=_PHASE,
         trips=1.0,
         sent_bytes=sum(m.sent for _, m in members),
-        seconds=pricer.skew * collective_s(message.kind, whole, axes),
-    )
-
-
-def _bucket(gradient: GradientDecision) -> tuple[object, ...]:
-    """What gradients that are sent together have in common."""
-    return (gradient.bucket, gradient.axes, gradient.within)
-
-
-def _within(gradient: GradientDecision, pricer: Pricer) -> tuple[Message, ...]:
-    """The sum over fast links before, and the gather of the sum after."""
-    if not gradient.within:
-        return ()
-    devices = math.prod(axis.size for axis in _axes(pricer, gradient.within))
-    elements = math.prod(gradient.local_shape) * devices
-    return tuple(
-        Message(kind, nbytes, collective_bytes(kind, nbytes, devices))
-        for kind, nbytes in around(elements, keeps=gradient.keeps)
+        seconds=pricer.skew * collective_s(shared.kind, whole, axes),
     )
 
 
@@ -178,7 +122,7 @@ def _telemetry_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> Collect
 
 def codec_options(
     gradient: GradientDecision, itemsize: int, pricer: Pricer
-) -> list[CodecOption]:
+) -> list[CodecPrice]:
     """What the codecs that ``auto`` knows would cost a gradient, the fastest first.
 
     The codec that the plan has is among them, and '' is what the compiler does.
@@ -188,47 +132,10 @@ def codec_options(
       itemsize: bytes of one of its elements in the program.
       pricer: the plan's mesh and cluster.
     """
-    texts = dict.fromkeys([gradient.codec, *CANDIDATES])
-    options = [
-        _coded(gradient, parse_codec(text), text, pricer)
-        if text
-        else _plain(gradient, itemsize, pricer)
-        for text in texts
-    ]
-    return sorted(options, key=lambda option: option.seconds)
-
-
-def _plain(gradient: GradientDecision, itemsize: int, pricer: Pricer) -> CodecOption:
-    fast = _axes(pricer, gradient.within)
-    devices = math.prod(axis.size for axis in fast)
-    wire = pricer.skew * plain_s(
-        float(math.prod(gradient.local_shape) * devices * itemsize),
-        _axes(pricer, gradient.axes),
-        fast,
-        pricer.runs_as,
-        scatter=gradient.scatter,
-        keeps=gradient.keeps,
-    )
-    return CodecOption("", gradient.dense_bytes, wire, 0.0, 0.0, 0.0)
-
-
-def _coded(
-    gradient: GradientDecision, codec: Codec, text: str, pricer: Pricer
-) -> CodecOption:
-    shape, workers, scatter = gradient.local_shape, gradient.workers, gradient.scatter
-    error = relative_error(codec, shape)
-    counted = effective_error(error, feedback=codec.feedback)
-    refused = codec.check(shape, scatter=scatter)
-    if refused:
-        return CodecOption(text, 0.0, 0.0, 0.0, error, counted, refused)
-    axes = _axes(pricer, gradient.axes)
-    wire = wire_s(codec, shape, workers, axes, scatter=scatter)
-    fast = _axes(pricer, gradient.within)
-    wire += sum(added_s(m.kind, m.nbytes, fast) for m in _within(gradient, pricer))
-    local = local_s(codec, math.prod(shape), pricer.cluster.device)
-    nbytes = wire_bytes(codec, shape, workers, scatter=scatter)
-    return CodecOption(text, nbytes, pricer.skew * wire, local, error, counted)
-
-
-def _axes(pricer: Pricer, names: Sequence[str]) -> tuple[MeshAxis, ...]:
-    return tuple(axis for axis in pricer.mesh.axes if axis.name in names)
+    route = planned_route(gradient, pricer.mesh.axes)
+    plain = compiler_price(pricer, route, itemsize)
+    priced = {"": dataclasses.replace(plain, wire_bytes=gradient.dense_bytes)}
+    texts = list(dict.fromkeys([gradient.codec, *CANDIDATES]))
+    for text in filter(None, texts):
+        priced[text] = with_wire_bytes(codec_price(pricer, route, text), route)
+    return sorted((priced[text] for text in texts), key=lambda price: price.seconds)

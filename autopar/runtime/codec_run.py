@@ -17,10 +17,10 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_bytes
 from autopar.compression.policies.policy import (
     GradientReport,
-    Measured,
-    Measuring,
+    MeasuredErrors,
     Observation,
     Policy,
+    ProbingPolicy,
 )
 from autopar.compression.synchronise import (
     ERROR,
@@ -40,7 +40,7 @@ from autopar.runtime.gradients.codec_state import (
     restored,
 )
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
-from autopar.runtime.gradients.sums import Member, State, Synchronisation
+from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.world import World
 
@@ -53,8 +53,8 @@ class CodecRun:
         self.policy = policy
         self._state: State | None = None
         self._saved: Any = None
-        self._owner: Synchronisation | None = None
-        self._sums: Any = None
+        self._owner: GradientSums | None = None
+        self._telemetry: Any = None
         self._level: Any = None
         self._taken: Any = None
         # Whether the next step is the first to be counted.
@@ -63,7 +63,7 @@ class CodecRun:
         self._since = 0.0
         self._steps = 0
         self._done = 0
-        self._measured: dict[str, Measured] = {}
+        self._measured: dict[str, MeasuredErrors] = {}
         self._probes = ProbePrograms()
 
     @property
@@ -85,7 +85,7 @@ class CodecRun:
         if self._state is not None:
             self._state, self._owner = None, None
 
-    def check(self, how: Synchronisation | None) -> None:
+    def check(self, sums: GradientSums | None) -> None:
         """Checks that the state can be carried over to another plan.
 
         It is carried over when a step runs: codecs that are chosen before then (see
@@ -94,35 +94,37 @@ class CodecRun:
         Raises:
           PlanError: the state does not fit the plan's gradients.
         """
-        if how is not None and self._state is not None:
-            check_fits(self._state, how)
+        if sums is not None and self._state is not None:
+            check_fits(self._state, sums)
 
     def run(
         self, planned: PlannedStep, placed: Sequence[Any], world: World
     ) -> list[Any]:
         """Runs one step and keeps the codecs' new state."""
-        how = planned.synchronisation
-        assert how is not None
-        state = self._state_for(how)
-        probes = self.policy.probes if isinstance(self.policy, Measuring) else ()
+        sums = planned.sums
+        assert sums is not None
+        state = self._state_for(sums)
+        probes = self.policy.probes if isinstance(self.policy, ProbingPolicy) else ()
         if probes and self._observed(self._done + 1):
             self._measure(probes, planned, placed, state, world)
         # A program that runs for the first time is compiled first.
         new = self._planned is not planned
-        flat, self._state, self._sums, self._level = planned.function(*placed, state)
-        self._count(how, new)
+        flat, self._state, self._telemetry, self._level = planned.function(
+            *placed, state
+        )
+        self._count(sums, new)
         self._planned = planned
         self._done += 1
         if new:
-            jax.block_until_ready(self._sums)
+            jax.block_until_ready(self._telemetry)
             self._since, self._steps = time.perf_counter(), 0
         else:
             self._steps += 1
         return flat
 
-    def _count(self, how: Synchronisation, new: bool) -> None:
+    def _count(self, sums: GradientSums, new: bool) -> None:
         """Counts the levels that steps take, on the devices: none waits for it."""
-        if how.fallback is not None:
+        if sums.fallback is not None:
             anew = new or self._count_anew
             self._taken = self._level if anew else _add(self._taken, self._level)
             self._count_anew = False
@@ -141,24 +143,24 @@ class CodecRun:
     ) -> None:
         """Finds what codecs would lose in the step to come; its time is not counted."""
         assert planned.gradients is not None
-        assert planned.synchronisation is not None
-        jax.block_until_ready(self._sums)
+        assert planned.sums is not None
+        jax.block_until_ready(self._telemetry)
         begin = time.perf_counter()
         partials = planned.gradients(*placed)
         self._measured = measure_errors(
-            planned.synchronisation, partials, state, probes, world, self._probes
+            planned.sums, partials, state, probes, world, self._probes
         )
         self._since += time.perf_counter() - begin
 
-    def _state_for(self, how: Synchronisation) -> State:
-        if self._owner is not how:
+    def _state_for(self, sums: GradientSums) -> State:
+        if self._owner is not sums:
             if self._state is not None:
-                self._state = carry_over(self._state, how)
+                self._state = carry_over(self._state, sums)
             elif self._saved is not None:
-                self._state = restored(self._saved, how)
+                self._state = restored(self._saved, sums)
             else:
-                self._state = how.init()
-            self._saved, self._owner = None, how
+                self._state = sums.init()
+            self._saved, self._owner = None, sums
         assert self._state is not None
         return self._state
 
@@ -170,24 +172,24 @@ class CodecRun:
         """
         if self._planned is None:
             raise PlanError("telemetry: no step has run yet.")
-        sums = np.asarray(self._sums, dtype=float)
-        how = self._planned.synchronisation
-        assert how is not None
+        telemetry = np.asarray(self._telemetry, dtype=float)
+        sums = self._planned.sums
+        assert sums is not None
         reports = {
             m.decision.name: _report(m.decision, row)
-            for m, row in zip(how.members.values(), sums, strict=True)
+            for m, row in zip(sums.members.values(), telemetry, strict=True)
         }
-        return self._with_levels(how, reports) if how.fallback else reports
+        return self._with_levels(sums, reports) if sums.fallback else reports
 
     def _with_levels(
-        self, how: Synchronisation, reports: dict[str, GradientReport]
+        self, sums: GradientSums, reports: dict[str, GradientReport]
     ) -> dict[str, GradientReport]:
         """Reports with the levels that were taken, and what the last one sent."""
         last = np.argmax(np.asarray(self._level), axis=1)
         counts = np.asarray(self._taken)
         found: dict[str, GradientReport] = {}
         for member, level, count in zip(
-            how.members.values(), last.tolist(), counts.tolist(), strict=True
+            sums.members.values(), last.tolist(), counts.tolist(), strict=True
         ):
             report = reports[member.decision.name]
             found[member.decision.name] = dataclasses.replace(
@@ -200,7 +202,7 @@ class CodecRun:
 
     def finite(self) -> bool:
         """Whether every gradient of the last step was finite."""
-        return not np.asarray(self._sums)[:, NON_FINITE].any()
+        return not np.asarray(self._telemetry)[:, NON_FINITE].any()
 
     def advise(self, world: World) -> Mapping[str, str] | None:
         """What the policy wants from the next step on; None: no change."""

@@ -286,14 +286,12 @@ class ParallelStep(Generic[P, R]):
         placed = self._placed(planned, leaves)
         carried = planned.analysis.carried if self._store.donate else {}
         placement.separate(placed, carried)
-        if planned.synchronisation is None:
+        if planned.sums is None:
             flat = planned.function(*placed)
         else:
             flat = self._codecs.run(planned, placed, self.world)
         placement.consume(leaves, placed, carried)
-        if planned.synchronisation is not None and (
-            wish := self._codecs.advise(self.world)
-        ):
+        if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self.recode(wish)
         return _result(planned, given, flat)
 
@@ -361,7 +359,7 @@ class ParallelStep(Generic[P, R]):
         planned = self._program(analysed, chosen, self._devices(setting))
         planned.compile()
         moved = _moved(arrays, old, planned)
-        self._codecs.check(planned.synchronisation)
+        self._codecs.check(planned.sums)
         where = self._place(analysed, setting)
         new = creation.replaced(state, moved)
         self._setting, self._current = setting, _Running(analysed, planned)

@@ -16,12 +16,12 @@ from autopar.layouts.assignment import Assignment
 from autopar.planner.record import restore
 from autopar.plans import Plan
 from autopar.runtime.gradients.probing import partial_gradients
-from autopar.runtime.gradients.restoring import Keeper
+from autopar.runtime.gradients.restoring import Restorer
 from autopar.runtime.gradients.sums import (
-    StepSynchroniser,
-    Synchronisation,
-    synchronisation,
+    GradientSums,
+    gradient_sums,
 )
+from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar_passes.layouts import partition_spec
@@ -73,11 +73,10 @@ class PlannedStep:
       plan: the plan.
       assignment: the plan as layouts.
       mesh: the mesh it runs on (abstract when only lowered).
-      function: the jitted function of the flat arguments; with a
-        synchronisation it takes its state behind them, and returns the flat
-        results, the new state, and of each gradient the sums and 1 at the level
-        that was taken.
-      synchronisation: how gradients are summed, None: all by the compiler.
+      function: the jitted function of the flat arguments. With ``sums`` it takes the
+        codecs' state behind them, and returns the flat results, the new state, a row
+        of telemetry for each gradient and the level that each took.
+      sums: how gradients are summed; None: all by the compiler.
       gradients: the jitted function of the flat arguments to the partial gradients
         that are worth a codec; compiled if it is called.
     """
@@ -87,7 +86,7 @@ class PlannedStep:
     assignment: Assignment
     mesh: Any
     function: Any
-    synchronisation: Synchronisation | None = None
+    sums: GradientSums | None = None
     gradients: Any = None
 
     @property
@@ -104,12 +103,12 @@ class PlannedStep:
             jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=None if abstract else s)
             for v, s in zip(values, self.in_shardings, strict=True)
         ]
-        if self.synchronisation is not None:
-            state = self.synchronisation.structs()
+        if self.sums is not None:
+            state = self.sums.structs()
             structs.append(
                 state
                 if abstract
-                else jax.tree.map(_placed, state, self.synchronisation.shardings())
+                else jax.tree.map(_placed, state, self.sums.shardings())
             )
         traced = self.function.trace(*structs)
         if abstract:
@@ -142,7 +141,7 @@ def planned_step(
       mesh: from `device_mesh` or `abstract_mesh`.
       donate: whether the carried state is consumed by the call.
       gradients: that of a step that differs in the codecs alone.
-      fallback: by what a step is sent in which the plan's codecs send too little.
+      fallback: the codecs of a step in which the plan's send too little.
 
     Raises:
       PlanError: the plan belongs to another step.
@@ -152,7 +151,7 @@ def planned_step(
     carried = tuple(sorted(analysis.carried)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
     outputs = _out_shardings(analysis, assignment, mesh)
-    found = synchronisation(assignment, plan, mesh, fallback)
+    found = gradient_sums(assignment, plan, mesh, fallback)
     if found is None:
         function = jax.jit(
             run,
@@ -183,24 +182,24 @@ def planned_step(
 
 def _synchronised(
     run: Callable[..., list[Any]],
-    how: Synchronisation,
+    sums: GradientSums,
     analysis: Analysis,
     assignment: Assignment,
 ) -> Callable[..., Any]:
     """A step whose gradients are summed by codecs.
 
-    Where a gradient is not finite, what is carried stays as it was: the step
-    leaves no trace but the count of such elements in its sums.
+    The carried state is restored when a gradient is not finite. Only the telemetry
+    of the step counts such elements.
     """
 
     def step(*arguments: Any) -> Any:
         *flat, state = arguments
-        synchroniser = StepSynchroniser(how, state)
-        keeper = Keeper(synchroniser, analysis, assignment, flat)
-        out = run(*flat, synchroniser=synchroniser, made=keeper.made)
-        out = keeper.finish(out)
-        after, sums = synchroniser.finish()
-        return out, after, sums, synchroniser.taken()
+        synchroniser = CodecSynchroniser(sums, state)
+        restorer = Restorer(synchroniser, analysis, assignment, flat)
+        out = run(*flat, synchroniser=synchroniser, made=restorer.made)
+        out = restorer.finish(out)
+        after, telemetry = synchroniser.finish()
+        return out, after, telemetry, synchroniser.taken()
 
     return step
 
@@ -234,7 +233,7 @@ def _out_shardings(
 
     Here alone this is decided and checked. It lets a result be the next call's
     argument as it is, in the memory of the old one (donation, `timing`), and old and
-    new be chosen between without moving either (`Keeper`). A stage that hands its
+    new be chosen between without moving either (`Restorer`). A stage that hands its
     state to another will have to relax it here.
 
     Raises:

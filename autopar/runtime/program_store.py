@@ -35,8 +35,7 @@ class ProgramStore:
 
         Args:
           donate: whether programs consume the carried state.
-          fallback: by what a step is sent in which the plan's codecs send too
-            little.
+          fallback: the codecs of a step in which the plan's send too little.
           capacity: most programs to hold.
         """
         self.donate = donate

@@ -19,7 +19,7 @@ from autopar.compression.codecs.registry import (
     parse_codec,
 )
 from autopar.compression.fallback import LEAST_GAIN
-from autopar.cost.codecs.messages import TELEMETRY_BYTES
+from autopar.cost.codecs.collectives import TELEMETRY_BYTES
 from autopar.cost.codecs.terms import FEEDBACK_DISCOUNT, effective_error
 from autopar.planner.codecs.choose import WORTHWHILE
 from autopar.planner.codecs.options import DEFAULT_BUDGET

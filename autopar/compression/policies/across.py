@@ -25,7 +25,7 @@ from autopar.compression.policies.measured import (
     set_codecs,
     with_codec,
 )
-from autopar.compression.policies.policy import Choice, Measured, Observation
+from autopar.compression.policies.policy import Choice, MeasuredErrors, Observation
 from autopar.compression.policies.probe import (
     QUANTISERS,
     powersgd_family,
@@ -90,10 +90,10 @@ class AcrossFamilies:
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """See `autopar.compression.policies.policy.Measuring`."""
+        """See `autopar.compression.policies.policy.ProbingPolicy`."""
         return tuple(dict.fromkeys((DENSE, self.reference, *self.options)))
 
-    def choose(self, measured: Mapping[str, Measured]) -> Mapping[str, str]:
+    def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
         """The codecs for gradients of which this was measured; see `LGreCo.choose`."""
         names, every = with_codec(measured, DENSE)
         if not names:
@@ -140,7 +140,7 @@ class AcrossFamilies:
         """
         restore(self.state, values, "AcrossFamilies")
 
-    def _weight(self, measured: Measured) -> float:
+    def _weight(self, measured: MeasuredErrors) -> float:
         if self.optimizer == "adam":
             return float(measured.elements)
         return measured.norm**2
@@ -153,7 +153,7 @@ class AcrossFamilies:
         name = choice.text.partition(":")[0]
         return elements * self.encode_s_per_element.get(name, 0.0)
 
-    def _budget(self, every: Sequence[Measured], parts: Sequence[float]) -> float:
+    def _budget(self, every: Sequence[MeasuredErrors], parts: Sequence[float]) -> float:
         """The largest sum of weighted squares."""
         if self.budget is not None:
             return self.budget**2

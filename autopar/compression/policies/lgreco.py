@@ -25,7 +25,7 @@ from autopar.compression.policies.measured import (
     set_codecs,
     with_codec,
 )
-from autopar.compression.policies.policy import Measured, Observation
+from autopar.compression.policies.policy import MeasuredErrors, Observation
 from autopar.compression.policies.probe import powersgd_family
 from autopar.compression.policies.signals import check_count, restore, saved
 from autopar_solver import LGreCoProblem, solve_lgreco
@@ -61,10 +61,10 @@ class LGreCo:
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """See `autopar.compression.policies.policy.Measuring`."""
+        """See `autopar.compression.policies.policy.ProbingPolicy`."""
         return tuple(dict.fromkeys((self.reference, *self.options)))
 
-    def choose(self, measured: Mapping[str, Measured]) -> Mapping[str, str]:
+    def choose(self, measured: Mapping[str, MeasuredErrors]) -> Mapping[str, str]:
         """The codecs for gradients of which this was measured.
 
         Left out are those for which the reference cannot be used, and all where

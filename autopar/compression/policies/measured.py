@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.compression.policies.policy import Measured, Observation
+from autopar.compression.policies.policy import MeasuredErrors, Observation
 from autopar.compression.policies.signals import canonical, changes
 
-Chooser = Callable[[Mapping[str, Measured]], Mapping[str, str]]
+Chooser = Callable[[Mapping[str, MeasuredErrors]], Mapping[str, str]]
 
 
 @dataclasses.dataclass(slots=True)
@@ -32,8 +32,8 @@ def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
 
 
 def with_codec(
-    measured: Mapping[str, Measured], must: str
-) -> tuple[list[str], list[Measured]]:
+    measured: Mapping[str, MeasuredErrors], must: str
+) -> tuple[list[str], list[MeasuredErrors]]:
     """The gradients that a codec can be used for, by name."""
     names = [
         name

@@ -70,8 +70,8 @@ class Choice:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Measured:
-    """What codecs would lose of one gradient.
+class MeasuredErrors:
+    """The measured errors of the codecs that were probed on one gradient.
 
     Attributes:
       elements: of the whole gradient.
@@ -97,16 +97,16 @@ class Observation:
         compiled; the same on all processes.
       gradients: by name of the parameter.
       finite: whether every gradient was.
-      measured: by name of the parameter, of the gradients worth a codec, what the
-        codecs of `Measuring.probes` would lose; empty where none were asked for.
+      measured: the errors of `ProbingPolicy.probes`, by name of the parameter, for
+        gradients worth a codec; empty without probes.
     """
 
     step: int
     seconds: float
     gradients: Mapping[str, GradientReport]
     finite: bool
-    measured: Mapping[str, Measured] = dataclasses.field(
-        default_factory=dict[str, Measured]
+    measured: Mapping[str, MeasuredErrors] = dataclasses.field(
+        default_factory=dict[str, MeasuredErrors]
     )
 
 
@@ -124,14 +124,14 @@ class Policy(Protocol):
 
 
 @runtime_checkable
-class Measuring(Policy, Protocol):
-    """A policy that wants to know what codecs would lose that are not in use.
+class ProbingPolicy(Policy, Protocol):
+    """A policy that asks for the measured errors of codecs that are not in use.
 
-    Before each observation the gradients of its step are encoded by all of them, on
-    the devices, and only their errors leave these.
+    Before each observation every probe encodes the gradients of that step. This runs
+    on the devices, and only the errors leave them.
     """
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """The codecs."""
+        """The codecs to try, as text."""
         ...

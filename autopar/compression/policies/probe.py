@@ -1,8 +1,8 @@
-"""What codecs would lose of a gradient, found by encoding a sample of it.
+"""Probes: tries codecs on samples of gradients without sending anything.
 
 The telemetry of a step tells the error of the codec in use. For steps of
-`autopar.parallelize`, `autopar.runtime.gradients.probing` finds that of others.
-This is for training loops of one's own: samples of the gradients are encoded with
+`autopar.parallelize`, `autopar.runtime.gradients.probing` measures those of others.
+This module is for other training loops: samples of the gradients are encoded with
 a single simulated worker, whose ``sent`` is what any worker of many would have
 contributed.
 
@@ -28,7 +28,7 @@ from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Round
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import chunk_elements, exchange, wire_cost
 from autopar.compression.fallback import Alone
-from autopar.compression.policies.policy import Choice, Measured
+from autopar.compression.policies.policy import Choice, MeasuredErrors
 from autopar.compression.policies.signals import MIN_ELEMENTS
 
 WARM_UP = 5
@@ -41,7 +41,7 @@ DIGITS = 6
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """Under which layout gradients are summed.
+    """Tries codecs on samples of gradients that are summed under a layout.
 
     Attributes:
       workers: over which they are.
@@ -60,21 +60,21 @@ class Probe:
 
     def measure(
         self, samples: Mapping[str, np.ndarray], texts: Sequence[str]
-    ) -> dict[str, Measured]:
-        """What an observation holds for a policy that asks for codecs.
+    ) -> dict[str, MeasuredErrors]:
+        """The measured errors that an observation gives a probing policy.
 
         Args:
           samples: by gradient, of the partial gradient on one device: with its
             residual, of one step or the mean of some; the same on all processes.
             Vectors, and those of fewer than `MIN_ELEMENTS`, are left out.
-          texts: the codecs, `autopar.compression.policies.policy.Measuring.probes`.
+          texts: the codecs, `autopar.compression.policies.policy.ProbingPolicy.probes`.
 
         Raises:
           ValueError: a sample holds numbers that are not finite.
         """
         _check_samples(samples)
         return {
-            name: Measured(
+            name: MeasuredErrors(
                 elements=sample.size,
                 local_elements=sample.size,
                 norm=float(np.linalg.norm(sample.astype(np.float64))),
@@ -103,7 +103,7 @@ class Probe:
 
 
 def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
-    """What is lost of a sample, in the L2 norm, to `DIGITS` digits; 0 of zeros.
+    """The relative L2 error of a sample, to `DIGITS` digits; 0 if it is all zeros.
 
     A codec with a state encodes the sample `WARM_UP` times before.
 

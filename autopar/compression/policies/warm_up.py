@@ -19,7 +19,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from autopar.compression.policies.policy import Measuring, Observation, Policy
+from autopar.compression.policies.policy import Observation, Policy, ProbingPolicy
 from autopar.compression.policies.signals import (
     canonical,
     changes,
@@ -82,7 +82,9 @@ class WarmUp:
     def probes(self) -> tuple[str, ...]:
         """What ``then`` wants measured; nothing before it takes over."""
         then = self.then
-        return then.probes if isinstance(then, Measuring) and self.state.over else ()
+        return (
+            then.probes if isinstance(then, ProbingPolicy) and self.state.over else ()
+        )
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policies.policy.Policy`."""

@@ -10,13 +10,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.cost.codecs.terms import (
-    effective_error,
-    local_s,
-    relative_error,
-    wire_s,
-    within_s,
-)
+from autopar.cost.codecs.price import codec_price
+from autopar.cost.codecs.route import route_of
+from autopar.cost.codecs.terms import expected_error
 from autopar.cost.pricer import Pricer
 from autopar.layouts.layout import Axes, Layout, reshard_steps
 from autopar.layouts.summation import Summation, summations
@@ -54,7 +50,7 @@ class Prices:
         known = [row[text] for row in self.errors.values() if text in row]
         if known:
             return float(np.sqrt(np.mean(np.square(known))))
-        return relative_error(parse_codec(text), shape)
+        return expected_error(parse_codec(text), shape)
 
 
 def coded_matrix(
@@ -114,30 +110,17 @@ def _best(
     pricer: Pricer, prices: Prices, summation: Summation, shape: tuple[int, ...]
 ) -> float:
     """Seconds of the best codec for one way to share the work."""
-    mesh = pricer.mesh.axes
-    axes = tuple(mesh[a] for a in summation.axes)
-    around = within_s(summation, mesh)
+    route = route_of(summation, pricer.mesh.axes)
     best = np.inf
     for text in prices.codecs:
-        codec = parse_codec(text)
-        if codec.check(summation.local_shape, scatter=summation.scatter):
+        error = prices.error_of(text, summation.local_shape)
+        price = codec_price(pricer, route, text, error)
+        if price.refused or price.counted_error > prices.most_error:
             continue
-        known = prices.error_of(text, summation.local_shape)
-        error = effective_error(known, feedback=codec.feedback)
-        if error > prices.most_error:
-            continue
-        wire = wire_s(
-            codec,
-            summation.local_shape,
-            summation.workers,
-            axes,
-            scatter=summation.scatter,
-        )
-        link = pricer.skew * (wire + around)
         seconds = (
-            prices.wire_weight * link
-            + local_s(codec, summation.elements, pricer.cluster.device)
-            + prices.seconds_per_error * math.prod(shape) * error**2
+            prices.wire_weight * price.wire_s
+            + price.local_s
+            + prices.seconds_per_error * math.prod(shape) * price.counted_error**2
         )
         best = min(best, seconds)
     return best

@@ -1,8 +1,8 @@
 """Time and error of sending a gradient by a codec.
 
 Wire time is that of the collectives that the codec asks for
-(`autopar.compression.exchange.messages`), by the collectives' own model. Local time,
-encoding and decoding, is in *passes*: a pass reads and writes each float32
+(`autopar.compression.exchange.codec_messages`), by the collectives' own model. Local
+time, encoding and decoding, is in *passes*: a pass reads and writes each float32
 element once, at the device's memory bandwidth.
 """
 
@@ -20,7 +20,6 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.exchange import example_messages
 from autopar.cost.collectives import collective_s
-from autopar.layouts.summation import Summation, within_messages
 
 # Messages of many gradients travel together: a codec is charged what its bytes add
 # to a message of this size, and the message's latency is charged once.
@@ -107,7 +106,7 @@ def added_s(kind: str, nbytes: float, axes: tuple[MeshAxis, ...]) -> float:
     return whole - collective_s(kind, BUCKET_BYTES, axes)
 
 
-def relative_error(codec: Codec, shape: tuple[int, ...]) -> float:
+def expected_error(codec: Codec, shape: tuple[int, ...]) -> float:
     """Expected relative error of one worker's gradient, in the L2 norm.
 
     For quantisers that of heavy-tailed samples (Student's t with four degrees of
@@ -212,36 +211,3 @@ def effective_error(error: float, *, feedback: bool) -> float:
     if not feedback:
         return error
     return min(error, FEEDBACK_DISCOUNT * error / max(1e-9, 1 - error * error))
-
-
-def within_s(summation: Summation, mesh: Sequence[MeshAxis]) -> float:
-    """Seconds that a gradient adds to the messages over the fast links."""
-    axes = tuple(mesh[a] for a in summation.within)
-    return sum(added_s(kind, n, axes) for kind, n in within_messages(summation, mesh))
-
-
-def plain_s(
-    nbytes: float,
-    slow: tuple[MeshAxis, ...],
-    within: tuple[MeshAxis, ...],
-    runs_as: Callable[[str], str],
-    *,
-    scatter: bool,
-    keeps: bool,
-) -> float:
-    """Seconds that a gradient adds to the compiler's sums, without a codec.
-
-    Args:
-      nbytes: of the gradient on one device.
-      slow: the mesh axes over which a codec would send it.
-      within: those over which it would be summed before.
-      runs_as: what the compiler makes of a collective.
-      scatter: whether each device needs only its own part of the sum.
-      keeps: whether the sum is wanted split over ``within``.
-    """
-    if within and keeps and not scatter:
-        devices = math.prod(axis.size for axis in within)
-        inside = added_s(runs_as("reduce_scatter"), nbytes, within)
-        return inside + added_s("all_reduce", nbytes / devices, slow)
-    kind = runs_as("reduce_scatter" if scatter else "all_reduce")
-    return added_s(kind, nbytes, (*slow, *within))

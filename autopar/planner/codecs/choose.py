@@ -27,16 +27,11 @@ from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.synchronise import Gradient, init_state
+from autopar.cost.codecs.collectives import collectives_s
 from autopar.cost.codecs.matrix import Prices
-from autopar.cost.codecs.messages import messages_s
-from autopar.cost.codecs.terms import (
-    effective_error,
-    local_s,
-    plain_s,
-    relative_error,
-    wire_s,
-    within_s,
-)
+from autopar.cost.codecs.price import CodecPrice, codec_price, compiler_price
+from autopar.cost.codecs.route import route_of
+from autopar.cost.codecs.terms import expected_error
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import joined, traffic
 from autopar.errors import InfeasibleError, PlanError
@@ -145,17 +140,20 @@ def judged(
     options = zip(found, codecs, strict=True)
     after = [_option(pricer, s, c, errors) for s, c in options]
     before = [_option(pricer, s, "", errors) for s in found]
-    each = [b.wire_s - a.wire_s - a.local_s for b, a in zip(before, after, strict=True)]
+    each = [
+        b.price.wire_s - a.price.wire_s - a.price.local_s
+        for b, a in zip(before, after, strict=True)
+    ]
     texts = {s.value: c for s, c in zip(found, codecs, strict=True) if c}
     waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
     left = joined(pricer, traffic(waiting))
     coded = [a for a, text in zip(after, codecs, strict=True) if text]
     saved = candidate.communication_s - sum(c.seconds(pricer) for c in left)
-    saved -= sum(a.local_s for a in coded)
+    saved -= sum(a.price.local_s for a in coded)
     taken = [a.summation for a in after]
-    saved -= messages_s(pricer, taken, codecs)
+    saved -= collectives_s(pricer, taken, codecs)
     total = sum(math.prod(s.shape) for s in found)
-    squared = sum(a.error for a in after)
+    squared = sum(a.weighted_error for a in after)
     return CodecChoice(
         candidate,
         tuple(found),
@@ -172,65 +170,38 @@ def judged(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Option:
-    """What one codec does for one gradient; ``error`` is weighted by elements."""
+    """One codec for one gradient, as the program that chooses sees it.
 
-    wire_s: float
-    local_s: float
-    error: float
+    Attributes:
+      price: what it costs by itself.
+      weighted_error: its squared error, times the gradient's elements.
+      memory_bytes: what it keeps on one device.
+      summation: how the devices share the work.
+    """
+
+    price: CodecPrice
+    weighted_error: float
     memory_bytes: float
     summation: Summation
 
 
 def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> Option:
     """Prices a codec for a gradient, the fastest way; '' is what the compiler does."""
-    if not text:
-        return Option(pricer.skew * _plain_s(pricer, site), 0.0, 0.0, 0.0, site.flat)
-    codec = parse_codec(text)
-    options = [
-        _coded(pricer, site, text, codec, summation, errors)
-        for summation in site.summations
-        if not codec.check(summation.local_shape, scatter=summation.scatter)
-    ]
-    return min(options, key=lambda option: option.wire_s + option.local_s)
-
-
-def _plain_s(pricer: Pricer, site: Site) -> float:
-    """Seconds on the link of a gradient that is left to the compiler."""
-    summation, mesh = site.summations[-1], pricer.mesh.axes
-    return plain_s(
-        float(site.flat.elements * site.itemsize),
-        tuple(mesh[a] for a in summation.axes),
-        tuple(mesh[a] for a in summation.within),
-        pricer.runs_as,
-        scatter=summation.scatter,
-        keeps=summation.keeps,
-    )
-
-
-def _coded(
-    pricer: Pricer,
-    site: Site,
-    text: str,
-    codec: Codec,
-    summation: Summation,
-    errors: Errors,
-) -> Option:
-    """Prices a codec for a gradient one way."""
     mesh = pricer.mesh.axes
-    axes = tuple(mesh[a] for a in summation.axes)
-    wire = wire_s(
-        codec, summation.local_shape, summation.workers, axes, scatter=summation.scatter
-    )
-    wire += within_s(summation, mesh)
-    local = local_s(codec, summation.elements, pricer.cluster.device)
+    if not text:
+        route = route_of(site.summations[-1], mesh)
+        price = compiler_price(pricer, route, site.itemsize)
+        return Option(price, 0.0, 0.0, site.flat)
     error = errors.get(site.name, {}).get(text)
-    if error is None:
-        error = relative_error(codec, summation.local_shape)
-    counted = effective_error(error, feedback=codec.feedback)
-    weighted = math.prod(site.shape) * counted**2
-    return Option(
-        pricer.skew * wire, local, weighted, _state_bytes(summation, codec), summation
-    )
+    prices = [
+        (codec_price(pricer, route_of(summation, mesh), text, error), summation)
+        for summation in site.summations
+    ]
+    price, summation = min(prices, key=lambda pair: pair[0].seconds)
+    assert not price.refused, price.refused
+    weighted = math.prod(site.shape) * price.counted_error**2
+    kept = _state_bytes(summation, parse_codec(text))
+    return Option(price, weighted, kept, summation)
 
 
 @functools.lru_cache(maxsize=1 << 14)
@@ -284,7 +255,7 @@ def _allowed(
     known = [t for t in CANDIDATES if not t or not site.refuses(parse_codec(t))]
     options = [(text, _option(pricer, site, text, errors)) for text in known]
     most = math.prod(site.shape) * (MOST_OF_BUDGET * budget) ** 2
-    return [(text, o) for text, o in options if o.error <= most]
+    return [(text, o) for text, o in options if o.weighted_error <= most]
 
 
 def _selection(
@@ -299,17 +270,17 @@ def _selection(
     ready, backward = _schedule(candidate, large)
     left = pricer.cluster.memory_bytes - candidate.peak_memory_bytes
 
-    def column(field: str) -> tuple[np.ndarray, ...]:
-        return tuple(np.array([getattr(o, field) for _, o in row]) for row in rows)
+    def column(of: Callable[[Option], float]) -> tuple[np.ndarray, ...]:
+        return tuple(np.array([of(option) for _, option in row]) for row in rows)
 
     return CodecSelection(
-        wire_s=column("wire_s"),
-        local_s=column("local_s"),
-        error=column("error"),
+        wire_s=column(lambda o: o.price.wire_s),
+        local_s=column(lambda o: o.price.local_s),
+        error=column(lambda o: o.weighted_error),
         ready_s=ready,
         backward_s=backward,
         error_budget=budget**2 * total,
-        memory_bytes=column("memory_bytes"),
+        memory_bytes=column(lambda o: o.memory_bytes),
         memory_budget_bytes=max(0.0, left),
     )
 
@@ -427,7 +398,7 @@ def gradient_decisions(choice: CodecChoice) -> tuple[GradientDecision, ...]:
         choice.sites, choice.codecs, choice.each_s, choice.summations, strict=True
     ):
         error = (
-            relative_error(parse_codec(text), summation.local_shape) if text else 0.0
+            expected_error(parse_codec(text), summation.local_shape) if text else 0.0
         )
         made = decision(site, mesh, text, summation)
         out.append(msgspec.structs.replace(made, error=error, saved_s=saved))
@@ -461,7 +432,7 @@ def _reason(choice: CodecChoice, first: CodecChoice, mode: str) -> str:
     step = choice.candidate.step_s
     pricer = choice.candidate.pricer
     dense = [_option(pricer, s, "", {}) for s in choice.sites]
-    wire = sum(o.wire_s for o in dense)
+    wire = sum(o.price.wire_s for o in dense)
     if not choice.sites:
         return "no gradient is summed over devices in a form that codecs could send"
     if mode != "auto":

@@ -7,7 +7,6 @@ A gradient can be sent by a codec where its sum may wait
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 import msgspec
@@ -16,11 +15,12 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_bytes
+from autopar.cost.codecs.route import route_of
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
 from autopar.layouts.stacking import stacking_of
-from autopar.layouts.summation import Summation, summations, within_messages
+from autopar.layouts.summation import Summation, summations
 from autopar.plans import GradientDecision
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction
@@ -188,9 +188,7 @@ def decision(
       codec: as text; '' leaves it to the compiler.
       summation: how the devices share the work.
     """
-    kind = "reduce_scatter" if summation.scatter else "all_reduce"
-    around = within_messages(summation, mesh)
-    devices = math.prod(mesh[a].size for a in summation.within)
+    route = route_of(summation, mesh)
     made = GradientDecision(
         name=site.name,
         value=site.value,
@@ -204,9 +202,9 @@ def decision(
         codec=codec,
         feedback=bool(codec) and parse_codec(codec).feedback,
         dense_bytes=collective_bytes(
-            kind, summation.elements * site.itemsize, summation.workers
+            route.kind, summation.elements * site.itemsize, summation.workers
         ),
-        within_bytes=sum(collective_bytes(k, n, devices) for k, n in around),
+        within_bytes=sum(message.sent for message in route.within_messages),
     )
     return repriced(made)
 

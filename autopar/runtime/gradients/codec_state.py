@@ -20,14 +20,14 @@ import jax.numpy as jnp
 
 from autopar.errors import PlanError
 from autopar.runtime import placement
-from autopar.runtime.gradients.sums import State, Synchronisation
+from autopar.runtime.gradients.sums import GradientSums, State
 
 
-def carry_over(state: State, new: Synchronisation) -> State:
+def carry_over(state: State, new: GradientSums) -> State:
     """The state for a plan, from the state under another plan of the same step.
 
     Args:
-      state: of `Synchronisation.init`, or after steps, arrays or numpy.
+      state: of `GradientSums.init`, or after steps, arrays or numpy.
       new: how the new plan sums.
     """
     wanted, shardings = new.structs(), new.shardings()
@@ -51,7 +51,7 @@ def carry_over(state: State, new: Synchronisation) -> State:
     return {"step": step, "gradients": gradients}
 
 
-def restored(state: Any, new: Synchronisation) -> State:
+def restored(state: Any, new: GradientSums) -> State:
     """A state that was saved, placed for a plan.
 
     Raises:
@@ -76,7 +76,7 @@ def _of(fresh: State | None, name: str) -> Any:
     return fresh["gradients"][name]["codec"]
 
 
-def _levels(codec: Any, how: Synchronisation) -> tuple[Any, ...]:
+def _levels(codec: Any, how: GradientSums) -> tuple[Any, ...]:
     """The codec's state of each level."""
     return (codec,) if how.fallback is None else codec
 
@@ -124,7 +124,7 @@ def _residual(name: str, old: Any, struct: Any) -> Any:
     return jnp.broadcast_to(part, struct.shape)
 
 
-def check_fits(state: State, new: Synchronisation) -> None:
+def check_fits(state: State, new: GradientSums) -> None:
     """Checks that `carry_over` can take a state; nothing is moved.
 
     Raises:

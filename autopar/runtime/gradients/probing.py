@@ -1,12 +1,11 @@
-"""Finds what codecs would lose of the gradients of a step, without sending them.
+"""Probes: tries codecs on the gradients of a step without sending anything.
 
-A policy that asks for the errors of codecs
-(`autopar.compression.policies.policy.Measuring`) gets them from two kinds of
-programs beside the step's own: one that ends with the partial gradients, of the
-same arguments, and one for each shape of gradient that encodes what is to be sent of
-it (residual included) by every codec. Neither depends on the codecs in use, so a
-policy that changes these compiles neither again. The gradients stay on the devices in
-their shards; what leaves them are a few sums.
+A probing policy (`autopar.compression.policies.policy.ProbingPolicy`) gets the
+measured errors from two kinds of programs beside the step's own. The first takes the
+step's arguments and ends with the partial gradients. The second, one for each shape of
+gradient, encodes what is to be sent (residual included) by every codec. Neither
+depends on the codecs in use, so a policy that changes these compiles neither again.
+The gradients stay on the devices in their shards; only a few sums leave the devices.
 
 Each worker encodes as if all others held what it holds, as the levels of
 `autopar.compression.fallback` are judged. A codec with a state starts from a new one
@@ -32,7 +31,7 @@ from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_cost
 from autopar.compression.fallback import Alone
-from autopar.compression.policies.policy import Choice, Measured
+from autopar.compression.policies.policy import Choice, MeasuredErrors
 from autopar.compression.policies.probe import WARM_UP, rounded
 from autopar.compression.synchronise import (
     ERROR,
@@ -42,7 +41,7 @@ from autopar.compression.synchronise import (
     synchronise,
 )
 from autopar.runtime import agreement
-from autopar.runtime.gradients.sums import Member, State, Synchronisation
+from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.gradients.within import sum_within
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
@@ -54,71 +53,71 @@ Codecs = tuple[tuple[str, Codec], ...]
 
 
 class _Recorder:
-    """A synchroniser that keeps partial gradients and sums them as they are."""
+    """Implements `Synchroniser`: records partial gradients, sums them as they are."""
 
-    def __init__(self, how: Synchronisation) -> None:
-        self.how = how
+    def __init__(self, sums: GradientSums) -> None:
+        self.sums = sums
         self.partials: dict[str, Any] = {}
 
     def takes(self, value: int) -> frozenset[int]:
         """See `autopar_passes.replay.layout_plan.Synchroniser`."""
-        return frozenset(self.how.bucket(value) if value in self.how.members else ())
+        return self.sums.together(value)
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
         """See `autopar_passes.replay.layout_plan.Synchroniser`."""
         totals: dict[int, Any] = {}
         for value, partial in partials.items():
-            member = self.how.members[value]
+            member = self.sums.members[value]
             self.partials[member.decision.name] = partial.array
             total = jnp.sum(partial.array, axis=0)
-            totals[value] = constrain(total, self.how.mesh, member.home)
+            totals[value] = constrain(total, self.sums.mesh, member.home)
         return totals
 
 
-def probed_members(how: Synchronisation) -> list[Member]:
+def probed_members(sums: GradientSums) -> list[Member]:
     """The gradients that are worth a codec."""
-    return [m for m in how.members.values() if worth_a_codec(m.decision.shape)]
+    return [m for m in sums.members.values() if worth_a_codec(m.decision.shape)]
 
 
 def partial_gradients(
-    run: Callable[..., Any], how: Synchronisation
+    run: Callable[..., Any], sums: GradientSums
 ) -> tuple[Callable[..., dict[str, Any]], dict[str, Any]]:
     """A step up to its gradients, as a function to be compiled.
 
     Args:
       run: the replay of the step (`autopar_passes.replay.run.replay`).
-      how: how its gradients are summed.
+      sums: how its gradients are summed.
 
     Returns:
       A function of the flat arguments, to the partial gradients by name, each
       ``(devices, *shape)``, and their shardings.
     """
-    names = [m.decision.name for m in probed_members(how)]
+    names = [m.decision.name for m in probed_members(sums)]
 
     def gradients(*flat: Any) -> dict[str, Any]:
-        recorder = _Recorder(how)
+        recorder = _Recorder(sums)
         run(*flat, synchroniser=recorder)
         return {name: recorder.partials[name] for name in names}
 
     shardings = {
-        m.decision.name: NamedSharding(how.mesh, partition_spec(how.mesh, m.stacked))
-        for m in probed_members(how)
+        m.decision.name: NamedSharding(sums.mesh, partition_spec(sums.mesh, m.stacked))
+        for m in probed_members(sums)
     }
     return gradients, shardings
 
 
 def measure_errors(
-    how: Synchronisation,
+    sums: GradientSums,
     partials: dict[str, Any],
     state: State,
     texts: Sequence[str],
     world: World,
     programs: ProbePrograms,
-) -> dict[str, Measured]:
-    """What codecs would lose of gradients; nothing where one is not finite.
+) -> dict[str, MeasuredErrors]:
+    """The measured errors of codecs, by gradient; none if a gradient is not finite.
 
     Args:
-      how: how they are summed.
+      sums: how they are summed.
       partials: of `partial_gradients`; consumed.
       state: of the codecs in use, before the step.
       texts: codecs.
@@ -127,26 +126,26 @@ def measure_errors(
     """
     codecs = tuple((text, parse_codec(text)) for text in dict.fromkeys(texts))
     entries: list[tuple[Member, Codecs, Any]] = []
-    for member in probed_members(how):
+    for member in probed_members(sums):
         name = member.decision.name
         usable = _usable(member.gradient, codecs)
         partial = partials.pop(name)
         if not usable:
             continue
         residual = state["gradients"][name]["residual"]
-        found = _sums_of(how, member, usable, programs)(partial, residual)
-        entries.append((member, usable, found))
+        rows = _program_of(sums, member, usable, programs)(partial, residual)
+        entries.append((member, usable, rows))
     if not entries:
         return {}
-    sums = agreement.shared_array(
+    found = agreement.shared_array(
         world, np.concatenate([np.asarray(rows) for _, _, rows in entries])
     )
-    if not np.isfinite(sums).all():
+    if not np.isfinite(found).all():
         return {}
     ends = np.cumsum([1 + len(usable) for _, usable, _ in entries])[:-1]
     return {
-        member.decision.name: _measured(how, member, usable, row)
-        for (member, usable, _), row in zip(entries, np.split(sums, ends), strict=True)
+        member.decision.name: _measured_errors(sums, member, usable, row)
+        for (member, usable, _), row in zip(entries, np.split(found, ends), strict=True)
     }
 
 
@@ -158,15 +157,15 @@ def _usable(gradient: Gradient, codecs: Codecs) -> Codecs:
     )
 
 
-def _measured(
-    how: Synchronisation, member: Member, usable: Codecs, sums: np.ndarray
-) -> Measured:
-    """What the sums of one gradient say."""
+def _measured_errors(
+    sums: GradientSums, member: Member, usable: Codecs, row: np.ndarray
+) -> MeasuredErrors:
+    """The measured errors of one gradient, from its row of sums."""
     gradient, workers = member.gradient, member.summation.workers
-    wanted, *errors = (float(x) for x in sums)
+    wanted, *errors = (float(x) for x in row)
     elements = math.prod(member.decision.shape)
     # Devices that hold the same, or all that hold a part of what one worker sends.
-    devices = math.prod(how.mesh.shape.values())
+    devices = math.prod(sums.mesh.shape.values())
     norm = math.sqrt(wanted * elements / (gradient.size * devices))
     choices: list[Choice] = []
     for (text, codec), error in zip(usable, errors, strict=True):
@@ -175,13 +174,13 @@ def _measured(
         )
         relative = rounded(math.sqrt(error / wanted)) if wanted else 0.0
         choices.append(Choice(text, relative, nbytes, rounds))
-    return Measured(elements, gradient.size, norm, tuple(choices))
+    return MeasuredErrors(elements, gradient.size, norm, tuple(choices))
 
 
-def _sums_of(
-    how: Synchronisation, member: Member, usable: Codecs, programs: ProbePrograms
+def _program_of(
+    sums: GradientSums, member: Member, usable: Codecs, programs: ProbePrograms
 ) -> Callable[[Any, Any], Any]:
-    """The program for one gradient; equal gradients have the same one.
+    """The program for one gradient; equal gradients share one.
 
     Names and seeds are left out: a codec that draws makes the same draws for all.
     """
@@ -189,9 +188,9 @@ def _sums_of(
     plain = dataclasses.replace(member.gradient, name="", seed=0, feedback=feedback)
     candidates = tuple(dataclasses.replace(plain, codec=codec) for _, codec in usable)
     return programs.get(
-        how.mesh,
-        partition_spec(how.mesh, member.stacked),
-        partition_spec(how.mesh, member.residual[1]),
+        sums.mesh,
+        partition_spec(sums.mesh, member.stacked),
+        partition_spec(sums.mesh, member.residual[1]),
         member.summation,
         candidates,
     )
@@ -202,7 +201,7 @@ PROGRAMS = 256
 
 
 class ProbePrograms:
-    """The programs that measure errors, by what they are made of."""
+    """The programs that measure errors; equal gradients share one."""
 
     def __init__(self) -> None:
         """Holds nothing yet."""
@@ -240,7 +239,7 @@ def _program(
     summation: Any,
     candidates: tuple[Gradient, ...],
 ) -> Callable[[Any, Any], Any]:
-    """Squared norm of what is to be sent and of each error, over all devices."""
+    """The squared norms of what is to be sent and of each error, over all devices."""
     names = mesh.axis_names
     fast = tuple(names[a] for a in summation.within)
 
@@ -268,7 +267,7 @@ def _program(
 def _row(
     gradient: Gradient, partial: Any, residual: Any, workers: int, worker: Any
 ) -> jax.Array:
-    """The sums of `synchronise`, of one worker."""
+    """One worker's row of telemetry, as of `synchronise`."""
     links = Alone(workers)
 
     def encode(step: Any, state: Any) -> tuple[Any, jax.Array]:

@@ -1,31 +1,29 @@
-"""Keeps what a step carries as it was where a gradient is not finite."""
+"""Restores what a step carries when a gradient is not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
+from autopar.compression.synchronise import restore_unless_finite
 from autopar.layouts.assignment import Assignment
-from autopar.runtime.gradients.sums import StepSynchroniser
+from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.steps.analysis import Analysis
 
 
-class Keeper:
-    """Chooses between the old and the new of what one trace of a step carries.
+class Restorer:
+    """Restores the carried state of one trace of a step.
 
-    What is made after all sums is chosen where it is made, so that what is computed
-    of it (parameters of moments) follows the choice. Chosen at the end, the old
-    moments are read once more by what makes the parameters, and a compiler that
-    updates them in place has to copy them first: on a CPU two passes over
+    A value that is made after all sums is restored where it is made. What is computed
+    of it (parameters of moments) then reads the restored value. If it were restored
+    at the end, the parameters would read the old moments once more. A compiler that
+    updates moments in place has to copy them first: on a CPU two passes over
     parameters and moments.
     """
 
     def __init__(
         self,
-        synchroniser: StepSynchroniser,
+        synchroniser: CodecSynchroniser,
         analysis: Analysis,
         assignment: Assignment,
         arguments: Sequence[Any],
@@ -48,20 +46,19 @@ class Keeper:
         self._done: set[int] = set()
 
     def made(self, value: int, array: Any) -> Any:
-        """What is used of a value made (`autopar_passes.replay.run.replay`)."""
+        """What later operators read of a value (`autopar_passes.replay.run.replay`)."""
         if value not in self._early or not self._synchroniser.complete:
             return array
         self._done.add(value)
-        return self._chosen(array, self._early[value])
+        return self._restored(array, self._early[value])
 
     def finish(self, results: Sequence[Any]) -> list[Any]:
-        """The flat results, those chosen too that were not where they were made."""
+        """The flat results, with those restored that were not where they were made."""
         out = list(results)
         for result, old in self._carried.items():
             if self._outputs[result] not in self._done:
-                out[result] = self._chosen(out[result], old)
+                out[result] = self._restored(out[result], old)
         return out
 
-    def _chosen(self, new: Any, old: Any) -> Any:
-        finite = jnp.broadcast_to(self._synchroniser.finite, jnp.shape(new))
-        return jax.lax.select(finite, new, jnp.asarray(old))
+    def _restored(self, new: Any, old: Any) -> Any:
+        return restore_unless_finite(old, new, self._synchroniser.finite)

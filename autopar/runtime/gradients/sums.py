@@ -1,14 +1,10 @@
-"""Takes the sums of gradients through codecs while a planned step runs.
+"""How the gradients of a planned step are summed, and the state of their codecs.
 
-The replay hands over stacked partial gradients; a bucket of them is summed in
-one `jax.shard_map` that is manual over all mesh axes, so that a gradient which
-is split over other axes is never gathered and only payloads cross the links.
-
-The state of the codecs is carried from step to step beside the train state::
+The state is carried from step to step beside the train state::
 
     {"step": int32, "gradients": {parameter: {"residual": ..., "codec": ...}}}
 
-A residual is an array ``(n, *shape)``, a slice for each of the n workers; the
+A residual is an array ``(n, *shape)``, a slice for each of the n workers. The
 arrays of a codec's own state have one leading entry for each device.
 """
 
@@ -16,7 +12,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -24,29 +19,23 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import (
     Fallback,
     init_level_states,
-    synchronise_levels,
 )
 from autopar.compression.feedback import Feedback
 from autopar.compression.synchronise import (
-    NON_FINITE,
     Gradient,
     check_gradient,
     init_state,
-    settle,
-    synchronise,
 )
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
+from autopar.layouts.buckets import Bucket
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.summation import Summation, summation_of
 from autopar.plans import GradientDecision, Plan
-from autopar.runtime.gradients.within import gather_within, sum_within
-from autopar_passes.layouts import constrain, partition_spec
-from autopar_passes.sums.stacked import Stacked
+from autopar_passes.layouts import partition_spec
 
 State = dict[str, Any]
 
@@ -62,7 +51,7 @@ class Member:
       stacked: layout of the stacked partial gradient.
       result: layout in which the sum comes out.
       home: layout in which the plan wants it.
-      levels: ``gradient`` and what the step falls back to; empty without that.
+      levels: ``gradient`` by its codec and by each of the fallback; empty without.
     """
 
     decision: GradientDecision
@@ -74,9 +63,10 @@ class Member:
     levels: tuple[Gradient, ...] = ()
 
     @property
-    def together(self) -> tuple[object, ...]:
-        """What gradients that are summed together have in common."""
-        return (self.decision.bucket, self.summation.axes, self.summation.within)
+    def bucket(self) -> Bucket[int]:
+        """Members of equal buckets are summed together."""
+        summation = self.summation
+        return Bucket(self.decision.bucket, summation.axes, summation.within)
 
     @property
     def residual(self) -> tuple[tuple[int, ...], Layout]:
@@ -97,13 +87,13 @@ class Member:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Synchronisation:
+class GradientSums:
     """How the gradients of one planned step are summed.
 
     Attributes:
       mesh: the mesh of the plan.
       members: by value; those of a bucket in the order of the plan.
-      fallback: what a bucket is sent by where its codecs send too little.
+      fallback: the codecs of a bucket whose own send too little.
     """
 
     mesh: Any
@@ -115,10 +105,12 @@ class Synchronisation:
         """Number of ways to send a gradient, of which each step takes one."""
         return 1 + len(self.fallback.codecs) if self.fallback else 1
 
-    def bucket(self, value: int) -> tuple[int, ...]:
-        """The values that are summed together with this one."""
-        mine = self.members[value]
-        return tuple(v for v, m in self.members.items() if m.together == mine.together)
+    def together(self, value: int) -> frozenset[int]:
+        """The members of a value's bucket; none if the value is no member."""
+        if value not in self.members:
+            return frozenset()
+        bucket = self.members[value].bucket
+        return frozenset(v for v, m in self.members.items() if m.bucket == bucket)
 
     def specs(self, member: Member) -> dict[str, Any]:
         """Partition specs of a gradient's state."""
@@ -172,16 +164,16 @@ class Synchronisation:
         return {"step": jnp.zeros((), jnp.int32), "gradients": gradients}
 
 
-def synchronisation(
+def gradient_sums(
     assignment: Assignment, plan: Plan, mesh: Any, fallback: Fallback | None = None
-) -> Any:
-    """How a plan's gradients are summed, or None where all are left as they are.
+) -> GradientSums | None:
+    """How a plan's gradients are summed; None: the compiler sums all of them.
 
     Args:
       assignment: the plan as layouts.
       plan: the plan.
       mesh: the mesh it runs on.
-      fallback: by what a step is sent in which the plan's codecs send too little.
+      fallback: the codecs of a step in which the plan's send too little.
 
     Raises:
       PlanError: a codec cannot be used for its gradient, or the plan's layouts do
@@ -193,7 +185,7 @@ def synchronisation(
     members: dict[int, Member] = {}
     for number, decision in enumerate(chosen):
         members[decision.value] = _member(assignment, decision, number, mesh, fallback)
-    return Synchronisation(mesh, members, fallback)
+    return GradientSums(mesh, members, fallback)
 
 
 def _member(
@@ -254,175 +246,3 @@ def _summation(
             "again with compression=, or leave within= of this gradient empty."
         )
     return summation
-
-
-class StepSynchroniser:
-    """The synchroniser of one trace of a step (`autopar_passes.replay.layout_plan`)."""
-
-    def __init__(self, plan: Synchronisation, state: State) -> None:
-        """Starts a step with the state that the step before has left."""
-        self.plan = plan
-        self.state = state
-        self.new: dict[str, Any] = {}
-        # Of each bucket: its gradients, and a row for each on each device.
-        self.sums: list[tuple[list[str], jax.Array]] = []
-        # Of each gradient the level that was taken.
-        self.levels: dict[str, jax.Array] = {}
-        self._totals: jax.Array | None = None
-
-    def takes(self, value: int) -> frozenset[int]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
-        return frozenset(self.plan.bucket(value) if value in self.plan.members else ())
-
-    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
-        plan = self.plan
-        members = [plan.members[v] for v in partials]
-        mesh = plan.mesh
-        states = [self.state["gradients"][m.decision.name] for m in members]
-        state_specs = [plan.specs(m) for m in members]
-        everywhere = PartitionSpec(mesh.axis_names)
-
-        def bucket(step: Any, arrays: Any, before: Any) -> Any:
-            return _bucket(plan, members, step, arrays, before)
-
-        totals, after, sums, level = jax.shard_map(
-            bucket,
-            mesh=mesh,
-            in_specs=(
-                PartitionSpec(),
-                [partition_spec(mesh, m.stacked) for m in members],
-                state_specs,
-            ),
-            out_specs=(
-                [partition_spec(mesh, m.result) for m in members],
-                state_specs,
-                everywhere,
-                PartitionSpec(),
-            ),
-            check_vma=False,
-        )(self.state["step"], [x.array for x in partials.values()], states)
-        for k, member in enumerate(members):
-            self.new[member.decision.name] = after[k]
-            self.levels[member.decision.name] = level
-        self.sums.append(([m.decision.name for m in members], sums))
-        return {
-            v: constrain(total, mesh, m.home)
-            for v, total, m in zip(partials, totals, members, strict=True)
-        }
-
-    @property
-    def complete(self) -> bool:
-        """Whether all sums were taken."""
-        return len(self.new) == len(self.plan.members)
-
-    @property
-    def finite(self) -> jax.Array:
-        """Whether all partial gradients were, a bool scalar; once all were taken."""
-        return jnp.all(self._sums()[:, NON_FINITE] == 0)
-
-    def finish(self) -> tuple[State, jax.Array]:
-        """The state for the next step, and the sums of each gradient, (gradients, 6).
-
-        Where a partial gradient was not finite, the state stays as it was.
-        """
-        names = [m.decision.name for m in self.plan.members.values()]
-        old = {name: self.state["gradients"][name] for name in names}
-        new = {name: self.new[name] for name in names}
-        gradients = settle(old, new, self.finite)
-        after = {"step": self.state["step"] + 1, "gradients": gradients}
-        return after, self._sums()
-
-    def _sums(self) -> jax.Array:
-        if self._totals is None:
-            found: dict[str, jax.Array] = {}
-            for bucket, rows in self.sums:
-                found.update(zip(bucket, jnp.sum(rows, axis=0), strict=True))
-            names = [m.decision.name for m in self.plan.members.values()]
-            self._totals = jnp.stack([found[name] for name in names])
-        return self._totals
-
-    def taken(self) -> jax.Array:
-        """Of each gradient 1 at the level that was taken, int32 (gradients, levels)."""
-        names = [m.decision.name for m in self.plan.members.values()]
-        levels = jnp.stack([self.levels[name] for name in names])
-        return jax.nn.one_hot(levels, self.plan.num_levels, dtype=jnp.int32)
-
-
-def _bucket(
-    plan: Synchronisation,
-    members: Sequence[Member],
-    step: Any,
-    arrays: Sequence[Any],
-    before: Sequence[State],
-) -> tuple[list[Any], list[State], Any, jax.Array]:
-    """Sums a bucket, on one device's arrays; also says by which level."""
-    mesh_names = plan.mesh.axis_names
-    summation = members[0].summation
-    names = tuple(mesh_names[a] for a in summation.axes)
-    links = MeshLinks(names, summation.workers)
-    worker = jax.lax.axis_index(names)
-    gradients = [m.gradient for m in members]
-    states = [_local(g, s) for g, s in zip(gradients, before, strict=True)]
-    fast = tuple(mesh_names[a] for a in summation.within)
-    summations = [m.summation for m in members]
-    partials = sum_within(summations, [x[0] for x in arrays], fast)
-    totals, after, sums, level = _summed(
-        plan, members, partials, states, links, worker, step
-    )
-    totals = [
-        total.astype(x.dtype)
-        for total, x in zip(
-            gather_within(summations, totals, fast), arrays, strict=True
-        )
-    ]
-    kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
-    return totals, kept, sums[None], level
-
-
-def _summed(
-    plan: Synchronisation,
-    members: Sequence[Member],
-    partials: Sequence[Any],
-    states: Sequence[State],
-    links: MeshLinks,
-    worker: Any,
-    step: Any,
-) -> tuple[list[Any], list[State], Any, jax.Array]:
-    """Sums a bucket by the plan's codecs, or by what it falls back to.
-
-    All devices of the mesh take the same level: gradients that are split over other
-    axes stand beside those that are not, whose copies must stay equal.
-    """
-    if plan.fallback is None:
-        gradients = [m.gradient for m in members]
-        found = synchronise(gradients, partials, states, links, worker, step)
-        return *found, jnp.int32(0)
-    levels = list(zip(*(m.levels for m in members), strict=True))
-    names = plan.mesh.axis_names
-    everyone = MeshLinks(names, math.prod(plan.mesh.shape.values()))
-    return synchronise_levels(
-        levels,
-        partials,
-        states,
-        links,
-        worker,
-        step,
-        plan.fallback.least_gain,
-        everyone,
-    )
-
-
-def _local(gradient: Gradient, state: State) -> State:
-    """One device's state without the leading dims of the arrays of all."""
-    return {
-        "residual": jax.tree.map(
-            lambda x: x[0].reshape(gradient.shape), state["residual"]
-        ),
-        "codec": jax.tree.map(lambda x: x[0], state["codec"]),
-    }
-
-
-def _global(state: State, like: State) -> State:
-    """The opposite of `_local`."""
-    return jax.tree.map(lambda new, old: new[None].reshape(old.shape), state, like)

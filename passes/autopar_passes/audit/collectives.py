@@ -11,6 +11,25 @@ import numpy as np
 MeshAxes = Sequence[tuple[str, int]]
 
 
+def sent_ratio(kind: str, group: int) -> float:
+    """Bytes that one device sends, as a multiple of the collective's size.
+
+    A ring of k devices sends ``(k - 1) / k`` of it, and twice that for an all-reduce. A
+    permutation sends all of it.
+
+    >>> sent_ratio("all_reduce", 4)
+    1.5
+
+    Args:
+      kind: as in `autopar.cost.collectives`.
+      group: number of devices in its group.
+    """
+    if kind == "collective_permute":
+        return 1.0
+    part = (group - 1) / group
+    return 2 * part if kind == "all_reduce" else part
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class AuditedCollective:
     """One collective that the compiler will run.
@@ -35,15 +54,7 @@ class AuditedCollective:
     @property
     def sent_bytes(self) -> float:
         """Bytes that one device sends in one step."""
-        part = (self.group - 1) / self.group
-        match self.kind:
-            case "all_reduce":
-                ratio = 2 * part
-            case "collective_permute":
-                ratio = 1.0
-            case _:
-                ratio = part
-        return ratio * self.nbytes * self.trips
+        return sent_ratio(self.kind, self.group) * self.nbytes * self.trips
 
 
 def differing_axes(mesh: MeshAxes, group: np.ndarray) -> tuple[str, ...]:

@@ -26,7 +26,7 @@ from autopar.compression.synchronise import (
     check_gradient,
     init_state,
     report,
-    settle,
+    restore_unless_finite,
     synchronise,
 )
 
@@ -249,7 +249,7 @@ def test_a_bad_step_leaves_no_trace_when_settled():
     )
     good = [normal(WORKERS, 40), normal(WORKERS, 4, 4)]
     _, states, sums = run(gradients, good)
-    kept = settle(begin(gradients), states, jnp.asarray(True))
+    kept = restore_unless_finite(begin(gradients), states, jnp.asarray(True))
     jax.tree.map(np.testing.assert_array_equal, kept, states)
 
     bad = [good[0].copy(), good[1]]
@@ -262,7 +262,7 @@ def test_a_bad_step_leaves_no_trace_when_settled():
     assert not np.isfinite(poisoned[0]["residual"]).all()
 
     finite = jnp.asarray(sums[..., NON_FINITE].sum() == 0)
-    settled = settle(states, poisoned, finite)
+    settled = restore_unless_finite(states, poisoned, finite)
     jax.tree.map(np.testing.assert_array_equal, settled, states)
 
 

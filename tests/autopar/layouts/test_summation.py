@@ -16,18 +16,20 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.synchronise import Gradient
-from autopar.cost.codecs.terms import added_s, within_s
+from autopar.cost.codecs.price import within_s
+from autopar.cost.codecs.route import Route, route_of
+from autopar.cost.codecs.terms import added_s
 from autopar.cost.collectives import collective_bytes
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.summation import (
     Summation,
     summation_of,
     summations,
-    within_messages,
 )
 from autopar.plans import GradientDecision
 from autopar.runtime.gradients.codec_state import carry_over
-from autopar.runtime.gradients.sums import Member, StepSynchroniser, Synchronisation
+from autopar.runtime.gradients.sums import GradientSums, Member
+from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar_passes.layouts import partition_spec
 from autopar_passes.sums.stacked import stack
 
@@ -105,10 +107,14 @@ def test_what_crosses_the_fast_links(axes: tuple[MeshAxis, ...]) -> None:
     _, kept = summations((64, 64), ((1,), ()), (0, 1), axes)
     nbytes = 4.0 * 64 * 64
     both = (("reduce_scatter", nbytes), ("all_gather", nbytes))
-    assert within_messages(gathered, axes) == both
-    assert within_messages(kept, axes) == both[:1]
+
+    def sent(route: Route) -> tuple[tuple[str, float], ...]:
+        return tuple((m.kind, m.nbytes) for m in route.within_messages)
+
+    assert sent(route_of(gathered, axes)) == both
+    assert sent(route_of(kept, axes)) == both[:1]
     expected = sum(added_s(kind, nbytes, (axes[1],)) for kind, _ in both)
-    assert within_s(gathered, axes) == pytest.approx(expected)
+    assert within_s(route_of(gathered, axes)) == pytest.approx(expected)
     assert collective_bytes("all_gather", nbytes, 4) == 0.75 * nbytes
 
 
@@ -143,11 +149,11 @@ def member_of(case: Case, codec: str, number: int = 0) -> Member:
     return Member(decision, gradient, summation, (ALL, *stripped), result, case.home)
 
 
-def taken(how: Synchronisation, state: Any, arrays: list[np.ndarray]) -> Any:
+def taken(how: GradientSums, state: Any, arrays: list[np.ndarray]) -> Any:
     """One step: the sums and the new state."""
 
     def step(state: Any, arrays: list[Any]) -> Any:
-        synchroniser = StepSynchroniser(how, state)
+        synchroniser = CodecSynchroniser(how, state)
         partials = {
             v: stack(array, ALL, m.stacked[1:], how.mesh)
             for (v, m), array in zip(how.members.items(), arrays, strict=True)
@@ -170,7 +176,7 @@ def draw(seed: int, count: int = 1) -> list[np.ndarray]:
 
 @pytest.mark.parametrize("name", USABLE)
 def test_a_codec_that_loses_nothing_sums(name: str) -> None:
-    how = Synchronisation(mesh_of(), {0: member_of(CASES[name], "dense")})
+    how = GradientSums(mesh_of(), {0: member_of(CASES[name], "dense")})
     (array,) = draw(1)
     totals, _, _ = taken(how, how.init(), [array])
     np.testing.assert_allclose(totals[0], array.sum(0), rtol=1e-5, atol=1e-6)
@@ -180,7 +186,7 @@ def test_a_codec_that_loses_nothing_sums(name: str) -> None:
 
 @pytest.mark.parametrize("name", USABLE)
 def test_what_was_not_sent_waits_in_its_own_place(name: str) -> None:
-    how = Synchronisation(mesh_of(), {0: member_of(CASES[name], "topk:ratio=0.25")})
+    how = GradientSums(mesh_of(), {0: member_of(CASES[name], "topk:ratio=0.25")})
     state, sent, given = how.init(), np.zeros(SHAPE), np.zeros(SHAPE)
     for seed in range(3):
         (array,) = draw(seed)
@@ -195,7 +201,7 @@ def test_what_was_not_sent_waits_in_its_own_place(name: str) -> None:
 
 def test_gradients_of_all_ways_in_one_step() -> None:
     members = {k: member_of(case, "dense", k) for k, case in enumerate(USABLE.values())}
-    how = Synchronisation(mesh_of(), members)
+    how = GradientSums(mesh_of(), members)
     arrays = draw(5, len(members))
     totals, _, sums = taken(how, how.init(), arrays)
     for k, array in enumerate(arrays):
@@ -207,8 +213,8 @@ def test_gradients_of_all_ways_in_one_step() -> None:
 @pytest.mark.parametrize("before", ["kept", "scattered, hosts outer", "at once"])
 def test_residuals_move_between_ways(before: str, after: str) -> None:
     codec = "topk:ratio=0.25"
-    old = Synchronisation(mesh_of(), {0: member_of(CASES[before], codec)})
-    new = Synchronisation(mesh_of(), {0: member_of(CASES[after], codec)})
+    old = GradientSums(mesh_of(), {0: member_of(CASES[before], codec)})
+    new = GradientSums(mesh_of(), {0: member_of(CASES[after], codec)})
     (array,) = draw(7)
     totals, state, _ = taken(old, old.init(), [array])
     moved = carry_over(state, new)["gradients"]["w0"]["residual"]

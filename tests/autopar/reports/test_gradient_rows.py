@@ -12,9 +12,9 @@ from autopar.api import audit_analysis
 from autopar.cli.target import load
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import messages
-from autopar.cost.codecs.messages import TELEMETRY_BYTES
-from autopar.cost.codecs.terms import effective_error, relative_error
+from autopar.compression.exchange import codec_messages
+from autopar.cost.codecs.collectives import TELEMETRY_BYTES
+from autopar.cost.codecs.terms import effective_error, expected_error
 from autopar.cost.pricer import Pricer
 from autopar.planner.codecs.choose import CANDIDATES
 from autopar.planner.options import PlanOptions
@@ -147,9 +147,9 @@ def test_options_are_those_of_auto_and_the_chosen_one(
         if not option.codec or option.refused:
             continue
         codec = parse_codec(option.codec)
-        sent = messages(codec, (64, 64), DEVICES)
+        sent = codec_messages(codec, (64, 64), DEVICES)
         assert option.wire_bytes == pytest.approx(sum(m.sent for m in sent))
-        error = relative_error(codec, (64, 64))
+        error = expected_error(codec, (64, 64))
         assert option.error == error
         assert option.counted_error == effective_error(error, feedback=codec.feedback)
 

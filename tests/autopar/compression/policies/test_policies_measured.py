@@ -22,7 +22,11 @@ from autopar.compression.policies import (
     powersgd_family,
     topk_family,
 )
-from autopar.compression.policies.policy import GradientReport, Measuring, Observation
+from autopar.compression.policies.policy import (
+    GradientReport,
+    Observation,
+    ProbingPolicy,
+)
 from autopar.compression.policies.probe import relative_error
 
 
@@ -166,8 +170,8 @@ def test_choices_stay_where_nothing_is_measured():
         bandwidth_bytes_per_s=1e6, options=("int8", "sign"), budget=0.1
     )
     measured = Probe(4).measure(SAMPLES, policy.probes)
-    assert isinstance(policy, Measuring)
-    assert not isinstance(GraVAC(), Measuring)
+    assert isinstance(policy, ProbingPolicy)
+    assert not isinstance(GraVAC(), ProbingPolicy)
     reports = {name: report("dense") for name in SAMPLES}
     assert policy.observe(Observation(100, 1.0, reports, True)) is None
     assert policy.observe(Observation(200, 1.0, reports, False, measured)) is None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.exchange import example_messages, messages
+from autopar.compression.exchange import codec_messages, example_messages
 from autopar.planner.codecs.choose import CANDIDATES
 
 
@@ -16,7 +16,7 @@ def test_the_bytes_are_nearly_those_of_the_codec(text: str, scatter: bool) -> No
     for workers, shape in ((2, (64, 512)), (4, (1024, 256)), (8, (512, 8, 64))):
         if codec.check(shape, scatter=scatter):
             continue
-        exact = messages(codec, shape, workers, scatter=scatter)
+        exact = codec_messages(codec, shape, workers, scatter=scatter)
         found, extent = example_messages(codec, workers, scatter=scatter)
         assert [m.kind for m in found] == [m.kind for m in exact]
         sent = sum(m.sent for m in exact)

@@ -16,7 +16,7 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
 
 from autopar import Cluster, Plan, PlanError
 from autopar.compression.codecs.registry import parse_codec
-from autopar.cost.codecs.terms import effective_error, relative_error
+from autopar.cost.codecs.terms import effective_error, expected_error
 from autopar.planner.codecs.choose import CANDIDATES, MOST_OF_BUDGET, choose
 from autopar.planner.codecs.options import DEFAULT_BUDGET
 from autopar.planner.codecs.sites import gradients_of, parameter_names
@@ -215,7 +215,7 @@ class TestBudget:
         squares = total = 0.0
         for g in plan.gradients:
             codec = parse_codec(g.codec or "dense")
-            error = relative_error(codec, g.local_shape)
+            error = expected_error(codec, g.local_shape)
             counted = effective_error(error, feedback=codec.feedback)
             assert counted <= MOST_OF_BUDGET * budget
             squares += math.prod(g.shape) * counted**2

@@ -171,7 +171,7 @@ class TestState:
         before = on_host(step.compression_state["gradients"]["params/0/up"])
         step.recode({"params/0/up": "sign"})
         planned = step.prepare(*state, case.batch(2))
-        after = carry_over(step.compression_state, planned.synchronisation)
+        after = carry_over(step.compression_state, planned.sums)
         after = on_host(after["gradients"]["params/0/up"])
 
         jax.tree.map(
@@ -194,7 +194,7 @@ class TestState:
         other = step_of("powersgd:rank=2", **second)
         other.compression_state = saved
         planned = other.prepare(*state, case.batch(2))
-        found = on_host(restored(saved, planned.synchronisation))
+        found = on_host(restored(saved, planned.sums))
         old = saved["gradients"]["params/0/up"]["codec"]
         new = found["gradients"]["params/0/up"]["codec"]
         one, other_one = (old, new[0]) if to_levels else (old[0], new)

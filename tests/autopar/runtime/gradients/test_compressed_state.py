@@ -204,8 +204,8 @@ class TestReplan:
         state = step.replan(Cluster.parse(f"{devices}x1:cpu,{cases.NETWORK}"), state)
 
         planned = step.prepare(*state, case.batch(2))
-        assert planned.synchronisation is not None
-        after = residual_sums(restored(saved, planned.synchronisation))
+        assert planned.sums is not None
+        after = residual_sums(restored(saved, planned.sums))
         assert {g.workers for g in step.plan.gradients} == {devices}
         assert set(after) == set(before)
         for name, residual in before.items():

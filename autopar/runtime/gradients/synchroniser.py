@@ -1,0 +1,205 @@
+"""Sums stacked partial gradients through codecs while a planned step runs.
+
+The replay hands over stacked partial gradients. A bucket of them is summed in one
+`jax.shard_map` that is manual over all mesh axes: a gradient that is split over other
+axes is never gathered, and only payloads cross the links.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from autopar.compression.exchange import MeshLinks
+from autopar.compression.fallback import synchronise_levels
+from autopar.compression.synchronise import (
+    NON_FINITE,
+    Gradient,
+    restore_unless_finite,
+    synchronise,
+)
+from autopar.runtime.gradients.sums import GradientSums, Member, State
+from autopar.runtime.gradients.within import gather_within, sum_within
+from autopar_passes.layouts import constrain, partition_spec
+from autopar_passes.sums.stacked import Stacked
+
+
+class CodecSynchroniser:
+    """The synchroniser of one trace of a step (`autopar_passes.replay.layout_plan`)."""
+
+    def __init__(self, sums: GradientSums, state: State) -> None:
+        """Starts a step with the state of the step before."""
+        self.sums = sums
+        self.state = state
+        self.new: dict[str, Any] = {}
+        # Of each bucket: its gradients, and a row of telemetry for each on each device.
+        self.rows: list[tuple[list[str], jax.Array]] = []
+        # Of each gradient the level that it took.
+        self.levels: dict[str, jax.Array] = {}
+        self._totals: jax.Array | None = None
+
+    def takes(self, value: int) -> frozenset[int]:
+        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        return self.sums.together(value)
+
+    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
+        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        members = [self.sums.members[v] for v in partials]
+        mesh = self.sums.mesh
+        states = [self.state["gradients"][m.decision.name] for m in members]
+        state_specs = [self.sums.specs(m) for m in members]
+        everywhere = PartitionSpec(mesh.axis_names)
+
+        def bucket(step: Any, arrays: Any, before: Any) -> Any:
+            return _sum_bucket(self.sums, members, step, arrays, before)
+
+        totals, after, rows, level = jax.shard_map(
+            bucket,
+            mesh=mesh,
+            in_specs=(
+                PartitionSpec(),
+                [partition_spec(mesh, m.stacked) for m in members],
+                state_specs,
+            ),
+            out_specs=(
+                [partition_spec(mesh, m.result) for m in members],
+                state_specs,
+                everywhere,
+                PartitionSpec(),
+            ),
+            check_vma=False,
+        )(self.state["step"], [x.array for x in partials.values()], states)
+        for k, member in enumerate(members):
+            self.new[member.decision.name] = after[k]
+            self.levels[member.decision.name] = level
+        self.rows.append(([m.decision.name for m in members], rows))
+        return {
+            v: constrain(total, mesh, m.home)
+            for v, total, m in zip(partials, totals, members, strict=True)
+        }
+
+    @property
+    def _names(self) -> list[str]:
+        return [m.decision.name for m in self.sums.members.values()]
+
+    @property
+    def complete(self) -> bool:
+        """Whether all sums were taken."""
+        return len(self.new) == len(self.sums.members)
+
+    @property
+    def finite(self) -> jax.Array:
+        """Whether all partial gradients are finite, a bool scalar; once `complete`."""
+        return jnp.all(self._telemetry()[:, NON_FINITE] == 0)
+
+    def finish(self) -> tuple[State, jax.Array]:
+        """The state for the next step, and a row of telemetry for each gradient.
+
+        The state is restored when a partial gradient is not finite.
+
+        Returns:
+          The state, and float32 (gradients, 6) as of
+          `autopar.compression.synchronise.synchronise`.
+        """
+        old = {name: self.state["gradients"][name] for name in self._names}
+        new = {name: self.new[name] for name in self._names}
+        gradients = restore_unless_finite(old, new, self.finite)
+        after = {"step": self.state["step"] + 1, "gradients": gradients}
+        return after, self._telemetry()
+
+    def _telemetry(self) -> jax.Array:
+        if self._totals is None:
+            found: dict[str, jax.Array] = {}
+            for names, rows in self.rows:
+                found.update(zip(names, jnp.sum(rows, axis=0), strict=True))
+            self._totals = jnp.stack([found[name] for name in self._names])
+        return self._totals
+
+    def taken(self) -> jax.Array:
+        """One at the level that each gradient took, int32 (gradients, levels)."""
+        levels = jnp.stack([self.levels[name] for name in self._names])
+        return jax.nn.one_hot(levels, self.sums.num_levels, dtype=jnp.int32)
+
+
+def _sum_bucket(
+    sums: GradientSums,
+    members: Sequence[Member],
+    step: Any,
+    arrays: Sequence[Any],
+    before: Sequence[State],
+) -> tuple[list[Any], list[State], Any, jax.Array]:
+    """Sums a bucket on one device's arrays; also returns the level it took."""
+    mesh_names = sums.mesh.axis_names
+    summation = members[0].summation
+    names = tuple(mesh_names[a] for a in summation.axes)
+    links = MeshLinks(names, summation.workers)
+    worker = jax.lax.axis_index(names)
+    gradients = [m.gradient for m in members]
+    states = [_local(g, s) for g, s in zip(gradients, before, strict=True)]
+    fast = tuple(mesh_names[a] for a in summation.within)
+    summations = [m.summation for m in members]
+    partials = sum_within(summations, [x[0] for x in arrays], fast)
+    totals, after, rows, level = _summed(
+        sums, members, partials, states, links, worker, step
+    )
+    totals = [
+        total.astype(x.dtype)
+        for total, x in zip(
+            gather_within(summations, totals, fast), arrays, strict=True
+        )
+    ]
+    kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
+    return totals, kept, rows[None], level
+
+
+def _summed(
+    sums: GradientSums,
+    members: Sequence[Member],
+    partials: Sequence[Any],
+    states: Sequence[State],
+    links: MeshLinks,
+    worker: Any,
+    step: Any,
+) -> tuple[list[Any], list[State], Any, jax.Array]:
+    """Sums a bucket by the plan's codecs, or by those of the fallback.
+
+    All devices of the mesh take the same level: gradients that are split over other
+    axes stand beside those that are not, whose copies must stay equal.
+    """
+    if sums.fallback is None:
+        gradients = [m.gradient for m in members]
+        found = synchronise(gradients, partials, states, links, worker, step)
+        return *found, jnp.int32(0)
+    levels = list(zip(*(m.levels for m in members), strict=True))
+    names = sums.mesh.axis_names
+    everyone = MeshLinks(names, math.prod(sums.mesh.shape.values()))
+    return synchronise_levels(
+        levels,
+        partials,
+        states,
+        links,
+        worker,
+        step,
+        sums.fallback.least_gain,
+        everyone,
+    )
+
+
+def _local(gradient: Gradient, state: State) -> State:
+    """One device's state without the leading dims of the arrays of all."""
+    return {
+        "residual": jax.tree.map(
+            lambda x: x[0].reshape(gradient.shape), state["residual"]
+        ),
+        "codec": jax.tree.map(lambda x: x[0], state["codec"]),
+    }
+
+
+def _global(state: State, like: State) -> State:
+    """The opposite of `_local`."""
+    return jax.tree.map(lambda new, old: new[None].reshape(old.shape), state, like)
