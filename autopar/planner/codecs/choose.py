@@ -27,13 +27,15 @@ from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.synchronise import Gradient, init_state
+from autopar.cost.breakdown import CostBreakdown
 from autopar.cost.codecs.collectives import collectives_s
 from autopar.cost.codecs.matrix import Prices
 from autopar.cost.codecs.price import CodecPrice, codec_price, compiler_price
 from autopar.cost.codecs.route import route_of
 from autopar.cost.codecs.terms import expected_error
+from autopar.cost.evaluate import total as total_cost
+from autopar.cost.items import items
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import joined, traffic
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.summation import Summation
 from autopar.planner.candidate import Candidate, SearchResult
@@ -87,7 +89,8 @@ class CodecChoice:
       summations: how the devices share the work of each.
       error: effective relative error of the whole gradient.
       memory_bytes: what the codecs keep on one device.
-      other_bytes: what one device sends besides gradients with codecs.
+      rest: what the step costs besides gradients with codecs.
+      coded: what sending these costs: messages, encoding and decoding.
       problem: the program that chose.
     """
 
@@ -99,8 +102,14 @@ class CodecChoice:
     summations: tuple[Summation, ...]
     error: float
     memory_bytes: float
-    other_bytes: float
+    rest: CostBreakdown
+    coded: CostBreakdown
     problem: CodecSelection | None
+
+    @property
+    def cost(self) -> CostBreakdown:
+        """What a step costs; what backward work hides of it is not taken off."""
+        return self.rest + self.coded
 
     @property
     def step_s(self) -> float:
@@ -146,12 +155,21 @@ def judged(
     ]
     texts = {s.value: c for s, c in zip(found, codecs, strict=True) if c}
     waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
-    left = joined(pricer, traffic(waiting))
+    rest = total_cost(items(waiting, pricer))
     coded = [a for a, text in zip(after, codecs, strict=True) if text]
-    saved = candidate.communication_s - sum(c.seconds(pricer) for c in left)
-    saved -= sum(a.price.local_s for a in coded)
     taken = [a.summation for a in after]
-    saved -= collectives_s(pricer, taken, codecs)
+    sent = CostBreakdown(
+        codec_s=sum(a.price.local_s for a in coded),
+        hideable_s=collectives_s(pricer, taken, codecs),
+        codec_bytes=sum(
+            made.wire_bytes + made.within_bytes
+            for s, text, summation in zip(found, codecs, taken, strict=True)
+            if text
+            for made in [decision(s, pricer.mesh.axes, text, summation)]
+        ),
+    )
+    saved = candidate.communication_s - rest.communication_s
+    saved -= sent.codec_s + sent.hideable_s
     total = sum(math.prod(s.shape) for s in found)
     squared = sum(a.weighted_error for a in after)
     return CodecChoice(
@@ -163,7 +181,8 @@ def judged(
         tuple(taken),
         math.sqrt(squared / total) if total else 0.0,
         sum(a.memory_bytes for a in after),
-        sum(c.sent_bytes(pricer) for c in left),
+        rest,
+        sent,
         None,
     )
 

@@ -37,13 +37,11 @@ def with_codecs(
     found = SearchResult(best, result.tried, result.seconds, result.searched)
     plan = make_plan(analysis, found)
     gradients = gradient_decisions(choice)
-    coded = [g for g in gradients if g.codec]
-    sent = choice.other_bytes + sum(g.wire_bytes + g.within_bytes for g in coded)
     predicted = msgspec.structs.replace(
         plan.predicted,
         step_s=choice.step_s,
         communication_s=plan.predicted.communication_s - choice.saved_s,
-        communication_bytes=sent,
+        communication_bytes=choice.cost.communication_bytes,
         peak_memory_bytes=plan.predicted.peak_memory_bytes + choice.memory_bytes,
     )
     made = msgspec.structs.replace(

@@ -162,7 +162,8 @@ def test_a_recurrent_gradient_is_summed_once() -> None:
 
 def test_without_waiting_it_would_be_summed_every_time() -> None:
     case, plan = data_parallel()
-    eager = dataclasses.replace(plan, deferrals=(), _known={})
+    none = dataclasses.replace(plan.analysis, deferrals=())
+    eager = dataclasses.replace(plan, analysis=none, _known={})
 
     found = check_traffic(case, eager)
 
@@ -186,7 +187,7 @@ def test_outside_of_loops_nothing_waits_unasked(name: str) -> None:
         plan = harness.random_plan(case, sizes, random.Random(f"{name} {k}"))
 
         assert plan.stackings == {}
-        (some, *_) = [d for d in plan.deferrals if d.gradients]
+        (some, *_) = [d for d in plan.analysis.deferrals if d.gradients]
         codecs = dict.fromkeys(some.ends, "dense")
         asked = dataclasses.replace(plan, codecs=codecs, _known={})
         assert set(asked.stackings) in (set(), set(some.members))

@@ -16,14 +16,23 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, trained, training
 
 from autopar import Cluster, Plan, PlanError
 from autopar.compression.codecs.registry import parse_codec
+from autopar.cost.breakdown import step_s
 from autopar.cost.codecs.terms import effective_error, expected_error
-from autopar.planner.codecs.choose import CANDIDATES, MOST_OF_BUDGET, choose
+from autopar.cost.pricer import Pricer
+from autopar.planner.codecs.choose import (
+    CANDIDATES,
+    MOST_OF_BUDGET,
+    choose,
+    gradient_decisions,
+    uniform,
+)
 from autopar.planner.codecs.options import DEFAULT_BUDGET
 from autopar.planner.codecs.sites import gradients_of, parameter_names
+from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
-from autopar.planner.search import given
+from autopar.planner.search import candidate_meshes, given, solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 
 ROWS, WIDTH, HIDDEN = 1024, 128, 256
@@ -342,3 +351,23 @@ class TestNames:
 def test_bad_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(PlanError, match=message):
         plan_analysis(analysis(), cluster("1Gb/s"), PlanOptions(**options))
+
+
+@pytest.mark.parametrize("codec", ["int8", "powersgd:rank=4", "bf16"])
+def test_the_cost_of_a_choice_is_a_value(codec: str) -> None:
+    """On CPU devices nothing is hidden, so its parts add up to the step."""
+    made_for = cluster(SLOW)
+    pricer = Pricer(made_for, candidate_meshes(made_for)[0])
+    pins = pinned_layouts(analysis(), SPLIT, pricer.mesh)
+    best = solve_mesh(analysis(), pricer, pin_restriction(analysis(), pins), seconds=5)
+    choice = uniform(analysis(), best, parse_codec(codec))
+    cost = choice.cost
+    assert any(choice.codecs)
+    assert cost.codec_s > 0
+    assert cost.codec_bytes > 0
+    assert step_s(cost) == pytest.approx(choice.step_s, rel=1e-9)
+    assert cost.work_s == pytest.approx(best.cost.work_s, rel=1e-12)
+    coded = [g for g in gradient_decisions(choice) if g.codec]
+    sent = sum(g.wire_bytes + g.within_bytes for g in coded)
+    left = cost.communication_bytes - sent
+    assert left == pytest.approx(choice.rest.communication_bytes, rel=1e-9, abs=1e-6)
