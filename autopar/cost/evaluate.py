@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable
 
-from autopar.cost.breakdown import CostBreakdown
+from autopar.cost.breakdown import FIELDS, CostBreakdown
 from autopar.cost.items import CostItem, Paid, items
 from autopar.cost.pricer import Pricer
 from autopar.cost.scaling import item_pieces
@@ -24,10 +24,10 @@ def evaluate(assignment: Assignment, pricer: Pricer) -> CostBreakdown:
 
 def total(found: Iterable[CostItem]) -> CostBreakdown:
     """Adds the costs of items."""
-    out = CostBreakdown()
-    for item in found:
-        out = out + item.cost
-    return out
+    costs = [item.cost for item in found]
+    return CostBreakdown(
+        **{n: sum((getattr(c, n) for c in costs), 0.0) for n in FIELDS}
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ import enum
 from collections.abc import Iterator
 
 from autopar.cost.breakdown import CostBreakdown
+from autopar.cost.combining import SUMS
 from autopar.cost.compute import work_once_s
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective, joined, traffic
@@ -124,10 +125,7 @@ def collective_item(
 def _paid(assignment: Assignment, collective: Collective) -> Paid:
     """Sums of gradients wait for all microbatches, what an update reads comes once."""
     op = assignment.graph.operators[collective.operator]
-    summed = collective.place is not None and collective.step.kind in (
-        "all_reduce",
-        "reduce_scatter",
-    )
+    summed = collective.place is not None and collective.step.kind in SUMS
     if summed or op.role is Role.UPDATE or op.kind == "return":
         return Paid.SYNCHRONISATION
     return Paid.MICROBATCH
