@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -21,7 +21,9 @@ from autopar.plans import Plan
 from autopar.reports.audit import Audit, audit_lowered
 from autopar.reports.explain import bind_plan
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
-from autopar.steps.analysis import Analysis, analyse
+from autopar.steps.analysis import Analysis, analyse, analyse_call
+from autopar.steps.state import warn_of_state
+from autopar_passes.program.trace import opened
 
 
 def plan(
@@ -37,6 +39,8 @@ def plan(
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnames: Sequence[str] = (),
 ) -> Plan:
     """Finds the execution plan of a train step that is fastest on a cluster.
 
@@ -44,7 +48,7 @@ def plan(
       step: a train step: ``step(state, batch)`` with a Linen ``TrainState``,
         ``step(params, opt_state, batch)``, or NNX ``step(model, optimizer,
         batch)``. What comes back with the structure of an argument is carried
-        state.
+        state, and so are NNX objects.
       args: its arguments, arrays or ``jax.ShapeDtypeStruct``s.
       cluster: what to plan for, or its text, such as ``2x4:h100``; its devices are
         not needed.
@@ -66,6 +70,9 @@ def plan(
         (docs/plans.md).
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
+      kwargs: the step's arguments that are given by name.
+      static_argnames: names of arguments that are part of the program, as for
+        ``jax.jit``; flags and texts always are.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -85,8 +92,10 @@ def plan(
         layouts=None if layouts is None else as_plan(layouts, "layouts"),
     )
     made_for = as_cluster(cluster)
-    analysis = analyse(step, args)
-    return plan_analysis(analysis, made_for, with_logical_pins(options, step, args))
+    call = opened(step, args, kwargs, static_argnames)
+    analysis = analyse_call(step, call)
+    warn_of_state(step, analysis)
+    return plan_analysis(analysis, made_for, with_logical_pins(options, call))
 
 
 def audit(
@@ -95,6 +104,8 @@ def audit(
     plan: Plan | str | os.PathLike[str],
     cluster: Cluster | str | None = None,
     compiled: bool = False,
+    kwargs: Mapping[str, Any] | None = None,
+    static_argnames: Sequence[str] = (),
 ) -> Audit:
     """Partitions a planned step with the compiler, and compares the communication.
 
@@ -108,13 +119,15 @@ def audit(
         plan.
       compiled: also compiles the step for this process's devices and reads
         communication and memory from the compiled program.
+      kwargs: the step's arguments that are given by name.
+      static_argnames: names of arguments that are part of the program.
 
     Raises:
       PlanError: the plan is for another step or cluster.
     """
     found = as_plan(plan)
     made_for = found.cluster.read() if cluster is None else as_cluster(cluster)
-    analysis = analyse(step, args)
+    analysis = analyse(step, args, kwargs, static_argnames)
     held = carried_out(analysis, found, made_for, seconds=SOLVER_SECONDS)
     return audit_analysis(analysis, held, made_for, compiled=compiled)
 

@@ -7,7 +7,7 @@ most as good as one without.
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -24,7 +24,8 @@ from autopar.planner.problem import Restriction
 from autopar.plans.specs import spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
-from autopar_passes.program.trace import argument_names, is_graph_node
+from autopar_passes.program.calls import Call
+from autopar_passes.program.nnx_objects import is_object_state
 
 # Pattern of an input's path -> its layout.
 Pins = Mapping[str, PartitionSpec]
@@ -95,22 +96,20 @@ def check_pinned(
                 )
 
 
-def logical_pins(
-    step: Callable[..., Any], args: Sequence[Any], rules: LogicalRules
-) -> dict[str, PartitionSpec]:
+def logical_pins(call: Call, rules: LogicalRules) -> dict[str, PartitionSpec]:
     """Turns Flax's logical axis names into pins.
 
     Args:
-      step: the train step, which names the arguments.
-      args: its arguments; their leaves may be boxed with names by
+      call: a call of the step; the leaves of its arguments may be boxed with names by
         ``nn.with_logical_partitioning``.
       rules: Flax's rules, pairs of a logical name and mesh axes.
     """
     out: dict[str, PartitionSpec] = {}
     if not rules:
         return out
-    for prefix, tree in zip(argument_names(step, args), args, strict=True):
-        if is_graph_node(tree):
+    trees = call.form.fixed.join(call.arrays)
+    for prefix, tree in zip(call.form.names, trees, strict=True):
+        if any(map(is_object_state, jax.tree.leaves(tree, is_leaf=is_object_state))):
             continue
         specs = spmd.logical_to_mesh(nn.get_partition_spec(tree), rules)
         keyed, _ = jax.tree_util.tree_flatten_with_path(

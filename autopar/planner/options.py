@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from autopar.cluster import Cluster
 from autopar.cluster.errors import ClusterError
@@ -13,6 +12,7 @@ from autopar.errors import PlanError
 from autopar.planner.codecs.options import budget_of, parsed
 from autopar.planner.hints import LogicalRules, Pins, logical_pins
 from autopar.plans import Plan
+from autopar_passes.program.calls import Call
 
 # Most plans are proved optimal in a tenth of this; with very tight memory the
 # solver would go on for minutes to close the last percent.
@@ -97,14 +97,12 @@ class PlanOptions:
 DEFAULTS = PlanOptions()
 
 
-def with_logical_pins(
-    options: PlanOptions, step: Callable[..., Any], args: Sequence[Any]
-) -> PlanOptions:
-    """The options with Flax's rules turned into pins of a step's arguments.
+def with_logical_pins(options: PlanOptions, call: Call) -> PlanOptions:
+    """The options with Flax's rules turned into pins of a call's arguments.
 
     A pin that was given wins over a rule.
     """
-    named = logical_pins(step, args, options.logical_axis_rules or ())
+    named = logical_pins(call, options.logical_axis_rules or ())
     return dataclasses.replace(
         options, pins={**named, **(options.pins or {})}, logical_axis_rules=None
     )

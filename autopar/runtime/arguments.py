@@ -1,48 +1,34 @@
-"""What a call of a step hands over: structure, shapes, and whose part it is."""
+"""What a call of a step hands over: arrays, shapes, and whose part they are."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import agreement, placement
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
-from autopar_passes.program.trace import carried_leaves, is_graph_node, pure_arguments
-from autopar_passes.program.trace import pure_function as pure_step
+from autopar_passes.program.calls import Call
+from autopar_passes.program.trace import carried_of
 
 
-def positional(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-) -> tuple[Any, ...]:
-    """Puts arguments given by name in their places.
+def signature(call: Call) -> Hashable:
+    """What a plan depends on: the form of the call, shapes and dtypes.
 
-    Raises:
-      TypeError: one of them is keyword-only.
+    Weak types are left out: `autopar.runtime.step_planner` looks at those that matter.
     """
-    if not kwargs:
-        return args
-    bound = inspect.signature(step).bind(*args, **kwargs)
-    if bound.kwargs:
-        raise TypeError(
-            f"a planned step takes positional arguments only, not "
-            f"{', '.join(bound.kwargs)}=: bind them with functools.partial."
-        )
-    return bound.args
+    arrays = tuple((tuple(x.shape), str(x.dtype)) for x in call.arrays)
+    return call.form, arrays
 
 
-def signature(structs: Sequence[Any]) -> Any:
-    """What a plan depends on: structure, shapes, dtypes, and NNX's static parts."""
-    leaves, tree = jax.tree.flatten(pure_arguments(structs))
-    nodes = tuple(a for a in structs if is_graph_node(a))
-    static = nnx.graphdef(nodes) if nodes else None
-    return tree, static, tuple((tuple(x.shape), str(x.dtype)) for x in leaves)
+def abstract(call: Call) -> Call:
+    """The call with a struct in the place of each array."""
+    return dataclasses.replace(call, arrays=[_struct(x) for x in call.arrays])
 
 
 class BatchArguments:
@@ -50,52 +36,44 @@ class BatchArguments:
 
     In a program of several processes, state is the same on every process or
     already global; of a batch each process holds its own rows, as many as any
-    other. An argument that comes back from the step is state, any other is batch.
+    other. An argument of which something comes back from the step is state, any
+    other is batch.
     """
 
     def __init__(self, step: Callable[..., Any], capacity: int) -> None:
-        """Knows no arguments yet; remembers so many structures of them."""
+        """Knows no calls yet; remembers the state of so many forms of them."""
         self._step = step
-        self._state: Recent[Any, frozenset[int]] = Recent(capacity)
+        self._state: Recent[Hashable, frozenset[int]] = Recent(capacity)
 
-    def structs(self, args: Sequence[Any], world: World) -> list[Any]:
-        """Abstract arguments with global shapes; NNX objects stay as they are.
+    def structs(self, call: Call, world: World) -> Call:
+        """The call with structs of global shapes.
 
         Raises:
           PlanError: processes pass batches of different shapes.
         """
-        local = [_structs(a) for a in args]
+        local = abstract(call)
         if world.process_count == 1:
             return local
         key = signature(local)
         state = self._state.get(key)
         if state is None:
-            shapes = [tuple(x.shape) for x in jax.tree.leaves(pure_arguments(local))]
-            agreement.check_rows(world, shapes)
-            state = self._state.put(key, state_arguments(self._step, local))
-        return [
-            x if i in state or is_graph_node(x) else _global(a, world.process_count)
-            for i, (a, x) in enumerate(zip(args, local, strict=True))
+            agreement.check_rows(world, [tuple(x.shape) for x in local.arrays])
+            state = self._state.put(key, state_arrays(self._step, local))
+        whole = [
+            struct if k in state else _global(given, struct, world.process_count)
+            for k, (given, struct) in enumerate(
+                zip(call.arrays, local.arrays, strict=True)
+            )
         ]
+        return dataclasses.replace(local, arrays=whole)
 
 
-def state_arguments(step: Callable[..., Any], structs: Sequence[Any]) -> frozenset[int]:
-    """Positions of the arguments that come back from the step."""
-    function, mutated = pure_step(step, structs)
-    trees = pure_arguments(structs)
-    carried = carried_leaves(trees, jax.eval_shape(function, *trees))
-    rest = [i for i in range(len(structs)) if i not in mutated]
-    start = len(jax.tree.leaves(trees[0])) if mutated else 0
-    found = set(mutated)
-    for i in rest:
-        if start in carried:
-            found.add(i)
-        start += len(jax.tree.leaves(structs[i]))
-    return frozenset(found)
-
-
-def _structs(arg: Any) -> Any:
-    return arg if is_graph_node(arg) else jax.tree.map(_struct, arg)
+def state_arrays(step: Callable[..., Any], call: Call) -> frozenset[int]:
+    """The arrays of arguments of which something comes back from the step."""
+    carried = carried_of(step, call).pairs
+    owners = call.form.argument_of(call.arrays)
+    state = {owners[k] for k in carried}
+    return frozenset(k for k, owner in enumerate(owners) if owner in state)
 
 
 def _struct(leaf: Any) -> Any:
@@ -105,18 +83,38 @@ def _struct(leaf: Any) -> Any:
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def _global(arg: Any, process_count: int) -> Any:
-    """Structs of the whole batch, of which each process was given its rows."""
+def _global(leaf: Any, struct: Any, process_count: int) -> Any:
+    """The struct of a whole array, of which each process was given its rows."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf
+    shape = placement.global_shape(leaf, process_count)
+    return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
 
-    def whole(leaf: Any) -> Any:
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
-        struct = _struct(leaf)
-        return jax.ShapeDtypeStruct(
-            placement.global_shape(leaf, process_count), struct.dtype
+
+def check_alive(name: str, call: Call) -> None:
+    """Checks that no array of a call was consumed before.
+
+    Raises:
+      PlanError: one was.
+    """
+    gone = [
+        k
+        for k, x in enumerate(call.arrays)
+        if isinstance(x, jax.Array) and x.is_deleted()
+    ]
+    if gone:
+        # A deleted array still knows its shape.
+        paths = call.form.paths(call.arrays)
+        raise PlanError(
+            f"{name}: '{paths[gone[0]]}'{_more(gone)} was consumed by an earlier call: "
+            "a step consumes the state that it is given, to reuse its memory. Pass the "
+            "state that the last call returned, or keep the old one with "
+            "parallelize(donate=False)."
         )
 
-    return jax.tree.map(whole, arg)
+
+def _more(found: Sequence[Any]) -> str:
+    return f" (and {len(found) - 1} more)" if len(found) > 1 else ""
 
 
 def check_shapes(name: str, plan: Plan, leaves: Sequence[Any]) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.plans import Plan
 from autopar.runtime import placement
-from autopar_passes.program.trace import is_graph_node, pure_arguments
+from autopar_passes.program.nnx_objects import merge_objects, split_objects, updated
+from autopar_passes.program.static_leaves import Fixed, part
 
 
 def splat(state: Any) -> tuple[Any, ...]:
@@ -20,14 +21,48 @@ def splat(state: Any) -> tuple[Any, ...]:
     return state if type(state) is tuple else (state,)
 
 
-def abstract(create_state: Callable[..., Any], args: Sequence[Any]) -> Any:
-    """The shapes of the state; NNX objects stay objects, with abstract arrays."""
-    return nnx.eval_shape(create_state, *args)
+def flat_state(state: Any) -> tuple[list[Any], Fixed]:
+    """The arrays of a state in the order of the step's inputs, and what stays fixed."""
+    trees = split_objects(splat(state))
+    return part([f"state[{k}]" for k in range(len(trees))], trees)
 
 
-def pure_state(state: Any) -> Any:
-    """A state as a pytree of arrays; that of NNX objects taken out of them."""
-    return pure_arguments(splat(state)) if is_graph_node(state) else state
+@dataclasses.dataclass(frozen=True, slots=True)
+class StateShapes:
+    """What a function creates, without its arrays.
+
+    Attributes:
+      structs: shapes of the arrays.
+      fixed: the rest, as a tuple of the step's leading arguments.
+      single: whether there is one such argument.
+    """
+
+    structs: list[Any]
+    fixed: Fixed
+    single: bool
+
+    def state(self, arrays: Sequence[Any]) -> Any:
+        """The state with these arrays."""
+        args = merge_objects(self.fixed.join(arrays))
+        return args[0] if self.single else args
+
+    def arguments(self) -> tuple[Any, ...]:
+        """The step's leading arguments, of structs."""
+        return merge_objects(self.fixed.join(self.structs))
+
+
+def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> StateShapes:
+    """The shapes of a state; nothing is allocated."""
+    found: list[Any] = []
+
+    def flat(*given: Any) -> list[Any]:
+        state = create_state(*given)
+        arrays, fixed = flat_state(state)
+        found.append((fixed, type(state) is not tuple))
+        return arrays
+
+    structs = list(jax.eval_shape(flat, *args))
+    return StateShapes(structs, *found[-1])
 
 
 def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -36,24 +71,13 @@ def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:
     What a state holds besides (such as ``apply_fn``, bound to a module that is
     made anew each time) may not compare equal from one call to the next.
     """
-    return lambda *args: jax.tree.leaves(pure_state(create_state(*args)))
-
-
-def rebuilt(structs: Any, pure: Any) -> Any:
-    """Puts arrays into the state they were planned for: objects, static parts."""
-    if not is_graph_node(structs):
-        return pure
-    nodes = nnx.merge(nnx.graphdef(splat(structs)), pure[0])
-    return nodes if type(structs) is tuple else nodes[0]
+    return lambda *args: flat_state(create_state(*args))[0]
 
 
 def replaced(state: Any, leaves: Sequence[Any]) -> Any:
     """The state with other arrays; NNX objects are updated in place."""
-    args = splat(state)
-    new = list(jax.tree.unflatten(jax.tree.structure(pure_arguments(args)), leaves))
-    if nodes := tuple(a for a in args if is_graph_node(a)):
-        nnx.update(nodes, new.pop(0))
-    out = tuple(a if is_graph_node(a) else new.pop(0) for a in args)
+    _, fixed = flat_state(state)
+    out = updated(splat(state), fixed.join(leaves))
     return out if type(state) is tuple else out[0]
 
 

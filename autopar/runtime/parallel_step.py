@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.core import Tracer
 
 from autopar.cluster import Cluster
@@ -33,7 +32,9 @@ from autopar.runtime.state_mover import DevicePut, move, named, state_layout
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar_passes.graph.roles import InputRole
-from autopar_passes.program.trace import pure_arguments
+from autopar_passes.program.calls import Call
+from autopar_passes.program.nnx_objects import exchange
+from autopar_passes.program.trace import opened, step_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -80,6 +81,7 @@ class ParallelStep(Generic[P, R]):
         store: ProgramStore,
         codecs: CodecRun,
         world: World | None = None,
+        static: Collection[str] = (),
     ) -> None:
         """See `autopar.parallelize`, which makes these.
 
@@ -90,10 +92,12 @@ class ParallelStep(Generic[P, R]):
           store: where its programs are kept.
           codecs: runs the steps whose gradients have codecs.
           world: the processes and devices; None: those of JAX on the first use.
+          static: names of arguments that are part of the program.
         """
-        self.__name__: str = getattr(step, "__name__", type(step).__name__)
         functools.update_wrapper(self, step)
+        self.__name__: str = step_name(step)
         self._step = step
+        self._static = frozenset(static)
         self._world = world
         self._setting = setting
         self._planner = StepPlanner(step, options)
@@ -138,7 +142,11 @@ class ParallelStep(Generic[P, R]):
         return self._setting.cluster
 
     def init(
-        self, create_state: Callable[..., Any], *args: Any, batch: Any = None
+        self,
+        create_state: Callable[..., Any],
+        *args: Any,
+        batch: Any = None,
+        others: Sequence[Any] | Mapping[str, Any] | None = None,
     ) -> Any:
         """Creates the state directly in its shards; no device holds all of it.
 
@@ -148,19 +156,32 @@ class ParallelStep(Generic[P, R]):
         sent to a new state.
 
         Args:
-          create_state: makes the state (for NNX: the model and optimizer).
+          create_state: makes the state (for NNX: the model and optimizer). A plain
+            tuple holds several leading arguments of the step.
           args: its arguments.
-          batch: an example batch, arrays or ``ShapeDtypeStruct``s.
+          batch: an example batch, arrays or ``ShapeDtypeStruct``s, for a step whose
+            one further argument is the batch.
+          others: for any other step: all arguments after the state, in their order,
+            or by name.
+
+        Raises:
+          PlanError: both ``batch`` and ``others`` are given.
         """
-        abstract = creation.abstract(create_state, args)
-        if batch is not None:
-            self.prepare(*creation.splat(abstract), batch)
-        pure = creation.pure_state(abstract)
-        shardings = self._state_shardings(jax.tree.leaves(pure), batch is not None)
+        if batch is not None and others is not None:
+            raise PlanError(
+                f"{self.__name__}: init takes batch= or others=, not both: others= "
+                "holds the batch as well."
+            )
+        shapes = creation.state_shapes(create_state, args)
+        rest = others if batch is None else (batch,)
+        if rest is not None:
+            named = dict(rest) if isinstance(rest, Mapping) else {}
+            placed = () if named else tuple(rest)
+            self.prepare(*shapes.arguments(), *placed, **named)
+        shardings = self._state_shardings(shapes.structs, rest is not None)
         made = placement.create(creation.leaves_of(create_state), args, shardings)
         self._codecs.start_anew()
-        tree = jax.tree.structure(pure)
-        return creation.rebuilt(abstract, jax.tree.unflatten(tree, made))
+        return shapes.state(made)
 
     def _state_shardings(self, leaves: Sequence[Any], planned: bool) -> list[Any]:
         if planned and self._current is not None:
@@ -216,12 +237,14 @@ class ParallelStep(Generic[P, R]):
         self._plans.put(self._place(analysed, self._setting), plan)
         self._current = _Running(analysed, planned)
 
-    def prepare(self, *args: Any) -> PlannedStep:
+    def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
-        structs = self._batches.structs(args, self.world)
-        if self._current is None or self._current.analysed.key != (
-            arguments.signature(structs)
-        ):
+        return self._prepare(opened(self._step, args, kwargs, self._static))
+
+    def _prepare(self, call: Call) -> PlannedStep:
+        """Plans for the arguments of a call."""
+        structs = self._batches.structs(call, self.world)
+        if self._current is None or not self._current.analysed.fits(structs):
             analysed = self._planner.analysed(structs)
             plan = self._plan_for(analysed, self._setting)
             planned = self._program(analysed, plan, self._devices(self._setting))
@@ -278,22 +301,27 @@ class ParallelStep(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; see `autopar.parallelize`. Under a JAX transform, as it is."""
-        given = arguments.positional(self._step, args, kwargs)
-        leaves = jax.tree.leaves(pure_arguments(given))
-        if any(isinstance(x, Tracer) for x in leaves):
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._step(*args, **kwargs)
-        planned = self.prepare(*given)
-        placed = self._placed(planned, leaves)
+        with exchange():
+            call = opened(self._step, args, kwargs, self._static, within=True)
+            return self._run(call)
+
+    def _run(self, call: Call) -> Any:
+        """Runs one step on the arrays of a call."""
+        arguments.check_alive(self.__name__, call)
+        planned = self._prepare(call)
+        placed = self._placed(planned, call.arrays)
         carried = planned.analysis.carried if self._store.donate else {}
-        placement.separate(placed, carried)
+        placement.separate(call.arrays, placed, carried)
         if planned.sums is None:
             flat = planned.function(*placed)
         else:
             flat = self._codecs.run(planned, placed, self.world)
-        placement.consume(leaves, placed, carried)
+        placement.consume(call.arrays, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self.recode(wish)
-        return _result(planned, given, flat)
+        return planned.analysis.pytrees.result.returned(flat)
 
     def _placed(self, planned: PlannedStep, leaves: Sequence[Any]) -> list[Any]:
         """The flat arguments where the program wants them."""
@@ -311,9 +339,9 @@ class ParallelStep(Generic[P, R]):
         agreement.check_equal(self.world, whole)
         return placed
 
-    def lower(self, *args: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns JAX's ``Lowered`` of the planned program for these arguments."""
-        return self.prepare(*args).lower()
+        return self.prepare(*args, **kwargs).lower()
 
     def replan(
         self,
@@ -387,14 +415,3 @@ def _moved(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> list[An
     source = state_layout(old.analysis, old.plan, count) if lies else None
     target = state_layout(new.analysis, new.plan, count)
     return list(move(state, source, target, DevicePut((new.mesh,))).values())
-
-
-def _result(planned: PlannedStep, given: Sequence[Any], flat: Sequence[Any]) -> Any:
-    """What the step returns; NNX objects among the arguments are updated."""
-    out = jax.tree.unflatten(planned.analysis.pytrees.out_tree, flat)
-    mutated = planned.analysis.pytrees.mutated
-    if not mutated:
-        return out
-    state, result = out
-    nnx.update(tuple(given[i] for i in mutated), state)
-    return result

@@ -50,6 +50,7 @@ def parallelize(
     compression: str = ...,
     error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
+    static_argnames: Sequence[str] = ...,
 ) -> ParallelStep[P, R]: ...
 @overload
 def parallelize(
@@ -72,6 +73,7 @@ def parallelize(
     compression: str = ...,
     error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
+    static_argnames: Sequence[str] = ...,
 ) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
 def parallelize(
     step: Callable[..., Any] | None = None,
@@ -95,6 +97,7 @@ def parallelize(
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
+    static_argnames: Sequence[str] = (),
 ) -> Any:
     """Decorates a train step so that it runs under the plan found for it.
 
@@ -129,6 +132,8 @@ def parallelize(
       compression: how gradients are sent: ``none``, ``auto``, or a codec as text.
       error_budget: for ``auto``, the largest relative error of the gradients.
       layouts: a plan whose layouts are kept, or its JSON file.
+      static_argnames: names of arguments that are part of the program, as for
+        ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
 
     Raises:
       ClusterError: the text describes no cluster.
@@ -160,9 +165,14 @@ def parallelize(
             store=ProgramStore(donate=donate, fallback=safer, capacity=programs),
             codecs=CodecRun(policy),
             world=world,
+            static=_names(static_argnames),
         )
 
     return decorate if step is None else decorate(step)
+
+
+def _names(static: Sequence[str]) -> tuple[str, ...]:
+    return (static,) if isinstance(static, str) else tuple(static)
 
 
 def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:

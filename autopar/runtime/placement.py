@@ -13,16 +13,23 @@ from autopar_passes import jax_compat
 
 
 def place(leaf: Any, sharding: NamedSharding) -> Any:
-    """Returns an array with the given sharding; no copy where it has it already.
+    """Returns an array with the given sharding; no copy where it lies so already.
+
+    The array has exactly this sharding and a strong type. Both are part of what JAX
+    finds compiled code by, and an equivalent sharding on another mesh is an error for
+    functions within the program that JAX compiles by themselves.
 
     Where the sharding spans processes, an array of this process alone must have the
     same values on every process (`autopar.runtime.agreement.check_equal`): each
     process cuts its shards out of its own array, and nothing is sent.
     """
-    if isinstance(leaf, jax.Array) and leaf.sharding.is_equivalent_to(
-        sharding, leaf.ndim
-    ):
-        return leaf
+    if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type:
+        leaf = _strong(leaf)
+    if isinstance(leaf, jax.Array):
+        if leaf.committed and leaf.sharding == sharding:
+            return leaf
+    elif not _is_extended(leaf):
+        leaf = np.asarray(leaf, jax.typeof(leaf).dtype)
     if sharding.is_fully_addressable or is_global(leaf):
         return jax.device_put(leaf, sharding)
     host = leaf if _is_extended(leaf) else np.asarray(leaf)
@@ -31,18 +38,31 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
     )
 
 
+def _strong(leaf: jax.Array) -> Any:
+    """The same values without a weak type, which but the first call's scalars have."""
+    if leaf.is_fully_addressable:
+        return np.asarray(leaf)
+    return jax.lax.convert_element_type(leaf, leaf.dtype)
+
+
 def held_here(leaf: Any, sharding: NamedSharding) -> bool:
     """Whether `place` would cut shards for several processes out of one's array."""
     return not sharding.is_fully_addressable and not is_global(leaf)
 
 
-def separate(leaves: list[Any], donated: Iterable[int]) -> None:
-    """Copies what is donated twice: an array may stand in a state only once."""
+def separate(given: Sequence[Any], placed: list[Any], donated: Iterable[int]) -> None:
+    """Copies what is donated twice: an array may stand in a state only once.
+
+    Args:
+      given: the arrays of the caller; two that are one object share their memory.
+      placed: the same in their places.
+      donated: positions of those that are donated.
+    """
     seen: set[int] = set()
     for k in sorted(donated):
-        if id(leaves[k]) in seen:
-            leaves[k] = jax.numpy.copy(leaves[k])
-        seen.add(id(leaves[k]))
+        if id(given[k]) in seen:
+            placed[k] = jax.numpy.copy(placed[k])
+        seen.add(id(given[k]))
 
 
 def consume(
@@ -50,11 +70,17 @@ def consume(
 ) -> None:
     """Deletes what a call consumed, also where its memory could not be used again.
 
-    An array that was copied into its place first still belongs to the caller.
+    An array that was moved into its place first still belongs to the caller.
     """
     for k in donated:
-        if given[k] is placed[k] and not given[k].is_deleted():
-            given[k].delete()
+        held = [placed[k]]
+        if isinstance(given[k], jax.Array) and given[k].sharding.is_equivalent_to(
+            placed[k].sharding, given[k].ndim
+        ):
+            held.append(given[k])
+        for array in held:
+            if not array.is_deleted():
+                array.delete()
 
 
 def place_rows(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:

@@ -147,7 +147,7 @@ def planned_step(
       PlanError: the plan belongs to another step.
     """
     assignment = restore(analysis, plan)
-    run = replay(analysis.program, analysis.graph, assignment, mesh)
+    run = _named(replay(analysis.program, analysis.graph, assignment, mesh), analysis)
     carried = tuple(sorted(analysis.carried)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
     outputs = _out_shardings(analysis, assignment, mesh)
@@ -163,7 +163,7 @@ def planned_step(
         return PlannedStep(analysis, plan, assignment, mesh, function)
     state = found.shardings()
     function = jax.jit(
-        _synchronised(run, found, analysis, assignment),
+        _named(_synchronised(run, found, analysis, assignment), analysis),
         in_shardings=[*inputs, state],
         out_shardings=(outputs, state, None, None),
         donate_argnums=(*carried, len(inputs)) if donate else (),
@@ -178,6 +178,13 @@ def planned_step(
             compiler_options=_compiler_options(assignment, mesh),
         )
     return PlannedStep(analysis, plan, assignment, mesh, function, found, gradients)
+
+
+def _named(function: Callable[..., Any], analysis: Analysis) -> Callable[..., Any]:
+    """Gives a function the step's name: profiles and dumps show it for the module."""
+    if analysis.traced is not None:
+        function.__name__ = function.__qualname__ = analysis.traced.name
+    return function
 
 
 def _synchronised(

@@ -68,7 +68,7 @@ class ProgramStore:
         mesh = device_mesh(plan, devices)
         used = tuple(d.id for d in mesh.devices.flat)
         # The signature, as structures that hold functions make one step two.
-        key = (analysed.key, content_digest(plan), used)
+        key = (analysed.key, analysed.weak, content_digest(plan), used)
         found = self._programs.get(key)
         if found is None or found.mesh != mesh:
             found = self._programs.put(

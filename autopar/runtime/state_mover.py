@@ -21,9 +21,9 @@ from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.plans.schema import Spec
 from autopar.runtime import placement
-from autopar.runtime.creation import splat
+from autopar.runtime.creation import flat_state
 from autopar.steps.analysis import Analysis
-from autopar_passes.program.trace import pure_arguments
+from autopar_passes.program.static_leaves import StaticError
 
 # Of each axis of a mesh its name and size, outermost first.
 Axes = tuple[tuple[str, int], ...]
@@ -213,6 +213,12 @@ def check_alike(first: StateLayout, second: StateLayout) -> None:
             )
 
 
+_ADVICE = (
+    "the state is not what the step's first arguments hold. Pass the carried arguments "
+    "in the step's order, several of them as a tuple, such as (params, opt_state)."
+)
+
+
 def named(name: str, analysis: Analysis, state: Any) -> dict[str, Any]:
     """The arrays of a state by path; they are those of the step's first arguments.
 
@@ -224,7 +230,10 @@ def named(name: str, analysis: Analysis, state: Any) -> dict[str, Any]:
     Raises:
       PlanError: they are not what these hold.
     """
-    leaves = jax.tree.leaves(pure_arguments(splat(state)))
+    try:
+        leaves, _ = flat_state(state)
+    except StaticError as error:
+        raise PlanError(f"{name}: {_ADVICE} ({error})") from error
     graph = analysis.graph
     want = [
         (tuple(graph.values[i.value].shape), str(graph.values[i.value].dtype))
@@ -235,11 +244,7 @@ def named(name: str, analysis: Analysis, state: Any) -> dict[str, Any]:
         for x in leaves
     ]
     if not leaves or want != have:
-        raise PlanError(
-            f"{name}: the state is not what the step's first arguments hold. Pass the "
-            "carried arguments in the step's order, several of them as a tuple, such "
-            "as (params, opt_state)."
-        )
+        raise PlanError(f"{name}: {_ADVICE}")
     return {i.path: x for i, x in zip(graph.inputs, leaves, strict=False)}
 
 

@@ -7,16 +7,20 @@ processes use the plan of the first.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from typing import Any
+
+import jax
 
 from autopar.cluster import Cluster
 from autopar.planner.options import PlanOptions, with_logical_pins
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
-from autopar.runtime.arguments import signature
+from autopar.runtime.arguments import abstract, signature
 from autopar.runtime.recent import Recent
-from autopar.steps.analysis import Analysis, analyse
+from autopar.steps.analysis import Analysis, analyse_call
+from autopar.steps.state import warn_of_state
+from autopar_passes.program.calls import Call
 
 # Most signatures, such as shapes of batches, whose analyses are kept.
 ANALYSES = 16
@@ -28,13 +32,24 @@ class Analysed:
 
     Attributes:
       key: the signature of the arguments.
+      weak: the arrays that are weakly typed and not carried.
       analysis: the step, traced on them.
       hints: pins that the arguments' logical axes and the options give.
     """
 
     key: Hashable
+    weak: frozenset[int]
     analysis: Analysis
     hints: PlanOptions
+
+    def fits(self, call: Call) -> bool:
+        """Whether a call runs the same program.
+
+        The weak type of a carried array (a step counter that begins as a Python
+        number) is gone after the first call and does not matter.
+        """
+        weak = _weak(call) - self.analysis.carried.keys()
+        return frozenset(weak) == self.weak and signature(call) == self.key
 
 
 class StepPlanner:
@@ -56,25 +71,29 @@ class StepPlanner:
         """
         self.step = step
         self.options = options
-        self._analysed: Recent[Hashable, Analysed] = Recent(capacity)
+        self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
 
-    def analysed(self, structs: Sequence[Any]) -> Analysed:
+    def analysed(self, call: Call) -> Analysed:
         """Returns the step on arguments of these shapes.
 
         Args:
-          structs: the arguments, with ``ShapeDtypeStruct``s of global shapes; NNX
-            objects as they are.
+          call: a call of the step, with structs of global shapes.
 
         Raises:
           TraceError: JAX cannot trace the step.
         """
-        key = signature(structs)
-        found = self._analysed.get(key)
-        if found is None:
-            analysis = analyse(self.step, structs)
-            hints = with_logical_pins(self.options, self.step, structs)
-            found = self._analysed.put(key, Analysed(key, analysis, hints))
-        return found
+        key = signature(call)
+        known = self._analysed.get(key) or ()
+        for found in known:
+            if found.fits(call):
+                return found
+        analysis = analyse_call(self.step, call)
+        warn_of_state(self.step, analysis)
+        hints = with_logical_pins(self.options, abstract(call))
+        weak = frozenset(_weak(call) - analysis.carried.keys())
+        made = Analysed(key, weak, analysis, hints)
+        self._analysed.put(key, (*known, made))
+        return made
 
     def plan(
         self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None = None
@@ -99,3 +118,8 @@ class StepPlanner:
                 error_budget=codecs.error_budget,
             )
         return plan_analysis(analysed.analysis, cluster, options)
+
+
+def _weak(call: Call) -> set[int]:
+    """The arrays of a call that are weakly typed, such as Python numbers."""
+    return {k for k, x in enumerate(call.arrays) if jax.typeof(x).weak_type}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from autopar.steps.batch import DimLabels, dim_labels
@@ -24,8 +24,9 @@ from autopar.steps.work import (
 )
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program
-from autopar_passes.program.trace import TracedStep, trace
+from autopar_passes.program.trace import TracedStep, opened, trace_call
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
 
@@ -148,15 +149,30 @@ class Analysis:
         return coded_sums(self.graph, self.contraction, self.deferrals)
 
 
-def analyse(step: Callable[..., Any], args: Sequence[Any]) -> Analysis:
+def analyse(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    static: Collection[str] = (),
+) -> Analysis:
     """Traces a step and contracts its graph.
 
     Args:
       step: the train step, in any of the forms of `autopar_passes.program.trace`.
       args: its arguments, arrays or ``ShapeDtypeStruct``s.
+      kwargs: arguments by name.
+      static: names of arguments that are part of the program.
+
+    Raises:
+      TraceError: JAX cannot trace the step.
     """
+    return analyse_call(step, opened(step, args, kwargs, static))
+
+
+def analyse_call(step: Callable[..., Any], call: Call) -> Analysis:
+    """`analyse`, for a call whose arrays are already taken out."""
     start = time.perf_counter()
-    traced = trace(step, args)
+    traced = trace_call(step, call)
     traced_at = time.perf_counter()
     made = analyse_program(
         traced.program, step_graph(traced), output_paths=traced.output_paths

@@ -80,3 +80,14 @@ def itemsize(dtype: Any) -> int:
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return int(aval.size) * aval.dtype.itemsize
     return int(dtype.itemsize)
+
+
+def static_argument_names(function: Any) -> frozenset[str]:
+    """Names of the arguments that a jitted function was told are static.
+
+    ``_jit_info`` of a jitted function is private (0.10.2): without it nothing is
+    static but what the caller names. ``flax.nnx.jit`` keeps its jitted function in
+    ``jitted_fn``.
+    """
+    info = getattr(getattr(function, "jitted_fn", function), "_jit_info", None)
+    return frozenset(getattr(info, "static_argnames", None) or ())

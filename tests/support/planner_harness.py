@@ -28,12 +28,9 @@ from autopar_passes.audit.partitioned import shardy_collectives
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.layouts import partition_spec
-from autopar_passes.program.trace import (
-    TracedStep,
-    pure_arguments,
-    pure_function,
-    trace,
-)
+from autopar_passes.program.calls import flat_function
+from autopar_passes.program.nnx_objects import exchange
+from autopar_passes.program.trace import TracedStep, opened, trace
 from autopar_passes.replay.run import replay
 from autopar_passes.sums.deferral import Deferral
 
@@ -223,10 +220,10 @@ def by_kind(found: Traffic) -> dict[str, float]:
 
 def plain(case: Case) -> tuple[list[Any], list[Any]]:
     """The flat arguments, and the flat results of the unplanned step."""
-    function, _ = pure_function(case.step, case.args)
-    pure = pure_arguments(case.args)
-    flat = jax.tree.leaves(pure)
-    return flat, jax.tree.leaves(jax.jit(function)(*pure))
+    call = opened(case.step, case.args)
+    function, _ = flat_function(case.step, call.form)
+    with exchange():
+        return call.arrays, jax.jit(function)(*call.arrays)
 
 
 def check_equal(got: Sequence[Any], want: Sequence[Any], rtol: float) -> None:

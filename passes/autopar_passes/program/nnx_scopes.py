@@ -38,6 +38,13 @@ def name_modules(graph: Any) -> None:
         object.__setattr__(module, _PATH, "/".join(str(p) for p in path))
 
 
+def unname_modules(graph: Any) -> None:
+    """Takes the paths off again: they are no part of the caller's objects."""
+    for _, module in _named_modules(graph):
+        if _PATH in vars(module):
+            object.__delattr__(module, _PATH)
+
+
 def _named_modules(graph: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
     for path, node in nnx.iter_graph(graph):
         if isinstance(node, nnx.Module):

@@ -1,25 +1,37 @@
-"""Traces a user's train step, in any of the three forms people write.
+"""Traces a user's train step, in any of the forms that people write.
 
 * Linen: ``step(state, batch) -> (state, metrics)`` with a ``TrainState``;
 * plain: ``step(params, opt_state, batch) -> (params, opt_state, loss)``;
-* NNX: ``step(model, optimizer, batch) -> loss``, which mutates its arguments.
+* NNX: ``step(model, optimizer, metrics, batch) -> loss``, which changes its arguments;
+* Equinox: ``step(model, opt_state, batch) -> (model, opt_state, loss)``.
 
 Only shapes are needed: nothing of the size of the model is allocated.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-import inspect
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import jax
-from flax import nnx
 
+from autopar_passes.program.calls import (
+    Call,
+    CallForm,
+    ResultForm,
+    flat_function,
+    open_call,
+)
+from autopar_passes.program.carried import Carried, find_carried
 from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
-from autopar_passes.program.nnx_scopes import module_scopes, name_modules
+from autopar_passes.program.nnx_objects import exchange
+
+# JAX's errors that say what a step does wrong.
+_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError)
 
 
 class TraceError(ValueError):
@@ -28,165 +40,160 @@ class TraceError(ValueError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TracedStep:
-    """A step as a pure, flat program, and how its pytrees map onto it.
+    """A step as a pure, flat program, and how calls of it map onto it.
 
     Attributes:
+      name: of the step, for people.
       program: the flat program.
-      in_tree: structure of the pure arguments (a tuple of pytrees).
-      out_tree: structure of the pure result.
+      form: what stays fixed of the call.
+      result: what stays fixed of the result.
       input_paths: a readable path for each flat argument.
       output_paths: the same for each flat result.
       carried: flat argument -> flat result that is its next value.
-      mutated: positions of the arguments that the step mutates (NNX).
+      changed: paths of arrays of carried arguments that come back in another shape or
+        dtype.
     """
 
+    name: str
     program: Program
-    in_tree: Any
-    out_tree: Any
+    form: CallForm
+    result: ResultForm
     input_paths: tuple[str, ...]
     output_paths: tuple[str, ...]
     carried: dict[int, int]
-    mutated: tuple[int, ...]
+    changed: tuple[str, ...]
 
 
-def is_graph_node(arg: Any) -> bool:
-    """Says whether an argument is an NNX object, or a collection of them."""
-    leaves = jax.tree.leaves(arg, is_leaf=lambda x: isinstance(x, nnx.Pytree))
-    return any(isinstance(x, (nnx.Module, nnx.Optimizer)) for x in leaves)
-
-
-def pure_arguments(args: Sequence[Any]) -> tuple[Any, ...]:
-    """Turns the arguments of a step into pytrees of arrays.
-
-    NNX objects become one leading pytree, their joint state.
-    """
-    graph = tuple(a for a in args if is_graph_node(a))
-    rest = tuple(a for a in args if not is_graph_node(a))
-    return (nnx.state(graph), *rest) if graph else rest
-
-
-def pure_function(
-    step: Callable[..., Any], args: Sequence[Any]
-) -> tuple[Callable[..., Any], tuple[int, ...]]:
-    """Returns the step as a pure function, and the arguments that it mutates."""
-    mutated = tuple(i for i, a in enumerate(args) if is_graph_node(a))
-    if not mutated:
-        return step, ()
-    definition = nnx.graphdef(tuple(args[i] for i in mutated))
-
-    def pure(state: Any, *rest: Any) -> tuple[Any, Any]:
-        nodes = nnx.merge(definition, state)
-        name_modules(nodes)
-        given = iter(rest)
-        merged = dict(zip(mutated, nodes, strict=True))
-        full = [merged[i] if i in merged else next(given) for i in range(len(args))]
-        with module_scopes(nodes):
-            out = step(*full)
-        return nnx.state(nodes), out
-
-    return pure, mutated
-
-
-def trace(step: Callable[..., Any], args: Sequence[Any]) -> TracedStep:
+def trace(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    static: Collection[str] = (),
+) -> TracedStep:
     """Traces a step on arrays or ``ShapeDtypeStruct``s.
+
+    Args:
+      step: the step.
+      args: its arguments.
+      kwargs: arguments by name.
+      static: names of arguments that are part of the program.
 
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    function, mutated = pure_function(step, args)
+    return trace_call(step, opened(step, args, kwargs, static))
+
+
+def opened(
+    step: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None = None,
+    static: Collection[str] = (),
+    *,
+    within: bool = False,
+) -> Call:
+    """Takes the arrays out of a call (`autopar_passes.program.calls.open_call`).
+
+    Args:
+      step: the step.
+      args: its arguments.
+      kwargs: arguments by name.
+      static: names of arguments that are part of the program.
+      within: whether the caller has opened an `exchange`, to put new arrays back.
+
+    Raises:
+      TraceError: the arguments do not fit the step, or are nothing that JAX takes.
+    """
+    context = contextlib.nullcontext() if within else exchange()
     try:
-        trees = jax.tree.map(_struct, pure_arguments(args))
-        traced = jax.jit(function).trace(*trees)
-    except (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError) as error:
-        raise TraceError(_trace_failure(step, error)) from error
-    out = traced.out_info
-    names = argument_names(step, args)
+        with context:
+            return open_call(step, args, kwargs, static)
+    except TypeError as error:
+        raise TraceError(_call_failure(step, error)) from error
+
+
+def trace_call(step: Callable[..., Any], call: Call) -> TracedStep:
+    """Traces a step on the arrays or structs of a call.
+
+    A carried array that is weakly typed at first and not when it comes back is traced
+    as it comes back: the second call then runs the program of the first.
+
+    Raises:
+      TraceError: JAX cannot trace the step.
+    """
+    form, structs = call.form, [_struct(x) for x in call.arrays]
+    traced, result = _traced(step, form, structs)
+    outputs = list(traced.out_info)
+    found = find_carried(form, structs, result, outputs)
+    weak = [a for a in found.pairs if structs[a].weak_type]
+    if not all(outputs[found.pairs[a]].weak_type for a in weak):
+        for a in weak:
+            structs[a] = jax.ShapeDtypeStruct(structs[a].shape, structs[a].dtype)
+        traced, result = _traced(step, form, structs)
+        outputs = list(traced.out_info)
+        found = find_carried(form, structs, result, outputs)
     return TracedStep(
+        name=step_name(step),
         program=flatten(traced.jaxpr),
-        in_tree=jax.tree.structure(trees),
-        out_tree=jax.tree.structure(out),
-        input_paths=tuple(_input_paths(names, trees, mutated)),
-        output_paths=tuple(_paths("result", out)),
-        carried=carried_leaves(trees, out),
-        mutated=mutated,
+        form=form,
+        result=result,
+        input_paths=tuple(form.paths(structs)),
+        output_paths=tuple(result.paths(form.names, outputs)),
+        carried=found.pairs,
+        changed=found.changed,
     )
 
 
-def carried_leaves(args: Sequence[Any], out: Any) -> dict[int, int]:
-    """Matches arguments with results of the same structure, shapes and dtypes.
+def carried_of(step: Callable[..., Any], call: Call) -> Carried:
+    """What a step carries, without a program: quicker than `trace_call`.
 
-    Returns flat argument -> flat result. An argument is matched as a whole,
-    with the result itself or with an element of a result that is a tuple.
+    Raises:
+      TraceError: JAX cannot trace the step.
     """
-    parts = list(out) if type(out) in (tuple, list) else [out]
-    starts = _starts(parts)
-    free = set(range(len(parts)))
-    matched: dict[int, int] = {}
-    for start, arg in zip(_starts(args), args, strict=True):
-        kind = _kind(arg)
-        for k in sorted(free):
-            if kind[1] and _kind(parts[k]) == kind:
-                free.discard(k)
-                pairs = range(len(kind[1]))
-                matched.update({start + j: starts[k] + j for j in pairs})
-                break
-    return matched
+    structs = [_struct(x) for x in call.arrays]
+    try:
+        with exchange():
+            flat, results = flat_function(step, call.form)
+            outputs = jax.eval_shape(flat, *structs)
+    except _ERRORS as error:
+        raise TraceError(_trace_failure(step, error)) from error
+    return find_carried(call.form, structs, results[-1], outputs)
 
 
-def _starts(trees: Sequence[Any]) -> list[int]:
-    out, total = [], 0
-    for tree in trees:
-        out.append(total)
-        total += len(jax.tree.leaves(tree))
-    return out
+def _traced(
+    step: Callable[..., Any], form: CallForm, structs: Sequence[Any]
+) -> tuple[Any, ResultForm]:
+    try:
+        with exchange():
+            flat, results = flat_function(step, form)
+            traced = jax.jit(flat).trace(*structs)
+    except _ERRORS as error:
+        raise TraceError(_trace_failure(step, error)) from error
+    return traced, results[-1]
 
 
-def _kind(tree: Any) -> tuple[Any, tuple[Any, ...]]:
-    leaves, structure = jax.tree.flatten(tree)
-    return structure, tuple((tuple(x.shape), str(x.dtype)) for x in leaves)
-
-
-def _struct(leaf: Any) -> Any:
+def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype)
+        return jax.ShapeDtypeStruct(
+            leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type)
+        )
     aval = jax.typeof(leaf)
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
-def argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    """Returns the step's own names of its arguments; ``args2`` for those without."""
-    try:
-        names = list(inspect.signature(step).parameters)[: len(args)]
-    except (TypeError, ValueError):
-        names = []
-    return names + [f"args{i}" for i in range(len(names), len(args))]
+def step_name(step: Callable[..., Any]) -> str:
+    """The name of a step: that of its function, or of its class."""
+    step = step.func if isinstance(step, functools.partial) else step
+    return getattr(step, "__name__", type(step).__name__)
 
 
-def _input_paths(
-    names: Sequence[str], trees: Sequence[Any], mutated: Sequence[int]
-) -> list[str]:
-    """Paths that start with the argument's name, also within the joint NNX state."""
-    rest = [n for i, n in enumerate(names) if i not in mutated]
-    if not mutated:
-        return [p for n, t in zip(names, trees, strict=True) for p in _paths(n, t)]
-    # The joint state is keyed by position among the mutated arguments.
-    joint = [
-        "/".join((names[mutated[int(first)]], *more))
-        for first, *more in (p.split("/") for p in _paths("", trees[0]))
-    ]
-    return joint + [
-        p for n, t in zip(rest, trees[1:], strict=True) for p in _paths(n, t)
-    ]
-
-
-def _paths(name: str, tree: Any) -> list[str]:
-    keyed, _ = jax.tree_util.tree_flatten_with_path(tree)
-    keys = [jax.tree_util.keystr(k, simple=True, separator="/") for k, _ in keyed]
-    return ["/".join(x for x in (name, k) if x) for k in keys]
+def _call_failure(step: Callable[..., Any], error: Exception) -> str:
+    name = step_name(step)
+    return f"the step '{name}' cannot be called like this: {error}"
 
 
 def _trace_failure(step: Callable[..., Any], error: Exception) -> str:
-    name = getattr(step, "__name__", str(step))
+    name = step_name(step)
     first = str(error).strip().split("\n", 1)[0]
     return (
         f"the step '{name}' cannot be traced: {first}\n"

@@ -324,11 +324,3 @@ class TestErrors:
         _, opt_state = made(form, step)
         with pytest.raises(PlanError, match=r"\(params, opt_state\)"):
             step.replan(forms.cheap("4:cpu"), opt_state)
-
-    def test_keyword_only_arguments(self) -> None:
-        def step(w: Any, *, batch: Any) -> Any:
-            return w * batch
-
-        run = autopar.parallelize(step, cluster=CLUSTER)
-        with pytest.raises(TypeError, match=r"functools\.partial"):
-            run(jnp.ones(8), batch=jnp.ones(8))

@@ -21,13 +21,16 @@ from autopar.planner.options import PlanOptions
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.step_planner import Analysed, StepPlanner
+from autopar_passes.program.trace import opened
 
 CHANGES, SIZES = 50, (8, 4, 6, 2, 3)
 
 
 @pytest.fixture(scope="module")
 def analysed() -> Analysed:
-    return StepPlanner(small_step.step, PlanOptions()).analysed(small_step.structs())
+    return StepPlanner(small_step.step, PlanOptions()).analysed(
+        opened(small_step.step, small_step.structs())
+    )
 
 
 def run(program: PlannedStep) -> None:

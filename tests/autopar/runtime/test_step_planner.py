@@ -14,7 +14,8 @@ from jax.sharding import PartitionSpec
 from autopar import Cluster
 from autopar.planner.options import PlanOptions
 from autopar.runtime.agreement import content_digest
-from autopar.runtime.step_planner import StepPlanner
+from autopar.runtime.step_planner import Analysed, StepPlanner
+from autopar_passes.program.trace import opened
 
 FOUR = Cluster.parse("4:cpu")
 
@@ -23,45 +24,49 @@ def planner(**options: Any) -> StepPlanner:
     return StepPlanner(small_step.step, PlanOptions(**options), capacity=2)
 
 
+def analysed(found: StepPlanner, args: tuple[Any, ...]) -> Analysed:
+    return found.analysed(opened(found.step, args))
+
+
 def test_no_device_and_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("devices", "local_devices", "process_count", "process_index"):
         monkeypatch.setattr(jax, name, None)
     found = planner()
     plan = found.plan(
-        found.analysed(small_step.structs()), Cluster.parse("64x8:h100,memory=1GB")
+        analysed(found, small_step.structs()), Cluster.parse("64x8:h100,memory=1GB")
     )
     assert str(plan.cluster).startswith("64x8")
 
 
 def test_the_plan_is_that_of_autopar_plan() -> None:
     found = planner()
-    plan = found.plan(found.analysed(small_step.structs()), FOUR)
+    plan = found.plan(analysed(found, small_step.structs()), FOUR)
     assert content_digest(plan) == content_digest(small_step.plan("4:cpu"))
 
 
 def test_an_analysis_is_made_once_for_a_signature() -> None:
     found = planner()
-    first = found.analysed(small_step.structs())
-    assert found.analysed(small_step.structs()) is first
+    first = analysed(found, small_step.structs())
+    assert analysed(found, small_step.structs()) is first
     assert first.analysis.pytrees.program is not None
-    other = found.analysed(small_step.structs(rows=48))
+    other = analysed(found, small_step.structs(rows=48))
     assert other.key != first.key
-    assert found.analysed(small_step.structs()) is first
+    assert analysed(found, small_step.structs()) is first
 
 
 def test_analyses_are_bounded() -> None:
     found = planner()
-    first = found.analysed(small_step.structs())
+    first = analysed(found, small_step.structs())
     for rows in (32, 40):
-        found.analysed(small_step.structs(rows))
-    again = found.analysed(small_step.structs())
+        analysed(found, small_step.structs(rows))
+    again = analysed(found, small_step.structs())
     assert again is not first
     assert again.key == first.key
 
 
 def test_options_hold() -> None:
     found = planner(pins={"w": PartitionSpec("x")}, axis_names=("x",), max_axes=1)
-    plan = found.plan(found.analysed(small_step.structs()), FOUR)
+    plan = found.plan(analysed(found, small_step.structs()), FOUR)
     assert plan.inputs["w"] == (("x",), ())
 
 
@@ -73,7 +78,7 @@ def test_logical_axes_become_pins() -> None:
     )
     options = PlanOptions(logical_axis_rules=rules)
     found = StepPlanner(forms.linen_step, options)
-    hints = found.analysed((state, forms.batch_structs())).hints
+    hints = analysed(found, (state, forms.batch_structs())).hints
     path = "state/params/Dense_0/kernel/value"
     assert hints.pins is not None
     assert hints.pins[path] == PartitionSpec(None, "x")
@@ -81,7 +86,7 @@ def test_logical_axes_become_pins() -> None:
 
     own = dataclasses.replace(options, pins={path: PartitionSpec()})
     found = StepPlanner(forms.linen_step, own)
-    assert found.analysed((state, forms.batch_structs())).hints.pins == {
+    assert analysed(found, (state, forms.batch_structs())).hints.pins == {
         **hints.pins,
         path: PartitionSpec(),
     }
@@ -89,7 +94,7 @@ def test_logical_axes_become_pins() -> None:
 
 def test_other_codecs_for_one_plan() -> None:
     found = planner()
-    analysed = found.analysed(small_step.structs())
-    plan = found.plan(analysed, FOUR, PlanOptions(compression="int8"))
+    step = analysed(found, small_step.structs())
+    plan = found.plan(step, FOUR, PlanOptions(compression="int8"))
     assert plan.compression.mode == "int8"
-    assert found.plan(analysed, FOUR).compression.mode == "none"
+    assert found.plan(step, FOUR).compression.mode == "none"

@@ -21,6 +21,8 @@ import autopar
 from autopar import PlanError
 from autopar.runtime import agreement, arguments
 from autopar.runtime.world import World
+from autopar_passes.program.calls import Call
+from autopar_passes.program.trace import opened
 
 PROCESSES, LOCAL = 2, 4
 
@@ -212,6 +214,10 @@ class TestAgreement:
         agreement.check_same(world, small_step.plan("4:cpu"), "abc")
 
 
+def call(args: tuple[Any, ...]) -> Call:
+    return opened(small_step.step, args)
+
+
 class TestBatches:
     """Of a batch each process holds its rows, of the rest everything."""
 
@@ -219,7 +225,7 @@ class TestBatches:
         def run(world: World) -> list[tuple[int, ...]]:
             found = arguments.BatchArguments(small_step.step, 4)
             args = (small_step.state(), small_step.batch(12))
-            return [x.shape for x in found.structs(args, world)]
+            return [x.shape for x in found.structs(call(args), world).arrays]
 
         assert everywhere(run) == [[(16, 16), (24, 16)]] * 2
 
@@ -227,7 +233,7 @@ class TestBatches:
         def run(world: World) -> Any:
             found = arguments.BatchArguments(small_step.step, 4)
             args = (small_step.state(), small_step.batch(12 - world.process_index))
-            return found.structs(args, world)
+            return found.structs(call(args), world)
 
         for error in everywhere(run):
             assert isinstance(error, PlanError)

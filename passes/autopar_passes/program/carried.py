@@ -1,0 +1,223 @@
+"""Finds the state that a step carries: what comes back as it went in.
+
+An argument is matched as a whole with a part of the result that has the same
+structure, shapes and dtypes, wherever in the result that part is: the result itself,
+an element of a tuple, a value of a dict, a field of a dataclass. NNX objects are
+matched array by array, because a step may add or remove variables.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import jax
+
+from autopar_passes.program.calls import CallForm, ResultForm
+from autopar_passes.program.nnx_objects import is_object_state
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Carried:
+    """What a step carries.
+
+    Attributes:
+      pairs: flat argument -> flat result that is its next value.
+      changed: paths of arrays whose argument comes back, and which themselves come
+        back in another shape or dtype.
+    """
+
+    pairs: dict[int, int]
+    changed: tuple[str, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Leaf:
+    """An array of a tree: its number, and what must be equal to be carried."""
+
+    index: int
+    kind: tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Part:
+    """A part of a tree.
+
+    Attributes:
+      name: its key in the tree that holds it, or that of an argument; empty for an
+        element of a sequence.
+      depth: number of trees around it.
+      tree: the part.
+      structure: of its tree.
+      leaves: its leaves, arrays as `_Leaf`.
+    """
+
+    name: str
+    depth: int
+    tree: Any
+    structure: Any
+    leaves: tuple[Any, ...]
+
+    @property
+    def arrays(self) -> list[_Leaf]:
+        """Its arrays."""
+        return [x for x in self.leaves if isinstance(x, _Leaf)]
+
+    @property
+    def is_array(self) -> bool:
+        """Whether it is an array by itself."""
+        return len(self.leaves) == 1 and self.tree is self.leaves[0]
+
+
+def find_carried(
+    form: CallForm, inputs: Sequence[Any], result: ResultForm, outputs: Sequence[Any]
+) -> Carried:
+    """Matches the arguments of a call with its result.
+
+    Args:
+      form: of the call.
+      inputs: shapes and dtypes of the flat arguments.
+      result: the form of the result.
+      outputs: shapes and dtypes of the flat results.
+    """
+    given = form.fixed.join(_numbered(inputs))
+    objects, returned = result.fixed.join(_numbered(outputs))
+    search = _Search(_part("", 0, returned))
+    for k, (name, tree) in enumerate(zip(form.names, given, strict=True)):
+        if form.objects:
+            search.objects(tree, objects[k])
+        search.match(_part(name, 0, tree))
+    paths = form.paths(inputs)
+    changed = tuple(paths[i] for i in sorted(search.changed))
+    return Carried(dict(sorted(search.pairs.items())), changed)
+
+
+class _Search:
+    """Matches parts of arguments with parts of one result."""
+
+    def __init__(self, result: _Part) -> None:
+        """Has matched nothing yet."""
+        self.pairs: dict[int, int] = {}
+        self.changed: set[int] = set()
+        self._taken: set[int] = set()
+        # The parts of the result by their structure, outer ones first.
+        self._parts: dict[Any, list[_Part]] = collections.defaultdict(list)
+        for part in _parts(result):
+            self._parts[part.structure].append(part)
+
+    def objects(self, tree: Any, after: Any) -> None:
+        """Matches the arrays of the NNX objects of an argument, by their paths."""
+        new = dict(_object_arrays(after))
+        for path, leaf in _object_arrays(tree):
+            other = new.get(path)
+            if isinstance(other, _Leaf) and other.kind == leaf.kind:
+                self.pairs[leaf.index] = other.index
+
+    def match(self, part: _Part) -> bool:
+        """Matches a part of an argument, or else its own parts."""
+        if not part.arrays or is_object_state(part.tree):
+            return False
+        found = self._equal(part) or self._alike(part)
+        if found is not None:
+            self._take(part, found)
+            return True
+        if part.is_array:
+            return False
+        children = _children(part)
+        inner = [x for x in children if not x.is_array]
+        matched = [self.match(x) for x in inner]
+        if any(matched):
+            # What stands beside a state may be state, too, if it has the same name.
+            for x in children:
+                if x.is_array:
+                    self.match(x)
+        return any(matched)
+
+    def _equal(self, part: _Part) -> _Part | None:
+        """A part of the result that is alike in every array."""
+        found = [x for x in self._free(part) if _kinds(x) == _kinds(part)]
+        if part.is_array:
+            found = [x for x in found if self._may_be(part, x)]
+        named = [x for x in found if x.name and x.name == part.name]
+        return next(iter(named + found), None)
+
+    def _may_be(self, part: _Part, other: _Part) -> bool:
+        """Whether a single array of the result may be the argument's next value.
+
+        Many arrays have the same shape. An argument that is an array may be the result
+        or an element of a tuple; elsewhere the two must have the same name.
+        """
+        if part.depth == 0 and other.depth <= 1 and not other.name:
+            return True
+        return bool(part.name) and other.name == part.name
+
+    def _alike(self, part: _Part) -> _Part | None:
+        """A part of the result that is alike in most arrays."""
+        for other in self._free(part):
+            equal = sum(
+                a == b for a, b in zip(_kinds(part), _kinds(other), strict=True)
+            )
+            if not part.is_array and 2 * equal >= len(part.leaves) and equal > 0:
+                return other
+        return None
+
+    def _free(self, part: _Part) -> Iterator[_Part]:
+        for other in self._parts.get(part.structure, ()):
+            if self._taken.isdisjoint(x.index for x in other.arrays):
+                yield other
+
+    def _take(self, part: _Part, other: _Part) -> None:
+        self._taken.update(x.index for x in other.arrays)
+        for a, b in zip(part.leaves, other.leaves, strict=True):
+            if isinstance(a, _Leaf) and isinstance(b, _Leaf) and a.kind == b.kind:
+                self.pairs[a.index] = b.index
+            elif isinstance(a, _Leaf):
+                self.changed.add(a.index)
+
+
+def _kinds(part: _Part) -> list[Any]:
+    return [x.kind if isinstance(x, _Leaf) else ("static", x) for x in part.leaves]
+
+
+def _numbered(arrays: Sequence[Any]) -> list[_Leaf]:
+    return [_Leaf(k, (tuple(x.shape), str(x.dtype))) for k, x in enumerate(arrays)]
+
+
+def _part(name: str, depth: int, tree: Any) -> _Part:
+    leaves, structure = jax.tree.flatten(tree)
+    return _Part(name, depth, tree, structure, tuple(leaves))
+
+
+def _children(part: _Part) -> list[_Part]:
+    tree = part.tree
+    keyed, _ = jax.tree_util.tree_flatten_with_path(
+        tree, is_leaf=lambda x: x is not tree
+    )
+    return [_part(_name(path), part.depth + 1, child) for path, child in keyed]
+
+
+def _name(path: Any) -> str:
+    if isinstance(path[-1], jax.tree_util.SequenceKey):
+        return ""
+    return jax.tree_util.keystr(path, simple=True)
+
+
+def _parts(part: _Part) -> Iterator[_Part]:
+    """A tree and its parts, outer ones first."""
+    queue = collections.deque([part])
+    while queue:
+        part = queue.popleft()
+        yield part
+        if not part.is_array and part.leaves:
+            queue.extend(_children(part))
+
+
+def _object_arrays(tree: Any) -> Iterator[tuple[Any, _Leaf]]:
+    """Path and array of everything that NNX objects in a tree hold."""
+    keyed, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object_state)
+    for path, held in keyed:
+        if is_object_state(held):
+            inner, _ = jax.tree_util.tree_flatten_with_path(held)
+            yield from ((path + more, x) for more, x in inner if isinstance(x, _Leaf))

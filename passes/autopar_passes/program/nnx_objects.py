@@ -1,0 +1,140 @@
+"""Takes the arrays out of NNX objects, and writes the new ones back.
+
+This is what ``nnx.jit`` does, by the same functions of Flax: whatever a step changes
+in a module, an optimizer, a metric, ``Rngs`` or a bare variable comes back to the
+caller's object. Objects that are shared stay shared, and a returned object is the
+caller's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator
+from typing import Any
+
+import jax
+from flax import nnx
+
+# Names the exchange between the caller's objects and those inside a program.
+_TAG = "autopar"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ObjectKey:
+    """Stands in a path where an object becomes its state; has no name of its own."""
+
+
+@jax.tree_util.register_pytree_with_keys_class
+@dataclasses.dataclass(frozen=True, slots=True)
+class ObjectState:
+    """One object as a tree: what it is, and its arrays.
+
+    Attributes:
+      definition: its ``nnx.GraphDef``; static.
+      state: its ``nnx.State``.
+    """
+
+    definition: Any
+    state: Any
+
+    def tree_flatten_with_keys(self) -> tuple[Any, Any]:
+        """The definition is part of the structure."""
+        return ((ObjectKey(), self.state),), self.definition
+
+    @classmethod
+    def tree_unflatten(cls, definition: Any, children: Any) -> ObjectState:
+        """The opposite of `tree_flatten_with_keys`."""
+        return cls(definition, children[0])
+
+
+def is_object(x: Any) -> bool:
+    """Whether something is an NNX object or a variable."""
+    return isinstance(x, nnx.Variable) or nnx.graphlib.is_graph_node(x)
+
+
+def is_object_state(x: Any) -> bool:
+    """Whether something is what `taken_out` makes of an object."""
+    return isinstance(x, ObjectState)
+
+
+def holds_objects(tree: Any) -> bool:
+    """Whether a tree holds any NNX object."""
+    return any(is_object(x) for x in jax.tree.leaves(tree, is_leaf=is_object))
+
+
+@contextlib.contextmanager
+def exchange() -> Generator[None]:
+    """Within it, `put_back` outside a program finds the objects of `taken_out`."""
+    with nnx.update_context(_TAG):
+        yield
+
+
+def taken_out(tree: Any) -> Any:
+    """The tree with an `ObjectState` in the place of each object.
+
+    Within an `exchange`.
+    """
+    return nnx.to_tree(
+        tree,
+        split_fn=lambda ctx, path, prefix, leaf: ObjectState(*ctx.split(leaf)),
+        ctxtag=_TAG,
+    )
+
+
+def put_back(tree: Any, *, inner: bool) -> Any:
+    """The opposite of `taken_out`.
+
+    Args:
+      tree: what `taken_out` returned, with other arrays.
+      inner: inside the program new objects are made; outside of it the caller's are
+        updated.
+    """
+    return nnx.from_tree(
+        tree,
+        merge_fn=lambda ctx, path, prefix, leaf: ctx.merge(leaf.definition, leaf.state),
+        is_node_leaf=is_object_state,
+        is_leaf=is_object_state,
+        is_inner=inner,
+        ctxtag=_TAG,
+    )
+
+
+def split_objects(tree: Any) -> Any:
+    """`taken_out`, for objects that nobody else holds: outside of an `exchange`."""
+    return nnx.to_tree(
+        tree,
+        split_fn=lambda ctx, path, prefix, leaf: ObjectState(*ctx.split(leaf)),
+    )
+
+
+def merge_objects(tree: Any) -> Any:
+    """Makes new objects of what `split_objects` returned."""
+    return nnx.from_tree(
+        tree,
+        merge_fn=lambda ctx, path, prefix, leaf: ctx.merge(leaf.definition, leaf.state),
+        is_node_leaf=is_object_state,
+        is_leaf=is_object_state,
+    )
+
+
+def updated(tree: Any, new: Any) -> Any:
+    """A tree with the arrays of another; NNX objects are updated in place.
+
+    Args:
+      tree: with objects.
+      new: what `split_objects` returns for the tree, with other arrays.
+    """
+    given, structure = jax.tree.flatten(tree, is_leaf=is_object)
+    states = jax.tree.leaves(new, is_leaf=is_object_state)
+    for k, (old, state) in enumerate(zip(given, states, strict=True)):
+        if is_object(old):
+            nnx.update(old, state.state)
+        else:
+            given[k] = state
+    return jax.tree.unflatten(structure, given)
+
+
+def objects_alone(tree: Any) -> Any:
+    """The tree with None in the place of everything that is no object."""
+    return jax.tree.map(lambda x: x if is_object(x) else None, tree, is_leaf=is_object)
