@@ -15,6 +15,8 @@ import jax
 # jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). What is
 # missing there in 0.10.2 is the name stack of an equation and how to bind an
 # equation under one; both live in `jax._src.source_info_util`.
+from jax._src import core as _core
+from jax._src import pmap as _pmap
 from jax._src import source_info_util as _source_info
 from jax.extend import core as jex_core
 
@@ -80,6 +82,25 @@ def itemsize(dtype: Any) -> int:
         aval = jax.eval_shape(jax.random.key_data, jax.ShapeDtypeStruct((), dtype))
         return int(aval.size) * aval.dtype.itemsize
     return int(dtype.itemsize)
+
+
+@contextlib.contextmanager
+def axis_env(sizes: dict[str, int]) -> Generator[None]:
+    """Binds names of axes that collectives may use, as ``jax.pmap`` does.
+
+    ``core.extend_axis_env_nd`` is private (0.10.2).
+    """
+    with _core.extend_axis_env_nd(list(sizes.items())):
+        yield
+
+
+def is_pmapped(function: Any) -> bool:
+    """Whether a function was returned by ``jax.pmap``.
+
+    It is a plain function (0.10.2); only the file of its code tells.
+    """
+    code = getattr(function, "__code__", None)
+    return code is not None and code.co_filename == _pmap.__file__
 
 
 def static_argument_names(function: Any) -> frozenset[str]:

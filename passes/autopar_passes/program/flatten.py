@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import (
@@ -14,6 +15,11 @@ from autopar_passes.program.equations import (
     Region,
     Scalar,
     Value,
+)
+from autopar_passes.program.one_replica import (
+    is_collective,
+    is_index,
+    reshape_equation,
 )
 
 # Calls whose body means the same in line. The parameter that holds the body
@@ -44,12 +50,16 @@ _DROPPED = frozenset(
 )
 
 
-def flatten(closed: Any) -> Program:
+def flatten(closed: Any, replicas: frozenset[str] = frozenset()) -> Program:
     """Inlines the calls of a closed jaxpr and numbers its values and equations.
 
     Equations whose results nobody reads are dropped, as the compiler would.
+
+    Args:
+      closed: the jaxpr.
+      replicas: names of the axes of one replica; collectives over them are dropped.
     """
-    builder = _Builder()
+    builder = _Builder(replicas)
     constants = list(closed.consts)
     arguments = [builder.new_value(v.aval) for v in closed.jaxpr.invars]
     const_ids = [builder.new_value(v.aval) for v in closed.jaxpr.constvars]
@@ -71,7 +81,8 @@ def flatten(closed: Any) -> Program:
 class _Builder:
     """Accumulates values and equations while calls are inlined."""
 
-    def __init__(self) -> None:
+    def __init__(self, replicas: frozenset[str]) -> None:
+        self.replicas = replicas
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.hoisted: list[tuple[int, Any]] = []
@@ -110,6 +121,12 @@ class _Builder:
         if name in _DROPPED:
             env[eqn.outvars[0]] = inputs[0]
             return
+        if is_collective(eqn, self.replicas):
+            self.alone(eqn, inputs, env, stack)
+            return
+        if is_index(eqn, self.replicas):
+            env[eqn.outvars[0]] = Scalar(np.int32(0), eqn.outvars[0].aval)
+            return
         if name == "custom_linear_solve":
             self.call(eqn, *_linear_solve(eqn, inputs), env, stack)
             return
@@ -118,6 +135,20 @@ class _Builder:
             return
         regions = tuple(self.region(b, stack) for b in _bodies(eqn))
         self.emit(eqn, inputs, env, stack, regions)
+
+    def alone(
+        self, eqn: Any, inputs: list[Atom], env: dict[Any, Atom], stack: str
+    ) -> None:
+        """A collective over one replica: its operands, in the shapes of its results."""
+        for given, var, out in zip(inputs, eqn.invars, eqn.outvars, strict=True):
+            if var.aval.shape == out.aval.shape:
+                env[out] = given
+                continue
+            struct = jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype)
+            template = reshape_equation(struct, out.aval.shape)
+            inner: dict[Any, Atom] = {}
+            self.emit(template, [given], inner, stack, ())
+            env[out] = inner[template.outvars[0]]
 
     def emit(
         self,

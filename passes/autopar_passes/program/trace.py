@@ -18,6 +18,7 @@ from typing import Any
 
 import jax
 
+from autopar_passes import jax_compat
 from autopar_passes.program.calls import (
     Call,
     CallForm,
@@ -29,6 +30,7 @@ from autopar_passes.program.carried import Carried, find_carried
 from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
 from autopar_passes.program.nnx_objects import exchange
+from autopar_passes.program.one_replica import with_one_replica
 
 # JAX's errors that say what a step does wrong.
 _ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError)
@@ -52,6 +54,8 @@ class TracedStep:
       carried: flat argument -> flat result that is its next value.
       changed: paths of arrays of carried arguments that come back in another shape or
         dtype.
+      replicas: names of axes over which the step has collectives, as for ``jax.pmap``;
+        they have one replica, which sees the whole batch.
     """
 
     name: str
@@ -62,6 +66,7 @@ class TracedStep:
     output_paths: tuple[str, ...]
     carried: dict[int, int]
     changed: tuple[str, ...]
+    replicas: frozenset[str]
 
 
 def trace(
@@ -121,55 +126,79 @@ def trace_call(step: Callable[..., Any], call: Call) -> TracedStep:
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    form, structs = call.form, [_struct(x) for x in call.arrays]
-    traced, result = _traced(step, form, structs)
-    outputs = list(traced.out_info)
-    found = find_carried(form, structs, result, outputs)
-    weak = [a for a in found.pairs if structs[a].weak_type]
-    if not all(outputs[found.pairs[a]].weak_type for a in weak):
-        for a in weak:
-            structs[a] = jax.ShapeDtypeStruct(structs[a].shape, structs[a].dtype)
-        traced, result = _traced(step, form, structs)
-        outputs = list(traced.out_info)
-        found = find_carried(form, structs, result, outputs)
+    found = _traced(step, call.form, [_struct(x) for x in call.arrays])
+    weak = [a for a in found.carried.pairs if found.inputs[a].weak_type]
+    if not all(found.outputs[found.carried.pairs[a]].weak_type for a in weak):
+        strong = [
+            jax.ShapeDtypeStruct(x.shape, x.dtype) if k in weak else x
+            for k, x in enumerate(found.inputs)
+        ]
+        found = _traced(step, call.form, strong)
     return TracedStep(
         name=step_name(step),
-        program=flatten(traced.jaxpr),
-        form=form,
-        result=result,
-        input_paths=tuple(form.paths(structs)),
-        output_paths=tuple(result.paths(form.names, outputs)),
-        carried=found.pairs,
-        changed=found.changed,
+        program=flatten(found.jaxpr, found.replicas),
+        form=call.form,
+        result=found.result,
+        input_paths=tuple(call.form.paths(found.inputs)),
+        output_paths=tuple(found.result.paths(call.form.names, found.outputs)),
+        carried=found.carried.pairs,
+        changed=found.carried.changed,
+        replicas=found.replicas,
     )
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Traced:
+    """One trace of a step.
+
+    Attributes:
+      jaxpr: the closed jaxpr.
+      inputs: structs of the flat arguments.
+      outputs: shapes and dtypes of the flat results.
+      result: the form of the result.
+      carried: what comes back.
+      replicas: names of axes that the step takes for those of its replicas.
+    """
+
+    jaxpr: Any
+    inputs: list[Any]
+    outputs: list[Any]
+    result: ResultForm
+    carried: Carried
+    replicas: frozenset[str]
+
+
 def carried_of(step: Callable[..., Any], call: Call) -> Carried:
-    """What a step carries, without a program: quicker than `trace_call`.
+    """What a step carries, without a program.
 
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    structs = [_struct(x) for x in call.arrays]
-    try:
-        with exchange():
-            flat, results = flat_function(step, call.form)
-            outputs = jax.eval_shape(flat, *structs)
-    except _ERRORS as error:
-        raise TraceError(_trace_failure(step, error)) from error
-    return find_carried(call.form, structs, results[-1], outputs)
+    return _traced(step, call.form, [_struct(x) for x in call.arrays]).carried
 
 
-def _traced(
-    step: Callable[..., Any], form: CallForm, structs: Sequence[Any]
-) -> tuple[Any, ResultForm]:
+def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Traced:
+    """Traces a step."""
+    if jax_compat.is_pmapped(step):
+        raise TraceError(
+            f"the step '{step_name(step)}' is a jax.pmap: pass the function itself. "
+            "Collectives over its axis may stay; a planned step sees the whole batch."
+        )
+    with exchange():
+        flat, results = flat_function(step, form)
+        traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, inputs))
+    outputs = list(traced.out_info)
+    carried = find_carried(form, inputs, results[-1], outputs)
+    return _Traced(traced.jaxpr, inputs, outputs, results[-1], carried, replicas)
+
+
+def _jaxpr(
+    step: Callable[..., Any], flat: Callable[..., Any], inputs: list[Any]
+) -> Any:
     try:
-        with exchange():
-            flat, results = flat_function(step, form)
-            traced = jax.jit(flat).trace(*structs)
+        return jax.jit(flat).trace(*inputs)
     except _ERRORS as error:
         raise TraceError(_trace_failure(step, error)) from error
-    return traced, results[-1]
 
 
 def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
