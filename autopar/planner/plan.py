@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import time
 from collections.abc import Sequence
+
+from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.compression.codecs.codec import Codec
@@ -77,6 +80,53 @@ def plan_analysis(
     if options.split_batch:
         check_batch(analysis, cluster, meshes)
     return _searched(analysis, cluster, meshes, pins, codecs, seconds)
+
+
+def plan_beside(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
+) -> Plan:
+    """A plan for another batch, under which the state of a running plan stays put.
+
+    It has the running plan's layouts where the axes divide the batch. Where they do
+    not, the state keeps its layouts, pinned ones among them, and the batch is split as
+    far as it can be.
+
+    Args:
+      analysis: the step with the other batch.
+      cluster: that of the running plan.
+      options: hints and limits; those of the running plan.
+      running: the plan of the step with its usual batch.
+
+    Raises:
+      InfeasibleError: the batch does not fit the memory of a device like this.
+      PlanError: the running plan's mesh is none that the cluster has.
+    """
+    try:
+        kept = dataclasses.replace(options, layouts=running)
+        return plan_analysis(analysis, cluster, kept)
+    except PlanError:
+        meshes = [
+            mesh
+            for mesh in candidate_meshes(cluster, options.max_axes, running.axis_names)
+            if mesh.sizes == running.axis_sizes
+        ]
+        if not meshes:
+            raise
+    pins = _state_pins(analysis, running)
+    mode = options.compression
+    codecs = _Codecs(mode, parsed(mode), budget_of(options.error_budget, mode))
+    return _searched(analysis, cluster, meshes, pins, codecs, options.seconds)
+
+
+def _state_pins(analysis: Analysis, plan: Plan) -> dict[str, PartitionSpec]:
+    """Pins of the carried inputs to where a plan has them."""
+    return {
+        glob.escape(given.path): PartitionSpec(
+            *(axes or None for axes in plan.inputs[given.path])
+        )
+        for given in analysis.graph.inputs
+        if given.output >= 0
+    }
 
 
 def _searched(

@@ -23,8 +23,9 @@ from autopar.planner.options import (
 )
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
-from autopar.runtime import agreement, arguments, creation, placement
+from autopar.runtime import agreement, arguments, creation, last_batch, placement
 from autopar.runtime.codec_run import CodecRun, recoded
+from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.planned import PlannedStep, device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
@@ -82,6 +83,7 @@ class ParallelStep(Generic[P, R]):
         codecs: CodecRun,
         world: World | None = None,
         static: Collection[str] = (),
+        fewer: LastBatch = "run",
     ) -> None:
         """See `autopar.parallelize`, which makes these.
 
@@ -93,11 +95,13 @@ class ParallelStep(Generic[P, R]):
           codecs: runs the steps whose gradients have codecs.
           world: the processes and devices; None: those of JAX on the first use.
           static: names of arguments that are part of the program.
+          fewer: what to do with a batch of fewer rows.
         """
         functools.update_wrapper(self, step)
         self.__name__: str = step_name(step)
         self._step = step
         self._static = frozenset(static)
+        self._last_batch: LastBatch = fewer
         self._world = world
         self._setting = setting
         self._planner = StepPlanner(step, options)
@@ -246,11 +250,29 @@ class ParallelStep(Generic[P, R]):
         structs = self._batches.structs(call, self.world)
         if self._current is None or not self._current.analysed.fits(structs):
             analysed = self._planner.analysed(structs)
-            plan = self._plan_for(analysed, self._setting)
+            plan = self._plan_for(analysed, self._setting, self._running_beside(call))
             planned = self._program(analysed, plan, self._devices(self._setting))
             self._plans.put(self._place(analysed, self._setting), plan)
             self._current = _Running(analysed, planned)
         return self._current.planned
+
+    def _running_beside(self, call: Call) -> Plan | None:
+        """The plan that runs, if a call has fewer rows of the batch than it."""
+        if self._current is None or self._setting.plan is not None:
+            return None
+        running, count = self._current.planned, self.world.process_count
+        fewer = last_batch.fewer_rows(call, running, count)
+        return None if fewer is None else running.plan
+
+    def _fitted(self, call: Call) -> Call:
+        """The call with the rows that the step is to run."""
+        if self._current is None or self._last_batch == "run":
+            return call
+        running, count = self._current.planned, self.world.process_count
+        rows = last_batch.fewer_rows(call, running, count)
+        if rows is None:
+            return call
+        return last_batch.fitted(call, rows, running.plan, self._last_batch, count)
 
     def _place(self, analysed: Analysed, setting: Setting) -> Hashable:
         """What a plan that is remembered belongs to."""
@@ -262,8 +284,13 @@ class ParallelStep(Generic[P, R]):
         codecs = (asked.compression, asked.error_budget)
         return analysed.key, cluster.fingerprint(), devices, codecs
 
-    def _plan_for(self, analysed: Analysed, setting: Setting) -> Plan:
-        """The plan of a setting, the same on every process."""
+    def _plan_for(
+        self, analysed: Analysed, setting: Setting, beside: Plan | None = None
+    ) -> Plan:
+        """The plan of a setting, the same on every process.
+
+        With a plan to be ``beside``, the state lies as in that one.
+        """
         known = self._plans.get(self._place(analysed, setting))
         if known is not None:
             return known
@@ -277,9 +304,12 @@ class ParallelStep(Generic[P, R]):
                 ),
             )
         cluster = setting.cluster or self.cluster
-        return agreement.agree(
-            self.world, lambda: self._planner.plan(analysed, cluster, setting.codecs)
-        )
+        find = functools.partial(self._planner.plan, analysed, cluster)
+        if beside is not None:
+            find = functools.partial(
+                self._planner.plan_beside, analysed, cluster, beside
+            )
+        return agreement.agree(self.world, lambda: find(setting.codecs))
 
     def _program(
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
@@ -310,6 +340,7 @@ class ParallelStep(Generic[P, R]):
     def _run(self, call: Call) -> Any:
         """Runs one step on the arrays of a call."""
         arguments.check_alive(self.__name__, call)
+        call = self._fitted(call)
         planned = self._prepare(call)
         placed = self._placed(planned, call.arrays)
         carried = planned.analysis.carried if self._store.donate else {}

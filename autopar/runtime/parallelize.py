@@ -19,6 +19,7 @@ from autopar.planner.options import (
 )
 from autopar.plans import Plan
 from autopar.runtime.codec_run import CodecRun
+from autopar.runtime.last_batch import checked
 from autopar.runtime.parallel_step import ParallelStep, Setting
 from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.world import World
@@ -51,6 +52,7 @@ def parallelize(
     error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
     static_argnames: Sequence[str] = ...,
+    last_batch: str = ...,
 ) -> ParallelStep[P, R]: ...
 @overload
 def parallelize(
@@ -74,6 +76,7 @@ def parallelize(
     error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
     static_argnames: Sequence[str] = ...,
+    last_batch: str = ...,
 ) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
 def parallelize(
     step: Callable[..., Any] | None = None,
@@ -98,6 +101,7 @@ def parallelize(
     error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
     static_argnames: Sequence[str] = (),
+    last_batch: str = "run",
 ) -> Any:
     """Decorates a train step so that it runs under the plan found for it.
 
@@ -134,6 +138,10 @@ def parallelize(
       layouts: a plan whose layouts are kept, or its JSON file.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
+      last_batch: what a batch of fewer rows than the planned one does, such as the
+        last of an epoch: ``run`` as it is, split over as many devices as divide it;
+        ``drop`` the rows that the plan's split does not divide; ``pad`` it with its
+        last row, which then counts more than once.
 
     Raises:
       ClusterError: the text describes no cluster.
@@ -155,6 +163,7 @@ def parallelize(
     if given is not None:
         _check_given(named, options)
     safer = _fallback(fallback, least_gain, None if given else compression)
+    fewer = checked(last_batch)
     chosen = None if devices is None else tuple(devices)
 
     def decorate(function: Callable[..., Any]) -> ParallelStep[..., Any]:
@@ -166,6 +175,7 @@ def parallelize(
             codecs=CodecRun(policy),
             world=world,
             static=_names(static_argnames),
+            fewer=fewer,
         )
 
     return decorate if step is None else decorate(step)

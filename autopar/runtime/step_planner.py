@@ -14,7 +14,7 @@ import jax
 
 from autopar.cluster import Cluster
 from autopar.planner.options import PlanOptions, with_logical_pins
-from autopar.planner.plan import plan_analysis
+from autopar.planner.plan import plan_analysis, plan_beside
 from autopar.plans import Plan
 from autopar.runtime.arguments import abstract, signature
 from autopar.runtime.recent import Recent
@@ -110,14 +110,38 @@ class StepPlanner:
           InfeasibleError: no plan fits the memory of a device.
           PlanError: a pin does not fit, or the batch cannot be split.
         """
-        options = analysed.hints
-        if codecs is not None:
-            options = dataclasses.replace(
-                options,
-                compression=codecs.compression,
-                error_budget=codecs.error_budget,
-            )
-        return plan_analysis(analysed.analysis, cluster, options)
+        return plan_analysis(analysed.analysis, cluster, _options(analysed, codecs))
+
+    def plan_beside(
+        self,
+        analysed: Analysed,
+        cluster: Cluster,
+        running: Plan,
+        codecs: PlanOptions | None = None,
+    ) -> Plan:
+        """Finds a plan for another batch that leaves the state where it is.
+
+        Args:
+          analysed: the step with the other batch.
+          cluster: that of the running plan.
+          running: the plan of the step with its usual batch.
+          codecs: as for `plan`.
+
+        Raises:
+          InfeasibleError: the batch does not fit the memory of a device like this.
+        """
+        options = _options(analysed, codecs)
+        return plan_beside(analysed.analysis, cluster, options, running)
+
+
+def _options(analysed: Analysed, codecs: PlanOptions | None) -> PlanOptions:
+    if codecs is None:
+        return analysed.hints
+    return dataclasses.replace(
+        analysed.hints,
+        compression=codecs.compression,
+        error_budget=codecs.error_budget,
+    )
 
 
 def _weak(call: Call) -> set[int]:

@@ -1,0 +1,143 @@
+"""A batch with fewer rows than the step was planned for, such as an epoch's last."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+
+from autopar.errors import PlanError
+from autopar.plans import Plan
+from autopar.runtime import placement
+from autopar.runtime.planned import PlannedStep
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.calls import Call
+
+# What to do with fewer rows: run them as they are, split over as many devices as
+# divide them; drop the rows that no split divides; or repeat the last row.
+LastBatch = Literal["run", "drop", "pad"]
+
+
+def checked(how: str) -> LastBatch:
+    """Returns what was asked for.
+
+    Raises:
+      PlanError: it is none of the three.
+    """
+    for known in get_args(LastBatch):
+        if how == known:
+            return known
+    raise PlanError(
+        f"last_batch={how!r}: expected 'run' (as many devices as divide the rows), "
+        "'drop' (rows beyond the last split) or 'pad' (the last row, repeated)."
+    )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rows:
+    """The rows of a call and of the step that runs.
+
+    Attributes:
+      given: rows of the call's batch, in this process.
+      planned: rows that the step was planned for, in this process.
+      arrays: positions of the batch's arrays.
+    """
+
+    given: int
+    planned: int
+    arrays: tuple[int, ...]
+
+
+def fewer_rows(call: Call, running: PlannedStep, process_count: int) -> Rows | None:
+    """The rows of a call that has fewer than the running step; None: it has not.
+
+    Nothing but the leading dimension of the batch's arrays may differ, and that of all
+    arrays by the same ratio.
+    """
+    analysis = running.analysis
+    if analysis.pytrees.form != call.form:
+        return None
+    differ: dict[int, tuple[int, int]] = {}
+    for k, (x, given) in enumerate(
+        zip(call.arrays, analysis.graph.inputs, strict=True)
+    ):
+        want, have = analysis.graph.values[given.value].shape, tuple(np.shape(x))
+        if given.role is InputRole.BATCH and want and not placement.is_global(x):
+            parts = process_count if have != tuple(want) else 1
+            if have[1:] != tuple(want[1:]) or not have:
+                return None
+            if have[0] * parts != want[0]:
+                differ[k] = have[0], want[0] // parts
+        elif have != tuple(want):
+            return None
+    if not differ:
+        return None
+    given, planned = next(iter(differ.values()))
+    alike = all(a * planned == b * given for a, b in differ.values())
+    if not alike or not 0 < given < planned:
+        return None
+    return Rows(given, planned, tuple(differ))
+
+
+def fitted(
+    call: Call, rows: Rows, plan: Plan, how: LastBatch, process_count: int
+) -> Call:
+    """The call with rows dropped or repeated.
+
+    Args:
+      call: the call.
+      rows: from `fewer_rows`.
+      plan: the plan of the step that runs.
+      how: what was asked for; ``run`` changes nothing.
+      process_count: number of processes, of which each has as many rows.
+    """
+    if how == "run":
+        return call
+    if how == "pad":
+        wanted = rows.planned
+        said = f"the last row is repeated {rows.planned - rows.given} times"
+    else:
+        split = _split(call, rows, plan)
+        wanted = rows.given * process_count // split * split // process_count
+        said = f"{rows.given - wanted} of them are dropped"
+    if wanted == rows.given:
+        return call
+    if not wanted:
+        parts = _split(call, rows, plan)
+        said = f"fewer than the {parts} parts of a batch, so all are kept"
+    warnings.warn(
+        f"a batch of {rows.given} rows, where {rows.planned} were planned for: {said} "
+        f"(last_batch={how!r}).",
+        stacklevel=4,
+    )
+    if not wanted:
+        return call
+    arrays = list(call.arrays)
+    for k in rows.arrays:
+        size = len(arrays[k]) * wanted // rows.given
+        arrays[k] = _resized(arrays[k], size)
+    return dataclasses.replace(call, arrays=arrays)
+
+
+def _split(call: Call, rows: Rows, plan: Plan) -> int:
+    """Into how many parts the plan splits the rows of the batch."""
+    paths = call.form.paths(call.arrays)
+    axes = plan.mesh["axes"]
+    found = 1
+    for k in rows.arrays:
+        split = 1
+        for name in plan.inputs[paths[k]][0]:
+            split *= axes[name]
+        found = max(found, split)
+    return found
+
+
+def _resized(array: Any, size: int) -> Any:
+    """The first rows, or all of them and the last one again and again."""
+    if size <= len(array):
+        return array[:size]
+    xp = jax.numpy if isinstance(array, jax.Array) else np
+    return xp.concatenate([array, xp.repeat(array[-1:], size - len(array), axis=0)])

@@ -1,0 +1,88 @@
+"""A batch of fewer rows keeps training, and the state stays where it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import step_forms as forms
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import PlanError
+
+CLUSTER = forms.cheap("8:cpu")
+PINS = {"batch/*": P("data"), "params/up": P(None, "data")}
+
+
+def trained(step: Any, rows: list[int], **options: Any) -> Any:
+    run = autopar.parallelize(step, **options) if options else jax.jit(step)
+    state = forms.create_plain(jax.random.key(0))
+    losses: list[float] = []
+    for k, count in enumerate(rows):
+        batch = list(forms.batches(k + 1, rows=max(count, 1)))[k]
+        *state, loss = run(*state, batch)
+        losses.append(float(loss))
+    return losses, state, run
+
+
+@pytest.mark.parametrize("last", [16, 8, 5, 1])
+def test_runs_with_the_losses_of_one_device(last: int) -> None:
+    rows = [24, last, 24, last]
+    want, after, _ = trained(forms.plain_step, rows)
+    have, state, run = trained(forms.plain_step, rows, cluster=CLUSTER, pins=PINS)
+    np.testing.assert_allclose(have, want, rtol=1e-5)
+    for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(after), strict=True):
+        np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5)
+    assert len(run._store) == 2
+
+
+def test_state_stays_in_its_layouts() -> None:
+    step = autopar.parallelize(forms.plain_step, cluster=CLUSTER, pins=PINS)
+    state = forms.create_plain(jax.random.key(0))
+    *state, _ = step(*state, next(forms.batches(1)))
+    assert any(x for spec in step.plan.inputs.values() for x in spec)
+    before = [x.sharding for x in jax.tree.leaves(state)]
+    for rows in (16, 5):
+        *state, _ = step(*state, next(forms.batches(1, rows=rows)))
+        assert [x.sharding for x in jax.tree.leaves(state)] == before
+
+
+def test_drop() -> None:
+    step = autopar.parallelize(
+        forms.plain_step, cluster=CLUSTER, pins=PINS, last_batch="drop"
+    )
+    state = forms.create_plain(jax.random.key(0))
+    *state, _ = step(*state, next(forms.batches(1)))
+    with pytest.warns(UserWarning, match=r"3 of them are dropped \(last_batch='drop'"):
+        *state, _ = step(*state, next(forms.batches(1, rows=11)))
+    assert step.plan.shapes["batch/x"][0] == 8
+    with pytest.warns(UserWarning, match="so all are kept"):
+        *state, loss = step(*state, next(forms.batches(1, rows=1)))
+    assert np.isfinite(loss)
+
+
+def test_pad() -> None:
+    step = autopar.parallelize(
+        forms.plain_step, cluster=CLUSTER, pins=PINS, last_batch="pad"
+    )
+    state = forms.create_plain(jax.random.key(0))
+    *state, _ = step(*state, next(forms.batches(1)))
+    with pytest.warns(UserWarning, match="the last row is repeated 19 times"):
+        *state, _ = step(*state, next(forms.batches(1, rows=5)))
+    assert step.plan.shapes["batch/x"][0] == forms.BATCH
+
+
+def test_more_rows_are_planned_anew() -> None:
+    rows = [24, 48]
+    want, _, _ = trained(forms.plain_step, rows)
+    have, _, run = trained(forms.plain_step, rows, cluster=CLUSTER, pins=PINS)
+    np.testing.assert_allclose(have, want, rtol=1e-5)
+    assert run.plan.shapes["batch/x"][0] == 48
+
+
+def test_an_unknown_option() -> None:
+    with pytest.raises(PlanError, match=r"last_batch='skip': expected 'run'"):
+        autopar.parallelize(forms.plain_step, last_batch="skip")
