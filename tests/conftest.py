@@ -1,4 +1,15 @@
+import atexit
 import os
+import shutil
+import tempfile
+
+# What one test has compiled, the others find: the workers of a run share this.
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _programs = tempfile.mkdtemp(prefix="autopar-tests-")
+    atexit.register(shutil.rmtree, _programs, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _programs
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
 
 # Most of a test's time is compilation: machine code need not be fast.
 os.environ.setdefault(

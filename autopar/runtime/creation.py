@@ -12,7 +12,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.plans import Plan
 from autopar.runtime import placement
-from autopar_passes.program.nnx_objects import merge_objects, split_objects, updated
+from autopar_passes.program.nnx_objects import (
+    is_object_state,
+    merge_objects,
+    split_objects,
+    updated,
+)
 from autopar_passes.program.static_leaves import Fixed, part
 
 
@@ -78,6 +83,16 @@ def replaced(state: Any, leaves: Sequence[Any]) -> Any:
     """The state with other arrays; NNX objects are updated in place."""
     _, fixed = flat_state(state)
     out = updated(splat(state), fixed.join(leaves))
+    return out if type(state) is tuple else out[0]
+
+
+def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
+    """The trees of a state with other leaves; NNX objects become their state."""
+    arrays, fixed = flat_state(state)
+    out = fixed.join(leaves[: len(arrays)])
+    out = jax.tree.map(
+        lambda x: x.state if is_object_state(x) else x, out, is_leaf=is_object_state
+    )
     return out if type(state) is tuple else out[0]
 
 

@@ -25,10 +25,13 @@ from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, last_batch, placement
 from autopar.runtime.codec_run import CodecRun, recoded
+from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.last_batch import LastBatch
+from autopar.runtime.methods import method_of
 from autopar.runtime.planned import PlannedStep, device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
+from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import DevicePut, move, named, state_layout
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
@@ -39,27 +42,11 @@ from autopar_passes.program.trace import opened, step_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Q = ParamSpec("Q")
+S = TypeVar("S")
 
 # Most plans that are remembered, by shapes of the arguments and cluster.
 PLANS = 32
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Setting:
-    """What a step is planned for.
-
-    Attributes:
-      cluster: the cluster; None: as many of the backend's devices as there are.
-      plan: a plan to use as it is, instead of planning.
-      devices: the devices to run on, or their ids; None: those that the cluster
-        names, or the first of the world.
-      codecs: whose choice of codecs holds in place of the planner's; None: its own.
-    """
-
-    cluster: Cluster | None = None
-    plan: Plan | None = None
-    devices: tuple[Any, ...] | None = None
-    codecs: PlanOptions | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -369,6 +356,81 @@ class ParallelStep(Generic[P, R]):
             placed.append(placement.place(x, sharding))
         agreement.check_equal(self.world, whole)
         return placed
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        """Learns the name of the method that it decorates."""
+        self.__name__ = name
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        """The step as a method of an object (`autopar.runtime.methods`)."""
+        return self if instance is None else method_of(self, instance, self._bound)
+
+    def _bound(self, instance: Any) -> ParallelStep[..., Any]:
+        """The step of one object, with plans of its own."""
+        return ParallelStep(
+            functools.partial(self._step, instance),
+            setting=self._setting,
+            options=self._planner.options,
+            store=self._store.empty(),
+            codecs=CodecRun(self._codecs.policy),
+            world=self._world,
+            static=self._static,
+            fewer=self._last_batch,
+        )
+
+    def jit(
+        self, function: Callable[Q, S], *, static_argnames: str | Sequence[str] = ()
+    ) -> Evaluation[Q, S]:
+        """Compiles a function, such as evaluation, for state as the step has it.
+
+        State that the step returned, or that `init` made, stays where it lies. The
+        batch is split over the axes that split the step's batch. Nothing is consumed.
+
+        Args:
+          function: such as ``evaluate(state, batch)``.
+          static_argnames: names of arguments that are part of the program.
+
+        Raises:
+          PlanError: on a call, if the step has not been planned yet.
+        """
+        names = (
+            (static_argnames,) if isinstance(static_argnames, str) else static_argnames
+        )
+        return Evaluation(function, self._running, lambda: self.world, names)
+
+    def _running(self) -> PlannedStep:
+        if self._current is None:
+            raise PlanError(
+                f"{self.__name__}: no plan yet: call the step first, or make the state "
+                "with init(..., batch=...)."
+            )
+        return self._current.planned
+
+    def shardings(self, state: Any) -> Any:
+        """The ``NamedSharding`` of each array of a state under the plan in use.
+
+        Args:
+          state: one pytree, or a tuple of the leading arguments; arrays or structs.
+
+        Returns:
+          The same trees with a sharding in the place of each array; an NNX object
+          becomes its ``nnx.State``.
+
+        Raises:
+          PlanError: the step has not been planned, or the state is of another step.
+        """
+        running = self._running()
+        named(self.__name__, running.analysis, state, structs=True)
+        return creation.with_leaves(state, running.in_shardings)
+
+    def compile(self, *args: Any, **kwargs: Any) -> Plan:
+        """Plans and compiles for these arguments without running; arrays or structs.
+
+        The next call with such arguments finds the program compiled.
+        """
+        planned = self.prepare(*args, **kwargs)
+        planned.compile()
+        return planned.plan
 
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns JAX's ``Lowered`` of the planned program for these arguments."""

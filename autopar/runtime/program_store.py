@@ -40,7 +40,14 @@ class ProgramStore:
         """
         self.donate = donate
         self.fallback = fallback
+        self._capacity = capacity
         self._programs: Recent[Hashable, PlannedStep] = Recent(capacity, self._release)
+
+    def empty(self) -> ProgramStore:
+        """A store of the same kind that holds nothing yet."""
+        return ProgramStore(
+            donate=self.donate, fallback=self.fallback, capacity=self._capacity
+        )
 
     def __len__(self) -> int:
         """The number of programs."""

@@ -219,13 +219,16 @@ _ADVICE = (
 )
 
 
-def named(name: str, analysis: Analysis, state: Any) -> dict[str, Any]:
+def named(
+    name: str, analysis: Analysis, state: Any, *, structs: bool = False
+) -> dict[str, Any]:
     """The arrays of a state by path; they are those of the step's first arguments.
 
     Args:
       name: what errors call the step.
       analysis: the step.
       state: one pytree, or a tuple of the leading arguments.
+      structs: whether ``ShapeDtypeStruct``s will do.
 
     Raises:
       PlanError: they are not what these hold.
@@ -240,7 +243,9 @@ def named(name: str, analysis: Analysis, state: Any) -> dict[str, Any]:
         for i in graph.inputs[: len(leaves)]
     ]
     have = [
-        (tuple(np.shape(x)), str(jax.typeof(x).dtype)) if _is_array(x) else None
+        (tuple(np.shape(x)), str(jax.typeof(x).dtype))
+        if _is_array(x) or (structs and isinstance(x, jax.ShapeDtypeStruct))
+        else None
         for x in leaves
     ]
     if not leaves or want != have:

@@ -1,0 +1,122 @@
+"""Functions beside the step, such as evaluation, on state that lies as it trains."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection
+from typing import Any, Generic, ParamSpec, TypeVar
+
+import jax
+from jax.core import Tracer
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.runtime import arguments, placement
+from autopar.runtime.planned import PlannedStep
+from autopar.runtime.recent import Recent
+from autopar.runtime.world import World
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.calls import Call, CallForm, ResultForm, flat_function
+from autopar_passes.program.nnx_objects import exchange
+from autopar_passes.program.trace import opened, step_name
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+# Most compiled functions to keep, by form of the call.
+FUNCTIONS = 16
+
+
+class Evaluation(Generic[P, R]):
+    """A function compiled for arrays that lie as a planned step has them.
+
+    Arrays that lie on the plan's mesh stay where they are. The rest is a batch: its
+    rows are split over the axes that split the batch of the step, as far as these
+    divide them. Nothing is consumed. The compiler chooses the layouts in between.
+    """
+
+    def __init__(
+        self,
+        function: Callable[P, R],
+        running: Callable[[], PlannedStep],
+        world: Callable[[], World],
+        static: Collection[str] = (),
+    ) -> None:
+        """See `ParallelStep.jit`, which makes these.
+
+        Args:
+          function: what is evaluated.
+          running: returns the step that runs.
+          world: returns its processes and devices.
+          static: names of arguments that are part of the program.
+        """
+        functools.update_wrapper(self, function)
+        self.__name__: str = step_name(function)
+        self._function = function
+        self._running = running
+        self._world = world
+        self._static = frozenset(static)
+        self._compiled: Recent[CallForm, tuple[Any, list[ResultForm]]] = Recent(
+            FUNCTIONS
+        )
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs the function; NNX objects among its arguments are updated."""
+        if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
+            return self._function(*args, **kwargs)
+        with exchange():
+            call = opened(self._function, args, kwargs, self._static, within=True)
+            arguments.check_alive(self.__name__, call)
+            function, results = self._made(call.form)
+            flat = function(*self._placed(call))
+            return results[-1].returned(flat)
+
+    def _made(self, form: CallForm) -> tuple[Any, list[ResultForm]]:
+        found = self._compiled.get(form)
+        if found is None:
+            flat, results = flat_function(self._function, form)
+            flat.__name__ = flat.__qualname__ = self.__name__
+            found = self._compiled.put(form, (jax.jit(flat), results))
+        return found
+
+    def _placed(self, call: Call) -> list[Any]:
+        """The arrays of a call, those of a batch split over the batch's axes."""
+        running, world = self._running(), self._world()
+        devices = set(running.mesh.devices.flat)
+        axes = batch_axes(running)
+        placed: list[Any] = []
+        for x in call.arrays:
+            if isinstance(x, jax.Array) and x.sharding.device_set == devices:
+                placed.append(x)
+                continue
+            shape = placement.global_shape(x, world.process_count)
+            sharding = NamedSharding(running.mesh, _row_spec(running, shape, axes))
+            if shape == tuple(jax.numpy.shape(x)):
+                placed.append(placement.place(x, sharding))
+            else:
+                placed.append(placement.place_rows(x, shape, sharding))
+        return placed
+
+
+def batch_axes(running: PlannedStep) -> tuple[str, ...]:
+    """The mesh axes that split the rows of a step's batch, the most of any array."""
+    inputs = running.analysis.graph.inputs
+    found = [
+        running.plan.inputs[given.path][0]
+        for given in inputs
+        if given.role is InputRole.BATCH and running.plan.inputs[given.path]
+    ]
+    return tuple(max(found, key=len, default=()))
+
+
+def _row_spec(
+    running: PlannedStep, shape: tuple[int, ...], axes: tuple[str, ...]
+) -> PartitionSpec:
+    """Splits rows over the first of the axes that divide them together."""
+    sizes = running.plan.mesh["axes"]
+    parts, used = 1, list[str]()
+    for name in axes:
+        if not shape or shape[0] % (parts * sizes[name]):
+            break
+        parts *= sizes[name]
+        used.append(name)
+    return PartitionSpec(tuple(used)) if used else PartitionSpec()
