@@ -25,8 +25,8 @@ def test_all_is_sorted_and_resolves(package: ModuleType) -> None:
 def test_all_is_what_is_public() -> None:
     public = {
         name
-        for name, value in vars(autopar).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
+        for name in dir(autopar)
+        if not name.startswith("_") and not inspect.ismodule(getattr(autopar, name))
     }
 
     assert {name for name in autopar.__all__ if not name.startswith("_")} == public
