@@ -12,23 +12,8 @@ import typing
 
 from autopar.version import __version__
 
-if typing.TYPE_CHECKING:
-    from autopar.api import audit, plan
-    from autopar.cluster import Cluster
-    from autopar.errors import (
-        AutoparError,
-        ClusterError,
-        InfeasibleError,
-        PlanError,
-        TargetError,
-        TraceError,
-    )
-    from autopar.plans.schema import Plan
-    from autopar.runtime.parallel_step import ParallelStep
-    from autopar.runtime.parallelize import parallelize
-    from autopar_passes.rules.factor_rule import FactorKind, FactorRule
-    from autopar_passes.rules.registry import register_rule
-
+# The names of the stub.
+# pyright: reportUnsupportedDunderAll=false
 __all__ = [
     "AutoparError",
     "Cluster",
@@ -49,7 +34,7 @@ __all__ = [
 ]
 
 # Where each name is defined. A name is imported when it is first asked for, so that
-# the command line can print its help without JAX.
+# the command line can print its help without JAX. Type checkers read `__init__.pyi`.
 _HOMES = {
     "AutoparError": "autopar.errors",
     "Cluster": "autopar.cluster",
@@ -69,11 +54,14 @@ _HOMES = {
 }
 
 
+_TABLES = "autopar.reports.table"
+
+
 def __getattr__(name: str) -> typing.Any:
     """Imports a public name, or a part of the package."""
     if name in _HOMES:
         # Plans are printed as tables once the reports are there.
-        importlib.import_module("autopar.reports.table")
+        importlib.import_module(_TABLES)
         found = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = found
         return found

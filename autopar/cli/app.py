@@ -110,6 +110,7 @@ def _reporting(
 
 
 def _exited(error: SystemExit) -> Exception:
+    # It imports JAX, which help must not.
     from autopar.errors import TargetError
 
     return TargetError(

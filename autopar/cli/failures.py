@@ -78,6 +78,7 @@ def failure_of(error: BaseException) -> Failure:
 
 def _code(error: BaseException) -> int:
     """The exit code of an error that the user can fix; 0 for any other."""
+    # It imports JAX, which help must not.
     from autopar.errors import AutoparError, ClusterError, InfeasibleError, TraceError
 
     if isinstance(error, InfeasibleError):

@@ -27,6 +27,7 @@ def audit(
     No device is needed. With --compile the step is also compiled for simulated
     CPU devices, and the memory of the compiled step is read.
     """
+    # They import JAX, which help must not.
     from autopar.cli import auditing, common
 
     limits = common.plan_options(

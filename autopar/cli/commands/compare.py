@@ -33,6 +33,7 @@ def compare(
     With --measure all that fit are really run, on this process's devices; for a
     cluster of CPU devices they are simulated.
     """
+    # They import JAX, which help must not.
     from autopar.cli import common, comparing
 
     limits = common.plan_options(

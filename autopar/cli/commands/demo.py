@@ -13,6 +13,7 @@ def demo(
     ] = 10.0,
 ) -> None:
     """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
+    # They import JAX, which help must not.
     from autopar.cli import common, demonstration
 
     common.simulate_devices(devices)

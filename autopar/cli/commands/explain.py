@@ -32,6 +32,7 @@ def explain(
     it causes, and what the step would take with other layouts, everything else
     planned again; and how its gradient is sent, beside other codecs.
     """
+    # They import JAX, which help must not.
     from autopar.cli import common, explaining
 
     limits = common.plan_options(

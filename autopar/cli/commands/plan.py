@@ -37,6 +37,7 @@ def plan(
     The target's function returns (train_step, state, batch); arrays may be
     jax.ShapeDtypeStruct, so nothing of the model's size is allocated.
     """
+    # They import JAX, which help must not.
     from autopar.cli import common, planning
 
     for path in (out, html):

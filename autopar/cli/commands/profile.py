@@ -17,8 +17,9 @@ def profile(
     devices: options.Devices = None,
 ) -> Result:
     """Measures the devices of this process, and saves their numbers for planning."""
+    # They import JAX, which help must not.
     from autopar.cli import common
-    from autopar.profiling import profile as profiling
+    from autopar.profiling import profile as profiling  # as it does
 
     if devices is not None:
         common.simulate_devices(devices)
