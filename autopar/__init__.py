@@ -6,23 +6,14 @@
 8
 """
 
-from autopar.api import audit, plan
-from autopar.cluster import Cluster
-from autopar.errors import (
-    AutoparError,
-    ClusterError,
-    InfeasibleError,
-    PlanError,
-    TargetError,
-    TraceError,
-)
-from autopar.plans.schema import Plan
-from autopar.runtime.parallel_step import ParallelStep
-from autopar.runtime.parallelize import parallelize
-from autopar.version import __version__
-from autopar_passes.rules.factor_rule import FactorKind, FactorRule
-from autopar_passes.rules.registry import register_rule
+import importlib
+import importlib.util
+import typing
 
+from autopar.version import __version__
+
+# The names of the stub.
+# pyright: reportUnsupportedDunderAll=false
 __all__ = [
     "AutoparError",
     "Cluster",
@@ -41,3 +32,45 @@ __all__ = [
     "plan",
     "register_rule",
 ]
+
+# Where each name is defined. A name is imported when it is first asked for, so that
+# the command line can print its help without JAX. Type checkers read `__init__.pyi`.
+_HOMES = {
+    "AutoparError": "autopar.errors",
+    "Cluster": "autopar.cluster",
+    "ClusterError": "autopar.errors",
+    "FactorKind": "autopar_passes.rules.factor_rule",
+    "FactorRule": "autopar_passes.rules.factor_rule",
+    "InfeasibleError": "autopar.errors",
+    "ParallelStep": "autopar.runtime.parallel_step",
+    "Plan": "autopar.plans.schema",
+    "PlanError": "autopar.errors",
+    "TargetError": "autopar.errors",
+    "TraceError": "autopar.errors",
+    "audit": "autopar.api",
+    "parallelize": "autopar.runtime.parallelize",
+    "plan": "autopar.api",
+    "register_rule": "autopar_passes.rules.registry",
+}
+
+
+_TABLES = "autopar.reports.table"
+
+
+def __getattr__(name: str) -> typing.Any:
+    """Imports a public name, or a part of the package."""
+    if name in _HOMES:
+        # Plans are printed as tables once the reports are there.
+        importlib.import_module(_TABLES)
+        found = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = found
+        return found
+    part = f"{__name__}.{name}"
+    if not name.startswith("_") and importlib.util.find_spec(part):
+        return importlib.import_module(part)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    """The public names, also those that are not imported yet."""
+    return sorted({*globals(), *__all__})

@@ -1,35 +1,56 @@
-"""The commands put together, and what becomes of errors.
+"""The commands put together, and what becomes of their results and errors.
 
-Results go to stdout, progress and errors to stderr. What the user can mend is one
-line on stderr and exit code 2; anything else is a bug and shows its traceback.
+Results go to stdout, and nothing else does; progress and errors go to stderr. Nothing
+here imports JAX, so that help and completion answer at once.
 """
 
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import json
 import sys
-from collections.abc import Sequence
-from typing import Annotated, cast
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 
-from autopar.cli import audit, compare, demo, explain, plan, profile
-from autopar.errors import AutoparError, ClusterError, TraceError
+from autopar.cli import failures, options
+from autopar.cli.commands.audit import audit
+from autopar.cli.commands.compare import compare
+from autopar.cli.commands.demo import demo
+from autopar.cli.commands.explain import explain
+from autopar.cli.commands.plan import plan
+from autopar.cli.commands.profile import profile
+from autopar.cli.interrupts import STOPPED, stoppable
+from autopar.cli.output import Result, Stdout
 from autopar.version import __version__
 
-# click's UsageError, which some versions of typer carry inside and do not export.
-_UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
-
-app = typer.Typer(
-    name="autopar",
-    help="Finds the execution plan that trains a JAX/Flax step fastest, and runs it.",
-    add_completion=False,
-    rich_markup_mode=None,  # so that help is plain text in a pipe too
-    pretty_exceptions_enable=False,
+_COMMANDS: tuple[Callable[..., Result | None], ...] = (
+    plan,
+    explain,
+    audit,
+    compare,
+    profile,
+    demo,
 )
-app.command("plan")(plan.plan)
-app.command("explain")(explain.explain)
-app.command("audit")(audit.audit)
-app.command("compare")(compare.compare)
-app.command("profile")(profile.profile)
-app.command("demo")(demo.demo)
+_CODES = "; ".join(f"{code} {meaning}" for code, meaning in failures.EXIT_CODES)
+
+
+def commands(stdout: Stdout) -> typer.Typer:
+    """The commands, with results on a stdout."""
+    app = typer.Typer(
+        name="autopar",
+        context_settings={"help_option_names": ["-h", "--help"]},
+        epilog=f"Exit codes: {_CODES}.",
+        rich_markup_mode=None,  # so that help is plain text in a pipe too
+        pretty_exceptions_enable=False,
+    )
+    app.callback()(_options)
+    for command in _COMMANDS:
+        app.command(command.__name__)(_reporting(stdout, command))
+    return app
 
 
 def _print_version(wanted: bool) -> None:
@@ -38,8 +59,7 @@ def _print_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-@app.callback()
-def options(
+def _options(
     version: Annotated[
         bool,
         typer.Option(
@@ -54,6 +74,51 @@ def options(
     del version
 
 
+def _reporting(
+    stdout: Stdout, command: Callable[..., Result | None]
+) -> Callable[..., int]:
+    """A command that prints its result, and has the option ``--traceback``."""
+
+    @functools.wraps(command)
+    def run(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
+        del traceback  # `main` reads it: a failure may come before any option is read
+        # The demonstration shows what it does while it runs.
+        shown = contextlib.nullcontext() if command is demo else stdout.kept()
+        try:
+            with shown:
+                result = command(*args, **kwargs)
+        except KeyboardInterrupt:
+            raise typer.Abort from None
+        except SystemExit as error:
+            raise _exited(error) from error
+        if result is None:
+            return 0
+        typer.echo(result.text)
+        return result.code
+
+    signature = inspect.signature(command)
+    option = inspect.Parameter(
+        "traceback",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=False,
+        annotation=options.Traceback,
+    )
+    parameters = [*signature.parameters.values(), option]
+    run.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    run.__annotations__ = command.__annotations__ | {"traceback": options.Traceback}
+    return run
+
+
+def _exited(error: SystemExit) -> Exception:
+    # It imports JAX, which help must not.
+    from autopar.errors import TargetError
+
+    return TargetError(
+        f"the target's code called sys.exit({error.code!r}) while its step was traced; "
+        "a step must return."
+    )
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The console script.
 
@@ -61,20 +126,37 @@ def main(arguments: Sequence[str] | None = None) -> None:
       arguments: the command line after the program's name; that of the process by
         default.
     """
-    command = typer.main.get_command(app)
+    stdout = Stdout()
+    own = arguments is None
     words = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    as_json = "--json" in words
+
+    def interrupted() -> None:
+        typer.echo(failures.INTERRUPTED.line, err=True)
+        if as_json:
+            stdout.write_at_once(json.dumps(failures.INTERRUPTED.data) + "\n")
+
+    with stoppable(interrupted) if own else contextlib.nullcontext():
+        code = _run(words, stdout, as_json)
+    if own:
+        stdout.end()
+    sys.exit(code)
+
+
+def _run(words: list[str], stdout: Stdout, as_json: bool) -> int:
+    command = typer.main.get_command(commands(stdout))
     try:
         code = command.main(words, prog_name="autopar", standalone_mode=False)
-    except _UsageError as error:
-        _fail(getattr(error, "format_message", error.__str__)())
-    except (AutoparError, ClusterError, TraceError, OSError) as error:
-        _fail(str(error))
-    except (typer.Abort, KeyboardInterrupt):
-        _fail("stopped.", 130)
-    else:
-        sys.exit(code if isinstance(code, int) else 0)
-
-
-def _fail(message: str, code: int = 2) -> None:
-    typer.echo(f"autopar: {' '.join(message.split())}", err=True)
-    sys.exit(code)
+        if code != STOPPED:
+            return code or 0
+        failure = failures.INTERRUPTED
+    except Exception as error:  # said in one line, with its traceback if it is a bug
+        failure = failures.failure_of(error)
+        if failure.code == failures.BUG or (
+            "--traceback" in words and failure.code != STOPPED
+        ):
+            failures.print_traceback(error)
+    typer.echo(failure.line, err=True)
+    if as_json:
+        typer.echo(json.dumps(failure.data, indent=1))
+    return failure.code

@@ -1,17 +1,14 @@
-"""What the commands share: options, progress, clusters and saved plans."""
+"""What the commands share: progress, clusters and saved plans."""
 
 import contextlib
 import dataclasses
-import json
 import pathlib
 from collections.abc import Callable, Generator, Sequence
-from typing import Annotated, Any
 
 import jax
 import msgspec
 import rich.console
 import rich.text
-import typer
 
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster, ClusterError
@@ -25,60 +22,6 @@ from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse
 
-PlanOrTarget = Annotated[
-    str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")
-]
-PlanWords = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[TARGET] [KEY=VALUE]...",
-        help="Where the plan does not know its target; arguments to change.",
-    ),
-]
-Words = Annotated[
-    list[str] | None,
-    typer.Argument(
-        metavar="[KEY=VALUE]...", help="Arguments of the target's function."
-    ),
-]
-ClusterSpec = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="SPEC",
-        help="Such as 8x8:h100 (hosts x devices), a TOML file, or local.",
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
-Seconds = Annotated[
-    float | None,
-    typer.Option(min=0.1, help="Time limit of the solver for each mesh."),
-]
-MaxAxes = Annotated[
-    int | None, typer.Option(min=1, max=4, help="The most mesh axes to try.")
-]
-Memory = Annotated[
-    str | None,
-    typer.Option(metavar="SIZE", help="Memory of a device to use, such as 40GB."),
-]
-Compression = Annotated[
-    str,
-    typer.Option(
-        metavar="{auto,none,CODEC}",
-        help="How gradients are sent: none as they are; auto by the codecs that are "
-        "fastest within the error budget; or all by one, such as int8.",
-    ),
-]
-ErrorBudget = Annotated[
-    float | None,
-    typer.Option(
-        min=0.0, help="With auto: the largest relative error of the gradients."
-    ),
-]
-Devices = Annotated[
-    int | None, typer.Option(min=1, help="Simulate this many CPU devices.")
-]
-
 Say = Callable[[str], None]
 
 
@@ -88,21 +31,6 @@ def progress() -> Generator[Say]:
     console = rich.console.Console(stderr=True)
     with console.status("starting") as status:
         yield lambda text: status.update(rich.text.Text(text))
-
-
-def print_json(data: dict[str, Any]) -> None:
-    """Prints one JSON object; a number that JSON lacks becomes null."""
-    typer.echo(json.dumps(_finite(data), indent=1, allow_nan=False))
-
-
-def _finite(data: Any) -> Any:
-    if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
-    if isinstance(data, list | tuple):
-        return [_finite(value) for value in data]
-    if isinstance(data, float) and not abs(data) < float("inf"):
-        return None
-    return data
 
 
 def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
@@ -202,6 +130,11 @@ def subject(
         raise PlanError(
             f"{source} is a plan already, so --compression has no effect; for other "
             "codecs make a plan with autopar plan --layouts."
+        )
+    if limits.max_axes is not None:
+        raise PlanError(
+            f"{source} is a plan already, so --max-axes has no effect; plan again for "
+            "another mesh."
         )
     plan = Plan.load(source)
     target = given.pop(0) if given and "=" not in given[0] else plan.target

@@ -5,26 +5,11 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Sequence
-from typing import Annotated
 
-import typer
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
 
-PinOptions = Annotated[
-    list[str] | None,
-    typer.Option(
-        "--pin",
-        metavar="PATH=SPEC",
-        help="Keep the layout of the inputs that match, such as "
-        "'params/*/kernel=None,tensor'. Repeatable.",
-    ),
-]
-AxisNames = Annotated[
-    str | None,
-    typer.Option(metavar="NAME,...", help="Names of the mesh axes, outermost first."),
-]
 _EXAMPLE = "Write it like 'params/*/kernel=None,tensor' or \"...=P(None, 'tensor')\"."
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
 

@@ -18,6 +18,7 @@ import typing
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar.cli.failures import described
 from autopar.errors import TargetError, TraceError
 
 EXAMPLE = "Example: train.py:workload."
@@ -67,8 +68,10 @@ def load(target: str, options: dict[str, str]) -> Workload:
         made = function(**arguments)
     except (TargetError, TraceError):
         raise
+    except SystemExit as error:
+        raise TargetError(f"{target} called {_exit(error)}.") from error
     except Exception as error:  # whatever the user's function raises
-        raise TargetError(f"{target} raised {_describe(error)}") from error
+        raise TargetError(f"{target} raised {described(error)}") from error
     if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
         raise TargetError(
             f"{target} must return (train_step, state, batch), and returned "
@@ -144,11 +147,26 @@ def _import_file(place: str) -> types.ModuleType:
         sys.modules[path.stem] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's file raises
+    except BaseException as error:  # whatever the user's file raises
         if sys.modules.get(path.stem) is module:
             del sys.modules[path.stem]
-        raise TargetError(f"{place} cannot be imported: {_describe(error)}") from error
+        if isinstance(error, SystemExit):
+            raise TargetError(_left(place, error)) from error
+        if not isinstance(error, Exception):
+            raise
+        raise TargetError(f"{place} cannot be imported: {described(error)}") from error
     return module
+
+
+def _left(place: str, error: SystemExit) -> str:
+    return (
+        f"{place} called {_exit(error)} while it was imported: put what runs the "
+        'program below `if __name__ == "__main__":`.'
+    )
+
+
+def _exit(error: SystemExit) -> str:
+    return f"sys.exit({'' if error.code is None else repr(error.code)})"
 
 
 def _file_of(module: types.ModuleType) -> pathlib.Path | None:
@@ -161,10 +179,12 @@ def _import_module(name: str) -> types.ModuleType:
         sys.path.insert(0, "")  # as `python -m` does; a console script has none
     try:
         return importlib.import_module(name)
+    except SystemExit as error:
+        raise TargetError(_left(f"module {name!r}", error)) from error
     except Exception as error:  # whatever the user's module raises
         hint = " For a file, write file.py:function." if "/" in name else ""
         raise TargetError(
-            f"module {name!r} cannot be imported: {_describe(error)}{hint}"
+            f"module {name!r} cannot be imported: {described(error)}{hint}"
         ) from error
 
 
@@ -275,10 +295,6 @@ def guess(text: str) -> int | float | bool | str:
         except ValueError:
             continue
     return text
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(".") + "."
 
 
 def _kind(value: Any) -> str:

@@ -68,11 +68,7 @@ def plan_analysis(
     codecs = _Codecs(mode, parsed(mode), budget_of(options.error_budget, mode))
     layouts, seconds = options.layouts, options.seconds
     if layouts is not None:
-        if names is not None and tuple(names) != layouts.axis_names:
-            raise PlanError(
-                f"axis_names={tuple(names)}: the plan given as layouts= has the "
-                f"mesh axes {', '.join(layouts.axis_names)}; leave axis_names out."
-            )
+        _check_axes_of(layouts, options)
         return _with_layouts(analysis, cluster, layouts, pins, codecs, seconds)
     meshes = candidate_meshes(cluster, options.max_axes, names)
     if pins:
@@ -127,6 +123,20 @@ def _state_pins(analysis: Analysis, plan: Plan) -> dict[str, PartitionSpec]:
         for given in analysis.graph.inputs
         if given.output >= 0
     }
+
+
+def _check_axes_of(layouts: Plan, options: PlanOptions) -> None:
+    """Checks that what is said about mesh axes holds for the layouts to keep."""
+    kept, names = layouts.axis_names, options.axis_names
+    said = {
+        f"axis_names={tuple(names or ())}": names is not None and tuple(names) != kept,
+        f"max_axes={options.max_axes}": (options.max_axes or len(kept)) < len(kept),
+    }
+    if wrong := [text for text, contradicts in said.items() if contradicts]:
+        raise PlanError(
+            f"{wrong[0]}: the plan given as layouts= has the mesh axes "
+            f"{', '.join(kept)}; leave {wrong[0].partition('=')[0]} out."
+        )
 
 
 def _searched(

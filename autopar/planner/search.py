@@ -37,9 +37,14 @@ def candidate_meshes(
 
     Two axes within one level are interchangeable, so only one order of their
     sizes is kept.
+
+    Raises:
+      PlanError: the cluster has no mesh with so few axes, or with these names.
     """
-    levels = sum(level.size > 1 for level in cluster.levels)
-    limit = max(max_axes or 2, levels, 1)
+    levels = max(1, sum(level.size > 1 for level in cluster.levels))
+    if max_axes is not None:
+        _check_axes(cluster, levels, max_axes, axis_names)
+    limit = max(2, levels) if max_axes is None else max_axes
     if axis_names is not None:
         shapes = cluster.mesh_shapes(len(axis_names))
         shapes = tuple(m for m in shapes if len(m.axes) == len(axis_names))
@@ -51,6 +56,24 @@ def candidate_meshes(
         named = cluster.mesh_shapes(len(axis_names), axis_names)
         return _distinct([m for m in named if len(m.axes) == len(axis_names)])
     return _distinct(cluster.mesh_shapes(limit))
+
+
+def _check_axes(
+    cluster: Cluster, levels: int, max_axes: int, axis_names: Sequence[str] | None
+) -> None:
+    """Checks the number of mesh axes that is asked for."""
+    if max_axes < levels:
+        text = "1 level" if levels == 1 else f"{levels} levels"
+        raise PlanError(
+            f"max_axes={max_axes} is too few: {cluster} has {text} of links, and a "
+            f"mesh axis lies within one level. Give {levels} or more, or plan for a "
+            "part of the cluster."
+        )
+    if axis_names is not None and len(axis_names) > max_axes:
+        raise PlanError(
+            f"max_axes={max_axes} contradicts axis_names={tuple(axis_names)}, which "
+            f"are {len(axis_names)}. Leave max_axes out."
+        )
 
 
 def _distinct(meshes: Sequence[MeshShape]) -> list[MeshShape]:

@@ -78,7 +78,9 @@ def find(name: str) -> Found:
             continue
         target: Any = module
         for part in parts[end:]:
-            target = inspect.getattr_static(target, part)
+            # A module may import a name when it is asked for.
+            look = getattr if inspect.ismodule(target) else inspect.getattr_static
+            target = look(target, part)
         return Found(getattr(target, "__func__", target), module)
     raise ModuleNotFoundError(name)
 

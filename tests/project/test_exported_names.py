@@ -1,6 +1,9 @@
 """``from autopar import ...`` shows exactly ``__all__``."""
 
+import ast
+import importlib
 import inspect
+import pathlib
 from types import ModuleType
 
 import pytest
@@ -25,11 +28,25 @@ def test_all_is_sorted_and_resolves(package: ModuleType) -> None:
 def test_all_is_what_is_public() -> None:
     public = {
         name
-        for name, value in vars(autopar).items()
-        if not name.startswith("_") and not inspect.ismodule(value)
+        for name in dir(autopar)
+        if not name.startswith("_") and not inspect.ismodule(getattr(autopar, name))
     }
 
     assert {name for name in autopar.__all__ if not name.startswith("_")} == public
+
+
+def test_type_checkers_see_the_same() -> None:
+    stub = ast.parse(pathlib.Path(autopar.__file__).with_suffix(".pyi").read_text())
+    imported = {
+        alias.asname: importlib.import_module(node.module or "")
+        for node in ast.walk(stub)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+
+    assert sorted(map(str, imported)) == autopar.__all__
+    for name, home in imported.items():
+        assert getattr(autopar, str(name)) is getattr(home, str(name))
 
 
 def test_what_the_readme_promises_is_there() -> None:

@@ -58,9 +58,9 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     return path
 
 
-def assert_fails(result: Result, *parts: str) -> None:
-    """One line on stderr, nothing on stdout, exit code 2."""
-    assert result.code == 2
+def assert_fails(result: Result, *parts: str, code: int = 2) -> None:
+    """One line on stderr, nothing on stdout, and an exit code."""
+    assert result.code == code
     assert result.out == ""
     assert len(result.err.splitlines()) == 1
     assert result.err.startswith("autopar: ")
@@ -144,7 +144,7 @@ def test_memory_changes_the_cluster(run: Run) -> None:
 
 def test_no_plan_fits(run: Run) -> None:
     words = ("--cluster", "2x4:cpu", "--memory", "10kB", "--seconds", 3)
-    assert_fails(run("plan", TARGET, *words), "no plan fits")
+    assert_fails(run("plan", TARGET, *words), "no plan fits", code=3)
 
 
 def test_local_devices(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -185,6 +185,8 @@ BAD_PLANS: list[tuple[list[str], list[str]]] = [
     (["compare", TARGET, "--cluster", "8:abacus"], ["unknown device"]),
     (["compare", TARGET, "--cluster", "9:cpu", "--devices", "9"], ["9", "with 8"]),
     (["profile", "--out", "/none/p.toml"], ["/none"]),
+    (["plan", TARGET, "--cluster", "2x4:cpu", "--max-axes", "1"], ["2 levels"]),
+    (["audit", TARGET, "--cluster", "2x4:cpu", "--max-axes", "1"], ["2 levels"]),
 ]
 
 
@@ -204,13 +206,15 @@ def test_a_step_that_cannot_be_traced(run: Run, tmp_path: pathlib.Path) -> None:
     assert_fails(result, "the step 'step' cannot be traced")
 
 
-def test_a_bug_shows_its_traceback(monkeypatch: pytest.MonkeyPatch) -> None:
-    def broken(*_: object, **__: object) -> None:
-        raise ValueError("a bug")
-
-    monkeypatch.setattr("autopar.cli.common.analyse", broken)
-    with pytest.raises(ValueError, match="a bug"):
-        main(["plan", TARGET, "--cluster", "8:cpu"])
+def test_a_bug_shows_its_traceback(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("autopar.cli.common.analyse", lambda *_: None)
+    words = ("plan", TARGET, "--cluster", "8:cpu")
+    result = run(*words)
+    assert (result.code, result.out) == (70, "")
+    assert "Traceback" in result.err
+    assert "a bug in autopar: AttributeError" in result.err.splitlines()[-1]
+    error = run(*words, "--json").json["error"]
+    assert (error["kind"], error["exit_code"]) == ("AttributeError", 70)
 
 
 def test_audit_agrees_with_the_plan(run: Run, saved: pathlib.Path) -> None:

@@ -9,8 +9,7 @@ import jax
 import pytest
 from checkout import GOLDEN
 
-from autopar.cli import compare, demonstration, main
-from autopar.cli import demo as demo_command
+from autopar.cli import comparing, demonstration, main
 from autopar.cli.common import progress, simulate_devices
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TargetError
@@ -82,7 +81,7 @@ def test_compare_measures_what_fits(
 ) -> None:
     """Two plans are really run; the third has no candidate."""
     experts = [Expert("a", "data=8", candidate), Expert("b", "data=8", None, "too big")]
-    monkeypatch.setattr(compare, "expert_plans", lambda *_, **__: experts)
+    monkeypatch.setattr(comparing, "expert_plans", lambda *_, **__: experts)
     words = ("--cluster", "8:cpu", "--measure", "--devices", 8, "--repeats", 1)
     code, out, _ = run("compare", TARGET, *SMALL, *words, "--json")
     assert code == 0
@@ -111,7 +110,7 @@ def test_the_best_mesh_counts_for_each_expert(candidate: Candidate) -> None:
         Expert("a", "data=4 tensor=2", candidate),
         Expert("b", "data=8", None, "too big"),
     ]
-    best = compare.best_experts(experts)
+    best = comparing.best_experts(experts)
     assert [(e.name, e.mesh) for e in best] == [
         ("a", "data=4 tensor=2"),
         ("b", "data=8"),
@@ -121,10 +120,10 @@ def test_the_best_mesh_counts_for_each_expert(candidate: Candidate) -> None:
 def test_a_plan_that_does_not_fit_is_named(candidate: Candidate) -> None:
     cluster = Cluster.parse("8:cpu,memory=1MB")
     large = dataclasses.replace(candidate, peak_memory_bytes=2e6)
-    row = compare.expert_row(Expert("a", "data=8", large), cluster)
+    row = comparing.expert_row(Expert("a", "data=8", large), cluster)
     assert not row["fits"]
     assert row["reason"] == "does not fit: a device has 1.00 MB"
-    missing = compare.expert_row(Expert("a", "data=8", None), cluster)
+    missing = comparing.expert_row(Expert("a", "data=8", None), cluster)
     assert missing["reason"] == "none found within the time limit"
 
 
@@ -136,7 +135,7 @@ def test_ratios_are_against_the_plan() -> None:
         row | {"name": "autopar", "step_s": 1e-3, "measured_s": 2e-3},
         row | {"name": "data parallel", "step_s": 2e-3, "measured_s": 3e-3},
     ]
-    heading, ours, other = compare.table_lines(rows)
+    heading, ours, other = comparing.table_lines(rows)
     assert "measured" in heading
     assert ours.endswith("2.00 ms")
     assert other.endswith("2 x, measured 1.5 x")
@@ -220,7 +219,7 @@ def test_demo_trains_and_compares() -> None:
 
 def test_demo_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
-    monkeypatch.setattr(demo_command, "run", lambda **options: given.update(options))
+    monkeypatch.setattr(demonstration, "run", lambda **options: given.update(options))
     assert run("demo", "--steps", 12, "--devices", 4, "--seconds", 3)[0] == 0
     assert (given["devices"], given["steps"], given["seconds"]) == (4, 12, 3.0)
 

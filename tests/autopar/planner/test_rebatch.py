@@ -151,3 +151,8 @@ def test_axis_names_are_those_of_the_layouts() -> None:
         plan_analysis(
             analysed(16), CLUSTER, PlanOptions(layouts=planned(), axis_names=("a", "b"))
         )
+
+
+def test_max_axes_must_allow_the_layouts() -> None:
+    with pytest.raises(PlanError, match=r"max_axes=1: .* data, tensor; leave max_axes"):
+        plan_analysis(analysed(16), CLUSTER, PlanOptions(layouts=planned(), max_axes=1))

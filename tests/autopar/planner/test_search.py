@@ -17,7 +17,7 @@ import step_forms as forms
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
-from autopar import Cluster, InfeasibleError
+from autopar import Cluster, InfeasibleError, PlanError
 from autopar.cost.pricer import Pricer
 from autopar.planner.candidate import candidate_of, choices_of
 from autopar.planner.experts import search_from_experts
@@ -69,6 +69,32 @@ def test_the_best_of_all_meshes_is_taken() -> None:
         str(m) for m in candidate_meshes(CLUSTERS["cpu"])
     ]
     assert result.best.step_s == min(c.step_s for _, c in result.tried if c)
+
+
+class TestMaxAxes:
+    """As many axes as were asked for, or an error."""
+
+    @pytest.mark.parametrize(("text", "limit"), [("8:cpu", 1), ("2x4:cpu", 2)])
+    def test_no_mesh_has_more(self, text: str, limit: int) -> None:
+        meshes = candidate_meshes(Cluster.parse(text), limit)
+        assert meshes
+        assert all(len(mesh.axes) <= limit for mesh in meshes)
+
+    @pytest.mark.parametrize(
+        ("text", "limit", "message"),
+        [
+            ("2x4:cpu", 1, "max_axes=1 is too few: 2x4:cpu has 2 levels"),
+            ("8x8:h100", 1, "Give 2 or more"),
+            ("8:cpu", 0, "max_axes=0 is too few: 8:cpu has 1 level of"),
+        ],
+    )
+    def test_too_few(self, text: str, limit: int, message: str) -> None:
+        with pytest.raises(PlanError, match=message):
+            candidate_meshes(Cluster.parse(text), limit)
+
+    def test_names_of_more_axes_contradict_it(self) -> None:
+        with pytest.raises(PlanError, match="max_axes=1 contradicts axis_names="):
+            candidate_meshes(Cluster.parse("8:cpu"), 1, ("a", "b"))
 
 
 class TestMemory:

@@ -1,17 +1,18 @@
-"""``autopar compare``: the plan beside those that people write by hand."""
+"""The work of ``autopar compare``."""
 
 from collections.abc import Sequence
-from typing import Annotated, Any
+from typing import Any
 
 import jax
-import typer
 
 from autopar.cli import common
+from autopar.cli.output import Result
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner.candidate import SearchResult
 from autopar.planner.experts import Expert, expert_plans
+from autopar.planner.options import PlanOptions
 from autopar.planner.record import make_plan
 from autopar.plans import Plan
 from autopar.reports.table import bytes_text, columns, mesh_text, seconds_text
@@ -22,53 +23,32 @@ OURS = "autopar"
 
 
 def compare(
-    target: Annotated[str, typer.Argument(help="file.py:function or module:function.")],
-    words: common.Words = None,
-    cluster: common.ClusterSpec = None,
-    measure: Annotated[
-        bool, typer.Option("--measure", help="Run the plans on this process's devices.")
-    ] = False,
-    repeats: Annotated[
-        int, typer.Option(min=1, help="Turns of three timed steps for each plan.")
-    ] = 5,
-    devices: common.Devices = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of the solver for each plan.")
-    ] = 10.0,
-    memory: common.Memory = None,
-    compression: common.Compression = "none",
-    error_budget: common.ErrorBudget = None,
-    as_json: common.Json = False,
-) -> None:
-    """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
-
-    With --compression only the plan has codecs, the usual ones have none.
-    With --measure all that fit are really run, on this process's devices; for a
-    cluster of CPU devices they are simulated.
-    """
-    limits = common.plan_options(
-        seconds=seconds, compression=compression, error_budget=error_budget
-    )
-    if devices is not None:
-        common.simulate_devices(devices)
-    made_for = common.read_cluster(cluster, memory)
-    if measure:
-        _check_devices(made_for)
+    target: str,
+    words: Sequence[str],
+    *,
+    cluster: Cluster,
+    limits: PlanOptions,
+    repeats: int,
+    as_json: bool,
+) -> Result:
+    """Plans a target's step as experts do too, and runs the plans ``repeats`` times."""
+    if repeats:
+        _check_devices(cluster)
     with common.progress() as say:
-        workload = load(target, parse_words(words or []))
-        analysis, ours = common.plan_workload(workload, made_for, limits, say)
+        workload = load(target, parse_words(words))
+        analysis, ours = common.plan_workload(workload, cluster, limits, say)
         say("planning as experts do")
-        experts = best_experts(expert_plans(analysis, made_for, seconds=seconds))
-        rows = [_our_row(ours), *(expert_row(e, made_for) for e in experts)]
-        if measure:
+        experts = expert_plans(analysis, cluster, seconds=limits.seconds)
+        experts = best_experts(experts)
+        rows = [_our_row(ours), *(expert_row(e, cluster) for e in experts)]
+        if repeats:
             say("running the plans")
-            plans = {OURS: ours} | _plans(analysis, experts, made_for)
+            plans = {OURS: ours} | _plans(analysis, experts, cluster)
             took = measure_plans(analysis, plans, repeats=repeats)
             rows = [row | {"measured_s": took.get(row["name"])} for row in rows]
     if as_json:
-        common.print_json({"cluster": str(made_for), "plans": rows})
-    else:
-        typer.echo("\n".join([f"cluster  {made_for}", "", *table_lines(rows)]))
+        return Result.of({"cluster": str(cluster), "plans": rows})
+    return Result("\n".join([f"cluster  {cluster}", "", *table_lines(rows)]))
 
 
 def _check_devices(cluster: Cluster) -> None:

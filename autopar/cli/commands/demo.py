@@ -4,9 +4,6 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import common
-from autopar.cli.demonstration import run
-
 
 def demo(
     devices: Annotated[int, typer.Option(min=1, help="CPU devices to simulate.")] = 8,
@@ -16,6 +13,11 @@ def demo(
     ] = 10.0,
 ) -> None:
     """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
+    # They import JAX, which help must not.
+    from autopar.cli import common, demonstration
+
     common.simulate_devices(devices)
     with common.progress() as say:
-        run(devices=devices, steps=steps, seconds=seconds, show=typer.echo, say=say)
+        demonstration.run(
+            devices=devices, steps=steps, seconds=seconds, show=typer.echo, say=say
+        )

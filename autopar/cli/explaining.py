@@ -1,14 +1,14 @@
-"""``autopar explain``: why a plan is as it is."""
+"""The work of ``autopar explain``."""
 
 import math
 from collections import defaultdict
-from typing import Annotated, Any
-
-import typer
+from typing import Any
 
 from autopar.cli import common
 from autopar.cli.gradients import gradient_data, gradient_lines
+from autopar.cli.output import Result
 from autopar.layouts.layout import shards
+from autopar.planner.options import PlanOptions
 from autopar.planner.search import given as layouts_alone
 from autopar.plans.specs import spec_text
 from autopar.reports.explain import (
@@ -41,32 +41,17 @@ Explained = tuple[Decision, list[Alternative]]
 
 
 def explain(
-    source: common.PlanOrTarget,
-    words: common.PlanWords = None,
-    tensor: Annotated[
-        str | None,
-        typer.Option(help="Inputs to explain, such as 'state/params/*/kernel'."),
-    ] = None,
-    limit: Annotated[
-        int, typer.Option("--alternatives", min=0, help="Other layouts to try of each.")
-    ] = 6,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of the solver for each layout.")
-    ] = 3.0,
-    cluster: common.ClusterSpec = None,
-    compression: common.Compression = "none",
-    error_budget: common.ErrorBudget = None,
-    as_json: common.Json = False,
-) -> None:
-    """Says where a step's time and memory go, or why an input lies as it does.
-
-    With --tensor: the layout of each input that matches, the communication that
-    it causes, and what the step would take with other layouts, everything else
-    planned again; and how its gradient is sent, beside other codecs.
-    """
-    limits = common.plan_options(
-        seconds=seconds, compression=compression, error_budget=error_budget
-    )
+    source: str,
+    words: list[str] | None,
+    *,
+    tensor: str | None,
+    limit: int,
+    seconds: float,
+    cluster: str | None,
+    limits: PlanOptions,
+    as_json: bool,
+) -> Result:
+    """Explains a plan, or the inputs of it that match a pattern."""
     with common.progress() as say:
         found = common.subject(source, words, cluster, limits, say)
         bound = bind_plan(found.analysis, found.plan, found.cluster)
@@ -77,27 +62,24 @@ def explain(
             for d in matched[:_MOST_DECISIONS]
         ]
     if tensor is None:
-        _print_overview(bound, as_json)
-    else:
-        left = len(matched) - len(explained)
-        _print_inputs(bound, explained, left, limit, as_json)
+        return _overview(bound, as_json)
+    return _inputs(bound, explained, len(matched) - len(explained), limit, as_json)
 
 
-def _print_inputs(
+def _inputs(
     bound: BoundPlan, explained: list[Explained], left: int, limit: int, as_json: bool
-) -> None:
+) -> Result:
     step_s = _plain_step_s(bound)
     if as_json:
         inputs = [_data(bound, e) for e in explained]
-        common.print_json({"step_s": step_s, "inputs": inputs})
-        return
+        return Result.of({"step_s": step_s, "inputs": inputs})
     texts = [
         [*_lines(bound, e, step_s), *gradient_lines(bound, _paths(e[0]), limit)]
         for e in explained
     ]
-    typer.echo("\n\n".join(map("\n".join, texts)))
     if left:
-        typer.echo(f"\n{left} smaller ones match too: narrow --tensor to see them.")
+        texts.append([f"{left} smaller ones match too: narrow --tensor to see them."])
+    return Result("\n\n".join(map("\n".join, texts)))
 
 
 def _plain_step_s(bound: BoundPlan) -> float:
@@ -115,20 +97,19 @@ def _paths(decision: Decision) -> list[str]:
     return [i.path for i in decision.inputs]
 
 
-def _print_overview(bound: BoundPlan, as_json: bool) -> None:
+def _overview(bound: BoundPlan, as_json: bool) -> Result:
     rows = group_collectives(bound, bound.collectives)
     rows += codec_rows(bound.plan, bound.pricer)
     rows = sorted(rows, key=lambda row: -row.seconds)
     memory = _memory_by_role(bound)
     if as_json:
-        common.print_json(
+        return Result.of(
             {
                 "predicted": bound.plan.to_json()["predicted"],
                 "state_bytes": memory,
                 "collectives": list(map(_row_data, rows)),
             }
         )
-        return
     cells = [("held on each device", "bytes")]
     cells += [(role, bytes_text(nbytes)) for role, nbytes in memory.items()]
     lines = [*summary_lines(bound.plan), "", *columns(cells, right=(1,)), ""]
@@ -139,7 +120,7 @@ def _print_overview(bound: BoundPlan, as_json: bool) -> None:
         rest = rows[_MOST_COLLECTIVES:]
         total = seconds_text(sum(r.seconds for r in rest))
         lines.append(f"... and {len(rest)} that take less, {total} together")
-    typer.echo("\n".join(lines))
+    return Result("\n".join(lines))
 
 
 def _memory_by_role(bound: BoundPlan) -> dict[str, float]:

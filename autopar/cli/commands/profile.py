@@ -5,8 +5,8 @@ from typing import Annotated
 
 import typer
 
-from autopar.cli import common
-from autopar.profiling import profile as profiling
+from autopar.cli import options
+from autopar.cli.output import Result
 
 
 def profile(
@@ -14,13 +14,17 @@ def profile(
         pathlib.Path | None,
         typer.Option(help="Where to save it; by default where planning looks for it."),
     ] = None,
-    devices: common.Devices = None,
-) -> None:
+    devices: options.Devices = None,
+) -> Result:
     """Measures the devices of this process, and saves their numbers for planning."""
+    # They import JAX, which help must not.
+    from autopar.cli import common
+    from autopar.profiling import profile as profiling  # as it does
+
     if devices is not None:
         common.simulate_devices(devices)
     common.check_folder(out)
     with common.progress() as say:
         found = profiling.run(devices, say)
         path = profiling.save(found.cluster, out)
-    typer.echo(f"{found}\n\nsaved to {path}")
+    return Result(f"{found}\n\nsaved to {path}")

@@ -1,0 +1,37 @@
+"""The public names for type checkers; `__init__.py` imports them on demand."""
+
+from autopar.api import audit as audit
+from autopar.api import plan as plan
+from autopar.cluster import Cluster as Cluster
+from autopar.errors import AutoparError as AutoparError
+from autopar.errors import ClusterError as ClusterError
+from autopar.errors import InfeasibleError as InfeasibleError
+from autopar.errors import PlanError as PlanError
+from autopar.errors import TargetError as TargetError
+from autopar.errors import TraceError as TraceError
+from autopar.plans.schema import Plan as Plan
+from autopar.runtime.parallel_step import ParallelStep as ParallelStep
+from autopar.runtime.parallelize import parallelize as parallelize
+from autopar.version import __version__ as __version__
+from autopar_passes.rules.factor_rule import FactorKind as FactorKind
+from autopar_passes.rules.factor_rule import FactorRule as FactorRule
+from autopar_passes.rules.registry import register_rule as register_rule
+
+__all__ = [
+    "AutoparError",
+    "Cluster",
+    "ClusterError",
+    "FactorKind",
+    "FactorRule",
+    "InfeasibleError",
+    "ParallelStep",
+    "Plan",
+    "PlanError",
+    "TargetError",
+    "TraceError",
+    "__version__",
+    "audit",
+    "parallelize",
+    "plan",
+    "register_rule",
+]

@@ -1,0 +1,43 @@
+"""The work of ``autopar audit``."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.api import audit_analysis
+from autopar.cli import common
+from autopar.cli.output import Result
+from autopar.planner.options import PlanOptions
+from autopar.plans import Plan
+
+
+def audit(
+    source: str,
+    words: list[str] | None,
+    *,
+    cluster: str | None,
+    limits: PlanOptions,
+    compiled: bool,
+    as_json: bool,
+) -> Result:
+    """Partitions a planned step, and compiles it if that is asked for."""
+    with common.progress() as say:
+        if compiled:
+            _start_devices(source, cluster)
+        found = common.subject(source, words, cluster, limits, say)
+        say("partitioning and compiling" if compiled else "partitioning")
+        result = audit_analysis(
+            found.analysis, found.plan, found.cluster, compiled=compiled
+        )
+    if as_json:
+        return Result.of(found.plan.to_json() | result.to_json())
+    return Result(str(result))
+
+
+def _start_devices(source: str, cluster: str | None) -> None:
+    """Simulates the devices of the plan before anything starts JAX."""
+    if common.is_plan_file(source):
+        count = math.prod(Plan.load(source).axis_sizes)
+    else:
+        count = common.read_cluster(cluster).num_devices
+    common.simulate_devices(count)

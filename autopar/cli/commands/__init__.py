@@ -1,0 +1,1 @@
+"""The commands: what each is told, and its help. The work is done in `autopar.cli`."""

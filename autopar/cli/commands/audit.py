@@ -1,0 +1,46 @@
+"""``autopar audit``: what the compiler will really communicate, against the plan."""
+
+from typing import Annotated
+
+import typer
+
+from autopar.cli import options
+from autopar.cli.output import Result
+
+
+def audit(
+    source: options.PlanOrTarget,
+    words: options.PlanWords = None,
+    cluster: options.ClusterSpec = None,
+    compiled: Annotated[
+        bool,
+        typer.Option("--compile", help="Compile for simulated devices too; slower."),
+    ] = False,
+    seconds: options.Seconds = None,
+    max_axes: options.MaxAxes = None,
+    compression: options.Compression = "none",
+    error_budget: options.ErrorBudget = None,
+    as_json: options.Json = False,
+) -> Result:
+    """Partitions a planned step with the compiler, and compares the communication.
+
+    No device is needed. With --compile the step is also compiled for simulated
+    CPU devices, and the memory of the compiled step is read.
+    """
+    # They import JAX, which help must not.
+    from autopar.cli import auditing, common
+
+    limits = common.plan_options(
+        seconds=seconds,
+        compression=compression,
+        error_budget=error_budget,
+        max_axes=max_axes,
+    )
+    return auditing.audit(
+        source,
+        words,
+        cluster=cluster,
+        limits=limits,
+        compiled=compiled,
+        as_json=as_json,
+    )

@@ -1,0 +1,51 @@
+"""``autopar compare``: the plan beside those that people write by hand."""
+
+from typing import Annotated
+
+import typer
+
+from autopar.cli import options
+from autopar.cli.output import Result
+
+
+def compare(
+    target: options.Target,
+    words: options.Words = None,
+    cluster: options.ClusterSpec = None,
+    measure: Annotated[
+        bool, typer.Option("--measure", help="Run the plans on this process's devices.")
+    ] = False,
+    repeats: Annotated[
+        int, typer.Option(min=1, help="Turns of three timed steps for each plan.")
+    ] = 5,
+    devices: options.Devices = None,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Time limit of the solver for each plan.")
+    ] = 10.0,
+    memory: options.Memory = None,
+    compression: options.Compression = "none",
+    error_budget: options.ErrorBudget = None,
+    as_json: options.Json = False,
+) -> Result:
+    """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
+
+    With --compression only the plan has codecs, the usual ones have none.
+    With --measure all that fit are really run, on this process's devices; for a
+    cluster of CPU devices they are simulated.
+    """
+    # They import JAX, which help must not.
+    from autopar.cli import common, comparing
+
+    limits = common.plan_options(
+        seconds=seconds, compression=compression, error_budget=error_budget
+    )
+    if devices is not None:
+        common.simulate_devices(devices)
+    return comparing.compare(
+        target,
+        words or [],
+        cluster=common.read_cluster(cluster, memory),
+        limits=limits,
+        repeats=repeats if measure else 0,
+        as_json=as_json,
+    )

@@ -1,0 +1,50 @@
+"""``autopar explain``: why a plan is as it is."""
+
+from typing import Annotated
+
+import typer
+
+from autopar.cli import options
+from autopar.cli.output import Result
+
+
+def explain(
+    source: options.PlanOrTarget,
+    words: options.PlanWords = None,
+    tensor: Annotated[
+        str | None,
+        typer.Option(help="Inputs to explain, such as 'state/params/*/kernel'."),
+    ] = None,
+    limit: Annotated[
+        int, typer.Option("--alternatives", min=0, help="Other layouts to try of each.")
+    ] = 6,
+    seconds: Annotated[
+        float, typer.Option(min=0.1, help="Time limit of the solver for each layout.")
+    ] = 3.0,
+    cluster: options.ClusterSpec = None,
+    compression: options.Compression = "none",
+    error_budget: options.ErrorBudget = None,
+    as_json: options.Json = False,
+) -> Result:
+    """Says where a step's time and memory go, or why an input lies as it does.
+
+    With --tensor: the layout of each input that matches, the communication that
+    it causes, and what the step would take with other layouts, everything else
+    planned again; and how its gradient is sent, beside other codecs.
+    """
+    # They import JAX, which help must not.
+    from autopar.cli import common, explaining
+
+    limits = common.plan_options(
+        seconds=seconds, compression=compression, error_budget=error_budget
+    )
+    return explaining.explain(
+        source,
+        words,
+        tensor=tensor,
+        limit=limit,
+        seconds=seconds,
+        cluster=cluster,
+        limits=limits,
+        as_json=as_json,
+    )

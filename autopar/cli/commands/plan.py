@@ -1,0 +1,61 @@
+"""``autopar plan``: finds the plan of a step on a cluster."""
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from autopar.cli import options
+from autopar.cli.output import Result
+
+
+def plan(
+    target: options.Target,
+    words: options.Words = None,
+    cluster: options.ClusterSpec = None,
+    out: Annotated[
+        pathlib.Path | None, typer.Option(help="Where to save the plan as JSON.")
+    ] = None,
+    as_json: options.Json = False,
+    html: Annotated[
+        pathlib.Path | None, typer.Option(help="Where to write a page about the plan.")
+    ] = None,
+    seconds: options.Seconds = None,
+    max_axes: options.MaxAxes = None,
+    memory: options.Memory = None,
+    compression: options.Compression = "none",
+    error_budget: options.ErrorBudget = None,
+    layouts: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A plan whose layouts are kept; only codecs are chosen."),
+    ] = None,
+    pin: options.PinOptions = None,
+    axis_names: options.AxisNames = None,
+) -> Result:
+    """Finds the fastest plan of a train step on a cluster, and prints it.
+
+    The target's function returns (train_step, state, batch); arrays may be
+    jax.ShapeDtypeStruct, so nothing of the model's size is allocated.
+    """
+    # They import JAX, which help must not.
+    from autopar.cli import common, planning
+
+    for path in (out, html):
+        common.check_folder(path)
+    return planning.plan(
+        target,
+        words or [],
+        cluster=common.read_cluster(cluster, memory),
+        limits=planning.limits(
+            seconds=seconds,
+            max_axes=max_axes,
+            compression=compression,
+            error_budget=error_budget,
+            layouts=layouts,
+            pin=pin or [],
+            axis_names=axis_names,
+        ),
+        out=out,
+        html=html,
+        as_json=as_json,
+    )

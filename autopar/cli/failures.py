@@ -1,0 +1,135 @@
+"""What becomes of errors: exit codes, one line for people, one object for programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import pathlib
+import sysconfig
+import traceback
+from typing import Any, cast
+
+import typer
+
+from autopar.cli.interrupts import STOPPED
+
+DIFFERENT, BAD_INPUT, DOES_NOT_FIT, BUG = 1, 2, 3, 70
+EXIT_CODES = (
+    (0, "done"),
+    (DIFFERENT, "diff: the plans differ; doctor: something is wrong"),
+    (BAD_INPUT, "the input is wrong, or the target's own code failed"),
+    (DOES_NOT_FIT, "no plan fits the memory of a device"),
+    (BUG, "a bug in autopar"),
+    (STOPPED, "interrupted"),
+)
+# click's UsageError, which some versions of typer carry inside and do not export.
+USAGE_ERROR = cast("type[Exception]", typer.BadParameter.__bases__[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Failure:
+    """An error as the command line reports it.
+
+    Attributes:
+      kind: the name of the error's class.
+      message: one line.
+      code: the exit code.
+      where: file and line of the user's code that failed; '' where none did.
+    """
+
+    kind: str
+    message: str
+    code: int
+    where: str = ""
+
+    @property
+    def line(self) -> str:
+        """What people read."""
+        return f"autopar: {self.message}"
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What programs read."""
+        fields = {"kind": self.kind, "message": self.message, "exit_code": self.code}
+        return {"error": fields | ({"where": self.where} if self.where else {})}
+
+
+INTERRUPTED = Failure("Interrupted", "stopped.", STOPPED)
+
+
+def failure_of(error: BaseException) -> Failure:
+    """Says what an error is: the user's, or a bug of autopar's."""
+    kind = type(error).__name__
+    if isinstance(error, (typer.Abort, KeyboardInterrupt)):
+        return INTERRUPTED
+    if isinstance(error, USAGE_ERROR):
+        text = getattr(error, "format_message", error.__str__)()
+        return Failure(kind, _one_line(text), BAD_INPUT)
+    where = user_line(error.__cause__ or error)
+    text = _one_line(str(error))
+    if code := _code(error):
+        placed = where and pathlib.PurePath(where).name not in text
+        return Failure(kind, f"{text} ({where})" if placed else text, code, where)
+    if where:
+        text = f"the target's code raised {described(error)} ({where})"
+        return Failure(kind, text, BAD_INPUT, where)
+    return Failure(kind, f"a bug in autopar: {described(error)}", BUG)
+
+
+def _code(error: BaseException) -> int:
+    """The exit code of an error that the user can fix; 0 for any other."""
+    # It imports JAX, which help must not.
+    from autopar.errors import AutoparError, ClusterError, InfeasibleError, TraceError
+
+    if isinstance(error, InfeasibleError):
+        return DOES_NOT_FIT
+    fixable = (AutoparError, ClusterError, TraceError, OSError)
+    return BAD_INPUT if isinstance(error, fixable) else 0
+
+
+def described(error: BaseException) -> str:
+    """An error's class and message, as a sentence."""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg}."
+    return f"{type(error).__name__}: {_one_line(str(error))}".rstrip(".: ") + "."
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
+def user_line(error: BaseException) -> str:
+    """File and line of the innermost frame in the user's own code, or ''.
+
+    That is a frame neither of autopar, nor of an installed package, nor of Python.
+    """
+    if isinstance(error, SyntaxError) and error.filename and error.lineno:
+        return f"{_shown(error.filename)}:{error.lineno}"
+    found = ""
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        name = frame.f_code.co_filename
+        if not name.startswith("<") and not _foreign(name):
+            found = f"{_shown(name)}:{line}"
+    return found
+
+
+def _foreign(name: str) -> bool:
+    path = pathlib.PurePath(os.path.abspath(name))
+    if "site-packages" in path.parts or "dist-packages" in path.parts:
+        return True
+    root = pathlib.PurePath(__file__).parents[2]
+    ours = [root / "autopar"]
+    ours += [root / place / f"autopar_{place}" for place in ("passes", "solver")]
+    python = pathlib.PurePath(sysconfig.get_path("stdlib"))
+    return any(path.is_relative_to(folder) for folder in (*ours, python))
+
+
+def _shown(name: str) -> str:
+    """A file as people write it: relative where it lies below the working folder."""
+    path, here = pathlib.Path(os.path.abspath(name)), pathlib.Path.cwd()
+    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
+
+
+def print_traceback(error: BaseException) -> None:
+    """Prints the traceback of an error to stderr, with that of its cause."""
+    typer.echo("".join(traceback.format_exception(error)).rstrip(), err=True)

@@ -1,0 +1,80 @@
+"""The options that commands share.
+
+Nothing here imports JAX: help and completion must answer at once.
+"""
+
+from typing import Annotated
+
+import typer
+
+Target = Annotated[str, typer.Argument(help="file.py:function or module:function.")]
+PlanOrTarget = Annotated[
+    str, typer.Argument(metavar="PLAN", help="A plan.json, or a target.")
+]
+PlanWords = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[TARGET] [KEY=VALUE]...",
+        help="Where the plan does not know its target; arguments to change.",
+    ),
+]
+Words = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[KEY=VALUE]...", help="Arguments of the target's function."
+    ),
+]
+ClusterSpec = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="SPEC",
+        help="Such as 8x8:h100 (hosts x devices), a TOML file, or local.",
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+Seconds = Annotated[
+    float | None,
+    typer.Option(min=0.1, help="Time limit of the solver for each mesh."),
+]
+MaxAxes = Annotated[
+    int | None, typer.Option(min=1, max=4, help="The most mesh axes to try.")
+]
+Memory = Annotated[
+    str | None,
+    typer.Option(metavar="SIZE", help="Memory of a device to use, such as 40GB."),
+]
+Compression = Annotated[
+    str,
+    typer.Option(
+        metavar="{auto,none,CODEC}",
+        help="How gradients are sent: none as they are; auto by the codecs that are "
+        "fastest within the error budget; or all by one, such as int8.",
+    ),
+]
+ErrorBudget = Annotated[
+    float | None,
+    typer.Option(
+        min=0.0, help="With auto: the largest relative error of the gradients."
+    ),
+]
+Devices = Annotated[
+    int | None, typer.Option(min=1, help="Simulate this many CPU devices.")
+]
+PinOptions = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="PATH=SPEC",
+        help="Keep the layout of the inputs that match, such as "
+        "'params/*/kernel=None,tensor'. Repeatable.",
+    ),
+]
+AxisNames = Annotated[
+    str | None,
+    typer.Option(metavar="NAME,...", help="Names of the mesh axes, outermost first."),
+]
+Traceback = Annotated[
+    bool,
+    typer.Option("--traceback", help="On an error, print where it was raised."),
+]

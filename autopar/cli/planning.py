@@ -1,0 +1,76 @@
+"""The work of ``autopar plan``."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Sequence
+
+from autopar.cli import common
+from autopar.cli.output import Result
+from autopar.cli.pins import parse_axis_names, parse_pins
+from autopar.cli.target import load, parse_words
+from autopar.cluster import Cluster
+from autopar.planner.options import PlanOptions
+from autopar.plans import Plan
+from autopar.reports.explain import bind_plan, group_collectives
+from autopar.reports.gradients import codec_rows
+from autopar.reports.html import render_html
+from autopar.reports.table import planning_times, render
+from autopar.steps.analysis import Analysis
+
+
+def plan(
+    target: str,
+    words: Sequence[str],
+    *,
+    cluster: Cluster,
+    limits: PlanOptions,
+    out: pathlib.Path | None,
+    html: pathlib.Path | None,
+    as_json: bool,
+) -> Result:
+    """Plans a target's step; writes the files that are asked for."""
+    with common.progress() as say:
+        workload = load(target, parse_words(words))
+        analysis, found = common.plan_workload(workload, cluster, limits, say)
+        if out is not None:
+            found.save(out)
+        if html is not None:
+            say(f"writing {html}")
+            html.write_text(_page(analysis, found, cluster), encoding="utf-8")
+    if as_json:
+        return Result.of(found.to_json())
+    return Result(f"{render(found)}\n\n{planning_times(found)}")
+
+
+def limits(
+    *,
+    seconds: float | None,
+    max_axes: int | None,
+    compression: str,
+    error_budget: float | None,
+    layouts: pathlib.Path | None,
+    pin: Sequence[str],
+    axis_names: str | None,
+) -> PlanOptions:
+    """What the options of the command say about the search.
+
+    Raises:
+      PlanError: an option is wrong, or there is no such plan.
+    """
+    return common.plan_options(
+        seconds=seconds,
+        compression=compression,
+        error_budget=error_budget,
+        max_axes=max_axes,
+        layouts=None if layouts is None else Plan.load(layouts),
+        pins=parse_pins(pin),
+        axis_names=parse_axis_names(axis_names),
+    )
+
+
+def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:
+    bound = bind_plan(analysis, found, cluster)
+    rows = group_collectives(bound, bound.collectives)
+    rows += codec_rows(found, bound.pricer)
+    return render_html(found, sorted(rows, key=lambda row: -row.seconds))
