@@ -25,7 +25,7 @@ from autopar.planner.options import (
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, placement
-from autopar.runtime.codec_run import CodecRun, recoded
+from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.planned import PlannedStep, device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
@@ -180,9 +180,11 @@ class ParallelStep(Generic[P, R]):
         """The state of the codecs: residuals and what they learned; None: none yet.
 
         Save it with the train state. After a restart, assign what was saved; the
-        next call places it for the plan in use.
+        next call places it for the plan in use, and sends gradients by the codecs that
+        `recode` or a policy had chosen.
         """
-        return self._codecs.state
+        current = self._current
+        return self._codecs.saved(None if current is None else current.planned.plan)
 
     @compression_state.setter
     def compression_state(self, state: Any) -> None:
@@ -205,16 +207,25 @@ class ParallelStep(Generic[P, R]):
             used before are not compiled again while their programs are kept.
 
         Raises:
-          PlanError: a parameter has no compressed gradient.
+          PlanError: a parameter has no compressed gradient, or a codec is not known
+            or cannot send it.
         """
         if self._current is None:
             raise PlanError(f"{self.__name__}: recode needs a step that was planned.")
+        recoding, plan = self._codecs.recoding, self._current.planned.plan
+        self._use(recoding.changed(plan, codecs))
+
+    def _use(self, plan: Plan) -> PlannedStep:
+        """Runs steps by a plan that differs from the current one in its codecs."""
+        assert self._current is not None
         analysed, current = self._current.analysed, self._current.planned
-        plan = recoded(current.plan, codecs)
+        if plan is current.plan:
+            return current
         devices = tuple(current.mesh.devices.flat)
         planned = self._store.program(analysed, plan, devices, like=current)
         self._plans.put(self._place(analysed, self._setting), plan)
         self._current = _Running(analysed, planned)
+        return planned
 
     def prepare(self, *args: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
@@ -283,6 +294,8 @@ class ParallelStep(Generic[P, R]):
         if any(isinstance(x, Tracer) for x in leaves):
             return self._step(*args, **kwargs)
         planned = self.prepare(*given)
+        if planned.sums is not None:
+            planned = self._use(self._codecs.resumed(planned.plan))
         placed = self._placed(planned, leaves)
         carried = planned.analysis.carried if self._store.donate else {}
         placement.separate(placed, carried)
@@ -292,7 +305,8 @@ class ParallelStep(Generic[P, R]):
             flat = self._codecs.run(planned, placed, self.world)
         placement.consume(leaves, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
-            self.recode(wish)
+            recoding = self._codecs.recoding
+            self._use(recoding.changed(planned.plan, wish, lenient=True))
         return _result(planned, given, flat)
 
     def _placed(self, planned: PlannedStep, leaves: Sequence[Any]) -> list[Any]:

@@ -88,10 +88,28 @@ class TestNotFinite:
         state, (loss,) = case.train(step, state, [spoilt(case.batch(2))])
 
         assert np.isnan(loss)
-        assert_same_bits(before, on_host((state, step.compression_state["gradients"])))
+        with pytest.warns(UserWarning, match=r"step 3: .*params/0/up.* not finite"):
+            after = step.compression_state
+        assert_same_bits(before, on_host((state, after["gradients"])))
         # All that is counted is the step itself.
-        assert int(step.compression_state["step"]) == 3
+        assert (int(after["step"]), int(after["skipped"])) == (3, 1)
 
+    def test_it_is_told_of_without_being_asked(self) -> None:
+        """By a later call at the latest; what is said of it is not a number."""
+        case, step = case_of(NAME), fresh("int8")
+        state, _ = case.train(step, case.state(), [spoilt(case.batch(0))])
+        jax.block_until_ready(state)
+        with pytest.warns(UserWarning, match=r"step 1: .*params/0/up.* not finite"):
+            state, _ = case.train(step, state, [case.batch(1)])
+        assert {r.skipped for r in step.telemetry.values()} == {1}
+
+        case.train(step, state, [spoilt(case.batch(2))])
+        with pytest.warns(UserWarning, match=r"step 3: .*params/0/up.* not finite"):
+            (report, *_) = step.telemetry.values()
+        assert np.isnan([report.norm, report.relative_error, report.gain]).all()
+        assert report.skipped == 2
+
+    @pytest.mark.filterwarnings("ignore:step .* not finite:UserWarning")
     def test_training_goes_on(self) -> None:
         """With the losses of a run that has never seen that batch."""
         case = case_of(NAME)
