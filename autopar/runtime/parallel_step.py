@@ -20,6 +20,8 @@ from autopar.planner.options import (
     PlanOptions,
     as_cluster,
     as_plan,
+    fitting_layouts,
+    sent_by_hand,
     with_codecs_of,
 )
 from autopar.planner.record import check_plan
@@ -51,13 +53,16 @@ class Setting:
       plan: a plan to use as it is, instead of planning.
       devices: the devices to run on, or their ids; None: those that the cluster
         names, or the first of the world.
-      codecs: whose choice of codecs holds in place of the planner's; None: its own.
+      codecs: whose choice of codecs, and of layouts to keep, holds in place of the
+        planner's; None: its own.
+      sent: a plan whose codecs hold gradient by gradient; None: none.
     """
 
     cluster: Cluster | None = None
     plan: Plan | None = None
     devices: tuple[Any, ...] | None = None
     codecs: PlanOptions | None = None
+    sent: Plan | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -247,7 +252,10 @@ class ParallelStep(Generic[P, R]):
         cluster = setting.cluster or self.cluster
         devices = tuple(d.id for d in self._devices(setting))
         asked = setting.codecs or self._planner.options
-        codecs = (asked.compression, asked.error_budget)
+        plans = [
+            p and agreement.content_digest(p) for p in (setting.sent, asked.layouts)
+        ]
+        codecs = (asked.compression, asked.error_budget, *plans)
         return analysed.key, cluster.fingerprint(), devices, codecs
 
     def _plan_for(self, analysed: Analysed, setting: Setting) -> Plan:
@@ -266,7 +274,8 @@ class ParallelStep(Generic[P, R]):
             )
         cluster = setting.cluster or self.cluster
         return agreement.agree(
-            self.world, lambda: self._planner.plan(analysed, cluster, setting.codecs)
+            self.world,
+            lambda: self._planner.plan(analysed, cluster, setting.codecs, setting.sent),
         )
 
     def _program(
@@ -342,7 +351,8 @@ class ParallelStep(Generic[P, R]):
         The next call of the step runs under the new plan, which is compiled here.
         Where this raises, nothing has changed: the next call runs under the old plan
         with the old state. Gradients are sent as was asked for at first, with a plan
-        of one's own as that plan says (its ``compression.mode``).
+        of one's own as that plan says. Layouts that were given as ``layouts=`` are kept
+        where the cluster has their mesh; elsewhere new ones are found, with a warning.
 
         Args:
           cluster: the cluster to move to, such as ``Cluster.local(devices=4)``, or
@@ -385,10 +395,15 @@ class ParallelStep(Generic[P, R]):
     ) -> Setting:
         """The setting of `replan`, with the codecs that were asked for."""
         chosen = None if devices is None else self.world.take(devices)
-        codecs = self._setting.codecs
+        codecs, sent = self._setting.codecs, self._setting.sent
         if self._setting.plan is not None:
-            codecs = with_codecs_of(self._planner.options, given or self._setting.plan)
-        return Setting(cluster=cluster, devices=chosen, codecs=codecs)
+            model = given or self._setting.plan
+            codecs = with_codecs_of(self._planner.options, model)
+            sent = sent_by_hand(model)
+        asked = codecs or self._planner.options
+        if asked.layouts is not None and given is None:
+            codecs = fitting_layouts(asked, cluster)
+        return Setting(cluster=cluster, devices=chosen, codecs=codecs, sent=sent)
 
 
 def _moved(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> list[Any]:

@@ -77,15 +77,20 @@ class StepPlanner:
         return found
 
     def plan(
-        self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None = None
+        self,
+        analysed: Analysed,
+        cluster: Cluster,
+        codecs: PlanOptions | None = None,
+        sent: Plan | None = None,
     ) -> Plan:
         """Finds the plan of a step on a cluster.
 
         Args:
           analysed: the step.
           cluster: what to plan for.
-          codecs: whose ``compression`` and ``error_budget`` hold in place of those
-            of this planner.
+          codecs: whose ``compression``, ``error_budget`` and ``layouts`` hold in
+            place of those of this planner.
+          sent: a plan whose codecs hold gradient by gradient.
 
         Raises:
           InfeasibleError: no plan fits the memory of a device.
@@ -97,5 +102,6 @@ class StepPlanner:
                 options,
                 compression=codecs.compression,
                 error_budget=codecs.error_budget,
+                layouts=codecs.layouts,
             )
-        return plan_analysis(analysed.analysis, cluster, options)
+        return plan_analysis(analysed.analysis, cluster, options, sent)

@@ -76,7 +76,7 @@ class CodecSynchroniser:
             ),
             check_vma=False,
         )(self.state["step"], [x.array for x in partials.values()], states)
-        summed = _with_overflows(jnp.sum(rows, axis=0), totals)
+        summed = jnp.sum(rows, axis=0)
         for k, member in enumerate(members):
             self.new[member.decision.name] = after[k]
             self.levels[member.decision.name] = level
@@ -130,29 +130,6 @@ class CodecSynchroniser:
         return jax.nn.one_hot(levels, self.sums.num_levels, dtype=jnp.int32)
 
 
-def _with_overflows(rows: jax.Array, totals: Sequence[jax.Array]) -> jax.Array:
-    """Telemetry in which sums count that are not finite although their parts are.
-
-    Where the squared norms of the parts are finite, their elements are so small that no
-    sum of them overflows, unless its type has a smaller range than float32.
-
-    Args:
-      rows: telemetry, summed over the devices.
-      totals: the sums.
-    """
-
-    def none(totals: Sequence[jax.Array]) -> jax.Array:
-        return jnp.zeros((len(totals),), jnp.float32)
-
-    def counted(totals: Sequence[jax.Array]) -> jax.Array:
-        return jnp.stack([non_finite_elements(total) for total in totals])
-
-    small = jnp.all(jnp.isfinite(rows[:, WANTED]))
-    narrow = any(jnp.finfo(x.dtype).max < jnp.finfo(jnp.bfloat16).max for x in totals)
-    more = jax.lax.cond(small & (not narrow), none, counted, list(totals))
-    return rows.at[:, NON_FINITE].add(jnp.where(rows[:, NON_FINITE] > 0, 0.0, more))
-
-
 def _as_it_would_be(total: jax.Array, row: jax.Array) -> jax.Array:
     """A sum of which a part is not finite, as the step would see it without a codec.
 
@@ -189,6 +166,7 @@ def _sum_bucket(
     totals, after, rows, level = _summed(
         sums, members, partials, states, links, worker, step
     )
+    rows = _with_overflows(members, rows, totals, arrays)
     totals = [
         total.astype(x.dtype)
         for total, x in zip(
@@ -197,6 +175,42 @@ def _sum_bucket(
     ]
     kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
     return totals, kept, rows[None], level
+
+
+def _with_overflows(
+    members: Sequence[Member],
+    rows: jax.Array,
+    totals: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
+) -> jax.Array:
+    """Telemetry in which sums count that are not finite although their parts are.
+
+    Where the squared norms of the parts are finite, their elements are so small that no
+    sum of them overflows, unless its type has a smaller range than float32. So only a
+    worker whose part is large looks at its sum, and where it gets no more than a share
+    of the sum, all look at theirs.
+
+    Args:
+      members: the gradients of the bucket.
+      rows: telemetry of this device.
+      totals: the sums, as far as they are this device's.
+      arrays: the partial gradients, of the types that the step sees.
+    """
+    more: list[jax.Array] = []
+    for member, row, total, array in zip(members, rows, totals, arrays, strict=True):
+        seen = total.astype(array.dtype)
+        narrow = jnp.finfo(seen.dtype).max < jnp.finfo(jnp.bfloat16).max
+        always = bool(narrow) or member.gradient.scatter
+        small = jnp.isfinite(row[WANTED])
+        more.append(
+            non_finite_elements(seen)
+            if always
+            else jax.lax.cond(
+                small, lambda _: jnp.float32(0), non_finite_elements, seen
+            )
+        )
+    known = rows[:, NON_FINITE]
+    return rows.at[:, NON_FINITE].add(jnp.where(known > 0, 0.0, jnp.stack(more)))
 
 
 def _summed(
