@@ -141,7 +141,8 @@ def synchronise(
       part; the new states; and float32 (number of gradients, 6) of this
       worker: the squared norms of what was to be sent, of its error, of what
       was sent, of the new residual and of the partial itself, and the number of
-      elements of what was to be sent that are not finite.
+      elements of what was to be sent that are not finite. Where a codec fails on
+      finite elements, those of its error count.
 
     Raises:
       ValueError: a partial does not fit its gradient; see `check_gradient`.
@@ -192,11 +193,11 @@ def report(sums: jax.Array) -> dict[str, jax.Array]:
       2305.12201) with the residual counted in; ``residual_norm``: L2 norm of the
       residual; ``gradient_norm``: that of the gradient without it; ``non_finite``:
       number of elements. Each of shape (...). Where nothing was to be sent the
-      error is 0 and the gain 1.
+      error is 0 and the gain 1; where its norm is not finite both are NaN.
     """
     wanted = sums[..., WANTED]
-    some = wanted > 0
-    safe = jnp.where(some, wanted, 1.0)
+    some = wanted != 0
+    safe = jnp.where(some & jnp.isfinite(wanted), wanted, jnp.nan)
     return {
         "relative_error": jnp.where(some, jnp.sqrt(sums[..., ERROR] / safe), 0.0),
         "gain": jnp.where(some, sums[..., SENT] / safe, 1.0),
@@ -258,7 +259,8 @@ def _synchronise_some(
     feedbacks = [gradient.feedback for gradient in gradients]
     residuals = next_residuals(feedbacks, errors, links, step)
     norms = [_squared_norm(values) for values in wanted]
-    bad = _non_finite(wanted, norms)
+    lost = [_squared_norm(error) for error in errors]
+    bad = _non_finite(wanted, errors, [*norms, *lost])
     return [
         (
             _total(gradients[k], reduced[k], links.workers).astype(partials[k].dtype),
@@ -390,23 +392,39 @@ def _sums(
 
 
 def _non_finite(
-    wanted: Sequence[jax.Array], norms: Sequence[jax.Array]
+    wanted: Sequence[jax.Array],
+    errors: Sequence[jax.Array],
+    norms: Sequence[jax.Array],
 ) -> list[jax.Array]:
     """The number of elements of each that are not finite, float32.
 
     They are counted only where a squared norm is not finite either.
+
+    Args:
+      wanted: what is to be sent.
+      errors: what of it was not.
+      norms: the squared norms of both.
     """
 
-    def none(arrays: Sequence[jax.Array]) -> list[jax.Array]:
+    def none(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
         return [jnp.zeros((), jnp.float32) for _ in arrays]
 
-    def counted(arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        return [jnp.sum(~jnp.isfinite(x), dtype=jnp.float32) for x in arrays]
+    def counted(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
+        return [unusable(values, error) for values, error in arrays]
+
+    def unusable(values: jax.Array, error: jax.Array) -> jax.Array:
+        own, lost = non_finite_elements(values), non_finite_elements(error)
+        return jnp.where(own > 0, own, lost)
 
     if not wanted:
         return []
     good = jnp.all(jnp.isfinite(jnp.stack(norms)))
-    return jax.lax.cond(good, none, counted, list(wanted))
+    return jax.lax.cond(good, none, counted, list(zip(wanted, errors, strict=True)))
+
+
+def non_finite_elements(values: jax.Array) -> jax.Array:
+    """The number of elements that are not finite, a float32 scalar."""
+    return jnp.sum(~jnp.isfinite(values), dtype=jnp.float32)
 
 
 def _squared_norm(values: jax.Array) -> jax.Array:

@@ -11,17 +11,21 @@ from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.registry import format_codec
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
+from autopar.planner.candidate import SearchResult
 from autopar.planner.codecs.choose import (
+    CodecChoice,
     choose,
     described,
     joint,
     joint_uniform,
     uniform,
 )
+from autopar.planner.codecs.left_out import warn_of_no_use
 from autopar.planner.codecs.options import budget_of, parsed
-from autopar.planner.codecs.written import check_fits, with_codecs
+from autopar.planner.codecs.written import as_sent, check_fits, with_codecs
 from autopar.planner.edited import carried_out, with_status
 from autopar.planner.hints import (
     Pins,
@@ -42,17 +46,35 @@ from autopar_passes.graph.roles import InputRole
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Codecs:
-    """What was said about codecs: the mode, the codec it names, and the budget."""
+    """What was said about codecs.
+
+    Attributes:
+      mode: as of `PlanOptions.compression`.
+      codec: that it names.
+      budget: of error.
+      sent: a plan whose codecs hold gradient by gradient.
+    """
 
     mode: str
     codec: Codec | None
     budget: float
+    sent: Plan | None
 
 
 def plan_analysis(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions = DEFAULTS
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions = DEFAULTS,
+    sent: Plan | None = None,
 ) -> Plan:
     """`autopar.plan`, for a step that is already analysed.
+
+    Args:
+      analysis: the step.
+      cluster: what to plan for.
+      options: hints and limits.
+      sent: a plan whose codecs hold gradient by gradient, where they can be used;
+        ``options.compression`` is what layouts are found for then.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
@@ -62,10 +84,11 @@ def plan_analysis(
     if options.logical_axis_rules:
         raise PlanError(
             "plan_analysis: logical_axis_rules need the step's arguments; turn them "
-            "into pins with with_logical_pins(options, step, args)."
+            "into pins with with_logical_pins(options, call)."
         )
     mode, names, pins = options.compression, options.axis_names, options.pins or {}
-    codecs = _Codecs(mode, parsed(mode), budget_of(options.error_budget, mode))
+    budget = budget_of(options.error_budget, mode)
+    codecs = _Codecs(mode, parsed(mode), budget, sent)
     layouts, seconds = options.layouts, options.seconds
     if layouts is not None:
         _check_axes_of(layouts, options)
@@ -79,7 +102,11 @@ def plan_analysis(
 
 
 def plan_beside(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    running: Plan,
+    sent: Plan | None = None,
 ) -> Plan:
     """A plan for another batch, under which the state of a running plan stays put.
 
@@ -92,6 +119,7 @@ def plan_beside(
       cluster: that of the running plan.
       options: hints and limits; those of the running plan.
       running: the plan of the step with its usual batch.
+      sent: as for `plan_analysis`.
 
     Raises:
       InfeasibleError: the batch does not fit the memory of a device like this.
@@ -99,7 +127,7 @@ def plan_beside(
     """
     try:
         kept = dataclasses.replace(options, layouts=running)
-        return plan_analysis(analysis, cluster, kept)
+        return plan_analysis(analysis, cluster, kept, sent)
     except PlanError:
         meshes = [
             mesh
@@ -110,7 +138,7 @@ def plan_beside(
             raise
     pins = _state_pins(analysis, running)
     mode = options.compression
-    codecs = _Codecs(mode, parsed(mode), budget_of(options.error_budget, mode))
+    codecs = _Codecs(mode, parsed(mode), budget_of(options.error_budget, mode), sent)
     return _searched(analysis, cluster, meshes, pins, codecs, options.seconds)
 
 
@@ -174,8 +202,7 @@ def _searched(
             restriction=limit,
         )
     result = dataclasses.replace(result, seconds=time.perf_counter() - started)
-    why = described(analysis, choice, first, codecs.mode, codecs.budget)
-    return with_codecs(analysis, result, choice, why)
+    return _written(analysis, result, choice, first, codecs)
 
 
 def _with_layouts(
@@ -200,9 +227,27 @@ def _with_layouts(
         else:
             choice = choose(analysis, best, codecs.budget, {})
         result = dataclasses.replace(result, seconds=time.perf_counter() - started)
-        why = described(analysis, choice, choice, codecs.mode, codecs.budget)
-        made = with_codecs(analysis, result, choice, why)
+        made = _written(analysis, result, choice, choice, codecs)
     return with_status(made, kept.solver.status) if layouts.edited else made
+
+
+def _written(
+    analysis: Analysis,
+    result: SearchResult,
+    choice: CodecChoice,
+    first: CodecChoice,
+    codecs: _Codecs,
+) -> Plan:
+    """The plan of a choice; says so where a codec that was asked for is of no use."""
+    if codecs.sent is not None:
+        best = dataclasses.replace(result, best=choice.candidate)
+        return as_sent(analysis, best, codecs.sent)
+    asked = None if codecs.codec is None else format_codec(codecs.codec)
+    if asked is not None and asked not in choice.codecs:
+        assignment = choice.candidate.assignment
+        warn_of_no_use(analysis, assignment, choice.sites, asked)
+    why = described(analysis, choice, first, codecs.mode, codecs.budget)
+    return with_codecs(analysis, result, choice, why)
 
 
 def check_batch(

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import time
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import msgspec
 import numpy as np
 
-from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_bytes
 from autopar.compression.policies.policy import (
     GradientReport,
@@ -31,7 +28,6 @@ from autopar.compression.synchronise import (
     WANTED,
 )
 from autopar.errors import PlanError
-from autopar.planner.codecs.sites import repriced
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
 from autopar.runtime.gradients.codec_state import (
@@ -40,6 +36,8 @@ from autopar.runtime.gradients.codec_state import (
     restored,
 )
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
+from autopar.runtime.gradients.recoding import Recoding
+from autopar.runtime.gradients.skipping import SkippedSteps
 from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.world import World
@@ -51,6 +49,8 @@ class CodecRun:
     def __init__(self, policy: Policy | None) -> None:
         """Starts without state; the first step makes it."""
         self.policy = policy
+        self.recoding = Recoding()
+        self._skipped = SkippedSteps()
         self._state: State | None = None
         self._saved: Any = None
         self._owner: GradientSums | None = None
@@ -66,19 +66,31 @@ class CodecRun:
         self._measured: dict[str, MeasuredErrors] = {}
         self._probes = ProbePrograms()
 
-    @property
-    def state(self) -> State | None:
+    def saved(self, plan: Plan | None) -> Any:
         """A copy of the state after the last step; None before the first.
 
         A copy, because the next step consumes the state itself.
+
+        Args:
+          plan: the plan in use, whose codecs are saved with it.
         """
-        if self._state is None:
+        self._skipped.look(wait=True)
+        if self._state is None or plan is None:
             return self._saved
-        return jax.tree.map(jnp.copy, self._state)
+        texts = self.recoding.texts(plan, self._state["gradients"])
+        return {**jax.tree.map(jnp.copy, self._state), "codecs": texts}
 
     def restore(self, state: Any) -> None:
         """Takes a saved state; the next step places it."""
         self._saved, self._state, self._owner = state, None, None
+
+    def resumed(self, plan: Plan) -> Plan:
+        """The plan with the codecs of a saved state that no step has used yet.
+
+        Raises:
+          PlanError: a codec that was saved is not known here.
+        """
+        return plan if self._saved is None else self.recoding.resumed(plan, self._saved)
 
     def start_anew(self) -> None:
         """Forgets what steps have left; what was assigned and not yet used stays."""
@@ -100,7 +112,12 @@ class CodecRun:
     def run(
         self, planned: PlannedStep, placed: Sequence[Any], world: World
     ) -> list[Any]:
-        """Runs one step and keeps the codecs' new state."""
+        """Runs one step and keeps the codecs' new state.
+
+        Steps before that were skipped are told of first: where a warning is an error,
+        nothing has been consumed yet.
+        """
+        self._skipped.look()
         sums = planned.sums
         assert sums is not None
         state = self._state_for(sums)
@@ -115,6 +132,8 @@ class CodecRun:
         self._count(sums, new)
         self._planned = planned
         self._done += 1
+        names = [m.decision.name for m in sums.members.values()]
+        self._skipped.add(self._done, names, self._telemetry)
         if new:
             jax.block_until_ready(self._telemetry)
             self._since, self._steps = time.perf_counter(), 0
@@ -172,11 +191,13 @@ class CodecRun:
         """
         if self._planned is None:
             raise PlanError("telemetry: no step has run yet.")
+        self._skipped.look(wait=True)
+        skipped = 0 if self._state is None else int(np.asarray(self._state["skipped"]))
         telemetry = np.asarray(self._telemetry, dtype=float)
         sums = self._planned.sums
         assert sums is not None
         reports = {
-            m.decision.name: _report(m.decision, row)
+            m.decision.name: _report(m.decision, row, skipped)
             for m, row in zip(sums.members.values(), telemetry, strict=True)
         }
         return self._with_levels(sums, reports) if sums.fallback else reports
@@ -208,17 +229,10 @@ class CodecRun:
         """What the policy wants from the next step on; None: no change."""
         if self.policy is None or not self._observed(self._done):
             return None
-        finite, gradients = self.finite(), self.report()
+        gradients, finite = self.report(), self.finite()
         seconds = (time.perf_counter() - self._since) / max(1, self._steps)
         seconds = agreement.shared_number(world, seconds)
         self._since, self._steps = time.perf_counter(), 0
-        if not finite:
-            bad = [n for n, r in gradients.items() if not np.isfinite(r.norm)]
-            warnings.warn(
-                f"step {self._done}: the gradients of {', '.join(bad[:4])} are not "
-                "finite; the step was skipped and the state kept.",
-                stacklevel=3,
-            )
         measured, self._measured = self._measured, {}
         self._count_anew = True
         seen = Observation(self._done, seconds, gradients, finite, measured)
@@ -243,51 +257,21 @@ def _wire_bytes(member: Member, level: int) -> float:
     )
 
 
-def _report(decision: GradientDecision, row: np.ndarray) -> GradientReport:
+def _report(
+    decision: GradientDecision, row: np.ndarray, skipped: int
+) -> GradientReport:
     wanted = float(row[WANTED])
+    # What is said of a norm that is not finite is not a number.
+    part = wanted if np.isfinite(wanted) else np.nan
     return GradientReport(
         codec=decision.codec,
         elements=int(np.prod(decision.shape)),
         wire_bytes=decision.wire_bytes,
         dense_bytes=decision.dense_bytes,
         norm=float(np.sqrt(wanted)),
-        relative_error=float(np.sqrt(row[ERROR] / wanted)) if wanted > 0 else 0.0,
-        gain=float(row[SENT] / wanted) if wanted > 0 else 1.0,
+        relative_error=float(np.sqrt(row[ERROR] / part)) if wanted else 0.0,
+        gain=float(row[SENT] / part) if wanted else 1.0,
         residual_norm=float(np.sqrt(row[RESIDUAL])),
         gradient_norm=float(np.sqrt(row[GRADIENT])),
+        skipped=skipped,
     )
-
-
-def recoded(plan: Plan, codecs: Mapping[str, str]) -> Plan:
-    """The plan with other codecs for some gradients.
-
-    Raises:
-      PlanError: a name is none of its gradients.
-    """
-    known = {g.name for g in plan.gradients if g.codec}
-    if unknown := sorted(set(codecs) - known):
-        raise PlanError(
-            f"no compressed gradient named {', '.join(unknown[:4])}; the plan has "
-            f"{', '.join(sorted(known)[:8])}."
-        )
-    return plan.with_stage(
-        gradients=tuple(
-            with_codec(g, codecs[g.name]) if g.name in codecs else g
-            for g in plan.gradients
-        ),
-    )
-
-
-def with_codec(decision: GradientDecision, text: str) -> GradientDecision:
-    """A decision with another codec, its bytes counted anew.
-
-    A gradient that has a residual keeps it, so that nothing is lost where codecs
-    with and without feedback take turns; one that the codec cannot send stays as
-    it is.
-    """
-    codec = parse_codec(text)
-    if codec.check(decision.local_shape, scatter=decision.scatter):
-        return decision
-    feedback = decision.feedback or codec.feedback
-    changed = msgspec.structs.replace(decision, codec=text, feedback=feedback)
-    return repriced(changed)

@@ -19,12 +19,14 @@ from autopar.planner.options import (
     PlanOptions,
     as_cluster,
     as_plan,
+    fitting_layouts,
+    sent_by_hand,
     with_codecs_of,
 )
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, last_batch, placement
-from autopar.runtime.codec_run import CodecRun, recoded
+from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
@@ -192,9 +194,11 @@ class ParallelStep(Generic[P, R]):
         """The state of the codecs: residuals and what they learned; None: none yet.
 
         Save it with the train state. After a restart, assign what was saved; the
-        next call places it for the plan in use.
+        next call places it for the plan in use, and sends gradients by the codecs that
+        `recode` or a policy had chosen.
         """
-        return self._codecs.state
+        current = self._current
+        return self._codecs.saved(None if current is None else current.planned.plan)
 
     @compression_state.setter
     def compression_state(self, state: Any) -> None:
@@ -217,16 +221,25 @@ class ParallelStep(Generic[P, R]):
             used before are not compiled again while their programs are kept.
 
         Raises:
-          PlanError: a parameter has no compressed gradient.
+          PlanError: a parameter has no compressed gradient, or a codec is not known
+            or cannot send it.
         """
         if self._current is None:
             raise PlanError(f"{self.__name__}: recode needs a step that was planned.")
+        recoding, plan = self._codecs.recoding, self._current.planned.plan
+        self._use(recoding.changed(plan, codecs))
+
+    def _use(self, plan: Plan) -> PlannedStep:
+        """Runs steps by a plan that differs from the current one in its codecs."""
+        assert self._current is not None
         analysed, current = self._current.analysed, self._current.planned
-        plan = recoded(current.plan, codecs)
+        if plan is current.plan:
+            return current
         devices = tuple(current.mesh.devices.flat)
         planned = self._store.program(analysed, plan, devices, like=current)
         self._plans.put(self._place(analysed, self._setting), plan)
         self._current = _Running(analysed, planned)
+        return planned
 
     def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
@@ -268,7 +281,10 @@ class ParallelStep(Generic[P, R]):
         cluster = setting.cluster or self.cluster
         devices = tuple(d.id for d in self._devices(setting))
         asked = setting.codecs or self._planner.options
-        codecs = (asked.compression, asked.error_budget)
+        plans = [
+            p and agreement.content_digest(p) for p in (setting.sent, asked.layouts)
+        ]
+        codecs = (asked.compression, asked.error_budget, *plans)
         return analysed.key, cluster.fingerprint(), devices, codecs
 
     def _plan_for(
@@ -291,12 +307,17 @@ class ParallelStep(Generic[P, R]):
                 ),
             )
         cluster = setting.cluster or self.cluster
-        find = functools.partial(self._planner.plan, analysed, cluster)
         if beside is not None:
-            find = functools.partial(
-                self._planner.plan_beside, analysed, cluster, beside
+            return agreement.agree(
+                self.world,
+                lambda: self._planner.plan_beside(
+                    analysed, cluster, beside, setting.codecs, setting.sent
+                ),
             )
-        return agreement.agree(self.world, lambda: find(setting.codecs))
+        return agreement.agree(
+            self.world,
+            lambda: self._planner.plan(analysed, cluster, setting.codecs, setting.sent),
+        )
 
     def _program(
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
@@ -329,6 +350,8 @@ class ParallelStep(Generic[P, R]):
         arguments.check_alive(self.__name__, call)
         call = self._fitted(call)
         planned = self._prepare(call)
+        if planned.sums is not None:
+            planned = self._use(self._codecs.resumed(planned.plan))
         placed = self._placed(planned, call.arrays)
         carried = planned.analysis.carried if self._store.donate else {}
         placement.separate(call.arrays, placed, carried)
@@ -338,7 +361,8 @@ class ParallelStep(Generic[P, R]):
             flat = self._codecs.run(planned, placed, self.world)
         placement.consume(call.arrays, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
-            self.recode(wish)
+            recoding = self._codecs.recoding
+            self._use(recoding.changed(planned.plan, wish, lenient=True))
         return planned.analysis.pytrees.result.returned(flat)
 
     def _placed(self, planned: PlannedStep, leaves: Sequence[Any]) -> list[Any]:
@@ -449,7 +473,8 @@ class ParallelStep(Generic[P, R]):
         The next call of the step runs under the new plan, which is compiled here.
         Where this raises, nothing has changed: the next call runs under the old plan
         with the old state. Gradients are sent as was asked for at first, with a plan
-        of one's own as that plan says (its ``compression.mode``).
+        of one's own as that plan says. Layouts that were given as ``layouts=`` are kept
+        where the cluster has their mesh; elsewhere new ones are found, with a warning.
 
         Args:
           cluster: the cluster to move to, such as ``Cluster.local(devices=4)``, or
@@ -492,10 +517,15 @@ class ParallelStep(Generic[P, R]):
     ) -> Setting:
         """The setting of `replan`, with the codecs that were asked for."""
         chosen = None if devices is None else self.world.take(devices)
-        codecs = self._setting.codecs
+        codecs, sent = self._setting.codecs, self._setting.sent
         if self._setting.plan is not None:
-            codecs = with_codecs_of(self._planner.options, given or self._setting.plan)
-        return Setting(cluster=cluster, devices=chosen, codecs=codecs)
+            model = given or self._setting.plan
+            codecs = with_codecs_of(self._planner.options, model)
+            sent = sent_by_hand(model)
+        asked = codecs or self._planner.options
+        if asked.layouts is not None and given is None:
+            codecs = fitting_layouts(asked, cluster)
+        return Setting(cluster=cluster, devices=chosen, codecs=codecs, sent=sent)
 
 
 def _moved(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> list[Any]:

@@ -162,7 +162,9 @@ def parallelize(
     )
     if given is not None:
         _check_given(named, options)
-    safer = _fallback(fallback, least_gain, None if given else compression)
+    coded = compression != "none" if given is None else _coded(given)
+    safer = _fallback(fallback, least_gain, coded=coded)
+    _check_policy(policy, coded=coded)
     fewer = checked(last_batch)
     chosen = None if devices is None else tuple(devices)
 
@@ -214,17 +216,33 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
         )
 
 
+def _coded(plan: Plan) -> bool:
+    """Whether a plan sends any gradient by a codec."""
+    return any(g.codec for stage in plan.stages for g in stage.gradients)
+
+
+_WITHOUT = "has no effect without codecs; give compression=, or a plan that has codecs."
+
+
+def _check_policy(policy: Policy | None, *, coded: bool) -> None:
+    """Checks that there is something for a policy to change."""
+    if policy is not None and not coded:
+        raise PlanError(f"parallelize: policy= {_WITHOUT}")
+
+
 def _fallback(
-    codecs: str | Sequence[str], least_gain: float, compression: str | None
+    codecs: str | Sequence[str], least_gain: float, *, coded: bool
 ) -> Fallback | None:
     """What was asked for, or None."""
     if not codecs:
+        if least_gain != LEAST_GAIN:
+            raise PlanError(
+                f"parallelize: least_gain={least_gain!r} is what fallback= needs; give "
+                "the codecs to fall back to."
+            )
         return None
-    if compression == "none":
-        raise PlanError(
-            "parallelize: fallback= has no effect without codecs; give compression= "
-            "as well."
-        )
+    if not coded:
+        raise PlanError(f"parallelize: fallback= {_WITHOUT}")
     try:
         return Fallback(codecs, least_gain)
     except ValueError as error:

@@ -19,10 +19,13 @@ class Setting:
       plan: a plan to use as it is, instead of planning.
       devices: the devices to run on, or their ids; None: those that the cluster
         names, or the first of the world.
-      codecs: whose choice of codecs holds in place of the planner's; None: its own.
+      codecs: whose choice of codecs, and of layouts to keep, holds in place of the
+        planner's; None: its own.
+      sent: a plan whose codecs hold gradient by gradient; None: none.
     """
 
     cluster: Cluster | None = None
     plan: Plan | None = None
     devices: tuple[Any, ...] | None = None
     codecs: PlanOptions | None = None
+    sent: Plan | None = None

@@ -96,21 +96,27 @@ class StepPlanner:
         return made
 
     def plan(
-        self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None = None
+        self,
+        analysed: Analysed,
+        cluster: Cluster,
+        codecs: PlanOptions | None = None,
+        sent: Plan | None = None,
     ) -> Plan:
         """Finds the plan of a step on a cluster.
 
         Args:
           analysed: the step.
           cluster: what to plan for.
-          codecs: whose ``compression`` and ``error_budget`` hold in place of those
-            of this planner.
+          codecs: whose ``compression``, ``error_budget`` and ``layouts`` hold in
+            place of those of this planner.
+          sent: a plan whose codecs hold gradient by gradient.
 
         Raises:
           InfeasibleError: no plan fits the memory of a device.
           PlanError: a pin does not fit, or the batch cannot be split.
         """
-        return plan_analysis(analysed.analysis, cluster, _options(analysed, codecs))
+        options = _options(analysed, codecs)
+        return plan_analysis(analysed.analysis, cluster, options, sent)
 
     def plan_beside(
         self,
@@ -118,6 +124,7 @@ class StepPlanner:
         cluster: Cluster,
         running: Plan,
         codecs: PlanOptions | None = None,
+        sent: Plan | None = None,
     ) -> Plan:
         """Finds a plan for another batch that leaves the state where it is.
 
@@ -126,12 +133,13 @@ class StepPlanner:
           cluster: that of the running plan.
           running: the plan of the step with its usual batch.
           codecs: as for `plan`.
+          sent: as for `plan`.
 
         Raises:
           InfeasibleError: the batch does not fit the memory of a device like this.
         """
         options = _options(analysed, codecs)
-        return plan_beside(analysed.analysis, cluster, options, running)
+        return plan_beside(analysed.analysis, cluster, options, running, sent)
 
 
 def _options(analysed: Analysed, codecs: PlanOptions | None) -> PlanOptions:
@@ -141,6 +149,7 @@ def _options(analysed: Analysed, codecs: PlanOptions | None) -> PlanOptions:
         analysed.hints,
         compression=codecs.compression,
         error_budget=codecs.error_budget,
+        layouts=codecs.layouts,
     )
 
 

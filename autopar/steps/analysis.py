@@ -29,6 +29,7 @@ from autopar_passes.program.equations import Program
 from autopar_passes.program.trace import TracedStep, opened, trace_call
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
+from autopar_passes.sums.poisoned import Poisoned, find_poisoned
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -136,6 +137,14 @@ class Analysis:
     def node_labels(self) -> Labels:
         """The factors of nodes that are the batch's or the sequence's."""
         return factor_labels(self.dim_labels, self.contraction)
+
+    @functools.cached_property
+    def poisoned(self) -> Poisoned:
+        """What a gradient that is not finite would spoil of the results."""
+        gradients = set[int]().union(*(d.gradients for d in self.deferrals))
+        return find_poisoned(
+            self.program, self.graph, gradients, frozenset(self.carried.values())
+        )
 
     @functools.cached_property
     def sums(self) -> Sums:

@@ -37,6 +37,10 @@ class GradientReport:
         errors are: 0 is ``codec``, 1 the first to fall back to.
       taken: with a fall-back, for each level the number of steps that took it since
         the last observation, or since other codecs came into use; else empty.
+      skipped: steps so far that were skipped because a gradient, this one or another,
+        was not finite.
+
+    Where the norm is not finite, the error and the gain are NaN.
     """
 
     codec: str
@@ -50,6 +54,7 @@ class GradientReport:
     gradient_norm: float
     level: int = 0
     taken: tuple[int, ...] = ()
+    skipped: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

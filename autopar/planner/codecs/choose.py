@@ -27,7 +27,7 @@ from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.synchronise import Gradient, init_state
-from autopar.cost.breakdown import CostBreakdown
+from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.codecs.collectives import collectives_s
 from autopar.cost.codecs.matrix import Prices
 from autopar.cost.codecs.price import CodecPrice, codec_price, compiler_price
@@ -39,7 +39,8 @@ from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.summation import Summation
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.codecs.sites import Site, decision, gradients_of, sites
+from autopar.planner.codecs.left_out import EARLY, left_to_compiler
+from autopar.planner.codecs.sites import Site, decision, sites
 from autopar.planner.problem import Restriction
 from autopar.planner.search import solve_mesh
 from autopar.plans import Compression, GradientDecision
@@ -432,12 +433,9 @@ def described(
     budget: float | None,
 ) -> Compression:
     """Says why, and how many gradients no codec can send."""
-    left = len(set(gradients_of(analysis)) - {s.value for s in choice.sites})
-    more = (
-        f"; {left} more are summed by the compiler: their sums cannot wait"
-        if left and any(choice.codecs)
-        else ""
-    )
+    left = left_to_compiler(analysis, choice.candidate.assignment, choice.sites)
+    early = len(left.get(EARLY, ())) if any(choice.codecs) else 0
+    more = f"; {early} more are summed by the compiler: {EARLY}" if early else ""
     return Compression(
         mode=mode,
         error_budget=budget if mode == "auto" else None,
@@ -449,16 +447,14 @@ def described(
 
 def _reason(choice: CodecChoice, first: CodecChoice, mode: str) -> str:
     step = choice.candidate.step_s
-    pricer = choice.candidate.pricer
-    dense = [_option(pricer, s, "", {}) for s in choice.sites]
-    wire = sum(o.price.wire_s for o in dense)
     if not choice.sites:
         return "no gradient is summed over devices in a form that codecs could send"
     if mode != "auto":
         return f"asked for; saves {_ms(choice.saved_s)} of a step of {_ms(step)}"
     if not any(choice.codecs):
         return (
-            f"dense: sending gradients takes {_ms(wire)} of a step of {_ms(step)}; no "
+            f"dense: sending gradients takes {_ms(_gradients_s(choice))} of a step of "
+            f"{_ms(step)}; no "
             "codec within the error budget saves "
             f"{100 * WORTHWHILE:.0f}% of the step after encoding and decoding"
         )
@@ -466,8 +462,16 @@ def _reason(choice: CodecChoice, first: CodecChoice, mode: str) -> str:
     moved = f", {_ms(gain)} of it by other layouts" if gain > 1e-9 else ""
     return (
         f"codecs save {_ms(choice.saved_s)} of a step of {_ms(step)} "
-        f"({_ms(wire)} of it gradients){moved}"
+        f"({_ms(_gradients_s(choice))} of it gradients){moved}"
     )
+
+
+def _gradients_s(choice: CodecChoice) -> float:
+    """Seconds that the sums of gradients add to a step without codecs."""
+    candidate = choice.candidate
+    texts = {site.value: "dense" for site in choice.sites}
+    waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
+    return candidate.step_s - step_s(total_cost(items(waiting, candidate.pricer)))
 
 
 def _ms(seconds: float) -> str:

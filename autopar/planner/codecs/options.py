@@ -14,6 +14,8 @@ from autopar.errors import PlanError
 # (docs/results.md): int4 in blocks of 256 without rotation, .061, takes a seventh
 # more steps.
 DEFAULT_BUDGET = 0.05
+# Mode of a plan whose codecs were given gradient by gradient.
+EDITED = "edited"
 
 
 def parsed(text: str) -> Codec | None:

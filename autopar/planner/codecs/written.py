@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 
 import msgspec
@@ -10,13 +11,13 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import PlanError
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import CodecChoice, gradient_decisions, judged
+from autopar.planner.codecs.options import EDITED
 from autopar.planner.codecs.sites import Site, sites
 from autopar.planner.record import make_plan
 from autopar.plans import Compression, GradientDecision, Plan
 from autopar.steps.analysis import Analysis
 
-# Mode of a plan whose codecs were given gradient by gradient.
-EDITED = "edited"
+_GIVEN = "codecs as they were given"
 
 
 def with_codecs(
@@ -78,14 +79,32 @@ def with_codecs_of(
     choice = judged(best, found, codecs, {})
     compression = plan.compression
     if edited:
-        compression = Compression(
-            mode=EDITED, metric=compression.metric, reason="codecs as they were given"
-        )
+        compression = Compression(mode=EDITED, metric=compression.metric, reason=_GIVEN)
     compression = msgspec.structs.replace(compression, error=choice.error)
     made = with_codecs(analysis, result, choice, compression)
     return made.with_stage(
         gradients=tuple(_kept(given.get(g.name), g) for g in made.gradients)
     ).stamped()
+
+
+def as_sent(analysis: Analysis, result: SearchResult, plan: Plan) -> Plan:
+    """The plan of layouts that were found, with a plan's codecs gradient by gradient.
+
+    A gradient that its codec cannot send here is sent as it is, with a warning.
+    """
+    best, made = result.best, with_codecs_of(analysis, result, plan, edited=False)
+    given = {g.name: g.codec for g in plan.gradients}
+    other = [g.name for g in made.gradients if g.codec != given.get(g.name, g.codec)]
+    if other:
+        warnings.warn(
+            f"the gradients of {', '.join(other[:4])} cannot be sent by the plan's "
+            f"codecs on {best.pricer.cluster}; they are sent as they are.",
+            stacklevel=2,
+        )
+    compression = msgspec.structs.replace(
+        made.compression, mode=EDITED, error_budget=None, reason=_GIVEN
+    )
+    return msgspec.structs.replace(made, compression=compression).stamped()
 
 
 def check_fits(best: Candidate) -> None:

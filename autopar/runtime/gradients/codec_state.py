@@ -22,6 +22,9 @@ from autopar.errors import PlanError
 from autopar.runtime import placement
 from autopar.runtime.gradients.sums import GradientSums, State
 
+# What states hold that earlier versions did not save.
+_SINCE = {"skipped", "codecs"}
+
 
 def carry_over(state: State, new: GradientSums) -> State:
     """The state for a plan, from the state under another plan of the same step.
@@ -48,7 +51,13 @@ def carry_over(state: State, new: GradientSums) -> State:
         }
         gradients[name] = jax.tree.map(placement.place, gradients[name], where)
     step = placement.place(state["step"], shardings["step"])
-    return {"step": step, "gradients": gradients}
+    # A state that was saved by an earlier version has counted none.
+    skipped = jnp.asarray(state.get("skipped", 0), jnp.int32)
+    return {
+        "step": step,
+        "skipped": placement.place(skipped, shardings["skipped"]),
+        "gradients": gradients,
+    }
 
 
 def restored(state: Any, new: GradientSums) -> State:
@@ -57,13 +66,14 @@ def restored(state: Any, new: GradientSums) -> State:
     Raises:
       PlanError: it has no step and gradients, or those of another model.
     """
-    if not isinstance(state, dict) or set(state) != {"step", "gradients"}:
+    known = {"step", "gradients"}
+    if not isinstance(state, dict) or not known <= set(state) <= known | _SINCE:
         raise PlanError(
             "compression_state: expected {'step': ..., 'gradients': {...}} as read "
             "from step.compression_state; got " + type(state).__name__ + "."
         )
-    known = {m.decision.name for m in new.members.values()}
-    if unknown := sorted(set(state["gradients"]) - known):
+    names = {m.decision.name for m in new.members.values()}
+    if unknown := sorted(set(state["gradients"]) - names):
         raise PlanError(
             "compression_state: it holds gradients that this step does not compress: "
             f"{', '.join(unknown[:4])}. Restore it into the step it was saved from."

@@ -2,10 +2,15 @@
 
 The state is carried from step to step beside the train state::
 
-    {"step": int32, "gradients": {parameter: {"residual": ..., "codec": ...}}}
+    {
+        "step": int32,
+        "skipped": int32,
+        "gradients": {parameter: {"residual": ..., "codec": ...}},
+    }
 
-A residual is an array ``(n, *shape)``, a slice for each of the n workers. The
-arrays of a codec's own state have one leading entry for each device.
+``skipped`` counts the steps in which a gradient was not finite. A residual is an array
+``(n, *shape)``, a slice for each of the n workers. The arrays of a codec's own state
+have one leading entry for each device.
 """
 
 from __future__ import annotations
@@ -133,7 +138,7 @@ class GradientSums:
             for m in self.members.values()
         }
         step = NamedSharding(self.mesh, PartitionSpec())
-        return {"step": step, "gradients": gradients}
+        return {"step": step, "skipped": step, "gradients": gradients}
 
     def structs(self) -> State:
         """Shapes of the whole state."""
@@ -161,7 +166,8 @@ class GradientSums:
                 lambda x: jnp.broadcast_to(x, (devices, *x.shape)), local["codec"]
             )
             gradients[member.decision.name] = {"residual": residual, "codec": codec}
-        return {"step": jnp.zeros((), jnp.int32), "gradients": gradients}
+        zero = jnp.zeros((), jnp.int32)
+        return {"step": zero, "skipped": zero, "gradients": gradients}
 
 
 def gradient_sums(

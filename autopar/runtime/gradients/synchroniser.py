@@ -19,7 +19,9 @@ from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import synchronise_levels
 from autopar.compression.synchronise import (
     NON_FINITE,
+    WANTED,
     Gradient,
+    non_finite_elements,
     restore_unless_finite,
     synchronise,
 )
@@ -37,8 +39,8 @@ class CodecSynchroniser:
         self.sums = sums
         self.state = state
         self.new: dict[str, Any] = {}
-        # Of each bucket: its gradients, and a row of telemetry for each on each device.
-        self.rows: list[tuple[list[str], jax.Array]] = []
+        # Of each gradient a row of telemetry, summed over the devices.
+        self.rows: dict[str, jax.Array] = {}
         # Of each gradient the level that it took.
         self.levels: dict[str, jax.Array] = {}
         self._totals: jax.Array | None = None
@@ -74,13 +76,14 @@ class CodecSynchroniser:
             ),
             check_vma=False,
         )(self.state["step"], [x.array for x in partials.values()], states)
+        summed = jnp.sum(rows, axis=0)
         for k, member in enumerate(members):
             self.new[member.decision.name] = after[k]
             self.levels[member.decision.name] = level
-        self.rows.append(([m.decision.name for m in members], rows))
+            self.rows[member.decision.name] = summed[k]
         return {
-            v: constrain(total, mesh, m.home)
-            for v, total, m in zip(partials, totals, members, strict=True)
+            v: constrain(_as_it_would_be(totals[k], summed[k]), mesh, m.home)
+            for k, (v, m) in enumerate(zip(partials, members, strict=True))
         }
 
     @property
@@ -94,13 +97,13 @@ class CodecSynchroniser:
 
     @property
     def finite(self) -> jax.Array:
-        """Whether all partial gradients are finite, a bool scalar; once `complete`."""
+        """Whether all gradients are finite, a bool scalar; once `complete`."""
         return jnp.all(self._telemetry()[:, NON_FINITE] == 0)
 
     def finish(self) -> tuple[State, jax.Array]:
         """The state for the next step, and a row of telemetry for each gradient.
 
-        The state is restored when a partial gradient is not finite.
+        The state is restored when a gradient is not finite, and the step counted.
 
         Returns:
           The state, and float32 (gradients, 6) as of
@@ -109,21 +112,37 @@ class CodecSynchroniser:
         old = {name: self.state["gradients"][name] for name in self._names}
         new = {name: self.new[name] for name in self._names}
         gradients = restore_unless_finite(old, new, self.finite)
-        after = {"step": self.state["step"] + 1, "gradients": gradients}
+        after = {
+            "step": self.state["step"] + 1,
+            "skipped": self.state["skipped"] + ~self.finite,
+            "gradients": gradients,
+        }
         return after, self._telemetry()
 
     def _telemetry(self) -> jax.Array:
         if self._totals is None:
-            found: dict[str, jax.Array] = {}
-            for names, rows in self.rows:
-                found.update(zip(names, jnp.sum(rows, axis=0), strict=True))
-            self._totals = jnp.stack([found[name] for name in self._names])
+            self._totals = jnp.stack([self.rows[name] for name in self._names])
         return self._totals
 
     def taken(self) -> jax.Array:
         """One at the level that each gradient took, int32 (gradients, levels)."""
         levels = jnp.stack([self.levels[name] for name in self._names])
         return jax.nn.one_hot(levels, self.sums.num_levels, dtype=jnp.int32)
+
+
+def _as_it_would_be(total: jax.Array, row: jax.Array) -> jax.Array:
+    """A sum of which a part is not finite, as the step would see it without a codec.
+
+    What a codec makes of a NaN or an infinity may be finite. So that a step which looks
+    finds them, all elements are NaN where any part has one, and else infinite.
+
+    Args:
+      total: what the codec has decoded.
+      row: telemetry, summed over the devices.
+    """
+    spoilt = jnp.where(jnp.isnan(row[WANTED]), jnp.nan, jnp.inf).astype(total.dtype)
+    everywhere = jnp.broadcast_to(row[NON_FINITE] > 0, total.shape)
+    return jax.lax.select(everywhere, jnp.broadcast_to(spoilt, total.shape), total)
 
 
 def _sum_bucket(
@@ -147,6 +166,7 @@ def _sum_bucket(
     totals, after, rows, level = _summed(
         sums, members, partials, states, links, worker, step
     )
+    rows = _with_overflows(members, rows, totals, arrays)
     totals = [
         total.astype(x.dtype)
         for total, x in zip(
@@ -155,6 +175,42 @@ def _sum_bucket(
     ]
     kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
     return totals, kept, rows[None], level
+
+
+def _with_overflows(
+    members: Sequence[Member],
+    rows: jax.Array,
+    totals: Sequence[jax.Array],
+    arrays: Sequence[jax.Array],
+) -> jax.Array:
+    """Telemetry in which sums count that are not finite although their parts are.
+
+    Where the squared norms of the parts are finite, their elements are so small that no
+    sum of them overflows, unless its type has a smaller range than float32. So only a
+    worker whose part is large looks at its sum, and where it gets no more than a share
+    of the sum, all look at theirs.
+
+    Args:
+      members: the gradients of the bucket.
+      rows: telemetry of this device.
+      totals: the sums, as far as they are this device's.
+      arrays: the partial gradients, of the types that the step sees.
+    """
+    more: list[jax.Array] = []
+    for member, row, total, array in zip(members, rows, totals, arrays, strict=True):
+        seen = total.astype(array.dtype)
+        narrow = jnp.finfo(seen.dtype).max < jnp.finfo(jnp.bfloat16).max
+        always = bool(narrow) or member.gradient.scatter
+        small = jnp.isfinite(row[WANTED])
+        more.append(
+            non_finite_elements(seen)
+            if always
+            else jax.lax.cond(
+                small, lambda _: jnp.float32(0), non_finite_elements, seen
+            )
+        )
+    known = rows[:, NON_FINITE]
+    return rows.at[:, NON_FINITE].add(jnp.where(known > 0, 0.0, jnp.stack(more)))
 
 
 def _summed(

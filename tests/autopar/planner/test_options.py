@@ -18,6 +18,7 @@ from autopar.planner.options import (
     PlanOptions,
     as_cluster,
     as_plan,
+    sent_by_hand,
     with_codecs_of,
 )
 from autopar.planner.plan import plan_analysis
@@ -77,15 +78,20 @@ class TestReading:
 class TestCodecsOfAPlan:
     def of(self, codecs: tuple[str, ...], **compression: Any) -> PlanOptions:
         """The options that a plan with these codecs leads to."""
+        plan = self.plan_of(codecs, **compression)
+        return with_codecs_of(PlanOptions(max_axes=1), plan)
+
+    def plan_of(self, codecs: tuple[str, ...], **compression: Any) -> autopar.Plan:
         one = GradientDecision(
             name="w", value=0, shape=(4,), local_shape=(4,), axes=("x",), workers=4
         )
-        gradients = tuple(msgspec.structs.replace(one, codec=c) for c in codecs)
-        plan = msgspec.structs.replace(
+        gradients = tuple(
+            msgspec.structs.replace(one, codec=c, dense_bytes=4.0) for c in codecs
+        )
+        return msgspec.structs.replace(
             small_step.plan("4:cpu").with_stage(gradients=gradients),
             compression=Compression(**compression),
-        )
-        return with_codecs_of(PlanOptions(max_axes=1), plan)
+        ).stamped()
 
     def test_as_the_plan_says(self) -> None:
         assert self.of(()) == PlanOptions(max_axes=1)
@@ -96,5 +102,17 @@ class TestCodecsOfAPlan:
     def test_as_its_gradients_say(self) -> None:
         assert self.of(("int8", "dense", "")).compression == "int8"
         assert self.of(("dense",)).compression == "dense"
-        with pytest.raises(PlanError, match=r"int4, int8, and does not say"):
-            self.of(("int8", "int4"))
+        several = ("int8", "int4", "int4")
+        assert self.of(several).compression == "int4"
+        assert self.of(several, mode="edited").compression == "int4"
+        assert self.of(("", ""), mode="edited").compression == "none"
+
+    def test_by_hand(self) -> None:
+        plan = self.plan_of(("int8", "int4"))
+        assert sent_by_hand(plan) is plan
+        assert sent_by_hand(self.plan_of(("int8", "int4"), mode="auto")) is None
+        assert sent_by_hand(self.plan_of(("int8", "dense"), mode="int8")) is None
+        assert sent_by_hand(self.plan_of(("int4",), mode="edited")) is not None
+        changed = self.plan_of(("int8",), mode="int8")
+        one = msgspec.structs.replace(changed.gradients[0], codec="int4")
+        assert sent_by_hand(changed.with_stage(gradients=(one,))) is not None

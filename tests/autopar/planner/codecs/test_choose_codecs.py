@@ -161,8 +161,10 @@ class TestLinks:
         assert plan.compression.reason.startswith("asked for; saves -")
 
     def test_without_gradients_to_send_the_plan_says_so(self) -> None:
-        for mode in ("auto", "int8"):
-            plan = free("1Mb/s", mode)
+        auto = free("1Mb/s", "auto")
+        with pytest.warns(UserWarning, match="'int8' is used for no gradient"):
+            named = planned("1Mb/s", "int8")
+        for plan in (auto, named):
             assert plan.gradients == ()
             assert plan.compression.reason.startswith("no gradient is summed")
 
@@ -371,3 +373,47 @@ def test_the_cost_of_a_choice_is_a_value(codec: str) -> None:
     sent = sum(g.wire_bytes + g.within_bytes for g in coded)
     left = cost.communication_bytes - sent
     assert left == pytest.approx(choice.rest.communication_bytes, rel=1e-9, abs=1e-6)
+
+
+class TestLeftOut:
+    """What a codec does not send, and why, is said."""
+
+    @staticmethod
+    def planned(compression: str, hidden: int) -> Plan:
+        """A step with a penalty whose gradient each device has whole."""
+
+        def loss(params: Any, batch: Any) -> jax.Array:
+            penalty = jnp.mean((params[1] @ params[2]) ** 2)
+            return mlp_loss(params[:1], batch) + penalty
+
+        alone = jnp.ones((16, WIDTH)), jnp.ones((WIDTH, 16))
+        params = [*mlp_params(WIDTH, hidden, 1), *alone]
+        batch = mlp_batch(ROWS, WIDTH)
+        step, args = training(loss, params, batch, optax.adamw(1e-2))
+        return plan_analysis(
+            analyse(step, args),
+            cluster(SLOW),
+            PlanOptions(
+                axis_names=("data",),
+                max_axes=1,
+                seconds=None,
+                compression=compression,
+                pins={**SPLIT, "params/*": PartitionSpec()},
+            ),
+        )
+
+    def test_what_is_not_summed_need_not_wait(self) -> None:
+        found = self.planned("auto", HIDDEN)
+        names = {g.name for g in found.gradients}
+        assert {"params/0/up", "params/0/down"} <= names
+        assert "params/1" not in names
+        assert "wait" not in found.compression.reason
+
+    def test_a_codec_that_is_of_no_use(self) -> None:
+        with pytest.warns(UserWarning, match="used for no gradient") as caught:
+            found = self.planned("int8", 4)
+        (said,) = [str(w.message) for w in caught]
+        assert "compression='int8'" in said
+        assert "a vector, or of fewer than 1024 elements (3): params/0/" in said
+        assert "not summed over devices (2): params/2, params/1" in said
+        assert not any(g.codec == "int8" for g in found.gradients)

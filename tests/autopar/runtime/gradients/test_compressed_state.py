@@ -88,10 +88,28 @@ class TestNotFinite:
         state, (loss,) = case.train(step, state, [spoilt(case.batch(2))])
 
         assert np.isnan(loss)
-        assert_same_bits(before, on_host((state, step.compression_state["gradients"])))
+        with pytest.warns(UserWarning, match=r"step 3: .*params/0/up.* not finite"):
+            after = step.compression_state
+        assert_same_bits(before, on_host((state, after["gradients"])))
         # All that is counted is the step itself.
-        assert int(step.compression_state["step"]) == 3
+        assert (int(after["step"]), int(after["skipped"])) == (3, 1)
 
+    def test_it_is_told_of_without_being_asked(self) -> None:
+        """By a later call at the latest; what is said of it is not a number."""
+        case, step = case_of(NAME), fresh("int8")
+        state, _ = case.train(step, case.state(), [spoilt(case.batch(0))])
+        jax.block_until_ready(state)
+        with pytest.warns(UserWarning, match=r"step 1: .*params/0/up.* not finite"):
+            state, _ = case.train(step, state, [case.batch(1)])
+        assert {r.skipped for r in step.telemetry.values()} == {1}
+
+        case.train(step, state, [spoilt(case.batch(2))])
+        with pytest.warns(UserWarning, match=r"step 3: .*params/0/up.* not finite"):
+            (report, *_) = step.telemetry.values()
+        assert np.isnan([report.norm, report.relative_error, report.gain]).all()
+        assert report.skipped == 2
+
+    @pytest.mark.filterwarnings("ignore:step .* not finite:UserWarning")
     def test_training_goes_on(self) -> None:
         """With the losses of a run that has never seen that batch."""
         case = case_of(NAME)
@@ -230,8 +248,105 @@ class TestReplan:
         np.testing.assert_allclose(losses, cases.plain_losses(NAME, 3), rtol=1e-5)
 
 
+class Switching:
+    """A policy that sends one gradient by int4 from the first step on."""
+
+    every = 1
+
+    def observe(self, seen: Observation) -> Mapping[str, str] | None:
+        other = seen.gradients["params/0/up"].codec != "int4"
+        return {"params/0/up": "int4"} if other else None
+
+
+class TestResumedCodecs:
+    """A saved state goes on with the codecs that were in use, residuals included."""
+
+    def resumed(self, step: Any, again: Any) -> Any:
+        """Goes on in ``again`` after two steps; returns the wanted losses, and its."""
+        case = case_of(NAME)
+        state, _ = case.train(step, case.state(), case.batches(2))
+        saved = on_host((state, step.compression_state))
+        want = case.train(step, state, case.batches(2, start=2))[1]
+
+        state, again.compression_state = jax.tree.map(jnp.asarray, saved)
+        return want, case.train(again, state, case.batches(2, start=2))[1]
+
+    def test_after_recode(self) -> None:
+        case, step = case_of(NAME), fresh("int8")
+        step.prepare(*case.state(), case.batch(0))
+        step.recode({"params/0/up": "int4", "params/0/down": "sign"})
+        step.recode({"params/0/down": "int8"})
+        again = fresh("int8")
+
+        want, got = self.resumed(step, again)
+
+        assert got == want
+        codecs = {name: r.codec for name, r in again.telemetry.items()}
+        assert codecs["params/0/up"] == "int4"
+        assert codecs["params/0/down"] == "int8"
+        texts = again.compression_state["codecs"]["params/0/up"]
+        assert bytes(texts["planned"]) == b"int8"
+        assert bytes(texts["sent"]) == b"int4"
+
+    def test_under_a_policy(self) -> None:
+        steps = [fresh("int8", policy=Switching()) for _ in range(2)]
+        want, got = self.resumed(*steps)
+        assert got == want
+
+    @pytest.mark.filterwarnings("ignore:the residual of:UserWarning")
+    def test_a_plan_that_says_otherwise_holds(self) -> None:
+        step = fresh("int8")
+        step.prepare(*case_of(NAME).state(), case_of(NAME).batch(0))
+        step.recode({"params/0/up": "int4"})
+        again = fresh("bf16")
+        self.resumed(step, again)
+        assert again.telemetry["params/0/up"].codec == "bf16"
+
+    def test_states_of_earlier_versions(self) -> None:
+        step, again = fresh("int4"), fresh("int4")
+        case = case_of(NAME)
+        state, _ = case.train(step, case.state(), case.batches(2))
+        saved = on_host(step.compression_state)
+        del saved["codecs"], saved["skipped"]
+        again.compression_state = saved
+        case.train(again, state, case.batches(1, start=2))
+        assert int(again.compression_state["step"]) == 3
+        assert int(again.compression_state["skipped"]) == 0
+
+
 class TestRecode:
     """Other codecs from the next call on."""
+
+    @pytest.mark.parametrize(
+        ("codec", "message"),
+        [
+            ("int9", r"'params/0/up': unknown codec 'int9'; known: .*int8"),
+            ("int8:blocks=4", r"'params/0/up': .*no field 'blocks'"),
+            (8, r"'params/0/up'"),
+        ],
+    )
+    def test_unknown_codecs(self, codec: Any, message: str) -> None:
+        case, step = case_of(NAME), fresh("int8")
+        before = step.prepare(*case.state(), case.batch(0))
+        with pytest.raises(PlanError, match=message):
+            step.recode({"params/0/up": codec})
+        assert step.prepare(*case.state(), case.batch(0)) is before
+
+    def test_a_codec_that_cannot_send_it(self) -> None:
+        case = case_of("sharded_state")
+        step = case.parallel("int8")
+        step.prepare(*case.state(), case.batch(0))
+        with pytest.raises(PlanError, match=r"params/0/up.*cannot be sent as 'power"):
+            step.recode({"params/0/up": "powersgd:rank=2"})
+
+    def test_a_codec_has_one_text(self) -> None:
+        """However it is written, its program is compiled once."""
+        case, step = case_of(NAME), fresh("int8")
+        step.prepare(*case.state(), case.batch(0))
+        step.recode({"params/0/up": "int4"})
+        before = step.prepare(*case.state(), case.batch(0))
+        step.recode({"params/0/up": " int4:block=256 "})
+        assert step.prepare(*case.state(), case.batch(0)) is before
 
     def test_one_gradient(self) -> None:
         case, step = case_of(NAME), fresh("int8")
@@ -307,6 +422,24 @@ class TestBadInput:
     def test_a_given_plan_has_its_own_codecs(self) -> None:
         with pytest.raises(PlanError, match=r"compression=.*plan="):
             fresh("int8", compression="int4")
+
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"policy": Watching()}, "policy= has no effect without codecs"),
+            ({"fallback": "dense"}, "fallback= has no effect without codecs"),
+            ({"compression": "int8", "least_gain": 0.5}, "least_gain=0.5.*fallback="),
+        ],
+    )
+    @pytest.mark.parametrize("planned", [False, True])
+    def test_options_without_effect(
+        self, options: dict[str, Any], message: str, planned: bool
+    ) -> None:
+        if planned:
+            options = {**options, "plan": plan_of("none")}
+            options.pop("compression", None)
+        with pytest.raises(PlanError, match=message):
+            autopar.parallelize(case_of(NAME).step, **options)
 
     def test_states_of_another_step(self) -> None:
         case, step = case_of(NAME), fresh()

@@ -161,6 +161,8 @@ class TestEveryCase:
 
         assert not np.isfinite(loss)
         assert bits(state) == before
+        with pytest.warns(UserWarning, match="not finite; the step was skipped"):
+            assert next(iter(step.telemetry.values())).skipped == 1
 
     def test_replicas_stay_the_same(self, name: str) -> None:
         """To the bit: devices that hold the same part of an array."""

@@ -1,0 +1,152 @@
+"""Plans whose codecs are changed while training, and what of that is saved.
+
+What is saved is plain data: a text is an array of its bytes, which every checkpoint
+library can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.registry import format_codec, parse_codec
+from autopar.errors import PlanError
+from autopar.planner.codecs.sites import repriced
+from autopar.plans import GradientDecision, Plan
+from autopar.runtime.agreement import content_digest
+from autopar.runtime.recent import Recent
+
+# Plans with changed codecs of which is known what they were planned with.
+PLANS = 64
+
+
+class Recoding:
+    """Changes the codecs of plans, and remembers what they were planned with."""
+
+    def __init__(self) -> None:
+        """Has changed none yet."""
+        self._planned: Recent[str, Mapping[str, str]] = Recent(PLANS)
+
+    def changed(
+        self, plan: Plan, codecs: Mapping[str, str], *, lenient: bool = False
+    ) -> Plan:
+        """The plan with other codecs for some gradients.
+
+        Args:
+          plan: the plan.
+          codecs: name of a gradient -> its codec as text.
+          lenient: whether a gradient that its codec cannot send stays as it is.
+
+        Raises:
+          PlanError: a name is none of its gradients, or a codec is not known or cannot
+            send its gradient.
+        """
+        known = {g.name: g for g in plan.gradients if g.codec}
+        if unknown := sorted(set(codecs) - set(known)):
+            raise PlanError(
+                f"no compressed gradient named {', '.join(unknown[:4])}; the plan has "
+                f"{', '.join(sorted(known)[:8])}."
+            )
+        made: dict[str, GradientDecision] = {}
+        for name, text in codecs.items():
+            codec, decision = _parsed(f"recode: gradient '{name}'", text), known[name]
+            why = codec.check(decision.local_shape, scatter=decision.scatter)
+            if why and not lenient:
+                raise PlanError(
+                    f"recode: gradient '{name}' cannot be sent as '{text}': {why} Try "
+                    "another codec."
+                )
+            made[name] = decision if why else with_codec(decision, codec)
+        return self._remembered(plan, made)
+
+    def resumed(self, plan: Plan, state: Any) -> Plan:
+        """The plan with the codecs that were saved with a state.
+
+        A gradient that the plan sends as the plan did when the state was saved is sent
+        as it was sent last. One that the plan sends otherwise stays so.
+
+        Raises:
+          PlanError: a codec is not known.
+        """
+        texts = state.get("codecs", {}) if isinstance(state, dict) else {}
+        made: dict[str, GradientDecision] = {}
+        for g in plan.gradients:
+            if not g.codec or g.name not in texts:
+                continue
+            planned, sent = (_text(texts[g.name][key]) for key in ("planned", "sent"))
+            if planned != g.codec:
+                continue
+            codec = _parsed(f"compression_state: gradient '{g.name}'", sent)
+            if not codec.check(g.local_shape, scatter=g.scatter):
+                kept = state["gradients"].get(g.name, {}).get("residual", ())
+                made[g.name] = with_codec(
+                    g, codec, feedback=not isinstance(kept, tuple)
+                )
+        return self._remembered(plan, made)
+
+    def texts(self, plan: Plan, names: Iterable[str]) -> dict[str, dict[str, Any]]:
+        """What is saved of the codecs of some gradients: as planned, and as sent."""
+        planned = self._planned_of(plan)
+        known = {g.name: g.codec for g in plan.gradients if g.codec}
+        return {
+            name: {
+                "planned": _bytes(planned.get(name, known[name])),
+                "sent": _bytes(known[name]),
+            }
+            for name in names
+            if name in known
+        }
+
+    def _remembered(self, plan: Plan, made: Mapping[str, GradientDecision]) -> Plan:
+        """The plan with decisions replaced; itself if they are what it says."""
+        if all(made.get(g.name, g) == g for g in plan.gradients):
+            return plan
+        new = plan.with_stage(
+            gradients=tuple(made.get(g.name, g) for g in plan.gradients)
+        )
+        before = {g.name: g.codec for g in plan.gradients if g.name in made}
+        self._planned.put(content_digest(new), before | self._planned_of(plan))
+        return new
+
+    def _planned_of(self, plan: Plan) -> dict[str, str]:
+        return dict(self._planned.get(content_digest(plan)) or {})
+
+
+def with_codec(
+    decision: GradientDecision, codec: Codec, *, feedback: bool = False
+) -> GradientDecision:
+    """A decision with another codec, its bytes counted anew.
+
+    A gradient that has a residual keeps it, so that nothing is lost where codecs
+    with and without feedback take turns.
+
+    Args:
+      decision: the decision.
+      codec: one that can send the gradient.
+      feedback: whether there is a residual to be kept.
+    """
+    changed = msgspec.structs.replace(
+        decision,
+        codec=format_codec(codec),
+        feedback=decision.feedback or codec.feedback or feedback,
+    )
+    return repriced(changed)
+
+
+def _parsed(where: str, text: str) -> Codec:
+    try:
+        return parse_codec(text)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise PlanError(f"{where}: {error}") from error
+
+
+def _bytes(text: str) -> np.ndarray:
+    return np.frombuffer(text.encode(), np.uint8)
+
+
+def _text(array: Any) -> str:
+    return np.asarray(array, np.uint8).tobytes().decode()
