@@ -13,10 +13,14 @@ def node_name(analysis: Analysis, node: Node) -> str:
 
 
 def operator_name(analysis: Analysis, index: int) -> str:
-    """The path of an input, or module path and primitive of an operator."""
+    """The path of an input, or module path and primitive of an operator.
+
+    An array that the step holds itself, such as a table made by numpy, is an input of
+    the program without a path: its name is ``constant``.
+    """
     op = analysis.graph.operators[index]
     if op.kind == "input":
-        return analysis.input_paths[op.outputs[0]]
+        return analysis.input_paths.get(op.outputs[0], "constant")
     return f"{op.module}/{op.kind}" if op.module else op.kind
 
 
