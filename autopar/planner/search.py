@@ -23,6 +23,7 @@ from autopar.planner.candidate import (
 from autopar.planner.infeasible import infeasible
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.ties import split_batch_inputs
+from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
 from autopar_solver import Solution, Status, evaluate_choices, solve
@@ -113,7 +114,9 @@ def search(
     start = time.perf_counter()
     tried: list[tuple[MeshShape, Candidate | None]] = []
     failure: InfeasibleError | None = None
-    for mesh in candidate_meshes(cluster) if meshes is None else meshes:
+    wanted = candidate_meshes(cluster) if meshes is None else list(meshes)
+    for number, mesh in enumerate(wanted, 1):
+        say(f"planning mesh {number} of {len(wanted)} ({mesh}){_best(tried)}")
         pricer = Pricer(cluster, mesh)
         limit = restriction(pricer) if restriction is not None else None
         try:
@@ -129,6 +132,16 @@ def search(
         raise failure
     best = min(solved, key=lambda c: c.step_s)
     return SearchResult(best, tuple(tried), time.perf_counter() - start)
+
+
+def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
+    """What is known of the best plan so far, as text."""
+    solved = [c for _, c in tried if c is not None]
+    if not solved:
+        return ""
+    best = min(solved, key=lambda c: c.step_s)
+    gap = best.solution.gap
+    return f"; best so far {best.step_s * 1e3:.3g} ms, gap {100 * gap:.2g} %"
 
 
 # How often the memory limit is tightened until the exact peak fits.

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
+import weakref
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Hashable,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
 
+from autopar import progress
 from autopar.cluster import Cluster
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
+from autopar.planner.cache import PlanCache
 from autopar.planner.edited import carried_out
 from autopar.planner.options import (
     PlanOptions,
@@ -73,6 +84,7 @@ class ParallelStep(Generic[P, R]):
         world: World | None = None,
         static: Collection[str] = (),
         fewer: LastBatch = "run",
+        cache: PlanCache | None = None,
     ) -> None:
         """See `autopar.parallelize`, which makes these.
 
@@ -85,6 +97,7 @@ class ParallelStep(Generic[P, R]):
           world: the processes and devices; None: those of JAX on the first use.
           static: names of arguments that are part of the program.
           fewer: what to do with a batch of fewer rows.
+          cache: where plans are kept on disk.
         """
         functools.update_wrapper(self, step)
         self.__name__: str = step_name(step)
@@ -93,13 +106,16 @@ class ParallelStep(Generic[P, R]):
         self._last_batch: LastBatch = fewer
         self._world = world
         self._setting = setting
-        self._planner = StepPlanner(step, options)
+        self._cache = cache
+        self._planner = StepPlanner(step, options, cache=cache)
         self._store = store
         self._codecs = codecs
         self._batches = arguments.BatchArguments(step, ANALYSES)
         # What `recode` has changed stays changed where a cluster comes back.
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
         self._current: _Running | None = None
+        # The functions that have run: the first call of one compiles it.
+        self._started: weakref.WeakSet[Any] = weakref.WeakSet()
 
     @property
     def world(self) -> World:
@@ -249,12 +265,17 @@ class ParallelStep(Generic[P, R]):
         """Plans for the arguments of a call."""
         structs = self._batches.structs(call, self.world)
         if self._current is None or not self._current.analysed.fits(structs):
-            analysed = self._planner.analysed(structs)
-            plan = self._plan_for(analysed, self._setting, self._running_beside(call))
-            planned = self._program(analysed, plan, self._devices(self._setting))
-            self._plans.put(self._place(analysed, self._setting), plan)
-            self._current = _Running(analysed, planned)
+            with progress.shown():
+                self._current = self._made(structs, self._running_beside(call))
         return self._current.planned
+
+    def _made(self, structs: Call, beside: Plan | None) -> _Running:
+        """Plans for the arguments of a call, and makes the program."""
+        analysed = self._planner.analysed(structs)
+        plan = self._plan_for(analysed, self._setting, beside)
+        planned = self._program(analysed, plan, self._devices(self._setting))
+        self._plans.put(self._place(analysed, self._setting), plan)
+        return _Running(analysed, planned)
 
     def _running_beside(self, call: Call) -> Plan | None:
         """The plan that runs, if a call has fewer rows of the batch than it."""
@@ -355,15 +376,26 @@ class ParallelStep(Generic[P, R]):
         placed = self._placed(planned, call.arrays)
         carried = planned.analysis.carried if self._store.donate else {}
         placement.separate(call.arrays, placed, carried)
-        if planned.sums is None:
-            flat = planned.function(*placed)
-        else:
-            flat = self._codecs.run(planned, placed, self.world)
+        with self._compiling(planned):
+            if planned.sums is None:
+                flat = planned.function(*placed)
+            else:
+                flat = self._codecs.run(planned, placed, self.world)
         placement.consume(call.arrays, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             recoding = self._codecs.recoding
             self._use(recoding.changed(planned.plan, wish, lenient=True))
         return planned.analysis.pytrees.result.returned(flat)
+
+    @contextlib.contextmanager
+    def _compiling(self, planned: PlannedStep) -> Generator[None]:
+        """Says so where a program runs for the first time, which compiles it."""
+        if planned.function in self._started:
+            yield
+            return
+        with progress.shown(), progress.stage(f"compiling {self.__name__}"):
+            yield
+        self._started.add(planned.function)
 
     def _placed(self, planned: PlannedStep, leaves: Sequence[Any]) -> list[Any]:
         """The flat arguments where the program wants them."""
@@ -400,6 +432,7 @@ class ParallelStep(Generic[P, R]):
             world=self._world,
             static=self._static,
             fewer=self._last_batch,
+            cache=self._cache,
         )
 
     def jit(

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Callable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
+
+import jax
 
 from autopar.cluster import Cluster
 from autopar.compression.fallback import LEAST_GAIN, Fallback
 from autopar.compression.policies.policy import Policy
 from autopar.errors import PlanError
+from autopar.planner.cache import PlanCache
 from autopar.planner.hints import LogicalRules, Pins
 from autopar.planner.options import (
     SOLVER_SECONDS,
@@ -53,6 +57,7 @@ def parallelize(
     layouts: Plan | str | os.PathLike[str] | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
+    cache: str | os.PathLike[str] | None = ...,
 ) -> ParallelStep[P, R]: ...
 @overload
 def parallelize(
@@ -77,6 +82,7 @@ def parallelize(
     layouts: Plan | str | os.PathLike[str] | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
+    cache: str | os.PathLike[str] | None = ...,
 ) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
 def parallelize(
     step: Callable[..., Any] | None = None,
@@ -102,6 +108,7 @@ def parallelize(
     layouts: Plan | str | os.PathLike[str] | None = None,
     static_argnames: Sequence[str] = (),
     last_batch: str = "run",
+    cache: str | os.PathLike[str] | None = None,
 ) -> Any:
     """Decorates a train step so that it runs under the plan found for it.
 
@@ -142,6 +149,8 @@ def parallelize(
         last of an epoch: ``run`` as it is, split over as many devices as divide it;
         ``drop`` the rows that the plan's split does not divide; ``pad`` it with its
         last row, which then counts more than once.
+      cache: a folder where plans and, by JAX's compilation cache, compiled programs
+        are kept for the next process; default: that of ``AUTOPAR_CACHE``, or none.
 
     Raises:
       ClusterError: the text describes no cluster.
@@ -166,6 +175,7 @@ def parallelize(
     safer = _fallback(fallback, least_gain, coded=coded)
     _check_policy(policy, coded=coded)
     fewer = checked(last_batch)
+    kept = _plan_cache(cache or os.environ.get("AUTOPAR_CACHE") or None)
     chosen = None if devices is None else tuple(devices)
 
     def decorate(function: Callable[..., Any]) -> ParallelStep[..., Any]:
@@ -178,9 +188,31 @@ def parallelize(
             world=world,
             static=_names(static_argnames),
             fewer=fewer,
+            cache=kept,
         )
 
     return decorate if step is None else decorate(step)
+
+
+def _plan_cache(folder: str | os.PathLike[str] | None) -> PlanCache | None:
+    """Where plans are kept; compiled programs beside them, unless JAX was told where.
+
+    Raises:
+      PlanError: the folder cannot be made.
+    """
+    if folder is None:
+        return None
+    path = pathlib.Path(folder).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise PlanError(
+            f"parallelize: cache={os.fspath(folder)!r} cannot be used as a folder: "
+            f"{error.strerror}."
+        ) from error
+    if getattr(jax.config, "jax_compilation_cache_dir", None) is None:
+        jax.config.update("jax_compilation_cache_dir", str(path / "programs"))
+    return PlanCache(path / "plans")
 
 
 def _names(static: Sequence[str]) -> tuple[str, ...]:

@@ -7,12 +7,14 @@ processes use the plan of the first.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
 import jax
 
 from autopar.cluster import Cluster
+from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions, with_logical_pins
 from autopar.planner.plan import plan_analysis, plan_beside
 from autopar.plans import Plan
@@ -61,6 +63,7 @@ class StepPlanner:
         options: PlanOptions,
         *,
         capacity: int = ANALYSES,
+        cache: PlanCache | None = None,
     ) -> None:
         """Has analysed nothing yet.
 
@@ -68,7 +71,9 @@ class StepPlanner:
           step: the train step.
           options: hints and limits.
           capacity: most analyses to keep.
+          cache: where plans are kept on disk; None: nowhere.
         """
+        self._cache = cache
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
@@ -116,7 +121,12 @@ class StepPlanner:
           PlanError: a pin does not fit, or the batch cannot be split.
         """
         options = _options(analysed, codecs)
-        return plan_analysis(analysed.analysis, cluster, options, sent)
+        find = functools.partial(
+            plan_analysis, analysed.analysis, cluster, options, sent
+        )
+        if self._cache is None or sent is not None:
+            return find()
+        return self._cache.plan(analysed.analysis, cluster, options, find)
 
     def plan_beside(
         self,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from autopar.progress import say
 from autopar.steps.batch import DimLabels, dim_labels
 from autopar.steps.fingerprints import fingerprint, structure
 from autopar.steps.fusion import BOUNDARY, Fusion, fusion
@@ -26,7 +27,12 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program
-from autopar_passes.program.trace import TracedStep, opened, trace_call
+from autopar_passes.program.trace import (
+    TracedStep,
+    opened,
+    step_name,
+    trace_call,
+)
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
@@ -181,6 +187,7 @@ def analyse(
 def analyse_call(step: Callable[..., Any], call: Call) -> Analysis:
     """`analyse`, for a call whose arrays are already taken out."""
     start = time.perf_counter()
+    say(f"tracing {step_name(step)}")
     traced = trace_call(step, call)
     traced_at = time.perf_counter()
     made = analyse_program(
