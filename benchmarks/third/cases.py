@@ -22,9 +22,11 @@ class Size:
 
     Attributes:
       full: as large; then nothing is allocated, and arrays are structs.
+      devices: for which the batch is made, where it is so much for each device.
     """
 
     full: bool = False
+    devices: int = 8
 
     def of(self, small: Any, full: Any) -> Any:
         """One of the two."""

@@ -172,9 +172,7 @@ def ogbg_molpcba(size: Size) -> Case:
             # The last graph is padding, as the example's own pipeline makes it.
             n_node=np.append(spread, nodes - spread.sum()).astype(np.int32),
             n_edge=np.append(links, edges - links.sum()).astype(np.int32),
-            globals=size.integers(number, 0, 2, graphs, config.num_classes)
-            if size.full
-            else size.integers(number, 0, 2, graphs, config.num_classes).astype("f"),
+            globals=size.uniform(number, graphs, config.num_classes),
         )
 
     def state() -> Any:
@@ -235,7 +233,7 @@ def lm1b(size: Size) -> Case:
     """
     train = importlib.import_module("train")
     config = importlib.import_module("configs.default").get_config()
-    rows = size.of(16, 64 * config.per_device_batch_size)
+    rows = size.of(16, size.devices * config.per_device_batch_size)
     length = size.of(16, config.max_target_length)
     vocabulary = size.of(64, config.vocab_size)
     model = train.models.TransformerConfig(
@@ -271,7 +269,7 @@ def wmt(size: Size) -> Case:
     """A Linen encoder and decoder, written for ``jax.pmap``."""
     train = importlib.import_module("train")
     config = importlib.import_module("configs.default").get_config()
-    rows = size.of(16, 64 * config.per_device_batch_size)
+    rows = size.of(16, size.devices * config.per_device_batch_size)
     length = size.of(16, config.max_target_length)
     vocabulary = size.of(64, config.vocab_size)
     model = train.models.TransformerConfig(
@@ -357,7 +355,7 @@ def imagenet(size: Size) -> Case:
     """A ResNet with batch norm, written for ``jax.pmap``."""
     train = importlib.import_module("train")
     config = importlib.import_module("configs.default").get_config()
-    rows, pixels = size.of(8, 8 * config.batch_size), size.of(32, 224)
+    rows, pixels = size.of(8, config.batch_size), size.of(32, 224)
     model_cls = getattr(train.models, size.of("_ResNet1", config.model))
     model = train.create_model(model_cls=model_cls, half_precision=False)
     rate = train.create_learning_rate_fn(config, config.learning_rate, size.of(2, 1000))
@@ -385,7 +383,7 @@ def gemma(size: Size) -> Case:
     train = importlib.import_module("train")
     transformer = train.transformer_lib
     vocabulary = size.of(64, 35_008)
-    rows, length = size.of(8, 64 * 32), size.of(16, 128)
+    rows, length = size.of(8, size.devices * 32), size.of(16, 128)
     if size.full:
         config = transformer.TransformerConfig.from_version_name(
             "gemma3_270m", num_embed=vocabulary, dtype=jnp.bfloat16

@@ -120,7 +120,6 @@ def smoothed_step(rate: Callable[..., Any]) -> Any:
                 **batch,
                 params=params,
                 dropout_rng=dropout_rng,
-                freeze_encoder=False,
                 train=True,
             )[0]
             return loss_fn(logits, labels, label_smoothing_factor)

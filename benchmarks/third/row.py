@@ -44,12 +44,13 @@ def planned(build: Any, cluster: str) -> dict[str, Any]:
 
     import autopar
 
-    size = Size(full=True)
+    made_for = autopar.Cluster.parse(cluster)
+    size = Size(full=True, devices=made_for.num_devices)
     case = build(size)
     args, kwargs = case.arguments(size)
     start = time.perf_counter()
     plan = autopar.plan(
-        case.step, *args, kwargs=kwargs, cluster=cluster, **case.options
+        case.step, *args, kwargs=kwargs, cluster=made_for, **case.options
     )
     seconds = time.perf_counter() - start
     return {
