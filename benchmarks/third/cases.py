@@ -45,6 +45,11 @@ class Size:
             return jax.ShapeDtypeStruct(shape, np.float32)
         return np.random.default_rng(seed).random(shape, dtype=np.float32)
 
+    def flags(self, seed: int, *shape: int) -> Any:
+        """Float32 numbers that are 0 or 1."""
+        drawn = self.uniform(seed, *shape)
+        return drawn if self.full else np.round(drawn)
+
     def integers(self, seed: int, low: int, high: int, *shape: int) -> Any:
         """Int32 numbers from ``low`` to ``high - 1``."""
         if self.full:

@@ -172,7 +172,7 @@ def ogbg_molpcba(size: Size) -> Case:
             # The last graph is padding, as the example's own pipeline makes it.
             n_node=np.append(spread, nodes - spread.sum()).astype(np.int32),
             n_edge=np.append(links, edges - links.sum()).astype(np.int32),
-            globals=size.uniform(number, graphs, config.num_classes),
+            globals=size.flags(number, graphs, config.num_classes),
         )
 
     def state() -> Any:
