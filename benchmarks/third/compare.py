@@ -1,0 +1,174 @@
+"""Runs a step on one device and under a plan, and compares everything it returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from cases import Case
+from flax import nnx
+
+import autopar
+
+STEPS = 4
+# Largest relative difference of an array.
+TOLERANCE = 1e-5
+# An array that one rounding of the first state moves by more than a tenth of that is
+# mostly rounding, such as the momentum of a bias in front of a batch norm, whose
+# gradient is 0. It may differ by so many times what the rounding does.
+TIMES_ROUNDING = 10.0
+ULP = 2.0**-23
+SEEDS = (0, 1, 2)
+
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a few steps returned, and the state that they left, as arrays by path."""
+
+    returned: Arrays
+    state: Arrays
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How the arrays of two runs differ.
+
+    Attributes:
+      arrays: number of arrays.
+      largest: largest difference of an array, relative to its largest number, where
+        rounding does not move the array itself.
+      path: where it is.
+      rounded: number of arrays that one rounding of the first state moves.
+      times: the largest ratio of their difference to what the rounding does.
+      wrong: paths of arrays that differ by more than they may.
+    """
+
+    arrays: int
+    largest: float
+    path: str
+    rounded: int
+    times: float
+    wrong: tuple[str, ...]
+
+
+def compared(case: Case, cluster: str) -> dict[str, Any]:
+    """Runs a case on one device, under a plan, and from rounded states."""
+    one = ran(case, case.plain, case.state())
+    planned = autopar.parallelize(case.step, cluster=cluster, **case.options)
+    other = ran(case, planned, case.state())
+    moved = [ran(case, case.plain, perturbed(case, seed)) for seed in SEEDS]
+    plan = planned.plan
+    found: dict[str, Any] = {
+        "mesh": plan.mesh["axes"],
+        "inputs split": sum(any(spec) for spec in plan.inputs.values()),
+        "inputs": len(plan.inputs),
+        "operators split": sum(any(node.axes) for node in plan.nodes),
+        "operators": len(plan.nodes),
+    }
+    for name in ("returned", "state"):
+        rounded = [getattr(x, name) for x in moved]
+        compared = difference(getattr(one, name), getattr(other, name), rounded)
+        found[name] = dataclasses.asdict(compared)
+    return found
+
+
+def ran(case: Case, step: Any, state: Any) -> Run:
+    """Runs a few steps from a state."""
+    returned: dict[str, np.ndarray] = {}
+    for number in range(STEPS):
+        state, out = case.call(step, state, number)
+        returned |= {f"step {number}: {k}": x for k, x in arrays(out).items()}
+    return Run(returned, arrays(state))
+
+
+def arrays(tree: Any) -> dict[str, np.ndarray]:
+    """All arrays of a tree, whatever objects it holds, by path."""
+    keyed, _ = jax.tree_util.tree_flatten_with_path(nnx.to_tree(tree))
+    found = {}
+    for path, leaf in keyed:
+        if hasattr(leaf, "dtype") or isinstance(leaf, (bool, int, float)):
+            found[jax.tree_util.keystr(path)] = _array(leaf)
+    return found
+
+
+def _array(leaf: Any) -> np.ndarray:
+    if hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        leaf = jax.random.key_data(leaf)
+    # A copy: a later step may reuse the memory.
+    return np.array(leaf)
+
+
+def difference(one: Arrays, other: Arrays, rounded: Sequence[Arrays]) -> Difference:
+    """Compares two runs array by array.
+
+    Args:
+      one: the arrays of the run on one device.
+      other: those of the planned run.
+      rounded: those of runs on one device from states that are off by a rounding.
+    """
+    if list(one) != list(other):
+        missing = tuple(sorted(set(one) ^ set(other)))
+        return Difference(len(one), np.inf, "paths differ", 0, 0.0, missing)
+    largest, where, times, count = 0.0, "", 0.0, 0
+    wrong: list[str] = []
+    for path, a in one.items():
+        gap = relative(a, other[path])
+        noise = max((relative(a, x[path]) for x in rounded), default=0.0)
+        if noise > TOLERANCE / 10 and np.isfinite(gap):
+            count += 1
+            times = max(times, gap / noise)
+            if gap > max(TOLERANCE, TIMES_ROUNDING * noise):
+                wrong.append(path)
+            continue
+        if gap > largest:
+            largest, where = gap, path
+        if gap > TOLERANCE:
+            wrong.append(path)
+    return Difference(len(one), largest, where, count, times, tuple(wrong))
+
+
+def relative(a: np.ndarray, b: np.ndarray) -> float:
+    """The largest difference, relative to the largest number.
+
+    Infinite where shapes, dtypes or integers differ, or where one is not finite.
+    """
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return np.inf
+    if not jnp.issubdtype(a.dtype, jnp.floating):
+        return 0.0 if np.array_equal(a, b) else np.inf
+    x, y = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    known = np.isfinite(x)
+    if not np.array_equal(known, np.isfinite(y)):
+        return np.inf
+    gap = np.abs(x - y)[known]
+    if not gap.any():
+        return 0.0
+    scale = np.abs(x)[known].max()
+    return float(gap.max() / scale) if scale else np.inf
+
+
+def perturbed(case: Case, seed: int) -> Any:
+    """The first state, each floating-point number off by about one rounding."""
+    rng = np.random.default_rng(seed)
+
+    def moved(x: Any) -> Any:
+        if not hasattr(x, "dtype") or not jnp.issubdtype(x.dtype, jnp.floating):
+            return x
+        signs = rng.choice((1.0 - ULP, 1.0 + ULP), np.shape(x)).astype(np.float32)
+        return (x * signs).astype(x.dtype)
+
+    state = case.state()
+    if any(_is_object(x) for x in jax.tree.leaves(state, is_leaf=_is_object)):
+        nodes, values = nnx.split(state)
+        return nnx.merge(nodes, jax.tree.map(moved, values))
+    return jax.tree.map(moved, state)
+
+
+def _is_object(x: Any) -> bool:
+    return nnx.graphlib.is_graph_node(x)

@@ -1,0 +1,92 @@
+"""One row of the table, in a process of its own; prints it as JSON.
+
+    python benchmarks/third/row.py FAMILY NAME SOURCE
+
+The process imports a step from SOURCE, plans it at full size for two clusters, runs it
+small on 8 simulated devices and compares it with one device.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pathlib
+import sys
+import time
+import traceback
+from typing import Any
+
+ROOT = pathlib.Path(__file__).resolve().parents[2]
+CLUSTERS = ("8x8:h100", "2x4:a100")
+DEVICES = 8
+# Eight devices on which splitting small arrays pays: slow ones on fast links.
+SMALL = "2x4:cpu,efficiency=0.0001,network_latency=1us,network=100GB/s"
+
+
+def prepared(source: str, name: str) -> None:
+    """Sets devices and paths, before JAX is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_force_host_platform_device_count={DEVICES} "
+        "--xla_backend_optimization_level=0"
+    )
+    for folder in (ROOT / "passes", ROOT / "solver", ROOT):
+        sys.path.insert(0, str(folder))
+    if source:
+        sys.path.insert(0, str(pathlib.Path(source, "examples", name)))
+    importlib.import_module("stubs").install()
+
+
+def planned(build: Any, cluster: str) -> dict[str, Any]:
+    """Plans a case at full size."""
+    from cases import Size
+
+    import autopar
+
+    made_for = autopar.Cluster.parse(cluster)
+    size = Size(full=True, devices=made_for.num_devices)
+    case = build(size)
+    args, kwargs = case.arguments(size)
+    start = time.perf_counter()
+    plan = autopar.plan(
+        case.step, *args, kwargs=kwargs, cluster=made_for, **case.options
+    )
+    seconds = time.perf_counter() - start
+    return {
+        "seconds": seconds,
+        "mesh": plan.mesh["axes"],
+        "step_s": plan.predicted.step_s,
+        "unsupported": list(plan.unsupported_ops),
+        "changed": case.changed,
+    }
+
+
+def row(family: str, name: str, parts: str) -> dict[str, Any]:
+    """Everything that is known of a step; errors in the place of what failed."""
+    compare = importlib.import_module("compare")
+    cases = importlib.import_module("cases")
+    build = importlib.import_module(family).CASES[name]
+    found: dict[str, Any] = {}
+    for cluster in CLUSTERS if "p" in parts else ():
+        found[cluster] = attempted(lambda c=cluster: planned(build, c))
+    if "r" in parts:
+        case = build(cases.Size())
+        found["run"] = attempted(lambda: compare.compared(case, SMALL))
+        found["changed"] = case.changed
+    return found
+
+
+def attempted(do: Any) -> dict[str, Any]:
+    """What a function returns, or its error."""
+    try:
+        return do()
+    except Exception as error:
+        traceback.print_exc()
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+if __name__ == "__main__":
+    _family, _name, _source, _parts = (*sys.argv[1:], "pr")[:4]
+    prepared(_source, _name)
+    print("ROW" + json.dumps(row(_family, _name, _parts)), flush=True)

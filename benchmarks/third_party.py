@@ -1,0 +1,190 @@
+"""Tries autopar on train steps that nobody here wrote.
+
+    python benchmarks/third_party.py --source DIR [--transformers PYTHON]
+
+DIR is a checkout of github.com/google/flax. Nothing is copied from it: its examples are
+imported, and what their data pipelines need is stubbed. ``--python`` names the
+interpreter for the rows, whose environment holds dm-haiku, clu, jraph, ml-collections,
+absl-py and equinox beside autopar's own dependencies; ``--transformers`` the one that
+holds transformers 4. What is not there is skipped, with the reason.
+
+Each step is planned at its authors' size for two clusters. Then it runs 4 steps small,
+on 8 simulated devices, and everything that it returns and leaves behind is compared
+with one device. Prints a table; ``--markdown FILE`` writes it as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+FOLDER = pathlib.Path(__file__).resolve().parent / "third"
+CLUSTERS = ("8x8:h100", "2x4:a100")
+FLAX = (
+    "mnist",
+    "vae",
+    "sst2",
+    "seq2seq",
+    "ogbg_molpcba",
+    "ppo",
+    "imagenet",
+    "wmt",
+    "lm1b",
+    "nlp_seq",
+    "gemma",
+)
+HUGGINGFACE = ("gpt2", "bert", "vit", "whisper", "llama")
+OTHERS = ("equinox_cnn", "equinox_stateful", "haiku_transformer")
+HEADER = ("step", *CLUSTERS, "ran", "returned", "state", "rounding", "user changed")
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """One step: the module that builds it, and how its process is started.
+
+    Attributes:
+      family: module in ``third/``.
+      name: of its builder there.
+      python: interpreter; empty: skipped.
+      source: checkout with its example; empty: it needs none.
+      reason: why it is skipped.
+    """
+
+    family: str
+    name: str
+    python: str
+    source: str = ""
+    reason: str = ""
+
+    @property
+    def title(self) -> str:
+        """For the table."""
+        prefix = {"flax_examples": "flax/", "huggingface": "transformers/"}
+        return prefix.get(self.family, "") + self.name
+
+
+def steps(source: str, python: str, transformers: str) -> list[Step]:
+    """All steps; those that cannot be tried here have a reason."""
+    found: list[Step] = []
+    for name in FLAX:
+        folder = pathlib.Path(source, "examples", name)
+        missing = "" if source and folder.is_dir() else f"no {folder}: give --source"
+        found.append(Step("flax_examples", name, python, source, missing))
+    missing = "" if transformers else "give --transformers"
+    found += [Step("huggingface", n, transformers, reason=missing) for n in HUGGINGFACE]
+    return found + [Step("other_libraries", name, python) for name in OTHERS]
+
+
+def tried(step: Step, parts: str, limit_s: float) -> dict[str, Any]:
+    """What a process of its own says of a step."""
+    if step.reason:
+        return {"skipped": step.reason}
+    command = [step.python, str(FOLDER / "row.py"), step.family, step.name]
+    try:
+        done = subprocess.run(
+            [*command, step.source, parts],
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=limit_s,
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"not done after {limit_s:g} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("ROW"):
+            return json.loads(line.removeprefix("ROW"))
+    last = (done.stderr.strip().splitlines() or [f"exit {done.returncode}"])[-1]
+    kind = "skipped" if "ModuleNotFoundError" in last else "error"
+    return {kind: last}
+
+
+def cells(title: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """A row of the table."""
+    if why := found.get("skipped") or found.get("error"):
+        kind = "skipped" if "skipped" in found else "failed"
+        return (title, "", "", f"{kind}: {why}", "", "", "", "")
+    plans = [_planned(found.get(cluster)) for cluster in CLUSTERS]
+    changed = found.get("changed") or "nothing"
+    return (title, *plans, *_ran(found.get("run")), changed)
+
+
+def _planned(found: dict[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    if "error" in found:
+        return f"**{_first(found['error'])}**"
+    mesh = "x".join(f"{name} {size}" for name, size in found["mesh"].items())
+    return f"{found['seconds']:.0f} s, {mesh}"
+
+
+def _ran(found: dict[str, Any] | None) -> tuple[str, str, str, str]:
+    if found is None:
+        return ("", "", "", "")
+    if "error" in found:
+        return (f"**{_first(found['error'])}**", "", "", "")
+    returned, state = found["returned"], found["state"]
+    wrong = [*returned["wrong"], *state["wrong"]]
+    split = f"{found['operators split']} of {found['operators']} operators split"
+    verdict = f"**differs: {', '.join(wrong[:2])}**" if wrong else f"yes, {split}"
+    rounded = returned["rounded"] + state["rounded"]
+    times = max(returned["times"], state["times"])
+    return (
+        verdict,
+        f"{returned['largest']:.1e} of {returned['arrays']}",
+        f"{state['largest']:.1e} of {state['arrays']}",
+        f"{rounded}: {times:.1f}x" if rounded else "0",
+    )
+
+
+def _first(text: str) -> str:
+    return text.split("\n", 1)[0][:160]
+
+
+def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    """The lines of a table in markdown."""
+    yield "| " + " | ".join(HEADER) + " |"
+    yield "|" + "---|" * len(HEADER)
+    for row in rows:
+        yield "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |"
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--source", default="", help="checkout of google/flax")
+    parser.add_argument("--python", default=sys.executable)
+    parser.add_argument("--transformers", default="", help="interpreter that has it")
+    parser.add_argument("--only", default="", help="names, with commas")
+    parser.add_argument("--parts", default="pr", help="p: plan, r: run")
+    parser.add_argument("--limit", type=float, default=1200.0, help="seconds a step")
+    parser.add_argument("--markdown", type=pathlib.Path)
+    parser.add_argument("--save", type=pathlib.Path, help="everything, as JSON")
+    chosen = parser.parse_args()
+    wanted = chosen.only.split(",") if chosen.only else None
+    rows: list[tuple[str, ...]] = []
+    everything: dict[str, Any] = {}
+    for step in steps(chosen.source, chosen.python, chosen.transformers):
+        if wanted is not None and step.name not in wanted:
+            continue
+        found = tried(step, chosen.parts, chosen.limit)
+        everything[step.title] = found
+        rows.append(cells(step.title, found))
+        print(" | ".join(rows[-1]), flush=True)
+        if chosen.save:
+            chosen.save.write_text(json.dumps(everything, indent=1))
+    text = "\n".join(table(rows))
+    print(f"\n{text}")
+    if chosen.markdown:
+        chosen.markdown.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
