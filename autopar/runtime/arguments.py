@@ -11,10 +11,15 @@ from flax import nnx
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
-from autopar.runtime import agreement, placement
+from autopar.runtime import agreement, exchange, placement
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
-from autopar_passes.program.trace import carried_leaves, is_graph_node, pure_arguments
+from autopar_passes.program.trace import (
+    argument_names,
+    carried_leaves,
+    is_graph_node,
+    pure_arguments,
+)
 from autopar_passes.program.trace import pure_function as pure_step
 
 
@@ -64,19 +69,34 @@ class BatchArguments:
         Raises:
           PlanError: processes pass batches of different shapes.
         """
-        local = [_structs(a) for a in args]
+        with exchange.told(world, "reading the arguments"):
+            local = [_structs(a) for a in args]
         if world.process_count == 1:
             return local
         key = signature(local)
         state = self._state.get(key)
         if state is None:
-            shapes = [tuple(x.shape) for x in jax.tree.leaves(pure_arguments(local))]
-            agreement.check_rows(world, shapes)
-            state = self._state.put(key, state_arguments(self._step, local))
+            agreement.check_rows(world, named_shapes(self._step, local))
+            with exchange.told(world, "tracing the step"):
+                found = state_arguments(self._step, local)
+            state = self._state.put(key, found)
         return [
             x if i in state or is_graph_node(x) else _global(a, world.process_count)
             for i, (a, x) in enumerate(zip(args, local, strict=True))
         ]
+
+
+def named_shapes(
+    step: Callable[..., Any], structs: Sequence[Any]
+) -> dict[str, tuple[int, ...]]:
+    """Path -> shape of each array among the arguments."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, arg in zip(argument_names(step, structs), structs, strict=True):
+        tree = nnx.state(arg) if is_graph_node(arg) else arg
+        for path, leaf in jax.tree.leaves_with_path(tree):
+            keys = jax.tree_util.keystr(path, simple=True, separator="/")
+            found[f"{name}/{keys}" if keys else name] = tuple(leaf.shape)
+    return found
 
 
 def state_arguments(step: Callable[..., Any], structs: Sequence[Any]) -> frozenset[int]:

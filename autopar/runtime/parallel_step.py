@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Hashable, Mapping, Sequence
@@ -24,14 +25,22 @@ from autopar.planner.options import (
 )
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
-from autopar.runtime import agreement, arguments, creation, placement
+from autopar.runtime import (
+    agreement,
+    arguments,
+    creation,
+    ending,
+    exchange,
+    placement,
+)
 from autopar.runtime.codec_run import CodecRun, recoded
 from autopar.runtime.planned import PlannedStep, device_mesh
-from autopar.runtime.program_store import ProgramStore
+from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.state_mover import DevicePut, move, named, state_layout
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
+from autopar.steps import program_text
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.trace import pure_arguments
 
@@ -62,10 +71,14 @@ class Setting:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Running:
-    """The step that runs: the shapes it was planned for, and its program."""
+    """The step that runs: the shapes it was planned for, and its program.
+
+    It is ready once all processes have compiled the program.
+    """
 
     analysed: Analysed
     planned: PlannedStep
+    ready: bool = False
 
 
 class ParallelStep(Generic[P, R]):
@@ -97,18 +110,21 @@ class ParallelStep(Generic[P, R]):
         self._world = world
         self._setting = setting
         self._planner = StepPlanner(step, options)
+        ending.announce()
         self._store = store
         self._codecs = codecs
         self._batches = arguments.BatchArguments(step, ANALYSES)
         # What `recode` has changed stays changed where a cluster comes back.
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
         self._current: _Running | None = None
+        self._compiled: Recent[int, PlannedStep] = Recent(PROGRAMS)
 
     @property
     def world(self) -> World:
         """The processes and devices that the step may use."""
         if self._world is None:
             self._world = World.current()
+            ending.announce()
         return self._world
 
     @property
@@ -152,12 +168,14 @@ class ParallelStep(Generic[P, R]):
           args: its arguments.
           batch: an example batch, arrays or ``ShapeDtypeStruct``s.
         """
-        abstract = creation.abstract(create_state, args)
+        with exchange.told(self.world, "creating the state"):
+            abstract = creation.abstract(create_state, args)
         if batch is not None:
             self.prepare(*creation.splat(abstract), batch)
-        pure = creation.pure_state(abstract)
-        shardings = self._state_shardings(jax.tree.leaves(pure), batch is not None)
-        made = placement.create(creation.leaves_of(create_state), args, shardings)
+        with exchange.told(self.world, "creating the state"):
+            pure = creation.pure_state(abstract)
+            shardings = self._state_shardings(jax.tree.leaves(pure), batch is not None)
+            made = placement.create(creation.leaves_of(create_state), args, shardings)
         self._codecs.start_anew()
         tree = jax.tree.structure(pure)
         return creation.rebuilt(abstract, jax.tree.unflatten(tree, made))
@@ -222,7 +240,8 @@ class ParallelStep(Generic[P, R]):
         if self._current is None or self._current.analysed.key != (
             arguments.signature(structs)
         ):
-            analysed = self._planner.analysed(structs)
+            with exchange.told(self.world, "tracing the step"):
+                analysed = self._planner.analysed(structs)
             plan = self._plan_for(analysed, self._setting)
             planned = self._program(analysed, plan, self._devices(self._setting))
             self._plans.put(self._place(analysed, self._setting), plan)
@@ -262,10 +281,16 @@ class ParallelStep(Generic[P, R]):
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
     ) -> PlannedStep:
         """The program of a plan, once all processes have checked that it fits."""
-        agreement.check_same(self.world, plan, analysed.analysis.fingerprint)
-        check_plan(analysed.analysis, plan)
-        self.world.check_mesh(list(device_mesh(plan, devices).devices.flat))
-        return self._store.program(analysed, plan, devices)
+        if self.world.process_count > 1:
+            with exchange.told(self.world, "comparing the traced steps"):
+                step = program_text.identity(analysed.analysis)
+            agreement.check_same(
+                self.world, plan, step, lambda: program_text.lines(analysed.analysis)
+            )
+        with exchange.told(self.world, "building the program"):
+            check_plan(analysed.analysis, plan)
+            self.world.check_mesh(list(device_mesh(plan, devices).devices.flat))
+            return self._store.program(analysed, plan, devices)
 
     def _devices(self, setting: Setting) -> tuple[Any, ...]:
         """The devices that a setting may use."""
@@ -284,6 +309,7 @@ class ParallelStep(Generic[P, R]):
             return self._step(*args, **kwargs)
         planned = self.prepare(*given)
         placed = self._placed(planned, leaves)
+        self._make_ready()
         carried = planned.analysis.carried if self._store.donate else {}
         placement.separate(placed, carried)
         if planned.sums is None:
@@ -298,18 +324,44 @@ class ParallelStep(Generic[P, R]):
     def _placed(self, planned: PlannedStep, leaves: Sequence[Any]) -> list[Any]:
         """The flat arguments where the program wants them."""
         graph, shardings = planned.analysis.graph, planned.in_shardings
-        whole: list[Any] = []
+        whole: dict[str, Any] = {}
         placed: list[Any] = []
-        for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
-            shape = graph.values[given.value].shape
-            if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):
-                placed.append(placement.place_rows(x, shape, sharding))
-                continue
-            if placement.held_here(x, sharding):
-                whole.append(x)
-            placed.append(placement.place(x, sharding))
-        agreement.check_equal(self.world, whole)
+        first = self._current is not None and not self._current.ready
+        with self._first("placing the arguments"):
+            for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
+                shape = graph.values[given.value].shape
+                if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):
+                    placed.append(placement.place_rows(x, shape, sharding))
+                    continue
+                if placement.held_here(x, sharding):
+                    whole[given.path] = x
+                placed.append(placement.place(x, sharding))
+        agreement.check_equal(self.world, whole, first=first)
         return placed
+
+    def _first(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Tells the other processes of a failure, as they will ask before a first step.
+
+        Later steps ask nothing.
+        """
+        if self._current is None or self._current.ready:
+            return contextlib.nullcontext()
+        return exchange.told(self.world, what)
+
+    def _make_ready(self) -> None:
+        """Compiles a program that is new, on all processes or on none."""
+        current = self._current
+        if current is None or current.ready:
+            return
+        planned = current.planned
+        if self.world.process_count > 1:
+            # A program that comes back is compiled already.
+            known = self._compiled.get(id(planned)) is planned
+            work = (lambda: None) if known else planned.compile
+            exchange.together(self.world, "compiling", work)
+            agreement.check_plans(self.world, planned.plan)
+            self._compiled.put(id(planned), planned)
+        self._current = dataclasses.replace(current, ready=True)
 
     def lower(self, *args: Any) -> Any:
         """Returns JAX's ``Lowered`` of the planned program for these arguments."""
@@ -354,15 +406,21 @@ class ParallelStep(Generic[P, R]):
         given = None if plan is None else as_plan(plan)
         setting = self._next(as_cluster(cluster), devices, given)
         analysed, old = self._current.analysed, self._current.planned
-        arrays = named(self.__name__, analysed.analysis, state)
+        with exchange.told(self.world, "moving the state"):
+            arrays = named(self.__name__, analysed.analysis, state)
         chosen = given or self._plan_for(analysed, setting)
         planned = self._program(analysed, chosen, self._devices(setting))
-        planned.compile()
-        moved = _moved(arrays, old, planned)
-        self._codecs.check(planned.sums)
+        exchange.together(self.world, "compiling", planned.compile)
+
+        def moving() -> list[Any]:
+            self._codecs.check(planned.sums)
+            return _moved(arrays, old, planned)
+
+        moved = exchange.together(self.world, "moving the state", moving)
         where = self._place(analysed, setting)
         new = creation.replaced(state, moved)
-        self._setting, self._current = setting, _Running(analysed, planned)
+        self._setting = setting
+        self._current = _Running(analysed, planned, ready=True)
         self._plans.put(where, chosen)
         return new
 
