@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import pathlib
-import sysconfig
 import traceback
 from typing import Any, cast
 
@@ -65,6 +63,9 @@ def failure_of(error: BaseException) -> Failure:
     if isinstance(error, USAGE_ERROR):
         text = getattr(error, "format_message", error.__str__)()
         return Failure(kind, _one_line(text), BAD_INPUT)
+    # It imports JAX, which help must not.
+    from autopar.errors import user_line
+
     where = user_line(error.__cause__ or error)
     text = _one_line(str(error))
     if code := _code(error):
@@ -96,38 +97,6 @@ def described(error: BaseException) -> str:
 
 def _one_line(text: str) -> str:
     return " ".join(text.split())
-
-
-def user_line(error: BaseException) -> str:
-    """File and line of the innermost frame in the user's own code, or ''.
-
-    That is a frame neither of autopar, nor of an installed package, nor of Python.
-    """
-    if isinstance(error, SyntaxError) and error.filename and error.lineno:
-        return f"{_shown(error.filename)}:{error.lineno}"
-    found = ""
-    for frame, line in traceback.walk_tb(error.__traceback__):
-        name = frame.f_code.co_filename
-        if not name.startswith("<") and not _foreign(name):
-            found = f"{_shown(name)}:{line}"
-    return found
-
-
-def _foreign(name: str) -> bool:
-    path = pathlib.PurePath(os.path.abspath(name))
-    if "site-packages" in path.parts or "dist-packages" in path.parts:
-        return True
-    root = pathlib.PurePath(__file__).parents[2]
-    ours = [root / "autopar"]
-    ours += [root / place / f"autopar_{place}" for place in ("passes", "solver")]
-    python = pathlib.PurePath(sysconfig.get_path("stdlib"))
-    return any(path.is_relative_to(folder) for folder in (*ours, python))
-
-
-def _shown(name: str) -> str:
-    """A file as people write it: relative where it lies below the working folder."""
-    path, here = pathlib.Path(os.path.abspath(name)), pathlib.Path.cwd()
-    return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def print_traceback(error: BaseException) -> None:

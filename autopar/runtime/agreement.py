@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -12,12 +13,15 @@ import numpy as np
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
+from autopar.plans.differences import differences
 from autopar.plans.schema import Seconds
+from autopar.runtime.exchange import by_process, differing, exchanged, told
 from autopar.runtime.world import World
+from autopar.steps.program_text import first_difference
 from autopar_passes import jax_compat
 
-# First byte of what process 0 sends: a plan follows, or the text of an error.
-_PLAN, _FAILED = b"p", b"e"
+# Differences that an error names.
+_MOST = 4
 
 
 def agree(world: World, make: Callable[[], Plan]) -> Plan:
@@ -28,19 +32,9 @@ def agree(world: World, make: Callable[[], Plan]) -> Plan:
     """
     if world.process_count == 1:
         return make()
-    failure: Exception | None = None
-    data = b""
-    if world.process_index == 0:
-        try:
-            data = _PLAN + msgspec.json.encode(make())
-        except Exception as error:  # sent on, and raised below
-            failure, data = error, _FAILED + str(error).encode()
-    received = world.channel.broadcast(data)
-    if failure is not None:
-        raise failure
-    if received[:1] == _FAILED:
-        raise PlanError(f"process 0: {received[1:].decode()}")
-    return Plan.from_json(received[1:])
+    with told(world, "planning"):
+        data = msgspec.json.encode(make()) if world.process_index == 0 else b""
+    return Plan.from_json(exchanged(world, "planning", data)[0])
 
 
 def content_digest(plan: Plan) -> str:
@@ -56,7 +50,9 @@ def content_digest(plan: Plan) -> str:
     return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()[:32]
 
 
-def check_same(world: World, plan: Plan, fingerprint: str) -> None:
+def check_same(
+    world: World, plan: Plan, step: str, lines: Callable[[], list[str]]
+) -> None:
     """Checks that all processes hold the same plan and trace the same step.
 
     How long planning took may differ.
@@ -64,71 +60,139 @@ def check_same(world: World, plan: Plan, fingerprint: str) -> None:
     Args:
       world: the processes.
       plan: this process's plan.
-      fingerprint: of the step that this process traced.
+      step: identity of the step that this process traced.
+      lines: the text of that step, for an error.
 
     Raises:
       PlanError: they do not.
     """
     if world.process_count == 1:
         return
-    every = _gathered(world, content_digest(plan) + fingerprint)
-    if len(set(every)) > 1:
-        raise PlanError(
-            f"the processes hold different plans or trace different steps "
-            f"({', '.join(every)}): pass the same plan= and the same step to every "
-            "process."
-        )
+    texts = differing(world, "comparing the traced steps", step.encode(), lines)
+    if texts is not None:
+        raise PlanError(_different_steps(texts))
+    check_plans(world, plan)
 
 
-def check_rows(world: World, shapes: Sequence[tuple[int, ...]]) -> None:
+def check_plans(world: World, plan: Plan) -> None:
+    """Checks that all processes hold the same plan, but for its times.
+
+    Raises:
+      PlanError: they do not.
+    """
+    if world.process_count == 1:
+        return
+    digest = content_digest(plan).encode()
+    plans = differing(world, "comparing the plans", digest, plan.to_json)
+    if plans is None:
+        return
+    odd = _odd(plans)
+    first = 0 if odd else 1
+    found = differences(plans[first], plans[odd])
+    shown = [f"{path} is {a!r} and {b!r}" for path, a, b in found[:_MOST]]
+    if len(found) > _MOST:
+        shown.append(f"and {len(found) - _MOST} fields more")
+    raise PlanError(
+        f"the processes hold different plans: on process {first} and process {odd} "
+        f"{'; '.join(shown)}. Pass the same plan= to every process."
+    )
+
+
+def _odd(values: Sequence[Any]) -> int:
+    """The process that differs from most others; of two, the second."""
+    texts = [msgspec.json.encode(value) for value in values]
+    common = Counter(texts).most_common(1)[0][0]
+    return next(k for k, text in enumerate(texts) if text != common)
+
+
+def _different_steps(texts: Sequence[list[str]]) -> str:
+    odd = _odd(texts)
+    first = 0 if odd else 1
+    pair = first_difference(texts[first], texts[odd])
+    assert pair is not None
+    return (
+        f"the processes trace different steps: process {odd} differs. The first "
+        f"difference is: {pair[0]} on process {first}, {pair[1]} on process {odd}. Run "
+        "the same code with the same settings on every process."
+    )
+
+
+def check_rows(world: World, shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Checks that every process passes as many rows of the batch.
 
     Args:
       world: the processes.
-      shapes: of the arrays that this process passes.
+      shapes: path -> shape of the arrays that this process passes.
 
     Raises:
       PlanError: they do not.
     """
     if world.process_count == 1:
         return
-    every = _gathered(world, repr([tuple(s) for s in shapes]))
-    if len(set(every)) > 1:
-        raise PlanError(
-            "the processes pass arrays of different shapes (this one "
-            f"{', '.join(map(str, shapes[:4]))}): a batch is split evenly, each "
-            "process passes as many rows. Pad or drop the rest of the last batch."
-        )
+    named = {path: list(shape) for path, shape in shapes.items()}
+    key = msgspec.json.encode(named)
+    every = differing(world, "comparing shapes of arguments", key, lambda: named)
+    if every is None:
+        return
+    paths = dict.fromkeys(path for had in every for path in had)
+    found = {path: [had.get(path, "absent") for had in every] for path in paths}
+    differ = [
+        f"'{path}' is {by_process(had)}"
+        for path, had in found.items()
+        if len(set(map(str, had))) > 1
+    ]
+    more = f"; and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
+    raise PlanError(
+        f"the processes pass arrays of different shapes: {'; '.join(differ[:_MOST])}"
+        f"{more}. A batch is split evenly, each process passes as many rows. Pad or "
+        "drop the rest of the last batch."
+    )
 
 
-def check_equal(world: World, leaves: Sequence[Any]) -> None:
+def check_equal(
+    world: World, leaves: Mapping[str, Any], *, first: bool = False
+) -> None:
     """Checks that arrays of this process alone have the same values everywhere.
 
-    Only a digest is sent.
+    Only a digest is sent, by the devices: this is done in every step.
+
+    Args:
+      world: the processes.
+      leaves: path -> array.
+      first: whether a process may fail in place of this, as in a first step.
 
     Raises:
       PlanError: they do not.
     """
     if world.process_count == 1 or not leaves:
         return
-    digest = hashlib.sha256()
-    for leaf in leaves:
-        keyed = jax_compat.is_extended(jax.typeof(leaf).dtype)
-        array = np.asarray(jax.random.key_data(leaf) if keyed else leaf)
-        digest.update(f"{array.shape} {array.dtype}".encode())
-        digest.update(np.ascontiguousarray(array).tobytes())
-    if len(set(_gathered(world, digest.hexdigest()))) > 1:
-        raise PlanError(
-            "state, keys or scalars have different values on the processes: what is "
-            "not split over processes must be the same on each. Create them from the "
-            "same seed, or with init(...)."
-        )
+    digests = {path: _digest(leaf) for path, leaf in leaves.items()}
+    key = hashlib.sha256(repr(digests).encode()).digest()
+    gather = (
+        (lambda: exchanged(world, "comparing values", key))
+        if first
+        else (lambda: world.channel.gather(key))
+    )
+    if len(set(gather())) == 1:
+        return
+    data = msgspec.json.encode(digests)
+    every = exchanged(world, "comparing values: what differs", data)
+    found = [msgspec.json.decode(had) for had in every]
+    differ = [p for p in digests if len({had.get(p, "") for had in found}) > 1]
+    more = f" and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
+    raise PlanError(
+        f"{', '.join(map(repr, differ[:_MOST]))}{more}: different values on the "
+        "processes. State, keys and scalars, which are not split over processes, must "
+        "be the same on each. Create them from the same seed, or with init(...)."
+    )
 
 
-def _gathered(world: World, text: str) -> list[str]:
-    """A short digest of each process's text."""
-    data = hashlib.sha256(text.encode()).digest()[:4]
-    return [row.hex() for row in world.channel.gather(data)]
+def _digest(leaf: Any) -> str:
+    keyed = jax_compat.is_extended(jax.typeof(leaf).dtype)
+    array = np.asarray(jax.random.key_data(leaf) if keyed else leaf)
+    digest = hashlib.sha256(f"{array.shape} {array.dtype}".encode())
+    digest.update(np.ascontiguousarray(array).tobytes())
+    return digest.hexdigest()[:16]
 
 
 def shared_number(world: World, value: float) -> float:

@@ -10,7 +10,7 @@ import jax
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
-from autopar.runtime import agreement, placement
+from autopar.runtime import agreement, exchange, placement
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar_passes.program.calls import Call
@@ -51,14 +51,17 @@ class BatchArguments:
         Raises:
           PlanError: processes pass batches of different shapes.
         """
-        local = abstract(call)
+        with exchange.told(world, "reading the arguments"):
+            local = abstract(call)
         if world.process_count == 1:
             return local
         key = signature(local)
         state = self._state.get(key)
         if state is None:
-            agreement.check_rows(world, [tuple(x.shape) for x in local.arrays])
-            state = self._state.put(key, state_arrays(self._step, local))
+            agreement.check_rows(world, named_shapes(local))
+            with exchange.told(world, "tracing the step"):
+                found = state_arrays(self._step, local)
+            state = self._state.put(key, found)
         whole = [
             struct if k in state else _global(given, struct, world.process_count)
             for k, (given, struct) in enumerate(
@@ -66,6 +69,13 @@ class BatchArguments:
             )
         ]
         return dataclasses.replace(local, arrays=whole)
+
+
+def named_shapes(call: Call) -> dict[str, tuple[int, ...]]:
+    """Path -> shape of each array among the arguments."""
+    paths = call.form.paths(call.arrays)
+    shapes = [tuple(x.shape) for x in call.arrays]
+    return dict(zip(paths, shapes, strict=True))
 
 
 def state_arrays(step: Callable[..., Any], call: Call) -> frozenset[int]:

@@ -16,7 +16,7 @@ from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call, CallForm, ResultForm, flat_function
-from autopar_passes.program.nnx_objects import exchange
+from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened, step_name
 
 P = ParamSpec("P")
@@ -63,7 +63,7 @@ class Evaluation(Generic[P, R]):
         """Runs the function; NNX objects among its arguments are updated."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._function(*args, **kwargs)
-        with exchange():
+        with updating():
             call = opened(self._function, args, kwargs, self._static, within=True)
             arguments.check_alive(self.__name__, call)
             function, results = self._made(call.form)

@@ -36,7 +36,15 @@ from autopar.planner.options import (
 )
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
-from autopar.runtime import agreement, arguments, creation, last_batch, placement
+from autopar.runtime import (
+    agreement,
+    arguments,
+    creation,
+    ending,
+    exchange,
+    last_batch,
+    placement,
+)
 from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.last_batch import LastBatch
@@ -48,9 +56,10 @@ from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import DevicePut, move, named, state_layout
 from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
 from autopar.runtime.world import World
+from autopar.steps import program_text
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call
-from autopar_passes.program.nnx_objects import exchange
+from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened, step_name
 
 P = ParamSpec("P")
@@ -64,10 +73,14 @@ PLANS = 32
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Running:
-    """The step that runs: the shapes it was planned for, and its program."""
+    """The step that runs: the shapes it was planned for, and its program.
+
+    It is ready once all processes have compiled the program.
+    """
 
     analysed: Analysed
     planned: PlannedStep
+    ready: bool = False
 
 
 class ParallelStep(Generic[P, R]):
@@ -108,6 +121,7 @@ class ParallelStep(Generic[P, R]):
         self._setting = setting
         self._cache = cache
         self._planner = StepPlanner(step, options, cache=cache)
+        ending.announce()
         self._store = store
         self._codecs = codecs
         self._batches = arguments.BatchArguments(step, ANALYSES)
@@ -122,6 +136,7 @@ class ParallelStep(Generic[P, R]):
         """The processes and devices that the step may use."""
         if self._world is None:
             self._world = World.current()
+            ending.announce()
         return self._world
 
     @property
@@ -181,14 +196,16 @@ class ParallelStep(Generic[P, R]):
                 f"{self.__name__}: init takes batch= or others=, not both: others= "
                 "holds the batch as well."
             )
-        shapes = creation.state_shapes(create_state, args)
+        with exchange.told(self.world, "creating the state"):
+            shapes = creation.state_shapes(create_state, args)
         rest = others if batch is None else (batch,)
         if rest is not None:
-            named = dict(rest) if isinstance(rest, Mapping) else {}
-            placed = () if named else tuple(rest)
-            self.prepare(*shapes.arguments(), *placed, **named)
-        shardings = self._state_shardings(shapes.structs, rest is not None)
-        made = placement.create(creation.leaves_of(create_state), args, shardings)
+            by_name = dict(rest) if isinstance(rest, Mapping) else {}
+            in_order = () if by_name else tuple(rest)
+            self.prepare(*shapes.arguments(), *in_order, **by_name)
+        with exchange.told(self.world, "creating the state"):
+            shardings = self._state_shardings(shapes.structs, rest is not None)
+            made = placement.create(creation.leaves_of(create_state), args, shardings)
         self._codecs.start_anew()
         return shapes.state(made)
 
@@ -259,7 +276,9 @@ class ParallelStep(Generic[P, R]):
 
     def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
-        return self._prepare(opened(self._step, args, kwargs, self._static))
+        with exchange.told(self.world, "reading the arguments"):
+            call = opened(self._step, args, kwargs, self._static)
+        return self._prepare(call)
 
     def _prepare(self, call: Call) -> PlannedStep:
         """Plans for the arguments of a call."""
@@ -271,7 +290,8 @@ class ParallelStep(Generic[P, R]):
 
     def _made(self, structs: Call, beside: Plan | None) -> _Running:
         """Plans for the arguments of a call, and makes the program."""
-        analysed = self._planner.analysed(structs)
+        with exchange.told(self.world, "tracing the step"):
+            analysed = self._planner.analysed(structs)
         plan = self._plan_for(analysed, self._setting, beside)
         planned = self._program(analysed, plan, self._devices(self._setting))
         self._plans.put(self._place(analysed, self._setting), plan)
@@ -344,10 +364,16 @@ class ParallelStep(Generic[P, R]):
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
     ) -> PlannedStep:
         """The program of a plan, once all processes have checked that it fits."""
-        agreement.check_same(self.world, plan, analysed.analysis.fingerprint)
-        check_plan(analysed.analysis, plan)
-        self.world.check_mesh(list(device_mesh(plan, devices).devices.flat))
-        return self._store.program(analysed, plan, devices)
+        if self.world.process_count > 1:
+            with exchange.told(self.world, "comparing the traced steps"):
+                step = program_text.identity(analysed.analysis)
+            agreement.check_same(
+                self.world, plan, step, lambda: program_text.lines(analysed.analysis)
+            )
+        with exchange.told(self.world, "building the program"):
+            check_plan(analysed.analysis, plan)
+            self.world.check_mesh(list(device_mesh(plan, devices).devices.flat))
+            return self._store.program(analysed, plan, devices)
 
     def _devices(self, setting: Setting) -> tuple[Any, ...]:
         """The devices that a setting may use."""
@@ -362,18 +388,20 @@ class ParallelStep(Generic[P, R]):
         """Runs one step; see `autopar.parallelize`. Under a JAX transform, as it is."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._step(*args, **kwargs)
-        with exchange():
-            call = opened(self._step, args, kwargs, self._static, within=True)
+        with updating():
+            with exchange.told(self.world, "reading the arguments"):
+                call = opened(self._step, args, kwargs, self._static, within=True)
+                arguments.check_alive(self.__name__, call)
             return self._run(call)
 
     def _run(self, call: Call) -> Any:
         """Runs one step on the arrays of a call."""
-        arguments.check_alive(self.__name__, call)
         call = self._fitted(call)
         planned = self._prepare(call)
         if planned.sums is not None:
             planned = self._use(self._codecs.resumed(planned.plan))
         placed = self._placed(planned, call.arrays)
+        self._make_ready()
         carried = planned.analysis.carried if self._store.donate else {}
         placement.separate(call.arrays, placed, carried)
         with self._compiling(planned):
@@ -400,17 +428,19 @@ class ParallelStep(Generic[P, R]):
     def _placed(self, planned: PlannedStep, leaves: Sequence[Any]) -> list[Any]:
         """The flat arguments where the program wants them."""
         graph, shardings = planned.analysis.graph, planned.in_shardings
-        whole: list[Any] = []
+        whole: dict[str, Any] = {}
         placed: list[Any] = []
-        for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
-            shape = graph.values[given.value].shape
-            if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):
-                placed.append(placement.place_rows(x, shape, sharding))
-                continue
-            if placement.held_here(x, sharding):
-                whole.append(x)
-            placed.append(placement.place(x, sharding))
-        agreement.check_equal(self.world, whole)
+        first = self._current is not None and not self._current.ready
+        with self._first("placing the arguments"):
+            for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
+                shape = graph.values[given.value].shape
+                if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):
+                    placed.append(placement.place_rows(x, shape, sharding))
+                    continue
+                if placement.held_here(x, sharding):
+                    whole[given.path] = x
+                placed.append(placement.place(x, sharding))
+        agreement.check_equal(self.world, whole, first=first)
         return placed
 
     def __set_name__(self, owner: type, name: str) -> None:
@@ -489,6 +519,29 @@ class ParallelStep(Generic[P, R]):
         planned.compile()
         return planned.plan
 
+    def _first(self, what: str) -> contextlib.AbstractContextManager[None]:
+        """Tells the other processes of a failure, as they will ask before a first step.
+
+        Later steps ask nothing.
+        """
+        if self._current is None or self._current.ready:
+            return contextlib.nullcontext()
+        return exchange.told(self.world, what)
+
+    def _make_ready(self) -> None:
+        """Compiles a program that is new, on all processes or on none."""
+        current = self._current
+        if current is None or current.ready:
+            return
+        planned = current.planned
+        if self.world.process_count > 1:
+            # A program that comes back is compiled already.
+            known = planned.function in self._started
+            work = (lambda: None) if known else planned.compile
+            exchange.together(self.world, "compiling", work)
+            agreement.check_plans(self.world, planned.plan)
+        self._current = dataclasses.replace(current, ready=True)
+
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns JAX's ``Lowered`` of the planned program for these arguments."""
         return self.prepare(*args, **kwargs).lower()
@@ -533,15 +586,21 @@ class ParallelStep(Generic[P, R]):
         given = None if plan is None else as_plan(plan)
         setting = self._next(as_cluster(cluster), devices, given)
         analysed, old = self._current.analysed, self._current.planned
-        arrays = named(self.__name__, analysed.analysis, state)
+        with exchange.told(self.world, "moving the state"):
+            arrays = named(self.__name__, analysed.analysis, state)
         chosen = given or self._plan_for(analysed, setting)
         planned = self._program(analysed, chosen, self._devices(setting))
-        planned.compile()
-        moved = _moved(arrays, old, planned)
-        self._codecs.check(planned.sums)
+        exchange.together(self.world, "compiling", planned.compile)
+
+        def moving() -> list[Any]:
+            self._codecs.check(planned.sums)
+            return _moved(arrays, old, planned)
+
+        moved = exchange.together(self.world, "moving the state", moving)
         where = self._place(analysed, setting)
         new = creation.replaced(state, moved)
-        self._setting, self._current = setting, _Running(analysed, planned)
+        self._setting = setting
+        self._current = _Running(analysed, planned, ready=True)
         self._plans.put(where, chosen)
         return new
 

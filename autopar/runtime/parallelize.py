@@ -234,18 +234,6 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
             "its own codecs. For other codecs on its layouts, leave plan= out and "
             "give layouts=plan."
         )
-    search = {
-        "pins": bool(options.pins),
-        "logical_axis_rules": bool(options.logical_axis_rules),
-        "axis_names": options.axis_names is not None,
-        "max_axes": options.max_axes is not None,
-    }
-    if ignored := [f"{name}=" for name, given in search.items() if given]:
-        raise PlanError(
-            f"parallelize: {', '.join(ignored)} has no effect with plan=, which has "
-            "its own mesh and layouts. Leave plan= out to plan again, or change the "
-            "plan with plan.edit(...)."
-        )
 
 
 def _coded(plan: Plan) -> bool:

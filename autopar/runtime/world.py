@@ -18,12 +18,16 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from autopar.errors import PlanError
+from autopar.runtime.key_values import KeyValueExchange
+from autopar_passes import jax_compat
 
 
 class Channel(Protocol):
     """Sends bytes between the processes of a world.
 
-    Every process makes the same calls in the same order; each call waits for all.
+    Every process makes the same calls in the same order; each call but `tell` waits for
+    all. What steps do again and again is broadcast and gathered; the rest, in which a
+    process may fail, is exchanged.
     """
 
     def broadcast(self, data: bytes) -> bytes:
@@ -32,6 +36,21 @@ class Channel(Protocol):
 
     def gather(self, data: bytes) -> list[bytes]:
         """Returns what each process passes, by process; all of one length."""
+        ...
+
+    def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
+        """Returns what each process passes, of any lengths, by process.
+
+        Where a process `tell`s a failure instead, only failures are returned.
+
+        Args:
+          data: what this process passes.
+          what: is being done; for those who wait long.
+        """
+        ...
+
+    def tell(self, data: bytes) -> None:
+        """Passes a failure to the next exchange, and does not wait for the others."""
         ...
 
 
@@ -47,10 +66,22 @@ class Alone:
         """See `Channel`."""
         return [data]
 
+    def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
+        """See `Channel`."""
+        del what
+        return {0: data}
+
+    def tell(self, data: bytes) -> None:
+        """See `Channel`; there is nobody to tell."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class JaxChannel:
-    """The channel of all processes of ``jax.distributed``, through their devices."""
+    """The channel of all processes of ``jax.distributed``.
+
+    Broadcasts and gathers go through the devices, exchanges through the coordination
+    service: a process that fails there leaves nobody waiting in a collective.
+    """
 
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; only what the first process passes is sent."""
@@ -69,6 +100,33 @@ class JaxChannel:
         rows = np.asarray(multihost_utils.process_allgather(row))
         found = rows.reshape(-1, len(data)).astype(np.uint8)
         return [x.tobytes() for x in found]
+
+    def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
+        """See `Channel`."""
+        service = self._service()
+        return (
+            self._by_devices(data) if service is None else service.exchange(data, what)
+        )
+
+    def tell(self, data: bytes) -> None:
+        """See `Channel`; without a coordination service it has to wait."""
+        service = self._service()
+        if service is None:
+            self._by_devices(data)
+        else:
+            service.tell(data)
+
+    def _service(self) -> KeyValueExchange | None:
+        found = jax_compat.coordination()
+        if found is None:  # as on TPUs that were not started by jax.distributed
+            return None
+        return KeyValueExchange(found.client, found.index, found.count)
+
+    def _by_devices(self, data: bytes) -> dict[int, bytes]:
+        lengths = self.gather(len(data).to_bytes(8, "little"))
+        sizes = [int.from_bytes(x, "little") for x in lengths]
+        padded = self.gather(data.ljust(max(sizes), b"\0"))
+        return {k: x[:n] for k, (x, n) in enumerate(zip(padded, sizes, strict=True))}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

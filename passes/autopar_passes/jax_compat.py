@@ -7,6 +7,8 @@ release is met in one place.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import dataclasses
 from collections.abc import Generator
 from typing import Any
 
@@ -16,6 +18,9 @@ import jax
 # missing there in 0.10.2 is the name stack of an equation and how to bind an
 # equation under one; both live in `jax._src.source_info_util`.
 from jax._src import core as _core
+
+# The client of the coordination service is in `jax._src.distributed` alone (0.10.2).
+from jax._src import distributed as _distributed
 from jax._src import pmap as _pmap
 from jax._src import source_info_util as _source_info
 from jax.extend import core as jex_core
@@ -112,3 +117,42 @@ def static_argument_names(function: Any) -> frozenset[str]:
     """
     info = getattr(getattr(function, "jitted_fn", function), "_jit_info", None)
     return frozenset(getattr(info, "static_argnames", None) or ())
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Coordination:
+    """The coordination service of ``jax.distributed``, as one process sees it.
+
+    Attributes:
+      client: of the service; stores keys and values.
+      index: number of this process.
+      count: number of processes.
+    """
+
+    client: Any
+    index: int
+    count: int
+
+
+def coordination() -> Coordination | None:
+    """Returns the coordination service, or None without ``jax.distributed``.
+
+    ``jax.distributed.is_initialized`` is public, the client is not (0.10.2). No
+    backend is started, as ``jax.process_index`` would.
+    """
+    state = _distributed.global_state
+    if state.client is None:
+        return None
+    return Coordination(state.client, state.process_id, state.num_processes)
+
+
+def leave_coordination() -> None:
+    """Makes this process end without waiting for the others to end.
+
+    At exit ``jax.distributed`` waits minutes for all processes (0.10.2). Client and
+    service are kept alive on purpose: their destructors would wait too.
+    """
+    state = _distributed.global_state
+    for kept in (state.client, state.service):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
+    state.client = state.service = None

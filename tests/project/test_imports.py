@@ -19,6 +19,7 @@ LATE = {
     "autopar/cli/app.py: from autopar.errors import TargetError",
     "autopar/cli/failures.py: from autopar.errors import AutoparError, ClusterError, "
     "InfeasibleError, TraceError",
+    "autopar/cli/failures.py: from autopar.errors import user_line",
     "autopar/cluster/local.py: import jax",
     "solver/autopar_solver/sharding/bounds/compiled.py: "
     'numba: Any = importlib.import_module("numba")',

@@ -8,6 +8,9 @@ from __future__ import annotations
 import json
 import pathlib
 import sys
+import time
+import unittest.mock
+from contextlib import nullcontext
 from typing import Any
 
 import jax
@@ -61,6 +64,63 @@ def errors(process: int) -> dict[str, str]:
     except autopar.PlanError as error:
         out["different"] = str(error)
     return out
+
+
+def _fail(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError("by nothing")
+
+
+def _step(w: Any, batch: Any) -> Any:
+    return w - 0.1 * batch["x"].mean(), (batch["x"] @ w).sum()
+
+
+def _failing(w: Any, batch: Any) -> Any:
+    return _fail() if jax.process_index() == 1 else _step(w, batch)
+
+
+def _other(w: Any, batch: Any) -> Any:
+    return _step(w * (1.0 + 0.5 * jax.process_index()), batch)
+
+
+def failures(process: int) -> dict[str, tuple[str, float]]:
+    """What each process says, and how soon, where process 1 alone fails."""
+    batch = local_batches(1, process)[0]
+    fewer = {k: v[: len(v) - process] for k, v in batch.items()}
+    w = np.eye(forms.WIDTH, dtype=np.float32)
+
+    def call(step: Any = _step, batch: Any = batch, w: Any = w) -> Any:
+        return autopar.parallelize(step, cluster=forms.cheap("2x2:cpu"))(w, batch)
+
+    def create() -> Any:
+        step = autopar.parallelize(_step, cluster=forms.cheap("2x2:cpu"))
+        return step(step.init(_fail if process == 1 else lambda: w), batch)
+
+    def patched(what: str, by: Any) -> Any:
+        with unittest.mock.patch(what, by) if process == 1 else nullcontext():
+            return call()
+
+    cases = {
+        "tracing": lambda: call(_failing),
+        "creating": create,
+        "compiling": lambda: patched(
+            "autopar.runtime.planned.PlannedStep.compile", _fail
+        ),
+        "versions": lambda: patched("jax.__version__", "0.9.9"),
+        "rows": lambda: call(batch=fewer),
+        "code": lambda: call(_other),
+        "values": lambda: call(w=w + process),
+    }
+    found: dict[str, tuple[str, float]] = {}
+    for name, run in cases.items():
+        multihost_utils.sync_global_devices(name)
+        began = time.monotonic()
+        try:
+            run()
+        except (autopar.PlanError, ZeroDivisionError) as error:
+            text = f"{type(error).__name__}: {error}"
+            found[name] = (text, time.monotonic() - began)
+    call()  # the processes are still in step
+    return found
 
 
 def keyed(process: int) -> float:
@@ -122,8 +182,9 @@ def main() -> None:
         f"localhost:{port}", int(count), int(process), initialization_timeout=30
     )
     found = {**results(int(process)), "errors": errors(int(process))}
+    found["failures"] = failures(int(process))
     multihost_utils.sync_global_devices("done")
-    pathlib.Path(out).write_text(json.dumps(found))
+    pathlib.Path(f"{out}_{process}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.layouts import partition_spec
 from autopar_passes.program.calls import flat_function
-from autopar_passes.program.nnx_objects import exchange
+from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import TracedStep, opened, trace
 from autopar_passes.replay.run import replay
 from autopar_passes.sums.deferral import Deferral
@@ -222,7 +222,7 @@ def plain(case: Case) -> tuple[list[Any], list[Any]]:
     """The flat arguments, and the flat results of the unplanned step."""
     call = opened(case.step, case.args)
     function, _ = flat_function(case.step, call.form)
-    with exchange():
+    with updating():
         return call.arrays, jax.jit(function)(*call.arrays)
 
 

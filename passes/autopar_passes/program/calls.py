@@ -94,7 +94,7 @@ class ResultForm:
         return found
 
     def returned(self, arrays: Sequence[Any]) -> Any:
-        """What the step returns, its NNX objects updated; within an `exchange`."""
+        """What the step returns, its NNX objects updated; within `updating`."""
         tree = self.fixed.join(arrays)
         if self.objects:
             tree = put_back(tree, inner=False)
@@ -107,7 +107,7 @@ def open_call(
     kwargs: Mapping[str, Any] | None = None,
     static: Collection[str] = (),
 ) -> Call:
-    """Takes the arrays out of a call; within an `exchange`.
+    """Takes the arrays out of a call; within `updating`.
 
     Arguments given by name take their places where they have one. What is named in
     ``static``, what ``jax.jit`` around the step was told is static, and whole
@@ -153,7 +153,7 @@ def _bound(
 def flat_function(
     step: Callable[..., Any], form: CallForm
 ) -> tuple[Callable[..., list[Any]], list[ResultForm]]:
-    """Returns the step as a function of its flat arrays, within an `exchange`.
+    """Returns the step as a function of its flat arrays, within `updating`.
 
     Also returns a list that takes up the form of the result when it is traced.
     """

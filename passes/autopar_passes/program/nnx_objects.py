@@ -64,7 +64,7 @@ def holds_objects(tree: Any) -> bool:
 
 
 @contextlib.contextmanager
-def exchange() -> Generator[None]:
+def updating() -> Generator[None]:
     """Within it, `put_back` outside a program finds the objects of `taken_out`."""
     with nnx.update_context(_TAG):
         yield
@@ -73,7 +73,7 @@ def exchange() -> Generator[None]:
 def taken_out(tree: Any) -> Any:
     """The tree with an `ObjectState` in the place of each object.
 
-    Within an `exchange`.
+    Within `updating`.
     """
     return nnx.to_tree(
         tree,
@@ -101,7 +101,7 @@ def put_back(tree: Any, *, inner: bool) -> Any:
 
 
 def split_objects(tree: Any) -> Any:
-    """`taken_out`, for objects that nobody else holds: outside of an `exchange`."""
+    """`taken_out`, for objects that nobody else holds: outside of `updating`."""
     return nnx.to_tree(
         tree,
         split_fn=lambda ctx, path, prefix, leaf: ObjectState(*ctx.split(leaf)),

@@ -29,7 +29,7 @@ from autopar_passes.program.calls import (
 from autopar_passes.program.carried import Carried, find_carried
 from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
-from autopar_passes.program.nnx_objects import exchange
+from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.one_replica import with_one_replica
 
 # JAX's errors that say what a step does wrong.
@@ -104,12 +104,12 @@ def opened(
       args: its arguments.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
-      within: whether the caller has opened an `exchange`, to put new arrays back.
+      within: whether the caller has opened `updating`, to put new arrays back.
 
     Raises:
       TraceError: the arguments do not fit the step, or are nothing that JAX takes.
     """
-    context = contextlib.nullcontext() if within else exchange()
+    context = contextlib.nullcontext() if within else updating()
     try:
         with context:
             return open_call(step, args, kwargs, static)
@@ -184,7 +184,7 @@ def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Tra
             f"the step '{step_name(step)}' is a jax.pmap: pass the function itself. "
             "Collectives over its axis may stay; a planned step sees the whole batch."
         )
-    with exchange():
+    with updating():
         flat, results = flat_function(step, form)
         traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, inputs))
     outputs = list(traced.out_info)

@@ -28,20 +28,8 @@ def free_port() -> int:
 
 def run(count: int, folder: pathlib.Path) -> list[Any]:
     """Runs the worker in so many processes; what each of them found."""
-    port = free_port()
-    path = os.pathsep.join(str(p) for p in (ROOT, ROOT / "solver", ROOT / "passes"))
-    # Collectives between processes need a thread for each device and its peer;
-    # XLA sizes its pool by NPROC.
-    env = {**os.environ, "PYTHONPATH": path, "NPROC": "4", "XLA_FLAGS": FLAGS}
     outs = [folder / f"{count}_{k}.json" for k in range(count)]
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "support" / "multiprocess_worker.py"),
-             str(k), str(count), str(port), str(out)],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for k, out in enumerate(outs)
-    ]  # fmt: skip
+    processes = start("multiprocess_worker.py", count, [str(folder / f"{count}")])
     try:
         logs = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]
     finally:
@@ -51,6 +39,23 @@ def run(count: int, folder: pathlib.Path) -> list[Any]:
     for p, log in zip(processes, logs, strict=True):
         assert p.returncode == 0, log
     return [json.loads(out.read_text()) for out in outs]
+
+
+def start(script: str, count: int, words: list[str]) -> list[subprocess.Popen[str]]:
+    """Starts the processes of a script in `tests/support`."""
+    port = free_port()
+    path = os.pathsep.join(str(p) for p in (ROOT, ROOT / "solver", ROOT / "passes"))
+    # Collectives between processes need a thread for each device and its peer;
+    # XLA sizes its pool by NPROC.
+    env = {**os.environ, "PYTHONPATH": path, "NPROC": "4", "XLA_FLAGS": FLAGS}
+    return [
+        subprocess.Popen(
+            [sys.executable, str(ROOT / "tests" / "support" / script),
+             str(k), str(count), str(port), *words],
+            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for k in range(count)
+    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -104,3 +109,57 @@ def test_a_failure_to_plan_reaches_every_process(found: Any) -> None:
 def test_different_plans_are_found_out(found: Any) -> None:
     for process in ("first", "second"):
         assert "different plans" in found[process]["errors"]["different"]
+
+
+FAILED = "process 1 has failed while"
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("tracing", f"{FAILED} tracing the step: ZeroDivisionError: by nothing ("),
+        ("creating", f"{FAILED} creating the state: ZeroDivisionError"),
+        ("compiling", f"{FAILED} compiling: ZeroDivisionError"),
+    ],
+)
+def test_a_failure_of_one_process_reaches_all(found: Any, name: str, told: str) -> None:
+    """Within seconds: none waits for a deadline."""
+    text, seconds = found["first"]["failures"][name]
+    assert text.startswith(f"PlanError: {told}")
+    assert seconds < 20
+    assert found["second"]["failures"][name][0] == "ZeroDivisionError: by nothing"
+
+
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        ("versions", ["different versions: jax ", "0.9.9 on process 1"]),
+        ("rows", ["'batch/x' is [12, 16] on process 0, [11, 16] on process 1"]),
+        ("code", ["process 1 differs", "with 1.0 ->", "with 1.5 ->"]),
+        ("values", ["'w': different values"]),
+    ],
+)
+def test_what_differs_is_named(found: Any, name: str, parts: list[str]) -> None:
+    for process in ("first", "second"):
+        text, _ = found[process]["failures"][name]
+        for part in parts:
+            assert part in text
+
+
+@pytest.mark.parametrize("when", ["before the first step", "between steps"])
+def test_a_process_that_ends_is_named_by_the_others(
+    when: str, tmp_path: pathlib.Path
+) -> None:
+    """And nobody waits: `jax.distributed` by itself keeps all for five minutes."""
+    words = ["2" if when == "between steps" else "0"]
+    processes = start("ending_worker.py", 2, words)
+    try:
+        logs = [p.communicate(timeout=60)[0] for p in processes]
+    finally:
+        for p in processes:
+            p.kill()
+            p.wait()
+    assert [p.returncode for p in processes] == [1, 1]
+    assert "process 1: ZeroDivisionError: no more data (" in logs[0]
+    assert "ending_worker.py:" in logs[0]
+    assert "first failure" not in logs[1]

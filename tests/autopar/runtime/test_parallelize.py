@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_step
 import step_forms as forms
 from flax import nnx
 from step_forms import FORMS, Form
@@ -325,21 +324,3 @@ class TestErrors:
         _, opt_state = made(form, step)
         with pytest.raises(PlanError, match=r"\(params, opt_state\)"):
             step.replan(forms.cheap("4:cpu"), opt_state)
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"pins": {"w": jax.sharding.PartitionSpec("data")}},
-        {"axis_names": ("data",)},
-        {"max_axes": 1},
-    ],
-    ids=lambda said: next(iter(said)),
-)
-def test_a_given_plan_has_its_own_layouts(said: dict[str, Any]) -> None:
-    """What would have no effect is refused."""
-    plan = small_step.plan("4:cpu")
-    with pytest.raises(
-        PlanError, match=rf"{next(iter(said))}= has no effect with plan="
-    ):
-        autopar.parallelize(small_step.step, plan=plan, **said)

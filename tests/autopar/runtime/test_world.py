@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import pathlib
-import queue
 import re
-import threading
 from collections.abc import Callable
 from typing import Any
 
 import jax
-import msgspec
+import memory_channel
 import numpy as np
 import pytest
 import small_step
@@ -33,51 +30,12 @@ class FakeDevice:
     process_index: int
 
 
-class Memory:
-    """What the channels of the processes of one world share."""
-
-    def __init__(self, count: int) -> None:
-        self.sent: list[bytes] = [b""] * count
-        self.barrier = threading.Barrier(count, timeout=10)
-
-    def exchange(self, process: int, data: bytes) -> list[bytes]:
-        self.sent[process] = data
-        self.barrier.wait()
-        found = list(self.sent)
-        self.barrier.wait()
-        return found
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryChannel:
-    """Threads of one process as the processes of a world."""
-
-    memory: Memory
-    process: int
-
-    def broadcast(self, data: bytes) -> bytes:
-        return self.memory.exchange(self.process, data)[0]
-
-    def gather(self, data: bytes) -> list[bytes]:
-        return self.memory.exchange(self.process, data)
-
-
 DEVICES = tuple(FakeDevice(10 + k, k // LOCAL) for k in range(PROCESSES * LOCAL))
 
 
 def everywhere(run: Callable[[World], Any]) -> list[Any]:
     """What each of two processes returns or raises."""
-    memory = Memory(PROCESSES)
-
-    def one(process: int) -> Any:
-        channel = MemoryChannel(memory, process)
-        try:
-            return run(World(DEVICES, process, PROCESSES, channel))
-        except PlanError as error:
-            return error
-
-    with concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
-        return list(pool.map(one, range(PROCESSES)))
+    return memory_channel.everywhere(run, DEVICES, PROCESSES)
 
 
 class TestDevices:
@@ -121,7 +79,9 @@ class TestDevices:
             World(*(fields or ((),)))
 
     def test_each_process_runs_an_equal_part(self) -> None:
-        world = World(DEVICES, 0, 2, MemoryChannel(Memory(2), 0))
+        world = World(
+            DEVICES, 0, 2, memory_channel.MemoryChannel(memory_channel.Memory(2), 0)
+        )
         world.check_mesh(DEVICES)
         world.check_mesh((*DEVICES[2:4], *DEVICES[6:8]))
         for uneven in (DEVICES[:4], DEVICES[:6], DEVICES[3:]):
@@ -132,86 +92,6 @@ class TestDevices:
         World(DEVICES).check_mesh(DEVICES[:4])
         with pytest.raises(PlanError, match="process 0: 4, process 1: 4"):
             World(DEVICES).check_mesh(DEVICES)
-
-
-class TestAgreement:
-    def test_the_first_process_plans(self) -> None:
-        plan, asked = small_step.plan("4:cpu"), queue.Queue[int]()
-
-        def run(world: World) -> autopar.Plan:
-            def make() -> autopar.Plan:
-                asked.put(world.process_index)
-                return plan
-
-            return agreement.agree(world, make)
-
-        assert everywhere(run) == [plan, plan]
-        assert list(asked.queue) == [0]
-
-    def test_what_the_first_process_raises(self) -> None:
-        def run(world: World) -> autopar.Plan:
-            def make() -> autopar.Plan:
-                raise PlanError("no plan fits")
-
-            return agreement.agree(world, make)
-
-        first, second = everywhere(run)
-        assert str(first) == "no plan fits"
-        assert str(second) == "process 0: no plan fits"
-
-    def test_the_same_plan_but_for_its_times(self) -> None:
-        plan = small_step.plan("4:cpu")
-        other = slower(plan, seconds=9.0)
-
-        def run(world: World) -> None:
-            mine = (plan, other)[world.process_index]
-            agreement.check_same(world, mine, "abc")
-
-        assert everywhere(run) == [None, None]
-        assert agreement.content_digest(plan) == agreement.content_digest(other)
-
-    @pytest.mark.parametrize("differ", ["plan", "step"])
-    def test_different_plans_or_steps(self, differ: str) -> None:
-        plans = small_step.plan("4:cpu"), small_step.plan("8:cpu")
-
-        def run(world: World) -> None:
-            k = world.process_index
-            plan = plans[k if differ == "plan" else 0]
-            agreement.check_same(world, plan, f"step {k if differ == 'step' else 0}")
-
-        for error in everywhere(run):
-            assert isinstance(error, PlanError)
-            assert "different plans or trace different steps" in str(error)
-
-    def test_numbers_of_the_first_process(self) -> None:
-        given = np.array([[1 / 3, 2.0], [3.0, np.inf]])
-
-        def run(world: World) -> Any:
-            k = world.process_index
-            array = agreement.shared_array(world, given + k)
-            return array, agreement.shared_number(world, 0.1 + k)
-
-        for array, number in everywhere(run):
-            np.testing.assert_array_equal(array, given)
-            assert number == 0.1
-
-    def test_values_that_must_be_equal(self) -> None:
-        def run(differ: bool) -> Callable[[World], None]:
-            def check(world: World) -> None:
-                key = jax.random.key(world.process_index if differ else 0)
-                agreement.check_equal(world, [np.float32(0.5), key, [1.0, 2.0][0]])
-
-            return check
-
-        assert everywhere(run(differ=False)) == [None, None]
-        for error in everywhere(run(differ=True)):
-            assert "different values on the processes" in str(error)
-
-    def test_alone_nothing_is_sent(self) -> None:
-        world = World(DEVICES[:1])
-        agreement.check_rows(world, [(3,)])
-        agreement.check_equal(world, [object()])
-        agreement.check_same(world, small_step.plan("4:cpu"), "abc")
 
 
 def call(args: tuple[Any, ...]) -> Call:
@@ -237,6 +117,9 @@ class TestBatches:
 
         for error in everywhere(run):
             assert isinstance(error, PlanError)
+            assert "'batch' is [12, 16] on process 0, [11, 16] on process 1" in str(
+                error
+            )
             assert "each process passes as many rows" in str(error)
 
 
@@ -280,9 +163,3 @@ def test_nobody_else_asks_jax() -> None:
     )
     found = {p.name for p in folder.rglob("*.py") if asks.search(p.read_text())}
     assert found == {"world.py"}
-
-
-def slower(plan: autopar.Plan, *, seconds: float) -> autopar.Plan:
-    """The plan, had it taken longer to find."""
-    solver = msgspec.structs.replace(plan.solver, seconds=seconds)
-    return msgspec.structs.replace(plan, solver=solver)

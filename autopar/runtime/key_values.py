@@ -1,0 +1,122 @@
+"""Exchanges between processes through the key-value store of `jax.distributed`.
+
+The store lives in the coordination service, so that a process which has no program to
+run, or which has failed, can still be heard.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import warnings
+from typing import Any
+
+import jax
+import msgspec
+
+from autopar.errors import PlanError
+
+# How long one request waits; Ctrl-C is noticed in between.
+_POLL_MS = 500
+# After so many requests a warning says that something is waited for.
+_PATIENCE = 120
+_ROOT = "autopar"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class KeyValueExchange:
+    """Exchanges of one process with the others, by number.
+
+    Every process counts its own calls, in the store. Process 0 collects what the others
+    pass and publishes all of it; a process that fails publishes that in its place.
+
+    Attributes:
+      client: of the coordination service.
+      index: number of this process.
+      count: number of processes.
+    """
+
+    client: Any
+    index: int
+    count: int
+
+    def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
+        """Returns what each process passes; of failed ones alone if any has failed.
+
+        Args:
+          data: what this process passes.
+          what: is being done; for a warning.
+
+        Raises:
+          PlanError: the coordination service is gone.
+        """
+        number = self._next()
+        if self.index:
+            self.client.key_value_set_bytes(f"{_ROOT}/{number}/{self.index}", data)
+            return self._published(number, what)
+        found = {0: data}
+        for process in range(1, self.count):
+            own = self._wait(number, process, what)
+            if own is None:
+                return self._published(number, what)
+            found[process] = own
+        self._publish(number, found)
+        # Who has passed something now has read everything before.
+        self.client.key_value_delete(f"{_ROOT}/{number - 1}")
+        return self._published(number, what)
+
+    def tell(self, data: bytes) -> None:
+        """Passes a failure to the next exchange, and does not wait for the others."""
+        # A service that is gone tells the others by itself.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            self._publish(self._next(), {self.index: data})
+
+    def _next(self) -> int:
+        return self.client.key_value_increment(f"{_ROOT}/calls/{self.index}", 1)
+
+    def _publish(self, number: int, found: dict[int, bytes]) -> None:
+        """Publishes unless somebody has failed and published before."""
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
+            data = msgspec.msgpack.encode(found)
+            self.client.key_value_set_bytes(f"{_ROOT}/{number}/all", data)
+
+    def _wait(self, number: int, process: int, what: str) -> bytes | None:
+        """What a process passes; None if anybody has failed."""
+        for turn in range(1 << 30):
+            with contextlib.suppress(jax.errors.JaxRuntimeError):
+                self.client.key_value_try_get_bytes(f"{_ROOT}/{number}/all")
+                return None
+            found = self._get(f"{_ROOT}/{number}/{process}")
+            if found is not None:
+                return found
+            self._complain(turn, f"process {process}", what)
+        return None
+
+    def _published(self, number: int, what: str) -> dict[int, bytes]:
+        for turn in range(1 << 30):
+            found = self._get(f"{_ROOT}/{number}/all")
+            if found is not None:
+                return msgspec.msgpack.decode(found, type=dict[int, bytes])
+            self._complain(turn, "the others", what)
+        return {}
+
+    def _get(self, key: str) -> bytes | None:
+        """A value, once it is there; None if it is not there in time."""
+        try:
+            return self.client.blocking_key_value_get_bytes(key, _POLL_MS)
+        except jax.errors.JaxRuntimeError as error:
+            if "DEADLINE_EXCEEDED" in str(error):
+                return None
+            raise PlanError(
+                f"process {self.index} has lost the coordination service of "
+                f"jax.distributed: {error}"
+            ) from error
+
+    def _complain(self, turn: int, whom: str, what: str) -> None:
+        if turn + 1 == _PATIENCE:
+            warnings.warn(
+                f"process {self.index} has waited {_PATIENCE * _POLL_MS / 1000:.0f} s "
+                f"for {whom} ({what}). Every process must call the same step, with "
+                "arguments of the same shapes, as often.",
+                stacklevel=2,
+            )

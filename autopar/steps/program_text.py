@@ -1,0 +1,74 @@
+"""The text of a step's program, so that two processes can find where theirs differ."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.steps.analysis import Analysis
+from autopar_passes import jax_compat
+from autopar_passes.program.equations import Equation, Program, Scalar, walk
+
+
+def identity(analysis: Analysis) -> str:
+    """A digest of the step: its operators and shapes, and the constants in it."""
+    digest = hashlib.sha256(analysis.fingerprint.encode())
+    for eqn in walk(analysis.program.body):
+        digest.update(f"{eqn.primitive}{_scalars(eqn)}".encode())
+    for text in _constants(analysis.program):
+        digest.update(text.encode())
+    return digest.hexdigest()
+
+
+def lines(analysis: Analysis) -> list[str]:
+    """One line for each input, closed-over array and operator of a step, in order."""
+    program, graph = analysis.program, analysis.graph
+    inputs = [f"input '{i.path}': {_value(program, i.value)}" for i in graph.inputs]
+    constants = [f"closed-over array {text}" for text in _constants(program)]
+    operators = [_operator(program, eqn) for eqn in walk(program.body)]
+    return [*inputs, *constants, *operators]
+
+
+def first_difference(one: list[str], other: list[str]) -> tuple[str, str] | None:
+    """The first lines of two texts that differ; 'nothing' where one has ended."""
+    for k in range(max(len(one), len(other))):
+        pair = tuple(text[k] if k < len(text) else "nothing" for text in (one, other))
+        if pair[0] != pair[1]:
+            return pair[0], pair[1]
+    return None
+
+
+def _operator(program: Program, eqn: Equation) -> str:
+    line = jax_compat.source_line(eqn.source)
+    made = ", ".join(_value(program, v) for v in eqn.outputs)
+    scalars = _scalars(eqn)
+    with_ = f" with {scalars}" if scalars else ""
+    return f"operator '{eqn.primitive}'{f' ({line})' if line else ''}{with_} -> {made}"
+
+
+def _value(program: Program, number: int) -> str:
+    value = program.values[number]
+    return f"{value.dtype}{list(value.shape)}"
+
+
+def _scalars(eqn: Equation) -> str:
+    return ", ".join(str(a.value) for a in eqn.inputs if isinstance(a, Scalar))
+
+
+def _constants(program: Program) -> list[str]:
+    """Type and digest of each closed-over array; of a global one the type alone."""
+    return [_constant(x) for x in program.constants]
+
+
+def _constant(array: Any) -> str:
+    aval = jax.typeof(array)
+    text = f"{aval.dtype}{list(aval.shape)}"
+    if isinstance(array, jax.Array) and not array.is_fully_addressable:
+        return text
+    if jax_compat.is_extended(aval.dtype):
+        array = jax.random.key_data(array)
+    data = np.ascontiguousarray(np.asarray(array)).tobytes()
+    return f"{text} with digest {hashlib.sha256(data).hexdigest()[:8]}"
