@@ -39,7 +39,7 @@ class Evaluation(Generic[P, R]):
         function: Callable[P, R],
         running: Callable[[], PlannedStep],
         world: Callable[[], World],
-        static: Collection[str] = (),
+        static: str | Collection[str] = (),
     ) -> None:
         """See `ParallelStep.jit`, which makes these.
 
@@ -54,7 +54,7 @@ class Evaluation(Generic[P, R]):
         self._function = function
         self._running = running
         self._world = world
-        self._static = frozenset(static)
+        self._static = frozenset((static,) if isinstance(static, str) else static)
         self._compiled: Recent[CallForm, tuple[Any, list[ResultForm]]] = Recent(
             FUNCTIONS
         )

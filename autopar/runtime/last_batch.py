@@ -82,19 +82,28 @@ def fewer_rows(call: Call, running: PlannedStep, process_count: int) -> Rows | N
     return Rows(given, planned, tuple(differ))
 
 
+def plan_beside(
+    call: Call, running: PlannedStep | None, process_count: int
+) -> Plan | None:
+    """The plan that runs, if a call has fewer rows of the batch; else None."""
+    if running is None or fewer_rows(call, running, process_count) is None:
+        return None
+    return running.plan
+
+
 def fitted(
-    call: Call, rows: Rows, plan: Plan, how: LastBatch, process_count: int
+    call: Call, running: PlannedStep, how: LastBatch, process_count: int
 ) -> Call:
-    """The call with rows dropped or repeated.
+    """The call with rows dropped or repeated where it has fewer than were planned.
 
     Args:
       call: the call.
-      rows: from `fewer_rows`.
-      plan: the plan of the step that runs.
+      running: the step that runs.
       how: what was asked for; ``run`` changes nothing.
       process_count: number of processes, of which each has as many rows.
     """
-    if how == "run":
+    rows, plan = fewer_rows(call, running, process_count), running.plan
+    if rows is None or how == "run":
         return call
     if how == "pad":
         wanted = rows.planned

@@ -5,12 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import weakref
 from collections.abc import (
     Callable,
     Collection,
-    Generator,
-    Hashable,
     Mapping,
     Sequence,
 )
@@ -25,7 +22,6 @@ from autopar.cluster import Cluster
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
-from autopar.planner.edited import carried_out
 from autopar.planner.options import (
     PlanOptions,
     as_cluster,
@@ -34,7 +30,6 @@ from autopar.planner.options import (
     sent_by_hand,
     with_codecs_of,
 )
-from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import (
     agreement,
@@ -49,14 +44,13 @@ from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
-from autopar.runtime.planned import PlannedStep, device_mesh
+from autopar.runtime.planned import PlannedStep
+from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
-from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting
-from autopar.runtime.state_mover import DevicePut, move, named, state_layout
-from autopar.runtime.step_planner import ANALYSES, Analysed, StepPlanner
+from autopar.runtime.state_mover import named
+from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
-from autopar.steps import program_text
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call
 from autopar_passes.program.nnx_objects import updating
@@ -66,21 +60,6 @@ P = ParamSpec("P")
 R = TypeVar("R")
 Q = ParamSpec("Q")
 S = TypeVar("S")
-
-# Most plans that are remembered, by shapes of the arguments and cluster.
-PLANS = 32
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Running:
-    """The step that runs: the shapes it was planned for, and its program.
-
-    It is ready once all processes have compiled the program.
-    """
-
-    analysed: Analysed
-    planned: PlannedStep
-    ready: bool = False
 
 
 class ParallelStep(Generic[P, R]):
@@ -120,16 +99,17 @@ class ParallelStep(Generic[P, R]):
         self._world = world
         self._setting = setting
         self._cache = cache
-        self._planner = StepPlanner(step, options, cache=cache)
-        ending.announce()
         self._store = store
+        self._preparation = Preparation(
+            StepPlanner(step, options, cache=cache),
+            store,
+            lambda: self.world,
+            lambda: self.cluster,
+        )
+        ending.announce()
         self._codecs = codecs
         self._batches = arguments.BatchArguments(step, ANALYSES)
-        # What `recode` has changed stays changed where a cluster comes back.
-        self._plans: Recent[Hashable, Plan] = Recent(PLANS)
-        self._current: _Running | None = None
-        # The functions that have run: the first call of one compiles it.
-        self._started: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._current: Running | None = None
 
     @property
     def world(self) -> World:
@@ -204,23 +184,15 @@ class ParallelStep(Generic[P, R]):
             in_order = () if by_name else tuple(rest)
             self.prepare(*shapes.arguments(), *in_order, **by_name)
         with exchange.told(self.world, "creating the state"):
-            shardings = self._state_shardings(shapes.structs, rest is not None)
+            shardings = self._state_shardings(shapes.structs, planned=rest is not None)
             made = placement.create(creation.leaves_of(create_state), args, shardings)
         self._codecs.start_anew()
         return shapes.state(made)
 
-    def _state_shardings(self, leaves: Sequence[Any], planned: bool) -> list[Any]:
+    def _state_shardings(self, leaves: Sequence[Any], *, planned: bool) -> list[Any]:
         if planned and self._current is not None:
             return self._current.planned.in_shardings[: len(leaves)]
-        setting, given = self._setting, self._setting.plan
-        if given is not None:
-            arguments.check_shapes(self.__name__, given, leaves)
-            mesh = device_mesh(given, self._devices(setting))
-            return creation.plan_shardings(given, mesh, len(leaves))
-        devices = self._devices(setting)
-        if setting.devices is None:
-            devices = devices[: self.cluster.num_devices]
-        return creation.even_shardings(leaves, devices)
+        return self._preparation.state_shardings(self.__name__, leaves, self._setting)
 
     @property
     def compression_state(self) -> Any:
@@ -270,8 +242,8 @@ class ParallelStep(Generic[P, R]):
             return current
         devices = tuple(current.mesh.devices.flat)
         planned = self._store.program(analysed, plan, devices, like=current)
-        self._plans.put(self._place(analysed, self._setting), plan)
-        self._current = _Running(analysed, planned)
+        self._preparation.remember(analysed, self._setting, plan)
+        self._current = Running(analysed, planned)
         return planned
 
     def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
@@ -285,104 +257,20 @@ class ParallelStep(Generic[P, R]):
         structs = self._batches.structs(call, self.world)
         if self._current is None or not self._current.analysed.fits(structs):
             with progress.shown():
-                self._current = self._made(structs, self._running_beside(call))
+                beside, setting = self._beside(call), self._setting
+                analysed = self._preparation.analysed(structs)
+                plan = self._preparation.plan(analysed, setting, beside)
+                planned = self._preparation.program(analysed, plan, setting)
+                self._preparation.remember(analysed, setting, plan)
+                self._current = Running(analysed, planned)
         return self._current.planned
 
-    def _made(self, structs: Call, beside: Plan | None) -> _Running:
-        """Plans for the arguments of a call, and makes the program."""
-        with exchange.told(self.world, "tracing the step"):
-            analysed = self._planner.analysed(structs)
-        plan = self._plan_for(analysed, self._setting, beside)
-        planned = self._program(analysed, plan, self._devices(self._setting))
-        self._plans.put(self._place(analysed, self._setting), plan)
-        return _Running(analysed, planned)
-
-    def _running_beside(self, call: Call) -> Plan | None:
-        """The plan that runs, if a call has fewer rows of the batch than it."""
+    def _beside(self, call: Call) -> Plan | None:
+        """The plan that runs, if the state is to stay where it lies."""
         if self._current is None or self._setting.plan is not None:
             return None
         running, count = self._current.planned, self.world.process_count
-        fewer = last_batch.fewer_rows(call, running, count)
-        return None if fewer is None else running.plan
-
-    def _fitted(self, call: Call) -> Call:
-        """The call with the rows that the step is to run."""
-        if self._current is None or self._last_batch == "run":
-            return call
-        running, count = self._current.planned, self.world.process_count
-        rows = last_batch.fewer_rows(call, running, count)
-        if rows is None:
-            return call
-        return last_batch.fitted(call, rows, running.plan, self._last_batch, count)
-
-    def _place(self, analysed: Analysed, setting: Setting) -> Hashable:
-        """What a plan that is remembered belongs to."""
-        if setting.plan is not None:
-            return analysed.key, agreement.content_digest(setting.plan)
-        cluster = setting.cluster or self.cluster
-        devices = tuple(d.id for d in self._devices(setting))
-        asked = setting.codecs or self._planner.options
-        plans = [
-            p and agreement.content_digest(p) for p in (setting.sent, asked.layouts)
-        ]
-        codecs = (asked.compression, asked.error_budget, *plans)
-        return analysed.key, cluster.fingerprint(), devices, codecs
-
-    def _plan_for(
-        self, analysed: Analysed, setting: Setting, beside: Plan | None = None
-    ) -> Plan:
-        """The plan of a setting, the same on every process.
-
-        With a plan to be ``beside``, the state lies as in that one.
-        """
-        known = self._plans.get(self._place(analysed, setting))
-        if known is not None:
-            return known
-        if (given := setting.plan) is not None:
-            if not given.edited:
-                return given
-            return agreement.agree(
-                self.world,
-                lambda: carried_out(
-                    analysed.analysis, given, seconds=self._planner.options.seconds
-                ),
-            )
-        cluster = setting.cluster or self.cluster
-        if beside is not None:
-            return agreement.agree(
-                self.world,
-                lambda: self._planner.plan_beside(
-                    analysed, cluster, beside, setting.codecs, setting.sent
-                ),
-            )
-        return agreement.agree(
-            self.world,
-            lambda: self._planner.plan(analysed, cluster, setting.codecs, setting.sent),
-        )
-
-    def _program(
-        self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
-    ) -> PlannedStep:
-        """The program of a plan, once all processes have checked that it fits."""
-        if self.world.process_count > 1:
-            with exchange.told(self.world, "comparing the traced steps"):
-                step = program_text.identity(analysed.analysis)
-            agreement.check_same(
-                self.world, plan, step, lambda: program_text.lines(analysed.analysis)
-            )
-        with exchange.told(self.world, "building the program"):
-            check_plan(analysed.analysis, plan)
-            self.world.check_mesh(list(device_mesh(plan, devices).devices.flat))
-            return self._store.program(analysed, plan, devices)
-
-    def _devices(self, setting: Setting) -> tuple[Any, ...]:
-        """The devices that a setting may use."""
-        if setting.devices is not None:
-            return self.world.take(setting.devices)
-        cluster = setting.cluster
-        if cluster is None or cluster.members is None:
-            return self.world.devices
-        return self.world.at(cluster.ids)
+        return last_batch.plan_beside(call, running, count)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; see `autopar.parallelize`. Under a JAX transform, as it is."""
@@ -396,7 +284,9 @@ class ParallelStep(Generic[P, R]):
 
     def _run(self, call: Call) -> Any:
         """Runs one step on the arrays of a call."""
-        call = self._fitted(call)
+        if self._current is not None and self._last_batch != "run":
+            count, running = self.world.process_count, self._current.planned
+            call = last_batch.fitted(call, running, self._last_batch, count)
         planned = self._prepare(call)
         if planned.sums is not None:
             planned = self._use(self._codecs.resumed(planned.plan))
@@ -404,7 +294,7 @@ class ParallelStep(Generic[P, R]):
         self._make_ready()
         carried = planned.analysis.carried if self._store.donate else {}
         placement.separate(call.arrays, placed, carried)
-        with self._compiling(planned):
+        with self._preparation.compiling(planned, self.__name__):
             if planned.sums is None:
                 flat = planned.function(*placed)
             else:
@@ -414,16 +304,6 @@ class ParallelStep(Generic[P, R]):
             recoding = self._codecs.recoding
             self._use(recoding.changed(planned.plan, wish, lenient=True))
         return planned.analysis.pytrees.result.returned(flat)
-
-    @contextlib.contextmanager
-    def _compiling(self, planned: PlannedStep) -> Generator[None]:
-        """Says so where a program runs for the first time, which compiles it."""
-        if planned.function in self._started:
-            yield
-            return
-        with progress.shown(), progress.stage(f"compiling {self.__name__}"):
-            yield
-        self._started.add(planned.function)
 
     def _placed(self, planned: PlannedStep, leaves: Sequence[Any]) -> list[Any]:
         """The flat arguments where the program wants them."""
@@ -456,7 +336,7 @@ class ParallelStep(Generic[P, R]):
         return ParallelStep(
             functools.partial(self._step, instance),
             setting=self._setting,
-            options=self._planner.options,
+            options=self._preparation.planner.options,
             store=self._store.empty(),
             codecs=CodecRun(self._codecs.policy),
             world=self._world,
@@ -480,10 +360,7 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: on a call, if the step has not been planned yet.
         """
-        names = (
-            (static_argnames,) if isinstance(static_argnames, str) else static_argnames
-        )
-        return Evaluation(function, self._running, lambda: self.world, names)
+        return Evaluation(function, self._running, lambda: self.world, static_argnames)
 
     def _running(self) -> PlannedStep:
         if self._current is None:
@@ -536,7 +413,7 @@ class ParallelStep(Generic[P, R]):
         planned = current.planned
         if self.world.process_count > 1:
             # A program that comes back is compiled already.
-            known = planned.function in self._started
+            known = self._preparation.is_compiled(planned)
             work = (lambda: None) if known else planned.compile
             exchange.together(self.world, "compiling", work)
             agreement.check_plans(self.world, planned.plan)
@@ -588,20 +465,19 @@ class ParallelStep(Generic[P, R]):
         analysed, old = self._current.analysed, self._current.planned
         with exchange.told(self.world, "moving the state"):
             arrays = named(self.__name__, analysed.analysis, state)
-        chosen = given or self._plan_for(analysed, setting)
-        planned = self._program(analysed, chosen, self._devices(setting))
+        chosen = given or self._preparation.plan(analysed, setting)
+        planned = self._preparation.program(analysed, chosen, setting)
         exchange.together(self.world, "compiling", planned.compile)
 
         def moving() -> list[Any]:
             self._codecs.check(planned.sums)
-            return _moved(arrays, old, planned)
+            return moved_state(arrays, old, planned)
 
         moved = exchange.together(self.world, "moving the state", moving)
-        where = self._place(analysed, setting)
         new = creation.replaced(state, moved)
         self._setting = setting
-        self._current = _Running(analysed, planned, ready=True)
-        self._plans.put(where, chosen)
+        self._current = Running(analysed, planned, ready=True)
+        self._preparation.remember(analysed, setting, chosen)
         return new
 
     def _next(
@@ -612,21 +488,9 @@ class ParallelStep(Generic[P, R]):
         codecs, sent = self._setting.codecs, self._setting.sent
         if self._setting.plan is not None:
             model = given or self._setting.plan
-            codecs = with_codecs_of(self._planner.options, model)
+            codecs = with_codecs_of(self._preparation.planner.options, model)
             sent = sent_by_hand(model)
-        asked = codecs or self._planner.options
+        asked = codecs or self._preparation.planner.options
         if asked.layouts is not None and given is None:
             codecs = fitting_layouts(asked, cluster)
         return Setting(cluster=cluster, devices=chosen, codecs=codecs, sent=sent)
-
-
-def _moved(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> list[Any]:
-    """The leaves of a state, where another plan wants them."""
-    count = len(state)
-    lies = all(
-        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim)
-        for x, s in zip(state.values(), old.in_shardings, strict=False)
-    )
-    source = state_layout(old.analysis, old.plan, count) if lies else None
-    target = state_layout(new.analysis, new.plan, count)
-    return list(move(state, source, target, DevicePut((new.mesh,))).values())

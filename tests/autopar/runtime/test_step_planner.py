@@ -95,6 +95,7 @@ def test_logical_axes_become_pins() -> None:
 def test_other_codecs_for_one_plan() -> None:
     found = planner()
     step = analysed(found, small_step.structs())
-    plan = found.plan(step, FOUR, PlanOptions(compression="int8"))
+    with pytest.warns(UserWarning, match="'int8' is used for no gradient"):
+        plan = found.plan(step, FOUR, PlanOptions(compression="int8"))
     assert plan.compression.mode == "int8"
     assert found.plan(step, FOUR).compression.mode == "none"

@@ -1,0 +1,199 @@
+"""From a call's shapes to the program that all processes run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import weakref
+from collections.abc import Callable, Generator, Hashable, Sequence
+from typing import Any
+
+import jax
+
+from autopar import progress
+from autopar.cluster import Cluster
+from autopar.planner.edited import carried_out
+from autopar.planner.record import check_plan
+from autopar.plans import Plan
+from autopar.runtime import agreement, arguments, creation, exchange
+from autopar.runtime.planned import PlannedStep, device_mesh
+from autopar.runtime.program_store import ProgramStore
+from autopar.runtime.recent import Recent
+from autopar.runtime.setting import Setting
+from autopar.runtime.state_mover import DevicePut, move, state_layout
+from autopar.runtime.step_planner import Analysed, StepPlanner
+from autopar.runtime.world import World
+from autopar.steps import program_text
+from autopar_passes.program.calls import Call
+
+# Most plans that are remembered, by shapes of the arguments and cluster.
+PLANS = 32
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Running:
+    """The step that runs: the shapes it was planned for, and its program.
+
+    It is ready once all processes have compiled the program.
+    """
+
+    analysed: Analysed
+    planned: PlannedStep
+    ready: bool = False
+
+
+class Preparation:
+    """Analyses, plans and builds a step; all processes agree on each."""
+
+    def __init__(
+        self,
+        planner: StepPlanner,
+        store: ProgramStore,
+        world: Callable[[], World],
+        cluster: Callable[[], Cluster],
+    ) -> None:
+        """Has prepared nothing yet.
+
+        Args:
+          planner: of the step.
+          store: where its programs are kept.
+          world: returns the processes and devices.
+          cluster: returns the cluster of a setting that names none.
+        """
+        self.planner = planner
+        self._store = store
+        self._world = world
+        self._cluster = cluster
+        # What `recode` has changed stays changed where a cluster comes back.
+        self._plans: Recent[Hashable, Plan] = Recent(PLANS)
+        # The functions that have run: the first call of one compiles it.
+        self._started: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def analysed(self, structs: Call) -> Analysed:
+        """The step on the arguments of a call, structs of global shapes.
+
+        Raises:
+          TraceError: JAX cannot trace the step.
+        """
+        with exchange.told(self._world(), "tracing the step"):
+            return self.planner.analysed(structs)
+
+    def remember(self, analysed: Analysed, setting: Setting, plan: Plan) -> None:
+        """Uses a plan where this setting comes back."""
+        self._plans.put(self._place(analysed, setting), plan)
+
+    def plan(
+        self, analysed: Analysed, setting: Setting, beside: Plan | None = None
+    ) -> Plan:
+        """The plan of a setting, the same on every process.
+
+        With a plan to be ``beside``, the state lies as in that one.
+        """
+        known = self._plans.get(self._place(analysed, setting))
+        if known is not None:
+            return known
+        if (given := setting.plan) is not None:
+            if not given.edited:
+                return given
+            return agreement.agree(
+                self._world(),
+                lambda: carried_out(
+                    analysed.analysis, given, seconds=self.planner.options.seconds
+                ),
+            )
+        cluster = setting.cluster or self._cluster()
+        if beside is not None:
+            return agreement.agree(
+                self._world(),
+                lambda: self.planner.plan_beside(
+                    analysed, cluster, beside, setting.codecs, setting.sent
+                ),
+            )
+        return agreement.agree(
+            self._world(),
+            lambda: self.planner.plan(analysed, cluster, setting.codecs, setting.sent),
+        )
+
+    def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> PlannedStep:
+        """The program of a plan, once all processes have checked that it fits."""
+        devices = self.devices(setting)
+        if self._world().process_count > 1:
+            with exchange.told(self._world(), "comparing the traced steps"):
+                step = program_text.identity(analysed.analysis)
+            agreement.check_same(
+                self._world(), plan, step, lambda: program_text.lines(analysed.analysis)
+            )
+        with exchange.told(self._world(), "building the program"):
+            check_plan(analysed.analysis, plan)
+            self._world().check_mesh(list(device_mesh(plan, devices).devices.flat))
+            return self._store.program(analysed, plan, devices)
+
+    def is_compiled(self, planned: PlannedStep) -> bool:
+        """Whether a program has run before."""
+        return planned.function in self._started
+
+    @contextlib.contextmanager
+    def compiling(self, planned: PlannedStep, name: str) -> Generator[None]:
+        """Says so where a program runs for the first time, which compiles it."""
+        if self.is_compiled(planned):
+            yield
+            return
+        with progress.shown(), progress.stage(f"compiling {name}"):
+            yield
+        self._started.add(planned.function)
+
+    def devices(self, setting: Setting) -> tuple[Any, ...]:
+        """The devices that a setting may use."""
+        if setting.devices is not None:
+            return self._world().take(setting.devices)
+        cluster = setting.cluster
+        if cluster is None or cluster.members is None:
+            return self._world().devices
+        return self._world().at(cluster.ids)
+
+    def _place(self, analysed: Analysed, setting: Setting) -> Hashable:
+        """What a plan that is remembered belongs to."""
+        if setting.plan is not None:
+            return analysed.key, agreement.content_digest(setting.plan)
+        cluster = setting.cluster or self._cluster()
+        devices = tuple(d.id for d in self.devices(setting))
+        asked = setting.codecs or self.planner.options
+        plans = [
+            p and agreement.content_digest(p) for p in (setting.sent, asked.layouts)
+        ]
+        codecs = (asked.compression, asked.error_budget, *plans)
+        return analysed.key, cluster.fingerprint(), devices, codecs
+
+    def state_shardings(
+        self, name: str, leaves: Sequence[Any], setting: Setting
+    ) -> list[Any]:
+        """Where the arrays of a state go that is made before there is a plan.
+
+        Args:
+          name: of the step.
+          leaves: shapes of the arrays.
+          setting: what will be planned for; its plan's shardings, if it has one.
+
+        Raises:
+          PlanError: the state is not that of the given plan.
+        """
+        devices = self.devices(setting)
+        if (given := setting.plan) is not None:
+            arguments.check_shapes(name, given, leaves)
+            mesh = device_mesh(given, devices)
+            return creation.plan_shardings(given, mesh, len(leaves))
+        if setting.devices is None:
+            devices = devices[: (setting.cluster or self._cluster()).num_devices]
+        return creation.even_shardings(leaves, devices)
+
+
+def moved_state(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> list[Any]:
+    """The leaves of a state, where another plan wants them."""
+    count = len(state)
+    lies = all(
+        isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim)
+        for x, s in zip(state.values(), old.in_shardings, strict=False)
+    )
+    source = state_layout(old.analysis, old.plan, count) if lies else None
+    target = state_layout(new.analysis, new.plan, count)
+    return list(move(state, source, target, DevicePut((new.mesh,))).values())
