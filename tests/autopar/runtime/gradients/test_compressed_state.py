@@ -505,6 +505,7 @@ class TestOddParameters:
         assert codecs["params/w"] == "int8"
         assert set(codecs.values()) <= {"int8", "dense"}
 
+    @pytest.mark.filterwarnings("ignore:.*used for no gradient:UserWarning")
     def test_nothing_to_compress(self) -> None:
         """Only vectors: all are sent as they are."""
 
