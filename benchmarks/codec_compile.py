@@ -1,4 +1,4 @@
-"""Seconds until a step with codecs can run: traced, lowered, compiled.
+"""CPU seconds until a step with codecs can run: traced and lowered, compiled.
 
     python benchmarks/codec_compile.py --examples gpt resnet --codecs none int8 int4
     python benchmarks/codec_compile.py --repeat 3
@@ -26,7 +26,7 @@ HEADING = ("example", "codec", "lower s", "compile s", "instructions")
 
 
 def seconds(name: str, codec: str, rows: int) -> tuple[float, float, int]:
-    """Seconds of lowering (tracing included) and compiling, and instructions."""
+    """CPU seconds of lowering (tracing included) and compiling, and instructions."""
     import autopar
 
     step, (*state, batch) = workloads.arguments(name, batch=rows)
@@ -38,11 +38,11 @@ def seconds(name: str, codec: str, rows: int) -> tuple[float, float, int]:
         max_axes=1,
         pins={"batch*": PartitionSpec("data")},
     ).prepare(*state, batch)
-    begin = time.perf_counter()
+    begin = time.process_time()
     lowered = planned.lower()
-    middle = time.perf_counter()
+    middle = time.process_time()
     compiled = lowered.compile()
-    end = time.perf_counter()
+    end = time.process_time()
     count = compiled.as_text().count(" = ")
     return middle - begin, end - middle, count
 

@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.planner.candidate import SearchResult
 from autopar.planner.codecs.choose import (
     CodecChoice,
+    Errors,
     choose,
     described,
     joint,
@@ -50,12 +51,14 @@ class _Codecs:
       codec: that it names.
       budget: of error.
       sent: a plan whose codecs hold gradient by gradient.
+      errors: measured relative errors, by gradient and codec.
     """
 
     mode: str
     codec: Codec | None
     budget: float
     sent: Plan | None
+    errors: Errors
 
 
 def plan_analysis(
@@ -63,6 +66,7 @@ def plan_analysis(
     cluster: Cluster,
     options: PlanOptions = DEFAULTS,
     sent: Plan | None = None,
+    errors: Errors | None = None,
 ) -> Plan:
     """`autopar.plan`, for a step that is already analysed.
 
@@ -72,6 +76,8 @@ def plan_analysis(
       options: hints and limits.
       sent: a plan whose codecs hold gradient by gradient, where they can be used;
         ``options.compression`` is what layouts are found for then.
+      errors: relative errors that were measured while training, by name of the
+        gradient and codec; the others are expected ones.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
@@ -85,7 +91,7 @@ def plan_analysis(
         )
     mode, names, pins = options.compression, options.axis_names, options.pins or {}
     budget = budget_of(options.error_budget, mode)
-    codecs = _Codecs(mode, parsed(mode), budget, sent)
+    codecs = _Codecs(mode, parsed(mode), budget, sent, errors or {})
     layouts, seconds = options.layouts, options.seconds
     if layouts is not None:
         if names is not None and tuple(names) != layouts.axis_names:
@@ -132,7 +138,7 @@ def _searched(
             analysis,
             result,
             budget=codecs.budget,
-            errors={},
+            errors=codecs.errors,
             seconds=seconds,
             restriction=limit,
         )
@@ -160,7 +166,7 @@ def _with_layouts(
         if codecs.codec is not None:
             choice = uniform(analysis, best, codecs.codec)
         else:
-            choice = choose(analysis, best, codecs.budget, {})
+            choice = choose(analysis, best, codecs.budget, codecs.errors)
         result = dataclasses.replace(result, seconds=time.perf_counter() - started)
         made = _written(analysis, result, choice, choice, codecs)
     return with_status(made, kept.solver.status) if layouts.edited else made

@@ -11,6 +11,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.planner.codecs.choose import Errors
 from autopar.planner.options import PlanOptions, with_logical_pins
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
@@ -82,6 +83,7 @@ class StepPlanner:
         cluster: Cluster,
         codecs: PlanOptions | None = None,
         sent: Plan | None = None,
+        errors: Errors | None = None,
     ) -> Plan:
         """Finds the plan of a step on a cluster.
 
@@ -91,6 +93,7 @@ class StepPlanner:
           codecs: whose ``compression``, ``error_budget`` and ``layouts`` hold in
             place of those of this planner.
           sent: a plan whose codecs hold gradient by gradient.
+          errors: relative errors that were measured, by gradient and codec.
 
         Raises:
           InfeasibleError: no plan fits the memory of a device.
@@ -104,4 +107,4 @@ class StepPlanner:
                 error_budget=codecs.error_budget,
                 layouts=codecs.layouts,
             )
-        return plan_analysis(analysed.analysis, cluster, options, sent)
+        return plan_analysis(analysed.analysis, cluster, options, sent, errors)
