@@ -16,12 +16,22 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from autopar.compression.codecs.blocks import materialised
 from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Rounds
 from autopar.compression.codecs.quantise import without_server_feedback
 from autopar.compression.exchange import Links, chunk_elements, exchange
 from autopar.compression.feedback import Feedback, next_residuals, with_residual
+from autopar.compression.joining import (
+    Piece,
+    cut,
+    cut_states,
+    grouped,
+    joined,
+    joined_states,
+)
+from autopar.compression.norms import Sent, non_finite, squared_norm
 
 State = dict[str, Any]
 
@@ -43,6 +53,7 @@ class Gradient:
       scatter_dim: the dim of which worker i needs only the i-th part of the
         sum; None: all need the whole sum.
       seed: a number that no other gradient of the step has.
+      dtype: in which the sum is read, as text; '': that of the partial.
     """
 
     name: str
@@ -51,6 +62,7 @@ class Gradient:
     feedback: Feedback = dataclasses.field(default_factory=Feedback)
     scatter_dim: int | None = None
     seed: int = 0
+    dtype: str = ""
 
     @property
     def size(self) -> int:
@@ -142,24 +154,24 @@ def synchronise(
       worker: the squared norms of what was to be sent, of its error, of what
       was sent, of the new residual and of the partial itself, and the number of
       elements of what was to be sent that are not finite. Where a codec fails on
-      finite elements, those of its error count.
+      finite elements those of its error count, where only the sum overflows its own.
 
     Raises:
       ValueError: a partial does not fit its gradient; see `check_gradient`.
     """
     _check_call(gradients, partials, states, links.workers)
     entries = list(zip(gradients, partials, states, strict=True))
-    live = [entry for entry in entries if entry[0].size]
-    done = iter(_synchronise_some(live, links, jnp.int32(worker), jnp.int32(step)))
-    results = [
-        next(done) if entry[0].size else _nothing(*entry, links) for entry in entries
-    ]
-    totals = [total for total, _, _ in results]
-    new_states = [state for _, state, _ in results]
-    sums = [jnp.zeros((0, NON_FINITE + 1), jnp.float32)] + [
-        row[None] for _, _, row in results
-    ]
-    return totals, new_states, jnp.concatenate(sums)
+    live = [k for k, entry in enumerate(entries) if entry[0].size]
+    totals: list[jax.Array] = [_nothing(g, x, links) for g, x, _ in entries]
+    new_states = list(states)
+    sums = jnp.zeros((len(entries), NON_FINITE + 1), jnp.float32)
+    if live:
+        given = [entries[k] for k in live]
+        made = _synchronise_some(given, links, jnp.int32(worker), jnp.int32(step))
+        for k, total, state in zip(live, *made[:2], strict=True):
+            totals[k], new_states[k] = total, state
+        sums = sums.at[np.array(live)].set(made[2])
+    return totals, new_states, sums
 
 
 def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
@@ -233,9 +245,9 @@ def _synchronise_some(
     links: Links,
     worker: jax.Array,
     step: jax.Array,
-) -> list[tuple[jax.Array, State, jax.Array]]:
-    """Total, state and row of sums of each gradient; all have elements."""
-    gradients = [gradient for gradient, _, _ in entries]
+) -> tuple[list[jax.Array], list[State], jax.Array]:
+    """Totals, states and sums of gradients that all have elements."""
+    n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     # Computed once, however many loops read it: without the barriers each would add the
     # residual again, and transpose the gradient where a product left it transposed.
     partials = [materialised(partial) for _, partial, _ in entries]
@@ -243,32 +255,132 @@ def _synchronise_some(
         _wanted(gradient, partial, state["residual"])
         for partial, (gradient, _, state) in zip(partials, entries, strict=True)
     ]
-    chunks = [
-        _to_chunks(gradient, values, links.workers)
-        for gradient, values in zip(gradients, wanted, strict=True)
-    ]
-    rounds = [
-        _start(gradient, values, state, links.workers, worker, step)
-        for values, (gradient, _, state) in zip(chunks, entries, strict=True)
-    ]
-    reduced = exchange(rounds, links)
-    errors = [
-        _error(gradient, values, result.sent)
-        for gradient, values, result in zip(gradients, chunks, reduced, strict=True)
-    ]
+    groups = _encoded(entries, wanted, links, worker, step)
+    made = {k: one for group in groups for k, one in group.members.items()}
     feedbacks = [gradient.feedback for gradient in gradients]
+    errors = [made[k].error for k in range(len(entries))]
     residuals = next_residuals(feedbacks, errors, links, step)
-    norms = [_squared_norm(values) for values in wanted]
-    lost = [_squared_norm(error) for error in errors]
-    bad = _non_finite(wanted, errors, [*norms, *lost])
-    return [
-        (
-            _total(gradients[k], reduced[k], links.workers).astype(partials[k].dtype),
-            {"residual": residuals[k], "codec": reduced[k].state},
-            _sums(partials[k], wanted[k], errors[k], residuals[k], norms[k], bad[k]),
-        )
-        for k in range(len(gradients))
+    totals = [
+        _total(gradient, made[k].total, n).astype(partials[k].dtype)
+        for k, gradient in enumerate(gradients)
     ]
+    states = [
+        {"residual": residuals[k], "codec": made[k].state} for k in range(len(entries))
+    ]
+    rows = [_rows(group, feedbacks, partials, residuals) for group in groups]
+    order = np.argsort([k for group in groups for k in group.members])
+    return totals, states, jnp.concatenate(rows)[order]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Encoded:
+    """What a codec has made of one gradient.
+
+    Attributes:
+      total: the sum, as of `Reduced`.
+      error: what was not sent, of the gradient's shape.
+      state: the codec's new state.
+    """
+
+    total: jax.Array
+    error: jax.Array
+    state: Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Group:
+    """What a codec has made of the k gradients of a group.
+
+    Attributes:
+      members: by number.
+      norms: squared norms, wanted, of the error and sent, (k, 3).
+      non_finite: number of elements that are not finite, (k,).
+    """
+
+    members: dict[int, _Encoded]
+    norms: jax.Array
+    non_finite: jax.Array
+
+
+def _encoded(
+    entries: Sequence[tuple[Gradient, jax.Array, State]],
+    wanted: Sequence[jax.Array],
+    links: Links,
+    worker: jax.Array,
+    step: jax.Array,
+) -> list[_Group]:
+    """What the codecs make of all gradients, those of a group encoded side by side."""
+    n, gradients = links.workers, [gradient for gradient, _, _ in entries]
+    chunks = [_to_chunks(g, w, n) for g, w in zip(gradients, wanted, strict=True)]
+    groups = grouped(
+        [
+            Piece(g.codec, g.size, g.chunk(n), n, g.scatter, g.dtype or x.dtype.name)
+            for g, x, _ in entries
+        ]
+    )
+    given = [joined([chunks[k] for k in group]) for group in groups]
+    rounds: list[Rounds] = []
+    for group, values in zip(groups, given, strict=True):
+        one, alone = gradients[group[0]], len(group) == 1
+        context = CodecContext(
+            workers=n,
+            worker=worker,
+            step=step,
+            seed=one.seed,
+            shape=one.shape if alone else (values.size,),
+            size=one.size if alone else values.size,
+            scatter=one.scatter,
+        )
+        state = joined_states([entries[k][2]["codec"] for k in group])
+        rounds.append(one.codec.reduce(values, state, context))
+    made = exchange(rounds, links)
+    sent = [
+        _sent([entries[k] for k in group], wanted[group[0]], values, reduced)
+        for group, values, reduced in zip(groups, given, made, strict=True)
+    ]
+    norms = [one.norms() for one in sent]
+    bad = non_finite(sent, norms)
+    out: list[_Group] = []
+    for i, group in enumerate(groups):
+        widths = sent[i].widths
+        parts = zip(
+            cut(made[i].total, widths),
+            cut(sent[i].error, widths),
+            cut_states(made[i].state, widths),
+            strict=True,
+        )
+        members = {
+            k: _Encoded(
+                total,
+                error if len(group) == 1 else _from_chunks(gradients[k], error),
+                state,
+            )
+            for k, (total, error, state) in zip(group, parts, strict=True)
+        }
+        out.append(_Group(members, norms[i], bad[i]))
+    return out
+
+
+def _sent(
+    group: Sequence[tuple[Gradient, jax.Array, State]],
+    wanted: jax.Array,
+    values: jax.Array,
+    made: Reduced,
+) -> Sent:
+    """What was to be sent of a group and what was not, computed once.
+
+    Of one gradient in its own shape, without padding.
+    """
+    one, partial, _ = group[0]
+    total = made.total.astype(one.dtype or partial.dtype)
+    if len(group) == 1:
+        error = _error(one, values, made.sent)
+        return Sent(wanted, error, total, (1,), part=one.scatter)
+    # What a codec hands on as it is has no error.
+    whole = made.sent is values
+    error = jnp.zeros_like(values) if whole else materialised(values - made.sent)
+    widths = tuple(gradient.chunk(values.shape[0]) for gradient, _, _ in group)
+    return Sent(values, error, total, widths, part=one.scatter)
 
 
 def _wanted(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
@@ -284,32 +396,11 @@ def _error(gradient: Gradient, chunks: jax.Array, sent: jax.Array) -> jax.Array:
     return materialised(_from_chunks(gradient, chunks - sent))
 
 
-def _nothing(
-    gradient: Gradient, partial: jax.Array, state: State, links: Links
-) -> tuple[jax.Array, State, jax.Array]:
-    """The same of a gradient without elements."""
-    total = partial.reshape(_own_shape(gradient, links.workers))
-    return total, state, jnp.zeros((NON_FINITE + 1,), jnp.float32)
-
-
-def _start(
-    gradient: Gradient,
-    chunks: jax.Array,
-    state: State,
-    workers: int,
-    worker: jax.Array,
-    step: jax.Array,
-) -> Rounds:
-    context = CodecContext(
-        workers=workers,
-        worker=worker,
-        step=step,
-        seed=gradient.seed,
-        shape=gradient.shape,
-        size=gradient.size,
-        scatter=gradient.scatter,
-    )
-    return gradient.codec.reduce(chunks, state["codec"], context)
+def _nothing(gradient: Gradient, partial: jax.Array, links: Links) -> jax.Array:
+    """The sum of a gradient without elements, and no other gradient's."""
+    if gradient.size:
+        return partial
+    return partial.reshape(_own_shape(gradient, links.workers))
 
 
 def _to_chunks(gradient: Gradient, whole: jax.Array, workers: int) -> jax.Array:
@@ -362,70 +453,34 @@ def _own_shape(gradient: Gradient, workers: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _total(gradient: Gradient, reduced: Reduced, workers: int) -> jax.Array:
+def _total(gradient: Gradient, total: jax.Array, workers: int) -> jax.Array:
     if gradient.scatter_dim is None:
-        return _from_chunks(gradient, reduced.total)
+        return _from_chunks(gradient, total)
     shape = _own_shape(gradient, workers)
-    return _back(shape, gradient.scatter_dim, reduced.total)
+    return _back(shape, gradient.scatter_dim, total)
 
 
-def _sums(
-    partial: jax.Array,
-    wanted: jax.Array,
-    error: jax.Array,
-    residual: Any,
-    norm: jax.Array,
-    non_finite: jax.Array,
+def _rows(
+    group: _Group,
+    feedbacks: Sequence[Feedback],
+    partials: Sequence[jax.Array],
+    residuals: Sequence[Any],
 ) -> jax.Array:
-    """The row of one gradient, float32 (6,)."""
-    kept = jnp.zeros(()) if isinstance(residual, tuple) else _squared_norm(residual)
-    return jnp.stack(
-        (
-            norm,
-            _squared_norm(error),
-            _squared_norm(wanted - error),
-            kept,
-            _squared_norm(partial),
-            non_finite,
+    """The rows of sums of a group's gradients, float32 (k, 6)."""
+    wanted, error, _ = group.norms.T
+    kept, own = jnp.zeros_like(wanted), wanted
+    if any(feedbacks[k].active for k in group.members):
+        as_error = all(
+            f.active and f.dtype == "float32" and not f.average_every
+            for f in (feedbacks[k] for k in group.members)
         )
-    )
-
-
-def _non_finite(
-    wanted: Sequence[jax.Array],
-    errors: Sequence[jax.Array],
-    norms: Sequence[jax.Array],
-) -> list[jax.Array]:
-    """The number of elements of each that are not finite, float32.
-
-    They are counted only where a squared norm is not finite either.
-
-    Args:
-      wanted: what is to be sent.
-      errors: what of it was not.
-      norms: the squared norms of both.
-    """
-
-    def none(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        return [jnp.zeros((), jnp.float32) for _ in arrays]
-
-    def counted(arrays: Sequence[tuple[jax.Array, jax.Array]]) -> list[jax.Array]:
-        return [unusable(values, error) for values, error in arrays]
-
-    def unusable(values: jax.Array, error: jax.Array) -> jax.Array:
-        own, lost = non_finite_elements(values), non_finite_elements(error)
-        return jnp.where(own > 0, own, lost)
-
-    if not wanted:
-        return []
-    good = jnp.all(jnp.isfinite(jnp.stack(norms)))
-    return jax.lax.cond(good, none, counted, list(zip(wanted, errors, strict=True)))
-
-
-def non_finite_elements(values: jax.Array) -> jax.Array:
-    """The number of elements that are not finite, a float32 scalar."""
-    return jnp.sum(~jnp.isfinite(values), dtype=jnp.float32)
-
-
-def _squared_norm(values: jax.Array) -> jax.Array:
-    return jnp.sum(jnp.square(values.astype(jnp.float32)))
+        norms = [
+            jnp.zeros(())
+            if isinstance(residuals[k], tuple)
+            else squared_norm(residuals[k])
+            for k in group.members
+        ]
+        kept = error if as_error else jnp.stack(norms)
+        own = jnp.stack([squared_norm(partials[k]) for k in group.members])
+    columns = jnp.stack((kept, own, group.non_finite), axis=1)
+    return jnp.concatenate((group.norms, columns), axis=1)

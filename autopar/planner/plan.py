@@ -17,6 +17,7 @@ from autopar.errors import PlanError
 from autopar.planner.candidate import SearchResult
 from autopar.planner.codecs.choose import (
     CodecChoice,
+    Errors,
     choose,
     described,
     joint,
@@ -53,12 +54,14 @@ class _Codecs:
       codec: that it names.
       budget: of error.
       sent: a plan whose codecs hold gradient by gradient.
+      errors: measured relative errors, by gradient and codec.
     """
 
     mode: str
     codec: Codec | None
     budget: float
     sent: Plan | None
+    errors: Errors
 
 
 def plan_analysis(
@@ -66,6 +69,7 @@ def plan_analysis(
     cluster: Cluster,
     options: PlanOptions = DEFAULTS,
     sent: Plan | None = None,
+    errors: Errors | None = None,
 ) -> Plan:
     """`autopar.plan`, for a step that is already analysed.
 
@@ -75,6 +79,8 @@ def plan_analysis(
       options: hints and limits.
       sent: a plan whose codecs hold gradient by gradient, where they can be used;
         ``options.compression`` is what layouts are found for then.
+      errors: relative errors that were measured while training, by name of the
+        gradient and codec; the others are expected ones.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
@@ -88,7 +94,7 @@ def plan_analysis(
         )
     mode, names, pins = options.compression, options.axis_names, options.pins or {}
     budget = budget_of(options.error_budget, mode)
-    codecs = _Codecs(mode, parsed(mode), budget, sent)
+    codecs = _Codecs(mode, parsed(mode), budget, sent, errors or {})
     layouts, seconds = options.layouts, options.seconds
     if layouts is not None:
         _check_axes_of(layouts, options)
@@ -197,7 +203,7 @@ def _searched(
             analysis,
             result,
             budget=codecs.budget,
-            errors={},
+            errors=codecs.errors,
             seconds=seconds,
             restriction=limit,
         )
@@ -225,7 +231,7 @@ def _with_layouts(
         if codecs.codec is not None:
             choice = uniform(analysis, best, codecs.codec)
         else:
-            choice = choose(analysis, best, codecs.budget, {})
+            choice = choose(analysis, best, codecs.budget, codecs.errors)
         result = dataclasses.replace(result, seconds=time.perf_counter() - started)
         made = _written(analysis, result, choice, choice, codecs)
     return with_status(made, kept.solver.status) if layouts.edited else made

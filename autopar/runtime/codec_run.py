@@ -51,6 +51,7 @@ class CodecRun:
         self.policy = policy
         self.recoding = Recoding()
         self._skipped = SkippedSteps()
+        self._probed: dict[str, dict[str, float]] = {}
         self._state: State | None = None
         self._saved: Any = None
         self._owner: GradientSums | None = None
@@ -92,6 +93,20 @@ class CodecRun:
         """
         return plan if self._saved is None else self.recoding.resumed(plan, self._saved)
 
+    @property
+    def errors(self) -> dict[str, dict[str, float]]:
+        """Relative errors that were measured, by gradient and codec.
+
+        Those of codecs in use are of the latest steps, those of others of the last time
+        that a policy had them tried.
+        """
+        self._skipped.look(wait=True)
+        names = {*self._probed, *self._skipped.errors}
+        return {
+            name: self._probed.get(name, {}) | self._skipped.errors.get(name, {})
+            for name in names
+        }
+
     def start_anew(self) -> None:
         """Forgets what steps have left; what was assigned and not yet used stays."""
         if self._state is not None:
@@ -132,8 +147,9 @@ class CodecRun:
         self._count(sums, new)
         self._planned = planned
         self._done += 1
-        names = [m.decision.name for m in sums.members.values()]
-        self._skipped.add(self._done, names, self._telemetry)
+        decisions = [m.decision for m in sums.members.values()]
+        codecs = [(g.name, "" if sums.fallback else g.codec) for g in decisions]
+        self._skipped.add(self._done, codecs, self._telemetry)
         if new:
             jax.block_until_ready(self._telemetry)
             self._since, self._steps = time.perf_counter(), 0
@@ -169,6 +185,9 @@ class CodecRun:
         self._measured = measure_errors(
             planned.sums, partials, state, probes, world, self._probes
         )
+        for name, found in self._measured.items():
+            known = self._probed.setdefault(name, {})
+            known.update({choice.text: choice.error for choice in found.choices})
         self._since += time.perf_counter() - begin
 
     def _state_for(self, sums: GradientSums) -> State:

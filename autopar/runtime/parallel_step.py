@@ -5,13 +5,8 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import (
-    Callable,
-    Collection,
-    Mapping,
-    Sequence,
-)
-from typing import Any, Generic, ParamSpec, TypeVar
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import jax
 import numpy as np
@@ -105,6 +100,7 @@ class ParallelStep(Generic[P, R]):
             store,
             lambda: self.world,
             lambda: self.cluster,
+            lambda: self._codecs.errors,
         )
         ending.announce()
         self._codecs = codecs
@@ -218,12 +214,14 @@ class ParallelStep(Generic[P, R]):
         """
         return self._codecs.report()
 
-    def recode(self, codecs: Mapping[str, str]) -> None:
+    def recode(self, codecs: Mapping[str, str] | Literal["auto"]) -> None:
         """Sends gradients by other codecs from the next call on.
 
         Args:
           codecs: name of a parameter -> codec as text. Sets of codecs that were
-            used before are not compiled again while their programs are kept.
+            used before are not compiled again while their programs are kept. Or
+            ``auto``: they are chosen anew for the layouts in use, by the errors that
+            were measured while training where there are any.
 
         Raises:
           PlanError: a parameter has no compressed gradient, or a codec is not known
@@ -232,7 +230,26 @@ class ParallelStep(Generic[P, R]):
         if self._current is None:
             raise PlanError(f"{self.__name__}: recode needs a step that was planned.")
         recoding, plan = self._codecs.recoding, self._current.planned.plan
-        self._use(recoding.changed(plan, codecs))
+        if codecs == "auto":
+            self._use(self._chosen_anew(plan))
+        else:
+            self._use(recoding.changed(plan, codecs))
+
+    def _chosen_anew(self, plan: Plan) -> Plan:
+        """The layouts of a plan with the codecs that ``auto`` chooses for them."""
+        assert self._current is not None
+        asked = dataclasses.replace(
+            self._setting.codecs or self._planner.options,
+            compression="auto",
+            layouts=plan,
+        )
+        analysed, cluster = self._current.analysed, plan.cluster.read()
+        return agreement.agree(
+            self.world,
+            lambda: self._planner.plan(
+                analysed, cluster, asked, errors=self._codecs.errors
+            ),
+        )
 
     def _use(self, plan: Plan) -> PlannedStep:
         """Runs steps by a plan that differs from the current one in its codecs."""

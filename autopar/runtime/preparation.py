@@ -12,6 +12,7 @@ import jax
 
 from autopar import progress
 from autopar.cluster import Cluster
+from autopar.planner.codecs.choose import Errors
 from autopar.planner.edited import carried_out
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
@@ -51,6 +52,7 @@ class Preparation:
         store: ProgramStore,
         world: Callable[[], World],
         cluster: Callable[[], Cluster],
+        errors: Callable[[], Errors],
     ) -> None:
         """Has prepared nothing yet.
 
@@ -59,11 +61,13 @@ class Preparation:
           store: where its programs are kept.
           world: returns the processes and devices.
           cluster: returns the cluster of a setting that names none.
+          errors: returns what codecs were measured to lose.
         """
         self.planner = planner
         self._store = store
         self._world = world
         self._cluster = cluster
+        self._errors = errors
         # What `recode` has changed stays changed where a cluster comes back.
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
         # The functions that have run: the first call of one compiles it.
@@ -111,7 +115,9 @@ class Preparation:
             )
         return agreement.agree(
             self._world(),
-            lambda: self.planner.plan(analysed, cluster, setting.codecs, setting.sent),
+            lambda: self.planner.plan(
+                analysed, cluster, setting.codecs, setting.sent, self._errors()
+            ),
         )
 
     def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> PlannedStep:

@@ -15,6 +15,7 @@ import jax
 
 from autopar.cluster import Cluster
 from autopar.planner.cache import PlanCache
+from autopar.planner.codecs.choose import Errors
 from autopar.planner.options import PlanOptions, with_logical_pins
 from autopar.planner.plan import plan_analysis, plan_beside
 from autopar.plans import Plan
@@ -106,6 +107,7 @@ class StepPlanner:
         cluster: Cluster,
         codecs: PlanOptions | None = None,
         sent: Plan | None = None,
+        errors: Errors | None = None,
     ) -> Plan:
         """Finds the plan of a step on a cluster.
 
@@ -115,6 +117,7 @@ class StepPlanner:
           codecs: whose ``compression``, ``error_budget`` and ``layouts`` hold in
             place of those of this planner.
           sent: a plan whose codecs hold gradient by gradient.
+          errors: relative errors that were measured, by gradient and codec.
 
         Raises:
           InfeasibleError: no plan fits the memory of a device.
@@ -122,9 +125,9 @@ class StepPlanner:
         """
         options = _options(analysed, codecs)
         find = functools.partial(
-            plan_analysis, analysed.analysis, cluster, options, sent
+            plan_analysis, analysed.analysis, cluster, options, sent, errors
         )
-        if self._cache is None or sent is not None:
+        if self._cache is None or sent is not None or errors:
             return find()
         return self._cache.plan(analysed.analysis, cluster, options, find)
 

@@ -115,6 +115,16 @@ class Codec(abc.ABC):
     feedback: ClassVar[bool] = False
     linear: ClassVar[bool] = False
 
+    @property
+    def unit(self) -> int:
+        """Elements of a chunk that are sent by themselves, whatever is beside them.
+
+        Gradients of whole units are encoded side by side
+        (`autopar.compression.joining`); the state of such a codec is one array of a
+        chunk's elements, or nothing. Default: 0, the gradient is one whole.
+        """
+        return 0
+
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
         """The state before the first step, of one device; default: none.
 

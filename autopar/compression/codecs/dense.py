@@ -34,6 +34,11 @@ class Dense(Codec):
     name: ClassVar[str] = "dense"
     linear: ClassVar[bool] = True
 
+    @property
+    def unit(self) -> int:
+        """See `Codec`; so many that sums over gradients side by side are few."""
+        return 32
+
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         if context.scatter:
@@ -53,6 +58,11 @@ class Bf16(Codec):
     """
 
     name: ClassVar[str] = "bf16"
+
+    @property
+    def unit(self) -> int:
+        """See `Codec`; so many that sums over gradients side by side are few."""
+        return 32
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""

@@ -66,6 +66,11 @@ class Int8(Codec):
         check_block(self.name, self.block, 1)
         check_choice(self.name, "rounding", self.rounding, _ROUNDINGS)
 
+    @property
+    def unit(self) -> int:
+        """See `Codec`."""
+        return self.block
+
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
         """See `Codec`."""
         return server_state(self.server_feedback, size, workers)
@@ -134,6 +139,11 @@ class Int4(Codec):
                 f"int4: block must be a power of two, got {self.block}; use "
                 f"block={1 << (self.block.bit_length() - 1)} or hadamard=False."
             )
+
+    @property
+    def unit(self) -> int:
+        """See `Codec`."""
+        return self.block
 
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
         """See `Codec`."""
@@ -213,6 +223,11 @@ class Sign(Codec):
         check_block(self.name, self.block, 8)
         check_choice(self.name, "second", self.second, ("sign", "int4"))
 
+    @property
+    def unit(self) -> int:
+        """See `Codec`."""
+        return self.block
+
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
         """See `Codec`."""
         return server_state(self.server_feedback, size, workers)
@@ -265,6 +280,11 @@ class Fp8(Codec):
         """Checks the fields."""
         check_block(self.name, self.block, 1)
         check_choice(self.name, "format", self.format, tuple(_FP8))
+
+    @property
+    def unit(self) -> int:
+        """See `Codec`."""
+        return self.block
 
     def init(self, shape: tuple[int, ...], size: int, workers: int) -> State:
         """See `Codec`."""

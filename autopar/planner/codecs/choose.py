@@ -32,7 +32,6 @@ from autopar.cost.codecs.collectives import collectives_s
 from autopar.cost.codecs.matrix import Prices
 from autopar.cost.codecs.price import CodecPrice, codec_price, compiler_price
 from autopar.cost.codecs.route import route_of
-from autopar.cost.codecs.terms import expected_error
 from autopar.cost.evaluate import total as total_cost
 from autopar.cost.items import items
 from autopar.cost.pricer import Pricer
@@ -49,6 +48,7 @@ from autopar_solver import (
     CodecSelection,
     SelectionResult,
     Status,
+    fits_budgets,
     recompute,
     solve_relaxation,
     solve_selection,
@@ -70,6 +70,9 @@ WORTHWHILE = 0.03
 # character GPT, 6 % of the elements sent by `predicted` and `sign`, within a budget of
 # 0.1, cost 0.09 nats a character (docs/results.md).
 MOST_OF_BUDGET = 2.0
+# Costs that differ by less, as a share of the backward pass and the cost together, are
+# the same: the solver proves no more, and the smaller error is taken.
+GAP = 1e-4
 # Rounds of choosing layouts by the prices of the best choice so far.
 ROUNDS = 2
 
@@ -87,6 +90,7 @@ class CodecChoice:
       codecs: of each, '' where it is left to the compiler.
       saved_s: seconds of a step that they save.
       each_s: the same of each gradient.
+      errors: relative error of each, in the L2 norm.
       summations: how the devices share the work of each.
       error: effective relative error of the whole gradient.
       memory_bytes: what the codecs keep on one device.
@@ -100,6 +104,7 @@ class CodecChoice:
     codecs: tuple[str, ...]
     saved_s: float
     each_s: tuple[float, ...]
+    errors: tuple[float, ...]
     summations: tuple[Summation, ...]
     error: float
     memory_bytes: float
@@ -179,6 +184,7 @@ def judged(
         tuple(codecs),
         saved,
         tuple(each),
+        tuple(a.price.error for a in after),
         tuple(taken),
         math.sqrt(squared / total) if total else 0.0,
         sum(a.memory_bytes for a in after),
@@ -244,9 +250,10 @@ def choose(
         return nothing
     rows = [_allowed(candidate.pricer, site, budget, errors) for site in large]
     problem = _selection(candidate, found, large, rows, budget)
-    answer = solve_selection(problem, seconds=2.0)
+    answer = solve_selection(problem, seconds=2.0, gap=GAP)
     if answer.status not in (Status.OPTIMAL, Status.FEASIBLE):
         return dataclasses.replace(nothing, problem=problem)
+    answer = with_less_error(problem, answer)
     chosen = {
         s.value: row[k][0]
         for s, row, k in zip(large, rows, answer.choices, strict=True)
@@ -260,6 +267,35 @@ def choose(
     if made.saved_s < WORTHWHILE * candidate.step_s:
         return dataclasses.replace(nothing, problem=problem)
     return made
+
+
+def with_less_error(
+    problem: CodecSelection, answer: SelectionResult
+) -> SelectionResult:
+    """The choices with less error that cost the same, as far as the solver can tell.
+
+    Gradient by gradient the option of least error is taken that costs no more by itself
+    nor, with all others as they are, in the step.
+    """
+    most = answer.cost_s + GAP * (problem.backward_s + answer.cost_s)
+    chosen, spent = list(answer.choices), answer.cost_s
+    for site, errors in enumerate(problem.error):
+        now, local, wire = chosen[site], problem.local_s[site], problem.wire_s[site]
+        # What cannot hide behind the backward pass costs what it takes.
+        own = local if problem.backward_s else local + wire
+        for k in np.argsort(errors, kind="stable").tolist():
+            if errors[k] >= errors[now]:
+                break
+            if own[k] - own[now] > most - spent:
+                continue
+            trial = [*chosen[:site], k, *chosen[site + 1 :]]
+            cost = recompute(problem, trial)
+            if cost.cost_s <= most and fits_budgets(problem, cost):
+                chosen, spent = trial, cost.cost_s
+                break
+    cost = recompute(problem, chosen)
+    fields = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost)}
+    return dataclasses.replace(answer, choices=tuple(chosen), **fields)
 
 
 def _hidden_s(problem: CodecSelection, answer: SelectionResult) -> float:
@@ -414,12 +450,14 @@ def gradient_decisions(choice: CodecChoice) -> tuple[GradientDecision, ...]:
     """Writes a choice down."""
     mesh = choice.candidate.pricer.mesh.axes
     out: list[GradientDecision] = []
-    for site, text, saved, summation in zip(
-        choice.sites, choice.codecs, choice.each_s, choice.summations, strict=True
+    for site, text, saved, error, summation in zip(
+        choice.sites,
+        choice.codecs,
+        choice.each_s,
+        choice.errors,
+        choice.summations,
+        strict=True,
     ):
-        error = (
-            expected_error(parse_codec(text), summation.local_shape) if text else 0.0
-        )
         made = decision(site, mesh, text, summation)
         out.append(msgspec.structs.replace(made, error=error, saved_s=saved))
     return tuple(out)

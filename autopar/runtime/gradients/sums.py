@@ -223,6 +223,7 @@ def _member(
         ),
         scatter_dim=summation.scatter_dim,
         seed=number,
+        dtype=jnp.dtype(whole.dtype).name,
     )
     levels = fallback.levels_of(gradient) if fallback else ()
     gradient = levels[0] if levels else gradient

@@ -21,7 +21,6 @@ from autopar.compression.synchronise import (
     NON_FINITE,
     WANTED,
     Gradient,
-    non_finite_elements,
     restore_unless_finite,
     synchronise,
 )
@@ -77,12 +76,13 @@ class CodecSynchroniser:
             check_vma=False,
         )(self.state["step"], [x.array for x in partials.values()], states)
         summed = jnp.sum(rows, axis=0)
+        spoilt = _spoilt(summed)
         for k, member in enumerate(members):
             self.new[member.decision.name] = after[k]
             self.levels[member.decision.name] = level
             self.rows[member.decision.name] = summed[k]
         return {
-            v: constrain(_as_it_would_be(totals[k], summed[k]), mesh, m.home)
+            v: constrain(totals[k] + spoilt[k].astype(totals[k].dtype), mesh, m.home)
             for k, (v, m) in enumerate(zip(partials, members, strict=True))
         }
 
@@ -130,19 +130,20 @@ class CodecSynchroniser:
         return jax.nn.one_hot(levels, self.sums.num_levels, dtype=jnp.int32)
 
 
-def _as_it_would_be(total: jax.Array, row: jax.Array) -> jax.Array:
-    """A sum of which a part is not finite, as the step would see it without a codec.
+def _spoilt(rows: jax.Array) -> jax.Array:
+    """What is added to sums so that they are what they would be without a codec.
 
     What a codec makes of a NaN or an infinity may be finite. So that a step which looks
     finds them, all elements are NaN where any part has one, and else infinite.
 
     Args:
-      total: what the codec has decoded.
-      row: telemetry, summed over the devices.
+      rows: telemetry of k gradients, summed over the devices.
+
+    Returns:
+      float32 (k,), zero where all is finite.
     """
-    spoilt = jnp.where(jnp.isnan(row[WANTED]), jnp.nan, jnp.inf).astype(total.dtype)
-    everywhere = jnp.broadcast_to(row[NON_FINITE] > 0, total.shape)
-    return jax.lax.select(everywhere, jnp.broadcast_to(spoilt, total.shape), total)
+    kind = jnp.where(jnp.isnan(rows[:, WANTED]), jnp.nan, jnp.inf)
+    return jnp.where(rows[:, NON_FINITE] > 0, kind, 0.0)
 
 
 def _sum_bucket(
@@ -166,7 +167,6 @@ def _sum_bucket(
     totals, after, rows, level = _summed(
         sums, members, partials, states, links, worker, step
     )
-    rows = _with_overflows(members, rows, totals, arrays)
     totals = [
         total.astype(x.dtype)
         for total, x in zip(
@@ -175,42 +175,6 @@ def _sum_bucket(
     ]
     kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
     return totals, kept, rows[None], level
-
-
-def _with_overflows(
-    members: Sequence[Member],
-    rows: jax.Array,
-    totals: Sequence[jax.Array],
-    arrays: Sequence[jax.Array],
-) -> jax.Array:
-    """Telemetry in which sums count that are not finite although their parts are.
-
-    Where the squared norms of the parts are finite, their elements are so small that no
-    sum of them overflows, unless its type has a smaller range than float32. So only a
-    worker whose part is large looks at its sum, and where it gets no more than a share
-    of the sum, all look at theirs.
-
-    Args:
-      members: the gradients of the bucket.
-      rows: telemetry of this device.
-      totals: the sums, as far as they are this device's.
-      arrays: the partial gradients, of the types that the step sees.
-    """
-    more: list[jax.Array] = []
-    for member, row, total, array in zip(members, rows, totals, arrays, strict=True):
-        seen = total.astype(array.dtype)
-        narrow = jnp.finfo(seen.dtype).max < jnp.finfo(jnp.bfloat16).max
-        always = bool(narrow) or member.gradient.scatter
-        small = jnp.isfinite(row[WANTED])
-        more.append(
-            non_finite_elements(seen)
-            if always
-            else jax.lax.cond(
-                small, lambda _: jnp.float32(0), non_finite_elements, seen
-            )
-        )
-    known = rows[:, NON_FINITE]
-    return rows.at[:, NON_FINITE].add(jnp.where(known > 0, 0.0, jnp.stack(more)))
 
 
 def _summed(

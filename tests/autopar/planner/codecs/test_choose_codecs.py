@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 import planner_cases
 import pytest
@@ -25,6 +27,7 @@ from autopar.planner.codecs.choose import (
     choose,
     gradient_decisions,
     uniform,
+    with_less_error,
 )
 from autopar.planner.codecs.options import DEFAULT_BUDGET
 from autopar.planner.codecs.sites import gradients_of, parameter_names
@@ -34,6 +37,7 @@ from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
 from autopar.planner.search import candidate_meshes, given, solve_mesh
 from autopar.steps.analysis import Analysis, analyse
+from autopar_solver import CodecSelection, solve_selection
 
 ROWS, WIDTH, HIDDEN = 1024, 128, 256
 SPLIT = {"batch/*": PartitionSpec("data")}
@@ -373,6 +377,70 @@ def test_the_cost_of_a_choice_is_a_value(codec: str) -> None:
     sent = sum(g.wire_bytes + g.within_bytes for g in coded)
     left = cost.communication_bytes - sent
     assert left == pytest.approx(choice.rest.communication_bytes, rel=1e-9, abs=1e-6)
+
+
+class TestErrors:
+    """Errors that were measured count instead of expected ones."""
+
+    def test_measured_ones_decide(self) -> None:
+        """A codec that loses more than was expected is not chosen, and the reverse."""
+        before = {g.name: g for g in data_parallel(SLOW, "auto").gradients}
+        name = "params/0/up"
+        bad = {name: {before[name].codec: 0.9}}
+        found = {g.name: g for g in self.planned(bad)}
+        assert found[name].codec not in ("", before[name].codec)
+        other = found["params/0/down"]
+        expected = expected_error(parse_codec(other.codec), other.local_shape)
+        assert other.error == expected
+
+        found = {g.name: g for g in self.planned({name: {"sign": 1e-3}})}
+        assert (found[name].codec, found[name].error) == ("sign", 1e-3)
+
+    def planned(self, errors: Any) -> Any:
+        options = PlanOptions(
+            axis_names=("data",),
+            max_axes=1,
+            seconds=None,
+            compression="auto",
+            pins=SPLIT,
+        )
+        return plan_analysis(
+            analysis(), cluster(SLOW), options, errors=errors
+        ).gradients
+
+    @staticmethod
+    def selection(**fields: Any) -> CodecSelection:
+        """Two gradients of three options: dense, int8 and int4."""
+        rows = {
+            "wire_s": (4.0, 1.0, 0.5),
+            "local_s": (0.0, 0.1, 0.1),
+            "error": (0.0, 0.01, 0.1),
+        }
+        two = {name: (np.array(row),) * 2 for name, row in rows.items()}
+        return CodecSelection(
+            **two, **{"ready_s": (0.0, 0.0), "backward_s": 2.0, **fields}
+        )
+
+    def test_of_equal_codecs_the_smaller_error(self) -> None:
+        """Where the link is hidden int8 takes no more time than int4."""
+        found = solve_selection(self.selection())
+        for choices in ((2, 2), (1, 2), tuple(found.choices)):
+            given = dataclasses.replace(
+                found, choices=choices, cost_s=0.2, local_s=0.2, exposed_s=0.0
+            )
+            assert with_less_error(self.selection(), given).choices == (1, 1)
+
+    def test_not_where_it_costs_time_or_memory(self) -> None:
+        exposed = self.selection(backward_s=0.0)
+        found = solve_selection(exposed)
+        assert found.choices == (2, 2)
+        assert with_less_error(exposed, found).choices == (2, 2)
+
+        memory = (np.array([0.0, 8.0, 1.0]),) * 2
+        tight = self.selection(memory_bytes=memory, memory_budget_bytes=9.0)
+        made = with_less_error(tight, solve_selection(tight))
+        assert sorted(made.choices) == [1, 2]
+        assert made.memory_bytes == 9.0
 
 
 class TestLeftOut:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 from collections.abc import Mapping
@@ -363,6 +364,27 @@ class TestRecode:
         assert np.isfinite(loss)
         assert step.telemetry["params/0/up"].codec == "int4"
 
+    def test_chosen_anew_by_what_was_measured(self) -> None:
+        """Also those of another cluster: an error is the gradients', not the links'."""
+        slow = "network=10Mb/s"
+        case = dataclasses.replace(case_of(NAME), cluster=f"4x1:cpu,{slow}")
+        step = case.parallel("auto", error_budget=0.02)
+        state, _ = case.train(step, case.state(), case.batches(2))
+        expected = {g.name: g for g in step.plan.gradients}["params/0/up"]
+        assert expected.codec == "int8"
+
+        step.recode("auto")
+
+        chosen = {g.name: g for g in step.plan.gradients}["params/0/up"]
+        assert chosen.codec == "int8"
+        seen = step.telemetry["params/0/up"].relative_error
+        assert chosen.error != expected.error
+        assert chosen.error == pytest.approx(seen, rel=0.2)
+
+        step.replan(f"2x1:cpu,{slow}", state)
+        moved = {g.name: g for g in step.plan.gradients}["params/0/up"]
+        assert (moved.codec, moved.error) == ("int8", chosen.error)
+
     def test_names_that_are_not_there(self) -> None:
         case, step = case_of(NAME), fresh("int8")
         with pytest.raises(PlanError, match="recode needs a step that was planned"):
@@ -505,6 +527,7 @@ class TestOddParameters:
         assert codecs["params/w"] == "int8"
         assert set(codecs.values()) <= {"int8", "dense"}
 
+    @pytest.mark.filterwarnings("ignore:.*used for no gradient:UserWarning")
     def test_nothing_to_compress(self) -> None:
         """Only vectors: all are sent as they are."""
 

@@ -1,0 +1,110 @@
+"""Gradients that are encoded side by side are sent as each is by itself."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.compression import synchronise as module
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.fallback import Alone
+from autopar.compression.feedback import Feedback
+from autopar.compression.joining import LARGEST, MOST, Piece, grouped
+from autopar.compression.synchronise import Gradient, init_state, synchronise
+
+N = 4
+SHAPES = ((64, 32), (32, 64), (16, 64), (8, 128))
+
+
+def gradients(text: str, scatter: int | None) -> list[Gradient]:
+    codec = parse_codec(text)
+    feedback = Feedback("residual" if codec.feedback else "none")
+    return [
+        Gradient(str(k), shape, codec, feedback, scatter, seed=k)
+        for k, shape in enumerate(SHAPES)
+    ]
+
+
+def two_steps(found: list[Gradient], sizes: float = 1.0) -> Any:
+    """What two steps make of gradients."""
+    draw = np.random.default_rng(0)
+    partials = [
+        jnp.asarray(draw.standard_normal(g.shape), jnp.float32) * sizes for g in found
+    ]
+    states = [init_state(g, N) for g in found]
+    worker, links, out = jnp.int32(1), Alone(N), []
+    for step in range(2):
+        totals, states, rows = synchronise(
+            found, partials, states, links, worker, jnp.int32(step)
+        )
+        out.append((totals, states, rows))
+    return out
+
+
+@pytest.mark.parametrize("scatter", [None, 0])
+@pytest.mark.parametrize(
+    "text",
+    ["dense", "bf16", *(f"{c}:block=64" for c in ("fp8", "int8", "int4", "sign"))],
+)
+def test_side_by_side_is_the_same(
+    text: str, scatter: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To the bit, but for the sums of telemetry, whose order differs."""
+    found = gradients(text, scatter)
+    together = two_steps(found)
+
+    def alone(pieces: Any) -> list[tuple[int, ...]]:
+        assert len(grouped(pieces)) == 1
+        return [(k,) for k in range(len(pieces))]
+
+    monkeypatch.setattr(module, "grouped", alone)
+    for one, other in zip(together, two_steps(found), strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one[:2], other[:2])
+        np.testing.assert_allclose(one[2], other[2], rtol=1e-5, atol=1e-6)
+
+
+def piece(text: str, size: int, **fields: Any) -> Piece:
+    codec = parse_codec(text)
+    made = Piece(codec, size, codec.chunk(-(-size // N)), N, False, "float32")
+    return dataclasses.replace(made, **fields)
+
+
+def test_what_is_put_together() -> None:
+    int8, int4 = piece("int8", 1 << 14), piece("int4", 1 << 14)
+    odd = piece("int8", 1000)
+    wide = piece("int8", 1 << 14, dtype="bfloat16")
+    rank = piece("powersgd", 1 << 14)
+    found = grouped([int8, int4, odd, int8, wide, rank, rank, int4])
+    assert found == [(0, 3), (1, 7), (2,), (4,), (5,), (6,)]
+
+
+def test_large_ones_stay_alone_and_groups_are_bounded() -> None:
+    large = piece("int8", 2 * LARGEST)
+    assert grouped([large, large]) == [(0,), (1,)]
+    most = piece("int8", LARGEST)
+    sizes = {len(group) for group in grouped([most] * 10)}
+    assert max(sizes) * LARGEST == MOST
+
+
+def test_a_gradient_that_is_not_finite_is_told_from_those_beside_it() -> None:
+    found = gradients("int8:block=64", None)
+    partials = [jnp.ones(g.shape) for g in found]
+    partials[1] = partials[1].at[3, 5].set(jnp.nan).at[0, 0].set(jnp.inf)
+    states = [init_state(g, N) for g in found]
+    totals, _, rows = synchronise(
+        found, partials, states, Alone(N), jnp.int32(0), jnp.int32(0)
+    )
+    assert rows[:, module.NON_FINITE].tolist() == [0, 2, 0, 0]
+    assert [bool(jnp.isfinite(t).all()) for t in totals] == [True, False, True, True]
+
+
+def test_a_sum_that_overflows_is_counted() -> None:
+    """Although what each worker sends is finite."""
+    found = gradients("dense", None)
+    rows = two_steps(found, sizes=1e38)[0][2]
+    assert (rows[:, module.NON_FINITE] > 0).all()
