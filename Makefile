@@ -10,7 +10,8 @@ INSTALLED := $(VENV)/installed-from-lock
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
-GOLDEN_TESTS := tests/examples/test_golden_plans.py tests/autopar/reports/test_table.py \
+GOLDEN_TESTS := tests/autopar/cli/test_cli_commands.py tests/examples/test_golden_plans.py \
+	tests/autopar/reports/test_table.py \
 	tests/autopar/plans/test_stages.py
 
 .PHONY: help demo test golden lint format wheel-check lock clean

@@ -41,7 +41,15 @@ class PlanError(AutoparError):
 
 
 class InfeasibleError(PlanError):
-    """No plan fits the memory of a device."""
+    """No plan fits the memory of a device.
+
+    Attributes:
+      least_bytes: no plan needs less on a device; 0 where no bound is known.
+      enough_bytes: memory of a device for which a plan was found; None where none was.
+    """
+
+    least_bytes: float = 0.0
+    enough_bytes: int | None = None
 
 
 class TargetError(AutoparError):

@@ -20,6 +20,8 @@ from autopar.cli import failures, options
 from autopar.cli.commands.audit import audit
 from autopar.cli.commands.compare import compare
 from autopar.cli.commands.demo import demo
+from autopar.cli.commands.diff import diff
+from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
@@ -32,7 +34,9 @@ _COMMANDS: tuple[Callable[..., Result | None], ...] = (
     explain,
     audit,
     compare,
+    diff,
     profile,
+    doctor,
     demo,
 )
 _CODES = "; ".join(f"{code} {meaning}" for code, meaning in failures.EXIT_CODES)
@@ -49,7 +53,9 @@ def commands(stdout: Stdout) -> typer.Typer:
     )
     app.callback()(_options)
     for command in _COMMANDS:
-        app.command(command.__name__)(_reporting(stdout, command))
+        name = command.__name__
+        epilog = f"Example: {options.EXAMPLES[name]}"
+        app.command(name, epilog=epilog)(_reporting(stdout, command))
     return app
 
 

@@ -13,7 +13,7 @@ from autopar.errors import PlanError
 from autopar.planner.candidate import SearchResult
 from autopar.planner.experts import Expert, expert_plans
 from autopar.planner.options import PlanOptions
-from autopar.planner.record import make_plan
+from autopar.planner.record import check_plan, make_plan
 from autopar.plans import Plan
 from autopar.reports.table import bytes_text, columns, mesh_text, seconds_text
 from autopar.runtime.timing import measure_plans
@@ -26,29 +26,94 @@ def compare(
     target: str,
     words: Sequence[str],
     *,
-    cluster: Cluster,
+    cluster: Cluster | None,
     limits: PlanOptions,
     repeats: int,
     as_json: bool,
 ) -> Result:
-    """Plans a target's step as experts do too, and runs the plans ``repeats`` times."""
+    """Plans a target's step as experts do too, and runs the plans ``repeats`` times.
+
+    Args:
+      target: a target, or a saved plan, whose step and cluster are taken.
+      words: options of the target; beside a saved plan, other saved plans too.
+      cluster: what to plan for; None: that of the saved plan.
+      limits: of the search.
+      repeats: turns of timed steps; 0: none.
+      as_json: whether the result is JSON.
+
+    Raises:
+      PlanError: a saved plan is of another step or cluster, or devices are missing.
+    """
     if repeats:
-        _check_devices(cluster)
+        _check_devices(_cluster_of(target, cluster))
     with common.progress() as say:
-        workload = load(target, parse_words(words))
-        analysis, ours = common.plan_workload(workload, cluster, limits, say)
+        found, ours = _subjects(target, list(words), cluster, limits, say)
         say("planning as experts do")
+        analysis, cluster = found.analysis, found.cluster
         experts = expert_plans(analysis, cluster, seconds=limits.seconds)
         experts = best_experts(experts)
-        rows = [_our_row(ours), *(expert_row(e, cluster) for e in experts)]
+        rows = [_our_row(name, plan) for name, plan in ours.items()]
+        rows += [expert_row(e, cluster) for e in experts]
         if repeats:
             say("running the plans")
-            plans = {OURS: ours} | _plans(analysis, experts, cluster)
+            plans = ours | _plans(analysis, experts, cluster)
             took = measure_plans(analysis, plans, repeats=repeats)
             rows = [row | {"measured_s": took.get(row["name"])} for row in rows]
     if as_json:
         return Result.of({"cluster": str(cluster), "plans": rows})
     return Result("\n".join([f"cluster  {cluster}", "", *table_lines(rows)]))
+
+
+def cluster_said(text: str | None, memory: str | None) -> Cluster | None:
+    """The cluster that ``--cluster`` and ``--memory`` say, or None."""
+    if text is None and memory is None:
+        return None
+    return common.read_cluster(text, memory)
+
+
+def _cluster_of(target: str, cluster: Cluster | None) -> Cluster:
+    """The cluster that is compared on.
+
+    Raises:
+      ClusterError: none is said, and the target is no saved plan.
+    """
+    if cluster is not None:
+        return cluster
+    if common.is_plan_file(target):
+        return Plan.load(target).cluster.read()
+    return common.read_cluster(None)
+
+
+def _subjects(
+    target: str,
+    words: list[str],
+    cluster: Cluster | None,
+    limits: PlanOptions,
+    say: common.Say,
+) -> tuple[common.Subject, dict[str, Plan]]:
+    """The step, and the plans to compare by name: a new one, or the saved ones."""
+    made_for = _cluster_of(target, cluster)
+    if not common.is_plan_file(target):
+        workload = load(target, parse_words(words))
+        analysis, plan = common.plan_workload(workload, made_for, limits, say)
+        return common.Subject(plan, analysis, made_for), {OURS: plan}
+    saved = [w for w in words if "=" not in w and common.is_plan_file(w)]
+    rest = [w for w in words if w not in saved]
+    found = common.subject(target, rest, None, limits, say)
+    plans = {target: found.plan}
+    for path in saved:
+        plan = Plan.load(path)
+        check_plan(found.analysis, plan)
+        _check_cluster(path, plan.cluster.read(), found.cluster)
+        plans[path] = plan
+    if cluster is not None:
+        _check_cluster(target, found.cluster, cluster)
+    return found, plans
+
+
+def _check_cluster(path: str, has: Cluster, wanted: Cluster) -> None:
+    if has != wanted:
+        raise PlanError(f"{path} is for {has}; the plans are compared on {wanted}.")
 
 
 def _check_devices(cluster: Cluster) -> None:
@@ -86,10 +151,10 @@ def fits(expert: Expert, cluster: Cluster) -> bool:
     return made is not None and made.peak_memory_bytes <= cluster.memory_bytes
 
 
-def _our_row(plan: Plan) -> dict[str, Any]:
+def _our_row(name: str, plan: Plan) -> dict[str, Any]:
     predicted = plan.to_json()["predicted"]
     return {
-        "name": OURS,
+        "name": name,
         "mesh": mesh_text(plan),
         **predicted,
         "fits": True,
@@ -131,7 +196,7 @@ def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The plans as a table, ours first."""
     measured = any("measured_s" in row for row in rows)
     heading = ["plan", "mesh", "step", "compute", "communication", "sends", "memory"]
-    heading += [*(["measured"] if measured else []), "against autopar"]
+    heading += [*(["measured"] if measured else []), f"against {rows[0]['name']}"]
     cells = [heading, *(_cells(row, rows[0], measured) for row in rows)]
     return columns(cells, right=range(2, len(heading) - 1))
 

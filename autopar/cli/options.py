@@ -78,3 +78,15 @@ Traceback = Annotated[
     bool,
     typer.Option("--traceback", help="On an error, print where it was raised."),
 ]
+
+# What each command's help ends with.
+EXAMPLES = {
+    "plan": "autopar plan train.py:workload --cluster 8x8:h100 --out plan.json",
+    "explain": "autopar explain plan.json --tensor 'state/params/*/kernel'",
+    "audit": "autopar audit plan.json --compile",
+    "compare": "autopar compare train.py:workload --cluster 8:cpu --measure",
+    "diff": "autopar diff plan.json other.json",
+    "profile": "autopar profile --devices 8",
+    "doctor": "autopar doctor --json",
+    "demo": "autopar demo --devices 8 --steps 20",
+}

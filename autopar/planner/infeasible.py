@@ -1,42 +1,112 @@
-"""Explains why nothing fits the memory of a device."""
+"""Explains why nothing fits the memory of a device, and what would."""
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
+from autopar.planner.memory_terms import least_terms
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import operator_name, operator_place
 from autopar_passes.graph.roles import InputRole
-from autopar_solver import explain_infeasibility
+from autopar_solver import ShardingProblem, explain_infeasibility
 
 _LARGEST = 4
+_UNITS = (("GB", 1e9), ("MB", 1e6), ("kB", 1e3))
+# Memory that is tried: so many times what is needed or there, whichever is more.
+_FACTORS = (1.02, 1.1, 1.25, 1.5, 2.0, 3.0, 5.0)
 
 
 def infeasible(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> InfeasibleError:
-    """Makes the error that names the binding memory and the nearest fixes."""
-    found = explain_infeasibility(formulation.problem)
+    """Makes the error of one mesh, which names the binding memory."""
+    found = explain_infeasibility(_relaxed(analysis, pricer, formulation))
     op = analysis.graph.operators[min(found.time, len(analysis.graph.operators) - 1)]
     limit = pricer.cluster.memory_bytes
-    lines = [
-        f"no plan fits on {pricer.cluster} (mesh {pricer.mesh}): at "
-        f"{operator_place(op)} every plan needs at least "
-        f"{_gb(found.least_peak)} per device, the device has {_gb(limit)}.",
-    ]
+    least = found.least_peak
+    there = (
+        f"at {operator_place(op)} every plan needs at least {_down(least)} per device"
+    )
+    has = f"the device has {size_text(limit)}"
+    reason = f"{there}, {has}"
+    if least <= limit:
+        reason = (
+            f"{has}; {there}, and no choice of layouts was found that stays below that "
+            "limit at every moment"
+        )
+    lines = [f"no plan fits on {pricer.cluster} (mesh {pricer.mesh}): {reason}."]
     largest: dict[int, float] = {}
     for term in found.terms:
         largest[term.node] = largest.get(term.node, 0.0) + term.least
     ranked = sorted(largest.items(), key=lambda item: -item[1])[:_LARGEST]
-    names = [f"{_node(analysis, formulation, n)} {_gb(b)}" for n, b in ranked]
+    names = [f"{_node(analysis, formulation, n)} {size_text(b)}" for n, b in ranked]
     lines.append(f"  largest: {'; '.join(names)}")
-    lines.append(f"  try: {', or '.join(_fixes(analysis, pricer, found.least_peak))}")
-    return InfeasibleError("\n".join(lines))
+    error = InfeasibleError("\n".join(lines))
+    error.least_bytes = least
+    return error
 
 
-def _fixes(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
+def _relaxed(
+    analysis: Analysis, pricer: Pricer, formulation: Formulation
+) -> ShardingProblem:
+    """The problem with what is held under every choice alone: its peak is a bound."""
+    terms = least_terms(
+        analysis.graph,
+        analysis.contraction,
+        analysis.life,
+        formulation.spaces,
+        pricer.sizes,
+        pricer.cluster.device.calibrated.memory_overhead,
+    )
+    return dataclasses.replace(formulation.problem, memory=terms)
+
+
+def advised(
+    analysis: Analysis,
+    pricer: Pricer,
+    failure: InfeasibleError,
+    least: float,
+    plans: Callable[[int], bool],
+) -> InfeasibleError:
+    """The error of a mesh with what to do; the memory that it names was checked.
+
+    Args:
+      analysis: the step.
+      pricer: of the mesh.
+      failure: the error of the mesh, from `infeasible`.
+      least: bytes that every plan needs, on any mesh.
+      plans: whether a plan is found for so many bytes of memory.
+    """
     limit = pricer.cluster.memory_bytes
+    enough = next((n for n in _sizes(max(least, limit)) if plans(n)), None)
+    if enough is None:
+        memory = f"more memory than {_down(least)} per device, which is a lower bound"
+    else:
+        memory = f"memory={size_text(enough)}, for which a plan was found"
+    fixes = [memory, *_unchecked(analysis, pricer, least)]
+    error = InfeasibleError(f"{failure}\n  try: {'; or '.join(fixes)}")
+    error.least_bytes, error.enough_bytes = least, enough
+    return error
+
+
+def _sizes(start: float) -> Iterator[int]:
+    """Sizes of memory to try, each with three digits as it is printed."""
+    for factor in _FACTORS:
+        wanted = factor * start
+        unit = next((size for _, size in _UNITS if wanted >= size), 1.0)
+        digits = 10.0 ** (math.floor(math.log10(wanted / unit)) - 2)
+        yield round(math.ceil(wanted / unit / digits) * digits * unit)
+
+
+def _unchecked(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
+    """What lowers the memory that is needed; nobody has tried it."""
+    cluster = pricer.cluster
+    limit = cluster.memory_bytes
     inputs = sum(analysis.graph.values[i.value].nbytes for i in analysis.graph.inputs)
     state = sum(
         analysis.graph.values[i.value].nbytes
@@ -44,12 +114,11 @@ def _fixes(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
         if i.role is not InputRole.BATCH
     )
     factor = max(2, -(-int(need) // max(1, limit)))
-    fixes = [f"{factor * pricer.cluster.num_devices} devices"]
-    if need > 1.5 * inputs / pricer.cluster.num_devices:
+    fixes = [f"{factor * cluster.num_devices} or more devices"]
+    if need > 1.5 * inputs / cluster.num_devices:
         fixes.append("a smaller batch or jax.checkpoint around the layers")
-    if state / pricer.cluster.num_devices > limit / 2:
+    if state / cluster.num_devices > limit / 2:
         fixes.append("an optimizer with less state, such as adafactor or lion")
-    fixes.append(f"devices with {_gb(1.05 * need)} (memory={_gb(1.05 * need)})")
     return fixes
 
 
@@ -66,8 +135,18 @@ def _node(analysis: Analysis, formulation: Formulation, node: int) -> str:
     return f"{what}{operator_name(analysis, root) if known else operator_place(op)}"
 
 
-def _gb(nbytes: float) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+def size_text(nbytes: float) -> str:
+    """Bytes with three digits, as ``memory=`` takes them."""
+    for unit, size in _UNITS:
         if nbytes >= size:
             return f"{nbytes / size:.3g}{unit}"
     return f"{nbytes:.0f}B"
+
+
+def _down(nbytes: float) -> str:
+    """A lower bound, rounded down."""
+    unit = next((size for _, size in _UNITS if nbytes >= size), 1.0)
+    if nbytes < 1:
+        return "0B"
+    digits = 10.0 ** (math.floor(math.log10(nbytes / unit)) - 2)
+    return size_text(math.floor(nbytes / unit / digits + 1e-9) * digits * unit)

@@ -43,6 +43,24 @@ def memory_terms(
     return tuple(terms)
 
 
+def least_terms(
+    graph: OperatorGraph,
+    contraction: Contraction,
+    life: Lifetimes,
+    spaces: Sequence[Space],
+    sizes: Sequence[int],
+    overhead: float,
+) -> tuple[MemoryTerm, ...]:
+    """Returns what is held under every choice, for a lower bound of the peak.
+
+    `memory_terms` may count more than the exact model does: a value stays until its
+    last reader has run, though it may have been resharded for it before. Here it stays
+    until that reader starts, and forms between two layouts are left out.
+    """
+    writer = _Writer(graph, contraction, life, spaces, sizes, overhead)
+    return (*writer.inputs(), *writer.homes(least=True))
+
+
 class _Writer:
     def __init__(
         self,
@@ -80,10 +98,10 @@ class _Writer:
                 usage = self.usage(home.node, home.dims, nbytes)
                 yield MemoryTerm(node=home.node, start=0, end=self.length, usage=usage)
 
-    def homes(self) -> Iterator[MemoryTerm]:
+    def homes(self, *, least: bool = False) -> Iterator[MemoryTerm]:
         graph = self.graph
         replaced = {graph.outputs[i.output] for i in graph.inputs if i.output >= 0}
-        ends = self.last_reads()
+        ends = self.last_starts() if least else self.last_reads()
         for op in graph.operators:
             for value in op.outputs:
                 home = self.contraction.homes.get(value)
@@ -131,6 +149,16 @@ class _Writer:
             for value in op.inputs:
                 if value is not None:
                     ends[value] = max(ends.get(value, 0), until)
+        return ends
+
+    def last_starts(self) -> dict[int, int]:
+        ends: dict[int, int] = {}
+        for op in self.graph.operators:
+            if op.kind != "return" and op.class_index in self.contraction.node_of:
+                for value in op.inputs:
+                    if value is not None:
+                        start = self.life.time[op.index]
+                        ends[value] = max(ends.get(value, 0), start)
         return ends
 
     def copy(self, copy: Copy) -> Iterator[MemoryTerm]:

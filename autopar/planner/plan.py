@@ -144,7 +144,9 @@ def plan_beside(
             raise
     pins = _state_pins(analysis, running)
     mode = options.compression
-    codecs = _Codecs(mode, parsed(mode), budget_of(options.error_budget, mode), sent)
+    codecs = _Codecs(
+        mode, parsed(mode), budget_of(options.error_budget, mode), sent, {}
+    )
     return _searched(analysis, cluster, meshes, pins, codecs, options.seconds)
 
 

@@ -20,7 +20,7 @@ from autopar.planner.candidate import (
     candidate_of,
     choices_of,
 )
-from autopar.planner.infeasible import infeasible
+from autopar.planner.infeasible import advised, infeasible
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.ties import split_batch_inputs
 from autopar.progress import say
@@ -113,7 +113,7 @@ def search(
     """
     start = time.perf_counter()
     tried: list[tuple[MeshShape, Candidate | None]] = []
-    failure: InfeasibleError | None = None
+    failures: list[tuple[Pricer, PlanError]] = []
     wanted = candidate_meshes(cluster) if meshes is None else list(meshes)
     for number, mesh in enumerate(wanted, 1):
         say(f"planning mesh {number} of {len(wanted)} ({mesh}){_best(tried)}")
@@ -123,13 +123,12 @@ def search(
             known = [c for c in starts if c.pricer.mesh == mesh]
             found = solve_mesh(analysis, pricer, limit, seconds, known)
             tried.append((mesh, found))
-        except InfeasibleError as error:
+        except PlanError as error:  # another mesh may have a plan
             tried.append((mesh, None))
-            failure = error
+            failures.append((pricer, error))
     solved = [c for _, c in tried if c is not None]
     if not solved:
-        assert failure is not None
-        raise failure
+        raise _no_mesh(analysis, failures, seconds, restriction)
     best = min(solved, key=lambda c: c.step_s)
     return SearchResult(best, tuple(tried), time.perf_counter() - start)
 
@@ -142,6 +141,40 @@ def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
     best = min(solved, key=lambda c: c.step_s)
     gap = best.solution.gap
     return f"; best so far {best.step_s * 1e3:.3g} ms, gap {100 * gap:.2g} %"
+
+
+# Most seconds in which a size of memory is checked.
+_CHECK_S = 10.0
+
+
+def _no_mesh(
+    analysis: Analysis,
+    failures: Sequence[tuple[Pricer, PlanError]],
+    seconds: float | None,
+    restriction: Callable[[Pricer], Restriction] | None,
+) -> PlanError:
+    """The error where no mesh has a plan: that of the mesh that needs least memory.
+
+    It advises a size of memory for which a plan was found on that mesh.
+    """
+    unfit = [(p, e) for p, e in failures if isinstance(e, InfeasibleError)]
+    if len(unfit) < len(failures):
+        return next(e for _, e in failures if not isinstance(e, InfeasibleError))
+    pricer, failure = min(unfit, key=lambda pair: pair[1].least_bytes)
+    limit = min(seconds or _CHECK_S, _CHECK_S)
+
+    def plans(nbytes: int) -> bool:
+        device = dataclasses.replace(pricer.cluster.device, memory_bytes=nbytes)
+        larger = dataclasses.replace(pricer.cluster, device=device)
+        roomy = Pricer(larger, pricer.mesh)
+        allowed = restriction(roomy) if restriction is not None else None
+        try:
+            _solved(analysis, roomy, allowed, limit, None, None)
+        except PlanError:
+            return False
+        return True
+
+    return advised(analysis, pricer, failure, failure.least_bytes, plans)
 
 
 # How often the memory limit is tightened until the exact peak fits.

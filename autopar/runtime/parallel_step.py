@@ -231,25 +231,10 @@ class ParallelStep(Generic[P, R]):
             raise PlanError(f"{self.__name__}: recode needs a step that was planned.")
         recoding, plan = self._codecs.recoding, self._current.planned.plan
         if codecs == "auto":
-            self._use(self._chosen_anew(plan))
+            analysed = self._current.analysed
+            self._use(self._preparation.recoded(analysed, self._setting, plan))
         else:
             self._use(recoding.changed(plan, codecs))
-
-    def _chosen_anew(self, plan: Plan) -> Plan:
-        """The layouts of a plan with the codecs that ``auto`` chooses for them."""
-        assert self._current is not None
-        asked = dataclasses.replace(
-            self._setting.codecs or self._planner.options,
-            compression="auto",
-            layouts=plan,
-        )
-        analysed, cluster = self._current.analysed, plan.cluster.read()
-        return agreement.agree(
-            self.world,
-            lambda: self._planner.plan(
-                analysed, cluster, asked, errors=self._codecs.errors
-            ),
-        )
 
     def _use(self, plan: Plan) -> PlannedStep:
         """Runs steps by a plan that differs from the current one in its codecs."""

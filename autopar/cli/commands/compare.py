@@ -9,8 +9,16 @@ from autopar.cli.output import Result
 
 
 def compare(
-    target: options.Target,
-    words: options.Words = None,
+    target: Annotated[
+        str, typer.Argument(metavar="TARGET", help="A target, or a plan.json.")
+    ],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[PLAN]... [KEY=VALUE]...",
+            help="Other saved plans of the step; arguments of the target's function.",
+        ),
+    ] = None,
     cluster: options.ClusterSpec = None,
     measure: Annotated[
         bool, typer.Option("--measure", help="Run the plans on this process's devices.")
@@ -29,6 +37,8 @@ def compare(
 ) -> Result:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
+    Saved plans are compared as they are, on the cluster that they are for.
+
     With --compression only the plan has codecs, the usual ones have none.
     With --measure all that fit are really run, on this process's devices; for a
     cluster of CPU devices they are simulated.
@@ -44,7 +54,7 @@ def compare(
     return comparing.compare(
         target,
         words or [],
-        cluster=common.read_cluster(cluster, memory),
+        cluster=comparing.cluster_said(cluster, memory),
         limits=limits,
         repeats=repeats if measure else 0,
         as_json=as_json,

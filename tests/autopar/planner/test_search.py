@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import math
 import random
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,9 +20,11 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar import Cluster, InfeasibleError, PlanError
+from autopar.cluster.text import parse_quantity
 from autopar.cost.pricer import Pricer
-from autopar.planner.candidate import candidate_of, choices_of
+from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.experts import search_from_experts
+from autopar.planner.infeasible import size_text
 from autopar.planner.problem import Formulation, formulate
 from autopar.planner.search import candidate_meshes, search, solve_mesh
 from autopar.planner.ties import split_batch_inputs
@@ -146,6 +150,7 @@ class TestMemory:
                 seconds=5,
             )  # fmt: skip
         first, largest, fixes = str(caught.value).split("\n")
+        assert caught.value.least_bytes > 1500
         assert "no plan fits" in first
         assert "the device has 1.5kB" in first
         assert "per device" in first
@@ -154,6 +159,55 @@ class TestMemory:
         assert fixes.startswith("  try: ")
         assert "devices" in fixes
         assert "memory=" in fixes
+
+    @pytest.mark.parametrize("share", [0.1, 0.3])
+    @pytest.mark.parametrize("spec", ["2x2:cpu", "3:cpu"])
+    @pytest.mark.parametrize(("rows", "layers"), [(8, 1), (48, 2)])
+    def test_the_advice_is_true(
+        self, rows: int, layers: int, spec: str, share: float
+    ) -> None:
+        """What it advises is enough, and what it calls a bound is one."""
+        analysis = mlp(rows=rows, layers=layers)
+        cluster = forms.cheap(spec)
+        peaks = [search(analysis, cluster, seconds=2).best.peak_memory_bytes]
+        limit = int(share * peaks[0])
+        with pytest.raises(InfeasibleError) as caught:
+            search(analysis, forms.with_memory(cluster, limit), seconds=2)
+        text, enough = str(caught.value), caught.value.enough_bytes
+        assert enough is not None
+        assert f"memory={size_text(enough)}, for which a plan was found" in text
+        assert parse_quantity(size_text(enough), "bytes") == enough > limit
+        again = search(analysis, forms.with_memory(cluster, enough), seconds=2)
+        peaks += [again.best.peak_memory_bytes]
+        for tried in (0.5, 0.7, 0.8, 0.9):
+            with contextlib.suppress(InfeasibleError):
+                roomy = forms.with_memory(cluster, int(tried * peaks[0]))
+                found = search(analysis, roomy, seconds=2)
+                peaks.append(found.best.peak_memory_bytes)
+        assert 0 < caught.value.least_bytes <= min(peaks) * (1 + 1e-9)
+        # The message does not contradict itself.
+        bound = re.search(r"every plan needs at least (\S+) per device", text)
+        assert bound is not None
+        assert parse_quantity(bound[1], "bytes") <= caught.value.least_bytes
+        if caught.value.least_bytes <= limit:
+            assert "no choice of layouts was found" in text
+
+    def test_a_mesh_that_runs_out_of_time_does_not_end_the_search(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        analysis, cluster = mlp(layers=1), forms.cheap("4:cpu")
+        first, *others = candidate_meshes(cluster)
+        solve_one = solve_mesh
+
+        def slow(analysis: Analysis, pricer: Pricer, *rest: Any) -> Candidate:
+            if pricer.mesh == first:
+                raise PlanError("no time")
+            return solve_one(analysis, pricer, *rest)
+
+        monkeypatch.setattr("autopar.planner.search.solve_mesh", slow)
+        assert search(analysis, cluster, seconds=2).best.pricer.mesh in others
+        with pytest.raises(PlanError, match="no time"):
+            search(analysis, cluster, meshes=[first], seconds=2)
 
     def test_the_memory_it_asks_for_is_nearly_enough(self) -> None:
         """The least peak is a bound: what fits needs that much, and not much more."""

@@ -1,0 +1,260 @@
+"""Commands about saved plans and this machine; how errors and help are shown."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import socket
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import pytest
+from checkout import GOLDEN
+from golden import assert_golden
+
+import autopar
+from autopar.cli import examining, main
+from autopar.cli.failures import EXIT_CODES
+from autopar.plans import Plan
+
+TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
+SMALL = ("width=64", "batch=64", "layers=1")
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> dict[str, Any]:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Result]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Runs a command line in this process, on a narrow terminal."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setenv("COLUMNS", "60")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+    def run_words(*words: object) -> Result:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as stop:
+            main([str(word) for word in words])
+        out, err = capsys.readouterr()
+        assert isinstance(stop.value.code, int)
+        return Result(stop.value.code, out, err)
+
+    return run_words
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("plans") / "a.json"
+    words = ["plan", TARGET, *SMALL, "--cluster", "2x4:cpu", "--out", str(path)]
+    with pytest.raises(SystemExit):
+        main(words)
+    return path
+
+
+@pytest.fixture
+def other(saved: pathlib.Path, tmp_path: pathlib.Path) -> pathlib.Path:
+    """The plan with another layout of one input."""
+    plan = Plan.load(saved)
+    axes = [a for a, n in plan.mesh["axes"].items() if n > 1]
+    spec = jax.sharding.PartitionSpec(axes[-1], axes[0])
+    path = tmp_path / "b.json"
+    plan.edit({"params/0/kernel": spec}).save(path)
+    return path
+
+
+class TestDiff:
+    def test_the_same(self, run: Run, saved: pathlib.Path) -> None:
+        result = run("diff", saved, saved)
+        assert (result.code, result.out) == (0, "the plans are the same\n")
+        assert run("diff", saved, saved, "--json").json["same"]
+
+    def test_how_long_planning_took_is_no_difference(
+        self, run: Run, saved: pathlib.Path, tmp_path: pathlib.Path
+    ) -> None:
+        data = json.loads(saved.read_text())
+        data["seconds"]["total"] += 1.0
+        path = tmp_path / "slower.json"
+        path.write_text(json.dumps(data))
+        assert run("diff", saved, path).code == 0
+
+    def test_an_edited_layout(
+        self, run: Run, saved: pathlib.Path, other: pathlib.Path
+    ) -> None:
+        result = run("diff", saved, other)
+        assert (result.code, result.err) == (1, "")
+        assert_golden(result.out.rstrip(), "diff_two_layers.txt")
+        found = run("diff", saved, other, "--json")
+        assert found.code == 1
+        (field,) = found.json["differences"]
+        assert field["field"] == "stages/step/inputs/params/0/kernel"
+
+    def test_files_that_are_no_plans(self, run: Run, saved: pathlib.Path) -> None:
+        assert run("diff", saved, "none.json").code == 2
+
+
+class TestCompareSaved:
+    def test_saved_plans_stand_first(
+        self, run: Run, saved: pathlib.Path, tmp_path: pathlib.Path
+    ) -> None:
+        copy = tmp_path / "copy.json"
+        copy.write_bytes(saved.read_bytes())
+        words = ("--seconds", 2, "--json")
+        found = run("compare", saved, copy, *words).json
+        names = [row["name"] for row in found["plans"]]
+        assert names[:2] == [str(saved), str(copy)]
+        assert "data parallel" in names
+        assert found["cluster"] == "2x4:cpu"
+
+    def test_another_cluster(self, run: Run, saved: pathlib.Path) -> None:
+        result = run("compare", saved, "--cluster", "8:cpu")
+        assert result.code == 2
+        assert "is for 2x4:cpu; the plans are compared on 8:cpu" in result.err
+
+
+class TestDoctor:
+    def test_findings_and_remedies(self, run: Run) -> None:
+        result = run("doctor", "--json")
+        found = {f["what"]: f for f in result.json["findings"]}
+        assert found["jax"]["found"] == jax.__version__
+        assert found["devices"]["found"].startswith(f"{jax.device_count()} x cpu")
+        for finding in found.values():
+            assert bool(finding["remedy"]) is (finding["state"] != "ok")
+        assert result.json["ok"] is (result.code == 0)
+        text = run("doctor")
+        assert text.code == result.code
+        assert text.out.splitlines()[0].split() == ["state", "found"]
+
+    def test_what_is_wrong_sets_the_exit_code(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def unknown(_: str) -> str:
+            raise socket.gaierror("Name or service not known")
+
+        monkeypatch.setattr(socket, "gethostbyname", unknown)
+        result = run("doctor")
+        assert result.code == 1
+        assert "to /etc/hosts" in result.out
+
+    def test_too_few_threads(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        count = jax.local_device_count()
+        for threads, state in ((2 * count, "ok"), (count, "note")):
+            monkeypatch.setenv("NPROC", str(threads))
+            found = {f.what: f for look in examining._LOOKS for f in look()}
+            assert found["threads"].state == state
+        assert f"NPROC={2 * count}" in found["threads"].remedy
+
+    def test_a_broken_profile(
+        self, run: Run, monkeypatch: pytest.MonkeyPatch, tmp_path: pathlib.Path
+    ) -> None:
+        path = tmp_path / "profile.toml"
+        path.write_text("nothing = 1\n", encoding="utf-8")
+        monkeypatch.setenv("AUTOPAR_PROFILE", str(path))
+        result = run("doctor")
+        assert result.code == 1
+        assert "profile: autopar profile" in result.out
+
+
+BROKEN = """
+def helper():
+    return 1 / 0
+
+def step(x, y):
+    return helper(), y
+
+def workload():
+    return step, 1.0, 2.0
+"""
+
+
+class TestErrors:
+    @pytest.fixture
+    def broken(self, tmp_path: pathlib.Path) -> Iterator[str]:
+        file = tmp_path / "raising_target.py"
+        file.write_text(BROKEN, encoding="utf-8")
+        yield f"{file}:workload"
+        sys.modules.pop(file.stem, None)
+
+    def test_the_users_own_line_is_named(self, run: Run, broken: str) -> None:
+        """Also where the step raises something that JAX does not know."""
+        result = run("plan", broken, "--cluster", "2:cpu")
+        assert (result.code, result.out) == (2, "")
+        assert len(result.err.splitlines()) == 1
+        assert "ZeroDivisionError: division by zero" in result.err
+        assert "raising_target.py:3)" in result.err
+
+    def test_traceback(self, run: Run, broken: str) -> None:
+        result = run("plan", broken, "--cluster", "2:cpu", "--traceback")
+        assert result.code == 2
+        assert "Traceback (most recent call last)" in result.err
+        assert "in helper" in result.err
+
+    @pytest.mark.parametrize(
+        ("words", "kind", "code"),
+        [
+            (("plan", "none.py:f", "--cluster", "8:cpu"), "TargetError", 2),
+            (("plan", TARGET, "--cluster", "eight"), "ClusterError", 2),
+            (("plan", TARGET, "--sideways"), "NoSuchOption", 2),
+            (("audit", "none.json"), "PlanError", 2),
+            (
+                ("plan", TARGET, "--cluster", "2:cpu", "--memory", "9kB"),
+                "InfeasibleError",
+                3,
+            ),
+        ],
+    )
+    def test_errors_as_json(
+        self, run: Run, words: tuple[str, ...], kind: str, code: int
+    ) -> None:
+        result = run(*words, "--json")
+        error = result.json["error"]
+        assert (result.code, error["kind"], error["exit_code"]) == (code, kind, code)
+        assert result.err == f"autopar: {error['message']}\n"
+
+
+class TestHelp:
+    def test_of_all(self, run: Run) -> None:
+        result = run("-h")
+        assert_golden(result.out.rstrip(), "help.txt")
+        flat = " ".join(result.out.split())
+        for code, meaning in EXIT_CODES:
+            assert f"{code} {meaning}" in flat
+
+    @pytest.mark.parametrize(
+        "name",
+        ["plan", "explain", "audit", "compare", "diff", "profile", "doctor", "demo"],
+    )
+    def test_of_a_command(self, run: Run, name: str) -> None:
+        """Every command has an example, and fits a narrow terminal."""
+        result = run(name, "-h")
+        assert result.code == 0
+        assert f"Example: autopar {name}" in " ".join(result.out.split())
+        assert max(map(len, result.out.splitlines())) <= 60
+        assert "\x1b" not in result.out
+        assert result.out == run(name, "--help").out
+
+    def test_completion(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        result = run("--show-completion", "bash")
+        assert (result.code, result.err) == (0, "")
+        assert "_AUTOPAR_COMPLETE" in result.out
+        monkeypatch.setenv("_AUTOPAR_COMPLETE", "complete_bash")
+        monkeypatch.setenv("COMP_WORDS", "autopar d")
+        monkeypatch.setenv("COMP_CWORD", "1")
+        assert run().out.split() == ["diff", "doctor", "demo"]
+
+    def test_plans_are_printed_as_tables(self, saved: pathlib.Path) -> None:
+        """Also where nothing but the plan was imported."""
+        assert "params/0/kernel" in str(autopar.Plan.load(saved))
