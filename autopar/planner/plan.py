@@ -42,6 +42,7 @@ from autopar.planner.record import make_plan, restore
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
+from autopar.steps.batch import batch_shape
 from autopar_passes.graph.roles import InputRole
 
 
@@ -261,9 +262,9 @@ def _written(
 def check_batch(
     analysis: Analysis, cluster: Cluster, meshes: Sequence[MeshShape]
 ) -> None:
-    """Raises `PlanError` where no mesh axis divides the leading batch dimension."""
+    """Raises `PlanError` where no mesh axis divides the rows of the batch."""
     shapes = {
-        i.path: analysis.graph.values[i.value].shape
+        i.path: batch_shape(analysis.graph, i.value)
         for i in analysis.graph.inputs
         if i.role is InputRole.BATCH
     }
@@ -276,7 +277,7 @@ def check_batch(
     path, n = next(iter(leading.items()))
     up = cluster.num_devices
     raise PlanError(
-        f"the batch cannot be split: its leading dimension is {n} ('{path}'), and no "
+        f"the batch cannot be split: the number of its rows is {n} ('{path}'), and no "
         f"mesh axis of {cluster} ({', '.join(map(str, sizes))}) divides it.\n"
         f"  try: a batch of {-(-n // up) * up}, or split_batch=False to plan without "
         "data parallelism."

@@ -64,6 +64,18 @@ def dim_labels(graph: OperatorGraph) -> DimLabels:
     return out
 
 
+def batch_shape(graph: OperatorGraph, value: int) -> tuple[int, ...]:
+    """The shape of a batch input, from its rows on.
+
+    A loop over several batches, or over the parts of one, goes through a dimension in
+    front of the rows: the input is read there only, one slice in each turn.
+    """
+    readers = [op for op in graph.operators if value in op.inputs]
+    if readers and all(op.kind == "slice_step" for op in readers):
+        return batch_shape(graph, readers[0].outputs[0])
+    return tuple(graph.values[value].shape)
+
+
 def _labels(op: Operator, dims: dict[int, list[str]]) -> Iterator[tuple[int, str]]:
     """Labels an operator's factors from its operands, the first operand's first."""
     pairs = list(zip(op.inputs, op.rule.operands, strict=True))
