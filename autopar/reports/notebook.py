@@ -46,7 +46,7 @@ def line(plan: Plan) -> str:
 
 
 def codecs_text(plan: Plan) -> str:
-    """How many gradients each codec sends, such as ``int4 for 12 gradients``."""
+    """The codecs, the most used first, such as ``codecs int4 x12, dense x3``."""
     counts = Counter(
         gradient.codec.partition(":")[0]
         for stage in plan.stages
@@ -55,7 +55,8 @@ def codecs_text(plan: Plan) -> str:
     )
     if not counts:
         return "no codecs"
-    return ", ".join(f"{name} for {n} gradients" for name, n in counts.most_common())
+    named = [f"{name} x{count}" for name, count in counts.most_common()]
+    return f"codecs {', '.join(named)}"
 
 
 @set_renderer("cell")
@@ -90,7 +91,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("memory", f"{bytes_text(expected.peak_memory_bytes)} on each device"),
         ("sends", f"{bytes_text(expected.communication_bytes)} from each device"),
         ("solver", solver_text(plan)),
-        ("codecs", codecs_text(plan)),
+        ("gradients", codecs_text(plan)),
     ]
 
 

@@ -35,7 +35,7 @@ def test_a_plan_in_one_line() -> None:
 
 
 def test_codecs_are_counted() -> None:
-    assert "int8 for 2 gradients>" in repr(stage_plans.make_plan())
+    assert ", codecs int8 x2>" in repr(stage_plans.make_plan())
 
 
 def test_a_step_in_one_line() -> None:
