@@ -338,9 +338,13 @@ class Cluster:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        """The fields that are not at their default."""
-        shown = [f"{k}={v!r}" for k, v in self.__dict__.items() if v not in (None, ())]
-        return f"Cluster({', '.join(shown)})"
+        """The text and the number of devices; `to_toml` has every number.
+
+        >>> Cluster.parse("2x4:h100")
+        <Cluster 2x4:h100, 8 devices>
+        """
+        count = self.num_devices
+        return f"<Cluster {self}, {count} {'device' if count == 1 else 'devices'}>"
 
     def __str__(self) -> str:
         """The text that `parse` reads; of any other cluster, its shape and name."""

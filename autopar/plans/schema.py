@@ -272,14 +272,38 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def __str__(self) -> str:
         """The plan as a table."""
-        return _renderers[-1](self) if _renderers else repr(self)
+        return _rendered("table", self)
 
+    def __repr__(self) -> str:
+        """The plan in one line."""
+        return _rendered("line", self)
+
+    def _repr_html_(self) -> str:
+        """The plan as the result of a notebook's cell."""
+        return _rendered("cell", self)
+
+
+Renderer = Callable[[Plan], str]
 
 # Set by `autopar.reports` when it is imported: this package knows no presentation.
-_renderers: list[Callable[[Plan], str]] = []
+_renderers: dict[str, Renderer] = {}
 
 
-def set_renderer(render: Callable[[Plan], str]) -> Callable[[Plan], str]:
-    """Makes a function the one that ``str`` of a plan calls; a decorator."""
-    _renderers[:] = [render]
-    return render
+def _rendered(form: str, plan: Plan) -> str:
+    if form in _renderers:
+        return _renderers[form](plan)
+    return f"<Plan {plan.cluster}, {plan.digest}>"
+
+
+def set_renderer(form: str) -> Callable[[Renderer], Renderer]:
+    """Makes a function the one that writes plans in a form; a decorator.
+
+    Args:
+      form: ``table`` for ``str``, ``line`` for ``repr``, ``cell`` for notebooks.
+    """
+
+    def register(render: Renderer) -> Renderer:
+        _renderers[form] = render
+        return render
+
+    return register

@@ -85,7 +85,7 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
     ]
 
 
-@set_renderer
+@set_renderer("table")
 def render(plan: Plan) -> str:
     """Returns the plan as a table."""
     lines = summary_lines(plan)
@@ -102,18 +102,21 @@ def render(plan: Plan) -> str:
 def summary_lines(plan: Plan) -> list[str]:
     """The cluster, the mesh, how the plan was found, and the predictions."""
     expected = plan.predicted
-    found = plan.solver.status
-    if plan.solver.gap >= 5e-5:
-        found += f", gap {plan.solver.gap:.2%}"
     return [
         f"plan     {plan.cluster}, {shape_of_plan(plan)}",
-        f"solver   {found}",
+        f"solver   {solver_text(plan)}",
         f"step     {seconds_text(expected.step_s)}: "
         f"compute {seconds_text(expected.compute_s)}, "
         f"communication {seconds_text(expected.communication_s)}",
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
     ]
+
+
+def solver_text(plan: Plan) -> str:
+    """How the plan was found, such as ``proved optimal, gap 0.01%``."""
+    gap = plan.solver.gap
+    return f"{plan.solver.status}, gap {gap:.2%}" if gap >= 5e-5 else plan.solver.status
 
 
 def shape_of_plan(plan: Plan) -> str:

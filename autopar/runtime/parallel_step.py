@@ -325,6 +325,12 @@ class ParallelStep(Generic[P, R]):
         agreement.check_equal(self.world, whole, first=first)
         return placed
 
+    def __repr__(self) -> str:
+        """The step's name and plan in one line."""
+        if self._current is None and self._setting.plan is None:
+            return f"<ParallelStep {self.__name__}, no plan yet>"
+        return f"<ParallelStep {self.__name__}, {self.plan!r}>"
+
     def __set_name__(self, owner: type, name: str) -> None:
         """Learns the name of the method that it decorates."""
         self.__name__ = name

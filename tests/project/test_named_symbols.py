@@ -24,7 +24,7 @@ QUOTED = re.compile(r"``([^`]+)``|`([^`]+)`")
 DOTTED = re.compile(r"([A-Za-z_]\w*(?:\.\w+)+)(?:\((.*)\))?")
 PAGES = [
     checkout.ROOT / "README.md",
-    *sorted((checkout.ROOT / "docs").glob("*.md")),
+    *sorted((checkout.ROOT / "docs").rglob("*.md")),
     checkout.ROOT / "CHANGELOG.md",
 ]
 

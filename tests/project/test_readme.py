@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import ast
-import math
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import checkout
-import jax
-import optax
 import pytest
-from flax.training import train_state
 
 import autopar
 from autopar.cluster import Cluster
@@ -61,65 +56,6 @@ def test_python_examples_use_what_exists() -> None:
     assert used <= set(autopar.__all__)
 
 
-def test_the_decorated_step_trains() -> None:
-    names = surroundings()
-    exec(compile(blocks("python")[0], "README.md", "exec"), names)
-
-    assert math.isfinite(names["loss"])
-    assert {len(x.sharding.device_set) for x in jax.tree.leaves(names["state"])} == {4}
-
-
-def test_the_compressed_step_trains() -> None:
-    names = surroundings() | {"autopar": autopar, "jax": jax}
-    exec(compile(blocks("python")[2], "README.md", "exec"), names)
-    step = names["train_step"]
-    state = step.init(names["create_state"], names["rng"])
-    for batch in names["batches"]:
-        state, loss = step(state, batch)
-
-    assert math.isfinite(loss)
-    assert step.plan.compression.mode == "auto"
-
-
-def test_the_plan_is_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    names = surroundings()
-    names |= {
-        "train_step": train_step,
-        "state": jax.eval_shape(create_state, names["rng"]),
-        "batch": jax.ShapeDtypeStruct((64, 64), "float32"),
-    }
-    exec(compile(blocks("python")[1], "README.md", "exec"), names)
-
-    assert autopar.Plan.load("plan.json") == names["plan"]
-
-
-def create_state(rng: jax.Array) -> train_state.TrainState:
-    params = {"w": jax.random.normal(rng, (64, 64))}
-    return train_state.TrainState.create(
-        apply_fn=None, params=params, tx=optax.sgd(1e-3)
-    )
-
-
-def loss_fn(params: Any, batch: jax.Array) -> jax.Array:
-    return ((batch @ params["w"]) ** 2).mean()
-
-
-def train_step(state: train_state.TrainState, batch: jax.Array) -> Any:
-    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
-    return state.apply_gradients(grads=grads), loss
-
-
-def surroundings() -> dict[str, Any]:
-    """What a reader of the README has already, around a model of one matrix."""
-    return {
-        "rng": jax.random.key(0),
-        "create_state": create_state,
-        "loss_fn": loss_fn,
-        "batches": [jax.random.normal(jax.random.key(i), (16, 64)) for i in range(2)],
-    }
-
-
 @pytest.mark.parametrize("command", sorted(commands()))
 def test_commands_exist(command: str) -> None:
     """In a process of their own: the command line may set up JAX."""
@@ -140,6 +76,15 @@ def test_clusters_and_targets_exist() -> None:
     for file, function in re.findall(r"autopar \w+ (\S+\.py):(\w+)", README):
         source = (checkout.ROOT / file).read_text()
         assert re.search(rf"^(def )?{function}\b", source, re.M)
+
+
+def test_options_of_targets_exist() -> None:
+    shown = re.findall(r"autopar \w+ (\S+\.py):\w+((?:[^\n]|\\\n)*)", README)
+    assert any(options for _, options in shown)
+    for file, options in shown:
+        source = (checkout.ROOT / file).read_text()
+        for name in re.findall(r" (\w+)=", options):
+            assert re.search(rf"^    {name}: \w+ = ", source, re.M), name
 
 
 def test_the_readme_shows_commands() -> None:

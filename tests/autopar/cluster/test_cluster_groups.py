@@ -249,7 +249,7 @@ class TestValue:
         assert cluster != 1
 
     def test_repr(self):
-        assert repr(BOTH).startswith("Cluster(groups=(Cluster(device=DeviceSpec(")
+        assert repr(BOTH) == f"<Cluster {BOTH}, {BOTH.num_devices} devices>"
 
     def test_toml(self, tmp_path):
         path = tmp_path / "cluster.toml"

@@ -133,11 +133,10 @@ class TestText:
         text = str(Cluster.parse("16:v5e").without("host0/x0"))
         assert re.fullmatch(r"15:v5e \(custom \w{8}, devices 1-15 of 16\)", text)
 
-    def test_repr_leaves_out_what_is_not_there(self):
-        cluster = Cluster.parse("2:cpu")
-        expected = f"Cluster(device={cluster.device!r}, levels={cluster.levels!r})"
-        assert repr(cluster) == expected
-        assert "members=Members(whole=" in repr(cluster.slice((1,)))
+    def test_repr_is_one_line(self):
+        assert repr(Cluster.parse("1:cpu")) == "<Cluster 1:cpu, 1 device>"
+        cluster = Cluster.parse("2x4:h100").slice((1, 2))
+        assert repr(cluster) == "<Cluster 1x2:h100 (devices 0-1 of 2x4), 2 devices>"
 
 
 class TestMembers:
