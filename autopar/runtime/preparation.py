@@ -120,6 +120,17 @@ class Preparation:
             ),
         )
 
+    def recoded(self, analysed: Analysed, setting: Setting, plan: Plan) -> Plan:
+        """The layouts of a plan with the codecs that ``auto`` chooses for them."""
+        asked = dataclasses.replace(
+            setting.codecs or self.planner.options, compression="auto", layouts=plan
+        )
+        cluster = plan.cluster.read()
+        return agreement.agree(
+            self._world(),
+            lambda: self.planner.plan(analysed, cluster, asked, errors=self._errors()),
+        )
+
     def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> PlannedStep:
         """The program of a plan, once all processes have checked that it fits."""
         devices = self.devices(setting)
