@@ -180,15 +180,15 @@ class ParallelStep(Generic[P, R]):
             in_order = () if by_name else tuple(rest)
             self.prepare(*shapes.arguments(), *in_order, **by_name)
         with exchange.told(self.world, "creating the state"):
-            shardings = self._state_shardings(shapes.structs, planned=rest is not None)
+            if rest is not None and self._current is not None:
+                shardings = self._current.planned.in_shardings[: len(shapes.structs)]
+            else:
+                shardings = self._preparation.state_shardings(
+                    self.__name__, shapes.structs, self._setting
+                )
             made = placement.create(creation.leaves_of(create_state), args, shardings)
         self._codecs.start_anew()
         return shapes.state(made)
-
-    def _state_shardings(self, leaves: Sequence[Any], *, planned: bool) -> list[Any]:
-        if planned and self._current is not None:
-            return self._current.planned.in_shardings[: len(leaves)]
-        return self._preparation.state_shardings(self.__name__, leaves, self._setting)
 
     @property
     def compression_state(self) -> Any:
