@@ -40,6 +40,7 @@ from autopar.layouts.summation import Summation
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.left_out import EARLY, left_to_compiler
 from autopar.planner.codecs.sites import Site, decision, sites
+from autopar.planner.codecs.smaller_error import GAP, with_less_error
 from autopar.planner.problem import Restriction
 from autopar.planner.search import solve_mesh
 from autopar.plans import Compression, GradientDecision
@@ -48,7 +49,6 @@ from autopar_solver import (
     CodecSelection,
     SelectionResult,
     Status,
-    fits_budgets,
     recompute,
     solve_relaxation,
     solve_selection,
@@ -70,9 +70,6 @@ WORTHWHILE = 0.03
 # character GPT, 6 % of the elements sent by `predicted` and `sign`, within a budget of
 # 0.1, cost 0.09 nats a character (docs/results.md).
 MOST_OF_BUDGET = 2.0
-# Costs that differ by less, as a share of the backward pass and the cost together, are
-# the same: the solver proves no more, and the smaller error is taken.
-GAP = 1e-4
 # Rounds of choosing layouts by the prices of the best choice so far.
 ROUNDS = 2
 
@@ -267,35 +264,6 @@ def choose(
     if made.saved_s < WORTHWHILE * candidate.step_s:
         return dataclasses.replace(nothing, problem=problem)
     return made
-
-
-def with_less_error(
-    problem: CodecSelection, answer: SelectionResult
-) -> SelectionResult:
-    """The choices with less error that cost the same, as far as the solver can tell.
-
-    Gradient by gradient the option of least error is taken that costs no more by itself
-    nor, with all others as they are, in the step.
-    """
-    most = answer.cost_s + GAP * (problem.backward_s + answer.cost_s)
-    chosen, spent = list(answer.choices), answer.cost_s
-    for site, errors in enumerate(problem.error):
-        now, local, wire = chosen[site], problem.local_s[site], problem.wire_s[site]
-        # What cannot hide behind the backward pass costs what it takes.
-        own = local if problem.backward_s else local + wire
-        for k in np.argsort(errors, kind="stable").tolist():
-            if errors[k] >= errors[now]:
-                break
-            if own[k] - own[now] > most - spent:
-                continue
-            trial = [*chosen[:site], k, *chosen[site + 1 :]]
-            cost = recompute(problem, trial)
-            if cost.cost_s <= most and fits_budgets(problem, cost):
-                chosen, spent = trial, cost.cost_s
-                break
-    cost = recompute(problem, chosen)
-    fields = {f.name: getattr(cost, f.name) for f in dataclasses.fields(cost)}
-    return dataclasses.replace(answer, choices=tuple(chosen), **fields)
 
 
 def _hidden_s(problem: CodecSelection, answer: SelectionResult) -> float:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from autopar.compression.codecs.blocks import materialised
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import synchronise_levels
 from autopar.compression.synchronise import (
@@ -54,7 +55,6 @@ class CodecSynchroniser:
         mesh = self.sums.mesh
         states = [self.state["gradients"][m.decision.name] for m in members]
         state_specs = [self.sums.specs(m) for m in members]
-        everywhere = PartitionSpec(mesh.axis_names)
 
         def bucket(step: Any, arrays: Any, before: Any) -> Any:
             return _sum_bucket(self.sums, members, step, arrays, before)
@@ -70,19 +70,17 @@ class CodecSynchroniser:
             out_specs=(
                 [partition_spec(mesh, m.result) for m in members],
                 state_specs,
-                everywhere,
+                PartitionSpec(),
                 PartitionSpec(),
             ),
             check_vma=False,
         )(self.state["step"], [x.array for x in partials.values()], states)
-        summed = jnp.sum(rows, axis=0)
-        spoilt = _spoilt(summed)
         for k, member in enumerate(members):
             self.new[member.decision.name] = after[k]
             self.levels[member.decision.name] = level
-            self.rows[member.decision.name] = summed[k]
+            self.rows[member.decision.name] = rows[k]
         return {
-            v: constrain(totals[k] + spoilt[k].astype(totals[k].dtype), mesh, m.home)
+            v: constrain(totals[k], mesh, m.home)
             for k, (v, m) in enumerate(zip(partials, members, strict=True))
         }
 
@@ -143,7 +141,8 @@ def _spoilt(rows: jax.Array) -> jax.Array:
       float32 (k,), zero where all is finite.
     """
     kind = jnp.where(jnp.isnan(rows[:, WANTED]), jnp.nan, jnp.inf)
-    return jnp.where(rows[:, NON_FINITE] > 0, kind, 0.0)
+    # Computed once: it would be made again in every loop that reads an element of it.
+    return materialised(jnp.where(rows[:, NON_FINITE] > 0, kind, 0.0))
 
 
 def _sum_bucket(
@@ -153,7 +152,11 @@ def _sum_bucket(
     arrays: Sequence[Any],
     before: Sequence[State],
 ) -> tuple[list[Any], list[State], Any, jax.Array]:
-    """Sums a bucket on one device's arrays; also returns the level it took."""
+    """Sums a bucket on one device's arrays.
+
+    Returns:
+      The sums, the new states, telemetry summed over all devices and the level taken.
+    """
     mesh_names = sums.mesh.axis_names
     summation = members[0].summation
     names = tuple(mesh_names[a] for a in summation.axes)
@@ -167,14 +170,16 @@ def _sum_bucket(
     totals, after, rows, level = _summed(
         sums, members, partials, states, links, worker, step
     )
+    rows = jax.lax.psum(rows, mesh_names)
+    # Here, where each sum is written anyway: its readers would each add it again.
     totals = [
-        total.astype(x.dtype)
-        for total, x in zip(
-            gather_within(summations, totals, fast), arrays, strict=True
+        (total + spoilt).astype(x.dtype)
+        for total, spoilt, x in zip(
+            gather_within(summations, totals, fast), _spoilt(rows), arrays, strict=True
         )
     ]
     kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
-    return totals, kept, rows[None], level
+    return totals, kept, rows, level
 
 
 def _summed(

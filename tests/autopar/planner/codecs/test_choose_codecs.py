@@ -27,10 +27,10 @@ from autopar.planner.codecs.choose import (
     choose,
     gradient_decisions,
     uniform,
-    with_less_error,
 )
 from autopar.planner.codecs.options import DEFAULT_BUDGET
 from autopar.planner.codecs.sites import gradients_of, parameter_names
+from autopar.planner.codecs.smaller_error import with_less_error
 from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
@@ -416,10 +416,9 @@ class TestErrors:
             "local_s": (0.0, 0.1, 0.1),
             "error": (0.0, 0.01, 0.1),
         }
-        two = {name: (np.array(row),) * 2 for name, row in rows.items()}
-        return CodecSelection(
-            **two, **{"ready_s": (0.0, 0.0), "backward_s": 2.0, **fields}
-        )
+        made: dict[str, Any] = {"ready_s": (0.0, 0.0), "backward_s": 2.0, **fields}
+        two: dict[str, Any] = {k: (np.array(row),) * 2 for k, row in rows.items()}
+        return CodecSelection(**two, **made)
 
     def test_of_equal_codecs_the_smaller_error(self) -> None:
         """Where the link is hidden int8 takes no more time than int4."""
