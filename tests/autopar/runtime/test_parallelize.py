@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-import small_step
 import step_forms as forms
 from flax import nnx
 from step_forms import FORMS, Form
@@ -333,21 +332,3 @@ class TestErrors:
         run = autopar.parallelize(step, cluster=CLUSTER)
         with pytest.raises(TypeError, match=r"functools\.partial"):
             run(jnp.ones(8), batch=jnp.ones(8))
-
-
-@pytest.mark.parametrize(
-    "said",
-    [
-        {"pins": {"w": jax.sharding.PartitionSpec("data")}},
-        {"axis_names": ("data",)},
-        {"max_axes": 1},
-    ],
-    ids=lambda said: next(iter(said)),
-)
-def test_a_given_plan_has_its_own_layouts(said: dict[str, Any]) -> None:
-    """What would have no effect is refused."""
-    plan = small_step.plan("4:cpu")
-    with pytest.raises(
-        PlanError, match=rf"{next(iter(said))}= has no effect with plan="
-    ):
-        autopar.parallelize(small_step.step, plan=plan, **said)
