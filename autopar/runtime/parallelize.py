@@ -223,12 +223,12 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
     """Checks that nothing is said beside a plan that it would have to overrule."""
     if cluster is not None:
         raise PlanError("parallelize: give cluster= or plan=, not both.")
-    codecs = {
+    said = {
         "compression": options.compression != "none",
         "error_budget": options.error_budget is not None,
         "layouts": options.layouts is not None,
     }
-    if ignored := [f"{name}=" for name, given in codecs.items() if given]:
+    if ignored := [f"{name}=" for name, given in said.items() if given]:
         raise PlanError(
             f"parallelize: {', '.join(ignored)} has no effect with plan=, which has "
             "its own codecs. For other codecs on its layouts, leave plan= out and "
