@@ -21,9 +21,6 @@ from autopar.planner.options import (
     PlanOptions,
     as_cluster,
     as_plan,
-    fitting_layouts,
-    sent_by_hand,
-    with_codecs_of,
 )
 from autopar.plans import Plan
 from autopar.runtime import (
@@ -42,7 +39,7 @@ from autopar.runtime.methods import method_of
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
-from autopar.runtime.setting import Setting
+from autopar.runtime.setting import Setting, moved_setting
 from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
@@ -469,7 +466,9 @@ class ParallelStep(Generic[P, R]):
                 "init(..., batch=...)."
             )
         given = None if plan is None else as_plan(plan)
-        setting = self._next(as_cluster(cluster), devices, given)
+        wanted, options = as_cluster(cluster), self._preparation.planner.options
+        taken = None if devices is None else self.world.take(devices)
+        setting = moved_setting(self._setting, options, wanted, taken, given)
         analysed, old = self._current.analysed, self._current.planned
         with exchange.told(self.world, "moving the state"):
             arrays = named(self.__name__, analysed.analysis, state)
@@ -487,18 +486,3 @@ class ParallelStep(Generic[P, R]):
         self._current = Running(analysed, planned, ready=True)
         self._preparation.remember(analysed, setting, chosen)
         return new
-
-    def _next(
-        self, cluster: Cluster, devices: Sequence[Any] | None, given: Plan | None
-    ) -> Setting:
-        """The setting of `replan`, with the codecs that were asked for."""
-        chosen = None if devices is None else self.world.take(devices)
-        codecs, sent = self._setting.codecs, self._setting.sent
-        if self._setting.plan is not None:
-            model = given or self._setting.plan
-            codecs = with_codecs_of(self._preparation.planner.options, model)
-            sent = sent_by_hand(model)
-        asked = codecs or self._preparation.planner.options
-        if asked.layouts is not None and given is None:
-            codecs = fitting_layouts(asked, cluster)
-        return Setting(cluster=cluster, devices=chosen, codecs=codecs, sent=sent)

@@ -6,7 +6,12 @@ import dataclasses
 from typing import Any
 
 from autopar.cluster import Cluster
-from autopar.planner.options import PlanOptions
+from autopar.planner.options import (
+    PlanOptions,
+    fitting_layouts,
+    sent_by_hand,
+    with_codecs_of,
+)
 from autopar.plans import Plan
 
 
@@ -29,3 +34,32 @@ class Setting:
     devices: tuple[Any, ...] | None = None
     codecs: PlanOptions | None = None
     sent: Plan | None = None
+
+
+def moved_setting(
+    setting: Setting,
+    options: PlanOptions,
+    cluster: Cluster,
+    devices: tuple[Any, ...] | None,
+    given: Plan | None,
+) -> Setting:
+    """The setting on another cluster, with the codecs that were asked for.
+
+    Args:
+      setting: what the step was planned for.
+      options: what was said about planning it.
+      cluster: the cluster to move to.
+      devices: the devices to run on there.
+      given: a plan for it.
+
+    Raises:
+      PlanError: the codecs of a plan were asked for by nobody in one word.
+    """
+    codecs, sent = setting.codecs, setting.sent
+    if setting.plan is not None:
+        model = given or setting.plan
+        codecs, sent = with_codecs_of(options, model), sent_by_hand(model)
+    asked = codecs or options
+    if asked.layouts is not None and given is None:
+        codecs = fitting_layouts(asked, cluster)
+    return Setting(cluster=cluster, devices=devices, codecs=codecs, sent=sent)
