@@ -12,6 +12,7 @@ from autopar.cluster.errors import ClusterError
 from autopar.errors import PlanError
 from autopar.planner.codecs.options import EDITED, budget_of, parsed
 from autopar.planner.hints import LogicalRules, Pins, logical_pins
+from autopar.planner.option_checks import check_hints, check_limits
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
 from autopar_passes.program.calls import Call
@@ -93,6 +94,8 @@ class PlanOptions:
         """Checks the codecs before any work is done."""
         parsed(self.compression)
         budget_of(self.error_budget, self.compression)
+        check_limits(self.max_axes, self.seconds)
+        check_hints(self.pins, self.logical_axis_rules, self.axis_names)
 
 
 # What holds where nothing is said.

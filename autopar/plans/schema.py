@@ -232,6 +232,11 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises:
           PlanError: a pattern matches nothing, or a layout does not fit its array.
         """
+        if not isinstance(layouts, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(
+                f"edit: expected a dictionary of path patterns and PartitionSpecs, got "
+                f"{type(layouts).__name__}."
+            )
         axes = self.mesh["axes"]
         return self.with_stage(
             inputs=with_layouts(self.inputs, self.shapes, axes, layouts)

@@ -209,7 +209,10 @@ class CodecRun:
           PlanError: no step has run yet.
         """
         if self._planned is None:
-            raise PlanError("telemetry: no step has run yet.")
+            raise PlanError(
+                "telemetry: no step with compressed gradients has run. Call the step "
+                "first; gradients are compressed where compression= says so."
+            )
         self._skipped.look(wait=True)
         skipped = 0 if self._state is None else int(np.asarray(self._state["skipped"]))
         telemetry = np.asarray(self._telemetry, dtype=float)

@@ -164,6 +164,12 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: both ``batch`` and ``others`` are given.
         """
+        if not callable(create_state):
+            raise PlanError(
+                f"{self.__name__}: init expects a function that makes the state, got "
+                f"{type(create_state).__name__}. For a state that is there already, "
+                "just call the step."
+            )
         if batch is not None and others is not None:
             raise PlanError(
                 f"{self.__name__}: init takes batch= or others=, not both: others= "

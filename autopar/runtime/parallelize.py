@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -156,6 +157,7 @@ def parallelize(
       ClusterError: the text describes no cluster.
       PlanError: options contradict each other, or there is no such plan or codec.
     """
+    _check_numbers(programs, least_gain)
     given = None if plan is None else as_plan(plan)
     named = None if cluster is None else as_cluster(cluster)
     options = PlanOptions(
@@ -177,8 +179,14 @@ def parallelize(
     fewer = checked(last_batch)
     kept = _plan_cache(cache or os.environ.get("AUTOPAR_CACHE") or None)
     chosen = None if devices is None else tuple(devices)
+    if chosen == ():
+        raise PlanError(
+            "parallelize: devices=[] names no device: leave it out for all devices."
+        )
+    static = _names(static_argnames)
 
     def decorate(function: Callable[..., Any]) -> ParallelStep[..., Any]:
+        _check_step(function, static)
         return ParallelStep(
             function,
             setting=Setting(cluster=named, plan=given, devices=chosen),
@@ -186,12 +194,47 @@ def parallelize(
             store=ProgramStore(donate=donate, fallback=safer, capacity=programs),
             codecs=CodecRun(policy),
             world=world,
-            static=_names(static_argnames),
+            static=static,
             fewer=fewer,
             cache=kept,
         )
 
     return decorate if step is None else decorate(step)
+
+
+def _check_numbers(programs: Any, least_gain: Any) -> None:
+    """Checks the kinds and ranges of numbers."""
+    if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
+        raise PlanError(
+            f"parallelize: programs={programs!r}: expected the most compiled programs "
+            f"to keep, at least 1; the default is {PROGRAMS}."
+        )
+    number = isinstance(least_gain, (int, float)) and not isinstance(least_gain, bool)
+    if not number or not 0 <= least_gain <= 1:
+        raise PlanError(
+            f"parallelize: least_gain={least_gain!r}: expected a part of the squared "
+            f"norm, between 0 and 1; the default is {LEAST_GAIN}."
+        )
+
+
+def _check_step(step: Any, static: Sequence[str]) -> None:
+    """Checks that a step can be called, and has the arguments that are named static."""
+    if not callable(step):
+        raise PlanError(
+            f"parallelize: expected a train step, a function, got {step!r}."
+        )
+    try:
+        parameters = inspect.signature(step).parameters.values()
+    except (TypeError, ValueError):
+        return
+    if any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters):
+        return
+    names = [p.name for p in parameters]
+    if unknown := [name for name in static if name not in names]:
+        raise PlanError(
+            f"parallelize: static_argnames={', '.join(unknown)!r}: the step has no "
+            f"such argument; it has {', '.join(names)}."
+        )
 
 
 def _plan_cache(folder: str | os.PathLike[str] | None) -> PlanCache | None:

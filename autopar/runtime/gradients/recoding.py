@@ -46,6 +46,16 @@ class Recoding:
             send its gradient.
         """
         known = {g.name: g for g in plan.gradients if g.codec}
+        if not isinstance(codecs, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise PlanError(
+                f"recode: expected a dictionary of parameters and codecs, or 'auto', "
+                f"got {codecs!r}."
+            )
+        if codecs and not known:
+            raise PlanError(
+                "recode: this plan compresses no gradient. Plan with compression=, "
+                "such as compression='auto'."
+            )
         if unknown := sorted(set(codecs) - set(known)):
             raise PlanError(
                 f"no compressed gradient named {', '.join(unknown[:4])}; the plan has "

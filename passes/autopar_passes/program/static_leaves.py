@@ -134,7 +134,7 @@ def _no_type(leaf: Any) -> str:
     if hasattr(leaf, "__array__"):
         return f"{kind} Pass numpy.asarray(...) of it."
     return (
-        f"{kind} Leave it out of the argument, or name the whole argument in "
+        f"{kind} Leave it out; an argument may also be named as a whole in "
         "static_argnames=."
     )
 

@@ -1,0 +1,80 @@
+"""Checks what a user says about planning before any work is done."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from jax.sharding import PartitionSpec
+
+from autopar.errors import PlanError
+
+
+def check_limits(max_axes: Any, seconds: Any) -> None:
+    """Checks the limits of the search.
+
+    Raises:
+      PlanError: one is of another kind, or below what can be meant.
+    """
+    if max_axes is not None and (
+        isinstance(max_axes, bool) or not isinstance(max_axes, int)
+    ):
+        raise PlanError(
+            f"max_axes={max_axes!r}: expected the most mesh axes to try, a whole "
+            "number such as 2."
+        )
+    if seconds is None:
+        return
+    if isinstance(seconds, bool) or not isinstance(seconds, (int, float)):
+        raise PlanError(
+            f"seconds={seconds!r}: expected the time limit of the solver in seconds, "
+            "such as 10.0, or None for none."
+        )
+    if not seconds > 0 or math.isnan(seconds):
+        raise PlanError(
+            f"seconds={seconds!r}: expected more than 0, or None for no limit."
+        )
+
+
+def check_hints(pins: Any, rules: Any, axis_names: Any) -> None:
+    """Checks the kinds of hints.
+
+    Raises:
+      PlanError: one is of another kind than expected.
+    """
+    if pins is not None and not isinstance(pins, Mapping):
+        raise PlanError(
+            f"pins={_short(pins)}: expected a dictionary, such as "
+            "{'params/*': PartitionSpec('data')}."
+        )
+    for pattern, spec in cast(Mapping[str, Any], pins or {}).items():
+        if not isinstance(spec, PartitionSpec):
+            raise PlanError(
+                f"pin {pattern!r}: expected a jax.sharding.PartitionSpec, got "
+                f"{_short(spec)}."
+            )
+    if isinstance(rules, (str, Mapping)) or not isinstance(rules or (), Sequence):
+        raise PlanError(
+            f"logical_axis_rules={_short(rules)}: expected pairs of a logical name and "
+            "mesh axes, such as [('embed', 'data'), ('mlp', 'tensor')]."
+        )
+    _check_names(axis_names)
+
+
+def _check_names(axis_names: Any) -> None:
+    if axis_names is None:
+        return
+    several = isinstance(axis_names, Sequence) and not isinstance(axis_names, str)
+    names = cast(Sequence[Any], axis_names) if several else ()
+    texts = all(isinstance(name, str) and name for name in names)
+    if not names or not texts or len(set(names)) < len(names):
+        raise PlanError(
+            f"axis_names={_short(axis_names)}: expected different names, outermost "
+            "first, such as ('data', 'tensor')."
+        )
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 60 else f"{text[:57]}..."

@@ -1,0 +1,414 @@
+"""A table of misuse: each gets one clear error that says what to do.
+
+Beside each case stands what the message must hold. A message that begins with what was
+wrong ends with a remedy, an example, or what was expected.
+"""
+
+from __future__ import annotations
+
+import json
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import small_step
+from jax.sharding import PartitionSpec as P
+
+import autopar
+from autopar import (
+    AutoparError,
+    Cluster,
+    ClusterError,
+    Plan,
+    PlanError,
+    TraceError,
+    parallelize,
+    plan,
+)
+
+EIGHT = "8:cpu"
+ROWS, WIDTH = 16, 16
+W, X = np.ones((WIDTH, WIDTH), np.float32), np.ones((ROWS, WIDTH), np.float32)
+Call = Callable[[], Any]
+
+
+def step(w: Any, batch: Any) -> Any:
+    grad = jax.grad(lambda w: ((batch @ w) ** 2).mean())(w)
+    return w - 0.1 * grad, grad.sum()
+
+
+@pytest.fixture(scope="module")
+def good() -> Plan:
+    return plan(step, W, X, cluster=EIGHT)
+
+
+def refused(call: Call, message: str, kind: type[Exception] = PlanError) -> None:
+    """Checks that a call ends in one error that says what it should."""
+    with pytest.raises(kind, match=message) as found:
+        call()
+    text = str(found.value)
+    assert isinstance(found.value, (AutoparError, ClusterError, TraceError))
+    assert "Traceback" not in text
+    assert len(text.splitlines()[0]) < 400
+    assert text.rstrip()[-1] in ".)'" or "\n" in text
+
+
+NO_SHAPE = r"is not a shape: write positive sizes.*Example"
+NO_BYTES = r"is not a number of bytes: write one such as '40GB'"
+NO_DEVICE = r"unknown device.*the presets are .*TOML file"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", NO_SHAPE),
+        ("cpu", NO_SHAPE),
+        ("h100", NO_SHAPE),
+        ("0:cpu", NO_SHAPE),
+        ("-1:cpu", NO_SHAPE),
+        ("2x0:h100", NO_SHAPE),
+        ("2xx4:h100", NO_SHAPE),
+        ("x:h100", NO_SHAPE),
+        ("1e3:h100", NO_SHAPE),
+        ("2x3.5:h100", NO_SHAPE),
+        ("8:", r"names no device after the colon\. Example"),
+        ("8:nothing", NO_DEVICE),
+        ("8:cpu:extra", NO_DEVICE),
+        ("8 : h 100", NO_DEVICE),
+        ("2x4:h100,memory=", NO_BYTES),
+        ("2x4:h100,memory=0", NO_BYTES),
+        ("2x4:h100,memory=lots", NO_BYTES),
+        ("8:h100,memory=-1GB", NO_BYTES),
+        ("8:h100,memory=1KB", NO_BYTES),
+        ("2x4:h100,colour=red", r"unknown option 'colour=red'.*Example"),
+        ("/no/such.toml", r"cannot read the cluster file.*No such file"),
+    ],
+)
+def test_clusters(text: str, message: str) -> None:
+    refused(lambda: Cluster.parse(text), message, ClusterError)
+    refused(lambda: parallelize(step, cluster=text), message, ClusterError)
+
+
+@pytest.mark.parametrize("given", [8, None, ["8:cpu"], {}])
+def test_no_clusters(given: Any) -> None:
+    refused(
+        lambda: plan(step, W, X, cluster=given),
+        r"cluster=.*expected an autopar\.Cluster or its text",
+        ClusterError,
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("int9", r"unknown codec 'int9'; known: bf16"),
+        ("INT8", r"unknown codec 'INT8'; known: bf16"),
+        (" ", r"unknown codec ''; known: bf16"),
+        ("auto:int8", r"unknown codec 'auto'; known"),
+        ("int8;int4", r"unknown codec 'int8;int4'; known"),
+        ("powersgd:rank=x", r"rank must be of type int, got 'x'"),
+        ("powersgd:rank=0", r"rank must be positive, got 0"),
+        ("topk:ratio=2", r"in \(0, 1\]; got 2"),
+        ("int8:", r"is not field=value; its fields and their defaults: block=256"),
+        ("int8:size=3", r"size"),
+    ],
+)
+def test_codecs(text: str, message: str) -> None:
+    refused(lambda: plan(step, W, X, cluster=EIGHT, compression=text), message)
+    refused(lambda: parallelize(step, cluster=EIGHT, compression=text), message)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"error_budget": 0.1}, r"leave it out with compression='none'"),
+        ({"compression": "auto", "error_budget": -1}, r"at least 0, such as 0\.05"),
+        ({"compression": "auto", "error_budget": np.nan}, r"at least 0, such as"),
+        ({"compression": "auto", "error_budget": "x"}, r"at least 0, such as"),
+        ({"max_axes": 0}, r"max_axes=0 is too few.*Give 1 or more"),
+        ({"max_axes": -1}, r"max_axes=-1 is too few.*Give 1 or more"),
+        ({"max_axes": "2"}, r"a whole number such as 2"),
+        ({"max_axes": 1.5}, r"a whole number such as 2"),
+        ({"cluster": "2x4:h100", "max_axes": 1}, r"has 2 levels.*Give 2 or more"),
+        ({"axis_names": ("a", "a")}, r"different names, outermost first"),
+        ({"axis_names": "data"}, r"different names, outermost first"),
+        ({"axis_names": ()}, r"different names, outermost first"),
+        ({"axis_names": (1, 2)}, r"different names, outermost first"),
+        ({"axis_names": tuple("abcd")}, r"into 4 mesh axes.*Give fewer names"),
+        ({"seconds": -1}, r"more than 0, or None for no limit"),
+        ({"seconds": 0}, r"more than 0, or None for no limit"),
+        ({"seconds": "10"}, r"in seconds, such as 10\.0"),
+        ({"pins": {"nothing": P("data")}}, r"matches no input; inputs are named like"),
+        ({"pins": {"w": P("zz")}}, r"no mesh axis 'zz'; the mesh has.*axis_names="),
+        ({"pins": {"w": P(None, None, "data")}}, r"more entries than shape"),
+        ({"pins": {"w": P("data", "data")}}, r"uses a mesh axis twice"),
+        ({"pins": {"w": "data"}}, r"expected a jax\.sharding\.PartitionSpec"),
+        ({"pins": [("w", P("data"))]}, r"expected a dictionary, such as"),
+        ({"logical_axis_rules": "embed"}, r"expected pairs of a logical name"),
+        ({"logical_axis_rules": {"embed": "x"}}, r"expected pairs of a logical name"),
+        ({"layouts": 3}, r"expected an autopar\.Plan, or the path of its JSON file"),
+    ],
+    ids=str,
+)
+def test_options_of_planning(options: dict[str, Any], message: str) -> None:
+    refused(lambda: plan(step, W, X, **({"cluster": EIGHT} | options)), message)
+
+
+def test_what_cannot_be_split() -> None:
+    odd = W[:15, :15], X[:, :15]
+    refused(
+        lambda: plan(step, W, X[:5], cluster=EIGHT),
+        r"cannot be split.*\n.*try: a batch of 8, or split_batch=False",
+    )
+    refused(
+        lambda: plan(step, *odd, cluster=EIGHT, pins={"w": P("data")}),
+        r"a dimension of 15 cannot be split",
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cluster": 8}, r"expected an autopar\.Cluster or its text"),
+        ({"plan": 3}, r"expected an autopar\.Plan, or the path"),
+        ({"plan": {}}, r"expected an autopar\.Plan, or the path"),
+        ({"devices": []}, r"names no device: leave it out for all"),
+        ({"programs": 0}, r"at least 1; the default is 8"),
+        ({"programs": "8"}, r"at least 1; the default is 8"),
+        ({"policy": object()}, r"no effect without codecs; give compression="),
+        ({"fallback": "int8"}, r"no effect without codecs; give compression="),
+        ({"compression": "int8", "fallback": "int9"}, r"unknown codec 'int9'; known"),
+        (
+            {"compression": "int8", "fallback": "bf16", "least_gain": "x"},
+            r"between 0 and 1",
+        ),
+        (
+            {"compression": "int8", "fallback": "bf16", "least_gain": 2.0},
+            r"between 0 and 1",
+        ),
+        ({"last_batch": "skip"}, r"expected 'run'.*'drop'.*or 'pad'"),
+        ({"last_batch": None}, r"expected 'run'.*'drop'.*or 'pad'"),
+        ({"static_argnames": "btach"}, r"no such argument; it has w, batch"),
+        ({"cache": __file__}, r"cannot be used as a folder"),
+    ],
+    ids=str,
+)
+def test_options_of_the_decorator(options: dict[str, Any], message: str) -> None:
+    kind = ClusterError if "cluster" in options else PlanError
+    refused(lambda: parallelize(step, **options), message, kind)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cluster": EIGHT}, r"give cluster= or plan=, not both"),
+        (
+            {"compression": "int8"},
+            r"no effect with plan=.*layouts=plan",
+        ),
+        ({"layouts": None}, r"layouts= has no effect with plan="),
+        ({"policy": object()}, r"no effect without codecs"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_options_beside_a_plan(good: Plan, options: Any, message: str) -> None:
+    given = {name: good if x is None else x for name, x in options.items()}
+    refused(lambda: parallelize(step, plan=good, **given), message)
+
+
+@pytest.mark.parametrize("given", [None, 3, "step", [step]])
+def test_no_step(given: Any) -> None:
+    refused(lambda: parallelize(cluster=EIGHT)(given), r"expected a train step")
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (lambda text: "", r"not a plan: .*Plans are written by Plan\.save"),
+        (lambda text: "[]", r"not a plan: Expected `object`"),
+        (lambda text: text[:300], r"not a plan: Input data was truncated"),
+        (lambda text: changed(text, schema=99), r"has schema 99.*Make the plan again"),
+        (lambda text: changed(text, stages=None), r"not a plan: .*stages"),
+        (lambda text: None, r"cannot be read: No such file"),
+    ],
+    ids=["empty", "list", "cut", "newer", "no stages", "missing"],
+)
+def test_plan_files(
+    good: Plan, tmp_path: pathlib.Path, damage: Any, message: str
+) -> None:
+    path = tmp_path / "plan.json"
+    good.save(path)
+    text = damage(path.read_text())
+    path.unlink() if text is None else path.write_text(text)
+    refused(lambda: parallelize(step, plan=path), message)
+    refused(lambda: autopar.audit(step, W, X, plan=path), message)
+
+
+def changed(text: str, **fields: Any) -> str:
+    found = json.loads(text) | fields
+    return json.dumps({k: v for k, v in found.items() if v is not None})
+
+
+def test_a_plan_for_another_step(good: Plan) -> None:
+    another = r"the plan belongs to another step .*Make a new plan"
+    refused(lambda: parallelize(lambda w, b: (w * 2, b), plan=good)(W, X), another)
+    refused(lambda: parallelize(step, plan=good)(W[:8, :8], X[:, :8]), another)
+    refused(lambda: autopar.audit(lambda w, b: w, W, X, plan=good), another)
+
+
+@pytest.mark.parametrize(
+    ("layouts", "message"),
+    [
+        ({"nothing": P("data")}, r"matches no input; inputs are named like"),
+        ({"w": P("zzz")}, r"no mesh axis 'zzz'; the mesh has"),
+        ({"w": P("data", "data")}, r"uses a mesh axis twice"),
+        ({"w": P(None, None, "data")}, r"more entries than shape"),
+        ("w", r"expected a dictionary of path patterns"),
+    ],
+)
+def test_edits(good: Plan, layouts: Any, message: str) -> None:
+    refused(lambda: good.edit(layouts), message)
+
+
+NO_TYPE = r"which is no JAX type"
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": ["x"]}, rf"'batch/a/0' is of type str, {NO_TYPE}"),
+        ({"a": object()}, rf"'batch/a' is of type object, {NO_TYPE}"),
+        (np.array([None]), r"'batch' is an array of dtype object"),
+        (np.array(["a"]), r"'batch' is an array of dtype <U1"),
+        (np.array(["2020-01-01"], "M8[D]"), r"'batch' is an array of dtype datetime64"),
+        ({1, 2}, rf"'batch' is of type set, {NO_TYPE}"),
+    ],
+)
+def test_arguments(batch: Any, message: str) -> None:
+    run = parallelize(lambda w, batch: w, cluster=EIGHT)
+    refused(lambda: run(W, batch), message, TraceError)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            lambda w, b: w if b.sum() > 0 else -w,
+            r"boolean conversion.*\n.*\n.*try",
+        ),
+        (lambda w, b: (w, float(b.sum())), r"concrete value is expected"),
+        (lambda w, b: (w, np.asarray(b)), r"numpy\.ndarray conversion"),
+        (lambda w, b: (w, b @ np.ones((3, 3))), r"contracting dimensions"),
+        (lambda w, b: (w, "text"), rf"'result/1' is of type str, {NO_TYPE}"),
+        (lambda w, b: (w, object()), rf"'result/1' is of type object, {NO_TYPE}"),
+        (lambda w: w, r"takes 1 positional argument but 2 were given"),
+        (lambda w, b, c: w, r"missing 1 required positional argument: 'c'"),
+        (jax.pmap(step), r"is a jax\.pmap: pass the function itself"),
+    ],
+    ids=range(9),
+)
+def test_steps(function: Any, message: str) -> None:
+    w = np.copy(W)
+    refused(lambda: parallelize(function, cluster=EIGHT)(w, X), message, TraceError)
+    np.testing.assert_array_equal(w, W)
+
+
+def test_calls_by_wrong_names() -> None:
+    run = parallelize(step, cluster=EIGHT)
+    refused(lambda: run(W, btach=X), r"missing a required argument", TraceError)
+    refused(lambda: run(W, X, w=W), r"multiple values for argument 'w'", TraceError)
+
+
+def test_devices() -> None:
+    def run(cluster: str, devices: Any = None) -> Call:
+        return lambda: parallelize(step, cluster=cluster, devices=devices)(W, X)
+
+    refused(run(EIGHT, [99]), r"devices=\[99\]: not among the devices")
+    refused(run("2:cpu", [0, 0]), r"a device stands twice")
+    refused(run("16:cpu"), r"for 16 devices .*, and there are 8.*XLA_FLAGS")
+    refused(run(EIGHT, [0, 1]), r"for 8 devices .*, and there are 2")
+
+
+EARLY = r"no plan yet|needs a step that|no step with compressed gradients has run"
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda s: s.plan,
+        lambda s: s.telemetry,
+        lambda s: s.recode({}),
+        lambda s: s.replan("4:cpu", W),
+        lambda s: s.jit(lambda w: w)(W),
+        lambda s: s.shardings(W),
+    ],
+    ids=["plan", "telemetry", "recode", "replan", "jit", "shardings"],
+)
+def test_before_the_first_call(use: Callable[[Any], Any]) -> None:
+    refused(lambda: use(parallelize(step, cluster=EIGHT)), EARLY)
+
+
+@pytest.fixture(scope="module")
+def run() -> Any:
+    return parallelize(step, cluster=EIGHT, donate=False)
+
+
+class TestAfterAStep:
+    """A refused call changes nothing: the step goes on with the state it had."""
+
+    @pytest.mark.parametrize(
+        ("use", "message"),
+        [
+            (lambda s: s.telemetry, r"no step with compressed gradients"),
+            (
+                lambda s: s.recode({"w": "int8"}),
+                r"no gradient.*compression=",
+            ),
+            (lambda s: s.recode("int8"), r"expected a dictionary.*or 'auto'"),
+            (lambda s: s.replan("4:nothing", W), NO_DEVICE),
+            (lambda s: s.replan("16:cpu", W), r"for 16 devices .*, and there are 8"),
+            (lambda s: s.replan("2:cpu", W, devices=[0, 77]), r"not among the devices"),
+            (lambda s: s.replan("4:cpu", W[:3]), r"is not what the step's first"),
+            (lambda s: s.replan("4:cpu", "w"), r"is not what the step's first"),
+            (lambda s: s.replan("4:cpu", W, plan="no.json"), r"cannot be read"),
+            (
+                lambda s: s.replan("4:cpu", W, plan=small_step.plan("4:cpu")),
+                r"belongs to another step",
+            ),
+            (lambda s: s.shardings(W[:3]), r"is not what the step's first"),
+            (lambda s: s.init(W), r"init expects a function"),
+            (
+                lambda s: s.init(lambda: W, batch=X, others=(X,)),
+                r"not both: others=",
+            ),
+            (lambda s: s.init(lambda: W, batch=X[:, :3]), r"contracting dimensions"),
+            (lambda s: s(W, X[:, :3]), r"contracting dimensions"),
+            (lambda s: s(W, "text"), r"shape|type"),
+        ],
+        ids=range(16),
+    )
+    def test_state_intact(self, run: Any, use: Any, message: str) -> None:
+        before, _ = run(W, X)
+        with pytest.raises((AutoparError, ClusterError, TraceError), match=message):
+            use(run)
+        after, _ = run(W, X)
+        np.testing.assert_array_equal(before, after)
+
+
+def test_a_state_that_was_consumed() -> None:
+    run = parallelize(step, cluster=EIGHT)
+    w = run.init(lambda: jnp.asarray(W), batch=X)
+    run(w, X)
+    refused(lambda: run(w, X), r"'w' was consumed.*donate=False")
+
+
+def test_memory() -> None:
+    refused(
+        lambda: plan(step, W, X, cluster="8:h100,memory=1kB"),
+        r"memory",
+        autopar.InfeasibleError,
+    )
