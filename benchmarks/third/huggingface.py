@@ -213,7 +213,7 @@ def llama(size: Size) -> Case:
     }
     config = transformers.LlamaConfig(**size.of(tiny, {}))
     model = transformers.FlaxLlamaForCausalLM(config, _do_init=False)
-    return _language_model(size, model, *size.of((16, 16), (size.devices, 2048)))
+    return _language_model(size, model, *size.of((16, 16), (size.devices, 1024)))
 
 
 def bert(size: Size) -> Case:
