@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -102,4 +103,8 @@ def _recorder(found: list[Any]) -> Callable[..., Any]:
 
 def abstract(make: Callable[[], Any]) -> Any:
     """What a function makes, with structs in the place of arrays."""
+    equinox = sys.modules.get("equinox")
+    if equinox is not None:
+        # Its modules hold functions and texts beside arrays.
+        return equinox.filter_eval_shape(make)
     return nnx.eval_shape(make)

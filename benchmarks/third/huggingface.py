@@ -197,7 +197,7 @@ def gpt2(size: Size) -> Case:
     }
     config = transformers.GPT2Config(**size.of(tiny, {}))
     model = transformers.FlaxGPT2LMHeadModel(config, _do_init=False)
-    return _language_model(size, model, *size.of((16, 16), (256, 1024)))
+    return _language_model(size, model, *size.of((16, 16), (8 * size.devices, 1024)))
 
 
 def llama(size: Size) -> Case:
@@ -213,7 +213,7 @@ def llama(size: Size) -> Case:
     }
     config = transformers.LlamaConfig(**size.of(tiny, {}))
     model = transformers.FlaxLlamaForCausalLM(config, _do_init=False)
-    return _language_model(size, model, *size.of((16, 16), (64, 2048)))
+    return _language_model(size, model, *size.of((16, 16), (size.devices, 1024)))
 
 
 def bert(size: Size) -> Case:

@@ -201,7 +201,7 @@ def argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
 def _keyed(fixed: Fixed, arrays: Sequence[Any]) -> list[Any]:
     """The path of each array."""
     static = {k for k, _ in fixed.leaves}
-    keyed, _ = jax.tree_util.tree_flatten_with_path(fixed.join(arrays))
+    keyed, _ = fixed.read(arrays, jax.tree_util.tree_flatten_with_path)
     return [path for k, (path, _) in enumerate(keyed) if k not in static]
 
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar_passes.program.calls import CallForm, ResultForm
 from autopar_passes.program.nnx_objects import is_object_state
+from autopar_passes.program.static_leaves import Fixed
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +42,12 @@ class _Leaf:
     kind: tuple[Any, ...]
 
 
+# The pairs, and the arguments that come back changed.
+_Found = tuple[dict[int, int], set[int]]
+# Path and array of everything that NNX objects hold.
+_ObjectArrays = Iterator[tuple[Any, _Leaf]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Part:
     """A part of a tree.
@@ -50,6 +57,7 @@ class _Part:
         element of a sequence.
       depth: number of trees around it.
       tree: the part.
+      numbers: ``id`` of what stands for an array in it -> the array.
       structure: of its tree.
       leaves: its leaves, arrays as `_Leaf`.
     """
@@ -57,6 +65,7 @@ class _Part:
     name: str
     depth: int
     tree: Any
+    numbers: Mapping[int, _Leaf]
     structure: Any
     leaves: tuple[Any, ...]
 
@@ -68,7 +77,7 @@ class _Part:
     @property
     def is_array(self) -> bool:
         """Whether it is an array by itself."""
-        return len(self.leaves) == 1 and self.tree is self.leaves[0]
+        return len(self.leaves) == 1 and jax.tree_util.treedef_is_leaf(self.structure)
 
 
 def find_carried(
@@ -82,16 +91,28 @@ def find_carried(
       result: the form of the result.
       outputs: shapes and dtypes of the flat results.
     """
-    given = form.fixed.join(_numbered(inputs))
-    objects, returned = result.fixed.join(_numbered(outputs))
-    search = _Search(_part("", 0, returned))
-    for k, (name, tree) in enumerate(zip(form.names, given, strict=True)):
-        if form.objects:
-            search.objects(tree, objects[k])
-        search.match(_part(name, 0, tree))
+
+    def both(given: Any) -> _Found:
+        return result.fixed.read(outputs, lambda after: searched(given, after))
+
+    def searched(given: Any, after: Any) -> _Found:
+        before = _numbered(form.fixed, given, inputs)
+        numbers = _numbered(result.fixed, after, outputs)
+        objects, returned = after
+        search = _Search(_part("", 0, returned, numbers))
+        for k, (name, tree) in enumerate(zip(form.names, given, strict=True)):
+            if form.objects:
+                search.objects(
+                    _object_arrays(tree, before), _object_arrays(objects[k], numbers)
+                )
+            search.match(_part(name, 0, tree, before))
+        return search.pairs, search.changed
+
+    pairs, changed = form.fixed.read(inputs, both)
     paths = form.paths(inputs)
-    changed = tuple(paths[i] for i in sorted(search.changed))
-    return Carried(dict(sorted(search.pairs.items())), changed)
+    return Carried(
+        dict(sorted(pairs.items())), tuple(paths[i] for i in sorted(changed))
+    )
 
 
 class _Search:
@@ -107,10 +128,10 @@ class _Search:
         for part in _parts(result):
             self._parts[part.structure].append(part)
 
-    def objects(self, tree: Any, after: Any) -> None:
+    def objects(self, before: _ObjectArrays, after: _ObjectArrays) -> None:
         """Matches the arrays of the NNX objects of an argument, by their paths."""
-        new = dict(_object_arrays(after))
-        for path, leaf in _object_arrays(tree):
+        new = dict(after)
+        for path, leaf in before:
             other = new.get(path)
             if isinstance(other, _Leaf) and other.kind == leaf.kind:
                 self.pairs[leaf.index] = other.index
@@ -181,13 +202,20 @@ def _kinds(part: _Part) -> list[Any]:
     return [x.kind if isinstance(x, _Leaf) else ("static", x) for x in part.leaves]
 
 
-def _numbered(arrays: Sequence[Any]) -> list[_Leaf]:
-    return [_Leaf(k, (tuple(x.shape), str(x.dtype))) for k, x in enumerate(arrays)]
+def _numbered(fixed: Fixed, tree: Any, arrays: Sequence[Any]) -> dict[int, _Leaf]:
+    """What stands for an array in a tree, by its ``id`` -> the array."""
+    static = {k for k, _ in fixed.leaves}
+    held = [x for k, x in enumerate(jax.tree.leaves(tree)) if k not in static]
+    return {
+        id(x): _Leaf(k, (tuple(struct.shape), str(struct.dtype)))
+        for k, (x, struct) in enumerate(zip(held, arrays, strict=True))
+    }
 
 
-def _part(name: str, depth: int, tree: Any) -> _Part:
-    leaves, structure = jax.tree.flatten(tree)
-    return _Part(name, depth, tree, structure, tuple(leaves))
+def _part(name: str, depth: int, tree: Any, numbers: Mapping[int, _Leaf]) -> _Part:
+    held, structure = jax.tree.flatten(tree)
+    leaves = tuple(numbers.get(id(x), x) for x in held)
+    return _Part(name, depth, tree, numbers, structure, leaves)
 
 
 def _children(part: _Part) -> list[_Part]:
@@ -195,7 +223,9 @@ def _children(part: _Part) -> list[_Part]:
     keyed, _ = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda x: x is not tree
     )
-    return [_part(_name(path), part.depth + 1, child) for path, child in keyed]
+    return [
+        _part(_name(path), part.depth + 1, child, part.numbers) for path, child in keyed
+    ]
 
 
 def _name(path: Any) -> str:
@@ -214,10 +244,11 @@ def _parts(part: _Part) -> Iterator[_Part]:
             queue.extend(_children(part))
 
 
-def _object_arrays(tree: Any) -> Iterator[tuple[Any, _Leaf]]:
+def _object_arrays(tree: Any, numbers: Mapping[int, _Leaf]) -> _ObjectArrays:
     """Path and array of everything that NNX objects in a tree hold."""
     keyed, _ = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_object_state)
     for path, held in keyed:
         if is_object_state(held):
             inner, _ = jax.tree_util.tree_flatten_with_path(held)
-            yield from ((path + more, x) for more, x in inner if isinstance(x, _Leaf))
+            known = ((path + more, numbers.get(id(x))) for more, x in inner)
+            yield from ((at, leaf) for at, leaf in known if leaf is not None)

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
 import jax
 import numpy as np
 from jax.core import Tracer
+
+T = TypeVar("T")
 
 _TRACED = (jax.Array, Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 _NUMBERS = (bool, int, float, complex)
@@ -51,6 +53,24 @@ class Fixed:
         count = self.tree.num_leaves
         leaves = [fixed[k] if k in fixed else next(given) for k in range(count)]
         return jax.tree.unflatten(self.tree, leaves)
+
+    def read(self, arrays: Sequence[Any], what: Callable[[Any], T]) -> T:
+        """What a function reads of the tree, in which each array is a tracer.
+
+        Classes that check what they hold then see what ``jax.jit`` shows them.
+        """
+        found: list[T] = []
+
+        def inner(*tracers: Any) -> None:
+            found.append(what(self.join(tracers)))
+
+        jax.eval_shape(inner, *map(_struct, arrays))
+        return found[0]
+
+
+def _struct(x: Any) -> Any:
+    """A struct of an array, which may be deleted; a Python number as it is."""
+    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
 
 
 def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -136,3 +137,30 @@ def test_objects_carry_what_they_had_and_have() -> None:
 def test_arrays_beside_objects_are_batch() -> None:
     found = names(lambda both: both["m"](both["x"]).sum(), {"m": Counter(), "x": X})
     assert found == {"both/m/count/value": "both/m/count/value"}
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
+class Scale:
+    """Checks what it holds whenever it is made, as ``jmp.LossScale`` does."""
+
+    value: Any
+
+    def __post_init__(self) -> None:
+        if jax.eval_shape(lambda: self.value).dtype != jnp.float32:
+            raise TypeError("a scale is a float32")
+
+
+def test_a_class_that_checks_what_it_holds() -> None:
+    """It sees arrays only, as under ``jax.jit``: nothing else stands for one."""
+
+    def step(state: Any, batch: Any) -> Any:
+        scale = Scale(state["scale"].value * 2.0)
+        return {"scale": scale, "w": state["w"] + 1}, (batch @ state["w"]).sum()
+
+    state = {"scale": Scale(jnp.ones(())), "w": W}
+
+    assert names(step, state, X) == {
+        "state/scale/value": "result/0/scale/value",
+        "state/w": "result/0/w",
+    }
