@@ -76,7 +76,7 @@ def shapes(levels: Sequence[Level]) -> tuple[Shape, ...]:
 
 
 def count(levels: Sequence[Level], shape: Shape) -> int:
-    """How many slices of one shape the levels hold side by side."""
+    """The number of slices of one shape that the levels hold side by side."""
     return math.prod(
         level.size // size for level, size in zip(levels, shape, strict=True)
     )

@@ -58,7 +58,7 @@ def codec_rows(plan: Plan, pricer: Pricer) -> tuple[CollectiveRow, ...]:
 
 
 def _rounds(gradient: GradientDecision, route: Route) -> tuple[Message, ...]:
-    """What the codec sends, and the average of the residuals where there is one."""
+    """The codec's collectives, and the average of the residuals if there is one."""
     found = route.rounds(parse_codec(gradient.codec))
     if not gradient.average_every:
         return found

@@ -202,7 +202,7 @@ class ParallelStep(Generic[P, R]):
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:
-        """What the last step says of each compressed gradient, by parameter.
+        """Telemetry of the last step for each compressed gradient, by parameter.
 
         Raises:
           PlanError: no step with compressed gradients has run.
@@ -262,7 +262,7 @@ class ParallelStep(Generic[P, R]):
         return last_batch.fitted(call, rows, running.plan, self._last_batch, count)
 
     def _place(self, analysed: Analysed, setting: Setting) -> Hashable:
-        """What a plan that is remembered belongs to."""
+        """The key of a remembered plan: the step, the cluster and the codecs."""
         if setting.plan is not None:
             return analysed.key, agreement.content_digest(setting.plan)
         cluster = setting.cluster or self.cluster
