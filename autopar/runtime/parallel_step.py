@@ -262,7 +262,7 @@ class ParallelStep(Generic[P, R]):
         return last_batch.fitted(call, rows, running.plan, self._last_batch, count)
 
     def _place(self, analysed: Analysed, setting: Setting) -> Hashable:
-        """The key of a remembered plan: the step, the cluster and the codecs."""
+        """What a plan that is remembered belongs to."""
         if setting.plan is not None:
             return analysed.key, agreement.content_digest(setting.plan)
         cluster = setting.cluster or self.cluster
