@@ -123,7 +123,7 @@ def _telemetry_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> Collect
 def codec_options(
     gradient: GradientDecision, itemsize: int, pricer: Pricer
 ) -> list[CodecPrice]:
-    """What the codecs that ``auto`` knows would cost a gradient, the fastest first.
+    """The costs of a gradient by each codec that ``auto`` knows, the fastest first.
 
     The codec that the plan has is among them, and '' is what the compiler does.
 

@@ -333,7 +333,7 @@ def over_text(gradient: GradientDecision) -> str:
 
 
 def ratio_text(dense_bytes: float, wire_bytes: float) -> str:
-    """How many times fewer bytes are sent; '' where there is nothing to send.
+    """The ratio of dense to sent bytes; '' if there is nothing to send.
 
     >>> ratio_text(28672, 7224)
     '3.97 x'
