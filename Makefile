@@ -14,7 +14,7 @@ GOLDEN_TESTS := tests/autopar/cli/test_cli_commands.py tests/examples/test_golde
 	tests/autopar/reports/test_table.py \
 	tests/autopar/plans/test_stages.py
 
-.PHONY: help demo test golden lint format wheel-check lock clean
+.PHONY: help demo test golden lint format docs wheel-check lock clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -43,13 +43,17 @@ format: $(INSTALLED)
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
+## make docs         build the site in build/site; any warning is an error
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
 ## make wheel-check  build the wheel and use it outside the source tree
 wheel-check: $(INSTALLED)
 	$(BIN)/python scripts/check_wheel.py
 
 ## make lock         resolve requirements.lock again; UPGRADE=1 takes newer versions
 lock: $(INSTALLED)
-	$(BIN)/uv pip compile pyproject.toml --group dev --extra fast --universal \
+	$(BIN)/uv pip compile pyproject.toml --group dev --group docs --extra fast --universal \
 		--python-version 3.11 --fork-strategy fewest --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade) \
 		--quiet --output-file requirements.lock

@@ -154,7 +154,7 @@ class Cluster:
 
     @property
     def num_devices(self) -> int:
-        """How many devices the cluster has; idle ones do not count."""
+        """The number of devices; idle ones do not count."""
         if self.groups:
             return sum(group.num_devices for group in self.groups)
         return math.prod(level.size for level in self.levels)
@@ -334,7 +334,7 @@ class Cluster:
         return self._key() == other._key()
 
     def __hash__(self) -> int:
-        """Of all fields."""
+        """The hash of all fields."""
         return hash(self._key())
 
     def __repr__(self) -> str:

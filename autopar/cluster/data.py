@@ -211,7 +211,7 @@ def _device_data(device: DeviceSpec) -> Data:
 
 
 def _calibration_data(device: DeviceSpec) -> Data:
-    """What differs from the calibration of the device's kind."""
+    """The fields that differ from the calibration of the device's kind."""
     if device.calibration is None:
         return {}
     usual = _fields(CALIBRATIONS[device.kind])

@@ -31,7 +31,7 @@ class ClusterFields(Protocol):
 
     @property
     def members(self) -> Members | None:
-        """Which devices of a whole cluster these are; None: all of them."""
+        """The places of these devices in a whole cluster; None: all of them."""
         ...
 
     @property
@@ -46,7 +46,7 @@ class ClusterFields(Protocol):
 
     @property
     def num_devices(self) -> int:
-        """How many devices the cluster has; idle ones do not count."""
+        """The number of devices; idle ones do not count."""
         ...
 
     @property

@@ -29,7 +29,7 @@ def refuse(cluster: ClusterFields, what: str) -> ClusterError:
 
 @final
 class _EqualOnly:
-    """What is found where an instance lacks the field: in a cluster of groups.
+    """The value of a field that a cluster of groups lacks: reading it is an error.
 
     It defines no `__set__`, so that a cluster of equal devices holds plain values,
     which are read before this.

@@ -32,7 +32,7 @@ _KINDS = (
 
 
 class Device(Protocol):
-    """What is read of a `jax.Device`, whose type checkers do not know."""
+    """The part of a `jax.Device` that is read here; type checkers do not know it."""
 
     device_kind: str
     platform: str
@@ -44,7 +44,7 @@ class Device(Protocol):
 
 
 def profile_path(device_kind: str, num_devices: int) -> pathlib.Path:
-    """Where the profile of this machine is kept.
+    """The path of this machine's profile.
 
     $AUTOPAR_PROFILE if it is set, and otherwise a file of the user's cache folder
     named after the host, the kind of device and their number.

@@ -89,12 +89,12 @@ class Members:
 
 
 def size_of(levels: Sequence[Level]) -> int:
-    """How many devices the levels hold."""
+    """The number of devices that the levels hold."""
     return math.prod(level.size for level in levels)
 
 
 def num_hosts(levels: Sequence[Level]) -> int:
-    """How many parts the last level has: hosts, or rows of a torus."""
+    """The number of parts of the last level: hosts, or rows of a torus."""
     return size_of(levels[:-1])
 
 

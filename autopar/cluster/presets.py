@@ -83,7 +83,7 @@ class Preset:
         return tuple(Level(name=n, size=s, link=link) for n, s, link in named)
 
     def _torus_link(self, size: int) -> LinkSpec:
-        """By whether the ends of a dimension of this size are joined."""
+        """The ring's link, or the open link if a dimension of this size has no ring."""
         return self.inner if size % self.wrap_multiple == 0 else self.open_link
 
 

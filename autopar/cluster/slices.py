@@ -76,7 +76,7 @@ def shapes(levels: Sequence[Level]) -> tuple[Shape, ...]:
 
 
 def count(levels: Sequence[Level], shape: Shape) -> int:
-    """How many slices of one shape the levels hold side by side."""
+    """The number of slices of one shape that the levels hold side by side."""
     return math.prod(
         level.size // size for level, size in zip(levels, shape, strict=True)
     )
@@ -189,7 +189,7 @@ class _Filling:
         return start
 
     def _state(self) -> tuple[int, ...]:
-        """What is taken, as the bits of one number, and what is left."""
+        """The positions that are taken, as bits of one number, and the counts left."""
         bits = int("".join("01"[taken] for taken in self._taken), 2)
         return (bits, *self._left.values())
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 def read(path: pathlib.Path, convert: Callable[[data.Data], T]) -> T:
-    """What `convert` makes of the tables of a file.
+    """The value that `convert` makes of the tables of a file.
 
     Raises:
       ClusterError: the file cannot be read, or what it says is wrong.

@@ -133,7 +133,7 @@ def _content(request: Request) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Message:
-    """What one gradient sends in one collective.
+    """The message of one gradient in one collective.
 
     Attributes:
       kind: ``all_to_all``, ``all_gather``, ``all_reduce`` or ``reduce_scatter``.
@@ -179,7 +179,7 @@ class _Recorder:
 def codec_messages(
     codec: Codec, shape: tuple[int, ...], workers: int, *, scatter: bool = False
 ) -> tuple[Message, ...]:
-    """What a codec sends of one gradient, a message a round.
+    """The messages of a codec for one gradient, one a round.
 
     The codec's generator is run on abstract values, so this is what is sent.
 

@@ -43,7 +43,7 @@ _DTYPES = ("float32", "bfloat16")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Feedback:
-    """How a worker's error is fed back.
+    """The way in which a worker's error is fed back.
 
     Attributes:
       kind: none, residual or partial; see the module.
@@ -105,7 +105,7 @@ class Feedback:
 def with_residual(
     gradient: jax.Array, residual: jax.Array, feedback: Feedback
 ) -> jax.Array:
-    """What a worker wants to send, ``d``, float32 of the gradient's shape."""
+    """The array that a worker wants to send, ``d``, float32 of the gradient's shape."""
     wanted = gradient.astype(jnp.float32)
     if not feedback.active or feedback.carried == 0.0:
         return wanted
@@ -184,7 +184,7 @@ def step_ahead(params: Any, residuals: Any, preview: float = 1.0) -> Any:
 
 
 def change(params: Any, stepped: Any) -> Any:
-    """What a worker's local step changed, ``x - x'``, previewed residual included.
+    """The change of a worker's local step, ``x - x'``, previewed residual included.
 
     Args:
       params: ``x``, from which `step_ahead` started.

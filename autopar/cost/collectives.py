@@ -46,7 +46,7 @@ class Curve:
 
     @property
     def s_per_byte(self) -> float:
-        """What a byte takes in the largest buffers: no size takes less of each."""
+        """The time of a byte in the largest buffers, the least of all sizes."""
         return max(min(slope for _, slope in self.lines), self.floor_s_per_byte)
 
     def seconds_array(self, nbytes: Sizes) -> Sizes:
@@ -260,7 +260,7 @@ def collective_s(kind: str, nbytes: float, axes: Sequence[MeshAxis]) -> float:
 
 @functools.lru_cache(maxsize=1 << 12)  # as many as `_plan` has
 def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
-    """What a byte takes in a collective too large for its latency to count.
+    """The time of a byte in a collective whose latency does not count.
 
     The least slope of `collective_s`, which is at least this times the size.
 

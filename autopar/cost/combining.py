@@ -29,7 +29,7 @@ Place = tuple[int, str]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Combiner:
-    """What one compiler joins.
+    """The collectives that one compiler joins, and the limits of a message.
 
     Attributes:
       kinds: of collectives.

@@ -30,7 +30,7 @@ _HELD = {
 
 
 class Paid(enum.Enum):
-    """How often something is paid in a step."""
+    """The occasions on which a cost is paid in a step."""
 
     MICROBATCH = "by every microbatch"
     SYNCHRONISATION = "once, when gradients are summed and state is updated"
@@ -94,7 +94,7 @@ def work_items(assignment: Assignment, pricer: Pricer) -> Iterator[CostItem]:
 
 
 def paid_by(op: Operator) -> Paid:
-    """How often the work of an operator is done."""
+    """The occasion on which the work of an operator is paid."""
     return Paid.SYNCHRONISATION if op.role is Role.UPDATE else Paid.MICROBATCH
 
 

@@ -43,7 +43,7 @@ class Corrections:
 
     @property
     def total_s(self) -> float:
-        """What is added to the sum over pairs."""
+        """The difference between the cost and the sum over pairs."""
         return self.messages_s - self.merged_s
 
 

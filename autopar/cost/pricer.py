@@ -42,7 +42,7 @@ class Pricer:
 
     @property
     def skew(self) -> float:
-        """What waiting for other devices makes of a time on the link."""
+        """The factor by which waiting for other devices lengthens communication."""
         return self.cluster.device.calibrated.skew
 
     def group(self, axes: Axes) -> int:
@@ -54,7 +54,7 @@ class Pricer:
 
     @property
     def combiner(self) -> Combiner:
-        """What the compiler joins into one message on this kind of device."""
+        """The limits of one message on this kind of device."""
         known = self.cluster.device.calibrated
         return combiner_of(known) if self.combining else NO_COMBINER
 
@@ -75,7 +75,7 @@ class Pricer:
         return self.skew * part * wire + self.move_s(step, size)
 
     def group_of(self, step: ReshardStep) -> Group:
-        """What a collective has in common with those that share its message."""
+        """The key of a collective: those that share a message have the same."""
         return self.runs_as(step.kind), tuple(sorted(step.axes))
 
     def bytes_s(self, step: ReshardStep, nbytes: float) -> float:
@@ -115,7 +115,7 @@ class Pricer:
         return 2.0 * copies * size / self.cluster.device.memory_bandwidth_bytes_per_s
 
     def runs_as(self, kind: str) -> str:
-        """What the compiler makes of a collective on this kind of device.
+        """The collective that the compiler emits for one on this kind of device.
 
         Where it forms no reduce-scatter it runs an all-reduce and keeps a slice.
         """

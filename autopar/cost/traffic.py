@@ -148,7 +148,7 @@ def _read(
 def _gather_place(
     assignment: Assignment, source: int, reader: Operator, step: ReshardStep
 ) -> Place | None:
-    """Where a gather of a parameter runs; None for what others wait for."""
+    """The computation and dtype of a parameter's gather; None: it is not joined."""
     known = assignment.independent
     maker = assignment.contraction.producer[source]
     if step.kind not in GATHERS or maker.class_index not in known.gathered:
@@ -160,7 +160,7 @@ def _gather_place(
 def _sum_place(
     assignment: Assignment, maker: Operator, value: int, step: ReshardStep, at: Operator
 ) -> Place | None:
-    """Where the sum of a gradient is taken; None for what others wait for."""
+    """The computation and dtype of a gradient's sum; None: it is not joined."""
     known = assignment.independent
     if step.kind not in SUMS or maker.class_index not in known.summing:
         return None

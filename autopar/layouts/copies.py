@@ -11,7 +11,7 @@ from autopar_passes.rules.factor_rule import Dims
 
 
 class Mode(enum.Enum):
-    """How a copy comes about."""
+    """The way in which a copy is made."""
 
     FETCH = "resharded from the value"
     REUSE = "the forward copy, kept"

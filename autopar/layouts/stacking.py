@@ -21,7 +21,7 @@ _SCATTER = "scatter-add"
 
 
 class Layouts(Protocol):
-    """What a plan says of each operator and value; `Assignment` is one."""
+    """The layouts of each operator and value in a plan; `Assignment` is one."""
 
     @property
     def graph(self) -> OperatorGraph:
@@ -73,7 +73,7 @@ class Stacking:
 
 
 def stacking_of(assignment: Layouts, deferral: Deferral) -> Stacking | None:
-    """How a plan takes a deferral, or None if its layouts do not allow it."""
+    """The stacking of a deferral in a plan; None if its layouts do not allow it."""
     graph = assignment.graph
     makers = [graph.operators[c] for c in deferral.contributions]
     if any(op.class_index not in assignment.contraction.node_of for op in makers):

@@ -41,7 +41,7 @@ class Candidate:
 
     @functools.cached_property
     def cost(self) -> CostBreakdown:
-        """What a step costs."""
+        """The cost of a step."""
         return total(self.items)
 
     @functools.cached_property

@@ -126,7 +126,7 @@ class _Writer:
                 yield MemoryTerm(node=index, start=start, end=start + 1, usage=usage)
 
     def arrivals(self, sources: Iterable[Source]) -> Iterator[MemoryTerm]:
-        """What a reader has a value resharded to, while it arrives."""
+        """The array that a reader's resharding fills while it arrives."""
         for source in sources:
             for use in source.foreign:
                 for value, (first, _, _) in use.readers.items():

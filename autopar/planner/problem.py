@@ -306,7 +306,7 @@ def _reuse_matrix(forward: Copy, backward: Copy) -> np.ndarray:
 def _by_mode(
     copy: Copy, home: Sequence[Layout], layouts: Sequence[Layout], fetch: np.ndarray
 ) -> np.ndarray:
-    """What each way to come by a copy costs; only the value itself is its layout."""
+    """The cost of each way to make a copy; only the value itself has its layout."""
     if Mode.SAME in copy.modes:
         same = np.array([[a == b for b in layouts] for a in home])
         mine = np.array([m is Mode.SAME for m in copy.modes])[None, :]

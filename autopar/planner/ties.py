@@ -67,7 +67,7 @@ def _groups(
 
 
 def _split(layout: Layout, sizes: Sequence[int]) -> tuple[int, int]:
-    """How often the rows are split, then how often all dimensions are."""
+    """The number of parts of the rows, then the parts of all dimensions."""
     parts = [int(np.prod([sizes[a] for a in axes], dtype=int)) for axes in layout]
     return (parts[0] if parts else 1), int(np.prod(parts, dtype=int))
 

@@ -8,7 +8,7 @@ import msgspec
 class GradientDecision(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """How one gradient is summed over the devices that hold parts of it.
+    """The way in which one gradient is summed over the devices that hold parts of it.
 
     Attributes:
       name: path of the parameter.

@@ -23,7 +23,7 @@ SCHEDULES = (NO_SCHEDULE, "gpipe", "1f1b")
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What the cost model expects of one step.
+    """The predictions of the cost model for one step.
 
     Attributes:
       step_s: seconds of one step.
@@ -43,7 +43,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class SolverReport(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """How the plan was found; ``gap`` is (cost - bound) / cost, 0 without a search."""
+    """The solver's result; ``gap`` is (cost - bound) / cost, 0 without a search."""
 
     status: str
     gap: float
@@ -54,7 +54,7 @@ class SolverReport(
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the planning time went, in seconds."""
+    """The time of each part of planning, in seconds."""
 
     trace: float
     graph: float
@@ -63,7 +63,7 @@ class Seconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An execution plan: everything that was decided, and what it should cost.
+    """An execution plan: all decisions, and the predicted cost.
 
     Attributes:
       schema: version of this format.
@@ -178,7 +178,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def gradients(self) -> tuple[GradientDecision, ...]:
-        """How the only stage sums each gradient."""
+        """The way in which the only stage sums each gradient."""
         return self.stage.gradients
 
     @property

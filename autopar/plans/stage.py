@@ -52,7 +52,7 @@ class CopyDecision(
 
 
 class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What one group of devices does; a plan without a pipeline is one stage.
+    """The work of one group of devices; a plan without a pipeline is one stage.
 
     Attributes:
       name: what people call it; its number is its position in `Plan.stages`.

@@ -83,7 +83,7 @@ def _timed_s(program: TimedLoop, trips: int) -> float:
 
 
 def _extra_s(program: TimedLoop, trips: int) -> float:
-    """How much longer `trips` + 1 trips take than one."""
+    """The extra time of `trips` + 1 trips over one trip."""
     program.run(1)  # untimed: brings back to the caches what other programs evicted
     short_s = _timed_s(program, 1)
     return _timed_s(program, 1 + trips) - short_s

@@ -33,7 +33,7 @@ Progress = Callable[[str], None]
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """What is measured. The sizes in `check_*` are held out from every fit."""
+    """The sizes to measure. Those in `check_*` are held out from every fit."""
 
     dtypes: tuple[str, ...]
     matmul_sizes: tuple[int, ...]

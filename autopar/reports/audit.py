@@ -22,7 +22,7 @@ BytesByKind = Mapping[str, float]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Audit:
-    """What a plan predicts, what Shardy makes of it, and what XLA compiles.
+    """Communication as a plan predicts it, as Shardy partitions it, as XLA compiles it.
 
     Attributes:
       plan: the plan.

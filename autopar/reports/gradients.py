@@ -58,7 +58,7 @@ def codec_rows(plan: Plan, pricer: Pricer) -> tuple[CollectiveRow, ...]:
 
 
 def _rounds(gradient: GradientDecision, route: Route) -> tuple[Message, ...]:
-    """What the codec sends, and the average of the residuals where there is one."""
+    """The codec's collectives, and the average of the residuals if there is one."""
     found = route.rounds(parse_codec(gradient.codec))
     if not gradient.average_every:
         return found
@@ -123,7 +123,7 @@ def _telemetry_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> Collect
 def codec_options(
     gradient: GradientDecision, itemsize: int, pricer: Pricer
 ) -> list[CodecPrice]:
-    """What the codecs that ``auto`` knows would cost a gradient, the fastest first.
+    """The costs of a gradient by each codec that ``auto`` knows, the fastest first.
 
     The codec that the plan has is among them, and '' is what the compiler does.
 

@@ -173,7 +173,7 @@ def _inputs(plan: Plan) -> list[str]:
 
 
 def _gradients(plan: Plan) -> list[str]:
-    """How gradients are sent, and why so."""
+    """The gradients' codecs, and the reason for them."""
     if not compressed(plan):
         return []
     rows = gradient_rows(plan)

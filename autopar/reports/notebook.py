@@ -26,7 +26,7 @@ from autopar.reports.table import (
 
 # Role of an input -> most rows of the table; most arrays in the picture.
 _SHOWN = {"parameter": 8, "batch": 2}
-MOST_DRAWN = 5
+MOST_DRAWN = 4
 
 
 @set_renderer("line")
@@ -70,7 +70,7 @@ def cell(plan: Plan) -> str:
         rows = input_rows(plan, largest)
         parts += [
             _table([("largest inputs", "role", "shape", "layout"), *rows], head=True),
-            _picture(largest),
+            _picture(plan, largest),
         ]
     return f"<div>{''.join(parts)}</div>"
 
@@ -117,11 +117,12 @@ def largest_inputs(plan: Plan, stage: StagePlan) -> StagePlan:
     return msgspec.structs.replace(stage, inputs=inputs)
 
 
-def _picture(stage: StagePlan) -> str:
-    """The mesh, and the first array of each layout."""
+def _picture(plan: Plan, stage: StagePlan) -> str:
+    """The mesh, and the largest array of each layout, the largest first."""
+    sizes = {path: math.prod(plan.shapes.get(path, ())) for path in stage.inputs}
     drawn: dict[str, str] = {}
-    for path, spec in stage.inputs.items():
-        drawn.setdefault(spec_text(spec), path)
+    for path in sorted(sizes, key=lambda path: -sizes[path]):
+        drawn.setdefault(spec_text(stage.inputs[path]), path)
     arrays = [(path, stage.inputs[path]) for path in drawn.values()]
     return picture(stage.mesh["axes"], arrays[:MOST_DRAWN])
 

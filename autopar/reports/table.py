@@ -114,7 +114,7 @@ def summary_lines(plan: Plan) -> list[str]:
 
 
 def solver_text(plan: Plan) -> str:
-    """How the plan was found, such as ``proved optimal, gap 0.01%``."""
+    """The solver's status, such as ``proved optimal, gap 0.01%``."""
     gap = plan.solver.gap
     return f"{plan.solver.status}, gap {gap:.2%}" if gap >= 5e-5 else plan.solver.status
 
@@ -140,7 +140,7 @@ def stage_text(number: int, stage: StagePlan) -> str:
 
 
 def planning_times(plan: Plan) -> str:
-    """Where the planning time went, in one line."""
+    """The time of each part of planning, in one line."""
     spent = plan.seconds
     return (
         f"planned in {spent.total:.1f} s: tracing {spent.trace:.1f} s, "
@@ -276,7 +276,7 @@ def _coded(plan: Plan) -> bool:
 
 
 def gradient_lines(plan: Plan) -> list[str]:
-    """How gradients are sent as text, and why so; only why where none has a codec."""
+    """The gradients' codecs and the reason; without codecs, the reason alone."""
     rows = gradient_rows(plan)
     table = columns([GRADIENT_HEADING, *rows], right=GRADIENT_NUMBERS)
     notes = [f"{name:9}{text}" for name, text in compression_notes(plan)]
@@ -314,7 +314,7 @@ def _gradient_cells(alike: Sequence[GradientDecision]) -> tuple[str, ...]:
 
 
 def method_text(gradient: GradientDecision) -> str:
-    """How a gradient is sent, such as ``int4, feedback``."""
+    """The way to send a gradient, such as ``int4, feedback``."""
     words = [gradient.codec or "as it is"]
     if gradient.feedback:
         words.append("feedback")
@@ -333,7 +333,7 @@ def over_text(gradient: GradientDecision) -> str:
 
 
 def ratio_text(dense_bytes: float, wire_bytes: float) -> str:
-    """How many times fewer bytes are sent; '' where there is nothing to send.
+    """The ratio of dense to sent bytes; '' if there is nothing to send.
 
     >>> ratio_text(28672, 7224)
     '3.97 x'
@@ -344,7 +344,7 @@ def ratio_text(dense_bytes: float, wire_bytes: float) -> str:
 
 
 def compression_notes(plan: Plan) -> list[tuple[str, str]]:
-    """What came of compression, and its error, each with a title."""
+    """The outcome of compression, and its error, each with a title."""
     made = plan.compression
     reason = f": {made.reason}" if made.reason else ""
     notes = [("codecs", f"{made.mode}{reason}")]

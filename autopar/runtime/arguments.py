@@ -18,7 +18,7 @@ from autopar_passes.program.trace import carried_of
 
 
 def signature(call: Call) -> Hashable:
-    """What a plan depends on: the form of the call, shapes and dtypes.
+    """The facts that a plan depends on: the form of the call, shapes and dtypes.
 
     Weak types are left out: `autopar.runtime.step_planner` looks at those that matter.
     """

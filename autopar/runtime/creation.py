@@ -34,7 +34,7 @@ def flat_state(state: Any) -> tuple[list[Any], Fixed]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StateShapes:
-    """What a function creates, without its arrays.
+    """The state that a function creates, without its arrays.
 
     Attributes:
       structs: shapes of the arrays.

@@ -132,7 +132,7 @@ def fitted(
 
 
 def _split(call: Call, rows: Rows, plan: Plan) -> int:
-    """Into how many parts the plan splits the rows of the batch."""
+    """The number of parts into which the plan splits the rows of the batch."""
     paths = call.form.paths(call.arrays)
     axes = plan.mesh["axes"]
     found = 1

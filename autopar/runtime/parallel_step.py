@@ -210,7 +210,7 @@ class ParallelStep(Generic[P, R]):
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:
-        """What the last step says of each compressed gradient, by parameter.
+        """Telemetry of the last step for each compressed gradient, by parameter.
 
         Raises:
           PlanError: no step with compressed gradients has run.

@@ -130,10 +130,10 @@ def parallelize(
       programs: most compiled programs to keep, by plan and devices.
       policy: changes the codecs of gradients while training; see
         `autopar.compression.policies.policy`. Needs ``compression=``.
-      fallback: codecs, in the order in which they are tried in a step in which
-        those of the plan send too little; the last one always sends. Needs
-        ``compression=``.
-      least_gain: of the squared norm of what is to be sent, the part that must be.
+      fallback: codecs to try, in this order, in a step in which the plan's codecs
+        send too little; the last one always sends. Needs ``compression=``.
+      least_gain: the least part of the gradients' squared norm that a codec must
+        send; below it the next codec of ``fallback`` is tried.
       pins: path pattern of an input -> its ``PartitionSpec``; this option and those
         below as for `autopar.plan`.
       logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes.
@@ -296,7 +296,7 @@ def _check_policy(policy: Policy | None, *, coded: bool) -> None:
 def _fallback(
     codecs: str | Sequence[str], least_gain: float, *, coded: bool
 ) -> Fallback | None:
-    """What was asked for, or None."""
+    """The fallback that was asked for, or None."""
     if not codecs:
         if least_gain != LEAST_GAIN:
             raise PlanError(

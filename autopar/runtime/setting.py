@@ -1,4 +1,4 @@
-"""What a step is planned for."""
+"""The setting of a step: cluster, plan and devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from autopar.plans import Plan
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Setting:
-    """What a step is planned for.
+    """The cluster, the plan and the devices that a step is given.
 
     Attributes:
       cluster: the cluster; None: as many of the backend's devices as there are.

@@ -48,7 +48,7 @@ class LeafLayout:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class StateLayout:
-    """What a state is, and how it is split over the mesh of each stage.
+    """The arrays of a state, and their split over the mesh of each stage.
 
     Attributes:
       leaves: path of an array -> its layout, in the order of the state.

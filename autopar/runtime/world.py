@@ -131,7 +131,7 @@ class JaxChannel:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class World:
-    """Which processes and devices there are.
+    """The processes and devices that a step may use.
 
     Attributes:
       devices: the devices of all processes, in the order in which plans use them.

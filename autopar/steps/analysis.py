@@ -104,17 +104,17 @@ class Analysis:
 
     @functools.cached_property
     def trips(self) -> dict[int, float]:
-        """How often the operators of each class run in a step, together."""
+        """The number of times that all operators of each class run in a step."""
         return class_trips(self.graph)
 
     @functools.cached_property
     def fusion(self) -> Fusion:
-        """Which values are in memory after fusion."""
+        """The values that are in memory after fusion."""
         return fusion(self.graph, frozenset(self.contraction.floating))
 
     @functools.cached_property
     def works(self) -> dict[int, OperatorWork]:
-        """What the operators of each class that decide something do."""
+        """The work of the operators of each class that has a choice."""
         return {
             member: operator_work(
                 self.graph, self.graph.operators[member], self.fusion.in_memory

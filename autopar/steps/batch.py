@@ -33,7 +33,7 @@ class DimLabels:
     factors: dict[int, dict[int, str]]
 
     def degree(self, value: int) -> int:
-        """How many dimensions of a value grow with the batch."""
+        """The number of dimensions of a value that grow with the batch."""
         return sum(name == BATCH for name in self.dims.get(value, ()))
 
     def batch_factors(self, operator: int) -> frozenset[int]:

@@ -41,7 +41,7 @@ _HANDING = BOUNDARY | {"slice_step"}
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fusion:
-    """What is left of a program's values in memory after fusion.
+    """The values of a program that are in memory after fusion.
 
     Attributes:
       buffers: values with a buffer of their own.

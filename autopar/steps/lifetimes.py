@@ -13,7 +13,7 @@ from autopar_passes.graph.roles import Role
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Lifetimes:
-    """What does not depend on the assignment: when values are made and read.
+    """The times at which values are made and read, the same for all assignments.
 
     Attributes:
       time: when each operator runs; an update runs once its gradient is there.

@@ -86,7 +86,7 @@ def own_dims(mapping: tuple[int, ...], dims: Dims) -> Dims:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Home:
-    """Where a value lives: a node, and the node's factors of each dimension."""
+    """The home of a value: a node, and the node's factors of each dimension."""
 
     node: int
     dims: Dims

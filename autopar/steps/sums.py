@@ -24,7 +24,7 @@ def worth_a_codec(shape: Sequence[int]) -> bool:
 
 
 def times_due(graph: OperatorGraph, maker: Operator) -> float:
-    """How often a sum is taken: what a loop stacks is complete after the loop."""
+    """The number of times a sum is taken; a stacked sum is taken after its loop."""
     if maker.kind != "stack_step":
         return maker.trips
     return maker.trips / graph.values[maker.outputs[0]].shape[0]

@@ -63,7 +63,7 @@ class Source:
 
 
 def times_made(uses: Iterable[Use]) -> float:
-    """How often a copy for some uses is made: once for each instance and trip."""
+    """The number of times a copy is made: once for each instance and trip."""
     trips: dict[int, float] = {}
     for use in uses:
         for value, (_, _, count) in use.readers.items():

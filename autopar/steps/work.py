@@ -19,7 +19,7 @@ def class_trips(graph: OperatorGraph) -> dict[int, float]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class OperatorWork:
-    """What an operator does, whatever its layout.
+    """The work of an operator, in any layout.
 
     Attributes:
       op: the operator.

@@ -89,3 +89,13 @@ def test_options_of_targets_exist() -> None:
 
 def test_the_readme_shows_commands() -> None:
     assert commands() >= {"plan", "explain", "audit", "compare", "profile", "demo"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=checkout.relative)
+def test_modules_that_pages_name_are_there(page: Path) -> None:
+    """Paths from the root of the checkout, or from a package."""
+    named = re.findall(r"`((?:\w+/)+\w+\.py)`", page.read_text())
+    roots = [checkout.ROOT, *checkout.SOURCES.values()]
+    roots += [checkout.SOURCES["autopar_solver"] / "sharding"]
+
+    assert [p for p in named if not any((r / p).is_file() for r in roots)] == []

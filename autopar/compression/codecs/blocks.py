@@ -125,7 +125,7 @@ def server_state(enabled: bool, size: int, workers: int) -> State:
 
 
 def row_lengths(context: CodecContext, elements: int) -> jax.Array:
-    """How many elements of each chunk are not padding, int32 (n,)."""
+    """The number of elements of each chunk that are not padding, int32 (n,)."""
     if context.scatter:
         return jnp.full((context.workers,), elements, jnp.int32)
     before = np.arange(context.workers) * elements

@@ -59,7 +59,7 @@ Request = AllToAll | AllGather | AllReduce | ReduceScatter
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reduced:
-    """What a codec made of one gradient.
+    """The result of a codec for one gradient.
 
     Attributes:
       total: the sum over all workers, (n, c), or this worker's row (c,) when
@@ -79,7 +79,7 @@ Rounds = Generator[Request, jax.Array, Reduced]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CodecContext:
-    """What a codec knows of the step.
+    """The facts of the step that a codec knows.
 
     Attributes:
       workers: number of workers, n.
@@ -150,7 +150,7 @@ class Codec(abc.ABC):
         return elements
 
     def extent(self, shape: tuple[int, ...]) -> float:
-        """What the bytes that it sends are proportional to, but for padding.
+        """The size to which the sent bytes are proportional, without padding.
 
         It is used to estimate the bytes of many shapes from those of one; default:
         the number of elements.

@@ -59,7 +59,7 @@ def shared_salt(step: jax.Array, seed: int, stream: int = 0) -> jax.Array:
 
 
 def kept(ratio: float, elements: int) -> int:
-    """How many of ``elements`` a share is, at least one and at most all.
+    """The number of elements in a share of ``elements``, at least one.
 
     >>> kept(0.01, 1000), kept(0.01, 3), kept(1.0, 3)
     (10, 1, 3)
@@ -77,7 +77,7 @@ def check_ratio(codec: Codec, ratio: float, field: str = "ratio") -> None:
 
 
 def groups(chunks: jax.Array, context: CodecContext) -> jax.Array:
-    """What is selected from on its own: (n, c) -> (g, m)."""
+    """The groups that are selected from one by one: (n, c) -> (g, m)."""
     return chunks if context.scatter else chunks.reshape(1, -1)
 
 

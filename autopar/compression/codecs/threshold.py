@@ -46,7 +46,7 @@ _STEEPEST = 2.0
 
 
 def exceeding(x: jax.Array, threshold: jax.Array) -> jax.Array:
-    """Where elements are sent: not below the threshold, and not zero.
+    """The mask of the elements that are sent: not below the threshold, and not zero.
 
     NaN is sent, so that it shows in the sum rather than staying in the error.
     """

@@ -46,7 +46,7 @@ taken), ``last`` (the newest one), ``squares`` (sum of |w|^2 - |e|^2) and ``coun
 
 @dataclasses.dataclass(slots=True)
 class AccordionState:
-    """What Accordion remembers.
+    """The memory of Accordion between observations.
 
     Attributes:
       members: the gradients that are decided on together, by a name for them.

@@ -26,7 +26,7 @@ from autopar.compression.policies.signals import (
 
 @dataclasses.dataclass(slots=True)
 class DctState:
-    """What Dct remembers.
+    """The memory of Dct between observations.
 
     Attributes:
       doublings: by gradient, how often its share was doubled.

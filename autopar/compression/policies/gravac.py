@@ -96,7 +96,7 @@ def topk_levels(
 
 @dataclasses.dataclass(slots=True)
 class GraVACState:
-    """What GraVAC remembers.
+    """The memory of GraVAC between observations.
 
     Attributes:
       names: the gradients that it manages; none before the first observation.
@@ -177,7 +177,7 @@ class GraVAC:
 
     @property
     def gain(self) -> float:
-        """Of the level in use, the running mean."""
+        """The running mean of the level in use."""
         return self.state.sent / self.state.wanted if self.state.wanted > 0 else 1.0
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:

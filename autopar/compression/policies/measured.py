@@ -14,7 +14,7 @@ Chooser = Callable[[Mapping[str, MeasuredErrors]], Mapping[str, str]]
 
 @dataclasses.dataclass(slots=True)
 class ChoiceState:
-    """What a policy that chooses remembers.
+    """The memory of a policy that chooses, between observations.
 
     Attributes:
       codecs: those of the last choice; empty before.

@@ -67,7 +67,7 @@ def norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
 def changes(
     wish: Mapping[str, str], gradients: Mapping[str, GradientReport]
 ) -> dict[str, str] | None:
-    """What of a wish is not so already; None: nothing."""
+    """The part of a wish that is not so already; None: nothing."""
     different = {
         name: codec
         for name, codec in wish.items()

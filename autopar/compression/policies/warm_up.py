@@ -32,7 +32,7 @@ from autopar.compression.policies.signals import (
 
 @dataclasses.dataclass(slots=True)
 class WarmUpState:
-    """What a warm-up remembers.
+    """The memory of a warm-up between observations.
 
     Attributes:
       names: the gradients that it manages; none before the first observation.
@@ -80,7 +80,7 @@ class WarmUp:
 
     @property
     def probes(self) -> tuple[str, ...]:
-        """What ``then`` wants measured; nothing before it takes over."""
+        """The codecs that ``then`` wants measured; none before it takes over."""
         then = self.then
         return (
             then.probes if isinstance(then, ProbingPolicy) and self.state.over else ()

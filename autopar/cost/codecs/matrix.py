@@ -20,7 +20,7 @@ from autopar.layouts.summation import Summation, summations
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Prices:
-    """What a second on the link and a unit of squared error are worth.
+    """The prices of a second on the link and of a unit of squared error.
 
     Attributes:
       wire_weight: seconds of a step for a second on the link, 0 to 1.

@@ -23,7 +23,7 @@ from autopar.cost.pricer import Pricer
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class CodecPrice:
-    """What one way to send a gradient costs by itself.
+    """The cost of one way to send a gradient, by itself.
 
     Attributes:
       codec: as text; '' is the compiler's sum.

@@ -50,7 +50,7 @@ class Route:
         return "reduce_scatter" if self.scatter else "all_reduce"
 
     def rounds(self, codec: Codec) -> tuple[Message, ...]:
-        """What a codec sends over ``axes``, a message a round."""
+        """The messages of a codec over ``axes``, one a round."""
         return codec_messages(
             codec, self.local_shape, self.workers, scatter=self.scatter
         )

@@ -101,7 +101,7 @@ def _rate_s(
 
 @functools.lru_cache(maxsize=1 << 14)
 def added_s(kind: str, nbytes: float, axes: tuple[MeshAxis, ...]) -> float:
-    """What bytes add to the time of a collective of `BUCKET_BYTES`, in seconds."""
+    """Seconds that bytes add to a collective of `BUCKET_BYTES`."""
     whole = collective_s(kind, BUCKET_BYTES + nbytes, axes)
     return whole - collective_s(kind, BUCKET_BYTES, axes)
 

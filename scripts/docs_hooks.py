@@ -1,0 +1,45 @@
+"""Puts the README and its like on the site, for mkdocs (``hooks:`` of mkdocs.yml).
+
+They lie beside the folder of the pages, so their links are made relative to it. A link
+from a page to a file that is not a page, such as an example, becomes plain text.
+"""
+
+import pathlib
+import re
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+ROOT = pathlib.Path(__file__).parent.parent
+PAGES = {
+    "index.md": "README.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "changes.md": "CHANGELOG.md",
+}
+_LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, *, config: MkDocsConfig) -> Files:
+    """Adds the pages that lie outside the folder."""
+    for page, source in PAGES.items():
+        text = (ROOT / source).read_text("utf-8")
+        files.append(File.generated(config, page, content=moved(text)))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Takes links out of a page that lead to no page."""
+    return _LINK.sub(_without_source, markdown)
+
+
+def moved(text: str) -> str:
+    """The text of a file beside the folder, with links as within the folder."""
+    for page, source in PAGES.items():
+        text = text.replace(f"]({source}", f"]({page}")
+    return text.replace("](docs/", "](")
+
+
+def _without_source(match: re.Match[str]) -> str:
+    """The link as it is if it leads to a page, and its text otherwise."""
+    return match[0] if match[2].endswith((".md", ".ipynb", ".png")) else match[1]
