@@ -93,6 +93,19 @@ class CodecRun:
         """
         return plan if self._saved is None else self.recoding.resumed(plan, self._saved)
 
+    def check_unused(self, plan: Plan) -> None:
+        """Checks that no saved state is lost by a plan that compresses nothing.
+
+        Raises:
+          PlanError: one was restored.
+        """
+        if self._saved is not None:
+            raise PlanError(
+                f"compression_state: a state was restored, and this plan ({plan.mesh}) "
+                "compresses no gradient, so its residuals would be lost. Plan with the "
+                "compression= that it was saved under, or assign None."
+            )
+
     @property
     def errors(self) -> dict[str, dict[str, float]]:
         """Relative errors that were measured, by gradient and codec.

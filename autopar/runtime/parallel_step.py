@@ -293,7 +293,9 @@ class ParallelStep(Generic[P, R]):
             count, running = self.world.process_count, self._current.planned
             call = last_batch.fitted(call, running, self._last_batch, count)
         planned = self._prepare(call)
-        if planned.sums is not None:
+        if planned.sums is None:
+            self._codecs.check_unused(planned.plan)
+        else:
             planned = self._use(self._codecs.resumed(planned.plan))
         placed = self._placed(planned, call.arrays)
         self._make_ready()

@@ -152,7 +152,7 @@ def test_codecs(text: str, message: str) -> None:
         ({"logical_axis_rules": {"embed": "x"}}, r"expected pairs of a logical name"),
         ({"layouts": 3}, r"expected an autopar\.Plan, or the path of its JSON file"),
     ],
-    ids=str,
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_options_of_planning(options: dict[str, Any], message: str) -> None:
     refused(lambda: plan(step, W, X, **({"cluster": EIGHT} | options)), message)
@@ -195,7 +195,7 @@ def test_what_cannot_be_split() -> None:
         ({"static_argnames": "btach"}, r"no such argument; it has w, batch"),
         ({"cache": __file__}, r"cannot be used as a folder"),
     ],
-    ids=str,
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_options_of_the_decorator(options: dict[str, Any], message: str) -> None:
     kind = ClusterError if "cluster" in options else PlanError
@@ -213,7 +213,7 @@ def test_options_of_the_decorator(options: dict[str, Any], message: str) -> None
         ({"layouts": None}, r"layouts= has no effect with plan="),
         ({"policy": object()}, r"no effect without codecs"),
     ],
-    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+    ids=lambda x: "-".join(x) if isinstance(x, dict) else "",
 )
 def test_options_beside_a_plan(good: Plan, options: Any, message: str) -> None:
     given = {name: good if x is None else x for name, x in options.items()}
