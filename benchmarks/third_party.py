@@ -119,7 +119,7 @@ def _planned(found: dict[str, Any] | None) -> str:
         return ""
     if "error" in found:
         return f"**{_first(found['error'])}**"
-    mesh = "x".join(f"{name} {size}" for name, size in found["mesh"].items())
+    mesh = " x ".join(f"{name} {size}" for name, size in found["mesh"].items())
     return f"{found['seconds']:.0f} s, {mesh}"
 
 
@@ -136,10 +136,15 @@ def _ran(found: dict[str, Any] | None) -> tuple[str, str, str, str]:
     times = max(returned["times"], state["times"])
     return (
         verdict,
-        f"{returned['largest']:.1e} of {returned['arrays']}",
-        f"{state['largest']:.1e} of {state['arrays']}",
+        *map(_largest, (returned, state)),
         f"{rounded}: {times:.1f}x" if rounded else "0",
     )
+
+
+def _largest(found: dict[str, Any]) -> str:
+    if not found["arrays"]:
+        return "nothing"
+    return f"{found['largest']:.1e} in {found['arrays']} arrays"
 
 
 def _first(text: str) -> str:

@@ -19,6 +19,9 @@ from cases import Case, Size
 from flax import nnx
 from flax.training import train_state
 
+# What a user of a step that was written for ``jax.pmap`` leaves out.
+PMAPPED = "no `jax.pmap` around it: whole state, whole batch"
+
 
 def returns_state(arguments: Callable[[Any, int], Any]) -> Callable[..., Any]:
     """The loop around ``state, metrics = train_step(state, ...)``.
@@ -262,7 +265,8 @@ def lm1b(size: Size) -> Case:
         return (state, batch, model, rate, 0.0, jax.random.PRNGKey(1)), {}
 
     jitted = jax.jit(train.train_step, static_argnums=(2, 3, 4), donate_argnums=0)
-    return Case(jitted, jitted, state, returns_state(arguments))
+    changed = "`jax.jit` without the shardings of its own mesh"
+    return Case(jitted, jitted, state, returns_state(arguments), changed)
 
 
 def wmt(size: Size) -> Case:
@@ -310,7 +314,7 @@ def wmt(size: Size) -> Case:
         learning_rate_fn=rate,
         label_smoothing=config.label_smoothing,
     )
-    return Case(step, one_replica(step), state, returns_state(arguments))
+    return Case(step, one_replica(step), state, returns_state(arguments), PMAPPED)
 
 
 def nlp_seq(size: Size) -> Case:
@@ -348,7 +352,7 @@ def nlp_seq(size: Size) -> Case:
         return (state, batch), {"dropout_rng": jax.random.key(1)}
 
     step = functools.partial(train.train_step, model=module, learning_rate_fn=rate)
-    return Case(step, one_replica(step), state, returns_state(arguments))
+    return Case(step, one_replica(step), state, returns_state(arguments), PMAPPED)
 
 
 def imagenet(size: Size) -> Case:
@@ -375,6 +379,7 @@ def imagenet(size: Size) -> Case:
             jax.random.key(0), config, model, pixels, rate
         ),
         returns_state(arguments),
+        PMAPPED,
     )
 
 

@@ -18,7 +18,7 @@ import optax
 from cases import Case, Size
 from flax.training import train_state
 from flax.training.common_utils import onehot
-from flax_examples import one_replica, returns_state
+from flax_examples import PMAPPED, one_replica, returns_state
 
 # Not among the packages of this project: its rows have an interpreter of their own.
 transformers: Any = importlib.import_module("transformers")
@@ -169,7 +169,9 @@ def _case(step: Any, model: Any, batch: Callable[[int], Any], **named: Any) -> C
         return (state, batch(number)), {}
 
     step = functools.partial(step, **named) if named else step
-    return Case(step, one_replica(step), _state(model), returns_state(arguments))
+    return Case(
+        step, one_replica(step), _state(model), returns_state(arguments), PMAPPED
+    )
 
 
 def _language_model(size: Size, model: Any, rows: int, length: int) -> Case:
@@ -244,7 +246,9 @@ def bert(size: Size) -> Case:
         return (state, key), metrics
 
     make = _state(model, keyed=False)
-    return Case(step, one_replica(step), lambda: (make(), jax.random.PRNGKey(1)), call)
+    return Case(
+        step, one_replica(step), lambda: (make(), jax.random.PRNGKey(1)), call, PMAPPED
+    )
 
 
 def vit(size: Size) -> Case:
