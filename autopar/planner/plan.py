@@ -252,7 +252,8 @@ def _written(
         best = dataclasses.replace(result, best=choice.candidate)
         return as_sent(analysis, best, codecs.sent)
     asked = None if codecs.codec is None else format_codec(codecs.codec)
-    if asked is not None and asked not in choice.codecs:
+    # Dense gradients are sent as they are, wherever they are summed.
+    if asked not in (None, "dense") and asked not in choice.codecs:
         assignment = choice.candidate.assignment
         warn_of_no_use(analysis, assignment, choice.sites, asked)
     why = described(analysis, choice, first, codecs.mode, codecs.budget)

@@ -223,8 +223,8 @@ class CodecRun:
         """
         if self._planned is None:
             raise PlanError(
-                "telemetry: no step with compressed gradients has run. Call the step "
-                "first; gradients are compressed where compression= says so."
+                "telemetry: no step has run yet with compressed gradients. Call the "
+                "step first; gradients are compressed where compression= says so."
             )
         self._skipped.look(wait=True)
         skipped = 0 if self._state is None else int(np.asarray(self._state["skipped"]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import os
 import pathlib
 from collections.abc import Callable, Sequence
@@ -210,10 +211,10 @@ def _check_numbers(programs: Any, least_gain: Any) -> None:
             f"to keep, at least 1; the default is {PROGRAMS}."
         )
     number = isinstance(least_gain, (int, float)) and not isinstance(least_gain, bool)
-    if not number or not 0 <= least_gain <= 1:
+    if not number or not 0 <= least_gain < math.inf:
         raise PlanError(
             f"parallelize: least_gain={least_gain!r}: expected a part of the squared "
-            f"norm, between 0 and 1; the default is {LEAST_GAIN}."
+            f"norm, a number of at least 0; the default is {LEAST_GAIN}."
         )
 
 

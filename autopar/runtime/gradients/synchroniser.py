@@ -170,7 +170,8 @@ def _sum_bucket(
     totals, after, rows, level = _summed(
         sums, members, partials, states, links, worker, step
     )
-    rows = jax.lax.psum(rows, mesh_names)
+    with jax.named_scope("telemetry"):
+        rows = jax.lax.psum(rows, mesh_names)
     # Here, where each sum is written anyway: its readers would each add it again.
     totals = [
         (total + spoilt).astype(x.dtype)

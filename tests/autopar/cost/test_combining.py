@@ -193,6 +193,7 @@ class TestParameters:
         assert {c.message_bytes for c in found} == {0.0}
 
 
+@pytest.mark.filterwarnings("ignore:compression='int8' is used for no gradient")
 @pytest.mark.parametrize("kind", ["cpu", "h100"])
 @pytest.mark.parametrize("pins", [WHOLE, SPLIT])
 @pytest.mark.parametrize("codec", ["none", "int8"])

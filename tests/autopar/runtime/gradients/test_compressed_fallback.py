@@ -239,7 +239,7 @@ class TestBadInput:
         ("options", "message"),
         [
             ({"fallback": "bf17"}, r"fallback='bf17'.*unknown codec"),
-            ({"fallback": "bf16", "least_gain": -0.1}, r"least_gain.*got -0\.1"),
+            ({"fallback": "bf16", "least_gain": -0.1}, r"least_gain=-0\.1.*at least 0"),
             ({"fallback": "bf16", "least_gain": float("nan")}, r"least_gain.*nan"),
             ({"fallback": "bf16", "compression": "none"}, r"without codecs"),
         ],
