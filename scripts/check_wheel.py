@@ -51,7 +51,8 @@ def check_contents(wheel: pathlib.Path) -> None:
     strange = [
         name
         for name in modules
-        if name.split("/")[0] not in PACKAGES or not name.endswith((".py", ".pyi", "py.typed"))
+        if name.split("/")[0] not in PACKAGES
+        or not name.endswith((".py", ".pyi", "py.typed"))
     ]
     if missing or strange:
         sys.exit(f"{wheel.name}: missing {sorted(missing)}, not expected {strange}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Hashable
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -15,14 +15,14 @@ from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar_passes.graph.roles import InputRole
-from autopar_passes.program.calls import Call, CallForm, ResultForm, flat_function
+from autopar_passes.program.calls import Call, ResultForm, flat_function
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened, step_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# Most compiled functions to keep, by form of the call.
+# Most compiled functions to keep, by form of the call and shapes.
 FUNCTIONS = 16
 
 
@@ -55,7 +55,7 @@ class Evaluation(Generic[P, R]):
         self._running = running
         self._world = world
         self._static = frozenset((static,) if isinstance(static, str) else static)
-        self._compiled: Recent[CallForm, tuple[Any, list[ResultForm]]] = Recent(
+        self._compiled: Recent[Hashable, tuple[Any, list[ResultForm]]] = Recent(
             FUNCTIONS
         )
 
@@ -66,16 +66,17 @@ class Evaluation(Generic[P, R]):
         with updating():
             call = opened(self._function, args, kwargs, self._static, within=True)
             arguments.check_alive(self.__name__, call)
-            function, results = self._made(call.form)
+            function, results = self._made(call)
             flat = function(*self._placed(call))
             return results[-1].returned(flat)
 
-    def _made(self, form: CallForm) -> tuple[Any, list[ResultForm]]:
-        found = self._compiled.get(form)
+    def _made(self, call: Call) -> tuple[Any, list[ResultForm]]:
+        key = arguments.signature(arguments.abstract(call))
+        found = self._compiled.get(key)
         if found is None:
-            flat, results = flat_function(self._function, form)
+            flat, results = flat_function(self._function, call.form)
             flat.__name__ = flat.__qualname__ = self.__name__
-            found = self._compiled.put(form, (jax.jit(flat), results))
+            found = self._compiled.put(key, (jax.jit(flat), results))
         return found
 
     def _placed(self, call: Call) -> list[Any]:
