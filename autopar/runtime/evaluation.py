@@ -10,6 +10,7 @@ import jax
 from jax.core import Tracer
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar.errors import PlanError
 from autopar.runtime import arguments, placement
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
@@ -60,15 +61,32 @@ class Evaluation(Generic[P, R]):
         )
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs the function; NNX objects among its arguments are updated."""
+        """Runs the function; NNX objects among its arguments are updated.
+
+        Raises:
+          PlanError: the step has no plan yet, or the function has collectives over an
+            axis of ``jax.pmap``.
+        """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._function(*args, **kwargs)
         with updating():
             call = opened(self._function, args, kwargs, self._static, within=True)
             arguments.check_alive(self.__name__, call)
             function, results = self._made(call)
-            flat = function(*self._placed(call))
+            try:
+                flat = function(*self._placed(call))
+            except NameError as error:
+                self._explain(error)
+                raise
             return results[-1].returned(flat)
+
+    def _explain(self, error: NameError) -> None:
+        """Raises `PlanError` for a function that was written for ``jax.pmap``."""
+        if "unbound axis name" in str(error):
+            raise PlanError(
+                f"{self.__name__}: {str(error).split('.')[0]}. The function sees the "
+                "whole batch: drop its collectives, such as jax.lax.pmean."
+            ) from error
 
     def _made(self, call: Call) -> tuple[Any, list[ResultForm]]:
         key = arguments.signature(arguments.abstract(call))

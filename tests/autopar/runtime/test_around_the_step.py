@@ -128,6 +128,19 @@ class TestEvaluation:
             score(alone, want, b)
         np.testing.assert_allclose(metrics.compute(), want.compute(), rtol=1e-5)
 
+    def test_written_for_pmap(self, step: Any) -> None:
+        params, _ = step.init(
+            forms.create_plain, jax.random.key(0), batch=next(forms.batches(1))
+        )
+
+        def averaged(params: Any, batch: Any) -> Any:
+            return jax.lax.pmean(evaluate(params, batch), "batch")
+
+        with pytest.raises(
+            PlanError, match=r"axis name: batch\. .*drop its collectives"
+        ):
+            step.jit(averaged)(params, next(forms.batches(1)))
+
     def test_before_there_is_a_plan(self, step: Any) -> None:
         with pytest.raises(PlanError, match="no plan yet: call the step first"):
             step.jit(evaluate)({}, {})
