@@ -247,6 +247,8 @@ class TestHelp:
         assert result.out == run(name, "--help").out
 
     def test_completion(self, run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+        # The shell that runs the tests is not asked for.
+        monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")
         result = run("--show-completion", "bash")
         assert (result.code, result.err) == (0, "")
         assert "_AUTOPAR_COMPLETE" in result.out
