@@ -175,6 +175,7 @@ def expert_row(expert: Expert, cluster: Cluster) -> dict[str, Any]:
         "step_s": made.step_s,
         "compute_s": made.compute_s,
         "communication_s": made.communication_s,
+        "hidden_s": made.hidden_s,
         "communication_bytes": made.communication_bytes,
         "peak_memory_bytes": held,
         "reason": "" if row["fits"] else f"does not fit: {too_much}",
@@ -192,19 +193,28 @@ def _plans(
     }
 
 
+_TIMES = ("step_s", "compute_s", "communication_s")
+
+
 def table_lines(rows: Sequence[dict[str, Any]]) -> list[str]:
     """The plans as a table, ours first."""
     measured = any("measured_s" in row for row in rows)
-    heading = ["plan", "mesh", "step", "compute", "communication", "sends", "memory"]
+    hidden = any(row.get("hidden_s") for row in rows)
+    heading = ["plan", "mesh", "step", "compute", "communication"]
+    heading += [*(["hidden"] if hidden else []), "sends", "memory"]
     heading += [*(["measured"] if measured else []), f"against {rows[0]['name']}"]
-    cells = [heading, *(_cells(row, rows[0], measured) for row in rows)]
+    times = (*_TIMES, *(["hidden_s"] if hidden else []))
+    cells = [heading, *(_cells(row, rows[0], times, measured) for row in rows)]
     return columns(cells, right=range(2, len(heading) - 1))
 
 
-def _cells(row: dict[str, Any], ours: dict[str, Any], measured: bool) -> list[str]:
+def _cells(
+    row: dict[str, Any], ours: dict[str, Any], shown_s: Sequence[str], measured: bool
+) -> list[str]:
     if row["step_s"] is None:
-        return [row["name"], row["mesh"], *[""] * (5 + measured), row["reason"]]
-    times = [seconds_text(row[k]) for k in ("step_s", "compute_s", "communication_s")]
+        empty = [""] * (len(shown_s) + 2 + measured)
+        return [row["name"], row["mesh"], *empty, row["reason"]]
+    times = [seconds_text(row[k]) for k in shown_s]
     sizes = [bytes_text(row[k]) for k in ("communication_bytes", "peak_memory_bytes")]
     took = row.get("measured_s")
     shown = [seconds_text(took) if took is not None else ""] if measured else []

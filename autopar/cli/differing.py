@@ -28,6 +28,7 @@ _COSTS: tuple[tuple[str, Callable[[Plan], float], Callable[[float], str]], ...] 
     ("step", lambda p: p.predicted.step_s, seconds_text),
     ("compute", lambda p: p.predicted.compute_s, seconds_text),
     ("communication", lambda p: p.predicted.communication_s, seconds_text),
+    ("hidden", lambda p: p.predicted.hidden_s, seconds_text),
     ("sent by a device", lambda p: p.predicted.communication_bytes, bytes_text),
     ("held by a device", lambda p: p.predicted.peak_memory_bytes, bytes_text),
 )

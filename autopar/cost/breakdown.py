@@ -25,7 +25,9 @@ class CostBreakdown:
       waiting_latency_s: latency of the messages of ``waiting_s``.
       hideable_latency_s: latency of the messages of ``hideable_s``.
       codec_s: seconds of encoding and decoding gradients.
-      cover_s: seconds of work that may run beside hideable communication.
+      cover_s: seconds of hideable communication that run beside work
+        (`autopar.cost.overlap`).
+      contention_s: seconds by which that slows the work.
       all_reduce_bytes: bytes that one device sends in all-reduces.
       all_gather_bytes: the same in all-gathers.
       reduce_scatter_bytes: the same in reduce-scatters.
@@ -46,6 +48,7 @@ class CostBreakdown:
     hideable_latency_s: float = 0.0
     codec_s: float = 0.0
     cover_s: float = 0.0
+    contention_s: float = 0.0
     all_reduce_bytes: float = 0.0
     all_gather_bytes: float = 0.0
     reduce_scatter_bytes: float = 0.0
@@ -68,7 +71,7 @@ class CostBreakdown:
 
     @property
     def work_s(self) -> float:
-        """Seconds of work on arrays."""
+        """Seconds of work on arrays, with nothing beside it."""
         return self.matrix_s + self.vector_s + self.kernel_s
 
     @property
@@ -118,4 +121,9 @@ def exposed_s(cost: CostBreakdown) -> float:
 
 def step_s(cost: CostBreakdown) -> float:
     """Seconds of a step: work, codecs, and the communication left exposed."""
-    return cost.work_s + cost.codec_s + exposed_s(cost)
+    return cost.work_s + cost.contention_s + cost.codec_s + exposed_s(cost)
+
+
+def added_s(cost: CostBreakdown) -> float:
+    """Seconds of a step in which nothing runs beside anything else."""
+    return cost.work_s + cost.codec_s + cost.communication_s

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+
+import numpy as np
 
 from autopar.cost.breakdown import CostBreakdown
 from autopar.cost.combining import SUMS
 from autopar.cost.compute import work_once_s
+from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective, joined, traffic
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
+from autopar.steps.positions import PASSES
 from autopar.steps.work import OperatorWork
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import InputRole, Role
@@ -65,11 +69,62 @@ def items(assignment: Assignment, pricer: Pricer) -> list[CostItem]:
       pricer: the mesh and cluster.
     """
     collectives = joined(pricer, traffic(assignment))
-    return [
+    found = [
         *work_items(assignment, pricer),
         *(collective_item(assignment, pricer, c) for c in collectives),
-        *held_items(assignment),
     ]
+    hidden = hidden_item(assignment, pricer, found)
+    return [*found, *([hidden] if hidden else []), *held_items(assignment)]
+
+
+def timelines(assignment: Assignment, items: Iterable[CostItem]) -> list[Timeline]:
+    """The work and the communication of both passes of a step, by position.
+
+    Communication of the update, and what something waits for, is in none of them.
+
+    Args:
+      assignment: strategies as layouts.
+      items: what a step of it costs.
+    """
+    places = assignment.analysis.positions
+    count = len(assignment.graph.operators)
+    by_class = np.zeros(count)
+    gathers, sums = np.zeros(count), np.zeros(count)
+    for item in items:
+        if item.work is not None:
+            by_class[item.operator] += item.cost.work_s
+        elif item.collective is not None and item.collective.place is not None:
+            target = sums if item.collective.step.kind in SUMS else gathers
+            target[item.collective.ready] += item.cost.hideable_total_s
+    work = by_class[places.classes] * places.shares
+    return [
+        Timeline(
+            role,
+            np.where(places.roles[role], work, 0.0),
+            np.where(places.roles[role], gathers, 0.0),
+            np.where(places.summed[role], sums, 0.0),
+        )
+        for role in PASSES
+    ]
+
+
+def hidden_item(
+    assignment: Assignment, pricer: Pricer, found: Sequence[CostItem]
+) -> CostItem | None:
+    """The communication that runs beside work; None: devices do one after the other.
+
+    It belongs to the whole program, so it stands at the program's last operator.
+    """
+    known = pricer.cluster.device.calibrated
+    if not known.overlap:
+        return None
+    hidden_s = sum(
+        t.communication_s - t.exposed_s(known.overlap)
+        for t in timelines(assignment, found)
+    )
+    cost = CostBreakdown(cover_s=hidden_s, contention_s=known.contention * hidden_s)
+    last = assignment.graph.operators[-1].index
+    return CostItem(last, Paid.MICROBATCH, cost)
 
 
 def work_items(assignment: Assignment, pricer: Pricer) -> Iterator[CostItem]:

@@ -1,12 +1,13 @@
 """What a sum over pairs of decisions holds of a plan's cost, and what it does not.
 
-The planner's problem has a cost for each node and each edge between two nodes. Three
+The planner's problem has a cost for each node and each edge between two nodes. Four
 things belong to no pair:
 
 * latency of messages that several collectives share (`Collective.shared_s`);
 * copies that turn out alike, which the program makes once although each reader is
   charged for its own, and sums of which every reader keeps only a slice;
-* sums in loops whose layouts do not let them wait, which are charged as if they did.
+* sums in loops whose layouts do not let them wait, which are charged as if they did;
+* communication that runs beside work (`autopar.cost.overlap`).
 
 `pairwise_s` adds up the pairs from an assignment alone, and `Corrections` names the
 difference to the whole cost.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.breakdown import step_s
+from autopar.cost.breakdown import added_s, step_s
 from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.evaluate import total
 from autopar.cost.items import items, work_items
@@ -36,15 +37,17 @@ class Corrections:
       messages_s: latency of messages that several collectives share.
       merged_s: what readers are charged for alike and the program does once, less
         what is charged too little where sums in loops cannot wait.
+      hidden_s: communication that runs beside work, less what it costs there.
     """
 
     messages_s: float
     merged_s: float
+    hidden_s: float
 
     @property
     def total_s(self) -> float:
         """The difference between the cost and the sum over pairs."""
-        return self.messages_s - self.merged_s
+        return self.messages_s - self.merged_s - self.hidden_s
 
 
 def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
@@ -57,8 +60,11 @@ def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
     shared_s = sum(
         i.collective.shared_s(pricer) for i in found if i.collective is not None
     )
-    alone_s = step_s(total(found)) - shared_s
-    return Corrections(shared_s, pairwise_s(assignment, pricer) - alone_s)
+    cost = total(found)
+    hidden_s = added_s(cost) - step_s(cost)
+    alone_s = added_s(cost) - shared_s
+    merged_s = pairwise_s(assignment, pricer) - alone_s
+    return Corrections(shared_s, merged_s, hidden_s)
 
 
 def pairwise_s(assignment: Assignment, pricer: Pricer) -> float:

@@ -27,6 +27,7 @@ class Collective:
         read the resharded one.
       place: where the compiler may join it with others; None where it needs
         another's result.
+      ready: the operator that completes what it sums, or needs what it gathers.
       message_bytes: size of the message that it travels in, 0 where it is alone.
     """
 
@@ -36,6 +37,7 @@ class Collective:
     value: int
     operator: int
     place: Place | None = None
+    ready: int = -1
     message_bytes: float = 0.0
 
     @property
@@ -140,7 +142,9 @@ def _read(
             made[form] = step
             if step.kind != "slice":
                 place = _gather_place(assignment, source, op, step)
-                collective = Collective(step, nbytes, trips, source, op.index, place)
+                collective = Collective(
+                    step, nbytes, trips, source, op.index, place, op.index
+                )
                 forms.collectives.append(collective)
         forms.read.add(form)
 
@@ -186,6 +190,7 @@ def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
                     value,
                     op.index,
                     _sum_place(assignment, op, value, step, op),
+                    op.index,
                 )
                 for step in steps
                 if step.kind != "slice"
@@ -220,6 +225,7 @@ def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
                 value,
                 first,
                 _sum_place(assignment, maker, value, step, last),
+                last.index,
             )
             for step in _finished(assignment, forms, value, assignment.due_steps(value))
             if step.kind != "slice"

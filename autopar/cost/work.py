@@ -8,6 +8,7 @@ import numpy as np
 
 from autopar.cost.combining import ALONE, SUMS
 from autopar.cost.compute import work_s
+from autopar.cost.overlap import Discounts
 from autopar.cost.pricer import Pricer
 from autopar.layouts.strategies import Space, layout_of, partial_axes
 from autopar.steps.analysis import Analysis
@@ -16,12 +17,23 @@ from autopar_passes.graph.operators import Operator
 
 
 def node_work_s(
-    analysis: Analysis, node: Node, space: Space, pricer: Pricer
+    analysis: Analysis,
+    node: Node,
+    space: Space,
+    pricer: Pricer,
+    discounts: Discounts | None = None,
 ) -> np.ndarray:
     """Returns seconds of work of a node under each of its strategies.
 
     Work is divided by the axes given to an operator's factors: an axis that an
     operator does not use repeats its whole work on every device of that axis.
+
+    Args:
+      analysis: the step.
+      node: the node.
+      space: its strategies.
+      pricer: the mesh and cluster.
+      discounts: on work that covers communication, and on communication.
     """
     device = pricer.cluster.device
     total = np.zeros(len(space.strategies))
@@ -40,13 +52,15 @@ def node_work_s(
                 parts[:, factor] = split[:, own]
         seconds = work_s(work, parts, device)
         kernel_s = device.kernel_latency_s if work.kernel else 0.0
-        total += analysis.trips[member] * (seconds + kernel_s)
+        factor = 1.0 if discounts is None else discounts.work[member]
+        total += factor * analysis.trips[member] * (seconds + kernel_s)
         # That of a contraction is on the edge to its result.
         if node.kind != "contraction":
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
             together = SUMS if final else ALONE
-            total += _reduction_s(op, node, space, pricer, own, together)
+            factor = discounts.sums[op.class_index] if discounts and final else 1.0
+            total += factor * _reduction_s(op, node, space, pricer, own, together)
     return total
 
 

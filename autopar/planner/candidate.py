@@ -9,14 +9,16 @@ from autopar.cluster import MeshShape
 from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.combining import Group
 from autopar.cost.evaluate import total
-from autopar.cost.items import CostItem, items
+from autopar.cost.items import CostItem, items, timelines
 from autopar.cost.memory import peak_memory_bytes
+from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment, assign
+from autopar.planner.hiding import PROVED, Weights
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
-from autopar_solver import Solution
+from autopar_solver import Solution, Status
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,6 +32,10 @@ class Candidate:
       solution: what the solver says.
       items: what a step of it costs, operator by operator.
       peak_memory_bytes: most bytes live at once on one device.
+      weights: of what is hidden, at which the problem was solved; None: work and
+        communication were added.
+      lower_s: a lower bound of the time of every plan of this mesh, where it is higher
+        than that of the solution.
     """
 
     assignment: Assignment
@@ -38,6 +44,8 @@ class Candidate:
     solution: Solution
     items: tuple[CostItem, ...]
     peak_memory_bytes: float
+    weights: Weights | None = None
+    lower_s: float = 0.0
 
     @functools.cached_property
     def cost(self) -> CostBreakdown:
@@ -49,10 +57,20 @@ class Candidate:
         """The communication of the assignment, in program order."""
         return tuple(i.collective for i in self.items if i.collective is not None)
 
+    @functools.cached_property
+    def timelines(self) -> tuple[Timeline, ...]:
+        """Work, and communication that may be hidden, of both passes."""
+        return tuple(timelines(self.assignment, self.items))
+
     @property
     def compute_s(self) -> float:
-        """Seconds of work on arrays in one step."""
-        return self.cost.work_s
+        """Seconds of work on arrays in one step, with what is beside it."""
+        return self.cost.work_s + self.cost.contention_s
+
+    @property
+    def hidden_s(self) -> float:
+        """Seconds of communication that run beside work."""
+        return self.cost.cover_s
 
     @property
     def communication_s(self) -> float:
@@ -70,11 +88,35 @@ class Candidate:
         return step_s(self.cost)
 
     @property
+    def bound_s(self) -> float:
+        """A lower bound of the seconds of every plan on this mesh.
+
+        Without the latencies of messages that collectives share.
+        """
+        return max(self.lower_s, self.solution.bound)
+
+    @property
+    def report(self) -> Solution:
+        """What is known of the plan: its cost, its bound and whether it is proved.
+
+        Where communication is hidden the cost is the time of a step; elsewhere it is
+        the objective of the problem.
+        """
+        if self.weights is None:
+            return self.solution
+        bound_s = min(self.bound_s, self.step_s)
+        proved = bound_s >= (1 - PROVED) * self.step_s
+        status = Status.OPTIMAL if proved else Status.FEASIBLE
+        return dataclasses.replace(
+            self.solution, cost=self.step_s, bound=bound_s, status=status
+        )
+
+    @property
     def shared_s(self) -> float:
         """Seconds of messages that many collectives share, beyond their bytes'.
 
         The problem of the layouts does not hold them: they belong to no pair of
-        decisions. The rest of `step_s` is its objective.
+        decisions.
         """
         return sum(c.shared_s(self.pricer) for c in self.collectives)
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
+from autopar.cost.overlap import Discounts
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import node_work_s
 from autopar.errors import PlanError
@@ -24,7 +25,7 @@ from autopar.layouts.strategies import (
 from autopar.planner.memory_terms import memory_terms
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Contraction, Node
-from autopar.steps.uses import Source, times_made
+from autopar.steps.uses import Source, Use, times_made
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
@@ -38,12 +39,21 @@ Restriction = Callable[[Node, Strategy], bool]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Formulation:
-    """A priced problem and what its nodes stand for."""
+    """A priced problem and what its nodes stand for.
+
+    Attributes:
+      problem: nodes and edges with their costs.
+      spaces: the strategies of each node, of the copies after those of the program.
+      copies: the copies.
+      pricer: the mesh and cluster.
+      discounts: on what may be hidden; None: work and communication are added.
+    """
 
     problem: ShardingProblem
     spaces: tuple[Space, ...]
     copies: tuple[Copy, ...]
     pricer: Pricer
+    discounts: Discounts | None = None
 
 
 def contraction_partials(graph: OperatorGraph, node: Node, space: Space) -> list[Axes]:
@@ -83,6 +93,7 @@ def formulate(
     restriction: Restriction | None = None,
     memory_limit: float | None = None,
     prices: Prices | None = None,
+    discounts: Discounts | None = None,
 ) -> Formulation:
     """Prices every strategy and every resharding of a program on one mesh.
 
@@ -93,14 +104,15 @@ def formulate(
       memory_limit: bytes of one device. With it the problem has memory terms;
         without, it is smaller, and enough where memory is plenty.
       prices: with them gradients may be sent by codecs.
+      discounts: on what may be hidden.
 
     Raises:
       PlanError: no plan does without the messages that ``pricer`` rules out.
     """
-    spaces, costs = _node_costs(analysis, pricer, restriction)
+    spaces, costs = _node_costs(analysis, pricer, restriction, discounts)
     edges: list[tuple[int, int]] = []
     matrices: list[np.ndarray] = []
-    for edge, matrix in _result_edges(analysis, spaces, pricer, prices):
+    for edge, matrix in _result_edges(analysis, spaces, pricer, prices, discounts):
         edges.append(edge)
         matrices.append(matrix)
     copies: list[Copy] = []
@@ -109,7 +121,9 @@ def formulate(
         memory = memory_limit is not None
         made = make_copies(analysis, source, start, pricer, memory=memory)
         copies.extend(made)
-        for edge, matrix in _source_edges(analysis, source, made, spaces, pricer):
+        for edge, matrix in _source_edges(
+            analysis, source, made, spaces, pricer, discounts
+        ):
             edges.append(edge)
             matrices.append(matrix)
     priced = (*costs, *matrices)
@@ -136,11 +150,14 @@ def formulate(
         memory_limit=memory_limit,
     )
     all_spaces = (*spaces, *(c.space for c in copies))
-    return Formulation(problem, all_spaces, tuple(copies), pricer)
+    return Formulation(problem, all_spaces, tuple(copies), pricer, discounts)
 
 
 def _node_costs(
-    analysis: Analysis, pricer: Pricer, restriction: Restriction | None
+    analysis: Analysis,
+    pricer: Pricer,
+    restriction: Restriction | None,
+    discounts: Discounts | None,
 ) -> tuple[list[Space], list[np.ndarray]]:
     spaces: list[Space] = []
     costs: list[np.ndarray] = []
@@ -155,7 +172,7 @@ def _node_costs(
         if node.index in small and not any(whole):
             space = Space((whole,))
         spaces.append(space)
-        costs.append(node_work_s(analysis, node, space, pricer))
+        costs.append(node_work_s(analysis, node, space, pricer, discounts))
     return spaces, costs
 
 
@@ -164,6 +181,7 @@ def _result_edges(
     spaces: Sequence[Space],
     pricer: Pricer,
     prices: Prices | None,
+    discounts: Discounts | None,
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
     """Edges from a contraction to its results, which take the reduction."""
     for node in analysis.contraction.nodes:
@@ -173,7 +191,9 @@ def _result_edges(
         for slot, value in enumerate(op.outputs):
             home = analysis.contraction.homes.get(value)
             if home is not None:
-                matrix = _result_matrix(analysis, node, slot, spaces, pricer, prices)
+                matrix = _result_matrix(
+                    analysis, node, slot, spaces, pricer, prices, discounts
+                )
                 yield (node.index, home.node), matrix
 
 
@@ -184,6 +204,7 @@ def _result_matrix(
     spaces: Sequence[Space],
     pricer: Pricer,
     prices: Prices | None,
+    discounts: Discounts | None,
 ) -> np.ndarray:
     """Seconds from each strategy of a contraction to each layout of a result."""
     graph = analysis.graph
@@ -208,6 +229,8 @@ def _result_matrix(
         ],
         axis=0,
     )
+    if final and discounts is not None:
+        matrix = matrix * discounts.sums[op.class_index]
     coded = analysis.coded.get(op.class_index)
     if prices is None or not coded or slot != 0:
         return matrix
@@ -255,28 +278,35 @@ def _source_edges(
     copies: Sequence[Copy],
     spaces: Sequence[Space],
     pricer: Pricer,
+    discounts: Discounts | None,
 ) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
     """Edges from a value to its readers, by its copies where it has any."""
     known = analysis.independent.gathered
     shared = GATHERS if source.value_class[0] in known else ALONE
     nbytes = float(analysis.graph.values[source.example].nbytes)
     home = spaces[source.home.node].layouts(source.home.dims)
+
+    def part(uses: Sequence[Use]) -> float:
+        """The factor on a gather that nothing waits for."""
+        return discounts.of_uses(uses) if discounts is not None and shared else 1.0
+
     if not copies:
         for use in source.foreign:
             target = spaces[use.node].layouts(use.dims)
-            matrix = _matrix(home, target, nbytes, pricer, shared)
+            matrix = part((use,)) * _matrix(home, target, nbytes, pricer, shared)
             yield (source.home.node, use.node), use.weight * matrix
         return
     for copy in copies:
         layouts = copy.space.layouts(copy.dims)
         fetch = _matrix(home, layouts, nbytes, pricer, shared) * times_made(copy.uses)
+        fetch = part(copy.uses) * fetch
         yield (
             (source.home.node, copy.node),
             _by_mode(copy, home, layouts, fetch),
         )
         for use in copy.uses:
             target = spaces[use.node].layouts(use.dims)
-            matrix = _matrix(layouts, target, nbytes, pricer, shared)
+            matrix = part((use,)) * _matrix(layouts, target, nbytes, pricer, shared)
             yield (copy.node, use.node), use.weight * matrix
     if len(copies) == 2:
         yield (copies[0].node, copies[1].node), _reuse_matrix(*copies)

@@ -36,11 +36,12 @@ GIVEN = "layouts as they were given"
 def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best
-    solution = best.solution
+    solution = best.report
     predicted = Predicted(
         step_s=best.step_s,
         compute_s=best.compute_s,
         communication_s=best.communication_s,
+        hidden_s=best.hidden_s,
         communication_bytes=best.communication_bytes,
         peak_memory_bytes=float(best.peak_memory_bytes),
     )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.codecs.matrix import Prices
 from autopar.cost.combining import Group
+from autopar.cost.overlap import discounts
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import Assignment
@@ -20,6 +22,7 @@ from autopar.planner.candidate import (
     candidate_of,
     choices_of,
 )
+from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_of
 from autopar.planner.infeasible import advised, infeasible
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.ties import split_batch_inputs
@@ -121,7 +124,9 @@ def search(
         limit = restriction(pricer) if restriction is not None else None
         try:
             known = [c for c in starts if c.pricer.mesh == mesh]
-            found = solve_mesh(analysis, pricer, limit, seconds, known)
+            found = solve_mesh(
+                analysis, pricer, limit, seconds, known, most_s=_least_s(tried)
+            )
             tried.append((mesh, found))
         except PlanError as error:  # another mesh may have a plan
             tried.append((mesh, None))
@@ -133,13 +138,18 @@ def search(
     return SearchResult(best, tuple(tried), time.perf_counter() - start)
 
 
+def _least_s(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> float:
+    """Seconds of the best plan so far."""
+    return min((c.step_s for _, c in tried if c is not None), default=math.inf)
+
+
 def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
     """What is known of the best plan so far, as text."""
     solved = [c for _, c in tried if c is not None]
     if not solved:
         return ""
     best = min(solved, key=lambda c: c.step_s)
-    gap = best.solution.gap
+    gap = best.report.gap
     return f"; best so far {best.step_s * 1e3:.3g} ms, gap {100 * gap:.2g} %"
 
 
@@ -169,7 +179,7 @@ def _no_mesh(
         roomy = Pricer(larger, pricer.mesh)
         allowed = restriction(roomy) if restriction is not None else None
         try:
-            _solved(analysis, roomy, allowed, limit, None, None)
+            _solved(_Task(analysis, allowed, limit), roomy, None)
         except PlanError:
             return False
         return True
@@ -183,6 +193,8 @@ _TIGHTENINGS = 5
 _WORTHWHILE = 5e-3
 # Problems solved for one mesh.
 _MOST_PROBLEMS = 8
+# Problems solved for one mesh to find the weights of what is hidden.
+_ROUNDS = 4
 
 
 def solve_mesh(
@@ -192,8 +204,13 @@ def solve_mesh(
     seconds: float | None = None,
     starts: Sequence[Candidate] = (),
     prices: Prices | None = None,
+    weights: Weights | None = None,
+    most_s: float = math.inf,
 ) -> Candidate:
     """Finds the best assignment on one mesh.
+
+    Where communication runs beside work, the problem is solved at some weights of
+    what is hidden, then at better ones (`autopar.planner.hiding`).
 
     The problem of the layouts holds what bytes take; a message that collectives
     share has a latency besides, which is paid once for its group, whoever sends in
@@ -204,37 +221,94 @@ def solve_mesh(
 
     With ``prices`` it is solved once, for codecs have messages of their own.
 
+    Args:
+      analysis: the step.
+      pricer: the mesh and cluster.
+      restriction: says which strategies are allowed.
+      seconds: time limit of the solver, for each problem.
+      starts: assignments known already.
+      prices: with them gradients may be sent by codecs.
+      weights: of what is hidden; None: they are found.
+      most_s: seconds of the best plan of other meshes; no more is proved of this mesh
+        than that it has none that is faster.
+
     Raises:
       InfeasibleError: nothing fits the memory of a device.
     """
     memory = pricer.cluster.memory_bytes
     fitting = [c for c in starts if c.peak_memory_bytes <= memory]
     start = min(fitting, key=lambda c: c.step_s, default=None)
-    first = _solved(analysis, pricer, restriction, seconds, start, prices)
-    best = min((c for c in (first, start) if c), key=lambda c: c.step_s)
-    if prices is None:
-        best = _with_fewer_messages(analysis, first, best, restriction, seconds)
+    task = _Task(analysis, restriction, seconds, prices)
+    if not pricer.cluster.device.calibrated.overlap:
+        first = best = _solved(task, pricer, start)
+    elif prices is not None or weights is not None:
+        first = best = _solved(task, pricer, start, weights or {})
+    else:
+        first, best = _weighted(task, pricer, start, most_s)
+    if start is not None:
+        best = min(best, start, key=lambda c: c.step_s)
+    if prices is None and first.bound_s < most_s:
+        best = _with_fewer_messages(task, first, best)
     return dataclasses.replace(best, pricer=pricer)
 
 
-def _with_fewer_messages(
-    analysis: Analysis,
-    first: Candidate,
-    best: Candidate,
-    restriction: Restriction | None,
-    seconds: float | None,
-) -> Candidate:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Task:
+    """What stays the same in all problems of a mesh.
+
+    Attributes:
+      analysis: the step.
+      restriction: says which strategies are allowed.
+      seconds: time limit of the solver, for each problem.
+      prices: with them gradients may be sent by codecs.
+    """
+
+    analysis: Analysis
+    restriction: Restriction | None
+    seconds: float | None
+    prices: Prices | None = None
+
+
+def _weighted(
+    task: _Task, pricer: Pricer, start: Candidate | None, most_s: float
+) -> tuple[Candidate, Candidate]:
+    """The solution at the best weights found, and the fastest plan.
+
+    A plan's bound is the highest of all problems that were solved.
+    """
+    known = pricer.cluster.device.calibrated
+    planes = [] if start is None else [_plane(start)]
+    weights: Weights = best_weights(planes, known) if planes else {}
+    last = best = _solved(task, pricer, start, weights)
+    bound_s = last.bound_s
+    for _ in range(_ROUNDS - 1):
+        planes.append(_plane(last))
+        if bound_s >= min(most_s, (1 - PROVED) * best.step_s):
+            break
+        previous, weights = weights, best_weights(planes, known)
+        if weights == previous:
+            break
+        last = _solved(task, pricer, best, weights)
+        best = min(best, last, key=lambda c: c.step_s)
+        bound_s = max(bound_s, last.bound_s)
+    return last, dataclasses.replace(best, weights=weights, lower_s=bound_s)
+
+
+def _plane(candidate: Candidate) -> Plane:
+    known = candidate.pricer.cluster.device.calibrated
+    return plane_of(candidate.step_s, candidate.timelines, known)
+
+
+def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Candidate:
     """The best of plans without some groups of messages.
 
     No plan without a set of groups is faster than the objective of its problem, and
     one that does not use all groups of a problem's solution is without one of them.
 
     Args:
-      analysis: the step.
+      task: the step.
       first: the solution with all groups.
       best: the fastest plan known.
-      restriction: says which strategies are allowed.
-      seconds: time limit of the solver, for each problem.
     """
     left, tried = [first], {frozenset[Group]()}
     while left:
@@ -253,7 +327,7 @@ def _with_fewer_messages(
             tried.add(without)
             fewer = dataclasses.replace(pricer, without=without)
             with contextlib.suppress(PlanError):
-                other = _solved(analysis, fewer, restriction, seconds, None, None)
+                other = _solved(task, fewer, None, first.weights)
                 left.append(other)
                 best = min(best, other, key=lambda c: c.step_s)
     return best
@@ -266,23 +340,34 @@ def _settled(found: Candidate, best: Candidate) -> bool:
 
 
 def _solved(
-    analysis: Analysis,
+    task: _Task,
     pricer: Pricer,
-    restriction: Restriction | None,
-    seconds: float | None,
     start: Candidate | None,
-    prices: Prices | None,
+    weights: Weights | None = None,
 ) -> Candidate:
     """The best assignment, but for the latencies of shared messages.
 
     Memory terms enter only where the fastest assignment does not fit without.
+
+    Args:
+      task: the step.
+      pricer: the mesh and cluster.
+      start: an assignment that is known.
+      weights: of what is hidden; None: work and communication are added.
     """
+    analysis, seconds = task.analysis, task.seconds
+    known = pricer.cluster.device.calibrated
+    lowered = None
+    if weights is not None and known.overlap:
+        lowered = discounts(analysis, weights, known.overlap, known.contention)
     limit = float(pricer.cluster.memory_bytes)
     tightened: float | None = None
     formulation: Formulation | None = None
     status = Status.UNKNOWN
     for _ in range(_TIGHTENINGS + 1):
-        formulation = formulate(analysis, pricer, restriction, tightened, prices)
+        formulation = formulate(
+            analysis, pricer, task.restriction, tightened, task.prices, lowered
+        )
         choices = None if start is None else choices_of(formulation, start.assignment)
         solution = solve(formulation.problem, seconds=seconds, warm_start=choices)
         status = solution.status
@@ -290,6 +375,7 @@ def _solved(
             break
         found = candidate_of(analysis, formulation, solution)
         if found.peak_memory_bytes <= limit:
+            found = dataclasses.replace(found, weights=weights)
             return _tie_broken(analysis, found)
         over = limit / found.peak_memory_bytes
         tightened = limit if tightened is None else 0.995 * tightened * over
@@ -309,6 +395,7 @@ def _tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
     if solution.choices == found.solution.choices:
         return found
     split = candidate_of(analysis, found.formulation, solution)
+    split = dataclasses.replace(split, weights=found.weights)
     limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
     fits = split.peak_memory_bytes <= limit
     return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found

@@ -26,9 +26,10 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """The predictions of the cost model for one step.
 
     Attributes:
-      step_s: seconds of one step.
-      compute_s: the part of it that is work on arrays.
-      communication_s: the part of it that is communication.
+      step_s: seconds of one step; ``compute_s + communication_s - hidden_s``.
+      compute_s: seconds of work on arrays, slowed by communication beside it.
+      communication_s: seconds of communication, with the work of codecs.
+      hidden_s: seconds of it that run beside work.
       communication_bytes: bytes that one device sends.
       peak_memory_bytes: most bytes live at once on one device.
     """
@@ -38,6 +39,7 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     communication_s: float
     communication_bytes: float
     peak_memory_bytes: float
+    hidden_s: float = 0.0
 
 
 class SolverReport(

@@ -268,7 +268,7 @@ def _best(*candidates: Candidate | None) -> Candidate | None:
 def _alternative(spec: Spec, shard_bytes: float, best: Candidate | None) -> Alternative:
     if best is None:
         return Alternative(spec, math.inf, shard_bytes, math.inf, False)
-    proved = best.solution.status is Status.OPTIMAL
+    proved = best.report.status is Status.OPTIMAL
     return Alternative(spec, best.step_s, shard_bytes, best.peak_memory_bytes, proved)
 
 

@@ -15,6 +15,7 @@ from autopar.reports.table import (
     CollectiveRow,
     bytes_text,
     collective_cells,
+    communication_text,
     compressed,
     compression_notes,
     gradient_rows,
@@ -93,7 +94,7 @@ def _figures(plan: Plan) -> str:
     figures = (
         ("step", seconds_text(expected.step_s)),
         ("compute", seconds_text(expected.compute_s)),
-        ("communication", seconds_text(expected.communication_s)),
+        ("communication", communication_text(expected)),
         ("sent by a device", bytes_text(expected.communication_bytes)),
         ("held by a device", bytes_text(expected.peak_memory_bytes)),
     )

@@ -15,6 +15,7 @@ from autopar.plans.specs import spec_text
 from autopar.reports.picture import picture
 from autopar.reports.table import (
     bytes_text,
+    communication_text,
     input_rows,
     mesh_text,
     seconds_text,
@@ -86,7 +87,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
             "predicted step",
             f"{seconds_text(expected.step_s)} (compute "
             f"{seconds_text(expected.compute_s)}, communication "
-            f"{seconds_text(expected.communication_s)})",
+            f"{communication_text(expected)})",
         ),
         ("memory", f"{bytes_text(expected.peak_memory_bytes)} on each device"),
         ("sends", f"{bytes_text(expected.communication_bytes)} from each device"),

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from autopar.plans import GradientDecision, Plan, StagePlan
-from autopar.plans.schema import set_renderer
+from autopar.plans.schema import Predicted, set_renderer
 from autopar.plans.specs import spec_text
 
 _BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
@@ -107,10 +107,17 @@ def summary_lines(plan: Plan) -> list[str]:
         f"solver   {solver_text(plan)}",
         f"step     {seconds_text(expected.step_s)}: "
         f"compute {seconds_text(expected.compute_s)}, "
-        f"communication {seconds_text(expected.communication_s)}",
+        f"communication {communication_text(expected)}",
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
     ]
+
+
+def communication_text(expected: Predicted) -> str:
+    """Seconds of communication, such as ``12 ms (9 ms hidden)``."""
+    text = seconds_text(expected.communication_s)
+    hidden = expected.hidden_s
+    return f"{text} ({seconds_text(hidden)} hidden)" if hidden else text
 
 
 def solver_text(plan: Plan) -> str:

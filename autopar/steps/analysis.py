@@ -16,6 +16,7 @@ from autopar.steps.independence import Independent, independent
 from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import Lifetimes, lifetimes
 from autopar.steps.nodes import Contraction, contract
+from autopar.steps.positions import Positions, positions
 from autopar.steps.sums import CodedSums, Sums, coded_sums, sums_due
 from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.work import (
@@ -133,6 +134,11 @@ class Analysis:
     def independent(self) -> Independent:
         """The operators whose collectives need no other's result."""
         return independent(self.graph, self.deferrals)
+
+    @functools.cached_property
+    def positions(self) -> Positions:
+        """The pass of each operator, and where the sums it adds to are complete."""
+        return positions(self.graph, self.contraction, self.deferrals, self.trips)
 
     @functools.cached_property
     def dim_labels(self) -> DimLabels:

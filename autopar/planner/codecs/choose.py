@@ -45,11 +45,10 @@ from autopar.planner.problem import Restriction
 from autopar.planner.search import solve_mesh
 from autopar.plans import Compression, GradientDecision
 from autopar.steps.analysis import Analysis
+from autopar_passes.graph.roles import Role
 from autopar_solver import (
     CodecSelection,
-    SelectionResult,
     Status,
-    recompute,
     solve_relaxation,
     solve_selection,
 )
@@ -111,7 +110,7 @@ class CodecChoice:
 
     @property
     def cost(self) -> CostBreakdown:
-        """What a step costs; what backward work hides of it is not taken off."""
+        """What a step costs."""
         return self.rest + self.coded
 
     @property
@@ -146,7 +145,8 @@ def judged(
     """What given codecs save.
 
     Gradients that wait are summed once where several operators contribute. What is
-    sent is charged by message, with and without codecs.
+    sent is charged by message, with and without codecs. A message holds all gradients
+    of one codec, so nothing of it is sent before the backward pass has ended.
     """
     pricer = candidate.pricer
     options = zip(found, codecs, strict=True)
@@ -163,7 +163,7 @@ def judged(
     taken = [a.summation for a in after]
     sent = CostBreakdown(
         codec_s=sum(a.price.local_s for a in coded),
-        hideable_s=collectives_s(pricer, taken, codecs),
+        waiting_s=collectives_s(pricer, taken, codecs),
         codec_bytes=sum(
             made.wire_bytes + made.within_bytes
             for s, text, summation in zip(found, codecs, taken, strict=True)
@@ -171,8 +171,7 @@ def judged(
             for made in [decision(s, pricer.mesh.axes, text, summation)]
         ),
     )
-    saved = candidate.communication_s - rest.communication_s
-    saved -= sent.codec_s + sent.hideable_s
+    saved = candidate.step_s - step_s(rest + sent)
     total = sum(math.prod(s.shape) for s in found)
     squared = sum(a.weighted_error for a in after)
     return CodecChoice(
@@ -259,17 +258,10 @@ def choose(
     rest = "dense" if coded else ""
     codecs = [chosen.get(s.value, "") or rest for s in found]
     made = judged(candidate, found, codecs, errors)
-    hidden = _hidden_s(problem, answer)
-    made = dataclasses.replace(made, problem=problem, saved_s=made.saved_s - hidden)
+    made = dataclasses.replace(made, problem=problem)
     if made.saved_s < WORTHWHILE * candidate.step_s:
         return dataclasses.replace(nothing, problem=problem)
     return made
-
-
-def _hidden_s(problem: CodecSelection, answer: SelectionResult) -> float:
-    """What of the wire time that is saved was hidden anyway."""
-    dense = recompute(problem, [0] * len(problem.num_options))
-    return (dense.wire_s - dense.exposed_s) - (answer.wire_s - answer.exposed_s)
 
 
 def _allowed(
@@ -291,40 +283,35 @@ def _selection(
 ) -> CodecSelection:
     pricer = candidate.pricer
     total = sum(math.prod(s.shape) for s in found)
-    ready, backward = _schedule(candidate, large)
     left = pricer.cluster.memory_bytes - candidate.peak_memory_bytes
+    felt = _felt_part(candidate)
 
     def column(of: Callable[[Option], float]) -> tuple[np.ndarray, ...]:
         return tuple(np.array([of(option) for _, option in row]) for row in rows)
 
+    wire_s = column(lambda o: o.price.wire_s)
+    for row, seconds in zip(rows, wire_s, strict=True):
+        seconds[[not text for text, _ in row]] *= felt
     return CodecSelection(
-        wire_s=column(lambda o: o.price.wire_s),
+        wire_s=wire_s,
         local_s=column(lambda o: o.price.local_s),
         error=column(lambda o: o.weighted_error),
-        ready_s=ready,
-        backward_s=backward,
+        # Messages of many gradients leave when the last of them is complete.
+        ready_s=(0.0,) * len(large),
+        backward_s=0.0,
         error_budget=budget**2 * total,
         memory_bytes=column(lambda o: o.memory_bytes),
         memory_budget_bytes=max(0.0, left),
     )
 
 
-def _schedule(
-    candidate: Candidate, large: Sequence[Site]
-) -> tuple[tuple[float, ...], float]:
-    """When gradients are complete, and when the backward pass ends.
-
-    On CPU devices nothing is hidden: programs run one operator after the other
-    there. Elsewhere the backward pass takes two thirds of the work and its
-    gradients come in program order.
-    """
-    if candidate.pricer.cluster.device.kind == "cpu":
-        return (0.0,) * len(large), 0.0
-    backward = candidate.compute_s * 2 / 3
-    order = sorted(s.ready for s in large)
-    count = len(order)
-    ready = tuple(backward * (order.index(s.ready) + 1) / count for s in large)
-    return ready, backward
+def _felt_part(candidate: Candidate) -> float:
+    """The part of the compiler's sums by which a step is longer; work hides the rest."""
+    known = candidate.pricer.cluster.device.calibrated
+    backward = [t for t in candidate.timelines if t.role is Role.BACKWARD]
+    sent = sum(t.communication_s for t in backward)
+    exposed = sum(t.exposed_s(known.overlap) for t in backward)
+    return (exposed + known.contention * (sent - exposed)) / sent if sent else 1.0
 
 
 Restrictor = Callable[[Pricer], Restriction]
@@ -408,8 +395,12 @@ def _solved(
 ) -> Candidate | None:
     pricer = Pricer(result.best.pricer.cluster, mesh)
     limit = restriction(pricer) if restriction is not None else None
+    known = [c.weights for m, c in result.tried if c is not None and m == mesh]
+    weights = next(iter(known), None)
     try:
-        return solve_mesh(analysis, pricer, limit, seconds, prices=prices)
+        return solve_mesh(
+            analysis, pricer, limit, seconds, prices=prices, weights=weights
+        )
     except InfeasibleError:
         return None
 

@@ -41,7 +41,9 @@ def with_codecs(
     predicted = msgspec.structs.replace(
         plan.predicted,
         step_s=choice.step_s,
-        communication_s=plan.predicted.communication_s - choice.saved_s,
+        compute_s=choice.cost.work_s + choice.cost.contention_s,
+        communication_s=choice.cost.communication_s + choice.cost.codec_s,
+        hidden_s=choice.cost.cover_s,
         communication_bytes=choice.cost.communication_bytes,
         peak_memory_bytes=plan.predicted.peak_memory_bytes + choice.memory_bytes,
     )

@@ -1,0 +1,193 @@
+"""Communication that runs beside work.
+
+A compiler with a latency-hiding scheduler sends what nothing waits for while the
+device computes: gathers of parameters ahead of their readers, sums of gradients
+behind the operators that complete them. Each such collective has a window: from the
+start of its pass to its reader, or from its maker to the end of the backward pass.
+Communication is one stream, work another. What must lie within a stretch of a pass
+and exceeds the work there is exposed, and no more than that, if transfers can be cut
+(the interval bound of preemptive scheduling on one machine, Horn 1974):
+
+    exposed = max over stretches (communication within - share x work within, 0)
+
+All gathers of a pass start with it and all sums end with it, so stretches from the
+start, stretches to the end and the whole pass are all that matter.
+
+What is hidden slows the work beside it by the device's ``contention``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from autopar.steps.analysis import Analysis
+from autopar.steps.uses import Use
+from autopar_passes.graph.roles import Role
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Stretch:
+    """A stretch of one pass, by positions of operators, both ends included.
+
+    Attributes:
+      role: the pass.
+      first: position of the first operator; -1 is the start of the pass.
+      last: position of the last; the number of operators is the end of the pass.
+    """
+
+    role: Role
+    first: int
+    last: int
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Timeline:
+    """Seconds of one pass by position of operators.
+
+    Attributes:
+      role: the pass.
+      work: seconds of each operator.
+      gathers: of each operator, seconds of the gathers that must end before it.
+      sums: of each operator, seconds of the sums that can start after it.
+    """
+
+    role: Role
+    work: np.ndarray
+    gathers: np.ndarray
+    sums: np.ndarray
+
+    @property
+    def communication_s(self) -> float:
+        """Seconds of all communication of the pass that may be hidden."""
+        return float(self.gathers.sum() + self.sums.sum())
+
+    @property
+    def work_s(self) -> float:
+        """Seconds of all work of the pass."""
+        return float(self.work.sum())
+
+    @functools.cached_property
+    def _running(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Work, gathers and sums up to each position, and 0 before the first."""
+        w, g, s = (
+            np.concatenate(([0.0], np.cumsum(x)))
+            for x in (self.work, self.gathers, self.sums)
+        )
+        return w, g, s
+
+    def within(self, stretch: Stretch) -> tuple[float, float]:
+        """Seconds of communication that must lie in a stretch, and of work there.
+
+        A gather is outside of the work of its own reader, a sum of its maker's.
+        """
+        work, gathers, sums = self._running
+        count = len(self.work)
+        first, last = stretch.first, stretch.last
+        starts, ends = first < 0, last >= count
+        low, high = max(first, 0), min(last, count - 1)
+        moved = gathers[high + 1] if starts else 0.0
+        moved += sums[-1] - sums[low] if ends else 0.0
+        done = work[-1] if ends else work[high]
+        done -= 0.0 if starts else work[low + 1]
+        return float(moved), float(done)
+
+    def tightest(self, share: float) -> Stretch:
+        """The stretch that exposes most.
+
+        Args:
+          share: part of the work that communication may run beside.
+        """
+        count = len(self.work)
+        whole = Stretch(self.role, -1, count)
+        if not count:
+            return whole
+        work, gathers, sums = self._running
+        early = gathers[1:] - share * work[:-1]
+        late = (sums[-1] - sums[:-1]) - share * (work[-1] - work[1:])
+        found = (
+            whole,
+            Stretch(self.role, -1, int(np.argmax(early))),
+            Stretch(self.role, int(np.argmax(late)), count),
+        )
+        return max(found, key=lambda s: self.excess_s(s, share))
+
+    def excess_s(self, stretch: Stretch, share: float) -> float:
+        """Seconds of communication in a stretch beyond the work that covers it."""
+        moved, done = self.within(stretch)
+        return moved - share * done
+
+    def exposed_s(self, share: float) -> float:
+        """Seconds of the pass in which only communication runs."""
+        return max(0.0, self.excess_s(self.tightest(share), share))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Discounts:
+    """Prices of work and communication where a part is hidden.
+
+    A step takes ``work + waiting + contention x hideable + (1 - contention) x
+    exposed``, and ``exposed`` is at least ``communication - share x work`` of any
+    stretch. So for weights of stretches, of each pass at most 1 together, prices
+    that add over decisions give a lower bound of the time of every plan, and weights
+    for which it is that of the best plan exist but for what cannot be split (the
+    Lagrangian dual of the maximum).
+
+    Attributes:
+      work: factor on seconds of work, by class of operators.
+      sums: factor on sums that nothing waits for, by class of their makers.
+      gathers: factor on gathers that end before an operator, by position.
+    """
+
+    work: np.ndarray
+    sums: np.ndarray
+    gathers: np.ndarray
+
+    def of_uses(self, uses: Sequence[Use]) -> float:
+        """The factor on a gather for these readings; the mean over instances."""
+        first: dict[int, int] = {}
+        for use in uses:
+            for value, (reader, _, _) in use.readers.items():
+                first[value] = min(first.get(value, reader), reader)
+        found = [float(self.gathers[reader]) for reader in first.values()]
+        return sum(found) / len(found) if found else 1.0
+
+
+def discounts(
+    analysis: Analysis,
+    weights: Mapping[Stretch, float],
+    share: float,
+    contention: float,
+) -> Discounts:
+    """The prices at weights of stretches.
+
+    Args:
+      analysis: the program.
+      weights: of stretches, at least 0; those of a pass add up to at most 1.
+      share: part of the work that communication may run beside.
+      contention: seconds of work lost for each second that is hidden.
+    """
+    places = analysis.positions
+    count = len(places.classes)
+    covering, gathered, summed = (np.zeros(count) for _ in range(3))
+    for stretch, weight in weights.items():
+        starts, ends = stretch.first < 0, stretch.last >= count
+        low = 0 if starts else stretch.first + 1
+        high = count if ends else stretch.last
+        covering[low:high] += weight * places.roles[stretch.role][low:high]
+        if starts:
+            upto = count if ends else stretch.last + 1
+            gathered[:upto] += weight * places.roles[stretch.role][:upto]
+        if ends:
+            since = max(stretch.first, 0)
+            summed[since:] += weight * places.summed[stretch.role][since:]
+    rest = 1.0 - contention
+    in_pass = places.roles[Role.FORWARD] | places.roles[Role.BACKWARD]
+    return Discounts(
+        places.of_classes(1.0 - rest * share * covering),
+        places.of_classes((contention + rest * summed)[places.ready]),
+        np.where(in_pass, contention + rest * gathered, 1.0),
+    )
