@@ -77,25 +77,27 @@ def items(assignment: Assignment, pricer: Pricer) -> list[CostItem]:
     return [*found, *([hidden] if hidden else []), *held_items(assignment)]
 
 
-def timelines(assignment: Assignment, items: Iterable[CostItem]) -> list[Timeline]:
+def timelines(
+    assignment: Assignment, found: Iterable[tuple[CostItem, float]]
+) -> list[Timeline]:
     """The work and the communication of both passes of a step, by position.
 
     Communication of the update, and what something waits for, is in none of them.
 
     Args:
       assignment: strategies as layouts.
-      items: what a step of it costs.
+      found: what a step of it costs, each item with its seconds.
     """
     places = assignment.analysis.positions
     count = len(assignment.graph.operators)
     by_class = np.zeros(count)
     gathers, sums = np.zeros(count), np.zeros(count)
-    for item in items:
+    for item, seconds in found:
         if item.work is not None:
-            by_class[item.operator] += item.cost.work_s
+            by_class[item.operator] += seconds
         elif item.collective is not None and item.collective.place is not None:
             target = sums if item.collective.step.kind in SUMS else gathers
-            target[item.collective.ready] += item.cost.hideable_total_s
+            target[item.collective.ready] += seconds
     work = by_class[places.classes] * places.shares
     return [
         Timeline(
@@ -106,6 +108,12 @@ def timelines(assignment: Assignment, items: Iterable[CostItem]) -> list[Timelin
         )
         for role in PASSES
     ]
+
+
+def seconds_of(found: Iterable[CostItem]) -> Iterator[tuple[CostItem, float]]:
+    """Items of work and communication with their seconds at the planned batch."""
+    for item in found:
+        yield item, item.cost.work_s + item.cost.communication_s
 
 
 def hidden_item(
@@ -120,7 +128,7 @@ def hidden_item(
         return None
     hidden_s = sum(
         t.communication_s - t.exposed_s(known.overlap)
-        for t in timelines(assignment, found)
+        for t in timelines(assignment, seconds_of(found))
     )
     cost = CostBreakdown(cover_s=hidden_s, contention_s=known.contention * hidden_s)
     last = assignment.graph.operators[-1].index

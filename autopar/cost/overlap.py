@@ -43,6 +43,21 @@ class Stretch:
     first: int
     last: int
 
+    def slices(self, count: int) -> tuple[slice, slice, slice]:
+        """The positions whose work, gathers and sums lie within.
+
+        A gather is outside of the work of its own reader, a sum of its maker's.
+
+        Args:
+          count: number of operators.
+        """
+        starts, ends = self.first < 0, self.last >= count
+        low = 0 if starts else self.first + 1
+        high = count if ends else self.last
+        upto = (count if ends else self.last + 1) if starts else 0
+        since = max(self.first, 0) if ends else count
+        return slice(low, high), slice(0, upto), slice(since, count)
+
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Timeline:
@@ -80,20 +95,11 @@ class Timeline:
         return w, g, s
 
     def within(self, stretch: Stretch) -> tuple[float, float]:
-        """Seconds of communication that must lie in a stretch, and of work there.
-
-        A gather is outside of the work of its own reader, a sum of its maker's.
-        """
+        """Seconds of communication that must lie in a stretch, and of work there."""
         work, gathers, sums = self._running
-        count = len(self.work)
-        first, last = stretch.first, stretch.last
-        starts, ends = first < 0, last >= count
-        low, high = max(first, 0), min(last, count - 1)
-        moved = gathers[high + 1] if starts else 0.0
-        moved += sums[-1] - sums[low] if ends else 0.0
-        done = work[-1] if ends else work[high]
-        done -= 0.0 if starts else work[low + 1]
-        return float(moved), float(done)
+        done, early, late = stretch.slices(len(self.work))
+        moved = gathers[early.stop] + sums[-1] - sums[late.start]
+        return float(moved), float(work[done.stop] - work[done.start])
 
     def tightest(self, share: float) -> Stretch:
         """The stretch that exposes most.
@@ -174,16 +180,10 @@ def discounts(
     count = len(places.classes)
     covering, gathered, summed = (np.zeros(count) for _ in range(3))
     for stretch, weight in weights.items():
-        starts, ends = stretch.first < 0, stretch.last >= count
-        low = 0 if starts else stretch.first + 1
-        high = count if ends else stretch.last
-        covering[low:high] += weight * places.roles[stretch.role][low:high]
-        if starts:
-            upto = count if ends else stretch.last + 1
-            gathered[:upto] += weight * places.roles[stretch.role][:upto]
-        if ends:
-            since = max(stretch.first, 0)
-            summed[since:] += weight * places.summed[stretch.role][since:]
+        done, early, late = stretch.slices(count)
+        covering[done] += weight * places.roles[stretch.role][done]
+        gathered[early] += weight * places.roles[stretch.role][early]
+        summed[late] += weight * places.summed[stretch.role][late]
     rest = 1.0 - contention
     in_pass = places.roles[Role.FORWARD] | places.roles[Role.BACKWARD]
     return Discounts(

@@ -18,6 +18,7 @@ import numpy as np
 from autopar.cluster import DeviceSpec, MeshShape
 from autopar.cost.collectives import collective_pieces
 from autopar.cost.compute import attained_flops_per_s, matrix_sides, roofline_s
+from autopar.cost.hidden_curve import HiddenCurve, hidden_curve
 from autopar.cost.items import CostItem, Paid, items
 from autopar.cost.pieces import (
     DEGREE,
@@ -50,11 +51,13 @@ class BatchCurve:
       microbatch: seconds of one microbatch, by its batch over the planned one.
       synchronisation: the same of what is paid once in a step.
       accumulate_s: seconds of adding one microbatch's gradients to the sums so far.
+      hidden: what is saved because communication runs beside work; None: nothing.
     """
 
     microbatch: PieceSum
     synchronisation: PieceSum
     accumulate_s: float
+    hidden: HiddenCurve | None = None
 
     def step_s(self, batch: float, accumulation: int) -> float:
         """Seconds of a step.
@@ -65,6 +68,8 @@ class BatchCurve:
         """
         part = batch / accumulation
         once = self.synchronisation(part)
+        if self.hidden is not None:
+            once -= self.hidden.saved_s(part, accumulation)
         if accumulation == 1:
             return self.microbatch(part) + once
         return accumulation * (self.microbatch(part) + self.accumulate_s) + once
@@ -128,13 +133,15 @@ class ScaledCost:
 def batch_curve(assignment: Assignment, pricer: Pricer) -> BatchCurve:
     """Prices an assignment as a function of its batch."""
     found = items(assignment, pricer)
+    priced = [(item, item_pieces(assignment, pricer, item)) for item in found]
     terms: dict[Paid, list[Pieces]] = {paid: [] for paid in Paid}
-    for item in found:
-        terms[item.paid].append(item_pieces(assignment, pricer, item))
+    for item, pieces in priced:
+        terms[item.paid].append(pieces)
     return BatchCurve(
         added(terms[Paid.MICROBATCH]),
         added(terms[Paid.SYNCHRONISATION]),
         _accumulate_s(assignment, pricer.cluster.device),
+        hidden_curve(assignment, pricer, priced),
     )
 
 

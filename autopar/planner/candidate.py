@@ -9,7 +9,7 @@ from autopar.cluster import MeshShape
 from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.combining import Group
 from autopar.cost.evaluate import total
-from autopar.cost.items import CostItem, items, timelines
+from autopar.cost.items import CostItem, items, seconds_of, timelines
 from autopar.cost.memory import peak_memory_bytes
 from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
@@ -60,7 +60,7 @@ class Candidate:
     @functools.cached_property
     def timelines(self) -> tuple[Timeline, ...]:
         """Work, and communication that may be hidden, of both passes."""
-        return tuple(timelines(self.assignment, self.items))
+        return tuple(timelines(self.assignment, seconds_of(self.items)))
 
     @property
     def compute_s(self) -> float:

@@ -59,9 +59,29 @@ def dim_labels(graph: OperatorGraph) -> DimLabels:
             continue
         for value, dims in zip(op.outputs, op.rule.results, strict=True):
             names = [found.get(d[0], "") if d else "" for d in dims]
+            if op.kind in _CUTTING:
+                names = _kept_sequence(names, _dims_of(out, op.inputs[0]))
             if graph.values[value].shape:
                 out.dims[value] = names
     return out
+
+
+def _dims_of(labels: DimLabels, value: int | None) -> list[str]:
+    return [] if value is None else labels.dims.get(value, [])
+
+
+# Operators whose result is a part of an operand, or has it as a part.
+_CUTTING = ("slice", "dynamic_slice", "pad", "concatenate")
+
+
+def _kept_sequence(names: list[str], before: list[str]) -> list[str]:
+    """A cut sequence is a sequence still: all tokens but the last, say."""
+    if len(names) != len(before):
+        return names
+    return [
+        SEQUENCE if old == SEQUENCE and not name else name
+        for name, old in zip(names, before, strict=True)
+    ]
 
 
 def batch_shape(graph: OperatorGraph, value: int) -> tuple[int, ...]:

@@ -306,7 +306,7 @@ def _selection(
 
 
 def _felt_part(candidate: Candidate) -> float:
-    """The part of the compiler's sums by which a step is longer; work hides the rest."""
+    """The part of the compiler's sums that lengthens a step; work hides the rest."""
     known = candidate.pricer.cluster.device.calibrated
     backward = [t for t in candidate.timelines if t.role is Role.BACKWARD]
     sent = sum(t.communication_s for t in backward)

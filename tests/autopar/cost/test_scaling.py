@@ -140,7 +140,7 @@ def test_other_devices_cost_what_their_mesh_does(name: str, devices: int) -> Non
 @pytest.mark.parametrize("name", sorted(STEPS))
 def test_accumulation_pays_for_each_microbatch(name: str) -> None:
     """Sums and the update are paid once, the rest by every microbatch."""
-    assignment, pricer = planned(name, "8:h100")
+    assignment, pricer = planned(name, "8:cpu")
     cost = ScaledCost(assignment, pricer)
     parts = cost_parts(assignment, pricer)
     once = step_s(parts.per_synchronisation)

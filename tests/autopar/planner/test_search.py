@@ -199,10 +199,12 @@ class TestMemory:
         first, *others = candidate_meshes(cluster)
         solve_one = solve_mesh
 
-        def slow(analysis: Analysis, pricer: Pricer, *rest: Any) -> Candidate:
+        def slow(
+            analysis: Analysis, pricer: Pricer, *rest: Any, **more: Any
+        ) -> Candidate:
             if pricer.mesh == first:
                 raise PlanError("no time")
-            return solve_one(analysis, pricer, *rest)
+            return solve_one(analysis, pricer, *rest, **more)
 
         monkeypatch.setattr("autopar.planner.search.solve_mesh", slow)
         assert search(analysis, cluster, seconds=2).best.pricer.mesh in others

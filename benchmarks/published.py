@@ -1,0 +1,160 @@
+"""Published step times against the cost model, the run's own strategy priced.
+
+    python benchmarks/published.py --rows FILE [--only TEXT]
+
+FILE is a JSON list of measured configurations: ``id``, ``source``, ``software``,
+``cluster`` with ``device_overrides``, ``model``, ``sequence``, ``global_batch``,
+``remat``, ``dtype``, ``fused_attention``, ``strategy`` and ``mesh`` of the run, and
+``step_s``. For each row the layouts are the best within the run's strategy on its
+mesh, and memory is no limit: the run did fit. Prints one JSON line for each row, then
+one with the shares within 15 % and 35 % and the order of MFU.
+
+No constant of the cost model is fitted on such rows: each has a source of its own, so
+every row is one that was kept out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import itertools
+import json
+import math
+import os
+import pathlib
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from runs import decoder
+
+import autopar
+from autopar.cost.pricer import Pricer
+from autopar.planner.candidate import Candidate
+from autopar.planner.experts import recipes, restriction
+from autopar.planner.search import candidate_meshes, solve_mesh
+from autopar.steps.analysis import analyse
+
+ROOT = pathlib.Path(__file__).resolve().parent
+DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "shared"))
+# Fused attention of each kind of device.
+FUSED = {"gpu": "cudnn", "tpu": "pallas"}
+
+
+def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
+    """The best plan within a row's strategy, on its mesh."""
+    cluster = autopar.Cluster.parse(row["cluster"])
+    roomy = {"memory_bytes": 10**15}
+    device = dataclasses.replace(cluster.device, **(row["device_overrides"] | roomy))
+    cluster = dataclasses.replace(cluster, device=device)
+    kind = FUSED[device.kind] if fused and row["fused_attention"] else "plain"
+    run = decoder.Run(
+        sequence=row["sequence"],
+        batch=row["global_batch"],
+        dtype=row["dtype"],
+        remat=row["remat"],
+        attention=kind,
+    )
+    step, args = decoder.train_step(decoder.Decoder(**row["model"]), run)
+    analysis = analyse(step, args)
+    found: list[Candidate] = []
+    for mesh in candidate_meshes(cluster):
+        sizes = [size for size in mesh.sizes if size > 1]
+        if sizes != row["mesh"]:
+            continue
+        pricer = Pricer(cluster, mesh)
+        for recipe in recipes(len(mesh.axes)):
+            if recipe.name == row["strategy"]:
+                limit = restriction(analysis, analysis.node_labels, recipe, pricer)
+                found.append(solve_mesh(analysis, pricer, limit, seconds))
+    if not found:
+        raise SystemExit(f"{row['id']}: no mesh {row['mesh']} of {row['cluster']}")
+    return min(found, key=lambda c: c.step_s)
+
+
+def flops(row: dict[str, Any]) -> float:
+    """Floating-point operations of a step without recomputation, attention halved."""
+    m, tokens = row["model"], row["sequence"] * row["global_batch"]
+    heads = m["head_dim"] * (2 * m["heads"] + 2 * m["kv_heads"])
+    products = 3 if m["family"] == "llama" else 2
+    layer = m["d_model"] * (heads + products * m["ffn"])
+    weights = m["layers"] * layer + m["vocab"] * m["d_model"]
+    mixing = m["layers"] * row["sequence"] * m["heads"] * m["head_dim"]
+    return 6.0 * tokens * (weights + mixing)
+
+
+def result(row: dict[str, Any], found: Candidate) -> dict[str, Any]:
+    """What is printed of a row."""
+    cost = found.cost
+    return {
+        "id": row["id"],
+        "software": row["software"],
+        "source": row["source"],
+        "measured_s": row["step_s"],
+        "predicted_s": found.step_s,
+        "ratio": found.step_s / row["step_s"],
+        "matrix_s": cost.matrix_s,
+        "vector_s": cost.vector_s + cost.kernel_s,
+        "waiting_s": cost.waiting_s + cost.waiting_latency_s,
+        "hideable_s": cost.hideable_total_s,
+        "hidden_s": cost.cover_s,
+        "contention_s": cost.contention_s,
+        "peak_memory_bytes": float(found.peak_memory_bytes),
+        "model_flops": flops(row),
+    }
+
+
+def summary(rows: Sequence[dict[str, Any]], done: Sequence[dict[str, Any]]) -> dict:
+    """Shares within bounds, and the order of pairs on one kind of device."""
+    ratios = [r["ratio"] for r in done]
+    kinds = [autopar.Cluster.parse(r["cluster"]).device.name for r in rows]
+    devices = [math.prod(r["mesh"]) or 1 for r in rows]
+    right = total = 0
+    for i, j in itertools.combinations(range(len(done)), 2):
+        if kinds[i] != kinds[j]:
+            continue
+        speed = [done[k]["model_flops"] / devices[k] for k in (i, j)]
+        real = [s / done[k]["measured_s"] for s, k in zip(speed, (i, j), strict=True)]
+        said = [s / done[k]["predicted_s"] for s, k in zip(speed, (i, j), strict=True)]
+        if max(real) > 1.1 * min(real):
+            total += 1
+            right += (real[0] > real[1]) == (said[0] > said[1])
+
+    def within(part: float) -> float:
+        return sum(1 - part <= r <= 1 + part for r in ratios) / len(ratios)
+
+    return {
+        "rows": len(done),
+        "median": statistics.median(ratios),
+        "least": min(ratios),
+        "most": max(ratios),
+        "within_15": within(0.15),
+        "within_30": within(0.30),
+        "within_35": within(0.35),
+        "pairs": total,
+        "pairs_in_order": right / total if total else 1.0,
+    }
+
+
+def main() -> None:
+    """Prices every row."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    default = DEFAULT / "published" / "steps.json"
+    parser.add_argument("--rows", type=pathlib.Path, default=default)
+    parser.add_argument("--only", default="", help="rows whose id holds this text")
+    parser.add_argument("--plain", action="store_true", help="no fused attention")
+    parser.add_argument("--limit", type=float, default=20.0, help="solver seconds")
+    chosen = parser.parse_args()
+    if not chosen.rows.exists():
+        print(f"skipped: {chosen.rows} is absent; give --rows FILE.")
+        return
+    rows = [r for r in json.loads(chosen.rows.read_text()) if chosen.only in r["id"]]
+    done: list[dict[str, Any]] = []
+    for row in rows:
+        done.append(result(row, priced(row, not chosen.plain, chosen.limit)))
+        print(json.dumps(done[-1]), flush=True)
+    print(json.dumps(summary(rows, done)))
+
+
+if __name__ == "__main__":
+    main()
