@@ -64,13 +64,18 @@ class Fixed:
         def inner(*tracers: Any) -> None:
             found.append(what(self.join(tracers)))
 
-        jax.eval_shape(inner, *map(_struct, arrays))
+        jax.eval_shape(inner, *map(struct_of, arrays))
         return found[0]
 
 
-def _struct(x: Any) -> Any:
-    """A struct of an array, which may be deleted; a Python number as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
+def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and weak type of an array, a number or a struct.
+
+    The array may be deleted. A sharding is left out.
+    """
+    given = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    weak = bool(given.weak_type)
+    return jax.ShapeDtypeStruct(given.shape, given.dtype, weak_type=weak)
 
 
 def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:

@@ -31,6 +31,7 @@ from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.one_replica import with_one_replica
+from autopar_passes.program.static_leaves import struct_of
 
 # JAX's errors that say what a step does wrong.
 _ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError)
@@ -126,7 +127,7 @@ def trace_call(step: Callable[..., Any], call: Call) -> TracedStep:
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    found = _traced(step, call.form, [_struct(x) for x in call.arrays])
+    found = _traced(step, call.form, [struct_of(x) for x in call.arrays])
     weak = [a for a in found.carried.pairs if found.inputs[a].weak_type]
     if not all(found.outputs[found.carried.pairs[a]].weak_type for a in weak):
         strong = [
@@ -174,7 +175,7 @@ def carried_of(step: Callable[..., Any], call: Call) -> Carried:
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    return _traced(step, call.form, [_struct(x) for x in call.arrays]).carried
+    return _traced(step, call.form, [struct_of(x) for x in call.arrays]).carried
 
 
 def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Traced:
@@ -199,15 +200,6 @@ def _jaxpr(
         return jax.jit(flat).trace(*inputs)
     except _ERRORS as error:
         raise TraceError(_trace_failure(step, error)) from error
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type)
-        )
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def step_name(step: Callable[..., Any]) -> str:
