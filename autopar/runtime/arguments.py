@@ -90,7 +90,7 @@ def state_arrays(step: Callable[..., Any], call: Call) -> frozenset[int]:
 def _global(leaf: Any, struct: Any, process_count: int) -> Any:
     """The struct of a whole array, of which each process was given its rows."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
+        return struct
     shape = placement.global_shape(leaf, process_count)
     return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
 
