@@ -10,7 +10,6 @@ Only shapes are needed: nothing of the size of the model is allocated.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +21,7 @@ from autopar_passes import jax_compat
 from autopar_passes.program.calls import (
     Call,
     CallForm,
+    Parameters,
     ResultForm,
     flat_function,
     open_call,
@@ -95,27 +95,41 @@ def opened(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     static: Collection[str] = (),
-    *,
-    within: bool = False,
 ) -> Call:
-    """Takes the arrays out of a call (`autopar_passes.program.calls.open_call`).
+    """Takes the arrays out of a call, of which nothing will be put back.
 
     Args:
       step: the step.
       args: its arguments.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
-      within: whether the caller has opened `updating`, to put new arrays back.
 
     Raises:
       TraceError: the arguments do not fit the step, or are nothing that JAX takes.
     """
-    context = contextlib.nullcontext() if within else updating()
+    with updating():
+        return opened_within(Parameters.of(step, static), args, kwargs)
+
+
+def opened_within(
+    parameters: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Call:
+    """Takes the arrays out of a call (`autopar_passes.program.calls.open_call`).
+
+    Within `updating`, which the caller has opened to put new arrays back.
+
+    Args:
+      parameters: those of the step.
+      args: its arguments.
+      kwargs: arguments by name.
+
+    Raises:
+      TraceError: the arguments do not fit the step, or are nothing that JAX takes.
+    """
     try:
-        with context:
-            return open_call(step, args, kwargs, static)
+        return open_call(parameters, args, kwargs)
     except TypeError as error:
-        raise TraceError(_call_failure(step, error)) from error
+        raise TraceError(_call_failure(parameters.step, error)) from error
 
 
 def trace_call(step: Callable[..., Any], call: Call) -> TracedStep:
