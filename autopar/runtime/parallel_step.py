@@ -119,14 +119,9 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: no plan has been made yet.
         """
-        if self._current is not None:
-            return self._current.planned.plan
-        if self._setting.plan is not None:
+        if self._current is None and self._setting.plan is not None:
             return self._setting.plan
-        raise PlanError(
-            f"{self.__name__}: no plan yet: it is made on the first call, or give "
-            "init(..., batch=...) an example batch."
-        )
+        return self._running().plan
 
     @property
     def cluster(self) -> Cluster:
