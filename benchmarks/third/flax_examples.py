@@ -250,7 +250,9 @@ def _transformer(size: Size, config: Any) -> dict[str, Any]:
         "output_vocab_size": vocabulary,
         "logits_via_embedding": config.logits_via_embedding,
         "dtype": size.of(jnp.float32, jnp.bfloat16),
-        **{name: size.of(value, getattr(config, name)) for name, value in small.items()},
+        **{
+            name: size.of(value, getattr(config, name)) for name, value in small.items()
+        },
     }
 
 
