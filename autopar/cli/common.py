@@ -1,4 +1,4 @@
-"""What the commands share: progress, clusters and saved plans."""
+"""Shows progress, and reads clusters and saved plans, for all commands."""
 
 import contextlib
 import dataclasses
@@ -59,7 +59,7 @@ def plan_options(
     pins: Pins | None = None,
     axis_names: Sequence[str] | None = None,
 ) -> PlanOptions:
-    """What the options of a command say about the search for a plan.
+    """Returns the options of a command that are about the search for a plan.
 
     Raises:
       PlanError: there is no such codec, or a budget for other than ``auto``.

@@ -163,7 +163,7 @@ def _our_row(name: str, plan: Plan) -> dict[str, Any]:
 
 
 def expert_row(expert: Expert, cluster: Cluster) -> dict[str, Any]:
-    """What is printed of an expert's plan; no times where there is none."""
+    """Returns a row of the table for an expert's plan; it may have no times."""
     row = {"name": expert.name, "mesh": expert.mesh, "fits": fits(expert, cluster)}
     made = expert.candidate
     if made is None:
@@ -222,7 +222,7 @@ def _cells(
 
 
 def _against(row: dict[str, Any], ours: dict[str, Any]) -> str:
-    """How many times as long a step takes: predicted, then measured."""
+    """Returns a step's time over that of ours: predicted, then measured."""
     if row["reason"] or row is ours or not ours["step_s"]:
         return row["reason"]
     text = f"{row['step_s'] / ours['step_s']:.3g} x"

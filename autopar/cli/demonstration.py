@@ -56,7 +56,7 @@ QUICK = dataclasses.replace(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Outcome:
-    """What training under the plan came to.
+    """The results of training under the plan.
 
     Attributes:
       audit: what the plan predicts, and what the compiler makes of it.

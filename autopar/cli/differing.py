@@ -22,7 +22,7 @@ from autopar.reports.table import (
 )
 
 _ABSENT = "-"
-# What the tables show; all other fields that differ are counted.
+# The tables show these fields; all others that differ are counted.
 _SHOWN = ("cluster/", "predicted/", "/mesh/", "/inputs/", "/gradients/", "/devices")
 _COSTS: tuple[tuple[str, Callable[[Plan], float], Callable[[float], str]], ...] = (
     ("step", lambda p: p.predicted.step_s, seconds_text),
@@ -88,7 +88,7 @@ def _codecs(plans: tuple[Plan, Plan], names: tuple[str, str]) -> list[str]:
 def _table(
     what: str, names: tuple[str, str], one: Mapping[str, str], other: Mapping[str, str]
 ) -> list[str]:
-    """What differs; names that are alike but for numbers share a row."""
+    """Lists the differences; names that are alike but for numbers share a row."""
     groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for name in dict.fromkeys([*one, *other]):
         pair = (one.get(name, _ABSENT), other.get(name, _ABSENT))

@@ -1,4 +1,4 @@
-"""What becomes of errors: exit codes, one line for people, one object for programs."""
+"""Turns errors into exit codes, a line for people and an object for programs."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ class Failure:
 
     @property
     def line(self) -> str:
-        """What people read."""
+        """The line that people read."""
         return f"autopar: {self.message}"
 
     @property
     def data(self) -> dict[str, Any]:
-        """What programs read."""
+        """The object that programs read."""
         fields = {"kind": self.kind, "message": self.message, "exit_code": self.code}
         return {"error": fields | ({"where": self.where} if self.where else {})}
 

@@ -49,7 +49,7 @@ def options_of(bound: BoundPlan, gradient: GradientDecision) -> list[CodecPrice]
 
 
 def gradient_lines(bound: BoundPlan, paths: Sequence[str], limit: int) -> list[str]:
-    """How the gradients of parameters are sent, and what else they could be sent as.
+    """Lists how the gradients of parameters are sent, and what other codecs would do.
 
     Args:
       bound: the plan.

@@ -79,7 +79,7 @@ Traceback = Annotated[
     typer.Option("--traceback", help="On an error, print where it was raised."),
 ]
 
-# What each command's help ends with.
+# Each command's help ends with its example.
 EXAMPLES = {
     "plan": "autopar plan train.py:workload --cluster 8x8:h100 --out plan.json",
     "explain": "autopar explain plan.json --tensor 'state/params/*/kernel'",

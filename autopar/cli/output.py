@@ -72,7 +72,7 @@ def _flush() -> None:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """What a command found.
+    """The result of a command.
 
     Attributes:
       text: as it is printed.

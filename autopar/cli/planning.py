@@ -53,7 +53,7 @@ def limits(
     pin: Sequence[str],
     axis_names: str | None,
 ) -> PlanOptions:
-    """What the options of the command say about the search.
+    """Returns the options of the command that are about the search.
 
     Raises:
       PlanError: an option is wrong, or there is no such plan.

@@ -16,7 +16,7 @@ import numpy as np
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Sent:
-    """What a group of gradients wanted to send, and what of it was not sent.
+    """A group of gradients as it was to be sent, and the part that was not sent.
 
     Attributes:
       wanted: of one gradient any shape, of several (..., C).

@@ -43,7 +43,7 @@ WANTED, ERROR, SENT, RESIDUAL, GRADIENT, NON_FINITE = range(6)
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Gradient:
-    """How one gradient is summed.
+    """The way in which one gradient is summed.
 
     Attributes:
       name: of the parameter, for messages.
@@ -194,7 +194,7 @@ def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
 
 
 def report(sums: jax.Array) -> dict[str, jax.Array]:
-    """What the sums of `synchronise` say about the codecs.
+    """Reads the sums of `synchronise` as a report about the codecs.
 
     Args:
       sums: (..., 6), of one worker or summed over workers and steps.
@@ -274,7 +274,7 @@ def _synchronise_some(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Encoded:
-    """What a codec has made of one gradient.
+    """The result of a codec for one gradient.
 
     Attributes:
       total: the sum, as of `Reduced`.
@@ -289,7 +289,7 @@ class _Encoded:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Group:
-    """What a codec has made of the k gradients of a group.
+    """The results of a codec for the k gradients of a group.
 
     Attributes:
       members: by number.
@@ -309,7 +309,7 @@ def _encoded(
     worker: jax.Array,
     step: jax.Array,
 ) -> list[_Group]:
-    """What the codecs make of all gradients, those of a group encoded side by side."""
+    """Runs the codecs on all gradients; those of a group are encoded side by side."""
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     chunks = [_to_chunks(g, w, n) for g, w in zip(gradients, wanted, strict=True)]
     groups = grouped(
@@ -367,7 +367,7 @@ def _sent(
     values: jax.Array,
     made: Reduced,
 ) -> Sent:
-    """What was to be sent of a group and what was not, computed once.
+    """Returns what was to be sent of a group and what was not, computed once.
 
     Of one gradient in its own shape, without padding.
     """
@@ -376,7 +376,7 @@ def _sent(
     if len(group) == 1:
         error = _error(one, values, made.sent)
         return Sent(wanted, error, total, (1,), part=one.scatter)
-    # What a codec hands on as it is has no error.
+    # An array that a codec hands on as it is has no error.
     whole = made.sent is values
     error = jnp.zeros_like(values) if whole else materialised(values - made.sent)
     widths = tuple(gradient.chunk(values.shape[0]) for gradient, _, _ in group)
@@ -384,13 +384,13 @@ def _sent(
 
 
 def _wanted(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
-    """What is to be sent, float32, computed once."""
+    """Returns what is to be sent, float32, computed once."""
     values = with_residual(partial, residual, gradient.feedback)
     return materialised(values) if gradient.feedback.active else values
 
 
 def _error(gradient: Gradient, chunks: jax.Array, sent: jax.Array) -> jax.Array:
-    """What was not sent, computed once; a codec that hands chunks on sends all."""
+    """Returns what was not sent; a codec that hands chunks on sends all."""
     if sent is chunks:
         return jnp.zeros(gradient.shape, jnp.float32)
     return materialised(_from_chunks(gradient, chunks - sent))

@@ -55,14 +55,7 @@ def _relaxed(
     analysis: Analysis, pricer: Pricer, formulation: Formulation
 ) -> ShardingProblem:
     """The problem with what is held under every choice alone: its peak is a bound."""
-    terms = least_terms(
-        analysis.graph,
-        analysis.contraction,
-        analysis.life,
-        formulation.spaces,
-        pricer.sizes,
-        pricer.cluster.device.calibrated.memory_overhead,
-    )
+    terms = least_terms(analysis, pricer, formulation.spaces)
     return dataclasses.replace(formulation.problem, memory=terms)
 
 

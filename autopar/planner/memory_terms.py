@@ -13,43 +13,38 @@ from collections.abc import Iterable, Iterator, Sequence
 import numpy as np
 
 from autopar.cost.memory import held_until
+from autopar.cost.pricer import Pricer
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import shards
 from autopar.layouts.strategies import Space
-from autopar.steps.lifetimes import Lifetimes
-from autopar.steps.nodes import Contraction, Home
+from autopar.steps.analysis import Analysis
+from autopar.steps.nodes import Home
 from autopar.steps.uses import Source
-from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.rules.factor_rule import Dims
 from autopar_solver import MemoryTerm
 
 
 def memory_terms(
-    graph: OperatorGraph,
-    contraction: Contraction,
-    life: Lifetimes,
-    spaces: Sequence[Space],
-    copies: Sequence[Copy],
-    sources: Iterable[Source],
-    sizes: Sequence[int],
-    overhead: float,
+    analysis: Analysis, pricer: Pricer, spaces: Sequence[Space], copies: Sequence[Copy]
 ) -> tuple[MemoryTerm, ...]:
-    """Returns what each choice occupies, and when."""
-    writer = _Writer(graph, contraction, life, spaces, sizes, overhead)
+    """Returns what each choice occupies, and when.
+
+    Args:
+      analysis: the step.
+      pricer: of the mesh.
+      spaces: the strategies of each node.
+      copies: of arrays with several readers.
+    """
+    writer = _Writer(analysis, pricer, spaces)
     terms = [*writer.inputs(), *writer.homes(), *writer.partials()]
-    terms.extend(writer.arrivals(sources))
+    terms.extend(writer.arrivals(analysis.sources.values()))
     for copy in copies:
         terms.extend(writer.copy(copy))
     return tuple(terms)
 
 
 def least_terms(
-    graph: OperatorGraph,
-    contraction: Contraction,
-    life: Lifetimes,
-    spaces: Sequence[Space],
-    sizes: Sequence[int],
-    overhead: float,
+    analysis: Analysis, pricer: Pricer, spaces: Sequence[Space]
 ) -> tuple[MemoryTerm, ...]:
     """Returns what is held under every choice, for a lower bound of the peak.
 
@@ -57,27 +52,21 @@ def least_terms(
     last reader has run, though it may have been resharded for it before. Here it stays
     until that reader starts, and forms between two layouts are left out.
     """
-    writer = _Writer(graph, contraction, life, spaces, sizes, overhead)
+    writer = _Writer(analysis, pricer, spaces)
     return (*writer.inputs(), *writer.homes(least=True))
 
 
 class _Writer:
     def __init__(
-        self,
-        graph: OperatorGraph,
-        contraction: Contraction,
-        life: Lifetimes,
-        spaces: Sequence[Space],
-        sizes: Sequence[int],
-        overhead: float,
+        self, analysis: Analysis, pricer: Pricer, spaces: Sequence[Space]
     ) -> None:
-        self.graph = graph
-        self.contraction = contraction
-        self.life = life
+        self.graph = analysis.graph
+        self.contraction = analysis.contraction
+        self.life = analysis.life
         self.spaces = spaces
-        self.sizes = sizes
-        self.overhead = overhead
-        self.length = len(graph.operators)
+        self.sizes = pricer.sizes
+        self.overhead = pricer.cluster.device.calibrated.memory_overhead
+        self.length = len(analysis.graph.operators)
         self.cache: dict[tuple[int, Dims, int], np.ndarray] = {}
 
     def usage(self, node: int, dims: Dims, nbytes: int) -> np.ndarray:

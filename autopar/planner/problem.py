@@ -131,16 +131,7 @@ def formulate(
         raise PlanError(f"mesh {pricer.mesh}: no plan does without these messages.")
     terms: tuple[MemoryTerm, ...] = ()
     if memory_limit is not None:
-        terms = memory_terms(
-            analysis.graph,
-            analysis.contraction,
-            analysis.life,
-            spaces,
-            copies,
-            analysis.sources.values(),
-            pricer.sizes,
-            pricer.cluster.device.calibrated.memory_overhead,
-        )
+        terms = memory_terms(analysis, pricer, spaces, copies)
     problem = ShardingProblem(
         name="step",
         node_costs=(*costs, *(np.zeros(len(c.space.strategies)) for c in copies)),

@@ -14,6 +14,7 @@ from autopar.runtime import agreement, exchange, placement
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar_passes.program.calls import Call
+from autopar_passes.program.static_leaves import struct_of
 from autopar_passes.program.trace import carried_of
 
 
@@ -28,7 +29,7 @@ def signature(call: Call) -> Hashable:
 
 def abstract(call: Call) -> Call:
     """The call with a struct in the place of each array."""
-    return dataclasses.replace(call, arrays=[_struct(x) for x in call.arrays])
+    return dataclasses.replace(call, arrays=[struct_of(x) for x in call.arrays])
 
 
 class BatchArguments:
@@ -86,17 +87,10 @@ def state_arrays(step: Callable[..., Any], call: Call) -> frozenset[int]:
     return frozenset(k for k, owner in enumerate(owners) if owner in state)
 
 
-def _struct(leaf: Any) -> Any:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
-
-
 def _global(leaf: Any, struct: Any, process_count: int) -> Any:
     """The struct of a whole array, of which each process was given its rows."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf
+        return struct
     shape = placement.global_shape(leaf, process_count)
     return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
 

@@ -16,9 +16,9 @@ from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar_passes.graph.roles import InputRole
-from autopar_passes.program.calls import Call, ResultForm, flat_function
+from autopar_passes.program.calls import Call, Parameters, ResultForm, flat_function
 from autopar_passes.program.nnx_objects import updating
-from autopar_passes.program.trace import opened, step_name
+from autopar_passes.program.trace import opened_within, step_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -55,7 +55,8 @@ class Evaluation(Generic[P, R]):
         self._function = function
         self._running = running
         self._world = world
-        self._static = frozenset((static,) if isinstance(static, str) else static)
+        names = (static,) if isinstance(static, str) else static
+        self._parameters = Parameters.of(function, names)
         self._compiled: Recent[Hashable, tuple[Any, list[ResultForm]]] = Recent(
             FUNCTIONS
         )
@@ -70,7 +71,7 @@ class Evaluation(Generic[P, R]):
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._function(*args, **kwargs)
         with updating():
-            call = opened(self._function, args, kwargs, self._static, within=True)
+            call = opened_within(self._parameters, args, kwargs)
             arguments.check_alive(self.__name__, call)
             function, results = self._made(call)
             try:

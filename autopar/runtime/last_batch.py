@@ -109,14 +109,15 @@ def fitted(
         wanted = rows.planned
         said = f"the last row is repeated {rows.planned - rows.given} times"
     else:
-        split = _split(call, rows, plan)
-        wanted = rows.given * process_count // split * split // process_count
-        said = f"{rows.given - wanted} of them are dropped"
+        parts = _split(call, rows, plan)
+        wanted = rows.given * process_count // parts * parts // process_count
+        said = (
+            f"{rows.given - wanted} of them are dropped"
+            if wanted
+            else f"fewer than the {parts} parts of a batch, so all are kept"
+        )
     if wanted == rows.given:
         return call
-    if not wanted:
-        parts = _split(call, rows, plan)
-        said = f"fewer than the {parts} parts of a batch, so all are kept"
     warnings.warn(
         f"a batch of {rows.given} rows, where {rows.planned} were planned for: {said} "
         f"(last_batch={how!r}).",

@@ -44,9 +44,9 @@ from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
 from autopar_passes.graph.roles import InputRole
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import Call, Parameters
 from autopar_passes.program.nnx_objects import updating
-from autopar_passes.program.trace import opened, step_name
+from autopar_passes.program.trace import opened_within, step_name
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -86,7 +86,7 @@ class ParallelStep(Generic[P, R]):
         functools.update_wrapper(self, step)
         self.__name__: str = step_name(step)
         self._step = step
-        self._static = frozenset(static)
+        self._parameters = Parameters.of(step, static)
         self._last_batch: LastBatch = fewer
         self._world = world
         self._setting = setting
@@ -119,14 +119,9 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: no plan has been made yet.
         """
-        if self._current is not None:
-            return self._current.planned.plan
-        if self._setting.plan is not None:
+        if self._current is None and self._setting.plan is not None:
             return self._setting.plan
-        raise PlanError(
-            f"{self.__name__}: no plan yet: it is made on the first call, or give "
-            "init(..., batch=...) an example batch."
-        )
+        return self._running().plan
 
     @property
     def cluster(self) -> Cluster:
@@ -253,8 +248,8 @@ class ParallelStep(Generic[P, R]):
 
     def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
         """Plans for these arguments without running; arrays or structs."""
-        with exchange.told(self.world, "reading the arguments"):
-            call = opened(self._step, args, kwargs, self._static)
+        with exchange.told(self.world, "reading the arguments"), updating():
+            call = opened_within(self._parameters, args, kwargs)
         return self._prepare(call)
 
     def _prepare(self, call: Call) -> PlannedStep:
@@ -283,7 +278,7 @@ class ParallelStep(Generic[P, R]):
             return self._step(*args, **kwargs)
         with updating():
             with exchange.told(self.world, "reading the arguments"):
-                call = opened(self._step, args, kwargs, self._static, within=True)
+                call = opened_within(self._parameters, args, kwargs)
                 arguments.check_alive(self.__name__, call)
             return self._run(call)
 
@@ -353,7 +348,7 @@ class ParallelStep(Generic[P, R]):
             store=self._store.empty(),
             codecs=CodecRun(self._codecs.policy),
             world=self._world,
-            static=self._static,
+            static=self._parameters.static,
             fewer=self._last_batch,
             cache=self._cache,
         )

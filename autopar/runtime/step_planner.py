@@ -11,15 +11,13 @@ import functools
 from collections.abc import Callable, Hashable
 from typing import Any
 
-import jax
-
 from autopar.cluster import Cluster
 from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.choose import Errors
 from autopar.planner.options import PlanOptions, with_logical_pins
 from autopar.planner.plan import plan_analysis, plan_beside
 from autopar.plans import Plan
-from autopar.runtime.arguments import abstract, signature
+from autopar.runtime.arguments import signature
 from autopar.runtime.recent import Recent
 from autopar.steps.analysis import Analysis, analyse_call
 from autopar.steps.state import warn_of_state
@@ -46,7 +44,7 @@ class Analysed:
     hints: PlanOptions
 
     def fits(self, call: Call) -> bool:
-        """Whether a call runs the same program.
+        """Whether a call, with structs of global shapes, runs the same program.
 
         The weak type of a carried array (a step counter that begins as a Python
         number) is gone after the first call and does not matter.
@@ -95,7 +93,7 @@ class StepPlanner:
                 return found
         analysis = analyse_call(self.step, call)
         warn_of_state(self.step, analysis)
-        hints = with_logical_pins(self.options, abstract(call))
+        hints = with_logical_pins(self.options, call)
         weak = frozenset(_weak(call) - analysis.carried.keys())
         made = Analysed(key, weak, analysis, hints)
         self._analysed.put(key, (*known, made))
@@ -167,5 +165,5 @@ def _options(analysed: Analysed, codecs: PlanOptions | None) -> PlanOptions:
 
 
 def _weak(call: Call) -> set[int]:
-    """The arrays of a call that are weakly typed, such as Python numbers."""
-    return {k for k, x in enumerate(call.arrays) if jax.typeof(x).weak_type}
+    """The structs of a call that are weakly typed, such as Python numbers."""
+    return {k for k, x in enumerate(call.arrays) if x.weak_type}

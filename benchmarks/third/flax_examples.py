@@ -229,6 +229,33 @@ def ppo(size: Size) -> Case:
     return Case(train.train_step, train.train_step, state, returns_state(arguments))
 
 
+def _batch_shape(size: Size, config: Any) -> tuple[int, int]:
+    """The rows of a batch of texts, and their length."""
+    rows = size.of(16, size.devices * config.per_device_batch_size)
+    return rows, size.of(16, config.max_target_length)
+
+
+def _transformer(size: Size, config: Any) -> dict[str, Any]:
+    """The options that the transformers of lm1b and of wmt share."""
+    vocabulary = size.of(64, config.vocab_size)
+    small = {
+        "emb_dim": 32,
+        "num_heads": 4,
+        "num_layers": 2,
+        "qkv_dim": 32,
+        "mlp_dim": 64,
+    }
+    return {
+        "vocab_size": vocabulary,
+        "output_vocab_size": vocabulary,
+        "logits_via_embedding": config.logits_via_embedding,
+        "dtype": size.of(jnp.float32, jnp.bfloat16),
+        **{
+            name: size.of(value, getattr(config, name)) for name, value in small.items()
+        },
+    }
+
+
 def lm1b(size: Size) -> Case:
     """A Linen language model; the caller jits it with shardings and static arguments.
 
@@ -236,19 +263,9 @@ def lm1b(size: Size) -> Case:
     """
     train = importlib.import_module("train")
     config = importlib.import_module("configs.default").get_config()
-    rows = size.of(16, size.devices * config.per_device_batch_size)
-    length = size.of(16, config.max_target_length)
-    vocabulary = size.of(64, config.vocab_size)
+    rows, length = _batch_shape(size, config)
     model = train.models.TransformerConfig(
-        vocab_size=vocabulary,
-        output_vocab_size=vocabulary,
-        logits_via_embedding=config.logits_via_embedding,
-        dtype=size.of(jnp.float32, jnp.bfloat16),
-        emb_dim=size.of(32, config.emb_dim),
-        num_heads=size.of(4, config.num_heads),
-        num_layers=size.of(2, config.num_layers),
-        qkv_dim=size.of(32, config.qkv_dim),
-        mlp_dim=size.of(64, config.mlp_dim),
+        **_transformer(size, config),
         max_len=size.of(16, config.max_eval_target_length),
     )
     rate = train.create_learning_rate_schedule(config.learning_rate, size.of(2, 1000))
@@ -261,7 +278,7 @@ def lm1b(size: Size) -> Case:
         return train.utils.unbox_logicallypartioned_trainstate(boxed)
 
     def arguments(state: Any, number: int) -> Any:
-        batch = {"inputs": size.integers(number, 0, vocabulary, rows, length)}
+        batch = {"inputs": size.integers(number, 0, model.vocab_size, rows, length)}
         return (state, batch, model, rate, 0.0, jax.random.PRNGKey(1)), {}
 
     jitted = jax.jit(train.train_step, static_argnums=(2, 3, 4), donate_argnums=0)
@@ -273,20 +290,10 @@ def wmt(size: Size) -> Case:
     """A Linen encoder and decoder, written for ``jax.pmap``."""
     train = importlib.import_module("train")
     config = importlib.import_module("configs.default").get_config()
-    rows = size.of(16, size.devices * config.per_device_batch_size)
-    length = size.of(16, config.max_target_length)
-    vocabulary = size.of(64, config.vocab_size)
+    rows, length = _batch_shape(size, config)
     model = train.models.TransformerConfig(
-        vocab_size=vocabulary,
-        output_vocab_size=vocabulary,
+        **_transformer(size, config),
         share_embeddings=config.share_embeddings,
-        logits_via_embedding=config.logits_via_embedding,
-        dtype=size.of(jnp.float32, jnp.bfloat16),
-        emb_dim=size.of(32, config.emb_dim),
-        num_heads=size.of(4, config.num_heads),
-        num_layers=size.of(2, config.num_layers),
-        qkv_dim=size.of(32, config.qkv_dim),
-        mlp_dim=size.of(64, config.mlp_dim),
         max_len=length,
     )
     rate = train.create_learning_rate_schedule(config.learning_rate, size.of(2, 1000))
@@ -303,8 +310,8 @@ def wmt(size: Size) -> Case:
 
     def arguments(state: Any, number: int) -> Any:
         batch = {
-            "inputs": size.integers(number, 0, vocabulary, rows, length),
-            "targets": size.integers(number + 1, 0, vocabulary, rows, length),
+            "inputs": size.integers(number, 0, model.vocab_size, rows, length),
+            "targets": size.integers(number + 1, 0, model.vocab_size, rows, length),
         }
         return (state, batch), {"dropout_rng": jax.random.key(1)}
 

@@ -174,16 +174,31 @@ def _case(step: Any, model: Any, batch: Callable[[int], Any], **named: Any) -> C
     )
 
 
-def _language_model(size: Size, model: Any, rows: int, length: int) -> Case:
-    vocabulary = model.config.vocab_size
+# The options of a small transformer, and of one that reads texts.
+_SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_SMALL_TEXT = {**_SMALL, "vocab_size": 64, "max_position_embeddings": 16}
+
+
+def _texts(size: Size, number: int, config: Any, *shape: int) -> dict[str, Any]:
+    """A batch of texts, (rows, length), whose words are to be told."""
+    tokens = size.integers(number, 0, config.vocab_size, *shape)
+    return {
+        "input_ids": tokens,
+        "attention_mask": size.integers(number, 1, 2, *shape),
+        "labels": tokens,
+    }
+
+
+def _language_model(size: Size, model: Any, *shape: int) -> Case:
+    """A model of the next word, with the step of run_clm_flax.py."""
 
     def batch(number: int) -> Any:
-        tokens = size.integers(number, 0, vocabulary, rows, length)
-        return {
-            "input_ids": tokens,
-            "attention_mask": size.integers(number, 1, 2, rows, length),
-            "labels": tokens,
-        }
+        return _texts(size, number, model.config, *shape)
 
     return _case(mean_step(_shifted_loss, RATE), model, batch)
 
@@ -204,15 +219,7 @@ def gpt2(size: Size) -> Case:
 
 def llama(size: Size) -> Case:
     """Llama (7B) with the step of run_clm_flax.py."""
-    tiny = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 64,
-        "max_position_embeddings": 16,
-    }
+    tiny = {**_SMALL_TEXT, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**size.of(tiny, {}))
     model = transformers.FlaxLlamaForCausalLM(config, _do_init=False)
     return _language_model(size, model, *size.of((16, 16), (size.devices, 1024)))
@@ -220,28 +227,15 @@ def llama(size: Size) -> Case:
 
 def bert(size: Size) -> Case:
     """BERT with the step of run_mlm_flax.py."""
-    tiny = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "vocab_size": 64,
-        "max_position_embeddings": 16,
-    }
-    config = transformers.BertConfig(**size.of(tiny, {}))
+    config = transformers.BertConfig(**size.of(_SMALL_TEXT, {}))
     model = transformers.FlaxBertForMaskedLM(config, _do_init=False)
-    rows, length = size.of((16, 16), (512, 128))
+    shape = size.of((16, 16), (512, 128))
     step = masked_step(RATE)
 
     def call(step: Any, state: Any, number: int) -> tuple[Any, Any]:
         state, key = state
-        tokens = size.integers(number, 0, config.vocab_size, rows, length)
-        batch = {
-            "input_ids": tokens,
-            "attention_mask": size.integers(number, 1, 2, rows, length),
-            "token_type_ids": size.integers(number, 0, 1, rows, length),
-            "labels": tokens,
-        }
+        batch = _texts(size, number, config, *shape)
+        batch["token_type_ids"] = size.integers(number, 0, 1, *shape)
         state, metrics, key = step(state, batch, key)
         return (state, key), metrics
 
@@ -253,15 +247,7 @@ def bert(size: Size) -> Case:
 
 def vit(size: Size) -> Case:
     """ViT with the step of run_image_classification_flax.py."""
-    tiny = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "image_size": 16,
-        "patch_size": 4,
-        "num_labels": 10,
-    }
+    tiny = {**_SMALL, "image_size": 16, "patch_size": 4, "num_labels": 10}
     config = transformers.ViTConfig(**size.of(tiny, {"num_labels": 1000}))
     model = transformers.FlaxViTForImageClassification(config, _do_init=False)
     rows, pixels = size.of(16, 512), config.image_size

@@ -276,6 +276,26 @@ def plain_losses(name: str, count: int) -> tuple[float, ...]:
     return tuple(case.train(jitted, case.state(), case.batches(count))[1])
 
 
+@functools.cache
+def plan_of(codec: str, name: str = "data_parallel") -> autopar.Plan:
+    """The plan of a case by one codec; made once."""
+    case = case_of(name)
+    step = case.parallel(codec)
+    step.prepare(*case.state(), case.batch(0))
+    return step.plan
+
+
+def fresh(codec: str, name: str = "data_parallel", **options: Any) -> Any:
+    """A new step of a case under that plan."""
+    plan = plan_of(codec, name)
+    return autopar.parallelize(case_of(name).step, plan=plan, **options)
+
+
+def on_host(tree: Any) -> Any:
+    """The arrays of a tree as numpy has them; they outlive a donated step."""
+    return jax.tree.map(np.asarray, tree)
+
+
 def compiled(step: Any, *args: Any) -> Any:
     """A planned step, compiled without optimising machine code: only to be read."""
     return step.lower(*args).compile({"xla_backend_optimization_level": 0})

@@ -23,20 +23,25 @@ SPLIT = (("data",), ())
 CLUSTER = Cluster.parse("2x4:cpu")
 
 
-def make_stage(name: str, devices: tuple[int, ...], **changes: Any) -> StagePlan:
-    """One layer on a mesh of one axis."""
-    kernel = f"params/{name}/kernel"
-    gradient = GradientDecision(
-        name=kernel,
+def make_gradient(name: str, workers: int, **changes: Any) -> GradientDecision:
+    """A gradient of which a quarter of the bytes is sent."""
+    made = GradientDecision(
+        name=name,
         value=3,
         shape=(16, 16),
         local_shape=(16, 16),
         axes=("data",),
-        workers=len(devices),
+        workers=workers,
         codec="int8",
         dense_bytes=1024.0,
         wire_bytes=256.0,
     )
+    return msgspec.structs.replace(made, **changes)
+
+
+def make_stage(name: str, devices: tuple[int, ...], **changes: Any) -> StagePlan:
+    """One layer on a mesh of one axis."""
+    kernel = f"params/{name}/kernel"
     stage = StagePlan(
         name=name,
         devices=devices,
@@ -49,7 +54,7 @@ def make_stage(name: str, devices: tuple[int, ...], **changes: Any) -> StagePlan
             ),
         ),
         copies=(),
-        gradients=(gradient,),
+        gradients=(make_gradient(kernel, len(devices)),),
     )
     return msgspec.structs.replace(stage, **changes)
 

@@ -1,4 +1,4 @@
-"""What blockwise codecs share: the sum in two shots, blocks, scales and noise.
+"""Gives blockwise codecs the sum in two shots, blocks, scales and noise.
 
 First shot: every worker quantises its chunks and sends chunk i to worker i,
 which decodes and sums them in float32. Second shot: each quantises its sum and
@@ -102,7 +102,7 @@ def two_shot(
     total = rows.decode_sum(received, elements)
     if context.scatter:
         return Reduced(total, sent, state)
-    # What was decoded in the place of padding need not be zero.
+    # The values decoded in the place of padding need not be zero.
     length = lengths[context.worker]
     real = jnp.arange(elements) < length
     wanted = jnp.where(real, total + state["server"] if state else total, 0.0)

@@ -1,4 +1,4 @@
-"""What a codec is: it turns a partial gradient into messages, and a sum back.
+"""A codec turns a partial gradient into messages, and messages into a sum.
 
 A codec describes the communication of one gradient as a generator. It yields a
 request for each round of communication and is sent the answer, so that the
@@ -137,7 +137,7 @@ class Codec(abc.ABC):
         return ()
 
     def check(self, shape: tuple[int, ...], *, scatter: bool) -> str:
-        """Why the codec cannot be used for such a gradient, or ''."""
+        """Says why the codec cannot be used for such a gradient, or ''."""
         del shape, scatter
         return ""
 

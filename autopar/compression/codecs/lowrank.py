@@ -36,7 +36,7 @@ _PRECISION = lax.Precision.HIGHEST
 
 Values = Literal["f32", "bf16", "int8"]
 
-# What the factors are sent by; f32 needs no second shot.
+# The factors are sent by one of these codecs; f32 needs no second shot.
 _WIRES: dict[str, Codec] = {"f32": Dense(), "bf16": Bf16(), "int8": Int8(block=64)}
 
 

@@ -32,7 +32,7 @@ from autopar.compression.codecs.registry import register_codec
 
 Values = Literal["bf16", "f32"]
 
-# What an element is on the wire.
+# An element is sent in one of these types.
 VALUE_TYPES: dict[str, Any] = {"bf16": jnp.bfloat16, "f32": jnp.float32}
 
 

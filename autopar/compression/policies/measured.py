@@ -1,4 +1,4 @@
-"""What the policies have in common that choose codecs by measured errors."""
+"""Serves the policies that choose codecs by measured errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a policy is: it changes how gradients are sent while training goes on.
+"""A policy changes how gradients are sent while training goes on.
 
 A policy looks at the telemetry of a step every so often and answers with the
 codecs to use from the next step on, or None to leave them. Each set of codecs is
@@ -20,7 +20,7 @@ from typing import Protocol, runtime_checkable
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientReport:
-    """What the last step says of one gradient.
+    """The telemetry of the last step for one gradient.
 
     Attributes:
       codec: how it was sent, as text.
@@ -94,7 +94,7 @@ class MeasuredErrors:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation:
-    """What a policy sees.
+    """The facts that a policy sees.
 
     Attributes:
       step: number of steps done.

@@ -1,4 +1,4 @@
-"""What policies have in common: which gradients, what was sent of them, their state.
+"""Helps policies to pick gradients, to read what was sent, and to keep a state.
 
 A policy is a frozen dataclass of options with one small state, a dataclass of
 JSON values that `saved` turns into a dict and `restore` fills again.

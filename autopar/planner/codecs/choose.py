@@ -53,7 +53,7 @@ from autopar_solver import (
     solve_selection,
 )
 
-# What ``auto`` chooses from; '' leaves a gradient to the compiler.
+# ``auto`` chooses from these; '' leaves a gradient to the compiler.
 CANDIDATES = (
     "", "bf16", "fp8", "int8", "int4", "int4:hadamard=false",
     "int4:block=32,hadamard=false", "sign",
@@ -142,7 +142,7 @@ def uniform(analysis: Analysis, candidate: Candidate, codec: Codec) -> CodecChoi
 def judged(
     candidate: Candidate, found: Sequence[Site], codecs: Sequence[str], errors: Errors
 ) -> CodecChoice:
-    """What given codecs save.
+    """Returns the saving of given codecs.
 
     Gradients that wait are summed once where several operators contribute. What is
     sent is charged by message, with and without codecs. A message holds all gradients
@@ -228,7 +228,7 @@ def _option(pricer: Pricer, site: Site, text: str, errors: Errors) -> Option:
 
 @functools.lru_cache(maxsize=1 << 14)
 def _state_bytes(summation: Summation, codec: Codec) -> float:
-    """What a codec keeps of one gradient on one device, residual included."""
+    """Returns the bytes that a codec keeps on a device, with the residual."""
     kind = "residual" if codec.feedback else "none"
     how = Gradient("", summation.local_shape, codec, Feedback(kind=kind))
     state = jax.eval_shape(lambda: init_state(how, summation.workers))
@@ -267,7 +267,7 @@ def choose(
 def _allowed(
     pricer: Pricer, site: Site, budget: float, errors: Errors
 ) -> list[tuple[str, Option]]:
-    """What a gradient may be sent by, and what that does."""
+    """Returns the codecs that a gradient may be sent by, and their effects."""
     known = [t for t in CANDIDATES if not t or not site.refuses(parse_codec(t))]
     options = [(text, _option(pricer, site, text, errors)) for text in known]
     most = math.prod(site.shape) * (MOST_OF_BUDGET * budget) ** 2
@@ -372,7 +372,7 @@ def joint_uniform(
 
 
 def _prices(best: CodecChoice, errors: Errors, budget: float) -> Prices:
-    """What a second on the link and an error are worth at the best choice so far.
+    """Returns the prices of a second on the link and of an error at the best choice.
 
     Where that sends nothing, an error is free: the exact choice sees to the budget.
     """

@@ -1,4 +1,4 @@
-"""What a user says about codecs, checked."""
+"""Checks what a user says about codecs."""
 
 from __future__ import annotations
 

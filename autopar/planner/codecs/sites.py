@@ -62,7 +62,7 @@ class Site:
         return worth_a_codec(self.shape)
 
     def refuses(self, codec: Codec) -> str:
-        """Why a codec cannot be used for it, or ''."""
+        """Says why a codec cannot be used for it, or ''."""
         found = [codec.check(w.local_shape, scatter=w.scatter) for w in self.summations]
         return "" if not all(found) else found[0]
 

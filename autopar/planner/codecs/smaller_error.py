@@ -25,7 +25,7 @@ def with_less_error(
     chosen, spent = list(answer.choices), answer.cost_s
     for site, errors in enumerate(problem.error):
         now, local, wire = chosen[site], problem.local_s[site], problem.wire_s[site]
-        # What cannot hide behind the backward pass costs what it takes.
+        # Work that cannot hide behind the backward pass costs all of its time.
         own = local if problem.backward_s else local + wire
         for k in np.argsort(errors, kind="stable").tolist():
             if errors[k] >= errors[now]:

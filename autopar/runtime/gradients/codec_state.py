@@ -22,7 +22,7 @@ from autopar.errors import PlanError
 from autopar.runtime import placement
 from autopar.runtime.gradients.sums import GradientSums, State
 
-# What states hold that earlier versions did not save.
+# Earlier versions did not save these parts of a state.
 _SINCE = {"skipped", "codecs"}
 
 

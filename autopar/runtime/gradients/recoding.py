@@ -99,7 +99,7 @@ class Recoding:
         return self._remembered(plan, made)
 
     def texts(self, plan: Plan, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """What is saved of the codecs of some gradients: as planned, and as sent."""
+        """Returns the codecs of some gradients to save: as planned, and as sent."""
         planned = self._planned_of(plan)
         known = {g.name: g.codec for g in plan.gradients if g.codec}
         return {

@@ -42,7 +42,7 @@ class Restorer:
         self._synchroniser = synchroniser
         self._outputs = analysis.program.body.outputs
         self._carried: dict[int, Any] = {}
-        # What the step itself decides on, apart from what is spoilt all the same.
+        # The step itself decides on these values, unless they are spoilt anyway.
         self._own: dict[int, Any] = {}
         for argument, result in analysis.carried.items():
             if self._outputs[result] == graph.inputs[argument].value:
@@ -65,7 +65,7 @@ class Restorer:
         self._done: set[int] = set()
 
     def made(self, value: int, array: Any) -> Any:
-        """What later operators read of a value (`autopar_passes.replay.run.replay`)."""
+        """Returns what later operators read (`autopar_passes.replay.run.replay`)."""
         if value not in self._early or not self._synchroniser.complete:
             return array
         self._done.add(value)

@@ -1,4 +1,4 @@
-"""What the telemetry of past steps says: which were skipped, and what codecs lost."""
+"""Reads from the telemetry which steps were skipped, and what codecs lost."""
 
 from __future__ import annotations
 

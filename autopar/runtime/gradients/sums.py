@@ -1,4 +1,4 @@
-"""How the gradients of a planned step are summed, and the state of their codecs.
+"""Describes how a planned step sums its gradients, and the state of their codecs.
 
 The state is carried from step to step beside the train state::
 
@@ -93,7 +93,7 @@ class Member:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GradientSums:
-    """How the gradients of one planned step are summed.
+    """The sums of the gradients of one planned step.
 
     Attributes:
       mesh: the mesh of the plan.
@@ -173,7 +173,7 @@ class GradientSums:
 def gradient_sums(
     assignment: Assignment, plan: Plan, mesh: Any, fallback: Fallback | None = None
 ) -> GradientSums | None:
-    """How a plan's gradients are summed; None: the compiler sums all of them.
+    """Returns the sums of a plan's gradients; None: the compiler sums all of them.
 
     Args:
       assignment: the plan as layouts.
@@ -239,7 +239,7 @@ def _member(
 def _summation(
     assignment: Assignment, decision: GradientDecision, axes: Axes, mesh: Any
 ) -> Summation:
-    """How a plan's devices share the work of a gradient."""
+    """Returns the way in which a plan's devices share the work of a gradient."""
     names = list(mesh.axis_names)
     unknown = set(decision.within) - {names[a] for a in axes}
     within = tuple(a for a in axes if names[a] in decision.within)

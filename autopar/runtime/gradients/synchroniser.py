@@ -129,7 +129,7 @@ class CodecSynchroniser:
 
 
 def _spoilt(rows: jax.Array) -> jax.Array:
-    """What is added to sums so that they are what they would be without a codec.
+    """Returns terms that give sums the NaN or infinity that a codec may have lost.
 
     What a codec makes of a NaN or an infinity may be finite. So that a step which looks
     finds them, all elements are NaN where any part has one, and else infinite.

@@ -30,6 +30,65 @@ from autopar_passes.program.nnx_scopes import (
 )
 from autopar_passes.program.static_leaves import Fixed, Static, part
 
+_POSITIONAL = (
+    inspect.Parameter.POSITIONAL_ONLY,
+    inspect.Parameter.POSITIONAL_OR_KEYWORD,
+)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Parameters:
+    """How a step takes its arguments; read once, and used by all calls.
+
+    Attributes:
+      step: the step.
+      signature: of the step; None where Python does not know it.
+      names: of the parameters that can be given by position.
+      static: names of the arguments that are part of the program.
+    """
+
+    step: Callable[..., Any]
+    signature: inspect.Signature | None
+    names: tuple[str, ...]
+    static: frozenset[str]
+
+    @classmethod
+    def of(cls, step: Callable[..., Any], static: Collection[str] = ()) -> Parameters:
+        """Reads the signature of a step.
+
+        Args:
+          step: the step; one whose signature Python does not know has no names.
+          static: names of static arguments, besides those that ``jax.jit`` around the
+            step was told of.
+        """
+        try:
+            signature = inspect.signature(step)
+        except (TypeError, ValueError):
+            signature = None
+        given = signature.parameters.values() if signature else ()
+        names = tuple(p.name for p in given if p.kind in _POSITIONAL)
+        told = jax_compat.static_argument_names(step)
+        return cls(step, signature, names, frozenset(static) | told)
+
+    def positional(self, count: int) -> tuple[str, ...]:
+        """The step's own names of so many arguments; ``args2`` for those without."""
+        names = self.names[:count]
+        return names + tuple(f"args{i}" for i in range(len(names), count))
+
+    def bound(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Puts arguments given by name in their places where they have one.
+
+        Raises:
+          TypeError: the arguments do not fit the step.
+          ValueError: Python knows no names of the step's arguments.
+        """
+        if not kwargs:
+            return tuple(args), {}
+        found = (self.signature or inspect.signature(self.step)).bind(*args, **kwargs)
+        return found.args, dict(sorted(found.kwargs.items()))
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CallForm:
@@ -102,52 +161,37 @@ class ResultForm:
 
 
 def open_call(
-    step: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any] | None = None,
-    static: Collection[str] = (),
+    parameters: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
 ) -> Call:
     """Takes the arrays out of a call; within `updating`.
 
-    Arguments given by name take their places where they have one. What is named in
-    ``static``, what ``jax.jit`` around the step was told is static, and whole
-    arguments that are a ``bool``, text or a member of an enumeration are static.
+    Arguments given by name take their places where they have one. The parameters say
+    which are static; so are whole arguments that are a ``bool``, text or a member of
+    an enumeration.
 
     Args:
-      step: the step.
+      parameters: those of the step.
       args: positional arguments.
       kwargs: arguments by name.
-      static: names of further static arguments.
 
     Raises:
       TypeError: the arguments do not fit the step's signature, or one of them holds
         something that is neither an array nor can be static.
     """
-    positional, keyword = _bound(step, args, dict(kwargs or {}))
-    names = (*argument_names(step, positional), *keyword)
-    fixed_names = frozenset(static) | jax_compat.static_argument_names(step)
+    positional, keyword = parameters.bound(args, kwargs or {})
+    names = (*parameters.positional(len(positional)), *keyword)
     values = [
-        Static(x) if _is_flag(x) or name in fixed_names else x
+        Static(x) if _is_flag(x) or name in parameters.static else x
         for name, x in zip(names, (*positional, *keyword.values()), strict=True)
     ]
     objects = holds_objects(values)
     trees = taken_out(tuple(values)) if objects else tuple(values)
     arrays, fixed = part(names, trees)
-    return Call(CallForm(tuple(names), tuple(keyword), fixed, objects), arrays)
+    return Call(CallForm(names, tuple(keyword), fixed, objects), arrays)
 
 
 def _is_flag(x: Any) -> bool:
     return isinstance(x, (bool, str, enum.Enum))
-
-
-def _bound(
-    step: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Puts arguments given by name in their places where they have one."""
-    if not kwargs:
-        return tuple(args), {}
-    bound = inspect.signature(step).bind(*args, **kwargs)
-    return bound.args, dict(sorted(bound.kwargs.items()))
 
 
 def flat_function(
@@ -185,17 +229,6 @@ def _run(step: Callable[..., Any], form: CallForm, values: Sequence[Any]) -> Any
         out = step(*values[:count], **keyword)
     unname_modules((nodes, out))
     return out
-
-
-def argument_names(step: Callable[..., Any], args: Sequence[Any]) -> list[str]:
-    """Returns the step's own names of its arguments; ``args2`` for those without."""
-    try:
-        parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):
-        parameters = ()
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    names = [p.name for p in parameters if p.kind in kinds][: len(args)]
-    return names + [f"args{i}" for i in range(len(names), len(args))]
 
 
 def _keyed(fixed: Fixed, arrays: Sequence[Any]) -> list[Any]:

@@ -75,11 +75,7 @@ def taken_out(tree: Any) -> Any:
 
     Within `updating`.
     """
-    return nnx.to_tree(
-        tree,
-        split_fn=lambda ctx, path, prefix, leaf: ObjectState(*ctx.split(leaf)),
-        ctxtag=_TAG,
-    )
+    return _to_tree(tree, _TAG)
 
 
 def put_back(tree: Any, *, inner: bool) -> Any:
@@ -90,31 +86,40 @@ def put_back(tree: Any, *, inner: bool) -> Any:
       inner: inside the program new objects are made; outside of it the caller's are
         updated.
     """
+    return _from_tree(tree, _TAG, inner)
+
+
+def split_objects(tree: Any) -> Any:
+    """`taken_out`, for objects that nobody else holds: outside of `updating`."""
+    return _to_tree(tree)
+
+
+def merge_objects(tree: Any) -> Any:
+    """Makes new objects of what `split_objects` returned."""
+    return _from_tree(tree)
+
+
+def _to_tree(tree: Any, tag: str | None = None) -> Any:
+    """The tree with an `ObjectState` in the place of each object.
+
+    With a tag, Flax keeps the objects for `_from_tree` with the same tag.
+    """
+    return nnx.to_tree(
+        tree,
+        split_fn=lambda ctx, path, prefix, leaf: ObjectState(*ctx.split(leaf)),
+        ctxtag=tag,
+    )
+
+
+def _from_tree(tree: Any, tag: str | None = None, inner: bool | None = None) -> Any:
+    """The opposite of `_to_tree`."""
     return nnx.from_tree(
         tree,
         merge_fn=lambda ctx, path, prefix, leaf: ctx.merge(leaf.definition, leaf.state),
         is_node_leaf=is_object_state,
         is_leaf=is_object_state,
         is_inner=inner,
-        ctxtag=_TAG,
-    )
-
-
-def split_objects(tree: Any) -> Any:
-    """`taken_out`, for objects that nobody else holds: outside of `updating`."""
-    return nnx.to_tree(
-        tree,
-        split_fn=lambda ctx, path, prefix, leaf: ObjectState(*ctx.split(leaf)),
-    )
-
-
-def merge_objects(tree: Any) -> Any:
-    """Makes new objects of what `split_objects` returned."""
-    return nnx.from_tree(
-        tree,
-        merge_fn=lambda ctx, path, prefix, leaf: ctx.merge(leaf.definition, leaf.state),
-        is_node_leaf=is_object_state,
-        is_leaf=is_object_state,
+        ctxtag=tag,
     )
 
 

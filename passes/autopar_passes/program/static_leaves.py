@@ -64,13 +64,18 @@ class Fixed:
         def inner(*tracers: Any) -> None:
             found.append(what(self.join(tracers)))
 
-        jax.eval_shape(inner, *map(_struct, arrays))
+        jax.eval_shape(inner, *map(struct_of, arrays))
         return found[0]
 
 
-def _struct(x: Any) -> Any:
-    """A struct of an array, which may be deleted; a Python number as it is."""
-    return jax.ShapeDtypeStruct(x.shape, x.dtype) if hasattr(x, "dtype") else x
+def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
+    """The shape, dtype and weak type of an array, a number or a struct.
+
+    The array may be deleted. A sharding is left out.
+    """
+    given = leaf if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf)
+    weak = bool(given.weak_type)
+    return jax.ShapeDtypeStruct(given.shape, given.dtype, weak_type=weak)
 
 
 def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:
@@ -93,12 +98,13 @@ def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:
     for k, (leaf, filtered) in enumerate(
         zip(leaves, _filtered(whole, leaves), strict=True)
     ):
-        if _is_static(leaf, filtered):
+        static = _is_static(leaf, filtered)
+        if refusal := _refusal(leaf, filtered, static):
+            raise StaticError(f"'{_path(names, whole, k)}' {refusal}")
+        if static:
             fixed.append((k, leaf))
         else:
             arrays.append(leaf)
-        if refusal := _refusal(leaf, filtered):
-            raise StaticError(f"'{_path(names, whole, k)}' {refusal}")
     return arrays, Fixed(structure, tuple(fixed))
 
 
@@ -125,7 +131,7 @@ def _is_static(leaf: Any, filtered: bool) -> bool:
     return not (isinstance(leaf, _TRACED) or hasattr(leaf, "__jax_array__"))
 
 
-def _refusal(leaf: Any, filtered: bool) -> str | None:
+def _refusal(leaf: Any, filtered: bool, static: bool) -> str | None:
     """Why a leaf can be neither traced nor fixed; None if it can."""
     if isinstance(leaf, (jax.Array, Tracer)):
         return None
@@ -134,7 +140,7 @@ def _refusal(leaf: Any, filtered: bool) -> str | None:
             f"is an array of dtype {leaf.dtype}, which JAX has no type for. Convert it "
             "to numbers, or leave it out of the arguments."
         )
-    if not _is_static(leaf, filtered):
+    if not static:
         return None
     held = leaf.value if isinstance(leaf, Static) else leaf
     if not (filtered or callable(leaf) or isinstance(leaf, Static)):

@@ -10,7 +10,6 @@ Only shapes are needed: nothing of the size of the model is allocated.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -22,6 +21,7 @@ from autopar_passes import jax_compat
 from autopar_passes.program.calls import (
     Call,
     CallForm,
+    Parameters,
     ResultForm,
     flat_function,
     open_call,
@@ -31,6 +31,7 @@ from autopar_passes.program.equations import Program
 from autopar_passes.program.flatten import flatten
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.one_replica import with_one_replica
+from autopar_passes.program.static_leaves import struct_of
 
 # JAX's errors that say what a step does wrong.
 _ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError)
@@ -94,27 +95,41 @@ def opened(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     static: Collection[str] = (),
-    *,
-    within: bool = False,
 ) -> Call:
-    """Takes the arrays out of a call (`autopar_passes.program.calls.open_call`).
+    """Takes the arrays out of a call, of which nothing will be put back.
 
     Args:
       step: the step.
       args: its arguments.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
-      within: whether the caller has opened `updating`, to put new arrays back.
 
     Raises:
       TraceError: the arguments do not fit the step, or are nothing that JAX takes.
     """
-    context = contextlib.nullcontext() if within else updating()
+    with updating():
+        return opened_within(Parameters.of(step, static), args, kwargs)
+
+
+def opened_within(
+    parameters: Parameters, args: Sequence[Any], kwargs: Mapping[str, Any] | None = None
+) -> Call:
+    """Takes the arrays out of a call (`autopar_passes.program.calls.open_call`).
+
+    Within `updating`, which the caller has opened to put new arrays back.
+
+    Args:
+      parameters: those of the step.
+      args: its arguments.
+      kwargs: arguments by name.
+
+    Raises:
+      TraceError: the arguments do not fit the step, or are nothing that JAX takes.
+    """
     try:
-        with context:
-            return open_call(step, args, kwargs, static)
+        return open_call(parameters, args, kwargs)
     except TypeError as error:
-        raise TraceError(_call_failure(step, error)) from error
+        raise TraceError(_call_failure(parameters.step, error)) from error
 
 
 def trace_call(step: Callable[..., Any], call: Call) -> TracedStep:
@@ -126,7 +141,7 @@ def trace_call(step: Callable[..., Any], call: Call) -> TracedStep:
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    found = _traced(step, call.form, [_struct(x) for x in call.arrays])
+    found = _traced(step, call.form, [struct_of(x) for x in call.arrays])
     weak = [a for a in found.carried.pairs if found.inputs[a].weak_type]
     if not all(found.outputs[found.carried.pairs[a]].weak_type for a in weak):
         strong = [
@@ -174,7 +189,7 @@ def carried_of(step: Callable[..., Any], call: Call) -> Carried:
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    return _traced(step, call.form, [_struct(x) for x in call.arrays]).carried
+    return _traced(step, call.form, [struct_of(x) for x in call.arrays]).carried
 
 
 def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Traced:
@@ -199,15 +214,6 @@ def _jaxpr(
         return jax.jit(flat).trace(*inputs)
     except _ERRORS as error:
         raise TraceError(_trace_failure(step, error)) from error
-
-
-def _struct(leaf: Any) -> jax.ShapeDtypeStruct:
-    if isinstance(leaf, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(
-            leaf.shape, leaf.dtype, weak_type=bool(leaf.weak_type)
-        )
-    aval = jax.typeof(leaf)
-    return jax.ShapeDtypeStruct(aval.shape, aval.dtype, weak_type=aval.weak_type)
 
 
 def step_name(step: Callable[..., Any]) -> str:

@@ -3,69 +3,14 @@ import json
 import pathlib
 import subprocess
 import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from checkout import GOLDEN, ROOT
+from command_line import SMALL, TARGET, Run, assert_fails
 
 import autopar
-from autopar.cli import main
 from autopar.plans import SCHEMA, Plan
 from autopar.reports.table import render
-
-TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
-SMALL = ("width=64", "batch=64", "layers=1")
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command line in this process."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def run_words(*words: object) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return Result(stop.value.code, out, err)
-
-    return run_words
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A plan saved by the command line."""
-    path = tmp_path_factory.mktemp("plans") / "plan.json"
-    words = ["plan", TARGET, *SMALL, "--cluster", "2x4:cpu", "--out", str(path)]
-    with pytest.raises(SystemExit):
-        main(words)
-    return path
-
-
-def assert_fails(result: Result, *parts: str, code: int = 2) -> None:
-    """One line on stderr, nothing on stdout, and an exit code."""
-    assert result.code == code
-    assert result.out == ""
-    assert len(result.err.splitlines()) == 1
-    assert result.err.startswith("autopar: ")
-    for part in parts:
-        assert part in result.err
 
 
 def test_version(run: Run) -> None:

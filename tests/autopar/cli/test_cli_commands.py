@@ -2,67 +2,28 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import pathlib
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import jax
 import pytest
-from checkout import GOLDEN
+from command_line import TARGET, Run, assert_fails
 from golden import assert_golden
 
 import autopar
-from autopar.cli import examining, main
+from autopar.cli import examining
 from autopar.cli.failures import EXIT_CODES
 from autopar.plans import Plan
 
-TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
-SMALL = ("width=64", "batch=64", "layers=1")
 
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command line in this process, on a narrow terminal."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
+@pytest.fixture(autouse=True)
+def narrow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The terminal is narrow."""
     monkeypatch.setenv("COLUMNS", "60")
     monkeypatch.setenv("NO_COLOR", "1")
-
-    def run_words(*words: object) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return Result(stop.value.code, out, err)
-
-    return run_words
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp("plans") / "a.json"
-    words = ["plan", TARGET, *SMALL, "--cluster", "2x4:cpu", "--out", str(path)]
-    with pytest.raises(SystemExit):
-        main(words)
-    return path
 
 
 @pytest.fixture
@@ -121,8 +82,7 @@ class TestCompareSaved:
 
     def test_another_cluster(self, run: Run, saved: pathlib.Path) -> None:
         result = run("compare", saved, "--cluster", "8:cpu")
-        assert result.code == 2
-        assert "is for 2x4:cpu; the plans are compared on 8:cpu" in result.err
+        assert_fails(result, "is for 2x4:cpu; the plans are compared on 8:cpu")
 
 
 class TestDoctor:
@@ -191,10 +151,8 @@ class TestErrors:
     def test_the_users_own_line_is_named(self, run: Run, broken: str) -> None:
         """Also where the step raises something that JAX does not know."""
         result = run("plan", broken, "--cluster", "2:cpu")
-        assert (result.code, result.out) == (2, "")
-        assert len(result.err.splitlines()) == 1
-        assert "ZeroDivisionError: division by zero" in result.err
-        assert "raising_target.py:3)" in result.err
+        message = "ZeroDivisionError: division by zero"
+        assert_fails(result, message, "raising_target.py:3)")
 
     def test_traceback(self, run: Run, broken: str) -> None:
         result = run("plan", broken, "--cluster", "2:cpu", "--traceback")

@@ -1,74 +1,26 @@
 """The command line where gradients are compressed."""
 
-import dataclasses
 import json
 import pathlib
-import sys
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 from checkout import GOLDEN
+from command_line import TARGET, Run, assert_fails, save_plan
 
-from autopar.cli import main
 from autopar.compression.codecs.registry import codec_names
 from autopar.plans import Plan
 
-TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
 SMALL = ("width=128", "batch=4096", "layers=3")
 # Its network is so slow that compressed gradients train faster.
 SLOW = ("--cluster", "2x4:cpu,network=100Mb/s")
-
-
-@dataclasses.dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def json(self) -> dict[str, Any]:
-        return json.loads(self.out)
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command line in this process."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def run_words(*words: object) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return Result(stop.value.code, out, err)
-
-    return run_words
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A plan with codecs, saved by the command line."""
     path = tmp_path_factory.mktemp("plans") / "plan.json"
-    words = [
-        "plan",
-        TARGET,
-        *SMALL,
-        *SLOW,
-        "--compression",
-        "auto",
-        "--error-budget",
-        "0.5",
-        "--out",
-        str(path),
-    ]
-    with pytest.raises(SystemExit):
-        main(words)
-    return path
+    words = ("--compression", "auto", "--error-budget", "0.5")
+    return save_plan(path, *SMALL, *SLOW, *words)
 
 
 def kernels(plan: Plan) -> dict[str, str]:
@@ -162,10 +114,7 @@ def test_bad_options_are_one_line(
     run: Run, command: str, words: list[str], parts: list[str]
 ) -> None:
     result = run(command, TARGET, *SMALL, *SLOW, *words)
-    assert (result.code, result.out) == (2, "")
-    assert len(result.err.splitlines()) == 1
-    for part in parts:
-        assert part in result.err
+    assert_fails(result, *parts)
 
 
 @pytest.mark.parametrize(
@@ -177,15 +126,13 @@ def test_bad_options_are_one_line(
 )
 def test_layouts_must_be_a_plan(run: Run, words: tuple[str, ...], part: str) -> None:
     result = run("plan", TARGET, *SMALL, *SLOW, *words)
-    assert (result.code, result.out) == (2, "")
-    assert part in result.err
+    assert_fails(result, part)
 
 
 def test_layouts_of_another_step(run: Run, saved: pathlib.Path) -> None:
     words = ("width=32", *SLOW, "--layouts", saved)
     result = run("plan", TARGET, *words)
-    assert (result.code, result.out) == (2, "")
-    assert "belongs to another step" in result.err
+    assert_fails(result, "belongs to another step")
 
 
 @pytest.mark.parametrize("command", ["audit", "explain"])
@@ -193,8 +140,7 @@ def test_a_saved_plan_keeps_its_codecs(
     run: Run, saved: pathlib.Path, command: str
 ) -> None:
     result = run(command, saved, "--compression", "int8")
-    assert (result.code, result.out) == (2, "")
-    assert "is a plan already" in result.err
+    assert_fails(result, "is a plan already")
 
 
 def test_audit_counts_the_messages_of_codecs(run: Run, saved: pathlib.Path) -> None:

@@ -1,73 +1,27 @@
 """``--pin`` and ``--axis-names``, and plan files that were edited by hand."""
 
-import dataclasses
 import json
 import pathlib
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import pytest
-from checkout import GOLDEN
+from command_line import SMALL, TARGET, Result, Run, assert_fails
 from jax.sharding import PartitionSpec as P
 from stage_plans import make_plan
 
-from autopar.cli import main
 from autopar.cli.pins import parse_axis_names, parse_entries, parse_pins
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.plans.specs import spec_of, spec_text
 
-TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
-SMALL = ("width=64", "batch=64", "layers=1")
 CLUSTER = ("--cluster", "2x4:cpu")
 KERNEL = "params/0/kernel"
 
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def inputs(self) -> dict[str, Any]:
-        return json.loads(self.out)["stages"][0]["inputs"]
-
-
-Run = Callable[..., Result]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command line in this process."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def run_words(*words: object) -> Result:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return Result(stop.value.code, out, err)
-
-    return run_words
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
-    """A plan saved by the command line."""
-    path = tmp_path_factory.mktemp("plans") / "plan.json"
-    with pytest.raises(SystemExit):
-        main(["plan", TARGET, *SMALL, *CLUSTER, "--out", str(path)])
-    return path
-
-
-def assert_fails(result: Result, *parts: str) -> None:
-    assert (result.code, result.out) == (2, "")
-    assert len(result.err.splitlines()) == 1
-    for part in parts:
-        assert part in result.err
+def inputs_of(result: Result) -> dict[str, Any]:
+    """The layouts of the inputs of the only stage."""
+    (stage,) = result.json["stages"]
+    return stage["inputs"]
 
 
 @pytest.mark.parametrize(
@@ -139,16 +93,16 @@ def test_pins_are_kept(run: Run) -> None:
     pins = ("--pin", "*/kernel=P(None, 'tensor')", "--pin", "batch/*=data,None")
     result = run("plan", TARGET, *SMALL, *CLUSTER, *pins, "--json")
     assert result.code == 0
-    kernels = [s for path, s in result.inputs.items() if path.endswith("kernel")]
+    kernels = [s for path, s in inputs_of(result).items() if path.endswith("kernel")]
     assert kernels == [[[], ["tensor"]]] * 3
-    assert result.inputs["batch/x"] == [["data"], []]
+    assert inputs_of(result)["batch/x"] == [["data"], []]
 
 
 def test_axes_have_the_names_that_were_given(run: Run) -> None:
     words = ("--axis-names", "hosts,cores", "--pin", f"{KERNEL}=cores")
     result = run("plan", TARGET, *SMALL, *CLUSTER, *words, "--json")
-    assert result.inputs[KERNEL] == [["cores"], []]
-    (stage,) = json.loads(result.out)["stages"]
+    assert inputs_of(result)[KERNEL] == [["cores"], []]
+    (stage,) = result.json["stages"]
     assert stage["mesh"] == {"axes": {"hosts": 2, "cores": 4}}
 
 
@@ -188,8 +142,8 @@ class TestEditedFiles:
 
     def test_audit_agrees(self, run: Run, edited: pathlib.Path) -> None:
         result = run("audit", edited, "--json")
-        found = json.loads(result.out)
-        assert result.inputs[KERNEL] == [[], ["tensor"]]
+        found = result.json
+        assert inputs_of(result)[KERNEL] == [[], ["tensor"]]
         predicted = sum(found["predicted_by_kind"].values())
         assert found["shardy"]["communication_bytes"] == pytest.approx(predicted)
 
@@ -209,8 +163,8 @@ class TestEditedFiles:
         words = (*CLUSTER, "--layouts", edited, "--json")
         result = run("plan", TARGET, *SMALL[:1], "batch=128", "layers=1", *words)
         assert result.code == 0
-        assert result.inputs[KERNEL] == [[], ["tensor"]]
-        assert json.loads(result.out)["shapes"]["batch/x"] == [128, 64]
+        assert inputs_of(result)[KERNEL] == [[], ["tensor"]]
+        assert result.json["shapes"]["batch/x"] == [128, 64]
 
     def test_what_cannot_be_edited_is_one_line(
         self, run: Run, saved: pathlib.Path, tmp_path: pathlib.Path

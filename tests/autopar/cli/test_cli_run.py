@@ -1,15 +1,12 @@
 import dataclasses
-import json
 import pathlib
-import sys
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import pytest
-from checkout import GOLDEN
+from command_line import SMALL, TARGET, Run, assert_fails
 
-from autopar.cli import comparing, demonstration, main
+from autopar.cli import comparing, demonstration
 from autopar.cli.common import progress, simulate_devices
 from autopar.cluster import Cluster
 from autopar.errors import PlanError, TargetError
@@ -17,27 +14,6 @@ from autopar.planner.experts import Expert
 from autopar.planner.search import Candidate, search
 from autopar.profiling import profile
 from autopar.steps.analysis import Analysis, analyse
-
-TARGET = f"{GOLDEN / 'two_layers.py'}:workload"
-SMALL = ("width=64", "batch=64", "layers=1")
-
-Run = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command line in this process."""
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def run_words(*words: object) -> tuple[int, str, str]:
-        capsys.readouterr()
-        with pytest.raises(SystemExit) as stop:
-            main([str(word) for word in words])
-        out, err = capsys.readouterr()
-        assert isinstance(stop.value.code, int)
-        return stop.value.code, out, err
-
-    return run_words
 
 
 def silent(_: str) -> None:
@@ -57,9 +33,9 @@ def candidate() -> Candidate:
 
 
 def test_compare_puts_the_plan_beside_those_of_experts(run: Run) -> None:
-    code, out, _ = run("compare", TARGET, *SMALL, "--cluster", "2x4:cpu", "--json")
-    assert code == 0
-    found = json.loads(out)
+    result = run("compare", TARGET, *SMALL, "--cluster", "2x4:cpu", "--json")
+    assert result.code == 0
+    found = result.json
     names = [row["name"] for row in found["plans"]]
     assert names[0] == "autopar"
     assert "data parallel" in names
@@ -70,10 +46,10 @@ def test_compare_puts_the_plan_beside_those_of_experts(run: Run) -> None:
 
 
 def test_compare_prints_a_table(run: Run) -> None:
-    code, out, _ = run("compare", TARGET, *SMALL, "--cluster", "8:cpu")
-    assert code == 0
-    assert "data parallel" in out
-    assert "measured" not in out
+    result = run("compare", TARGET, *SMALL, "--cluster", "8:cpu")
+    assert result.code == 0
+    assert "data parallel" in result.out
+    assert "measured" not in result.out
 
 
 def test_compare_measures_what_fits(
@@ -83,9 +59,9 @@ def test_compare_measures_what_fits(
     experts = [Expert("a", "data=8", candidate), Expert("b", "data=8", None, "too big")]
     monkeypatch.setattr(comparing, "expert_plans", lambda *_, **__: experts)
     words = ("--cluster", "8:cpu", "--measure", "--devices", 8, "--repeats", 1)
-    code, out, _ = run("compare", TARGET, *SMALL, *words, "--json")
-    assert code == 0
-    ours, first, second = json.loads(out)["plans"]
+    result = run("compare", TARGET, *SMALL, *words, "--json")
+    assert result.code == 0
+    ours, first, second = result.json["plans"]
     assert ours["measured_s"] > 0
     assert first["measured_s"] > 0
     assert second["measured_s"] is None
@@ -94,10 +70,8 @@ def test_compare_measures_what_fits(
 
 @pytest.mark.parametrize("spec", ["2x8:cpu", "2x8:h100"])
 def test_compare_cannot_measure_on_devices_it_lacks(run: Run, spec: str) -> None:
-    code, out, err = run("compare", TARGET, *SMALL, "--cluster", spec, "--measure")
-    assert (code, out) == (2, "")
-    assert "16" in err
-    assert len(err.splitlines()) == 1
+    result = run("compare", TARGET, *SMALL, "--cluster", spec, "--measure")
+    assert_fails(result, "16")
 
 
 def test_the_best_mesh_counts_for_each_expert(candidate: Candidate) -> None:
@@ -159,10 +133,10 @@ def test_profile_is_saved(
 ) -> None:
     monkeypatch.setattr(profile, "CPU_SETTINGS", TINY)
     path = tmp_path / "profile.toml"
-    code, out, _ = run("profile", "--devices", 2, "--out", path)
-    assert code == 0
-    assert f"saved to {path}" in out
-    assert "matrix products" in out
+    result = run("profile", "--devices", 2, "--out", path)
+    assert result.code == 0
+    assert f"saved to {path}" in result.out
+    assert "matrix products" in result.out
     assert Cluster.parse(str(path)).num_devices == 2
 
 
@@ -220,7 +194,7 @@ def test_demo_trains_and_compares() -> None:
 def test_demo_passes_its_options_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     given: dict[str, Any] = {}
     monkeypatch.setattr(demonstration, "run", lambda **options: given.update(options))
-    assert run("demo", "--steps", 12, "--devices", 4, "--seconds", 3)[0] == 0
+    assert run("demo", "--steps", 12, "--devices", 4, "--seconds", 3).code == 0
     assert (given["devices"], given["steps"], given["seconds"]) == (4, 12, 3.0)
 
 
@@ -260,9 +234,7 @@ def test_demo_needs_a_checkout(
         demonstration.example("gpt"),
     ):
         pass
-    code, out, err = run("demo")
-    assert (code, out) == (2, "")
-    assert len(err.splitlines()) == 1
+    assert_fails(run("demo"))
 
 
 def test_a_ratio_needs_something_to_divide_by() -> None:

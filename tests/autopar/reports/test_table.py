@@ -3,22 +3,12 @@ from typing import Any
 
 import msgspec
 import pytest
+import stage_plans
 from checkout import GOLDEN
 from golden import assert_golden
 
 from autopar.cluster import Cluster
-from autopar.plans import (
-    SCHEMA,
-    ClusterData,
-    Compression,
-    GradientDecision,
-    NodeDecision,
-    Plan,
-    Predicted,
-    Seconds,
-    SolverReport,
-    StagePlan,
-)
+from autopar.plans import ClusterData, Compression, GradientDecision, Plan, Seconds
 from autopar.plans.specs import spec_text
 from autopar.reports.html import bars, render_html
 from autopar.reports.table import (
@@ -41,64 +31,37 @@ SPLIT = (("data",), ())
 WHOLE = ((), ())
 
 
-def make_plan(**changes: Any) -> Plan:
-    """A plan that nothing was planned for."""
-    inputs = {
-        "state/params/block_0/up/kernel": SPLIT,
-        "state/params/block_1/up/kernel": SPLIT,
-        "state/params/block_2/up/kernel": WHOLE,
-        "state/mu/block_0/up/kernel": SPLIT,
-        "state/nu/block_0/up/kernel": SPLIT,
-        "batch/x": SPLIT,
-        "batch/n": (),
-    }
-    roles = {
-        path: "parameter"
-        if "params" in path
-        else "batch"
-        if "batch" in path
-        else "optimizer state"
-        for path in inputs
-    }
-    shapes = {path: (8, 16) if spec else () for path, spec in inputs.items()}
-    plan = Plan(
-        schema=SCHEMA,
-        version="0.0",
-        cluster=ClusterData.of(Cluster.parse("2:cpu")),
-        stages=(
-            StagePlan(
-                name="step",
-                devices=(0, 1),
-                mesh={"axes": {"data": 2}},
-                inputs=inputs,
-                outputs={},
-                nodes=(
-                    NodeDecision(
-                        name="x", kind="input", factors=(8, 16), axes=(("data",), ())
-                    ),
-                ),
-                copies=(),
-            ),
-        ),
-        predicted=Predicted(
-            step_s=0.003,
-            compute_s=0.002,
-            communication_s=0.001,
-            communication_bytes=4096.0,
-            peak_memory_bytes=2.5e9,
-        ),
-        solver=SolverReport(
-            status="proved optimal", gap=0.0, seconds=1.0, cost=0.003, bound=0.003
-        ),
-        seconds=Seconds(trace=0.5, graph=0.25, solve=1.0, total=1.75),
-        roles=roles,
-        unsupported_ops=(),
-        assumed=(),
-        fingerprint="0" * 16,
-        shapes=shapes,
+INPUTS = {
+    "state/params/block_0/up/kernel": SPLIT,
+    "state/params/block_1/up/kernel": SPLIT,
+    "state/params/block_2/up/kernel": WHOLE,
+    "state/mu/block_0/up/kernel": SPLIT,
+    "state/nu/block_0/up/kernel": SPLIT,
+    "batch/x": SPLIT,
+    "batch/n": (),
+}
+
+
+def role_of(path: str) -> str:
+    if "params" in path:
+        return "parameter"
+    return "batch" if "batch" in path else "optimizer state"
+
+
+def make_plan(
+    inputs: Any = INPUTS, gradients: tuple[GradientDecision, ...] = (), **changes: Any
+) -> Plan:
+    """A plan of one stage that nothing was planned for."""
+    stage = stage_plans.make_stage(
+        "step", (0, 1), inputs=inputs, outputs={}, gradients=gradients
     )
-    of_stage = {k: changes.pop(k) for k in ("inputs", "gradients") if k in changes}
-    return msgspec.structs.replace(plan.with_stage(**of_stage), **changes)
+    base = {
+        "cluster": ClusterData.of(Cluster.parse("2:cpu")),
+        "microbatches": 1,
+        "roles": {path: role_of(path) for path in inputs},
+        "shapes": {path: (8, 16) if spec else () for path, spec in inputs.items()},
+    }
+    return stage_plans.make_plan(stage, **{**base, **changes})
 
 
 ROW = CollectiveRow(
@@ -260,21 +223,14 @@ def test_collectives_are_a_table() -> None:
 
 
 def make_gradient(name: str, **changes: Any) -> GradientDecision:
-    """A gradient of which a quarter of the bytes is sent."""
-    made = GradientDecision(
-        name=name,
-        value=1,
-        shape=(8, 16),
-        local_shape=(8, 16),
-        axes=("data",),
-        workers=2,
-        codec="int8",
-        dense_bytes=4096.0,
-        wire_bytes=1024.0,
-        error=0.0134,
-        saved_s=0.001,
-    )
-    return msgspec.structs.replace(made, **changes)
+    """A gradient of which a quarter of the bytes is sent, with an error."""
+    base = {
+        "dense_bytes": 4096.0,
+        "wire_bytes": 1024.0,
+        "error": 0.0134,
+        "saved_s": 0.001,
+    }
+    return stage_plans.make_gradient(name, 2, **{**base, **changes})
 
 
 def make_compressed(**changes: Any) -> Plan:

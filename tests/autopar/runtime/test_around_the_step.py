@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import jax
@@ -59,6 +60,18 @@ class TestMethods:
         for k in (1, 2):
             model.train(next(forms.batches(1)))
             assert model.w[0, 0] == 0.5**k
+
+    def test_static_arguments_of_a_jitted_method(self) -> None:
+        class Repeated:
+            @autopar.parallelize(cluster=CLUSTER, donate=False)
+            @functools.partial(jax.jit, static_argnames=("self", "times"))
+            def step(self, w: Any, x: Any, times: int) -> Any:
+                for _ in range(times):
+                    w = w * 2
+                return w, x.sum()
+
+        step, w, x = Repeated().step, jnp.ones((8, 8)), jnp.ones((16, 8))
+        assert [float(step(w, x, k)[0][0, 0]) for k in (1, 3)] == [2, 8]
 
     def test_no_place_for_it(self) -> None:
         class Tight:

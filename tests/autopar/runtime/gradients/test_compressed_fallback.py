@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compressed_cases import case_of
+from compressed_cases import case_of, fresh, on_host
 
 import autopar
 from autopar import PlanError
@@ -35,27 +34,9 @@ class Watching:
         return self.wishes.pop(0) if self.wishes else None
 
 
-@functools.cache
-def plan_of(name: str, codec: str) -> autopar.Plan:
-    case = case_of(name)
-    step = case.parallel(codec)
-    step.prepare(*case.state(), case.batch(0))
-    return step.plan
-
-
-def step_of(codec: str, name: str = NAME, **options: Any) -> Any:
-    """A new step under the same plan."""
-    plan = plan_of(name, codec)
-    return autopar.parallelize(case_of(name).step, plan=plan, **options)
-
-
 def losses_of(step: Any, name: str = NAME, steps: int = STEPS) -> list[float]:
     case = case_of(name)
     return case.train(step, case.state(), case.batches(steps))[1]
-
-
-def on_host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
 
 
 @pytest.mark.parametrize(
@@ -66,10 +47,10 @@ def test_a_forced_level_is_that_codec_alone(
     name: str, least_gain: float, level: int, codec: str
 ) -> None:
     """Enough is never, or always, sent: the losses are those of the one codec."""
-    step = step_of("blocktopk", name, fallback="int4", least_gain=least_gain)
+    step = fresh("blocktopk", name, fallback="int4", least_gain=least_gain)
     losses = losses_of(step, name)
 
-    alone = step_of(codec, name)
+    alone = fresh(codec, name)
     assert losses == pytest.approx(losses_of(alone, name), rel=1e-6)
     for path, report in step.telemetry.items():
         other = alone.telemetry[path]
@@ -83,7 +64,7 @@ def test_replicas_stay_the_same_where_other_axes_split_gradients() -> None:
     """Devices with other parts of the gradients take the same level."""
     name = "tensor_parallel"
     case = case_of(name)
-    step = step_of("topk:ratio=0.1", name, fallback="int4", least_gain=0.55)
+    step = fresh("topk:ratio=0.1", name, fallback="int4", least_gain=0.55)
     state, _ = case.train(step, case.state(), case.batches(6))
 
     (taken,) = {r.taken for r in step.telemetry.values()}
@@ -108,10 +89,10 @@ def test_the_level_follows_the_gain() -> None:
     codec, least_gain = "topk:ratio=0.1", 0.55
     case, policy = case_of(NAME), Watching()
     levels_below = ("topk:ratio=0.3", "dense")
-    step = step_of(codec, fallback=levels_below, least_gain=least_gain, policy=policy)
+    step = fresh(codec, fallback=levels_below, least_gain=least_gain, policy=policy)
     state: Any = case.state()
     levels: list[int] = []
-    alone = [step_of(text) for text in (codec, levels_below[0])]
+    alone = [fresh(text) for text in (codec, levels_below[0])]
     for batch in case.batches(6):
         saved = on_host((state, step.compression_state))
         state, _ = case.train(step, state, [batch])
@@ -150,12 +131,12 @@ class TestState:
     }
 
     def test_a_restored_run_has_the_same_losses(self) -> None:
-        case, step = case_of(NAME), step_of("powersgd:rank=2", **self.options)
+        case, step = case_of(NAME), fresh("powersgd:rank=2", **self.options)
         state, _ = case.train(step, case.state(), case.batches(2))
         saved = on_host((state, step.compression_state))
         _, want = case.train(step, state, case.batches(3, start=2))
 
-        again = step_of("powersgd:rank=2", **self.options)
+        again = fresh("powersgd:rank=2", **self.options)
         again.compression_state = saved[1]
         placed = jax.tree.map(jnp.asarray, saved[0])
         _, found = case.train(again, placed, case.batches(3, start=2))
@@ -166,7 +147,7 @@ class TestState:
         assert [len(found) > 0 for found in bases] == [True, True, False]
 
     def test_other_codecs_leave_the_other_levels_state(self) -> None:
-        case, step = case_of(NAME), step_of("powersgd:rank=2", **self.options)
+        case, step = case_of(NAME), fresh("powersgd:rank=2", **self.options)
         state, _ = case.train(step, case.state(), case.batches(2))
         before = on_host(step.compression_state["gradients"]["params/0/up"])
         step.recode({"params/0/up": "sign"})
@@ -187,11 +168,11 @@ class TestState:
         case = case_of(NAME)
         forms = [{}, self.options]
         first, second = forms if to_levels else forms[::-1]
-        step = step_of("powersgd:rank=2", **first)
+        step = fresh("powersgd:rank=2", **first)
         state, _ = case.train(step, case.state(), case.batches(2))
         saved = on_host(step.compression_state)
 
-        other = step_of("powersgd:rank=2", **second)
+        other = fresh("powersgd:rank=2", **second)
         other.compression_state = saved
         planned = other.prepare(*state, case.batch(2))
         found = on_host(restored(saved, planned.sums))
@@ -205,7 +186,7 @@ def test_a_policy_and_probes_go_with_it() -> None:
     """Counts begin anew at each observation, and with other codecs."""
     case, policy = case_of(NAME), Watching(every=2)
     policy.wishes = [None, {"params/0/up": "sign", "params/0/down": "sign"}]
-    step = step_of("topk", fallback="dense", least_gain=0.9, policy=policy)
+    step = fresh("topk", fallback="dense", least_gain=0.9, policy=policy)
     case.train(step, case.state(), case.batches(7))
 
     found = [{r.taken for r in seen.gradients.values()} for seen in policy.seen]
@@ -219,7 +200,7 @@ def test_a_policy_and_probes_go_with_it() -> None:
 
 def test_gradients_that_are_not_finite_leave_no_trace() -> None:
     case = case_of(NAME)
-    step = step_of("topk", fallback="powersgd", least_gain=0.5)
+    step = fresh("topk", fallback="powersgd", least_gain=0.5)
     state, _ = case.train(step, case.state(), case.batches(2))
     before = on_host((state, step.compression_state["gradients"]))
     batch = case.batch(2)
@@ -251,7 +232,7 @@ class TestBadInput:
 
     def test_a_codec_that_cannot_be_used(self) -> None:
         case = case_of("sharded_state")
-        step = step_of("int8", "sharded_state", fallback="powersgd")
+        step = fresh("int8", "sharded_state", fallback="powersgd")
         with pytest.raises(PlanError, match=r"params/0/.*powersgd"):
             step.prepare(*case.state(), case.batch(0))
 

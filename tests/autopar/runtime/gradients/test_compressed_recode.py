@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,30 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compressed_cases import case_of
+from compressed_cases import case_of, fresh, on_host
 
-import autopar
 from autopar import PlanError
 from autopar.compression.policies.policy import Observation
 
 NAME = "data_parallel"
-
-
-@functools.cache
-def plan_of(codec: str) -> autopar.Plan:
-    case = case_of(NAME)
-    step = case.parallel(codec)
-    step.prepare(*case.state(), case.batch(0))
-    return step.plan
-
-
-def fresh(codec: str, **options: Any) -> Any:
-    """A new step under the same plan."""
-    return autopar.parallelize(case_of(NAME).step, plan=plan_of(codec), **options)
-
-
-def on_host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
 
 
 class Switching:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import pathlib
 from collections.abc import Mapping
 from typing import Any
@@ -14,7 +13,7 @@ import msgspec
 import numpy as np
 import orbax.checkpoint
 import pytest
-from compressed_cases import WORKERS, case_of
+from compressed_cases import WORKERS, case_of, fresh, on_host, plan_of
 from jax.sharding import PartitionSpec
 
 import autopar
@@ -23,23 +22,6 @@ from autopar.compression.policies.policy import Observation
 from autopar.runtime.gradients.codec_state import restored
 
 NAME = "data_parallel"
-
-
-@functools.cache
-def plan_of(codec: str) -> autopar.Plan:
-    case = case_of(NAME)
-    step = case.parallel(codec)
-    step.prepare(*case.state(), case.batch(0))
-    return step.plan
-
-
-def fresh(codec: str = "int4", **options: Any) -> Any:
-    """A new step under the same plan."""
-    return autopar.parallelize(case_of(NAME).step, plan=plan_of(codec), **options)
-
-
-def on_host(tree: Any) -> Any:
-    return jax.tree.map(np.asarray, tree)
 
 
 def assert_same_bits(a: Any, b: Any) -> None:
@@ -81,7 +63,7 @@ class TestNotFinite:
     """A step whose gradients are not finite leaves no trace."""
 
     def test_the_step_is_skipped(self) -> None:
-        case, step = case_of(NAME), fresh()
+        case, step = case_of(NAME), fresh("int4")
         state, _ = case.train(step, case.state(), case.batches(2))
         before = on_host((state, step.compression_state["gradients"]))
 
@@ -125,7 +107,7 @@ class TestNotFinite:
 
     def test_a_policy_is_told_with_a_warning(self) -> None:
         case, policy = case_of(NAME), Watching()
-        step = fresh(policy=policy)
+        step = fresh("int4", policy=policy)
         state, _ = case.train(step, case.state(), [case.batch(0)])
 
         with pytest.warns(UserWarning, match=r"step 2: the gradients of .*params/0/"):
@@ -144,14 +126,14 @@ class TestCheckpoint:
     def test_a_restored_run_is_the_same_to_the_bit(
         self, tmp_path: pathlib.Path
     ) -> None:
-        case, step = case_of(NAME), fresh()
+        case, step = case_of(NAME), fresh("int4")
         state, _ = case.train(step, case.state(), case.batches(2))
         saved = on_host({"state": state, "codecs": step.compression_state})
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
             checkpointer.save(tmp_path / "run", saved)
         want = case.train(step, state, case.batches(2, start=2))[1]
 
-        again = fresh()
+        again = fresh("int4")
         with orbax.checkpoint.StandardCheckpointer() as checkpointer:
             read = checkpointer.restore(tmp_path / "run", saved)
         again.compression_state = read["codecs"]
@@ -162,7 +144,7 @@ class TestCheckpoint:
 
     def test_what_was_read_stays_when_training_goes_on(self) -> None:
         """A step consumes its state, but not the copy that was handed out."""
-        case, step = case_of(NAME), fresh()
+        case, step = case_of(NAME), fresh("int4")
         state, _ = case.train(step, case.state(), case.batches(2))
         codecs, start = step.compression_state, on_host(state)
         want = case.train(step, state, case.batches(1, start=2))[1]
@@ -172,7 +154,7 @@ class TestCheckpoint:
         assert case.train(step, state, case.batches(1, start=2))[1] == want
 
     def test_a_residual_without_a_place_is_named(self) -> None:
-        case, step = case_of(NAME), fresh()
+        case, step = case_of(NAME), fresh("int4")
         case.train(step, case.state(), case.batches(1))
         other = fresh("int8")
         other.compression_state = step.compression_state
@@ -183,25 +165,25 @@ class TestCheckpoint:
 
     def test_without_it_something_is_lost(self) -> None:
         """Otherwise the test above would show nothing."""
-        case, step = case_of(NAME), fresh()
+        case, step = case_of(NAME), fresh("int4")
         state, _ = case.train(step, case.state(), case.batches(2))
         start = on_host(state)
         want = case.train(step, state, case.batches(2, start=2))[1]
 
         state = jax.tree.map(jnp.asarray, start)
-        got = case.train(fresh(), state, case.batches(2, start=2))[1]
+        got = case.train(fresh("int4"), state, case.batches(2, start=2))[1]
 
         assert got[0] == want[0]
         assert got[1] != want[1]
 
     def test_what_was_set_can_be_read_before_the_next_step(self) -> None:
-        step = fresh()
+        step = fresh("int4")
         assert step.compression_state is None
         case = case_of(NAME)
         case.train(step, case.state(), [case.batch(0)])
         saved = on_host(step.compression_state)
 
-        other = fresh()
+        other = fresh("int4")
         other.compression_state = saved
 
         assert_same_bits(saved, on_host(other.compression_state))
@@ -250,7 +232,7 @@ class TestReplan:
 
 def test_a_new_state_starts_codecs_anew() -> None:
     """What the last steps of another run have not sent is not sent to it."""
-    case, step = case_of(NAME), fresh()
+    case, step = case_of(NAME), fresh("int4")
     runs = [case.train(step, step.init(case.state), case.batches(3)) for _ in range(2)]
 
     (_, first), (_, second) = runs
@@ -318,7 +300,7 @@ class TestBadInput:
             autopar.parallelize(case_of(NAME).step, **options)
 
     def test_states_of_another_step(self) -> None:
-        case, step = case_of(NAME), fresh()
+        case, step = case_of(NAME), fresh("int4")
         case.train(step, case.state(), [case.batch(0)])
         good = on_host(step.compression_state)
         gradients = good["gradients"]
@@ -334,14 +316,14 @@ class TestBadInput:
             ),
         ]
         for state, message in wrong:
-            other = fresh()
+            other = fresh("int4")
             other.compression_state = state
             with pytest.raises(PlanError, match=message):
                 case.train(other, case.state(), [case.batch(0)])
 
     def test_telemetry_before_a_step(self) -> None:
         with pytest.raises(PlanError, match="no step has run"):
-            _ = fresh().telemetry
+            _ = fresh("int4").telemetry
 
 
 class TestOddParameters:
