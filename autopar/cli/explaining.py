@@ -224,7 +224,7 @@ def _comparison(
     heading = f"  The step {without}with other layouts, everything else planned again:"
     lines = ["", heading, *(f"    {row}" for row in columns(rows, right=(1, 2, 3)))]
     if not all(a.proved for a in others):
-        lines.append("    (at most: the best found within the time limit)")
+        lines.append("    (at most: the best found, not proved)")
     return lines
 
 

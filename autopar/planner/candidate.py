@@ -34,8 +34,8 @@ class Candidate:
       peak_memory_bytes: most bytes live at once on one device.
       weights: of what is hidden, at which the problem was solved; None: work and
         communication were added.
-      lower_s: a lower bound of the time of every plan of this mesh, where it is higher
-        than that of the solution.
+      lower_s: a lower bound of the time of every plan of this mesh; None: that of the
+        solution.
     """
 
     assignment: Assignment
@@ -45,7 +45,7 @@ class Candidate:
     items: tuple[CostItem, ...]
     peak_memory_bytes: float
     weights: Weights | None = None
-    lower_s: float = 0.0
+    lower_s: float | None = None
 
     @functools.cached_property
     def cost(self) -> CostBreakdown:
@@ -89,20 +89,17 @@ class Candidate:
 
     @property
     def bound_s(self) -> float:
-        """A lower bound of the seconds of every plan on this mesh.
-
-        Without the latencies of messages that collectives share.
-        """
-        return max(self.lower_s, self.solution.bound)
+        """A lower bound of the seconds of every plan on this mesh."""
+        return self.solution.bound if self.lower_s is None else self.lower_s
 
     @property
     def report(self) -> Solution:
         """What is known of the plan: its cost, its bound and whether it is proved.
 
-        Where communication is hidden the cost is the time of a step; elsewhere it is
-        the objective of the problem.
+        Where several problems were solved the cost is the time of a step; elsewhere
+        it is the objective of the problem.
         """
-        if self.weights is None:
+        if self.lower_s is None:
             return self.solution
         bound_s = min(self.bound_s, self.step_s)
         proved = bound_s >= (1 - PROVED) * self.step_s

@@ -216,8 +216,8 @@ def solve_mesh(
     share has a latency besides, which is paid once for its group, whoever sends in
     it. So the problem is solved first as if latencies were free, then without each
     of the groups that were used, and so on, as long as that may pay (branch and
-    bound over sets of groups, the most promising first). If `_MOST_PROBLEMS` do not
-    settle it, the plan is not called proved.
+    bound over sets of groups, the most promising first), in `_MOST_PROBLEMS` at most.
+    The gap is that to the lowest bound of what was left.
 
     With ``prices`` it is solved once, for codecs have messages of their own.
 
@@ -291,7 +291,10 @@ def _weighted(
         last = _solved(task, pricer, best, weights)
         best = min(best, last, key=lambda c: c.step_s)
         bound_s = max(bound_s, last.bound_s)
-    return last, dataclasses.replace(best, weights=weights, lower_s=bound_s)
+    first, best = (
+        dataclasses.replace(c, weights=weights, lower_s=bound_s) for c in (last, best)
+    )
+    return first, best
 
 
 def _plane(candidate: Candidate) -> Plane:
@@ -311,10 +314,12 @@ def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Cand
       best: the fastest plan known.
     """
     left, tried = [first], {frozenset[Group]()}
+    floor_s = math.inf
     while left:
         left.sort(key=lambda c: -c.solution.cost)
         found = left.pop()
         if _settled(found, best):
+            floor_s = min(floor_s, found.bound_s)
             continue
         pricer = found.formulation.pricer
         for group in sorted(found.groups):
@@ -322,15 +327,16 @@ def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Cand
             if without in tried:
                 continue
             if len(tried) == _MOST_PROBLEMS:
-                open_ = dataclasses.replace(best.solution, status=Status.FEASIBLE)
-                return dataclasses.replace(best, solution=open_)
+                floor_s = min(floor_s, *(c.bound_s for c in (found, *left)))
+                left.clear()
+                break
             tried.add(without)
             fewer = dataclasses.replace(pricer, without=without)
             with contextlib.suppress(PlanError):
                 other = _solved(task, fewer, None, first.weights)
                 left.append(other)
                 best = min(best, other, key=lambda c: c.step_s)
-    return best
+    return dataclasses.replace(best, lower_s=min(floor_s, best.step_s))
 
 
 def _settled(found: Candidate, best: Candidate) -> bool:

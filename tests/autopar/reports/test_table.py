@@ -185,9 +185,9 @@ def test_the_text_of_a_plan_says_what_matters() -> None:
 
 def test_the_gap_is_shown_where_there_is_one() -> None:
     solver = msgspec.structs.replace(
-        make_plan().solver, status="best found within the time limit", gap=0.031
+        make_plan().solver, status="best found, not proved", gap=0.031
     )
-    assert "best found within the time limit, gap 3.10%" in str(
+    assert "best found, not proved, gap 3.10%" in str(
         make_plan(solver=solver)
     )
 
