@@ -26,7 +26,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from runs import decoder
+import decoder
 
 import autopar
 from autopar.cost.pricer import Pricer

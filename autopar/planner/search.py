@@ -321,6 +321,7 @@ def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Cand
         if _settled(found, best):
             floor_s = min(floor_s, found.bound_s)
             continue
+        floor_s = min(floor_s, _with_all_groups_s(found))
         pricer = found.formulation.pricer
         for group in sorted(found.groups):
             without = pricer.without | {group}
@@ -337,6 +338,16 @@ def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Cand
                 left.append(other)
                 best = min(best, other, key=lambda c: c.step_s)
     return dataclasses.replace(best, lower_s=min(floor_s, best.step_s))
+
+
+def _with_all_groups_s(found: Candidate) -> float:
+    """A lower bound of the plans that use all groups of messages of a solution.
+
+    Where communication may be hidden, so may the latencies of its messages.
+    """
+    if found.weights is not None:
+        return found.bound_s
+    return found.bound_s + found.step_s - found.solution.cost
 
 
 def _settled(found: Candidate, best: Candidate) -> bool:
