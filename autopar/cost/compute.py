@@ -13,7 +13,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
-from autopar.steps.work import OperatorWork, side_factors
+from autopar.steps.fusion import side_factors
+from autopar.steps.work import OperatorWork
 from autopar_passes.rules.factor_rule import FactorRule
 
 
