@@ -35,6 +35,14 @@ _STAND_INS = {
     "uint4": ("int4", "int8"),
     "uint8": ("int8",),
 }
+# What the matrix units of GPUs and TPUs do not multiply, or no faster than the vector
+# units (float64 on an A100 and an H100).
+_VECTOR_ONLY = frozenset(
+    {
+        "bool", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float64",
+        "complex64", "complex128",
+    }
+)  # fmt: skip
 
 
 def _require(condition: bool, owner: str, what: str, value: object) -> None:
@@ -185,14 +193,17 @@ class DeviceSpec:
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in `dtype` (a NumPy or ml_dtypes name).
 
-        A dtype that is not listed runs at the rate of the one it is widened to,
-        and in the last resort at that of float32.
+        A dtype that is not listed runs at the rate of the one it is widened to, and
+        what no matrix unit takes (`_VECTOR_ONLY`) on the vector units. In the last
+        resort the rate is that of float32.
         """
         peaks = dict(self.peak_flops_per_s)
         family = "float8" if dtype.startswith("float8") else dtype
         for name in (dtype, *_STAND_INS.get(family, ())):
             if name in peaks:
                 return peaks[name]
+        if dtype in _VECTOR_ONLY:
+            return min(self.vector_peak, peaks["float32"])
         return peaks["float32"]
 
     @property

@@ -33,7 +33,8 @@ def rates_of(device: DeviceSpec, itemsize: float) -> ProductRates | None:
     usual = CALIBRATIONS[device.kind].half_rate_side
     if not device.rates or device.calibrated.half_rate_side != usual:
         return None
-    return product_rates(device.rates, int(itemsize))
+    # Elements of less than a byte run as those of one, longer ones as those of four.
+    return product_rates(device.rates, max(1, int(itemsize)))
 
 
 def products_s(
