@@ -147,12 +147,16 @@ def product(rows: Sequence[xla_tables.Product]) -> dict[str, Any]:
     )
     left = np.log(seconds / modelled(found.x))
     deep = hats(np.log2(k), DEPTHS)
-    pairs = [(np.log2(area), AREAS), (np.log2(m), SIDES), (np.log2(n), SIDES)]
-    design = np.hstack([_grid(hats(x, knots), deep) for x, knots in pairs])
-    tables = np.split(
-        _smoothed(design, left),
-        np.cumsum([len(knots) * len(DEPTHS) for _, knots in pairs])[:-1],
-    )
+    by_area = _grid(hats(np.log2(area), AREAS), deep)
+    batched = np.minimum(np.log2(batch), 1.0)[:, None]
+    parts = [
+        by_area * (1 - batched),
+        by_area * batched,
+        _grid(hats(np.log2(m), SIDES), deep),
+        _grid(hats(np.log2(n), SIDES), deep),
+    ]
+    ends = np.cumsum([part.shape[1] for part in parts])[:-1]
+    tables = np.split(_smoothed(np.hstack(parts), left), ends)
     shaped = [np.round(t.reshape(-1, len(DEPTHS)), 4).tolist() for t in tables]
     names = ("start_s", "s_per_depth", "rate_part", "traffic_part", "sharpness")
     fitted = [float(f"{value:.4g}") for value in np.exp(found.x)]
@@ -161,8 +165,9 @@ def product(rows: Sequence[xla_tables.Product]) -> dict[str, Any]:
         "depths": DEPTHS,
         "sides": SIDES,
         "by_area": shaped[0],
-        "by_rows": shaped[1],
-        "by_columns": shaped[2],
+        "by_area_batched": shaped[1],
+        "by_rows": shaped[2],
+        "by_columns": shaped[3],
     }
 
 
@@ -204,7 +209,6 @@ def main() -> None:
 
 def _compact(text: str) -> str:
     """Writes each list of numbers on one line."""
-
     return re.sub(
         r"\[[\s\d.,eE+-]+\]",
         lambda m: re.sub(r"\s+", " ", m[0]).replace("[ ", "["),

@@ -69,15 +69,17 @@ def products_s(
     largest = parts.max(axis=0)
     powers = ((parts / largest) ** rates.sharpness).sum(axis=0)
     modelled = rates.start_s + largest * powers ** (1 / rates.sharpness)
-    return modelled * np.exp(_left(rates, area, m, n, k))
+    return modelled * np.exp(_left(rates, batch, m, n, k))
 
 
-def _left(rates: ProductRates, area: Array, m: Array, n: Array, k: Array) -> Array:
+def _left(rates: ProductRates, batch: Array, m: Array, n: Array, k: Array) -> Array:
     """Logarithm of measured over modelled time, interpolated."""
     if not rates.areas:
-        return np.zeros_like(area)
-    deep = _weights(k, rates.depths)
-    found = _interpolated(_weights(area, rates.areas), rates.by_area, deep)
+        return np.zeros_like(batch)
+    deep, area = _weights(k, rates.depths), _weights(batch * m * n, rates.areas)
+    batched = np.clip(np.log2(batch), 0.0, 1.0)
+    found = (1 - batched) * _interpolated(area, rates.by_area, deep)
+    found += batched * _interpolated(area, rates.by_area_batched, deep)
     found += _interpolated(_weights(m, rates.sides), rates.by_rows, deep)
     return found + _interpolated(_weights(n, rates.sides), rates.by_columns, deep)
 

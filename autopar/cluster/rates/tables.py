@@ -56,7 +56,9 @@ class ProductRates(msgspec.Struct, frozen=True):
       areas: log2 of ``batch * M * N`` at the knots.
       depths: log2 of K at the knots.
       sides: log2 of M and of N at the knots.
-      by_area: logarithms ``[areas, depths]``.
+      by_area: logarithms ``[areas, depths]`` of one product.
+      by_area_batched: the same of two and more at once, which libraries do by other
+        kernels.
       by_rows: the same of M, ``[sides, depths]``.
       by_columns: the same of N.
     """
@@ -71,6 +73,7 @@ class ProductRates(msgspec.Struct, frozen=True):
     depths: tuple[float, ...] = ()
     sides: tuple[float, ...] = ()
     by_area: tuple[tuple[float, ...], ...] = ()
+    by_area_batched: tuple[tuple[float, ...], ...] = ()
     by_rows: tuple[tuple[float, ...], ...] = ()
     by_columns: tuple[tuple[float, ...], ...] = ()
 
