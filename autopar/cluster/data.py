@@ -50,6 +50,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     matmul_efficiency: float | None = None
     kernel_latency_s: float | None = None
     vector_flops_per_s: float | None = None
+    rates: str | None = None
     calibration: _Calibration | None = None
 
 
@@ -72,6 +73,7 @@ class _Level(msgspec.Struct, forbid_unknown_fields=True):
     latency_s: float
     bandwidth_bytes_per_s: float
     topology: str = "switch"
+    rates: str = ""
     measured: list[_Measured] = []
 
 
@@ -147,6 +149,7 @@ def _level(given: _Level) -> Level:
         latency_s=given.latency_s,
         bandwidth_bytes_per_s=given.bandwidth_bytes_per_s,
         topology=given.topology,
+        rates=given.rates,
         measured=tuple(measured),
     )
     return Level(name=given.name, size=given.size, link=link)
@@ -206,8 +209,10 @@ def _fields(values: Any, *leave_out: str) -> Data:
 
 def _device_data(device: DeviceSpec) -> Data:
     peaks = dict(device.peak_flops_per_s)
-    numbers = _fields(device, "peak_flops_per_s", "calibration")
-    return numbers | {"peak_flops_per_s": peaks} | _calibration_data(device)
+    numbers = _fields(device, "peak_flops_per_s", "rates", "calibration")
+    rates = {"rates": device.rates} if device.rates else {}
+    peaks_and_rates = rates | {"peak_flops_per_s": peaks}
+    return numbers | peaks_and_rates | _calibration_data(device)
 
 
 def _calibration_data(device: DeviceSpec) -> Data:
@@ -224,7 +229,8 @@ def _calibration_data(device: DeviceSpec) -> Data:
 
 def _level_data(level: Level) -> Data:
     fits = [_fields(fit) for fit in level.link.measured]
-    numbers = _fields(level, "link") | _fields(level.link, "measured")
+    numbers = _fields(level, "link") | _fields(level.link, "rates", "measured")
+    numbers |= {"rates": level.link.rates} if level.link.rates else {}
     return numbers | ({"measured": fits} if fits else {})
 
 
@@ -260,5 +266,5 @@ def write(cluster: ClusterFields) -> Data:
         return _equal_data(cluster)
     return {
         "group": [_equal_data(group) for group in groups_of.unplaced(cluster.groups)],
-        "between": _fields(cluster.between, "topology", "measured"),
+        "between": _fields(cluster.between, "topology", "rates", "measured"),
     }

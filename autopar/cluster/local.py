@@ -19,8 +19,10 @@ PROFILE_VARIABLE = "AUTOPAR_PROFILE"
 # counts.
 _KINDS = (
     ("h200", "h200"),
+    ("gb200", "gb200"),
     ("b200", "b200"),
     ("h100", "h100"),
+    ("a100-sxm4-40", "a100-40"),
     ("a100", "a100"),
     ("v100", "v100"),
     ("tesla t4", "t4"),

@@ -1,9 +1,10 @@
 """Public figures of common devices and of the links they usually come with.
 
 Peaks are dense (no sparsity), per device, from the vendors' datasheets named beside
-each; memory is taken as decimal even where a vendor means GiB (7 % more). What a
-datasheet promises and what a program attains differ; the factors below say by how
-much. `autopar profile` replaces all of it by measurement.
+each. The memory of a GPU is what its driver reports: `device_memory_size` of OpenXLA's
+target configurations (xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80
+GB about 85e9 bytes. What a datasheet promises and what a program attains differ; the
+factors below say by how much. `autopar profile` replaces all of it by measurement.
 """
 
 import dataclasses
@@ -12,24 +13,30 @@ from collections.abc import Callable
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
 
-# Assumption: the driver, the compiler's scratch space and fragmentation take a tenth.
-# JAX itself reserves 75 % of a GPU unless XLA_PYTHON_CLIENT_MEM_FRACTION says more:
+# Assumption: NCCL's buffers, the compiler's scratch space and fragmentation take a
+# tenth of a GPU. JAX itself reserves 75 % of it unless XLA_PYTHON_CLIENT_MEM_FRACTION
+# says more:
 # https://docs.jax.dev/en/latest/gpu_memory_allocation.html
 USABLE_MEMORY = 0.9
 # Assumption, near what the STREAM kernels reach on current GPUs
 # (https://github.com/UoB-HPC/BabelStream).
 STREAM_EFFICIENCY = 0.9
-# The bus bandwidth that nccl-tests report of large all-reduces on 8 A100 is 230-250 of
-# 300 GB/s (https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md says
-# what that is). All-reduces on H100 reach more, by reductions inside the switch,
-# which are not modelled. The factor for networks is an assumption.
-NVLINK_EFFICIENCY = 0.8
+# Rings over NVLink attain 235 of 300 GB/s on 8 A100 and 376 of 450 on 8 H200
+# (https://github.com/stas00/ml-engineering, network benchmarks; 'bus bandwidth' as
+# https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md has it), and
+# large all-gathers on 8 B200 617 of 900 (XLA's tables, `autopar.cluster.rates`). The
+# factors for older links and for networks are assumptions.
+AMPERE_NVLINK_EFFICIENCY = 0.783
+HOPPER_NVLINK_EFFICIENCY = 0.836
+BLACKWELL_NVLINK_EFFICIENCY = 0.686
+OLD_LINK_EFFICIENCY = 0.8
 NETWORK_EFFICIENCY = 0.9
 
-# Time of one step of a collective, of the order of the hardware latencies of rings in
-# NCCL's tuner (src/graph/tuning.cc: NVLink 0.5-3.4 us, PCIe 1-6 us, network 3-14 us,
-# by protocol); Ethernet and shared memory are assumptions; TPU links take
-# about 1 us a hop (https://jax-ml.github.io/scaling-book/sharding/).
+# Time of one step of a collective, for what looks at no protocol in particular:
+# `autopar.cost.nccl` has NCCL's latencies by algorithm and protocol, and scales those
+# of networks by the network's latency over InfiniBand's. Ethernet and shared memory are
+# assumptions; TPU links take about 1 us a hop
+# (https://jax-ml.github.io/scaling-book/sharding/).
 NVLINK_LATENCY_S = 2e-6
 PCIE_LATENCY_S = 4e-6
 INFINIBAND_LATENCY_S = 8e-6
@@ -41,6 +48,10 @@ SHARED_MEMORY_LATENCY_S = 20e-6
 GPU_KERNEL_LATENCY_S = 2e-6
 TPU_KERNEL_LATENCY_S = 1e-6
 CPU_KERNEL_LATENCY_S = 2e-6
+
+# Assumption: large products reach nearly the peak, because whole training steps on v5e
+# reach up to 0.86 of it.
+TPU_EFFICIENCY = 0.95
 
 _GPU_LEVELS = ("pod", "host", "device")
 _TORUS_LEVELS = ("x", "y", "z")
@@ -92,34 +103,40 @@ def _gpu(
     *,
     tera_flops: dict[str, float],
     vector_tera_flops: float,
-    memory_gb: float,
+    memory_bytes: float,
     memory_gb_per_s: float,
     inner: LinkSpec,
     network_gbit_per_s: float,
     efficiency: float,
+    rates: str,
     network_latency_s: float = INFINIBAND_LATENCY_S,
 ) -> Preset:
+    """A GPU; `rates` names its table of products (`autopar.cluster.rates`)."""
     device = DeviceSpec(
         name=name,
         kind="gpu",
         peak_flops_per_s=tuple((k, v * 1e12) for k, v in tera_flops.items()),
-        memory_bytes=round(memory_gb * 1e9 * USABLE_MEMORY),
+        memory_bytes=round(memory_bytes * USABLE_MEMORY),
         memory_bandwidth_bytes_per_s=memory_gb_per_s * 1e9 * STREAM_EFFICIENCY,
         matmul_efficiency=efficiency,
         kernel_latency_s=GPU_KERNEL_LATENCY_S,
         vector_flops_per_s=vector_tera_flops * 1e12,
+        rates=rates,
     )
     outer = LinkSpec(
         latency_s=network_latency_s,
         bandwidth_bytes_per_s=network_gbit_per_s / 8 * 1e9 * NETWORK_EFFICIENCY,
+        rates="network",
     )
     return Preset(device=device, inner=inner, outer=outer)
 
 
-def _nvlink(gb_per_s: float) -> LinkSpec:
+def _nvlink(gb_per_s: float, efficiency: float, rates: str = "nvlink") -> LinkSpec:
     """NVLink behind a switch; `gb_per_s` is one direction, all links of a GPU."""
-    bandwidth = gb_per_s * 1e9 * NVLINK_EFFICIENCY
-    return LinkSpec(latency_s=NVLINK_LATENCY_S, bandwidth_bytes_per_s=bandwidth)
+    bandwidth = gb_per_s * 1e9 * efficiency
+    return LinkSpec(
+        latency_s=NVLINK_LATENCY_S, bandwidth_bytes_per_s=bandwidth, rates=rates
+    )
 
 
 def _tpu(
@@ -127,20 +144,23 @@ def _tpu(
     *,
     tera_flops: float,
     vector_tera_flops: float,
-    memory_gb: float,
+    memory_gib: float,
     memory_gb_per_s: float,
     link_gb_per_s: float,
     wrap_multiple: int,
 ) -> Preset:
-    """A TPU; `link_gb_per_s` is one link, one direction, two links a dimension."""
+    """A TPU; `link_gb_per_s` is one link, one direction, two links a dimension.
+
+    `memory_gib` is what the runtime leaves to a program.
+    """
     tera = {"float32": tera_flops, "bfloat16": tera_flops, "int8": 2 * tera_flops}
     device = DeviceSpec(
         name=name,
         kind="tpu",
         peak_flops_per_s=tuple((k, v * 1e12) for k, v in tera.items()),
-        memory_bytes=round(memory_gb * 1e9 * USABLE_MEMORY),
+        memory_bytes=round(memory_gib * 2**30),
         memory_bandwidth_bytes_per_s=memory_gb_per_s * 1e9 * STREAM_EFFICIENCY,
-        matmul_efficiency=0.8,  # assumption
+        matmul_efficiency=TPU_EFFICIENCY,
         kernel_latency_s=TPU_KERNEL_LATENCY_S,
         vector_flops_per_s=vector_tera_flops * 1e12,
     )
@@ -152,25 +172,35 @@ def _tpu(
     return Preset(device=device, inner=link, outer=link, wrap_multiple=wrap_multiple)
 
 
-def _a100() -> Preset:
-    # NVIDIA A100 80GB SXM datasheet; a DGX A100 has one 200 Gb/s port per GPU. The
-    # efficiency is an assumption.
+def _ampere(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
+    # NVIDIA A100 SXM datasheets; a DGX A100 has one 200 Gb/s port per GPU. Products of
+    # the best shapes attain 0.869 of the peak (stas00/ml-engineering, MAMF).
     return _gpu(
-        "a100",
+        name,
         tera_flops={"float32": 156, "bfloat16": 312, "float16": 312, "int8": 624},
         vector_tera_flops=19.5,
-        memory_gb=80,
-        memory_gb_per_s=2039,
-        inner=_nvlink(300),
+        memory_bytes=memory_bytes,
+        memory_gb_per_s=memory_gb_per_s,
+        inner=_nvlink(300, AMPERE_NVLINK_EFFICIENCY),
         network_gbit_per_s=200,
-        efficiency=0.8,
+        efficiency=0.869,
+        rates="a100",
     )
 
 
-def _hopper(name: str, memory_gb: float, memory_gb_per_s: float) -> Preset:
+def _a100() -> Preset:
+    return _ampere("a100", memory_bytes=85.10e9, memory_gb_per_s=2039)
+
+
+def _a100_40() -> Preset:
+    return _ampere("a100-40", memory_bytes=42.33e9, memory_gb_per_s=1555)
+
+
+def _hopper(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
     # NVIDIA H100 SXM and H200 SXM datasheets, without sparsity; a DGX H100 has one
-    # 400 Gb/s port per GPU. At full load Hopper lowers its clock: 0.7 of the peak is
-    # what large bfloat16 products keep (assumption).
+    # 400 Gb/s port per GPU. At full load Hopper lowers its clock: products of the best
+    # shapes attain 0.803 of the peak (stas00/ml-engineering, MAMF). XLA's tables were
+    # measured on the H100; the H200 differs in its memory alone.
     return _gpu(
         name,
         tera_flops={
@@ -181,86 +211,109 @@ def _hopper(name: str, memory_gb: float, memory_gb_per_s: float) -> Preset:
             "int8": 1978.9,
         },
         vector_tera_flops=67,
-        memory_gb=memory_gb,
+        memory_bytes=memory_bytes,
         memory_gb_per_s=memory_gb_per_s,
-        inner=_nvlink(450),
+        inner=_nvlink(450, HOPPER_NVLINK_EFFICIENCY, "h100"),
         network_gbit_per_s=400,
-        efficiency=0.7,
+        efficiency=0.803,
+        rates="h100",
     )
 
 
 def _h100() -> Preset:
-    return _hopper("h100", memory_gb=80, memory_gb_per_s=3350)
+    return _hopper("h100", memory_bytes=84.94e9, memory_gb_per_s=3350)
 
 
 def _h200() -> Preset:
-    return _hopper("h200", memory_gb=141, memory_gb_per_s=4800)
+    return _hopper("h200", memory_bytes=151.40e9, memory_gb_per_s=4800)
 
 
-def _b200() -> Preset:
-    # NVIDIA HGX B200 datasheet, an eighth of the board, without sparsity.
+def _blackwell(
+    name: str, faster: float, memory_bytes: float, memory_gb_per_s: float
+) -> Preset:
+    # NVIDIA HGX B200 and GB200 NVL72 datasheets, one GPU, without sparsity; `faster` is
+    # the peak over that of the B200. Products of the best shapes on a B200 attain 0.776
+    # of the peak (stas00/ml-engineering, MAMF).
+    tera = {
+        "float32": 1125.0,
+        "bfloat16": 2250.0,
+        "float16": 2250.0,
+        "float8": 4500.0,
+        "int8": 4500.0,
+    }
     return _gpu(
-        "b200",
-        tera_flops={
-            "float32": 1125,
-            "bfloat16": 2250,
-            "float16": 2250,
-            "float8": 4500,
-            "int8": 4500,
-        },
-        vector_tera_flops=75,
-        memory_gb=180,
-        memory_gb_per_s=7700,
-        inner=_nvlink(900),
+        name,
+        tera_flops={dtype: faster * value for dtype, value in tera.items()},
+        vector_tera_flops=75 * faster,
+        memory_bytes=memory_bytes,
+        memory_gb_per_s=memory_gb_per_s,
+        inner=_nvlink(900, BLACKWELL_NVLINK_EFFICIENCY, name),
         network_gbit_per_s=400,
-        efficiency=0.7,  # assumption, as for Hopper
+        efficiency=0.776,
+        rates="b200",
     )
 
 
+def _b200() -> Preset:
+    return _blackwell("b200", 1.0, memory_bytes=191.51e9, memory_gb_per_s=7700)
+
+
+def _gb200() -> Preset:
+    # One domain of NVLink holds 72: "72:gb200", or "2x72:gb200" for two racks.
+    return _blackwell("gb200", 10 / 9, memory_bytes=197.90e9, memory_gb_per_s=8000)
+
+
 def _v100() -> Preset:
-    # NVIDIA V100 SXM2 32GB datasheet; a DGX-1 has four 100 Gb/s ports for 8 GPUs.
-    # No TF32 and no bfloat16 units: both run on the float32 units.
+    # NVIDIA V100 SXM2 32GB datasheet, memory as nvidia-smi reports it; a DGX-1 has
+    # four 100 Gb/s ports for 8 GPUs. No TF32 and no bfloat16 units: both run on the
+    # float32 units.
     return _gpu(
         "v100",
         tera_flops={"float32": 15.7, "bfloat16": 15.7, "float16": 125, "int8": 62.8},
         vector_tera_flops=15.7,
-        memory_gb=32,
+        memory_bytes=34.09e9,
         memory_gb_per_s=900,
-        inner=_nvlink(150),
+        inner=_nvlink(150, OLD_LINK_EFFICIENCY),
         network_gbit_per_s=50,
         efficiency=0.75,  # assumption
+        rates="v100",
     )
 
 
 def _t4() -> Preset:
-    # NVIDIA T4 datasheet; PCIe 3.0 x16 is 15.75 GB/s a direction. Network: an AWS
-    # g4dn.12xlarge has 50 Gb/s for 4 GPUs. The 70 W limit keeps the clock low.
+    # NVIDIA T4 datasheet, memory as nvidia-smi reports it; PCIe 3.0 x16 is 15.75 GB/s
+    # a direction. Network: an AWS g4dn.12xlarge has 50 Gb/s for 4 GPUs. The 70 W limit
+    # keeps the clock low.
     pcie = LinkSpec(
         latency_s=PCIE_LATENCY_S,
-        bandwidth_bytes_per_s=15.75e9 * NVLINK_EFFICIENCY,
+        bandwidth_bytes_per_s=15.75e9 * OLD_LINK_EFFICIENCY,
+        rates="pcie",
     )
     return _gpu(
         "t4",
         tera_flops={"float32": 8.1, "bfloat16": 8.1, "float16": 65, "int8": 130},
         vector_tera_flops=8.1,
-        memory_gb=16,
+        memory_bytes=15.84e9,
         memory_gb_per_s=320,
         inner=pcie,
         network_gbit_per_s=12.5,
         efficiency=0.5,  # assumption
+        rates="t4",
         network_latency_s=ETHERNET_LATENCY_S,
     )
 
 
 # https://cloud.google.com/tpu/docs/v5e and .../v5p; links and the vector unit (8x128
 # lanes x 4 ALUs x cores x clock) from https://jax-ml.github.io/scaling-book/tpus/.
-# v5e joins the ends of a dimension of 16 only, v5p those of multiples of 4.
+# v5e joins the ends of a dimension of 16 only, v5p those of multiples of 4. The memory
+# is the limit that the compiler states where a program does not fit: 15.75 of 16 GiB,
+# 95.74 of 96.
 def _v5e() -> Preset:
     return _tpu(
         "v5e",
         tera_flops=197,
         vector_tera_flops=6.1,
-        memory_gb=16,
+        memory_gib=15.75,
         memory_gb_per_s=819,
         link_gb_per_s=45,
         wrap_multiple=16,
@@ -272,7 +325,7 @@ def _v5p() -> Preset:
         "v5p",
         tera_flops=459,
         vector_tera_flops=14,
-        memory_gb=95,
+        memory_gib=95.74,
         memory_gb_per_s=2765,
         link_gb_per_s=90,
         wrap_multiple=4,
@@ -304,9 +357,11 @@ def _cpu() -> Preset:
 
 _MAKERS: dict[str, Callable[[], Preset]] = {
     "a100": _a100,
+    "a100-40": _a100_40,
     "h100": _h100,
     "h200": _h200,
     "b200": _b200,
+    "gb200": _gb200,
     "v100": _v100,
     "t4": _t4,
     "v5e": _v5e,

@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 from autopar.cluster.calibration import CALIBRATIONS, Calibration
 from autopar.cluster.errors import ClusterError
+from autopar.cluster.rates import DEVICE_RATES, LINK_RATES
 
 Kind = Literal[
     "all_reduce",
@@ -34,6 +35,14 @@ _STAND_INS = {
     "uint4": ("int4", "int8"),
     "uint8": ("int8",),
 }
+# What the matrix units of GPUs and TPUs do not multiply, or no faster than the vector
+# units (float64 on an A100 and an H100).
+_VECTOR_ONLY = frozenset(
+    {
+        "bool", "int16", "int32", "int64", "uint16", "uint32", "uint64", "float64",
+        "complex64", "complex128",
+    }
+)  # fmt: skip
 
 
 def _require(condition: bool, owner: str, what: str, value: object) -> None:
@@ -96,12 +105,16 @@ class LinkSpec:
       topology: "switch" (any device reaches any other at full rate), "ring" (a
         torus dimension with wrap-around: half the bandwidth goes each way round) or
         "line" (a part of a torus dimension, whose ends are not joined).
+      rates: how collectives run on the link, one of `LINK_RATES`: by XLA's
+        measurements on a device, or by NCCL's latencies on a class of links; ""
+        leaves it to the latency and the bandwidth.
       measured: fitted times that replace the model for the kinds they hold.
     """
 
     latency_s: float
     bandwidth_bytes_per_s: float
     topology: str = "switch"
+    rates: str = ""
     # Not hashed: cost functions look links up in caches many thousand times.
     measured: tuple[CollectiveFit, ...] = dataclasses.field(default=(), hash=False)
 
@@ -112,6 +125,11 @@ class LinkSpec:
         known = self.topology in TOPOLOGIES
         what = f"topology must be one of {TOPOLOGIES}"
         _require(known, "LinkSpec", what, self.topology)
+        what = f"rates must be one of {LINK_RATES}"
+        _require(self.rates in LINK_RATES, "LinkSpec", what, self.rates)
+        what = "only a switch has rates"
+        plain = self.topology == "switch" or not self.rates
+        _require(plain, "LinkSpec", what, self.topology)
         cases = [(fit.kind, fit.group_size) for fit in self.measured]
         once = len(set(cases)) == len(cases)
         what = "each (kind, group_size) may be measured once"
@@ -134,6 +152,7 @@ class DeviceSpec:
       kernel_latency_s: time of an operator that has next to nothing to do.
       vector_flops_per_s: rate of everything but matrix products; 0 means the
         float32 peak.
+      rates: the table of matrix products, one of `DEVICE_RATES`; "" has none.
       calibration: corrections of the cost model; None means those of the kind.
     """
 
@@ -145,6 +164,7 @@ class DeviceSpec:
     matmul_efficiency: float
     kernel_latency_s: float
     vector_flops_per_s: float = 0.0
+    rates: str = ""
     # Not hashed: cost functions look devices up in caches many thousand times.
     calibration: Calibration | None = dataclasses.field(default=None, hash=False)
 
@@ -167,18 +187,23 @@ class DeviceSpec:
         _require(part, owner, what, self.matmul_efficiency)
         _not_negative(owner, "kernel_latency_s", self.kernel_latency_s)
         _not_negative(owner, "vector_flops_per_s", self.vector_flops_per_s)
+        what = f"rates must be one of {DEVICE_RATES}"
+        _require(self.rates in DEVICE_RATES, owner, what, self.rates)
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in `dtype` (a NumPy or ml_dtypes name).
 
-        A dtype that is not listed runs at the rate of the one it is widened to,
-        and in the last resort at that of float32.
+        A dtype that is not listed runs at the rate of the one it is widened to, and
+        what no matrix unit takes (`_VECTOR_ONLY`) on the vector units. In the last
+        resort the rate is that of float32.
         """
         peaks = dict(self.peak_flops_per_s)
         family = "float8" if dtype.startswith("float8") else dtype
         for name in (dtype, *_STAND_INS.get(family, ())):
             if name in peaks:
                 return peaks[name]
+        if dtype in _VECTOR_ONLY:
+            return min(self.vector_peak, peaks["float32"])
         return peaks["float32"]
 
     @property

@@ -1,62 +1,27 @@
 """Bytes and time of collectives over mesh axes.
 
-The time of one collective over one group is a straight line in its size, ``latency +
-slope * nbytes``, for each algorithm (R. Thakur, R. Rabenseifner, W. Gropp,
-"Optimization of Collective Communication Operations in MPICH", IJHPCA 19(1), 2005);
-the fastest algorithm counts, so that the time is the least of a few lines. A
-collective over several levels of links is a sequence of such phases, one per level.
-Groups made of other devices run the same collective at the same time; bandwidths are
-per device, so this costs nothing more.
+Among GPUs the times are those of `autopar.cost.nccl`. Elsewhere the time of one
+collective over one group is a straight line in its size, ``latency + slope * nbytes``,
+for each algorithm (R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of Collective
+Communication Operations in MPICH", IJHPCA 19(1), 2005); the fastest algorithm counts,
+so that the time is the least of a few lines. A collective over several levels of links
+is a sequence of such phases, one per level. Groups made of other devices run the same
+collective at the same time; bandwidths are per device, so this costs nothing more.
 
 Sizes follow one convention, stated at `autopar.cluster.specs.Kind`.
 """
 
-import dataclasses
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.cluster.mesh import MeshAxis
 from autopar.cluster.specs import KINDS, LinkSpec
+from autopar.cost import nccl
+from autopar.cost.curves import Curve, Line, Piece, Sizes, highest, line, lowest, total
 from autopar_passes.audit.collectives import sent_ratio
-
-Sizes = npt.NDArray[np.float64]
-Line = tuple[float, float]
-"""(latency_s, s_per_byte)."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Curve:
-    """Time of one phase by size: the lowest line, but at least `floor_s_per_byte`.
-
-    The floor is that of measured links whose larger buffers fit no cache.
-    """
-
-    lines: tuple[Line, ...]
-    floor_s_per_byte: float = 0.0
-
-    def seconds(self, nbytes: float) -> float:
-        """The time of the phase at this size."""
-        fastest_s = min(latency + slope * nbytes for latency, slope in self.lines)
-        return max(fastest_s, self.floor_s_per_byte * nbytes)
-
-    @property
-    def s_per_byte(self) -> float:
-        """The time of a byte in the largest buffers, the least of all sizes."""
-        return max(min(slope for _, slope in self.lines), self.floor_s_per_byte)
-
-    def seconds_array(self, nbytes: Sizes) -> Sizes:
-        """`seconds` of many sizes."""
-        times = [latency + slope * nbytes for latency, slope in self.lines]
-        return np.maximum(np.min(times, axis=0), self.floor_s_per_byte * nbytes)
-
-
-Phases = tuple[tuple[float, Curve], ...]
-"""One after the other: (the part of the bytes that the phase sees, its curve)."""
 
 # Steps between far partners get about half the bandwidth of steps between
 # neighbours (Thakur et al., section 4.1: "more than twice").
@@ -173,32 +138,21 @@ def _measured_curve(kind: str, k: int, link: LinkSpec) -> Curve | None:
 
     latency_s = float(np.interp(k, sizes, [fit.latency_s for fit in fits]))
     slope = at_k(fit.s_per_byte for fit in fits)
-    return Curve(((latency_s, slope),), at_k(fit.large_s_per_byte for fit in fits))
+    large = at_k(fit.large_s_per_byte for fit in fits)
+    return highest([line(latency_s, slope), line(0.0, large)])
 
 
 def _one_level(kind: str, k: int, link: LinkSpec) -> Curve:
     measured = _measured_curve(kind, k, link)
     if measured is not None:
         return measured
-    return Curve(tuple(_MODELS[link.topology](kind, k, link)))
+    if link.rates:
+        return nccl.across(kind, [(k, link)])
+    return lowest([line(a, b) for a, b in _MODELS[link.topology](kind, k, link)])
 
 
-def _shrunk(phases: Phases, factor: int) -> Phases:
-    """The phases, seeing a `factor`-th of the bytes."""
-    return tuple((part / factor, curve) for part, curve in phases)
-
-
-def _slower(routes: Iterable[Phases]) -> tuple[Phases, ...]:
-    """A permutation over several levels: as slow as the slowest of them."""
-    curves = [curve for phases in routes for _, curve in phases]
-    latency = max(curve.lines[0][0] for curve in curves)
-    slope = max(curve.lines[0][1] for curve in curves)
-    floor = max(curve.floor_s_per_byte for curve in curves)
-    return (((1.0, Curve(((latency, slope),), floor)),),)
-
-
-def _routes(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> tuple[Phases, ...]:
-    """The ways to do a collective over several levels, outermost first in `groups`.
+def _route(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> Curve:
+    """The time of a collective over several levels, outermost first in `groups`.
 
     all_gather: outer levels first, while there is least to send, then the inner;
     reduce_scatter is its mirror image; all_reduce: scatter inside, reduce across,
@@ -206,22 +160,29 @@ def _routes(kind: str, groups: tuple[tuple[int, LinkSpec], ...]) -> tuple[Phases
     all_to_all: one exchange per level; a permutation takes its slowest level.
     """
     if not groups:
-        return ((),)
+        return line(0.0, 0.0)
     k, link = groups[-1]
-    inner: Phases = ((1.0, _one_level(kind, k, link)),)
+    inner = _one_level(kind, k, link)
     if len(groups) == 1:
-        return (inner,)
-    outer = _routes(kind, groups[:-1])
+        return inner
+    outer = _route(kind, groups[:-1])
     if kind == "collective_permute":
-        return _slower((inner, *outer))
+        return highest([inner, outer])
     if kind == "all_to_all":
-        return tuple(inner + phases for phases in outer)
+        return total([inner, outer])
+    inside = outer.seeing(1 / k)
     if kind != "all_reduce":
-        return tuple(inner + _shrunk(phases, k) for phases in outer)
-    halves = ("reduce_scatter", "all_gather")
-    inside: Phases = tuple((1.0, _one_level(half, k, link)) for half in halves)
-    by_parts = [inside + _shrunk(phases, k) for phases in outer]
-    return (*by_parts, *(inner + phases for phases in outer))
+        return total([inner, inside])
+    halves = [_one_level(half, k, link) for half in ("reduce_scatter", "all_gather")]
+    return lowest([total([*halves, inside]), total([inner, outer])])
+
+
+def _is_nccl(kind: str, groups: Sequence[tuple[int, LinkSpec]]) -> bool:
+    """Whether NCCL's times hold on every level: nobody measured others."""
+    return bool(groups) and all(
+        link.rates and not any(fit.kind == kind for fit in link.measured)
+        for _, link in groups
+    )
 
 
 def _groups(axes: Iterable[MeshAxis]) -> tuple[tuple[int, LinkSpec], ...]:
@@ -234,12 +195,13 @@ def _groups(axes: Iterable[MeshAxis]) -> tuple[tuple[int, LinkSpec], ...]:
     return tuple((k, link) for (_, link), k in merged.items())
 
 
-# A cluster has about 30 kinds over groups of axes; an entry takes about 380 bytes.
-# This holds a hundred clusters in 2 MB.
+# A cluster has about 30 kinds over groups of axes; an entry takes about 2 kB. This
+# holds a hundred clusters in 6 MB.
 @functools.lru_cache(maxsize=1 << 12)
-def _plan(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Phases, ...]:
+def _curve(kind: str, axes: tuple[MeshAxis, ...]) -> Curve:
     _check_kind(kind)
-    return _routes(kind, _groups(axes))
+    groups = _groups(axes)
+    return nccl.across(kind, groups) if _is_nccl(kind, groups) else _route(kind, groups)
 
 
 def collective_s(kind: str, nbytes: float, axes: Sequence[MeshAxis]) -> float:
@@ -250,19 +212,15 @@ def collective_s(kind: str, nbytes: float, axes: Sequence[MeshAxis]) -> float:
       nbytes: size by the convention of `autopar.cluster.specs.Kind`.
       axes: the mesh axes of the group, in any order; none costs nothing.
     """
-    routes = _plan(kind, tuple(axes))
-    if nbytes <= 0:
-        return 0.0
-    return min(
-        sum(curve.seconds(part * nbytes) for part, curve in phases) for phases in routes
-    )
+    curve = _curve(kind, tuple(axes))
+    return curve.seconds(nbytes) if nbytes > 0 else 0.0
 
 
-@functools.lru_cache(maxsize=1 << 12)  # as many as `_plan` has
+@functools.lru_cache(maxsize=1 << 12)  # as many as `_curve` has
 def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
     """The time of a byte in a collective whose latency does not count.
 
-    The least slope of `collective_s`, which is at least this times the size.
+    `collective_s` is at least this times the size.
 
     >>> link = LinkSpec(latency_s=1e-3, bandwidth_bytes_per_s=0.5)
     >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
@@ -273,28 +231,17 @@ def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
       kind: one of `KINDS`.
       axes: the mesh axes of the group, in any order; none costs nothing.
     """
-    return min(
-        sum(part * curve.s_per_byte for part, curve in phases)
-        for phases in _plan(kind, axes)
-    )
+    return _curve(kind, axes).s_per_byte
 
 
 def collective_s_array(kind: str, nbytes: Sizes, axes: Sequence[MeshAxis]) -> Sizes:
     """`collective_s` of many sizes at once, in the shape of `nbytes`."""
     sizes = np.maximum(np.asarray(nbytes, dtype=np.float64), 0.0)
-    best = np.full(sizes.shape, np.inf)
-    for phases in _plan(kind, tuple(axes)):
-        total = np.zeros(sizes.shape)
-        for part, curve in phases:
-            total += curve.seconds_array(part * sizes)
-        best = np.minimum(best, total)
-    return np.where(sizes > 0, best, 0.0)
+    found = _curve(kind, tuple(axes)).seconds_array(sizes)
+    return np.where(sizes > 0, found, 0.0)
 
 
-@functools.lru_cache(maxsize=1 << 12)  # as many as `_plan` has
-def collective_pieces(
-    kind: str, axes: tuple[MeshAxis, ...]
-) -> tuple[tuple[float, float, float], ...]:
+def collective_pieces(kind: str, axes: tuple[MeshAxis, ...]) -> tuple[Piece, ...]:
     """`collective_s` as straight pieces: (from size, latency_s, s_per_byte), in order.
 
     The first piece starts at size 0; each holds until the next begins.
@@ -308,61 +255,4 @@ def collective_pieces(
       kind: one of `KINDS`.
       axes: the mesh axes of the group, in any order.
     """
-    routes = _plan(kind, axes)
-    bends = {0.0}
-    for phases in routes:
-        for part, curve in phases:
-            bends |= {size / part for size in _bends(curve)}
-    pieces: list[tuple[float, float, float]] = []
-    ordered = sorted(bends)
-    for start, end in zip(ordered, [*ordered[1:], math.inf], strict=True):
-        lines = [_line_after(phases, start, end) for phases in routes]
-        pieces.extend(_lowest(lines, start, end))
-    out = pieces[:1]
-    for piece in pieces[1:]:
-        if not np.allclose(piece[1:], out[-1][1:], rtol=1e-12, atol=0.0):
-            out.append(piece)
-    return tuple(out)
-
-
-def _bends(curve: Curve) -> set[float]:
-    """The sizes at which another line of a curve, or its floor, takes over."""
-    lines = [*curve.lines, (0.0, curve.floor_s_per_byte)]
-    out: set[float] = set()
-    for (a, slope), (b, other) in itertools.combinations(lines, 2):
-        if slope != other and (size := (b - a) / (slope - other)) > 0:
-            out.add(size)
-    return out
-
-
-def _line_after(phases: Phases, start: float, end: float) -> Line:
-    """The straight line that a route is between two sizes without a bend between."""
-    middle = 2 * start + 1.0 if math.isinf(end) else (start + end) / 2
-    latency, slope = 0.0, 0.0
-    for part, curve in phases:
-        size = part * middle
-        a, b = min(curve.lines, key=lambda line: line[0] + line[1] * size)
-        if curve.floor_s_per_byte * size > a + b * size:
-            a, b = 0.0, curve.floor_s_per_byte
-        latency, slope = latency + a, slope + part * b
-    return latency, slope
-
-
-def _lowest(
-    lines: Sequence[Line], start: float, end: float
-) -> list[tuple[float, float, float]]:
-    """The least of straight lines between two sizes."""
-    out: list[tuple[float, float, float]] = []
-    at = start
-    while True:
-        best = min(lines, key=lambda line: (line[0] + line[1] * at, line[1]))
-        out.append((at, *best))
-        crossings = [
-            (best[0] - other[0]) / (other[1] - best[1])
-            for other in lines
-            if other[1] < best[1]
-        ]
-        ahead = [size for size in crossings if at < size < end]
-        if not ahead:
-            return out
-        at = min(ahead)
+    return _curve(kind, axes).pieces

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
-from autopar.steps.work import OperatorWork, side_factors
+from autopar.cost.products import products_s, rates_of
+from autopar.steps.fusion import side_factors
+from autopar.steps.work import OperatorWork
 from autopar_passes.rules.factor_rule import FactorRule
 
 
@@ -67,6 +69,8 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
     if not work.is_matrix:
         return roofline_s(flops, nbytes, work.dtype, device, is_matrix=False)
     sides = matrix_sides(work.op.rule, parts)
+    if rates_of(device, work.itemsize) is not None:
+        return tabled_s(work, flops, nbytes, sides, device)
     efficiency = matrix_efficiency(sides, device.calibrated.half_rate_side)
     product_s = roofline_s(
         flops, nbytes, work.dtype, device, is_matrix=True, efficiency=efficiency
@@ -76,6 +80,35 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
         return product_s
     patches = 2.0 * sides[:, 0] * sides[:, 2] * work.itemsize
     return product_s + passes * patches / device.memory_bandwidth_bytes_per_s
+
+
+def tabled_s(
+    work: OperatorWork,
+    flops: np.ndarray,
+    nbytes: np.ndarray,
+    sides: np.ndarray,
+    device: DeviceSpec,
+) -> np.ndarray:
+    """Seconds of a product on a device that has a table of them.
+
+    The vector units do what leaves most of a tile empty, such as a convolution of
+    each channel alone, where that is faster.
+
+    Args:
+      work: what it does.
+      flops: of one shard, ``[points]``.
+      nbytes: bytes of the arrays of one shard that are in memory.
+      sides: M, N and K of one shard, ``[points, 3]``.
+      device: the device; `rates_of` finds its table.
+    """
+    rates = rates_of(device, work.itemsize)
+    assert rates is not None
+    batch = flops / (2.0 * sides.prod(axis=1))
+    product_s = products_s(rates, work.dtype, work.itemsize, device, batch, sides)
+    slower = device.calibrated.vector_slowdown / device.matmul_efficiency
+    vector_s = slower * flops / device.vector_peak
+    memory_s = nbytes / device.memory_bandwidth_bytes_per_s
+    return np.maximum(np.minimum(product_s, vector_s), memory_s)
 
 
 def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
@@ -99,6 +132,8 @@ def work_once_s(work: OperatorWork, parts: Sequence[int], device: DeviceSpec) ->
     known = device.calibrated
     if not work.is_matrix:
         return known.vector_slowdown * max(compute_s, memory_s)
+    if rates_of(device, work.itemsize) is not None:
+        return float(work_s(work, np.array([parts], dtype=float), device)[0])
     sides = [
         math.prod(work.op.rule.sizes[f] / parts[f] for f in factors)
         for factors in work.sides

@@ -17,7 +17,12 @@ import numpy as np
 
 from autopar.cluster import DeviceSpec, MeshShape
 from autopar.cost.collectives import collective_pieces
-from autopar.cost.compute import attained_flops_per_s, matrix_sides, roofline_s
+from autopar.cost.compute import (
+    attained_flops_per_s,
+    matrix_sides,
+    roofline_s,
+    tabled_s,
+)
 from autopar.cost.hidden_curve import HiddenCurve, hidden_curve
 from autopar.cost.items import CostItem, Paid, items
 from autopar.cost.pieces import (
@@ -31,8 +36,10 @@ from autopar.cost.pieces import (
     monomial,
     plus,
     times,
+    value_at,
 )
 from autopar.cost.pricer import Pricer
+from autopar.cost.products import rates_of
 from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
@@ -41,6 +48,10 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import BATCH
 from autopar.steps.work import OperatorWork
 from autopar_passes.graph.roles import InputRole
+
+# Batches over the planned one at which products with a table are priced; the planned
+# one is among them. Between them a straight line is within a percent.
+_SAMPLES = 2.0 ** (np.arange(-12, 13) / 2)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -280,6 +291,8 @@ def _work_pieces(
     if not work.is_matrix:
         slower = device.calibrated.vector_slowdown
         return largest(times(compute, slower), times(memory, slower))
+    if rates_of(device, work.itemsize) is not None:
+        return _tabled_pieces(assignment, work, parts, device)
     sides = matrix_sides(op.rule, np.array([parts], dtype=float))[0]
     degrees = [sum(f in growing for f in factors) for factors in work.sides]
     half = device.calibrated.half_rate_side
@@ -294,6 +307,33 @@ def _work_pieces(
     bandwidth = device.memory_bandwidth_bytes_per_s
     extra = monomial(passes * patches / bandwidth, _degree(degrees[0] + degrees[2]))
     return Pieces(tuple((x, plus(p, extra)) for x, p in found.pieces))
+
+
+def _tabled_pieces(
+    assignment: Assignment,
+    work: OperatorWork,
+    parts: Sequence[int],
+    device: DeviceSpec,
+) -> Pieces:
+    """Seconds of a product by a table: straight between sampled batches."""
+    labels, op = assignment.analysis.dim_labels, work.op
+    growing = labels.batch_factors(op.index)
+    split = np.array([parts], dtype=float)
+    degrees = [sum(f in growing for f in factors) for factors in work.sides]
+    sides = matrix_sides(op.rule, split) * _SAMPLES[:, None] ** np.array(degrees)
+    flops = op.flops / math.prod(parts) * _SAMPLES ** len(growing)
+    memory = _memory(assignment, work, math.prod(parts), device)
+    nbytes = np.array([value_at(memory, x) for x in _SAMPLES.tolist()])
+    nbytes *= device.memory_bandwidth_bytes_per_s
+    seconds = tabled_s(work, flops, nbytes, sides, device)
+    slopes = np.diff(seconds) / np.diff(_SAMPLES)
+    lines = [
+        (start, (value - slope * start, slope, 0.0, 0.0))
+        for start, value, slope in zip(
+            _SAMPLES.tolist(), seconds.tolist(), slopes.tolist(), strict=False
+        )
+    ]
+    return Pieces(((0.0, lines[0][1]), *lines[1:]))
 
 
 def _degree(count: int) -> int:

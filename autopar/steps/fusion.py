@@ -9,10 +9,11 @@ operator that is not element-wise is written.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 
 from autopar_passes.graph.operators import Operator, OperatorGraph
-from autopar_passes.rules.factor_rule import FactorKind
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 # Boundary operators hand values over; they compute nothing.
 BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})
@@ -27,11 +28,11 @@ _COSTLY = frozenset(
         "logistic", "pow", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh",
     }
 )  # fmt: skip
-# Readers into which nothing is fused.
+# Readers into which nothing is fused, `is_product` beside them.
 _OPAQUE = frozenset(
     {
-        "dot_general", "conv_general_dilated", "sort", "top_k", "enter", "carry",
-        "merge", "slice_step", "stack_step", "scatter-add", "scatter", "return",
+        "sort", "top_k", "enter", "carry", "merge", "slice_step", "stack_step",
+        "scatter-add", "scatter", "return",
     }
 )  # fmt: skip
 
@@ -79,13 +80,46 @@ def fusion(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
     return Fusion(kept, kept | (handed - floating))
 
 
+def is_product(op: Operator) -> bool:
+    """Whether the matrix units may do the operator.
+
+    A `dot_general` needs more than one element along each of its sides M, N and K.
+    Compilers write the others as a multiplication of elements, with a sum of them
+    where something is contracted (openxla/xla, AlgebraicSimplifierVisitor::HandleDot).
+    """
+    if op.kind != "dot_general":
+        return op.kind in MATRIX
+    sizes = op.rule.sizes
+    return all(math.prod(sizes[f] for f in side) > 1 for side in side_factors(op.rule))
+
+
+def side_factors(rule: FactorRule) -> tuple[tuple[int, ...], ...]:
+    """The factors of the sides M, N and K of a product.
+
+    M is only in the left operand and the result, N only in the right one and the
+    result, K is reduced.
+    """
+    left, right = (rule.factors_of(dims) for dims in rule.operands[:2])
+    result = rule.factors_of(rule.results[0])
+    sides = ((left - right) & result, (right - left) & result, (left & right) - result)
+    return tuple(tuple(sorted(side)) for side in sides)
+
+
 def is_elementwise(op: Operator) -> bool:
     """Whether a compiler fuses the operator into its readers."""
     if op.kind in BOUNDARY or op.kind in ("slice_step", "stack_step", "random_bits"):
         return False
-    if op.kind in ("gather", "scatter-add", "sort", "top_k") or op.kind in MATRIX:
+    if op.kind in ("gather", "scatter-add", "sort", "top_k") or is_product(op):
         return False
-    return all(k is not FactorKind.REDUCE for k in op.rule.kinds)
+    return not any(
+        kind is FactorKind.REDUCE and size > 1
+        for size, kind in zip(op.rule.sizes, op.rule.kinds, strict=True)
+    )
+
+
+def _is_opaque(op: Operator) -> bool:
+    """Whether nothing is fused into the operator."""
+    return op.kind in _OPAQUE or is_product(op)
 
 
 def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
@@ -96,10 +130,10 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
         return slot == len(op.outputs) - 1
     if op.kind == "slice_step":
         # One step of a scanned array is read where it lies.
-        return any(r.kind in _OPAQUE for r in users)
+        return any(_is_opaque(r) for r in users)
     if not is_elementwise(op):
         return True
-    if any(r.kind in _OPAQUE for r in users):
+    if any(_is_opaque(r) for r in users):
         return True
     if len({r.index for r in users}) < 2:
         return False

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.steps.fusion import MATRIX
+from autopar.steps.fusion import is_product, side_factors
 from autopar_passes.graph.operators import Operator, OperatorGraph
-from autopar_passes.rules.factor_rule import FactorRule
 
 
 def class_trips(graph: OperatorGraph) -> dict[int, float]:
@@ -27,7 +26,7 @@ class OperatorWork:
       itemsize: bytes of an element of it.
       nbytes: bytes of all its arrays that are in memory, whole.
       kernel: whether it writes a result, so that it starts a kernel of its own.
-      sides: of a product, the factors of its sides M, N and K.
+      sides: of a product, the factors of its sides M, N and K; empty for others.
     """
 
     op: Operator
@@ -40,7 +39,7 @@ class OperatorWork:
     @property
     def is_matrix(self) -> bool:
         """Whether the matrix units do it."""
-        return self.op.kind in MATRIX
+        return bool(self.sides)
 
     @property
     def unfolds(self) -> bool:
@@ -67,17 +66,5 @@ def operator_work(
         value.nbytes / max(1, value.size),
         sum(graph.values[v].nbytes for v in arrays),
         any(v in written for v in op.outputs),
-        side_factors(op.rule) if op.kind in MATRIX else (),
+        side_factors(op.rule) if is_product(op) else (),
     )
-
-
-def side_factors(rule: FactorRule) -> tuple[tuple[int, ...], ...]:
-    """The factors of the sides M, N and K of a product.
-
-    M is only in the left operand and the result, N only in the right one and the
-    result, K is reduced.
-    """
-    left, right = (rule.factors_of(dims) for dims in rule.operands[:2])
-    result = rule.factors_of(rule.results[0])
-    sides = ((left - right) & result, (right - left) & result, (left & right) - result)
-    return tuple(tuple(sorted(side)) for side in sides)

@@ -25,8 +25,8 @@ from autopar.cluster import (
     LinkSpec,
 )
 from autopar.cluster.presets import (
+    HOPPER_NVLINK_EFFICIENCY,
     NETWORK_EFFICIENCY,
-    NVLINK_EFFICIENCY,
     PRESETS,
     USABLE_MEMORY,
 )
@@ -92,7 +92,7 @@ class TestParse:
         pod, host, device = (
             level.link.bandwidth_bytes_per_s for level in cluster.levels
         )
-        assert device == pytest.approx(900e9 / 2 * NVLINK_EFFICIENCY)
+        assert device == pytest.approx(900e9 / 2 * HOPPER_NVLINK_EFFICIENCY)
         assert host == pytest.approx(400e9 / 8 * NETWORK_EFFICIENCY)
         assert pod == host
 
@@ -104,8 +104,22 @@ class TestParse:
         whole, part = Cluster.parse("16x4:v5e").levels
         assert whole.link.bandwidth_bytes_per_s == 2 * part.link.bandwidth_bytes_per_s
 
-    def test_memory_is_what_a_program_may_use(self):
-        assert Cluster.parse("8:a100").memory_bytes == round(80e9 * USABLE_MEMORY)
+    @pytest.mark.parametrize(
+        ("name", "card_gib"),
+        [
+            ("a100", 80), ("a100-40", 40), ("h100", 80), ("h200", 144), ("v100", 32),
+            ("t4", 16), ("b200", 180), ("gb200", 186),
+        ],
+    )  # fmt: skip
+    def test_memory_is_what_a_program_may_use(self, name, card_gib):
+        """Cards are sold by GiB, of which the driver keeps up to a fifteenth."""
+        usable = PRESETS[name].device.memory_bytes / USABLE_MEMORY
+        assert 0.92 * card_gib * 2**30 <= usable <= card_gib * 2**30
+
+    @pytest.mark.parametrize(("name", "gib"), [("v5e", 16), ("v5p", 96)])
+    def test_the_compiler_keeps_a_little_of_a_tpu(self, name, gib):
+        memory_bytes = PRESETS[name].device.memory_bytes
+        assert 0.98 * gib * 2**30 <= memory_bytes <= gib * 2**30
 
     @pytest.mark.parametrize(
         ("text", "said"),

@@ -1,0 +1,21 @@
+"""Measured rates of devices and links, as knots that the cost model interpolates."""
+
+from autopar.cluster.rates.tables import (
+    DEVICE_RATES,
+    LINK_RATES,
+    NCCL_CLASSES,
+    CollectiveKnots,
+    ProductRates,
+    collective_knots,
+    product_rates,
+)
+
+__all__ = [
+    "DEVICE_RATES",
+    "LINK_RATES",
+    "NCCL_CLASSES",
+    "CollectiveKnots",
+    "ProductRates",
+    "collective_knots",
+    "product_rates",
+]

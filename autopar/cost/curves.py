@@ -1,0 +1,170 @@
+"""Times as functions of a size: straight between bends, and continuous.
+
+`lowest`, `highest` and `total` combine such curves into one, so that a query is one
+look-up however many algorithms and links there are.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import numpy.typing as npt
+
+Sizes = npt.NDArray[np.float64]
+Line = tuple[float, float]
+"""(latency_s, s_per_byte)."""
+Piece = tuple[float, float, float]
+"""(from this size on, latency_s, s_per_byte)."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Curve:
+    """Seconds by size in bytes, in straight pieces.
+
+    Attributes:
+      starts: the size from which each piece holds, in order; the first is 0.
+      lines: latency and slope of each piece.
+    """
+
+    starts: tuple[float, ...]
+    lines: tuple[Line, ...]
+
+    def seconds(self, nbytes: float) -> float:
+        """The time at one size."""
+        latency, slope = self.lines[bisect.bisect_right(self.starts, nbytes) - 1]
+        return latency + slope * nbytes
+
+    def seconds_array(self, nbytes: Sizes) -> Sizes:
+        """`seconds` of many sizes, none below 0."""
+        piece = np.searchsorted(np.array(self.starts), nbytes, side="right") - 1
+        lines = np.array(self.lines)[piece]
+        return lines[..., 0] + lines[..., 1] * nbytes
+
+    @property
+    def pieces(self) -> tuple[Piece, ...]:
+        """The pieces, in order."""
+        pairs = zip(self.starts, self.lines, strict=True)
+        return tuple((start, *line) for start, line in pairs)
+
+    @property
+    def s_per_byte(self) -> float:
+        """The least time of a byte at any size."""
+        bends = [self.seconds(start) / start for start in self.starts if start > 0]
+        return min([self.lines[-1][1], *bends])
+
+    def seeing(self, part: float) -> Curve:
+        """The curve of a phase that handles this part of the bytes.
+
+        >>> line(1.0, 2.0).seeing(0.25).seconds(8.0)
+        5.0
+        """
+        return Curve(
+            tuple(start / part for start in self.starts),
+            tuple((latency, slope * part) for latency, slope in self.lines),
+        )
+
+    def scaled(self, factor: float) -> Curve:
+        """All times multiplied."""
+        lines = tuple((factor * a, factor * b) for a, b in self.lines)
+        return Curve(self.starts, lines)
+
+
+def line(latency_s: float, s_per_byte: float) -> Curve:
+    """One straight line."""
+    return Curve((0.0,), ((latency_s, s_per_byte),))
+
+
+def through(sizes: Sequence[float], seconds: Sequence[float]) -> Curve:
+    """The curve through knots: constant before the first, straight after the last.
+
+    >>> curve = through([10.0, 20.0, 40.0], [1.0, 1.0, 3.0])
+    >>> [curve.seconds(size) for size in (1.0, 20.0, 30.0, 50.0)]
+    [1.0, 1.0, 2.0, 4.0]
+
+    Args:
+      sizes: of the knots, in bytes, rising; two or more.
+      seconds: at the knots.
+    """
+    starts: list[float] = [0.0]
+    lines: list[Line] = [(seconds[0], 0.0)]
+    for k in range(len(sizes) - 1):
+        slope = (seconds[k + 1] - seconds[k]) / (sizes[k + 1] - sizes[k])
+        starts.append(sizes[k])
+        lines.append((seconds[k] - slope * sizes[k], slope))
+    return Curve(tuple(starts), tuple(lines))
+
+
+def lowest(curves: Sequence[Curve]) -> Curve:
+    """The least of some curves at every size: the fastest of several ways."""
+    return _combined(curves, _lowest)
+
+
+def highest(curves: Sequence[Curve]) -> Curve:
+    """The largest of some curves at every size: what goes on at the same time."""
+    return _combined(curves, _highest)
+
+
+def total(curves: Sequence[Curve]) -> Curve:
+    """The sum of some curves: one phase after the other."""
+    return _combined(curves, _sum)
+
+
+_ROUNDING = 1e-9
+Combine = Callable[[Sequence[Line], float, float], list[Piece]]
+
+
+def _combined(curves: Sequence[Curve], combine: Combine) -> Curve:
+    if len(curves) == 1:
+        return curves[0]
+    starts = sorted({start for curve in curves for start in curve.starts})
+    pieces: list[Piece] = []
+    for start, end in zip(starts, [*starts[1:], math.inf], strict=True):
+        lines = [
+            curve.lines[bisect.bisect_right(curve.starts, start) - 1]
+            for curve in curves
+        ]
+        pieces.extend(combine(lines, start, end))
+    kept = pieces[:1]
+    for piece in pieces[1:]:
+        if not np.allclose(piece[1:], kept[-1][1:], rtol=1e-12, atol=0.0):
+            kept.append(piece)
+    return Curve(tuple(p[0] for p in kept), tuple((p[1], p[2]) for p in kept))
+
+
+def _sum(lines: Sequence[Line], start: float, end: float) -> list[Piece]:
+    del end
+    return [(start, sum(a for a, _ in lines), sum(b for _, b in lines))]
+
+
+def _highest(lines: Sequence[Line], start: float, end: float) -> list[Piece]:
+    negated = _lowest([(-a, -b) for a, b in lines], start, end)
+    return [(at, -a, -b) for at, a, b in negated]
+
+
+def _lowest(lines: Sequence[Line], start: float, end: float) -> list[Piece]:
+    """The least of straight lines between two sizes.
+
+    Lines that cross where a piece begins cross there but for rounding: a flatter line
+    takes over although its crossing seems to lie a little before.
+    """
+    best = min(lines, key=lambda line: (line[0] + line[1] * start, line[1]))
+    out: list[Piece] = [(start, *best)]
+    while True:
+        # Only a flatter line can cross from above.
+        crossings = [
+            ((best[0] - other[0]) / (other[1] - best[1]), other[1], other)
+            for other in lines
+            if other[1] < best[1]
+        ]
+        since = out[-1][0]
+        ahead = [c for c in crossings if since * (1 - _ROUNDING) <= c[0] < end]
+        if not ahead:
+            return out
+        at, _, best = min(ahead)
+        if at <= since:
+            out.pop()
+        out.append((max(at, since), *best))
