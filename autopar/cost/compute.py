@@ -15,6 +15,7 @@ import numpy as np
 from autopar.cluster.specs import DeviceSpec
 from autopar.steps.work import OperatorWork, side_factors
 from autopar_passes.rules.factor_rule import FactorRule
+from autopar_passes.rules.kernel import Kernel
 
 
 @functools.lru_cache(maxsize=1024)
@@ -64,6 +65,9 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
     """
     shards = parts.prod(axis=1)
     flops, nbytes = work.op.flops / shards, work.nbytes / shards
+    if work.op.kernel is not None and work.is_matrix:
+        compute_s = flops / kernel_flops_per_s(work.op.kernel, device)
+        return np.maximum(compute_s, nbytes / device.memory_bandwidth_bytes_per_s)
     if not work.is_matrix:
         return roofline_s(flops, nbytes, work.dtype, device, is_matrix=False)
     sides = matrix_sides(work.op.rule, parts)
@@ -76,6 +80,14 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
         return product_s
     patches = 2.0 * sides[:, 0] * sides[:, 2] * work.itemsize
     return product_s + passes * patches / device.memory_bandwidth_bytes_per_s
+
+
+def kernel_flops_per_s(kernel: Kernel, device: DeviceSpec) -> float:
+    """FLOP/s of a hand-written kernel that works on the matrix units.
+
+    Its efficiency is a part of the peak, whatever XLA's own products attain of it.
+    """
+    return device.peak(kernel.dtype) * kernel.efficiency
 
 
 def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
@@ -99,6 +111,9 @@ def work_once_s(work: OperatorWork, parts: Sequence[int], device: DeviceSpec) ->
     known = device.calibrated
     if not work.is_matrix:
         return known.vector_slowdown * max(compute_s, memory_s)
+    if work.op.kernel is not None:
+        rate = kernel_flops_per_s(work.op.kernel, device)
+        return max(work.op.flops / shards / rate, memory_s)
     sides = [
         math.prod(work.op.rule.sizes[f] / parts[f] for f in factors)
         for factors in work.sides

@@ -85,7 +85,14 @@ def is_elementwise(op: Operator) -> bool:
         return False
     if op.kind in ("gather", "scatter-add", "sort", "top_k") or op.kind in MATRIX:
         return False
+    if op.kernel is not None:
+        return False
     return all(k is not FactorKind.REDUCE for k in op.rule.kinds)
+
+
+def _is_opaque(op: Operator) -> bool:
+    """Whether nothing is fused into an operator: hand-written kernels read memory."""
+    return op.kind in _OPAQUE or op.kernel is not None
 
 
 def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
@@ -96,10 +103,10 @@ def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:
         return slot == len(op.outputs) - 1
     if op.kind == "slice_step":
         # One step of a scanned array is read where it lies.
-        return any(r.kind in _OPAQUE for r in users)
+        return any(_is_opaque(r) for r in users)
     if not is_elementwise(op):
         return True
-    if any(r.kind in _OPAQUE for r in users):
+    if any(_is_opaque(r) for r in users):
         return True
     if len({r.index for r in users}) < 2:
         return False

@@ -23,7 +23,7 @@ class OperatorWork:
 
     Attributes:
       op: the operator.
-      dtype: of its first operand.
+      dtype: of its first operand, or what a kernel works on.
       itemsize: bytes of an element of it.
       nbytes: bytes of all its arrays that are in memory, whole.
       kernel: whether it writes a result, so that it starts a kernel of its own.
@@ -40,7 +40,8 @@ class OperatorWork:
     @property
     def is_matrix(self) -> bool:
         """Whether the matrix units do it."""
-        return self.op.kind in MATRIX
+        kernel = self.op.kernel
+        return self.op.kind in MATRIX if kernel is None else kernel.matrix
 
     @property
     def unfolds(self) -> bool:
@@ -61,9 +62,10 @@ def operator_work(
     arrays = [v for v in (*op.inputs, *op.outputs) if v is not None and v in written]
     first = op.inputs[0] if op.inputs and op.inputs[0] is not None else None
     value = graph.values[first if first is not None else op.outputs[0]]
+    dtype = str(value.dtype) if op.kernel is None else op.kernel.dtype
     return OperatorWork(
         op,
-        str(value.dtype),
+        dtype,
         value.nbytes / max(1, value.size),
         sum(graph.values[v].nbytes for v in arrays),
         any(v in written for v in op.outputs),
