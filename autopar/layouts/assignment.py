@@ -98,9 +98,7 @@ class Assignment:
     def _summed(self, op: Operator, slot: int) -> Axes:
         """The axes over which an operator itself adds up a result."""
         node = self.contraction.node(op)
-        return partial_axes(
-            self.strategies[node.index], node.summed(op)[slot]
-        )
+        return partial_axes(self.strategies[node.index], node.summed(op)[slot])
 
     def partial_of(self, op: Operator) -> Axes:
         """`partial`, of any operator: () where it has no node."""

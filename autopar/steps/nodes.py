@@ -78,7 +78,6 @@ class Node:
         mapping = self.members[op.class_index]
         return tuple(mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0)
 
-
     def summed(self, op: Operator) -> list[tuple[int, ...]]:
         """For each result, the node's factors over which a member adds it up."""
         mapping = self.members[op.class_index]

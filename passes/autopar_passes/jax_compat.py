@@ -19,6 +19,7 @@ import jax
 # missing there in 0.10.2 is the name stack of an equation and how to bind an
 # equation under one; both live in `jax._src.source_info_util`.
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 
 # The client of the coordination service is in `jax._src.distributed` alone (0.10.2).
 from jax._src import distributed as _distributed
@@ -28,6 +29,8 @@ from jax._src import source_info_util as _source_info
 # The checks of cuDNN's version and of the device in front of its fused attention are
 # functions of this module, looked up when a step is traced (0.10.2).
 from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
+from jax._src.lib import cuda_versions as _cuda_versions
+from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -214,10 +217,13 @@ _CHECKS = (
 )
 
 
-def _has_cudnn() -> bool:
-    if _fused_attention.cuda_versions is None:
+def _answers() -> bool:
+    """Whether this thread gets the answers of a device that the host lacks."""
+    if not _devices.absent:
         return False
-    return "cuda" in jax.extend.backend.get_backend().platform_version
+    if _cuda_versions is None:
+        return True
+    return "cuda" not in jex_backend.get_backend().platform_version
 
 
 class _Checks:
@@ -253,19 +259,19 @@ class _Checks:
 
     def version(self) -> Any:
         """The version of cuDNN."""
-        if _devices.absent:
+        if _answers():
             return _CUDNN_VERSION
         return self.own["check_cudnn_version"]()
 
     def at_least(self, capability: str) -> Any:
         """Whether the device has at least a compute capability: Hopper has."""
-        if _devices.absent:
+        if _answers():
             return tuple(map(int, capability.split("."))) <= (9, 0)
         return self.own["check_compute_capability"](capability)
 
     def equal(self, capability: str) -> Any:
         """Whether the device has exactly a compute capability."""
-        if _devices.absent:
+        if _answers():
             return capability == "9.0"
         return self.own["is_cuda_compute_capability_equal"](capability)
 
@@ -282,7 +288,7 @@ def without_devices() -> Generator[None]:
     not depend on them. JAX's functions are back after the last thread has left, and
     other threads never see the answers. A host with cuDNN keeps JAX's own checks.
     """
-    if _devices.absent or _has_cudnn():
+    if _devices.absent:
         yield
         return
     _checks.enter()
@@ -292,3 +298,21 @@ def without_devices() -> Generator[None]:
     finally:
         _devices.absent = False
         _checks.leave()
+
+
+@contextlib.contextmanager
+def lowered_without_devices() -> Generator[None]:
+    """Lets cuDNN's fused attention be lowered over an abstract mesh.
+
+    Its primitives are listed in ``dispatch.prim_requires_devices_during_lowering``
+    (0.10.2), because JAX may have to partition them. The planned program has them
+    inside a manual ``shard_map`` over all axes, where there is nothing to partition.
+    The list is put back as it was.
+    """
+    listed = _dispatch.prim_requires_devices_during_lowering
+    taken = {p for p in listed if p.name.startswith("dot_product_attention_")}
+    listed -= taken
+    try:
+        yield
+    finally:
+        listed |= taken

@@ -73,9 +73,7 @@ def rule_book(
 ) -> RuleBook:
     """Returns the rules of ``equations``, lowering each distinct one once."""
     found = _Kernels(program, equations)
-    signatures = [
-        found.key(e, s) for e, s in zip(equations, signatures, strict=True)
-    ]
+    signatures = [found.key(e, s) for e, s in zip(equations, signatures, strict=True)]
     first: dict[Any, Equation] = {}
     for eqn, sig in zip(equations, signatures, strict=True):
         if not eqn.regions:

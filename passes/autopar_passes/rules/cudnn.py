@@ -28,6 +28,9 @@ _CAUSAL = frozenset({"CAUSAL", "PADDING_CAUSAL"})
 # Five products where the forward pass has two: the scores once more, and the
 # gradients of probabilities, values, queries and keys (arXiv 2307.08691, section 4.1).
 _BACKWARD_FLOPS = 2.5
+# Factors of the heads: a key head is shared by a group of query heads.
+_QUERY_HEADS = ("kv heads", "group")
+_KEY_HEADS = ("kv heads",)
 
 
 class _Factors:
@@ -91,6 +94,14 @@ class _Call:
             middle = middle[::-1]
         return (of("batch"), *middle, of(dim))
 
+    def operands(self) -> list[Dims]:
+        """Dims of query, key and value."""
+        return [
+            self.array("q seq", _QUERY_HEADS, "qk dim"),
+            self.array("kv seq", _KEY_HEADS, "qk dim"),
+            self.array("kv seq", _KEY_HEADS, "v dim"),
+        ]
+
     def bias_dims(self) -> Dims:
         """Dims of the bias; it may lack batch and heads."""
         if not math.prod(self.bias):
@@ -141,21 +152,16 @@ def attention_rule(
     )
     if call.heads % call.kv_heads or not known_bias:
         return None
-    q_heads, kv_heads = ("kv heads", "group"), ("kv heads",)
-    query = call.array("q seq", q_heads, "qk dim")
-    key = call.array("kv seq", kv_heads, "qk dim")
-    value = call.array("kv seq", kv_heads, "v dim")
-    output = call.array("q seq", q_heads, "v dim")
-    bias = call.bias_dims()
-    rows = [call.rows(o.shape) for o in operands[4:8]]
-    tables = [call.factors.whole(o.shape) for o in operands[8:10]]
-    given = [query, key, value, bias, *rows, *tables]
+    output = call.array("q seq", _QUERY_HEADS, "v dim")
+    given = [*call.operands(), call.bias_dims()]
+    given += [call.rows(o.shape) for o in operands[4:8]]
+    given += [call.factors.whole(o.shape) for o in operands[8:10]]
     sums: tuple[tuple[int, ...], ...] = ()
     if primitive == FORWARD:
         made = [output, *(call.statistics(r.shape) for r in results[1:])]
     else:
         given += [call.statistics(operands[10].shape), output, output]
-        made = [query, key, value, bias][: len(results)]
+        made = given[: len(results)]
         if len(results) > 3 and call.bias_sums():
             sums = ((), (), (), call.bias_sums())
     factors = call.factors

@@ -53,9 +53,7 @@ def kernel_rule(
     name = kernel_name(eqn)
     own = registered_rule(name, operands, results, eqn.params)
     if eqn.primitive in cudnn.PRIMITIVES:
-        return own or cudnn.attention_rule(
-            eqn.primitive, operands, results, eqn.params
-        )
+        return own or cudnn.attention_rule(eqn.primitive, operands, results, eqn.params)
     if own is not None:
         return pallas_grid.check_rule(eqn.params, own, name)
     return pallas_grid.grid_rule(eqn.params, read)

@@ -15,6 +15,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import Value
@@ -63,6 +64,7 @@ class Count:
     dtype: str = ""
 
     def __add__(self, other: Count) -> Count:
+        """Returns the FLOPs of both."""
         return Count(
             self.matrix + other.matrix,
             self.vector + other.vector,
@@ -71,6 +73,7 @@ class Count:
         )
 
     def __mul__(self, times: float) -> Count:
+        """Returns the FLOPs of several runs."""
         return dataclasses.replace(
             self, matrix=self.matrix * times, vector=self.vector * times
         )
@@ -285,6 +288,6 @@ def _flops(eqn: Any) -> Count:
 
 def _value(aval: Any) -> Value | None:
     """An array of a body; None for a reference to memory."""
-    if not isinstance(aval, jax.core.ShapedArray):
+    if not isinstance(aval, ShapedArray):
         return None
     return Value(tuple(aval.shape), aval.dtype)

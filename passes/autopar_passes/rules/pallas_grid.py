@@ -132,9 +132,7 @@ def localised(
     grid = tuple(n // p for n, p in zip(found.grid, parts, strict=True))
     blocks = (*found.operands[mapping.num_index_operands :], *found.results)
     mapped = tuple(
-        dataclasses.replace(
-            m, array_aval=m.array_aval.update(shape=_part(b, parts))
-        )
+        dataclasses.replace(m, array_aval=m.array_aval.update(shape=_part(b, parts)))
         for m, b in zip(mapping.block_mappings, blocks, strict=True)
     )
     avals = tuple(
@@ -337,4 +335,3 @@ def _result(eqn: Any, operands: Sequence[_Index]) -> _Index:
     if divides and isinstance(eqn.invars[1], jax_compat.Literal):
         return dataclasses.replace(first, repeat=first.repeat * int(eqn.invars[1].val))
     return _Index(reads)
-
