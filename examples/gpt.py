@@ -5,6 +5,7 @@ GPT-3 175B is ``layers=96 d_model=12288 heads=96 seq=2048 vocab=50257``.
 
 import functools
 
+import example_attention
 import example_data
 import example_training
 import jax
@@ -21,6 +22,7 @@ class Block(nn.Module):
     heads: int
     dropout: float
     dtype: str
+    attention: str
 
     @nn.compact
     def __call__(self, x, mask):
@@ -33,6 +35,7 @@ class Block(nn.Module):
             kernel_init=init,
             dropout_rate=self.dropout,
             deterministic=self.dropout == 0,
+            attention_fn=self.attention_fn(),
             name="attention",
         )(y, mask=mask)
         x = x + dropout(y)
@@ -41,6 +44,18 @@ class Block(nn.Module):
         y = nn.gelu(y)
         y = nn.Dense(self.d_model, dtype=self.dtype, kernel_init=init, name="down")(y)
         return x + dropout(y), None
+
+    def attention_fn(self):
+        """The attention between queries, keys and values."""
+        # The parameters do not depend on the kernel, which the host may not have.
+        if self.attention == "plain" or self.is_initializing():
+            return nn.dot_product_attention
+
+        def attend(query, key, value, **options):
+            del options  # the causal mask is the kernel's own
+            return example_attention.attend(self.attention, query, key, value)
+
+        return attend
 
 
 class GPT(nn.Module):
@@ -55,6 +70,7 @@ class GPT(nn.Module):
     scan: bool
     remat: bool
     dtype: str
+    attention: str
 
     @nn.compact
     def __call__(self, tokens):
@@ -73,7 +89,13 @@ class GPT(nn.Module):
     def blocks(self, x, mask):
         """The layers one after the other, or as one scanned layer."""
         block = nn.remat(Block, prevent_cse=not self.scan) if self.remat else Block
-        arguments = (self.d_model, self.heads, self.dropout, self.dtype)
+        arguments = (
+            self.d_model,
+            self.heads,
+            self.dropout,
+            self.dtype,
+            self.attention,
+        )
         if not self.scan:
             for i in range(self.layers):
                 x, _ = block(*arguments, name=f"block_{i}")(x, mask)
@@ -136,8 +158,12 @@ def training(
     optimizer: str = "adamw",
     clip: float = 0.0,
     dropout: float = 0.0,
+    attention: str = "plain",
 ) -> example_training.Training:
     """A GPT that learns the text that ships with Python, byte by byte."""
+    example_attention.check(attention)
+    if dropout and attention != "plain":
+        raise ValueError("dropout inside attention needs attention='plain'.")
     model = GPT(
         layers=layers,
         d_model=d_model,
@@ -148,6 +174,7 @@ def training(
         scan=scan,
         remat=remat,
         dtype=dtype,
+        attention=attention,
     )
     tx = example_training.make_optimizer(optimizer, clip)
     return example_training.Training(

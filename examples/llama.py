@@ -6,6 +6,7 @@ The step takes and returns plain trees, ``(params, opt_state, batch)``. Llama 3 
 
 import functools
 
+import example_attention
 import example_data
 import example_training
 import jax
@@ -33,6 +34,7 @@ class Attention(nn.Module):
     heads: int
     kv_heads: int
     dtype: str
+    attention: str
 
     @nn.compact
     def __call__(self, x):
@@ -44,6 +46,10 @@ class Attention(nn.Module):
         q = rotate(dense((self.heads, head_dim), name="query")(x))
         k = rotate(dense((self.kv_heads, head_dim), name="key")(x))
         v = dense((self.kv_heads, head_dim), name="value")(x)
+        out = dense(d_model, axis=(-2, -1), name="out")
+        # The parameters do not depend on the kernel, which the host may not have.
+        if self.attention != "plain" and not self.is_initializing():
+            return out(example_attention.attend(self.attention, q, k, v))
         # k: the shared key and value head, g: the query head within its group
         q = q.reshape(batch, seq, self.kv_heads, -1, head_dim)
         scores = jnp.einsum("bqkgd,bskd->bkgqs", q, k) * head_dim**-0.5
@@ -52,7 +58,7 @@ class Attention(nn.Module):
         weights = nn.softmax(scores).astype(self.dtype)
         y = jnp.einsum("bkgqs,bskd->bqkgd", weights, v)
         y = y.reshape(batch, seq, self.heads, head_dim)
-        return dense(d_model, axis=(-2, -1), name="out")(y)
+        return out(y)
 
 
 class Block(nn.Module):
@@ -62,6 +68,7 @@ class Block(nn.Module):
     kv_heads: int
     ffn: int
     dtype: str
+    attention: str
 
     @nn.compact
     def __call__(self, x):
@@ -69,7 +76,9 @@ class Block(nn.Module):
             nn.Dense, use_bias=False, dtype=self.dtype, kernel_init=INIT
         )
         y = nn.RMSNorm(dtype=self.dtype, name="attention_norm")(x)
-        x = x + Attention(self.heads, self.kv_heads, self.dtype, name="attention")(y)
+        x = x + Attention(
+            self.heads, self.kv_heads, self.dtype, self.attention, name="attention"
+        )(y)
         y = nn.RMSNorm(dtype=self.dtype, name="mlp_norm")(x)
         y = nn.silu(dense(self.ffn, name="gate")(y)) * dense(self.ffn, name="up")(y)
         return x + dense(x.shape[-1], name="down")(y)
@@ -86,6 +95,7 @@ class Llama(nn.Module):
     vocab: int
     remat: bool
     dtype: str
+    attention: str
 
     @nn.compact
     def __call__(self, tokens):
@@ -95,7 +105,12 @@ class Llama(nn.Module):
         block = nn.remat(Block) if self.remat else Block
         for i in range(self.layers):
             x = block(
-                self.heads, self.kv_heads, self.ffn, self.dtype, name=f"block_{i}"
+                self.heads,
+                self.kv_heads,
+                self.ffn,
+                self.dtype,
+                self.attention,
+                name=f"block_{i}",
             )(x)
         x = nn.RMSNorm(dtype=self.dtype, name="norm")(x)
         logits = nn.Dense(
@@ -145,8 +160,10 @@ def training(
     dtype: str = "float32",
     optimizer: str = "adamw",
     clip: float = 1.0,
+    attention: str = "plain",
 ) -> example_training.Training:
     """A Llama that learns the text that ships with Python, byte by byte."""
+    example_attention.check(attention)
     model = Llama(
         layers=layers,
         d_model=d_model,
@@ -156,6 +173,7 @@ def training(
         vocab=vocab,
         remat=remat,
         dtype=dtype,
+        attention=attention,
     )
     tx = example_training.make_optimizer(optimizer, clip)
     return example_training.Training(

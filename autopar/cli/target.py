@@ -20,6 +20,7 @@ from typing import Any
 
 from autopar.cli.failures import described
 from autopar.errors import TargetError, TraceError
+from autopar_passes.jax_compat import without_devices
 
 EXAMPLE = "Example: train.py:workload."
 _BOOLEANS = {
@@ -65,7 +66,9 @@ def load(target: str, options: dict[str, str]) -> Workload:
     function = find(target)
     arguments = convert(target, function, options)
     try:
-        made = function(**arguments)
+        # It may trace the model to get the shapes of its state.
+        with without_devices():
+            made = function(**arguments)
     except (TargetError, TraceError):
         raise
     except SystemExit as error:

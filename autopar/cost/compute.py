@@ -17,6 +17,7 @@ from autopar.cost.products import products_s, rates_of
 from autopar.steps.fusion import side_factors
 from autopar.steps.work import OperatorWork
 from autopar_passes.rules.factor_rule import FactorRule
+from autopar_passes.rules.kernel import Kernel
 
 
 @functools.lru_cache(maxsize=1024)
@@ -66,6 +67,9 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
     """
     shards = parts.prod(axis=1)
     flops, nbytes = work.op.flops / shards, work.nbytes / shards
+    if work.op.kernel is not None and work.is_matrix:
+        compute_s = flops / kernel_flops_per_s(work.op.kernel, device)
+        return np.maximum(compute_s, nbytes / device.memory_bandwidth_bytes_per_s)
     if not work.is_matrix:
         return roofline_s(flops, nbytes, work.dtype, device, is_matrix=False)
     sides = matrix_sides(work.op.rule, parts)
@@ -111,6 +115,14 @@ def tabled_s(
     return np.maximum(np.minimum(product_s, vector_s), memory_s)
 
 
+def kernel_flops_per_s(kernel: Kernel, device: DeviceSpec) -> float:
+    """FLOP/s of a hand-written kernel that works on the matrix units.
+
+    Its efficiency is a part of the peak, whatever XLA's own products attain of it.
+    """
+    return device.peak(kernel.dtype) * kernel.efficiency
+
+
 def matrix_sides(rule: FactorRule, parts: np.ndarray) -> np.ndarray:
     """Returns the sides M, N, K of a product on one shard, ``[strategies, 3]``."""
     columns: list[np.ndarray] = []
@@ -132,6 +144,9 @@ def work_once_s(work: OperatorWork, parts: Sequence[int], device: DeviceSpec) ->
     known = device.calibrated
     if not work.is_matrix:
         return known.vector_slowdown * max(compute_s, memory_s)
+    if work.op.kernel is not None:
+        rate = kernel_flops_per_s(work.op.kernel, device)
+        return max(work.op.flops / shards / rate, memory_s)
     if rates_of(device, work.itemsize) is not None:
         return float(work_s(work, np.array([parts], dtype=float), device)[0])
     sides = [

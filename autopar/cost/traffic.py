@@ -179,7 +179,7 @@ def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
             continue
         for slot, value in enumerate(op.outputs):
             steps = assignment.result_steps(op, slot)
-            if op.rule.reduction != INNER:
+            if op.rule.reduction != INNER and not op.rule.sums:
                 steps = _finished(assignment, forms, value, steps)
             nbytes = assignment.graph.values[value].nbytes
             out.extend(

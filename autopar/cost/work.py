@@ -61,6 +61,27 @@ def node_work_s(
             together = SUMS if final else ALONE
             factor = discounts.sums[op.class_index] if discounts and final else 1.0
             total += factor * _reduction_s(op, node, space, pricer, own, together)
+            total += analysis.trips[member] * _inner_sums_s(
+                analysis, op, node, space, pricer
+            )
+    return total
+
+
+def _inner_sums_s(
+    analysis: Analysis, op: Operator, node: Node, space: Space, pricer: Pricer
+) -> np.ndarray:
+    """Seconds of the all-reduces that an operator itself does, each time it runs."""
+    total = np.zeros(len(space.strategies))
+    for slot, factors in enumerate(node.summed(op)):
+        if not factors:
+            continue
+        dims, nbytes = op.rule.results[slot], analysis.graph.values[op.outputs[slot]]
+        for i, strategy in enumerate(space.strategies):
+            layout = layout_of(strategy, node.dims(op, dims))
+            axes = partial_axes(strategy, factors)
+            total[i] += pricer.reshard_s(
+                layout, layout, axes, "all", nbytes.nbytes, ALONE
+            )
     return total
 
 

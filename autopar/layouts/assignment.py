@@ -95,6 +95,11 @@ class Assignment:
         node = self.contraction.node(op)
         return partial_axes(self.strategies[node.index], node.reduced(op))
 
+    def _summed(self, op: Operator, slot: int) -> Axes:
+        """The axes over which an operator itself adds up a result."""
+        node = self.contraction.node(op)
+        return partial_axes(self.strategies[node.index], node.summed(op)[slot])
+
     def partial_of(self, op: Operator) -> Axes:
         """`partial`, of any operator: () where it has no node."""
         has = op.class_index in self.contraction.node_of
@@ -130,6 +135,8 @@ class Assignment:
 
     def _result_steps(self, op: Operator, slot: int) -> tuple[ReshardStep, ...]:
         own = self.layout(op, op.rule.results[slot])
+        if op.rule.sums:
+            return reshard_steps(own, own, self._summed(op, slot), "all", self.sizes)
         home = self.home_layout(op.outputs[slot])
         kind = op.rule.reduction
         if op.outputs[slot] not in self.contraction.homes:

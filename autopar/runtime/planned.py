@@ -22,8 +22,10 @@ from autopar.runtime.gradients.sums import (
     gradient_sums,
 )
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
+from autopar.runtime.kernels import check_runnable, lowering_platform
 from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
+from autopar_passes.jax_compat import lowered_without_devices
 from autopar_passes.layouts import partition_spec
 from autopar_passes.replay.run import replay
 
@@ -112,7 +114,10 @@ class PlannedStep:
             )
         traced = self.function.trace(*structs)
         if abstract:
-            return traced.lower(lowering_platforms=("cpu",))
+            kind = self.plan.cluster.read().device.kind
+            platform = lowering_platform(graph, kind)
+            with lowered_without_devices():
+                return traced.lower(lowering_platforms=(platform,))
         return traced.lower()
 
     def compile(self) -> None:
@@ -144,8 +149,12 @@ def planned_step(
       fallback: the codecs of a step in which the plan's send too little.
 
     Raises:
-      PlanError: the plan belongs to another step.
+      PlanError: the plan belongs to another step, or a kernel of the step cannot run
+        on the devices of the mesh.
     """
+    if not isinstance(mesh, AbstractMesh):
+        name = analysis.traced.name if analysis.traced else "step"
+        check_runnable(name, analysis.graph, mesh.devices.flat)
     assignment = restore(analysis, plan)
     run = _named(replay(analysis.program, analysis.graph, assignment, mesh), analysis)
     carried = tuple(sorted(analysis.carried)) if donate else ()

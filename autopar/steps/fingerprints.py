@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 from autopar.steps.nodes import Contraction
-from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole
 
 _DIGITS = 16
@@ -18,7 +18,7 @@ def fingerprint(graph: OperatorGraph, contraction: Contraction) -> str:
         value = graph.values[given.value]
         digest.update(f"{given.path}{value.shape}{value.dtype}{given.output}".encode())
     for op in graph.operators:
-        digest.update(f"{op.kind}{op.inputs}{op.outputs}{op.trips}".encode())
+        digest.update(f"{_kind(op)}{op.inputs}{op.outputs}{op.trips}".encode())
     for node in contraction.nodes:
         digest.update(f"{node.kind}{node.root}{node.factors}".encode())
     return digest.hexdigest()[:_DIGITS]
@@ -39,7 +39,12 @@ def structure(graph: OperatorGraph, contraction: Contraction) -> str:
         shape = value.shape if fixed else len(value.shape)
         digest.update(f"{given.path}{shape}{value.dtype}{given.output}".encode())
     for op in graph.operators:
-        digest.update(f"{op.kind}{op.inputs}{op.outputs}{op.class_index}".encode())
+        digest.update(f"{_kind(op)}{op.inputs}{op.outputs}{op.class_index}".encode())
     for node in contraction.nodes:
         digest.update(f"{node.kind}{node.root}{len(node.factors)}".encode())
     return digest.hexdigest()[:_DIGITS]
+
+
+def _kind(op: Operator) -> str:
+    """The kind of an operator, with the name of its kernel."""
+    return op.kind if op.kernel is None else f"{op.kind} {op.kernel.name}"

@@ -111,6 +111,8 @@ def is_elementwise(op: Operator) -> bool:
         return False
     if op.kind in ("gather", "scatter-add", "sort", "top_k") or is_product(op):
         return False
+    if op.kernel is not None:
+        return False
     return not any(
         kind is FactorKind.REDUCE and size > 1
         for size, kind in zip(op.rule.sizes, op.rule.kinds, strict=True)
@@ -118,8 +120,8 @@ def is_elementwise(op: Operator) -> bool:
 
 
 def _is_opaque(op: Operator) -> bool:
-    """Whether nothing is fused into the operator."""
-    return op.kind in _OPAQUE or is_product(op)
+    """Whether nothing is fused into an operator: hand-written kernels read memory."""
+    return op.kind in _OPAQUE or is_product(op) or op.kernel is not None
 
 
 def _needs_buffer(op: Operator, slot: int, users: Sequence[Operator]) -> bool:

@@ -78,6 +78,14 @@ class Node:
         mapping = self.members[op.class_index]
         return tuple(mapping[f] for f in sorted(op.rule.reduced) if mapping[f] >= 0)
 
+    def summed(self, op: Operator) -> list[tuple[int, ...]]:
+        """For each result, the node's factors over which a member adds it up."""
+        mapping = self.members[op.class_index]
+        return [
+            tuple(mapping[f] for f in factors if mapping[f] >= 0)
+            for factors in op.rule.sums
+        ]
+
 
 def own_dims(mapping: tuple[int, ...], dims: Dims) -> Dims:
     """Translates factors of a rule, leaving out those that a node does not split."""
@@ -177,7 +185,7 @@ class _Contractor:
         """Element-wise, and larger than all it reads (but for what floats)."""
         if op.kind == "iota":
             return True
-        if op.kind in _ANCHORED or len(op.outputs) != 1:
+        if op.kind in _ANCHORED or len(op.outputs) != 1 or op.kernel is not None:
             return False
         if any(k is not FactorKind.PASS for k in op.rule.kinds):
             return False

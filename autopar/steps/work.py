@@ -22,7 +22,7 @@ class OperatorWork:
 
     Attributes:
       op: the operator.
-      dtype: of its first operand.
+      dtype: of its first operand, or what a kernel works on.
       itemsize: bytes of an element of it.
       nbytes: bytes of all its arrays that are in memory, whole.
       kernel: whether it writes a result, so that it starts a kernel of its own.
@@ -39,7 +39,8 @@ class OperatorWork:
     @property
     def is_matrix(self) -> bool:
         """Whether the matrix units do it."""
-        return bool(self.sides)
+        kernel = self.op.kernel
+        return bool(self.sides) if kernel is None else kernel.matrix
 
     @property
     def unfolds(self) -> bool:
@@ -60,9 +61,10 @@ def operator_work(
     arrays = [v for v in (*op.inputs, *op.outputs) if v is not None and v in written]
     first = op.inputs[0] if op.inputs and op.inputs[0] is not None else None
     value = graph.values[first if first is not None else op.outputs[0]]
+    dtype = str(value.dtype) if op.kernel is None else op.kernel.dtype
     return OperatorWork(
         op,
-        str(value.dtype),
+        dtype,
         value.nbytes / max(1, value.size),
         sum(graph.values[v].nbytes for v in arrays),
         any(v in written for v in op.outputs),

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
-from collections.abc import Generator
+import threading
+from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
@@ -18,11 +19,18 @@ import jax
 # missing there in 0.10.2 is the name stack of an equation and how to bind an
 # equation under one; both live in `jax._src.source_info_util`.
 from jax._src import core as _core
+from jax._src import dispatch as _dispatch
 
 # The client of the coordination service is in `jax._src.distributed` alone (0.10.2).
 from jax._src import distributed as _distributed
 from jax._src import pmap as _pmap
 from jax._src import source_info_util as _source_info
+
+# The checks of cuDNN's version and of the device in front of its fused attention are
+# functions of this module, looked up when a step is traced (0.10.2).
+from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
+from jax._src.lib import cuda_versions as _cuda_versions
+from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
 
 ClosedJaxpr = jex_core.ClosedJaxpr
@@ -71,6 +79,14 @@ def bind(eqn: Any, *args: Any) -> list[Any]:
     primitive = eqn.primitive
     out = primitive.bind(*args, **primitive.get_bind_params(eqn.params))
     return list(out) if primitive.multiple_results else [out]
+
+
+def bind_with(eqn: Any, params: dict[str, Any], *args: Any) -> list[Any]:
+    """`bind`, with other parameters than those of ``eqn``.
+
+    A Pallas kernel has no calls in its parameters, so they are bound as they are.
+    """
+    return list(eqn.source.primitive.bind(*args, **params))
 
 
 def is_extended(dtype: Any) -> bool:
@@ -156,3 +172,147 @@ def leave_coordination() -> None:
     for kept in (state.client, state.service):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     state.client = state.service = None
+
+
+def subjaxprs(eqn: Any) -> Iterator[Any]:
+    """Yields the jaxprs in the parameters of an equation, closed ones opened."""
+    for value in eqn.params.values():
+        for item in value if isinstance(value, (tuple, list)) else (value,):
+            inner = getattr(item, "jaxpr", item)
+            if hasattr(inner, "eqns"):
+                yield inner
+
+
+def grid_axes_asked(jaxpr: Any) -> frozenset[int]:
+    """Returns the axes of the grid that a Pallas kernel asks the number or size of.
+
+    ``program_id`` and ``num_programs`` are primitives of `jax._src.pallas` (0.10.2);
+    their axes do not count dimensions that ``jax.vmap`` has added.
+    """
+    found: set[int] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("program_id", "num_programs"):
+            found.add(eqn.params["axis"])
+        for inner in subjaxprs(eqn):
+            found |= grid_axes_asked(inner)
+    return frozenset(found)
+
+
+# The version that steps are traced for where there is no cuDNN, as the library counts.
+_CUDNN_VERSION = 91200
+
+
+class _Devices(threading.local):
+    """Whether this thread traces for devices that the host does not have."""
+
+    absent = False
+
+
+_devices = _Devices()
+_checks_lock = threading.Lock()
+_CHECKS = (
+    "check_cudnn_version",
+    "check_compute_capability",
+    "is_cuda_compute_capability_equal",
+)
+
+
+def _answers() -> bool:
+    """Whether this thread gets the answers of a device that the host lacks."""
+    if not _devices.absent:
+        return False
+    if _cuda_versions is None:
+        return True
+    return "cuda" not in jex_backend.get_backend().platform_version
+
+
+class _Checks:
+    """Answers the checks of fused attention for the threads that ask it to.
+
+    The functions of JAX's module are replaced while at least one thread is inside
+    `without_devices`; any other thread still gets the answers of JAX's own.
+    """
+
+    def __init__(self) -> None:
+        """Replaces nothing yet."""
+        self.inside = 0
+        self.own: dict[str, Any] = {}
+
+    def enter(self) -> None:
+        """Replaces the functions, if this is the first thread."""
+        with _checks_lock:
+            self.inside += 1
+            if self.inside > 1:
+                return
+            self.own = {name: getattr(_fused_attention, name) for name in _CHECKS}
+            _fused_attention.check_cudnn_version = self.version
+            _fused_attention.check_compute_capability = self.at_least
+            _fused_attention.is_cuda_compute_capability_equal = self.equal
+
+    def leave(self) -> None:
+        """Puts JAX's own functions back, if this is the last thread."""
+        with _checks_lock:
+            self.inside -= 1
+            if not self.inside:
+                for name, function in self.own.items():
+                    setattr(_fused_attention, name, function)
+
+    def version(self) -> Any:
+        """The version of cuDNN."""
+        if _answers():
+            return _CUDNN_VERSION
+        return self.own["check_cudnn_version"]()
+
+    def at_least(self, capability: str) -> Any:
+        """Whether the device has at least a compute capability: Hopper has."""
+        if _answers():
+            return tuple(map(int, capability.split("."))) <= (9, 0)
+        return self.own["check_compute_capability"](capability)
+
+    def equal(self, capability: str) -> Any:
+        """Whether the device has exactly a compute capability."""
+        if _answers():
+            return capability == "9.0"
+        return self.own["is_cuda_compute_capability_equal"](capability)
+
+
+_checks = _Checks()
+
+
+@contextlib.contextmanager
+def without_devices() -> Generator[None]:
+    """Lets this thread trace cuDNN's fused attention on a host without cuDNN.
+
+    JAX asks for cuDNN's version and the device's compute capability while it traces
+    (0.10.2). Inside, the answers are those of a Hopper GPU; the traced program does
+    not depend on them. JAX's functions are back after the last thread has left, and
+    other threads never see the answers. A host with cuDNN keeps JAX's own checks.
+    """
+    if _devices.absent:
+        yield
+        return
+    _checks.enter()
+    _devices.absent = True
+    try:
+        yield
+    finally:
+        _devices.absent = False
+        _checks.leave()
+
+
+@contextlib.contextmanager
+def lowered_without_devices() -> Generator[None]:
+    """Lets cuDNN's fused attention be lowered over an abstract mesh.
+
+    Its primitives are listed in ``dispatch.prim_requires_devices_during_lowering``
+    (0.10.2), because JAX may have to partition them. The planned program has them
+    inside a manual ``shard_map`` over all axes, where there is nothing to partition.
+    The list is put back as it was.
+    """
+    listed = _dispatch.prim_requires_devices_during_lowering
+    taken = {p for p in listed if p.name.startswith("dot_product_attention_")}
+    listed -= taken
+    try:
+        yield
+    finally:
+        listed |= taken

@@ -56,7 +56,7 @@ def build_graph(
     equations = walk(program.body)
     signatures = [signature(e, program.values) for e in equations]
     found = rule_book(program, equations, signatures)
-    emitted = emit_operators(program, found.rules)
+    emitted = emit_operators(program, found.rules, found.kernels)
     operators = _with_roles(emitted.operators, emitted.stacks)
     inputs = _inputs(program, operators, input_paths, carried)
     operators = _with_classes(program, operators, inputs, share=share_repeated)
@@ -145,4 +145,4 @@ def _class_key(program: Program, op: Operator) -> tuple[Any, ...]:
         None if v is None else (program.values[v].shape, str(program.values[v].dtype))
         for v in (*op.inputs, *op.outputs)
     )
-    return (op.kind, op.role, op.rule, shapes, op.trips)
+    return (op.kind, op.role, op.rule, shapes, op.trips, op.kernel)

@@ -20,6 +20,7 @@ from autopar_passes.rules.factor_rule import (
     elementwise_rule,
 )
 from autopar_passes.rules.flops import equation_flops
+from autopar_passes.rules.kernel import Kernel
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +30,7 @@ class Emitted:
     Attributes:
       operators: all of them forward and without a class.
       stacks: the name stack of each operator.
-      assumed_trips: loops whose trip count is unknown.
+      assumed_trips: loops whose trip count is unknown, and kernels' assumptions.
     """
 
     operators: tuple[Operator, ...]
@@ -37,14 +38,19 @@ class Emitted:
     assumed_trips: tuple[str, ...]
 
 
-def emit_operators(program: Program, rules: Mapping[int, FactorRule]) -> Emitted:
+def emit_operators(
+    program: Program,
+    rules: Mapping[int, FactorRule],
+    kernels: Mapping[int, Kernel] | None = None,
+) -> Emitted:
     """Emits the operators of a program, in an order in which it may run.
 
     Args:
       program: the flat program.
       rules: the sharding rule of each equation without regions.
+      kernels: the work of the equations that are hand-written kernels.
     """
-    emitter = _Emitter(program, rules)
+    emitter = _Emitter(program, rules, kernels or {})
     emitter.inputs()
     emitter.region(program.body, 1.0)
     emitter.returns()
@@ -56,9 +62,15 @@ def emit_operators(program: Program, rules: Mapping[int, FactorRule]) -> Emitted
 class _Emitter:
     """Emits operators region by region."""
 
-    def __init__(self, program: Program, rules: Mapping[int, FactorRule]) -> None:
+    def __init__(
+        self,
+        program: Program,
+        rules: Mapping[int, FactorRule],
+        kernels: Mapping[int, Kernel],
+    ) -> None:
         self.program = program
         self.rules = rules
+        self.kernels = kernels
         self.operators: list[Operator] = []
         self.stacks: list[str] = []
         self.assumed: list[str] = []
@@ -77,6 +89,7 @@ class _Emitter:
         eqn: Equation | None = None,
         flops: float = 0.0,
         input_trips: Sequence[float] | None = None,
+        kernel: Kernel | None = None,
     ) -> None:
         self.operators.append(
             Operator(
@@ -92,6 +105,7 @@ class _Emitter:
                 trips=trips,
                 input_trips=tuple(input_trips or (trips,) * len(inputs)),
                 source="" if eqn is None else jax_compat.source_line(eqn.source),
+                kernel=kernel,
             )
         )
         self.stacks.append("" if eqn is None else eqn.name_stack)
@@ -143,7 +157,13 @@ class _Emitter:
         scalar = Value((), jnp.dtype("float32"))
         operands = [scalar if isinstance(a, Scalar) else values[a] for a in eqn.inputs]
         results = [values[v] for v in eqn.outputs]
-        flops = equation_flops(eqn.primitive, operands, results, eqn.params)
+        kernel = self.kernels.get(eqn.index)
+        if kernel is None:
+            flops = equation_flops(eqn.primitive, operands, results, eqn.params)
+        else:
+            flops = kernel.flops
+            if kernel.assumed and kernel.assumed not in self.assumed:
+                self.assumed.append(kernel.assumed)
         rule = self.rules[eqn.index]
         self.emit(
             eqn.primitive,
@@ -153,6 +173,7 @@ class _Emitter:
             trips,
             eqn=eqn,
             flops=flops,
+            kernel=kernel,
         )
 
     def enter(self, eqn: Equation, outer: Any, inner: int, trips: float) -> None:

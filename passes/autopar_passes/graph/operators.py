@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Value
 from autopar_passes.rules.factor_rule import FactorRule
+from autopar_passes.rules.kernel import Kernel
 
 # They hand values into a region and out of it.
 BOUNDARIES = frozenset({"enter", "slice_step", "carry", "stack_step", "merge"})
@@ -37,6 +38,7 @@ class Operator:
       class_index: the first operator that shares its decisions.
       source: ``file:line`` of the user's code.
       until: for a boundary operator, the last operator of its region.
+      kernel: what it does, if it is a hand-written kernel.
     """
 
     index: int
@@ -53,6 +55,7 @@ class Operator:
     class_index: int = -1
     source: str = ""
     until: int = -1
+    kernel: Kernel | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +85,8 @@ class OperatorGraph:
       inputs: flat inputs, in the order of the step's arguments.
       outputs: value of each flat output (None for a constant).
       unsupported: primitives without a sharding rule, planned replicated.
-      assumed_trips: loops whose trip count is unknown, and the count assumed.
+      assumed_trips: loops whose trip count is unknown, and the count assumed; and
+        what the FLOPs of kernels assume.
     """
 
     values: tuple[Value, ...]

@@ -152,7 +152,7 @@ def _check_classes(graph: OperatorGraph) -> None:
 
 def _alike(graph: OperatorGraph, op: Operator) -> tuple[object, ...]:
     arrays = tuple(_array(graph.values, v) for v in (*op.inputs, *op.outputs))
-    return (op.kind, op.role, op.rule, op.trips, arrays)
+    return (op.kind, op.role, op.rule, op.trips, op.kernel, arrays)
 
 
 def _array(

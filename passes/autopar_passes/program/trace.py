@@ -211,7 +211,8 @@ def _jaxpr(
     step: Callable[..., Any], flat: Callable[..., Any], inputs: list[Any]
 ) -> Any:
     try:
-        return jax.jit(flat).trace(*inputs)
+        with jax_compat.without_devices():
+            return jax.jit(flat).trace(*inputs)
     except _ERRORS as error:
         raise TraceError(_trace_failure(step, error)) from error
 

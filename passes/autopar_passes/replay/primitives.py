@@ -8,8 +8,10 @@ import jax
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
+from autopar_passes.layouts import Layout
 from autopar_passes.program.equations import Equation
 from autopar_passes.replay.grouped_convolution import grouped_convolution
+from autopar_passes.replay.kernel_shards import kernel_on_shards
 from autopar_passes.replay.values import Values
 from autopar_passes.rules import convolution
 from autopar_passes.sums import stacked
@@ -58,6 +60,8 @@ def run_barrier(values: Values, eqn: Equation, ops: list[Operator]) -> list[Any]
 
 
 def _bind(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
+    if op.kernel is not None:
+        return _kernel(values, eqn, op, args)
     if eqn.primitive != convolution.PRIMITIVE or not convolution.is_grouped(eqn.params):
         return jax_compat.bind(eqn.source, *args)
     left, right = (values.plan.operand(op, slot) for slot in range(2))
@@ -66,3 +70,16 @@ def _bind(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[
     assert right is not None
     layouts = (left, right, result[0])
     return [grouped_convolution(eqn.params, args, layouts, op.rule, values.mesh)]
+
+
+def _kernel(values: Values, eqn: Equation, op: Operator, args: list[Any]) -> list[Any]:
+    """Runs a hand-written kernel on shards."""
+    given = [
+        values.plan.operand(op, slot) or ((),) * jax.numpy.ndim(x)
+        for slot, x in enumerate(args)
+    ]
+    made: list[Layout] = []
+    for slot, dims in enumerate(op.rule.results):
+        own = values.plan.results(op, slot)
+        made.append(own[0] if own else ((),) * len(dims))
+    return kernel_on_shards(eqn, op.rule, args, given, made, values.mesh)

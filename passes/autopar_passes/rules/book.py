@@ -7,6 +7,7 @@ rules are read from it.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -15,9 +16,21 @@ import jax
 
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import Equation, Program, Scalar, Value
-from autopar_passes.rules.factor_rule import FactorRule
+from autopar_passes.rules.factor_rule import FactorRule, replicated_rule
+from autopar_passes.rules.kernel import Kernel
+from autopar_passes.rules.kernels import (
+    is_kernel,
+    kernel_name,
+    kernel_rule,
+    kernel_work,
+)
 from autopar_passes.rules.registry import registered_rule
 from autopar_passes.rules.shardy import LoweredEquation, read_rules
+
+# Platforms that an equation is lowered for, in this order, whatever the host has.
+PLATFORMS = ("cpu", "cuda", "tpu")
+# What JAX raises where a platform has no lowering of a primitive.
+_NO_LOWERING = (NotImplementedError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,11 +39,13 @@ class RuleBook:
 
     Attributes:
       rules: by equation index; control flow has none.
-      unsupported: primitives without any rule, planned replicated.
+      unsupported: primitives and kernels without any rule, planned replicated.
+      kernels: the work of equations that are hand-written kernels.
     """
 
     rules: dict[int, FactorRule]
     unsupported: tuple[str, ...]
+    kernels: dict[int, Kernel]
 
 
 def signature(eqn: Equation, values: Sequence[Value]) -> tuple[Any, ...]:
@@ -57,6 +72,8 @@ def rule_book(
     program: Program, equations: Sequence[Equation], signatures: Sequence[Any]
 ) -> RuleBook:
     """Returns the rules of ``equations``, lowering each distinct one once."""
+    found = _Kernels(program, equations)
+    signatures = [found.key(e, s) for e, s in zip(equations, signatures, strict=True)]
     first: dict[Any, Equation] = {}
     for eqn, sig in zip(equations, signatures, strict=True):
         if not eqn.regions:
@@ -65,18 +82,57 @@ def rule_book(
     lowered: list[tuple[Any, Equation]] = []
     for sig, eqn in first.items():
         own = registered_rule(eqn.primitive, *_avals(program, eqn), eqn.params)
-        if own is not None:
+        if is_kernel(eqn.primitive):
+            rules[sig] = found.rule(sig, eqn)
+        elif own is not None:
             rules[sig] = own
         else:
             lowered.append((sig, eqn))
-    found, unsupported = _lowered_rules(program, [e for _, e in lowered])
-    rules.update((sig, r) for (sig, _), r in zip(lowered, found, strict=True))
-    by_index = {
-        e.index: rules[s]
-        for e, s in zip(equations, signatures, strict=True)
-        if not e.regions
-    }
-    return RuleBook(by_index, unsupported)
+    read, unsupported = _lowered_rules(program, [e for _, e in lowered])
+    rules.update((sig, r) for (sig, _), r in zip(lowered, read, strict=True))
+    pairs = list(zip(equations, signatures, strict=True))
+    return RuleBook(
+        {e.index: rules[s] for e, s in pairs if not e.regions},
+        tuple(sorted({*unsupported, *found.unsupported})),
+        {e.index: found.works[s] for e, s in pairs if s in found.works},
+    )
+
+
+class _Kernels:
+    """The rules and the work of the kernels of a program."""
+
+    def __init__(self, program: Program, equations: Sequence[Equation]) -> None:
+        self.program = program
+        self.read = {a for e in equations for a in e.inputs if isinstance(a, int)}
+        for region in (program.body, *(r for e in equations for r in e.regions)):
+            self.read.update(a for a in region.outputs if isinstance(a, int))
+        held = program.body.inputs[program.num_arguments :]
+        self.arrays = dict(zip(held, program.constants, strict=True))
+        self.unsupported: set[str] = set()
+        self.works: dict[Any, Kernel] = {}
+
+    def key(self, eqn: Equation, sig: Any) -> Any:
+        """The signature of an equation, with what else decides about a kernel."""
+        if not is_kernel(eqn.primitive):
+            return sig
+        held = tuple(a for a in eqn.inputs if a in self.arrays)
+        return (sig, held, tuple(v in self.read for v in eqn.outputs))
+
+    def rule(self, sig: Any, eqn: Equation) -> FactorRule:
+        """Returns the rule of a kernel, and keeps its work."""
+        operands, results = _avals(self.program, eqn)
+        arrays = [
+            self.arrays.get(a) if isinstance(a, int) else a.value for a in eqn.inputs
+        ]
+        self.works[sig] = kernel_work(eqn, operands, arrays)
+        read = [v in self.read for v in eqn.outputs]
+        rule = kernel_rule(eqn, operands, results, read)
+        if rule is None:
+            self.unsupported.add(f"kernel '{kernel_name(eqn)}'")
+            return replicated_rule(
+                [o.shape for o in operands], [r.shape for r in results]
+            )
+        return rule
 
 
 def _avals(program: Program, eqn: Equation) -> tuple[list[Any], list[Any]]:
@@ -90,9 +146,51 @@ def _avals(program: Program, eqn: Equation) -> tuple[list[Any], list[Any]]:
 def _lowered_rules(
     program: Program, equations: Sequence[Equation]
 ) -> tuple[list[FactorRule], tuple[str, ...]]:
-    """Lowers the equations side by side in one module and reads their rules."""
+    """Lowers the equations side by side in one module and reads their rules.
+
+    What one platform cannot lower is lowered for the next; the rules so depend on no
+    host. What none can lower is replicated and named.
+    """
     if not equations:
         return [], ()
+    with contextlib.suppress(*_NO_LOWERING):
+        return _read(program, equations, PLATFORMS[0])
+    groups: dict[str, list[int]] = {}
+    for k, eqn in enumerate(equations):
+        groups.setdefault(_platform(program, eqn), []).append(k)
+    rules: dict[int, FactorRule] = {}
+    unsupported: set[str] = set()
+    for platform, members in groups.items():
+        chosen = [equations[k] for k in members]
+        if platform:
+            found, names = _read(program, chosen, platform)
+        else:
+            found = [_lowered(program, eqn).replicated() for eqn in chosen]
+            names = tuple(eqn.primitive for eqn in chosen)
+        rules.update(zip(members, found, strict=True))
+        unsupported.update(names)
+    return [rules[k] for k in range(len(equations))], tuple(sorted(unsupported))
+
+
+def _platform(program: Program, eqn: Equation) -> str:
+    """The first platform that can lower an equation; '' where none can."""
+    for platform in PLATFORMS:
+        with contextlib.suppress(*_NO_LOWERING):
+            _module(program, [eqn], platform)
+            return platform
+    return ""
+
+
+def _read(
+    program: Program, equations: Sequence[Equation], platform: str
+) -> tuple[list[FactorRule], tuple[str, ...]]:
+    """The rules of equations that a platform can lower."""
+    module = _module(program, equations, platform)
+    return read_rules(module, [_lowered(program, eqn) for eqn in equations])
+
+
+def _module(program: Program, equations: Sequence[Equation], platform: str) -> Any:
+    """A StableHLO module that runs the equations, each on arguments of its own."""
     structs = [
         [
             jax.ShapeDtypeStruct(program.values[a].shape, program.values[a].dtype)
@@ -112,9 +210,8 @@ def _lowered_rules(
             out.append(jax_compat.bind(eqn.source, *args))
         return out
 
-    lowered = jax.jit(all_of_them, keep_unused=True).trace(structs).lower()
-    module: Any = lowered.compiler_ir("stablehlo")
-    return read_rules(module, [_lowered(program, eqn) for eqn in equations])
+    traced = jax.jit(all_of_them, keep_unused=True).trace(structs)
+    return traced.lower(lowering_platforms=(platform,)).compiler_ir("stablehlo")
 
 
 def _lowered(program: Program, eqn: Equation) -> LoweredEquation:

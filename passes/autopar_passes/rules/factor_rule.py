@@ -41,6 +41,8 @@ class FactorRule:
       results: the same for each result.
       reduction: how partial results combine: ``sum``, ``max``, ``min``, ``or``,
         ``and``, or `INNER`; '' where there is no reduction factor.
+      sums: for each result, the parallel factors over whose shards the operator
+        itself adds it up before it hands it on; () where there are none.
     """
 
     sizes: tuple[int, ...]
@@ -48,6 +50,7 @@ class FactorRule:
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
     reduction: str = ""
+    sums: tuple[tuple[int, ...], ...] = ()
 
     def factors_of(self, dims: Dims) -> frozenset[int]:
         """Returns the factors that appear in one operand or result."""

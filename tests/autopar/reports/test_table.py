@@ -187,9 +187,7 @@ def test_the_gap_is_shown_where_there_is_one() -> None:
     solver = msgspec.structs.replace(
         make_plan().solver, status="best found, not proved", gap=0.031
     )
-    assert "best found, not proved, gap 3.10%" in str(
-        make_plan(solver=solver)
-    )
+    assert "best found, not proved, gap 3.10%" in str(make_plan(solver=solver))
 
 
 def test_what_the_planner_could_not_know_is_named() -> None:

@@ -1,0 +1,79 @@
+"""Runs hand-written kernels shard by shard: no compiler can partition them.
+
+Every device runs the kernel on its own shards. A Pallas kernel gets the grid of the
+shards; its blocks and its body stay as they are. What a kernel adds up over its shards
+(`FactorRule.sums`) is summed before it is handed on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+
+from autopar_passes import jax_compat
+from autopar_passes.layouts import Layout, partition_spec
+from autopar_passes.program.equations import Equation
+from autopar_passes.rules import pallas_grid
+from autopar_passes.rules.factor_rule import FactorRule
+
+
+def kernel_on_shards(
+    eqn: Equation,
+    rule: FactorRule,
+    operands: Sequence[Any],
+    layouts: Sequence[Layout],
+    results: Sequence[Layout],
+    mesh: Any,
+) -> list[Any]:
+    """Runs a kernel on each device's shards.
+
+    Args:
+      eqn: the equation of the kernel.
+      rule: its rule.
+      operands: the whole operands, in their layouts.
+      layouts: of the operands.
+      results: layouts of the results.
+      mesh: the mesh of the layouts.
+    """
+    axes = _axes_of_factors(rule, layouts)
+
+    def run(*shards: Any) -> tuple[Any, ...]:
+        out = _bind(eqn, shards)
+        for slot, factors in enumerate(rule.sums):
+            names = tuple(mesh.axis_names[a] for f in factors for a in axes.get(f, ()))
+            if names:
+                out[slot] = jax.lax.psum(out[slot], names)
+        return tuple(out)
+
+    return list(
+        jax.shard_map(
+            run,
+            mesh=mesh,
+            in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
+            out_specs=tuple(partition_spec(mesh, layout) for layout in results),
+            check_vma=False,
+        )(*operands)
+    )
+
+
+def _bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
+    if eqn.primitive != pallas_grid.PRIMITIVE:
+        return jax_compat.bind(eqn.source, *shards)
+    shapes = [jax.numpy.shape(x) for x in shards]
+    params = pallas_grid.localised(eqn.params, shapes)
+    return jax_compat.bind_with(eqn, params, *shards)
+
+
+def _axes_of_factors(
+    rule: FactorRule, layouts: Sequence[Layout]
+) -> dict[int, tuple[int, ...]]:
+    """The mesh axes that split each factor; a dimension has one that may be split."""
+    found: dict[int, tuple[int, ...]] = {}
+    for dims, layout in zip(rule.operands, layouts, strict=True):
+        for factors, axes in zip(dims, layout, strict=True):
+            for f in factors:
+                if f in rule.free:
+                    found[f] = axes
+    return found

@@ -1,0 +1,100 @@
+"""The rule and the work of equations that are hand-written kernels.
+
+Such an equation is opaque to the compiler: no rule can be read from its lowering, which
+a host without the device may not even have. cuDNN's attention has the rule of
+`autopar_passes.rules.cudnn`; a Pallas kernel has the one that its grid proves, or the
+one that is registered under its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from autopar_passes.program.equations import Equation
+from autopar_passes.rules import cudnn, pallas_flops, pallas_grid
+from autopar_passes.rules.factor_rule import FactorRule
+from autopar_passes.rules.kernel import GPU, PALLAS_EFFICIENCY, TPU, Kernel
+from autopar_passes.rules.registry import registered_rule
+
+# Kernels of attention, whose own estimates of their cost leave out the mask.
+_ATTENTION = ("mha_", "splash_m", "_flash_attention", "flash_attention")
+
+
+def is_kernel(primitive: str) -> bool:
+    """Whether a primitive is a hand-written kernel."""
+    return primitive in cudnn.PRIMITIVES or primitive == pallas_grid.PRIMITIVE
+
+
+def kernel_name(eqn: Equation) -> str:
+    """Returns what people call the kernel of an equation."""
+    if eqn.primitive in cudnn.PRIMITIVES:
+        return eqn.primitive
+    return pallas_grid.kernel_name(eqn.params)
+
+
+def kernel_rule(
+    eqn: Equation,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    read: Sequence[bool],
+) -> FactorRule | None:
+    """Returns the rule of a kernel; None where nothing proves that it may be split.
+
+    Args:
+      eqn: an equation whose primitive `is_kernel`.
+      operands: the abstract operands, each with ``shape`` and ``dtype``.
+      results: the abstract results.
+      read: for each result, whether anything reads it.
+
+    Raises:
+      ValueError: a registered rule splits what shards of the kernel cannot.
+    """
+    name = kernel_name(eqn)
+    own = registered_rule(name, operands, results, eqn.params)
+    if eqn.primitive in cudnn.PRIMITIVES:
+        return own or cudnn.attention_rule(eqn.primitive, operands, results, eqn.params)
+    if own is not None:
+        return pallas_grid.check_rule(eqn.params, own, name)
+    return pallas_grid.grid_rule(eqn.params, read)
+
+
+def kernel_work(
+    eqn: Equation, operands: Sequence[Any], arrays: Sequence[Any]
+) -> Kernel:
+    """Returns the work of a kernel on whole operands.
+
+    Args:
+      eqn: an equation whose primitive `is_kernel`.
+      operands: the abstract operands.
+      arrays: for each operand, its array where the program holds it, else None.
+    """
+    if eqn.primitive in cudnn.PRIMITIVES:
+        return cudnn.attention_kernel(eqn.primitive, operands, eqn.params)
+    name, cost = kernel_name(eqn), eqn.params.get("cost_estimate")
+    found = pallas_flops.count(eqn.params, arrays)
+    matrix = found.matrix > 0
+    flops, assumed = found.matrix if matrix else found.vector, ""
+    if cost is not None and not name.startswith(_ATTENTION):
+        flops = float(cost.flops)
+    elif not found.exact:
+        assumed = f"kernel '{name}': branches that depend on data all run, loops once"
+    return Kernel(
+        name=name,
+        flops=flops,
+        matrix=matrix,
+        dtype=found.dtype or str(operands[0].dtype if operands else "float32"),
+        efficiency=PALLAS_EFFICIENCY if matrix else 1.0,
+        platforms=_platforms(eqn.params),
+        assumed=assumed,
+    )
+
+
+def _platforms(params: dict[str, Any]) -> tuple[str, ...]:
+    """The devices that a Pallas kernel was written for."""
+    if params.get("interpret"):
+        return ()
+    module = type(params.get("compiler_params")).__module__
+    if "triton" in module or "mosaic_gpu" in module:
+        return (GPU,)
+    return (TPU,) if "mosaic" in module else (GPU, TPU)
