@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.experimental.pallas.ops.tpu import flash_attention
 
 Tree = dict[str, Any]
 
@@ -55,7 +56,8 @@ class Run:
       dtype: in which it computes.
       remat: ``none``, ``dots`` (results of products without batch dimensions are
         kept) or ``full``.
-      attention: implementation of ``jax.nn.dot_product_attention``, or ``plain``.
+      attention: implementation of ``jax.nn.dot_product_attention``, ``pallas`` for
+        JAX's flash attention on TPUs, or ``plain``.
     """
 
     sequence: int
@@ -120,6 +122,11 @@ def rotated(x: jax.Array) -> jax.Array:
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, how: str) -> jax.Array:
     """Causal attention of (batch, sequence, heads, head_dim)."""
+    if how == "pallas":
+        turned = (x.swapaxes(1, 2) for x in (q, k, v))
+        scale = 1 / math.sqrt(q.shape[-1])
+        mixed = flash_attention.flash_attention(*turned, causal=True, sm_scale=scale)
+        return mixed.swapaxes(1, 2)
     if how != "plain":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
     groups = q.shape[2] // k.shape[2]

@@ -116,6 +116,25 @@ class TestParse:
         usable = PRESETS[name].device.memory_bytes / USABLE_MEMORY
         assert 0.92 * card_gib * 2**30 <= usable <= card_gib * 2**30
 
+    @pytest.mark.parametrize("name", sorted(PRESETS))
+    def test_rates_are_kept_in_files(self, name):
+        cluster = Cluster.parse(f"2x8:{name}")
+        again = Cluster.from_data(cluster.to_data())
+        assert again == cluster
+        assert again.device.rates == PRESETS[name].device.rates
+        assert again.levels[-1].link.rates == cluster.levels[-1].link.rates
+
+    @pytest.mark.parametrize(
+        ("values", "said"),
+        [
+            ({"rates": "token ring"}, "rates must be one of"),
+            ({"rates": "h100", "topology": "ring"}, "only a switch has rates"),
+        ],
+    )
+    def test_links_with_rates_that_do_not_exist(self, values, said):
+        with pytest.raises(ClusterError, match=said):
+            LinkSpec(latency_s=1e-6, bandwidth_bytes_per_s=1e9, **values)
+
     @pytest.mark.parametrize(("name", "gib"), [("v5e", 16), ("v5p", 96)])
     def test_the_compiler_keeps_a_little_of_a_tpu(self, name, gib):
         memory_bytes = PRESETS[name].device.memory_bytes
@@ -263,7 +282,7 @@ class TestSpecs:
         assert a100.peak("float8_e4m3fn") == a100.peak("bfloat16")
         assert a100.peak("uint8") == a100.peak("int8")
         assert PRESETS["v5e"].device.peak("float16") == 197e12
-        assert a100.peak("int32") == a100.peak("float32")
+        assert a100.peak("int32") == a100.vector_peak
 
     @pytest.mark.parametrize("name", sorted(PRESETS))
     def test_presets_are_plausible(self, name):
@@ -280,6 +299,7 @@ class TestSpecs:
         ("change", "said"),
         [
             ({"kind": "fpga"}, "kind must be one of"),
+            ({"rates": "h1000"}, "rates must be one of"),
             ({"peak_flops_per_s": (("bfloat16", 1.0),)}, "float32 among them"),
             ({"peak_flops_per_s": (("float32", -1.0),)}, "must be positive"),
             ({"memory_bytes": 0}, "must be positive"),
