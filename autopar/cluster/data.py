@@ -50,6 +50,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     matmul_efficiency: float | None = None
     kernel_latency_s: float | None = None
     vector_flops_per_s: float | None = None
+    sustained: float | None = None
     rates: str | None = None
     calibration: _Calibration | None = None
 

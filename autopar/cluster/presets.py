@@ -49,6 +49,15 @@ GPU_KERNEL_LATENCY_S = 2e-6
 TPU_KERNEL_LATENCY_S = 1e-6
 CPU_KERNEL_LATENCY_S = 2e-6
 
+# Products alone run faster than in a step: there the limit of power lowers the clock
+# (an A100's product of random numbers takes 257 where one of zeros takes 295 TFLOP/s:
+# thonking.ai, "Strangely, matrix multiplications on GPUs run faster when given
+# predictable data"). The parts are those at which published steps are predicted with
+# the least error, each source counted alike (`benchmarks/published.py`, which also
+# leaves each source out). No rows of Blackwell were at hand: Hopper's part is assumed.
+AMPERE_SUSTAINED = 0.76
+HOPPER_SUSTAINED = 0.61
+
 # Assumption: large products reach nearly the peak, because whole training steps on v5e
 # reach up to 0.86 of it.
 TPU_EFFICIENCY = 0.95
@@ -108,6 +117,7 @@ def _gpu(
     inner: LinkSpec,
     network_gbit_per_s: float,
     efficiency: float,
+    sustained: float,
     rates: str,
     network_latency_s: float = INFINIBAND_LATENCY_S,
 ) -> Preset:
@@ -119,6 +129,7 @@ def _gpu(
         memory_bytes=round(memory_bytes * USABLE_MEMORY),
         memory_bandwidth_bytes_per_s=memory_gb_per_s * 1e9 * STREAM_EFFICIENCY,
         matmul_efficiency=efficiency,
+        sustained=sustained,
         kernel_latency_s=GPU_KERNEL_LATENCY_S,
         vector_flops_per_s=vector_tera_flops * 1e12,
         rates=rates,
@@ -184,6 +195,7 @@ def _ampere(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
         inner=_nvlink(300, AMPERE_NVLINK_EFFICIENCY),
         network_gbit_per_s=200,
         efficiency=0.869,
+        sustained=AMPERE_SUSTAINED,
         rates="a100",
     )
 
@@ -216,6 +228,7 @@ def _hopper(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
         inner=_nvlink(450, HOPPER_NVLINK_EFFICIENCY, "h100"),
         network_gbit_per_s=400,
         efficiency=0.803,
+        sustained=HOPPER_SUSTAINED,
         rates="h100",
     )
 
@@ -250,6 +263,7 @@ def _blackwell(
         inner=_nvlink(900, BLACKWELL_NVLINK_EFFICIENCY, name),
         network_gbit_per_s=400,
         efficiency=0.776,
+        sustained=HOPPER_SUSTAINED,
         rates="b200",
     )
 
@@ -276,6 +290,7 @@ def _v100() -> Preset:
         inner=_nvlink(150, OLD_LINK_EFFICIENCY),
         network_gbit_per_s=50,
         efficiency=0.75,  # assumption
+        sustained=1.0,
         rates="v100",
     )
 
@@ -298,6 +313,7 @@ def _t4() -> Preset:
         inner=pcie,
         network_gbit_per_s=12.5,
         efficiency=0.5,  # assumption
+        sustained=1.0,
         rates="t4",
         network_latency_s=ETHERNET_LATENCY_S,
     )

@@ -152,6 +152,8 @@ class DeviceSpec:
       kernel_latency_s: time of an operator that has next to nothing to do.
       vector_flops_per_s: rate of everything but matrix products; 0 means the
         float32 peak.
+      sustained: part of the rate of a product alone that products keep in a step, where
+        the limit of a device's power lowers its clock.
       rates: the table of matrix products, one of `DEVICE_RATES`; "" has none.
       calibration: corrections of the cost model; None means those of the kind.
     """
@@ -165,6 +167,7 @@ class DeviceSpec:
     kernel_latency_s: float
     vector_flops_per_s: float = 0.0
     rates: str = ""
+    sustained: float = 1.0
     # Not hashed: cost functions look devices up in caches many thousand times.
     calibration: Calibration | None = dataclasses.field(default=None, hash=False)
 
@@ -185,6 +188,8 @@ class DeviceSpec:
         part = 0 < self.matmul_efficiency <= 1
         what = "matmul_efficiency must be above 0 and at most 1"
         _require(part, owner, what, self.matmul_efficiency)
+        part, what = 0 < self.sustained <= 1, "sustained must be above 0 and at most 1"
+        _require(part, owner, what, self.sustained)
         _not_negative(owner, "kernel_latency_s", self.kernel_latency_s)
         _not_negative(owner, "vector_flops_per_s", self.vector_flops_per_s)
         what = f"rates must be one of {DEVICE_RATES}"

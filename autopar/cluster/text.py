@@ -101,6 +101,7 @@ def _on_network(
 _OPTIONS: dict[str, _Option] = {
     "memory": _Option("bytes", *_on_device("memory_bytes", round)),
     "efficiency": _Option("a part of 1", *_on_device("matmul_efficiency")),
+    "sustained": _Option("a part of 1", *_on_device("sustained")),
     "network": _Option("bytes per second", *_on_network("bandwidth_bytes_per_s")),
     "network_latency": _Option("seconds", *_on_network("latency_s")),
 }
