@@ -124,7 +124,7 @@ class _Kernels:
         arrays = [
             self.arrays.get(a) if isinstance(a, int) else a.value for a in eqn.inputs
         ]
-        self.works[sig] = kernel_work(eqn, operands, arrays)
+        self.works[sig] = kernel_work(eqn, operands, results, arrays)
         read = [v in self.read for v in eqn.outputs]
         rule = kernel_rule(eqn, operands, results, read)
         if rule is None:
