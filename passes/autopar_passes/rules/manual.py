@@ -54,39 +54,49 @@ def manual_rule(
       results: the abstract results.
       params: parameters of the primitive.
     """
-    axes = manual_axes(params)
-    number = {name: k for k, name in enumerate(axes)}
-    sizes, kinds = list(axes.values()), [FactorKind.PASS] * len(axes)
+    factors = _Factors(manual_axes(params))
+    given = tuple(
+        factors.dims(a.shape, spec)
+        for a, spec in zip(operands, params["in_specs"], strict=True)
+    )
+    made = tuple(
+        factors.dims(a.shape, spec)
+        for a, spec in zip(results, params["out_specs"], strict=True)
+    )
+    whole = tuple(range(len(factors.axes)))
+    produced = {f for d in made for dim in d for f in dim}
+    if not {f for d in (*given, *made) for dim in d for f in dim}.issuperset(whole):
+        return None
+    for f in whole:
+        if f not in produced:
+            factors.kinds[f] = FactorKind.REDUCE
+    reduction = INNER if FactorKind.REDUCE in factors.kinds else ""
+    sizes, kinds = tuple(factors.sizes), tuple(factors.kinds)
+    return FactorRule(sizes, kinds, given, made, reduction, whole=whole)
 
-    def dims(shape: Sequence[int], spec: Any) -> Dims:
+
+class _Factors:
+    """Numbers the factors of a ``shard_map``: its axes first, then what is whole."""
+
+    def __init__(self, axes: dict[str, int]) -> None:
+        self.axes = axes
+        self.number = {name: k for k, name in enumerate(axes)}
+        self.sizes = list(axes.values())
+        self.kinds = [FactorKind.PASS] * len(axes)
+
+    def dims(self, shape: Sequence[int], spec: Any) -> Dims:
+        """The factors of each dimension of an array with this spec."""
         out: list[tuple[int, ...]] = []
         for d, size in enumerate(shape):
-            names = _names(spec, d, axes)
-            inner = size // math.prod(axes[n] for n in names)
-            own = [number[n] for n in names]
+            names = _names(spec, d, self.axes)
+            inner = size // math.prod(self.axes[n] for n in names)
+            own = [self.number[n] for n in names]
             if inner > 1:
-                own.append(len(sizes))
-                sizes.append(inner)
-                kinds.append(FactorKind.BLOCKED)
+                own.append(len(self.sizes))
+                self.sizes.append(inner)
+                self.kinds.append(FactorKind.BLOCKED)
             out.append(tuple(own))
         return tuple(out)
-
-    specs = (*params["in_specs"], *params["out_specs"])
-    arrays = [
-        dims(a.shape, spec)
-        for a, spec in zip((*operands, *results), specs, strict=True)
-    ]
-    given, made = tuple(arrays[: len(operands)]), tuple(arrays[len(operands) :])
-    produced = {f for d in made for dim in d for f in dim}
-    used = produced | {f for d in given for dim in d for f in dim}
-    for f in range(len(axes)):
-        if f not in used:
-            return None
-        if f not in produced:
-            kinds[f] = FactorKind.REDUCE
-    reduction = INNER if FactorKind.REDUCE in kinds else ""
-    whole = tuple(range(len(axes)))
-    return FactorRule(tuple(sizes), tuple(kinds), given, made, reduction, whole=whole)
 
 
 def _names(spec: Any, dim: int, axes: dict[str, int]) -> list[str]:
