@@ -53,6 +53,7 @@ def strategy_space(
         s
         for s in assignments(factors, sizes, orders=orders)
         if all(_dense(s, node, d, sizes) for d in compound)
+        and all(_split_wholly(s, node, f, sizes) for f in node.whole)
     ]
     return Space(tuple(kept))
 
@@ -77,6 +78,14 @@ def _compound_dims(
     for dims in (*op.rule.operands, *op.rule.results):
         out.extend(tuple(mapping[f] for f in d) for d in dims if len(d) > 1)
     return out
+
+
+def _split_wholly(
+    strategy: Strategy, node: Node, factor: int, sizes: Sequence[int]
+) -> bool:
+    """Whether one mesh axis splits a factor into single elements."""
+    axes = strategy[factor]
+    return len(axes) == 1 and sizes[axes[0]] == node.factors[factor][0]
 
 
 def _dense(

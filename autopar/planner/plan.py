@@ -35,6 +35,7 @@ from autopar.planner.hints import (
     pin_restriction,
     pinned_layouts,
 )
+from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.rebatch import rebatched
@@ -101,6 +102,7 @@ def plan_analysis(
         _check_axes_of(layouts, options)
         return _with_layouts(analysis, cluster, layouts, pins, codecs, seconds)
     meshes = candidate_meshes(cluster, options.max_axes, names)
+    meshes = meshes_for_manual(analysis, cluster, meshes)
     if pins:
         meshes = fitting_meshes(analysis, pins, meshes)
     if options.split_batch:

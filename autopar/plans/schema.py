@@ -77,7 +77,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       seconds: where the planning time went.
       roles: pytree path of each input -> parameter, optimizer state ...
       unsupported_ops: primitives planned replicated for want of a rule.
-      assumed: loops whose trip count was assumed.
+      assumed: loops whose trip count was assumed, and what the work of kernels and
+        of the step's own ``shard_map``s leaves out.
       fingerprint: of the step that the plan is for, with its shapes.
       structure: of the step without its batch; '' where it is not known.
       microbatches: into how many parts the batch is split, one after the other.

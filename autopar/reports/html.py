@@ -67,7 +67,7 @@ def render_html(plan: Plan, collectives: Sequence[CollectiveRow]) -> str:
         *_gradients(plan),
         *_meshes(plan),
         *_notes("Planned replicated, for want of a rule", plan.unsupported_ops),
-        *_notes("Loops of unknown length, with the trips assumed", plan.assumed),
+        *_notes("Assumed of loops and of kernels", plan.assumed),
         f"<p>{_text(planning_times(plan))}; autopar {_text(plan.version)}.</p>",
     ]
     return (

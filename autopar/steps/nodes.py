@@ -60,6 +60,7 @@ class Node:
       root: the operator class that made the node.
       state: whether the node holds carried state (its layout may use any order
         of axes, since it is stored and not only computed).
+      whole: factors that one mesh axis of their size must split.
     """
 
     index: int
@@ -68,6 +69,7 @@ class Node:
     members: dict[int, tuple[int, ...]]
     root: int
     state: bool = False
+    whole: tuple[int, ...] = ()
 
     def dims(self, op: Operator, dims: Dims) -> Dims:
         """Translates the factors of a member's rule to those of the node."""
@@ -238,7 +240,7 @@ class _Contractor:
     def can_follow(self, rule: FactorRule, dims: Dims, home: Home) -> bool:
         """Every factor must be a whole dimension of the operand, and as free."""
         node = self.out.nodes[home.node]
-        if node.kind == "contraction":
+        if node.kind == "contraction" or rule.whole:
             return False
         seen: set[int] = set()
         for mine, theirs in zip(dims, home.dims, strict=True):
@@ -284,7 +286,10 @@ class _Contractor:
             else:
                 mapping.append(len(factors))
                 factors.append((size, True))
-        node = Node(len(self.out.nodes), kind, factors, {}, op.class_index, state)
+        whole = tuple(mapping[f] for f in op.rule.whole)
+        node = Node(
+            len(self.out.nodes), kind, factors, {}, op.class_index, state, whole
+        )
         self.out.nodes.append(node)
         return node, tuple(mapping)
 

@@ -81,12 +81,36 @@ def bind(eqn: Any, *args: Any) -> list[Any]:
     return list(out) if primitive.multiple_results else [out]
 
 
+def bind_anywhere(eqn: Any, *args: Any) -> list[Any]:
+    """`bind`, without the mesh that ``eqn`` was traced on.
+
+    Inside a manual ``shard_map`` the shardings in parameters say nothing but the name
+    of that mesh (0.10.2).
+    """
+    primitive = eqn.primitive
+    params = {
+        k: None if isinstance(v, jax.sharding.NamedSharding) else v
+        for k, v in primitive.get_bind_params(eqn.params).items()
+    }
+    out = primitive.bind(*args, **params)
+    return list(out) if primitive.multiple_results else [out]
+
+
 def bind_with(eqn: Any, params: dict[str, Any], *args: Any) -> list[Any]:
     """`bind`, with other parameters than those of ``eqn``.
 
     A Pallas kernel has no calls in its parameters, so they are bound as they are.
     """
     return list(eqn.source.primitive.bind(*args, **params))
+
+
+def renamed_mesh(mesh: Any, names: tuple[str, ...]) -> Any:
+    """Returns a mesh over the same devices whose axes have other names."""
+    if isinstance(mesh, jax.sharding.AbstractMesh):
+        return jax.sharding.AbstractMesh(
+            mesh.axis_sizes, names, axis_types=mesh.axis_types
+        )
+    return jax.sharding.Mesh(mesh.devices, names, axis_types=mesh.axis_types)
 
 
 def is_extended(dtype: Any) -> bool:

@@ -20,6 +20,7 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.program.trace import TracedStep, trace
 from autopar_passes.rules.factor_rule import FactorKind
+from autopar_passes.rules.kernel import Kernel
 
 BATCH, SEQ, HEADS, DIM = 4, 256, 2, 64
 # All pairs of a query and a key, four FLOPs a pair and element of a head.
@@ -76,6 +77,12 @@ def kernels_of(step: Callable[..., Any], *arrays: Any) -> list[Operator]:
     """The operators of a step that are kernels."""
     _, graph = traced(step, *arrays)
     return [op for op in graph.operators if op.kernel is not None]
+
+
+def work(op: Operator) -> Kernel:
+    """What a kernel does."""
+    assert op.kernel is not None
+    return op.kernel
 
 
 def free_sizes(op: Operator, slot: int = 0) -> dict[int, int]:

@@ -25,7 +25,7 @@ from autopar_passes.program.one_replica import (
 # Calls whose body means the same in line. The parameter that holds the body
 # differs by primitive; the first of these that is present is taken.
 _BODY_PARAMS = ("jaxpr", "call_jaxpr", "fun_jaxpr")
-_INLINED = frozenset(
+INLINED = frozenset(
     {
         "jit",
         "pjit",
@@ -130,7 +130,7 @@ class _Builder:
         if name == "custom_linear_solve":
             self.call(eqn, *_linear_solve(eqn, inputs), env, stack)
             return
-        if name in _INLINED and (body := _call_body(eqn)) is not None:
+        if name in INLINED and (body := call_body(eqn)) is not None:
             self.call(eqn, body, inputs, env, stack)
             return
         regions = tuple(self.region(b, stack) for b in _bodies(eqn))
@@ -225,7 +225,8 @@ def _split(body: Any) -> tuple[Any, list[Any]]:
     return body, []
 
 
-def _call_body(eqn: Any) -> tuple[Any, list[Any]] | None:
+def call_body(eqn: Any) -> tuple[Any, list[Any]] | None:
+    """Returns the jaxpr and constants of a call that means the same in line."""
     for key in _BODY_PARAMS:
         body = eqn.params.get(key)
         if body is not None and hasattr(body, "eqns"):

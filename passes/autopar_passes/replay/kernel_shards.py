@@ -15,7 +15,8 @@ import jax
 from autopar_passes import jax_compat
 from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.program.equations import Equation
-from autopar_passes.rules import pallas_grid
+from autopar_passes.replay.local_body import run_body
+from autopar_passes.rules import manual, pallas_grid
 from autopar_passes.rules.factor_rule import FactorRule
 
 
@@ -38,6 +39,8 @@ def kernel_on_shards(
       mesh: the mesh of the layouts.
     """
     axes = _axes_of_factors(rule, layouts)
+    if eqn.primitive == manual.PRIMITIVE:
+        return _manual(eqn, axes, operands, mesh)
 
     def run(*shards: Any) -> tuple[Any, ...]:
         out = _bind(eqn, shards)
@@ -58,6 +61,40 @@ def kernel_on_shards(
     )
 
 
+def _manual(
+    eqn: Equation,
+    axes: dict[int, tuple[int, ...]],
+    operands: Sequence[Any],
+    mesh: Any,
+) -> list[Any]:
+    """Runs a step's own ``shard_map`` over the planned mesh, under its own names."""
+    names = [f"_{name}" for name in mesh.axis_names]
+    for f, own in enumerate(manual.manual_axes(eqn.params)):
+        (axis,) = axes[f]
+        names[axis] = own
+    taken = set(names)
+
+    def spec(given: Any) -> Any:
+        return jax.sharding.PartitionSpec(*(_kept(entry, taken) for entry in given))
+
+    return list(
+        jax.shard_map(
+            lambda *shards: tuple(run_body(eqn.params, shards)),
+            mesh=jax_compat.renamed_mesh(mesh, tuple(names)),
+            in_specs=tuple(spec(s) for s in eqn.params["in_specs"]),
+            out_specs=tuple(spec(s) for s in eqn.params["out_specs"]),
+            check_vma=eqn.params["check_vma"],
+        )(*operands)
+    )
+
+
+def _kept(entry: Any, names: set[str]) -> Any:
+    """An entry of a spec without axes of size one, which the mesh may not have."""
+    if not isinstance(entry, tuple):
+        return entry if entry in names else None
+    return tuple(n for n in entry if n in names) or None
+
+
 def _bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
     if eqn.primitive != pallas_grid.PRIMITIVE:
         return jax_compat.bind(eqn.source, *shards)
@@ -69,11 +106,17 @@ def _bind(eqn: Equation, shards: Sequence[Any]) -> list[Any]:
 def _axes_of_factors(
     rule: FactorRule, layouts: Sequence[Layout]
 ) -> dict[int, tuple[int, ...]]:
-    """The mesh axes that split each factor; a dimension has one that may be split."""
+    """The mesh axes that split each factor.
+
+    Of the factors of a dimension at most one may be split, or each of them is split
+    by one axis (`FactorRule.whole`).
+    """
     found: dict[int, tuple[int, ...]] = {}
     for dims, layout in zip(rule.operands, layouts, strict=True):
         for factors, axes in zip(dims, layout, strict=True):
-            for f in factors:
-                if f in rule.free:
-                    found[f] = axes
+            free = [f for f in factors if f in rule.free]
+            if rule.whole:
+                found.update((f, (a,)) for f, a in zip(free, axes, strict=True))
+            else:
+                found.update((f, axes) for f in free)
     return found

@@ -29,8 +29,9 @@ from autopar_passes.rules.shardy import LoweredEquation, read_rules
 
 # Platforms that an equation is lowered for, in this order, whatever the host has.
 PLATFORMS = ("cpu", "cuda", "tpu")
-# What JAX raises where a platform has no lowering of a primitive.
-_NO_LOWERING = (NotImplementedError, ValueError)
+# What JAX raises where a platform has no lowering of a primitive; the first is the
+# base of what it raises for most.
+_NO_LOWERING = (RuntimeError, ValueError)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class _Kernels:
         arrays = [
             self.arrays.get(a) if isinstance(a, int) else a.value for a in eqn.inputs
         ]
-        self.works[sig] = kernel_work(eqn, operands, arrays)
+        self.works[sig] = kernel_work(eqn, operands, results, arrays)
         read = [v in self.read for v in eqn.outputs]
         rule = kernel_rule(eqn, operands, results, read)
         if rule is None:

@@ -43,6 +43,8 @@ class FactorRule:
         ``and``, or `INNER`; '' where there is no reduction factor.
       sums: for each result, the parallel factors over whose shards the operator
         itself adds it up before it hands it on; () where there are none.
+      whole: factors that one mesh axis of their size must split; no other way of
+        running the operator means the same.
     """
 
     sizes: tuple[int, ...]
@@ -51,6 +53,7 @@ class FactorRule:
     results: tuple[Dims, ...]
     reduction: str = ""
     sums: tuple[tuple[int, ...], ...] = ()
+    whole: tuple[int, ...] = ()
 
     def factors_of(self, dims: Dims) -> frozenset[int]:
         """Returns the factors that appear in one operand or result."""

@@ -3,7 +3,8 @@
 Such an equation is opaque to the compiler: no rule can be read from its lowering, which
 a host without the device may not even have. cuDNN's attention has the rule of
 `autopar_passes.rules.cudnn`; a Pallas kernel has the one that its grid proves, or the
-one that is registered under its name.
+one that is registered under its name. A `jax.shard_map` of the step's own is opaque in
+the same way; its specs are its rule.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar_passes.program.equations import Equation
-from autopar_passes.rules import cudnn, pallas_flops, pallas_grid
+from autopar_passes.rules import cudnn, manual, pallas_flops, pallas_grid
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.rules.kernel import GPU, PALLAS_EFFICIENCY, TPU, Kernel
 from autopar_passes.rules.registry import registered_rule
@@ -23,12 +24,13 @@ _ATTENTION = ("mha_", "splash_m", "_flash_attention", "flash_attention")
 
 def is_kernel(primitive: str) -> bool:
     """Whether a primitive is a hand-written kernel."""
-    return primitive in cudnn.PRIMITIVES or primitive == pallas_grid.PRIMITIVE
+    single = (pallas_grid.PRIMITIVE, manual.PRIMITIVE)
+    return primitive in cudnn.PRIMITIVES or primitive in single
 
 
 def kernel_name(eqn: Equation) -> str:
     """Returns what people call the kernel of an equation."""
-    if eqn.primitive in cudnn.PRIMITIVES:
+    if eqn.primitive != pallas_grid.PRIMITIVE:
         return eqn.primitive
     return pallas_grid.kernel_name(eqn.params)
 
@@ -50,6 +52,8 @@ def kernel_rule(
     Raises:
       ValueError: a registered rule splits what shards of the kernel cannot.
     """
+    if eqn.primitive == manual.PRIMITIVE:
+        return manual.manual_rule(operands, results, eqn.params)
     name = kernel_name(eqn)
     own = registered_rule(name, operands, results, eqn.params)
     if eqn.primitive in cudnn.PRIMITIVES:
@@ -60,17 +64,23 @@ def kernel_rule(
 
 
 def kernel_work(
-    eqn: Equation, operands: Sequence[Any], arrays: Sequence[Any]
+    eqn: Equation,
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    arrays: Sequence[Any],
 ) -> Kernel:
     """Returns the work of a kernel on whole operands.
 
     Args:
       eqn: an equation whose primitive `is_kernel`.
       operands: the abstract operands.
+      results: the abstract results.
       arrays: for each operand, its array where the program holds it, else None.
     """
     if eqn.primitive in cudnn.PRIMITIVES:
         return cudnn.attention_kernel(eqn.primitive, operands, eqn.params)
+    if eqn.primitive == manual.PRIMITIVE:
+        return manual.manual_kernel(operands, results, eqn.params)
     name, cost = kernel_name(eqn), eqn.params.get("cost_estimate")
     found = pallas_flops.count(eqn.params, arrays)
     matrix = found.matrix > 0

@@ -107,6 +107,11 @@ def count(params: dict[str, Any], operands: Sequence[Any]) -> Count:
     return total * (float(np.prod(grid)) / len(points))
 
 
+def count_body(jaxpr: Any) -> Count:
+    """Counts the FLOPs of a body without a grid, of the shapes that it has."""
+    return _Walk({}, {}, {}).body(jaxpr, {})[0]
+
+
 def _spread(size: int) -> list[int]:
     """Points of one dimension: all of them, or some in the middle of equal parts."""
     if size <= POINTS:
@@ -142,6 +147,8 @@ class _Walk:
             return self.cond(eqn, given, env)
         if name == "while":
             return self.loop(eqn, given)
+        if name == "pallas_call":
+            return count(eqn.params, [None] * len(eqn.invars))
         inner = list(jax_compat.subjaxprs(eqn))
         if inner:
             return self.call(eqn, inner[0], given, env)

@@ -260,7 +260,9 @@ class _Grid:
 def _blocks(params: dict[str, Any]) -> _Grid | None:
     """Reads the grid of a kernel; None where it is of a kind that is not known."""
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
-    if not all(isinstance(n, int) for n in mapping.grid) or params.get("mesh"):
+    static = all(isinstance(n, int) for n in mapping.grid)
+    # A grid with names lets the kernel ask for them as for axes of a mesh.
+    if not static or mapping.grid_names or params.get("mesh"):
         return None
     count = len(mapping.grid)
     blocks: list[_Block] = []

@@ -72,7 +72,7 @@ def filled(tree: Any) -> Any:
     return jax.tree.unflatten(
         form,
         [
-            jax.random.normal(k, x.shape, x.dtype)
+            0.2 * jax.random.normal(k, x.shape, x.dtype)
             for k, x in zip(keys, leaves, strict=True)
         ],
     )

@@ -50,9 +50,8 @@ def on_shards(
 )
 def test_rows_are_split_in_whole_blocks(axes: tuple[int, ...], rows: int) -> None:
     """64 rows in 8 blocks, over up to 8 devices; the vector is whole everywhere."""
-    x, w = (
-        jax.random.normal(jax.random.key(k), s) for k, s in ((0, (64, 16)), (1, 16))
-    )
+    x = jax.random.normal(jax.random.key(0), (64, 16), jnp.float32)
+    w = jax.random.normal(jax.random.key(1), (16,), jnp.float32)
     step = lambda x, w: scaled(x, w, interpret=True)  # noqa: E731
     eqn, op = kernel(step, x, w)
 
