@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 
+from autopar.compression import packing
 from autopar.compression.codecs.codec import (
     AllGather,
     AllReduce,
@@ -112,12 +113,14 @@ def _answer(
         members = [k for k, request in asked.items() if type(request) is kind]
         if not members:
             continue
+        members.sort(key=lambda k: asked[k].part is not None)
         arrays = [_content(asked[k]) for k in members]
-        widths = [a.shape[-1] for a in arrays]
-        whole = collective(jnp.concatenate(arrays, axis=-1))
-        ends = [sum(widths[: i + 1]) for i in range(len(widths) - 1)]
-        for k, part in zip(members, jnp.split(whole, ends, axis=-1), strict=True):
-            answers[k] = part
+        parts = [asked[k].part for k in members]
+        whole = collective(packing.packed(arrays, parts))
+        for k, answer in zip(
+            members, packing.taken_apart(whole, arrays, parts), strict=True
+        ):
+            answers[k] = answer
     return answers
 
 

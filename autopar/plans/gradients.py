@@ -22,6 +22,10 @@ class GradientDecision(
         device along them then sends a part.
       keeps: whether the sum stays split over these; it is gathered otherwise.
       codec: how it is sent, as text; '' leaves it to the compiler.
+      limit: the codec, as text, that the program is compiled for where parameters of
+        ``codec`` are inputs of it; '' where all are constants.
+      room: part of the limit's bytes that is sent, for all gradients of the bucket with
+        that limit together.
       feedback: whether what was not sent is added to the next step's gradient.
       average_every: steps between averages of the residuals over the devices; 0:
         never.
@@ -43,6 +47,8 @@ class GradientDecision(
     within: tuple[str, ...] = ()
     keeps: bool = False
     codec: str = ""
+    limit: str = ""
+    room: float = 1.0
     feedback: bool = False
     average_every: int = 0
     bucket: int = 0

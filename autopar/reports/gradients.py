@@ -25,6 +25,7 @@ from autopar.cost.codecs.terms import local_s
 from autopar.cost.collectives import collective_bytes, collective_s
 from autopar.cost.pricer import Pricer
 from autopar.layouts.buckets import WITHIN, Bucket, BucketCollective, bucket_messages
+from autopar.planner.codecs.adjusted import codec_of
 from autopar.planner.codecs.choose import CANDIDATES
 from autopar.plans import GradientDecision, Plan
 from autopar.reports.table import CollectiveRow
@@ -59,7 +60,7 @@ def codec_rows(plan: Plan, pricer: Pricer) -> tuple[CollectiveRow, ...]:
 
 def _rounds(gradient: GradientDecision, route: Route) -> tuple[Message, ...]:
     """The codec's collectives, and the average of the residuals if there is one."""
-    found = route.rounds(parse_codec(gradient.codec))
+    found = route.rounds(codec_of(gradient))
     if not gradient.average_every:
         return found
     nbytes = 4.0 * route.elements
@@ -138,4 +139,9 @@ def codec_options(
     texts = list(dict.fromkeys([gradient.codec, *CANDIDATES]))
     for text in filter(None, texts):
         priced[text] = with_wire_bytes(codec_price(pricer, route, text), route)
+    if gradient.limit:
+        chosen = priced[gradient.codec]
+        priced[gradient.codec] = dataclasses.replace(
+            chosen, wire_bytes=gradient.wire_bytes
+        )
     return sorted((priced[text] for text in texts), key=lambda price: price.seconds)

@@ -323,6 +323,8 @@ def _gradient_cells(alike: Sequence[GradientDecision]) -> tuple[str, ...]:
 def method_text(gradient: GradientDecision) -> str:
     """The way to send a gradient, such as ``int4, feedback``."""
     words = [gradient.codec or "as it is"]
+    if gradient.limit:
+        words.append(f"by inputs of {gradient.limit}")
     if gradient.feedback:
         words.append("feedback")
     if gradient.average_every:

@@ -256,6 +256,11 @@ class CodecRun:
             )
         return found
 
+    def wished(self, plan: Plan, codecs: Mapping[str, str]) -> Plan:
+        """The plan with the codecs that the policy wants, where they can be used."""
+        often = getattr(self.policy, "often", False)
+        return self.recoding.changed(plan, codecs, lenient=True, often=often)
+
     def finite(self) -> bool:
         """Whether every gradient of the last step was finite."""
         return not np.asarray(self._telemetry)[:, NON_FINITE].any()

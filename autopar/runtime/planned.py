@@ -189,6 +189,18 @@ def planned_step(
     return PlannedStep(analysis, plan, assignment, mesh, function, found, gradients)
 
 
+def with_inputs_of(planned: PlannedStep, plan: Plan) -> PlannedStep:
+    """The step under a plan that differs in inputs of its program alone.
+
+    Args:
+      planned: the step.
+      plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
+    """
+    assert planned.sums is not None
+    sums = gradient_sums(planned.assignment, plan, planned.mesh, planned.sums.fallback)
+    return dataclasses.replace(planned, plan=plan, sums=sums)
+
+
 def _named(function: Callable[..., Any], analysis: Analysis) -> Callable[..., Any]:
     """Gives a function the step's name: profiles and dumps show it for the module."""
     if analysis.traced is not None:

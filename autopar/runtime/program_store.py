@@ -6,9 +6,15 @@ from collections.abc import Collection, Hashable, Sequence
 from typing import Any
 
 from autopar.compression.fallback import Fallback
+from autopar.planner.codecs.adjusted import program_plan
 from autopar.plans import Plan
 from autopar.runtime.agreement import content_digest
-from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.runtime.planned import (
+    PlannedStep,
+    device_mesh,
+    planned_step,
+    with_inputs_of,
+)
 from autopar.runtime.recent import Recent
 from autopar.runtime.step_planner import Analysed
 
@@ -75,7 +81,9 @@ class ProgramStore:
         mesh = device_mesh(plan, devices)
         used = tuple(d.id for d in mesh.devices.flat)
         # The signature, as structures that hold functions make one step two.
-        key = (analysed.key, analysed.weak, content_digest(plan), used)
+        # What is an input of the program makes none other.
+        digest = content_digest(program_plan(plan))
+        key = (analysed.key, analysed.weak, digest, used)
         found = self._programs.get(key)
         if found is None or found.mesh != mesh:
             found = self._programs.put(
@@ -89,6 +97,8 @@ class ProgramStore:
                     fallback=self.fallback,
                 ),
             )
+        if found.plan.gradients != plan.gradients:
+            return with_inputs_of(found, plan)
         return found
 
     def release(self, devices: Collection[Any]) -> None:

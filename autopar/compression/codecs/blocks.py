@@ -153,6 +153,11 @@ def salt(context: CodecContext, shot: int) -> jax.Array:
 def uniform(shape: tuple[int, ...], salt_word: jax.Array) -> jax.Array:
     """Float32 in [0, 1), a hash of position and salt; multiples of 2 ** -24."""
     position = jax.lax.iota(jnp.uint32, int(np.prod(shape))).reshape(shape)
+    return uniform_at(position, salt_word)
+
+
+def uniform_at(position: jax.Array, salt_word: jax.Array) -> jax.Array:
+    """`uniform` at positions, uint32."""
     # 2 ** 32 / golden ratio spreads neighbouring positions (Knuth, TAOCP 6.4).
     word = mix((position * jnp.uint32(0x9E3779B9)) ^ salt_word)
     return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)

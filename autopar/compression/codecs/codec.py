@@ -17,13 +17,32 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 
 # A codec's state: a pytree of arrays local to one device.
 State = Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """How much of a request counts, where an input of the program says so.
+
+    What counts comes first; behind it the answer holds zeros. Such requests travel
+    without the rest (`autopar.compression.packing`).
+
+    Attributes:
+      used: elements of the last dim that count, an int32 scalar, the same on all
+        workers.
+      room: for what part of the last dim the message has room, if the requests that
+        travel with it share theirs.
+    """
+
+    used: jax.Array
+    room: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,6 +50,7 @@ class AllToAll:
     """Row i of ``payload``, uint8 (n, b), goes to worker i; answer: (n, b)."""
 
     payload: jax.Array
+    part: Part | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,6 +58,7 @@ class AllGather:
     """``payload``, uint8 (b,), goes to all; answer: (n, b)."""
 
     payload: jax.Array
+    part: Part | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -45,6 +66,7 @@ class AllReduce:
     """``values``, float32 (k,), are summed over the workers; answer: (k,)."""
 
     values: jax.Array
+    part: Part | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,6 +74,7 @@ class ReduceScatter:
     """``values``, float32 (n, c), are summed; answer: this worker's row, (c,)."""
 
     values: jax.Array
+    part: Part | None = None
 
 
 Request = AllToAll | AllGather | AllReduce | ReduceScatter
@@ -90,6 +113,9 @@ class CodecContext:
       size: its number of elements; chunks hold zeros behind it when it is not
         scattered.
       scatter: whether each worker needs only its own chunk of the sum.
+      inputs: `Codec.amounts` that are inputs of the program, int32 scalars by name;
+        None: they are constants.
+      room: see `Part`.
     """
 
     workers: int
@@ -99,6 +125,18 @@ class CodecContext:
     shape: tuple[int, ...]
     size: int
     scatter: bool
+    inputs: Mapping[str, jax.Array] | None = None
+    room: float = 1.0
+
+    def amount(self, name: str, constant: int) -> int | jax.Array:
+        """An amount by name: the input of the program, or else the constant."""
+        return constant if self.inputs is None else self.inputs[name]
+
+    def part(self, used: int | jax.Array) -> Part | None:
+        """The part of a request that counts; None where amounts are constants."""
+        if self.inputs is None:
+            return None
+        return Part(jnp.asarray(used, jnp.int32), self.room)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +147,38 @@ class Codec(abc.ABC):
       name: the word it is written with, as in ``int4:block=64``.
       feedback: whether its error must be fed back for training to converge.
       linear: whether the sum of what is sent is what the sum would send.
+      sized: the field that decides how much is sent, where it can be an input of the
+        program (`autopar.compression.adjusting`); '' where it cannot.
+      free: other fields that can be inputs.
+      restarts: names of `amounts` on whose change the state starts anew.
     """
 
     name: ClassVar[str]
     feedback: ClassVar[bool] = False
     linear: ClassVar[bool] = False
+    sized: ClassVar[str] = ""
+    free: ClassVar[tuple[str, ...]] = ()
+    restarts: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def adjustable(self) -> bool:
+        """Whether ``sized`` and ``free`` can be inputs of the program."""
+        return bool(self.sized)
+
+    def amounts(
+        self, shape: tuple[int, ...], workers: int, *, scatter: bool
+    ) -> dict[str, int]:
+        """What ``sized`` and ``free`` are for a gradient, in whole numbers.
+
+        `reduce` asks for them by `CodecContext.amount`.
+
+        Args:
+          shape: of the gradient on one device.
+          workers: number of workers.
+          scatter: whether each worker needs only its part of the sum.
+        """
+        del shape, workers, scatter
+        return {}
 
     @property
     def unit(self) -> int:

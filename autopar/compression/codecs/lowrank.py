@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from autopar.compression.codecs.blocks import uniform
+from autopar.compression.codecs.blocks import uniform_at
 from autopar.compression.codecs.codec import (
     AllReduce,
     Codec,
@@ -74,6 +74,8 @@ class PowerSGD(Codec):
     name: ClassVar[str] = "powersgd"
     feedback: ClassVar[bool] = True
     linear: ClassVar[bool] = True
+    sized: ClassVar[str] = "rank"
+    restarts: ClassVar[tuple[str, ...]] = ("rank",)
     rank: int = 4
     values: Values = "f32"
 
@@ -86,6 +88,18 @@ class PowerSGD(Codec):
             )
         if self.rank < 1:
             raise ValueError(f"powersgd: rank must be positive, got {self.rank}.")
+
+    @property
+    def adjustable(self) -> bool:
+        """See `Codec`: not where the factors are cut into blocks."""
+        return self.values == "f32"
+
+    def amounts(
+        self, shape: tuple[int, ...], workers: int, *, scatter: bool
+    ) -> dict[str, int]:
+        """See `Codec`: columns of the factors."""
+        del workers, scatter
+        return {"rank": min(self.rank, *matrix_shape(shape))}
 
     def check(self, shape: tuple[int, ...], *, scatter: bool) -> str:
         """See `Codec`."""
@@ -121,11 +135,13 @@ class PowerSGD(Codec):
         rows, columns = matrix_shape(context.shape)
         flat = chunks.reshape(-1)
         matrix = flat[: context.size].reshape(rows, columns)
-        start = _start(state, context)
+        rank = context.amount("rank", state.shape[1])
+        start = _first_columns(_start(state, context, rank), rank)
         summed, _ = yield from self._sum(_dot(matrix, start), context)
         # Householder's QR stays orthonormal where P has fewer than r independent
-        # columns, and P is the same everywhere, hence so is its result.
-        left = jnp.linalg.qr(summed)[0]
+        # columns, and P is the same everywhere, hence so is its result. Columns of
+        # zeros behind the others do not change what becomes of these.
+        left = _first_columns(jnp.linalg.qr(summed)[0], rank)
         right, own = yield from self._sum(_dot(matrix.T, left), context)
 
         def chunked(factor: jax.Array) -> jax.Array:
@@ -143,10 +159,14 @@ class PowerSGD(Codec):
         Column after column: their magnitudes are the singular values, and codes of
         one block share a scale.
         """
+        columns = factor.T
+        if context.inputs is not None:
+            used = context.part(context.inputs["rank"] * factor.shape[0])
+            total = yield AllReduce(columns.reshape(-1), used)
+            return total.reshape(columns.shape).T, factor
         if self.values == "f32":
             total = yield AllReduce(factor.reshape(-1))
             return total.reshape(factor.shape), factor
-        columns = factor.T
         codec, n, size = _WIRES[self.values], context.workers, factor.size
         chunk = codec.chunk(-(-size // n))
         flat = jnp.pad(columns.reshape(-1), (0, n * chunk - size))
@@ -160,13 +180,26 @@ class PowerSGD(Codec):
         return whole(out.total), whole(out.sent)
 
 
-def _start(state: jax.Array, context: CodecContext) -> jax.Array:
-    """The last step's Q, scaled to 1; random where it is zero or not finite."""
+def _start(state: jax.Array, context: CodecContext, rank: int | jax.Array) -> jax.Array:
+    """The last step's Q, scaled to 1; random where it is zero or not finite.
+
+    The first ``rank`` columns of what is random do not depend on how many there are.
+    """
     salt = shared_salt(context.step, context.seed, stream=3)
-    random = uniform(state.shape, salt) - 0.5
+    row, column = (lax.broadcasted_iota(jnp.uint32, state.shape, d) for d in (0, 1))
+    width = jnp.asarray(rank, jnp.uint32)
+    random = uniform_at(row * width + column, salt) - 0.5
     largest = jnp.max(jnp.abs(state))
     usable = jnp.isfinite(largest) & (largest > 0)
     return jnp.where(usable, state / jnp.where(usable, largest, 1.0), random)
+
+
+def _first_columns(factor: jax.Array, rank: int | jax.Array) -> jax.Array:
+    """A factor with zeros behind its first columns."""
+    if isinstance(rank, int):
+        return factor
+    column = lax.broadcasted_iota(jnp.int32, factor.shape, 1)
+    return jnp.where(column < rank, factor, 0.0)
 
 
 def _dot(left: jax.Array, right: jax.Array) -> jax.Array:

@@ -9,6 +9,7 @@ elements of a block.
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any, ClassVar, Literal
 
 import jax
@@ -67,6 +68,11 @@ def kept(ratio: float, elements: int) -> int:
     return min(elements, max(1, round(ratio * elements)))
 
 
+def group_size(shape: tuple[int, ...], workers: int, *, scatter: bool) -> int:
+    """Real elements of each group that is selected from on its own."""
+    return math.prod(shape) // (workers if scatter else 1)
+
+
 def check_ratio(codec: Codec, ratio: float, field: str = "ratio") -> None:
     """Raises ValueError unless 0 < ``ratio`` <= 1."""
     if not 0 < ratio <= 1:
@@ -81,9 +87,20 @@ def groups(chunks: jax.Array, context: CodecContext) -> jax.Array:
     return chunks if context.scatter else chunks.reshape(1, -1)
 
 
-def share(payload: jax.Array, context: CodecContext) -> Request:
-    """Sends each group's message, uint8 (g, b), to whoever needs it."""
-    return AllToAll(payload) if context.scatter else AllGather(payload[0])
+def share(
+    payload: jax.Array, context: CodecContext, used: int | jax.Array | None = None
+) -> Request:
+    """Sends each group's message, uint8 (g, b), to whoever needs it.
+
+    Args:
+      payload: the messages.
+      context: the step.
+      used: bytes of each that count; default: all.
+    """
+    part = None if used is None else context.part(used)
+    if context.scatter:
+        return AllToAll(payload, part)
+    return AllGather(payload[0], part)
 
 
 def spread(indices: jax.Array, values: jax.Array, elements: int) -> jax.Array:
@@ -128,21 +145,57 @@ def send_selected(
       indices: int32 (g, k), distinct in a row; m or more for an empty slot.
       values: float32 (g, k).
       chunks: the partial gradient, (n, c).
-      context: the step.
+      context: the step; its amount ``kept`` is the number of slots that are sent.
       dtype: of the values on the wire.
     """
     elements = groups(chunks, context).shape[1]
+    slots = values.shape[1]
+    used = context.amount("kept", slots)
+    indices = _kept_slots(indices, used, elements)
     coded = values.astype(dtype)
-    places = to_bytes(indices.astype(jnp.int32))
-    payload = jnp.concatenate([to_bytes(coded), places], axis=1)
-    answer = yield share(payload, context)
-    split = payload.shape[1] - places.shape[1]
-    theirs = from_bytes(answer[:, :split], dtype).astype(jnp.float32)
-    total = add_all(from_bytes(answer[:, split:], jnp.int32), theirs, elements)
+    payload, width = _payload(coded, indices, used)
+    answer = yield share(payload, context, used * width)
+    values_of, places = _taken_apart(answer, dtype, slots, used)
+    places = _kept_slots(places, used, elements)
+    total = add_all(places, values_of.astype(jnp.float32), elements)
     sent = spread(indices, coded.astype(jnp.float32), elements)
     if not context.scatter:
         total = total.reshape(chunks.shape)
     return Reduced(total, sent.reshape(chunks.shape), ())
+
+
+def _kept_slots(indices: jax.Array, used: int | jax.Array, elements: int) -> jax.Array:
+    """Indices (g, k) with those of slots that are not sent as empty ones."""
+    if isinstance(used, int):
+        return indices
+    slot = lax.iota(jnp.int32, indices.shape[1])
+    return jnp.where(slot < used, indices, elements)
+
+
+def _payload(
+    coded: jax.Array, indices: jax.Array, used: int | jax.Array
+) -> tuple[jax.Array, int]:
+    """Bytes of the slots that are sent, all values first; and the bytes of a slot."""
+    values, places = to_bytes(coded), to_bytes(indices.astype(jnp.int32))
+    width = (values.shape[1] + places.shape[1]) // coded.shape[1]
+    if isinstance(used, int):
+        return jnp.concatenate([values, places], axis=1), width
+    out = jnp.pad(values, ((0, 0), (0, places.shape[1])))
+    first = used * jnp.int32(coded.dtype.itemsize)
+    return lax.dynamic_update_slice_in_dim(out, places, first, axis=1), width
+
+
+def _taken_apart(
+    answer: jax.Array, dtype: Any, slots: int, used: int | jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Values and places of `_payload`; behind the slots that are sent, anything."""
+    item, end = jnp.dtype(dtype).itemsize, answer.shape[1]
+    values = from_bytes(answer[:, : slots * item], dtype)
+    if isinstance(used, int):
+        return values, from_bytes(answer[:, slots * item :], jnp.int32)
+    width = end - slots * item
+    places = lax.dynamic_slice_in_dim(answer, used * item, width, axis=1)
+    return values, from_bytes(places, jnp.int32)
 
 
 def blocks_of(rows: jax.Array, block: int) -> jax.Array:
@@ -183,12 +236,19 @@ class TopK(Codec):
 
     name: ClassVar[str] = "topk"
     feedback: ClassVar[bool] = True
+    sized: ClassVar[str] = "ratio"
     ratio: float = 0.01
     values: Values = "bf16"
 
     def __post_init__(self) -> None:
         """Check the values."""
         check_ratio(self, self.ratio)
+
+    def amounts(
+        self, shape: tuple[int, ...], workers: int, *, scatter: bool
+    ) -> dict[str, int]:
+        """See `Codec`: the elements that are sent."""
+        return {"kept": kept(self.ratio, group_size(shape, workers, scatter=scatter))}
 
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""

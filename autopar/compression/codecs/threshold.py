@@ -13,6 +13,7 @@ Legend of shapes: g groups of m elements, k slots of a group, W = ceil(m / 32).
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import ClassVar
 
 import jax
@@ -25,6 +26,7 @@ from autopar.compression.codecs.sparse import (
     VALUE_TYPES,
     Values,
     check_ratio,
+    group_size,
     groups,
     kept,
     send_selected,
@@ -134,20 +136,36 @@ def kth_largest(x: jax.Array, k: int | jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(found, jnp.float32)
 
 
-def quantile(x: jax.Array, share: float, key: jax.Array) -> jax.Array:
+def quantile(
+    x: jax.Array, share: float, key: jax.Array, count: int | jax.Array | None = None
+) -> jax.Array:
     """About the magnitude that a ``share`` of the elements of ``x`` exceeds.
 
     The largest elements of a regular sample of at most 65536, taken from an
     offset that ``key`` decides.
+
+    Args:
+      x: the elements.
+      share: of them.
+      key: uint32.
+      count: elements of the sample that exceed it, if not that share of
+        `sample_size` of them.
     """
     flat = x.reshape(-1)
     stride = -(-flat.size // _SAMPLE)
     if stride > 1:
-        count = flat.size // stride
+        rows = flat.size // stride
         offset = key % jnp.uint32(stride)
-        columns = flat[: count * stride].reshape(count, stride)
+        columns = flat[: rows * stride].reshape(rows, stride)
         flat = jnp.take(columns, offset.astype(jnp.int32), axis=1)
-    return kth_largest(flat, kept(share, flat.size))
+    if count is None:
+        count = kept(share, flat.size)
+    return kth_largest(flat, count)
+
+
+def sample_size(elements: int) -> int:
+    """Elements of the sample that `quantile` takes of so many."""
+    return elements // max(1, -(-elements // _SAMPLE))
 
 
 @register_codec
@@ -169,6 +187,8 @@ class Threshold(Codec):
 
     name: ClassVar[str] = "threshold"
     feedback: ClassVar[bool] = True
+    sized: ClassVar[str] = "ratio"
+    free: ClassVar[tuple[str, ...]] = ("every",)
     ratio: float = 0.01
     every: int = 1000
     exact: bool = False
@@ -191,14 +211,27 @@ class Threshold(Codec):
         """See `Codec`."""
         return -(-elements // _WORD) * _WORD
 
+    def amounts(
+        self, shape: tuple[int, ...], workers: int, *, scatter: bool
+    ) -> dict[str, int]:
+        """See `Codec`: elements sent of a group, and of what a refresh looks at."""
+        whole = math.prod(shape)
+        seen = whole if self.exact else sample_size(whole)
+        return {
+            "kept": kept(self.ratio, group_size(shape, workers, scatter=scatter)),
+            "larger": kept(self.ratio, seen),
+            "every": self.every,
+        }
+
     def reduce(self, chunks: jax.Array, state: State, context: CodecContext) -> Rounds:
         """See `Codec`."""
         x = groups(chunks, context)
         elements = chunks.shape[1] if context.scatter else context.size
         slots = kept(self.ratio, elements)
+        used = context.amount("kept", slots)
         key = shared_salt(context.step, context.seed, stream=2)
         # A threshold of zero, or of NaN, is none.
-        stale = (context.step % self.every == 0) | ~(state > 0)
+        stale = (context.step % context.amount("every", self.every) == 0) | ~(state > 0)
         threshold = lax.cond(
             stale, lambda: self._refreshed(chunks, context, key), lambda: state
         )
@@ -209,7 +242,7 @@ class Threshold(Codec):
         out = yield from send_selected(
             indices, values, chunks, context, VALUE_TYPES[self.values]
         )
-        excess = count.sum() / (slots * x.shape[0])
+        excess = count.sum() / (used * x.shape[0])
         factor = jnp.clip(excess**_POWER, 1 / _STEEPEST, _STEEPEST)
         return dataclasses.replace(out, state=threshold * factor)
 
@@ -220,5 +253,7 @@ class Threshold(Codec):
         if not context.scatter:
             flat = flat[: context.size]
         if self.exact:
-            return kth_largest(flat, kept(self.ratio, flat.size))
-        return quantile(flat, self.ratio, key)
+            larger = context.amount("larger", kept(self.ratio, flat.size))
+            return kth_largest(flat, larger)
+        sampled = kept(self.ratio, sample_size(flat.size))
+        return quantile(flat, self.ratio, key, context.amount("larger", sampled))

@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -54,6 +54,8 @@ class AcrossFamilies:
       every: steps between choices.
       state: what it remembers.
     """
+
+    often: ClassVar[bool] = True
 
     bandwidth_bytes_per_s: float
     latency_s: float = 0.0

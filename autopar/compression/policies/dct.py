@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from autopar.compression.policies.policy import Observation
 from autopar.compression.policies.signals import (
@@ -51,6 +51,8 @@ class Dct:
       most: the largest ratio that is set.
       state: what it remembers.
     """
+
+    often: ClassVar[bool] = True
 
     ratio: float = 0.01
     refresh: int = 1000

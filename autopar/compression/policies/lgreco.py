@@ -15,7 +15,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -43,6 +43,8 @@ class LGreCo:
       alpha: budget as a multiple of the reference's error.
       state: what it remembers.
     """
+
+    often: ClassVar[bool] = True
 
     reference: str = "powersgd"
     options: tuple[str, ...] = powersgd_family(4)

@@ -3,7 +3,9 @@
 A policy looks at the telemetry of a step every so often and answers with the
 codecs to use from the next step on, or None to leave them. Each set of codecs is
 one compiled program, kept, so a policy that goes back and forth between a few
-sets compiles each of them once.
+sets compiles each of them once. A policy that changes parameters of codecs often says
+so by ``often = True``: they become inputs of the program where they can
+(`autopar.compression.adjusting`).
 
 >>> class Halve:
 ...     every = 100

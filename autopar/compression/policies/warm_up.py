@@ -79,6 +79,11 @@ class WarmUp:
         return self.steps if self.then is None else self.then.every
 
     @property
+    def often(self) -> bool:
+        """Whether ``then`` has taken over and changes parameters often."""
+        return self.state.over and getattr(self.then, "often", False)
+
+    @property
     def probes(self) -> tuple[str, ...]:
         """The codecs that ``then`` wants measured; none before it takes over."""
         then = self.then

@@ -20,6 +20,7 @@ import jax.numpy as jnp
 
 from autopar.errors import PlanError
 from autopar.runtime import placement
+from autopar.runtime.gradients.adjusted_state import adjusted_state
 from autopar.runtime.gradients.sums import GradientSums, State
 
 # Earlier versions did not save these parts of a state.
@@ -34,6 +35,7 @@ def carry_over(state: State, new: GradientSums) -> State:
       new: how the new plan sums.
     """
     wanted, shardings = new.structs(), new.shardings()
+    members = {m.decision.name: m for m in new.members.values()}
     gradients: dict[str, Any] = {}
     fresh: State | None = None
     for name, struct in wanted["gradients"].items():
@@ -41,6 +43,7 @@ def carry_over(state: State, new: GradientSums) -> State:
         where = shardings["gradients"][name]
         levels = _levels(struct["codec"], new)
         kept = [_kept(old["codec"], level, k) for k, level in enumerate(levels)]
+        kept[0] = adjusted_state(old["codec"], kept[0], levels[0], members[name])
         if any(level is None for level in kept):
             fresh = fresh or new.init()
             made = _levels(_of(fresh, name), new)

@@ -15,6 +15,7 @@ import numpy as np
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.errors import PlanError
+from autopar.planner.codecs.adjusted import adjusted, changed_families, families
 from autopar.planner.codecs.sites import repriced
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime.agreement import content_digest
@@ -32,7 +33,12 @@ class Recoding:
         self._planned: Recent[str, Mapping[str, str]] = Recent(PLANS)
 
     def changed(
-        self, plan: Plan, codecs: Mapping[str, str], *, lenient: bool = False
+        self,
+        plan: Plan,
+        codecs: Mapping[str, str],
+        *,
+        lenient: bool = False,
+        often: bool = False,
     ) -> Plan:
         """The plan with other codecs for some gradients.
 
@@ -40,6 +46,8 @@ class Recoding:
           plan: the plan.
           codecs: name of a gradient -> its codec as text.
           lenient: whether a gradient that its codec cannot send stays as it is.
+          often: whether parameters that are changed become inputs of the program, if
+            they can be. Those that are inputs already stay so.
 
         Raises:
           PlanError: a name is none of its gradients, or a codec is not known or cannot
@@ -71,7 +79,23 @@ class Recoding:
                     "another codec."
                 )
             made[name] = decision if why else with_codec(decision, codec)
-        return self._remembered(plan, made)
+        after = tuple(made.get(g.name, g) for g in plan.gradients)
+        new = self.with_inputs(plan, plan.with_stage(gradients=after), often=often)
+        return self._remembered(plan, new.gradients)
+
+    def with_inputs(self, before: Plan, after: Plan, *, often: bool) -> Plan:
+        """A plan in which parameters that are or become inputs are so.
+
+        Args:
+          before: the plan in use.
+          after: the plan with other codecs.
+          often: whether those that differ become inputs.
+        """
+        wanted = families(before.gradients)
+        if often:
+            wanted |= changed_families(before.gradients, after.gradients)
+        made = adjusted(after.gradients, wanted)
+        return after.with_stage(gradients=made) if wanted else after
 
     def resumed(self, plan: Plan, state: Any) -> Plan:
         """The plan with the codecs that were saved with a state.
@@ -84,6 +108,7 @@ class Recoding:
         """
         texts = state.get("codecs", {}) if isinstance(state, dict) else {}
         made: dict[str, GradientDecision] = {}
+        limits: list[GradientDecision] = list(plan.gradients)
         for g in plan.gradients:
             if not g.codec or g.name not in texts:
                 continue
@@ -96,29 +121,38 @@ class Recoding:
                 made[g.name] = with_codec(
                     g, codec, feedback=not isinstance(kept, tuple)
                 )
-        return self._remembered(plan, made)
+                limit = _text(texts[g.name].get("limit", ()))
+                limits.append(msgspec.structs.replace(g, limit=limit))
+        after = [made.get(g.name, g) for g in plan.gradients]
+        return self._remembered(plan, adjusted(after, families(limits)))
 
     def texts(self, plan: Plan, names: Iterable[str]) -> dict[str, dict[str, Any]]:
-        """Returns the codecs of some gradients to save: as planned, and as sent."""
+        """Returns the codecs of some gradients to save: as planned, and as sent.
+
+        With the limits of those that have inputs.
+        """
         planned = self._planned_of(plan)
-        known = {g.name: g.codec for g in plan.gradients if g.codec}
+        known = {g.name: g for g in plan.gradients if g.codec}
         return {
             name: {
-                "planned": _bytes(planned.get(name, known[name])),
-                "sent": _bytes(known[name]),
+                "planned": _bytes(planned.get(name, known[name].codec)),
+                "sent": _bytes(known[name].codec),
+                "limit": _bytes(known[name].limit),
             }
             for name in names
             if name in known
         }
 
-    def _remembered(self, plan: Plan, made: Mapping[str, GradientDecision]) -> Plan:
-        """The plan with decisions replaced; itself if they are what it says."""
-        if all(made.get(g.name, g) == g for g in plan.gradients):
+    def _remembered(self, plan: Plan, after: tuple[GradientDecision, ...]) -> Plan:
+        """The plan with other decisions; itself if they are what it says."""
+        if after == plan.gradients:
             return plan
-        new = plan.with_stage(
-            gradients=tuple(made.get(g.name, g) for g in plan.gradients)
-        )
-        before = {g.name: g.codec for g in plan.gradients if g.name in made}
+        new = plan.with_stage(gradients=after)
+        before = {
+            old.name: old.codec
+            for old, made in zip(plan.gradients, after, strict=True)
+            if old != made
+        }
         self._planned.put(content_digest(new), before | self._planned_of(plan))
         return new
 
@@ -142,6 +176,8 @@ def with_codec(
     changed = msgspec.structs.replace(
         decision,
         codec=format_codec(codec),
+        limit="",
+        room=1.0,
         feedback=decision.feedback or codec.feedback or feedback,
     )
     return repriced(changed)

@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
+from autopar.compression.adjusting import set_amounts
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.fallback import (
     Fallback,
@@ -39,6 +41,7 @@ from autopar.layouts.assignment import Assignment
 from autopar.layouts.buckets import Bucket
 from autopar.layouts.layout import Axes, Layout
 from autopar.layouts.summation import Summation, summation_of
+from autopar.planner.codecs.adjusted import check_rooms, codec_of
 from autopar.plans import GradientDecision, Plan
 from autopar_passes.layouts import partition_spec
 
@@ -56,6 +59,7 @@ class Member:
       stacked: layout of the stacked partial gradient.
       result: layout in which the sum comes out.
       home: layout in which the plan wants it.
+      amounts: the codec's amounts that are inputs of the program; None: none are.
       levels: ``gradient`` by its codec and by each of the fallback; empty without.
     """
 
@@ -66,12 +70,20 @@ class Member:
     result: Layout
     home: Layout
     levels: tuple[Gradient, ...] = ()
+    amounts: Mapping[str, int] | None = None
 
     @property
     def bucket(self) -> Bucket[int]:
         """Members of equal buckets are summed together."""
         summation = self.summation
         return Bucket(self.decision.bucket, summation.axes, summation.within)
+
+    def with_amounts(self, state: State) -> State:
+        """A state of the first level's codec with the amounts of this member."""
+        if self.amounts is None:
+            return state
+        now = {name: jnp.int32(value) for name, value in self.amounts.items()}
+        return set_amounts(state, now)
 
     @property
     def residual(self) -> tuple[tuple[int, ...], Layout]:
@@ -150,9 +162,12 @@ class GradientSums:
 
     def _fresh(self, member: Member) -> State:
         if not member.levels:
-            return init_state(member.gradient, member.summation.workers)
+            state = init_state(member.gradient, member.summation.workers)
+            return {**state, "codec": member.with_amounts(state["codec"])}
         levels = [[gradient] for gradient in member.levels]
-        return init_level_states(levels, member.summation.workers)[0]
+        state = init_level_states(levels, member.summation.workers)[0]
+        first, *others = state["codec"]
+        return {**state, "codec": (member.with_amounts(first), *others)}
 
     def _create(self) -> State:
         devices = math.prod(self.mesh.shape.values())
@@ -182,12 +197,13 @@ def gradient_sums(
       fallback: the codecs of a step in which the plan's send too little.
 
     Raises:
-      PlanError: a codec cannot be used for its gradient, or the plan's layouts do
-        not let its sum wait.
+      PlanError: a codec cannot be used for its gradient or does not fit its limit, or
+        the plan's layouts do not let its sum wait.
     """
     chosen = [g for g in plan.gradients if g.codec]
     if not chosen:
         return None
+    check_rooms(chosen)
     members: dict[int, Member] = {}
     for number, decision in enumerate(chosen):
         members[decision.value] = _member(assignment, decision, number, mesh, fallback)
@@ -233,7 +249,23 @@ def _member(
     except ValueError as error:
         raise PlanError(str(error)) from error
     result = home if summation.scatter or summation.keeps else layout
-    return Member(decision, gradient, summation, (axes, *layout), result, home, levels)
+    member = Member(
+        decision, gradient, summation, (axes, *layout), result, home, levels
+    )
+    return _with_inputs(member) if decision.limit else member
+
+
+def _with_inputs(member: Member) -> Member:
+    """A member whose codec takes its amounts from the state."""
+    gradient, decision = member.gradient, member.decision
+    amounts = gradient.codec.amounts(
+        gradient.shape, member.summation.workers, scatter=gradient.scatter
+    )
+    gradient = dataclasses.replace(gradient, codec=codec_of(decision))
+    levels = (gradient, *member.levels[1:]) if member.levels else ()
+    return dataclasses.replace(
+        member, gradient=gradient, levels=levels, amounts=amounts
+    )
 
 
 def _summation(

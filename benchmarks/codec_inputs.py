@@ -1,0 +1,81 @@
+"""Programs that policies need whose changes are inputs, and the bytes that it takes.
+
+    python benchmarks/codec_inputs.py
+
+The matrices of a small GPT, summed over four workers. Changes are simulated: `Dct`
+doubles the shares of gradients in a random order until all are at most a quarter, and
+`LGreCo` draws ranks around four. Nothing runs and nothing is compiled: a program is
+counted for each limit and room. Bytes are beside those of messages without room.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from unittest import mock
+
+import workloads
+
+from autopar.compression import adjusting
+from autopar.compression.adjusting import Adjustable, Adjusted, limit_of, room_for
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.exchange import wire_bytes
+
+WORKERS = 4
+SHAPES = [(256, 1024), (1024, 256), (256, 256), (256, 768)] * 6 + [(96, 256), (256, 96)]
+HEADING = ("policy", "rooms apart", "sets", "programs", "mean bytes", "most bytes")
+
+
+def dct() -> list[list[str]]:
+    """Sets of codecs, one after the other."""
+    shares = [0.01] * len(SHAPES)
+    found = [list(shares)]
+    while open_ := [k for k, share in enumerate(shares) if share < 0.25]:
+        for k in random.sample(open_, min(len(open_), random.choice([1, 1, 2, 5]))):
+            shares[k] = min(0.25, shares[k] * 2)
+        found.append(list(shares))
+    return [[f"threshold:ratio={share}" for share in row] for row in found]
+
+
+def lgreco() -> list[list[str]]:
+    """Sets of codecs, one after the other."""
+    ranks = [[round(random.gauss(4, 1.5)) for _ in SHAPES] for _ in range(30)]
+    return [[f"powersgd:rank={max(2, min(8, r))}" for r in row] for row in ranks]
+
+
+def programs(sets: Sequence[Sequence[str]]) -> tuple[int, int, float, float]:
+    """Different sets, programs, and bytes beside exact ones: their mean and most."""
+    found: set[object] = set()
+    ratios: list[float] = []
+    for texts in sets:
+        group = [
+            Adjusted(parse_codec(text), shape, WORKERS, scatter=False)
+            for text, shape in zip(texts, SHAPES, strict=True)
+        ]
+        limit = limit_of([g.codec for g in group])
+        room = room_for(group, limit)
+        found.add((limit, room))
+        exact = sum(wire_bytes(g.codec, g.shape, WORKERS) for g in group)
+        codec = Adjustable(limit, room)
+        there = sum(wire_bytes(codec, g.shape, WORKERS) for g in group)
+        ratios.append(there / exact)
+    different = len({tuple(texts) for texts in sets})
+    return different, len(found), sum(ratios) / len(ratios), max(ratios)
+
+
+def main() -> None:
+    """Prints the table."""
+    random.seed(1)
+    changes = {"Dct": dct(), "LGreCo": lgreco()}
+    workloads.row(*HEADING)
+    workloads.row(*["---"] * len(HEADING))
+    for name, sets in changes.items():
+        for steps in (1, 2, 4):
+            with mock.patch.object(adjusting, "_STEPS", steps):
+                count, made, mean, most = programs(sets)
+            apart = f"{2 ** (1 / steps):.2f}"
+            workloads.row(name, apart, count, made, f"{mean:.2f}", f"{most:.2f}")
+
+
+if __name__ == "__main__":
+    main()
