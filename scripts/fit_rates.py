@@ -161,6 +161,7 @@ def product(rows: Sequence[xla_tables.Product]) -> dict[str, Any]:
     names = ("start_s", "s_per_depth", "rate_part", "traffic_part", "sharpness")
     fitted = [float(f"{value:.4g}") for value in np.exp(found.x)]
     return dict(zip(names, fitted, strict=True)) | {
+        "best_part": float(f"{np.max(work / seconds):.4g}"),
         "areas": AREAS,
         "depths": DEPTHS,
         "sides": SIDES,

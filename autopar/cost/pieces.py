@@ -18,6 +18,7 @@ import numpy as np
 Polynomial = tuple[float, float, float, float]
 ZERO: Polynomial = (0.0, 0.0, 0.0, 0.0)
 DEGREE = 3
+_NEGLIGIBLE = 1e-60
 
 
 def monomial(value: float, degree: int) -> Polynomial:
@@ -96,7 +97,10 @@ def positive_roots(p: Polynomial) -> list[float]:
     """The positive real roots of a polynomial, in order."""
     if not (p[2] or p[3]):
         return [-p[0] / p[1]] if p[1] and -p[0] / p[1] > 0 else []
-    roots = np.roots(np.trim_zeros(np.array(p[::-1]), "f"))
+    found = np.array(p[::-1])
+    # Coefficients that no batch can make count would overflow the others.
+    found[np.abs(found) < _NEGLIGIBLE * np.abs(found).max()] = 0.0
+    roots = np.roots(np.trim_zeros(found, "f"))
     real = roots[np.abs(roots.imag) < 1e-9 * (1 + np.abs(roots))].real
     return sorted({float(r) for r in real if r > 0})
 

@@ -59,17 +59,19 @@ def products_s(
     m, n, k = np.maximum(sides, tile).T
     rows, columns, depth = sides.T
     area = batch * m * n
-    attained = device.peak(dtype) * device.matmul_efficiency * rates.rate_part
+    attained = device.peak(dtype) * device.matmul_efficiency
     bandwidth = device.memory_bandwidth_bytes_per_s * rates.traffic_part
     read = itemsize * batch * (rows + columns) * depth
     written = max(itemsize, 2.0) * batch * rows * columns
+    work = 2.0 * area * k / attained
     parts = np.stack(
-        [rates.s_per_depth * k, 2.0 * area * k / attained, (read + written) / bandwidth]
+        [rates.s_per_depth * k, work / rates.rate_part, (read + written) / bandwidth]
     )
     largest = parts.max(axis=0)
     powers = ((parts / largest) ** rates.sharpness).sum(axis=0)
     modelled = rates.start_s + largest * powers ** (1 / rates.sharpness)
-    return modelled * np.exp(_left(rates, batch, m, n, k))
+    found = modelled * np.exp(_left(rates, batch, m, n, k))
+    return np.maximum(found, work / rates.best_part)
 
 
 def _left(rates: ProductRates, batch: Array, m: Array, n: Array, k: Array) -> Array:

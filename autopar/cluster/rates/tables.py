@@ -52,6 +52,7 @@ class ProductRates(msgspec.Struct, frozen=True):
       rate_part: part of ``peak * matmul_efficiency``.
       traffic_part: part of the memory bandwidth; above 1 where caches help.
       sharpness: how suddenly the largest of the three takes over.
+      best_part: the best rate measured, as `rate_part`; nothing is taken to be faster.
       tile: elements; a shorter side M or N takes as long.
       areas: log2 of ``batch * M * N`` at the knots.
       depths: log2 of K at the knots.
@@ -68,6 +69,7 @@ class ProductRates(msgspec.Struct, frozen=True):
     rate_part: float
     traffic_part: float
     sharpness: float
+    best_part: float
     tile: float = 64.0
     areas: tuple[float, ...] = ()
     depths: tuple[float, ...] = ()
@@ -130,4 +132,5 @@ def product_rates(rates: str, itemsize: int) -> ProductRates | None:
         rate_part=1.0,
         traffic_part=of.traffic_part,
         sharpness=of.sharpness,
+        best_part=of.best_part,
     )

@@ -73,6 +73,12 @@ def test_constants_have_no_bend() -> None:
     assert positive_roots((1.0, 0.0, 0.0, 0.0)) == []
 
 
+def test_coefficients_next_to_nothing_do_not_hide_a_root() -> None:
+    found = largest((0.0, 0.0, 1.0, 1.1e-266), (1.0, 0.0, 0.0, 0.0))
+    assert value_at(found.at(0.5), 0.5) == 1.0
+    assert value_at(found.at(3.0), 3.0) == pytest.approx(9.0)
+
+
 def test_powers_beyond_a_cube_are_refused() -> None:
     with pytest.raises(ValueError, match="degree must be 0 to 3, got 4"):
         monomial(1.0, 4)
