@@ -94,8 +94,13 @@ class PlannedStep:
         """Sharding of each flat argument."""
         return _in_shardings(self.analysis, self.assignment, self.mesh)
 
-    def lower(self) -> Any:
-        """Returns JAX's ``Lowered`` of the planned program."""
+    def lower(self, platform: str = "cpu") -> Any:
+        """Returns JAX's ``Lowered`` of the planned program.
+
+        Args:
+          platform: JAX's name of the one to lower for, on an abstract mesh; on a mesh
+            of devices it is theirs.
+        """
         abstract = isinstance(self.mesh, AbstractMesh)
         graph = self.analysis.graph
         values = [graph.values[i.value] for i in graph.inputs]
@@ -112,7 +117,7 @@ class PlannedStep:
             )
         traced = self.function.trace(*structs)
         if abstract:
-            return traced.lower(lowering_platforms=("cpu",))
+            return traced.lower(lowering_platforms=(platform,))
         return traced.lower()
 
     def compile(self) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Generator
 from typing import Any
 
 import jax
+import numpy as np
 
 # jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). What is
 # missing there in 0.10.2 is the name stack of an equation and how to bind an
@@ -156,3 +157,59 @@ def leave_coordination() -> None:
     for kept in (state.client, state.service):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     state.client = state.service = None
+
+
+def compile_without_devices(
+    module: bytes, *, platform: str, topology: str, description: str, devices: int
+) -> tuple[str, dict[str, int]]:
+    """Compiles a module for devices that this host does not have.
+
+    ``jax.experimental.topologies`` describes the devices. What JAX compiles with it is
+    one of its own functions; a module from another process goes to
+    ``compiler.backend_compile_and_load``, which is private, as are the parser of
+    modules and the options (0.10.2).
+
+    Args:
+      module: bytecode of a lowered program.
+      platform: "cuda" or "tpu".
+      topology: the devices, in the compiler's form.
+      description: of a GPU, in the compiler's form.
+      devices: how many of them run the program, the first ones.
+
+    Returns:
+      The text of the optimized module, and the bytes of its memory by kind.
+    """
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import _jax
+    from jax._src.lib.mlir import ir
+    from jax.experimental import topologies
+
+    given = {} if platform == "tpu" else {"topology": topology}
+    if platform != "tpu":
+        given["target_config"] = description
+    name = topology if platform == "tpu" else "gpu"
+    found = topologies.get_topology_desc(name, platform, **given).devices
+    used = np.array(found[:devices])
+    with mlir.make_ir_context():
+        parsed = ir.Module.parse(module)
+        options = compiler.get_compile_options(
+            1, devices, device_assignment=used[None, :], backend=used[0].client
+        )
+        built = options.executable_build_options
+        built.allow_spmd_sharding_propagation_to_output = _free_results(parsed)
+        program = compiler.backend_compile_and_load(
+            used[0].client, parsed, _jax.DeviceList(tuple(used)), options, []
+        )
+    memory = program.get_compiled_memory_stats()
+    kinds = ("argument", "output", "alias", "temp")
+    sizes = {f"{k}_bytes": getattr(memory, f"{k}_size_in_bytes") for k in kinds}
+    return program.hlo_modules()[0].to_string(), sizes
+
+
+def _free_results(module: Any) -> list[bool]:
+    """Says of each result of a module whether its sharding is left to the compiler."""
+    main = next(
+        op for op in module.body.operations if op.attributes["sym_name"].value == "main"
+    )
+    return ["sdy.sharding" not in d for d in main.attributes["res_attrs"]]
