@@ -28,7 +28,7 @@ import workloads
 
 from autopar.api import audit_analysis
 from autopar.cluster import Cluster
-from autopar.cost.memory import peak_memory_bytes
+from autopar.cost.memory import habits_of, peak_memory_bytes
 from autopar.errors import AutoparError
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
@@ -61,6 +61,11 @@ for _name, _options in (("gpt", GPT), ("llama", LLAMA)):
                 _name,
                 {**_options, "dtype": _dtype, "remat": _remat},
             )
+# Many layers, to see what grows with their number.
+MODELS["gpt-deep-b16-remat"] = (
+    "gpt",
+    {**GPT, "layers": 16, "d_model": 512, "dtype": "bfloat16", "remat": True},
+)
 _LLAMA_LARGE = {**LARGE, "kv_heads": 8, "ffn": 14336, "dtype": "bfloat16"}
 MODELS["gpt-4096-b16-remat"] = ("gpt", {**LARGE, "dtype": "bfloat16", "remat": True})
 MODELS["llama-4096-b16-remat"] = ("llama", {**_LLAMA_LARGE, "remat": True})
@@ -159,7 +164,8 @@ def predicted(
     cluster = Cluster.parse(case.cluster)
     bound = bind_plan(analysis, plan, cluster)
     overhead = cluster.device.calibrated.memory_overhead
-    memory = peak_memory_bytes(restore(analysis, plan), analysis.life, overhead)
+    life = analysis.life(habits_of(cluster.device.kind))
+    memory = peak_memory_bytes(restore(analysis, plan), life, overhead)
     sent = sum(c.sent_bytes(bound.pricer) for c in bound.collectives)
     messages = predicted_messages(bound)
     out: dict[str, Any] = {"memory": memory, "bytes": sent, "messages": messages}

@@ -6,6 +6,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator
 
+from autopar.cost.memory import habits_of
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.memory_terms import least_terms
@@ -58,7 +59,7 @@ def _relaxed(
     terms = least_terms(
         analysis.graph,
         analysis.contraction,
-        analysis.life,
+        analysis.life(habits_of(pricer.cluster.device.kind)),
         formulation.spaces,
         pricer.sizes,
         pricer.cluster.device.calibrated.memory_overhead,

@@ -9,6 +9,7 @@ import numpy as np
 
 from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
+from autopar.cost.memory import habits_of
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import node_work_s
 from autopar.errors import PlanError
@@ -120,7 +121,7 @@ def formulate(
         terms = memory_terms(
             analysis.graph,
             analysis.contraction,
-            analysis.life,
+            analysis.life(habits_of(pricer.cluster.device.kind)),
             spaces,
             copies,
             analysis.sources.values(),

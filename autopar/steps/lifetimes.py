@@ -27,12 +27,37 @@ class Lifetimes:
     reads: tuple[int, ...]
 
 
-def lifetimes(graph: OperatorGraph, written: frozenset[int]) -> Lifetimes:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Habits:
+    """What a compiler does with memory, beyond what all of them do.
+
+    Attributes:
+      makes_again: whether element-wise results are made again in each reader where
+        that moves fewer bytes (`autopar.steps.fusion.made_again`).
+      late_gradients: whether products that make gradients run behind the backward
+        pass.
+    """
+
+    makes_again: bool = False
+    late_gradients: bool = False
+
+
+PLAIN = Habits()
+
+
+def lifetimes(
+    graph: OperatorGraph,
+    written: frozenset[int],
+    gradients: frozenset[int] = frozenset(),
+    late: bool = False,
+) -> Lifetimes:
     """Derives the order of operators, and when each result is last needed.
 
     Args:
       graph: the operator graph.
       written: values with a buffer of their own (`autopar.steps.fusion.Fusion`).
+      gradients: products that make gradients, which nothing but the update waits for.
+      late: see `Habits.late_gradients`.
     """
     readers: dict[int, list[int]] = {}
     for op in graph.operators:
@@ -41,11 +66,24 @@ def lifetimes(graph: OperatorGraph, written: frozenset[int]) -> Lifetimes:
                 readers.setdefault(v, []).append(op.index)
     time = _schedule(graph)
     reads = list(time)
+    for index, until in (_late(graph, gradients) if late else {}).items():
+        reads[index] = max(reads[index], until)
     for op in reversed(graph.operators):
         if op.kind != "return" and written.isdisjoint(op.outputs):
             ends = [reads[r] for v in op.outputs for r in readers.get(v, [])]
             reads[op.index] = max([time[op.index], *ends])
     return Lifetimes(tuple(time), written, tuple(reads))
+
+
+def _late(graph: OperatorGraph, gradients: frozenset[int]) -> dict[int, int]:
+    """When products run that make gradients: behind the backward pass.
+
+    A scheduler that hides communication puts them beside the messages at the end,
+    because nothing else waits for them; what they read lives until then.
+    """
+    backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)
+    last = max(backward, default=0)
+    return dict.fromkeys(gradients, last)
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:
