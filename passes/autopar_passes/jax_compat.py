@@ -181,6 +181,7 @@ def compile_without_devices(
     """
     from jax._src import compiler
     from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client as xc  # pyright: ignore[reportPrivateImportUsage]
     from jax.experimental import topologies
     from jaxlib.mlir import ir
 
@@ -198,7 +199,7 @@ def compile_without_devices(
         built = options.executable_build_options
         built.allow_spmd_sharding_propagation_to_output = _free_results(parsed)
         program = compiler.backend_compile_and_load(
-            used[0].client, parsed, compiler.xc.DeviceList(tuple(used)), options, []
+            used[0].client, parsed, xc.DeviceList(tuple(used)), options, []
         )
     memory = program.get_compiled_memory_stats()
     kinds = ("argument", "output", "alias", "temp")
