@@ -2,8 +2,8 @@
 
     python -m autopar.compilers.child FOLDER
 
-FOLDER holds ``request.json`` (`autopar.compilers.compiled.Request` as data) and
-``module.mlirbc``. The process writes ``program.txt`` and ``memory.json``, or
+FOLDER holds ``request.json``, as `autopar.compilers.compiled.compile_for` writes it,
+and ``module.mlirbc``. The process writes ``program.txt`` and ``memory.json``, or
 ``error.txt`` with the compiler's message.
 """
 

@@ -15,6 +15,10 @@ from typing import Any
 import jax
 import numpy as np
 
+# Compiling a module from another process for described devices (0.10.2):
+# `compile_without_devices` says why.
+from jax._src import compiler as _compiler
+
 # jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). What is
 # missing there in 0.10.2 is the name stack of an equation and how to bind an
 # equation under one; both live in `jax._src.source_info_util`.
@@ -24,7 +28,11 @@ from jax._src import core as _core
 from jax._src import distributed as _distributed
 from jax._src import pmap as _pmap
 from jax._src import source_info_util as _source_info
+from jax._src.interpreters import mlir as _mlir
+from jax._src.lib import xla_client as _xc  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import topologies as _topologies
 from jax.extend import core as jex_core
+from jaxlib.mlir import ir as _ir
 
 ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
@@ -179,27 +187,21 @@ def compile_without_devices(
     Returns:
       The text of the optimized module, and the bytes of its memory by kind.
     """
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client as xc  # pyright: ignore[reportPrivateImportUsage]
-    from jax.experimental import topologies
-    from jaxlib.mlir import ir
-
     given = {} if platform == "tpu" else {"topology": topology}
     if platform != "tpu":
         given["target_config"] = description
     name = topology if platform == "tpu" else "gpu"
-    found = topologies.get_topology_desc(name, platform, **given).devices
+    found = _topologies.get_topology_desc(name, platform, **given).devices
     used = np.array(found[:devices])
-    with mlir.make_ir_context():
-        parsed = ir.Module.parse(module)
-        options = compiler.get_compile_options(
+    with _mlir.make_ir_context():
+        parsed = _ir.Module.parse(module)
+        options = _compiler.get_compile_options(
             1, devices, device_assignment=used[None, :], backend=used[0].client
         )
         built = options.executable_build_options
         built.allow_spmd_sharding_propagation_to_output = _free_results(parsed)
-        program = compiler.backend_compile_and_load(
-            used[0].client, parsed, xc.DeviceList(tuple(used)), options, []
+        program = _compiler.backend_compile_and_load(
+            used[0].client, parsed, _xc.DeviceList(tuple(used)), options, []
         )
     memory = program.get_compiled_memory_stats()
     kinds = ("argument", "output", "alias", "temp")
@@ -208,7 +210,7 @@ def compile_without_devices(
 
 
 def _free_results(module: Any) -> list[bool]:
-    """Says of each result of a module whether its sharding is left to the compiler."""
+    """Says of each result of a module whether its sharding is left to the _compiler."""
     main = next(
         op for op in module.body.operations if op.attributes["sym_name"].value == "main"
     )
