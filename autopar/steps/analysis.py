@@ -136,9 +136,8 @@ class Analysis:
             floating = frozenset(self.contraction.floating)
             again = habits.makes_again
             fused = made_again(self.graph, floating) if again else self.fusion
-            known = self._lives[habits] = lifetimes(
-                self.graph, fused.buffers, self._gradients, habits.late_gradients
-            )
+            late = self._gradients if habits.late_gradients else {}
+            known = self._lives[habits] = lifetimes(self.graph, fused.buffers, late)
         return known
 
     @functools.cached_property
@@ -146,15 +145,18 @@ class Analysis:
         return {}
 
     @functools.cached_property
-    def _gradients(self) -> frozenset[int]:
-        """The products of the backward pass that only the update waits for."""
-        return frozenset(
-            op.index
+    def _gradients(self) -> dict[int, int]:
+        """The products of the backward pass that only the update waits for.
+
+        Each with the last operator of its loop, or of the program.
+        """
+        return {
+            op.index: self.independent.computations[op.index]
             for op in self.graph.operators
             if op.kind in MATRIX
             and op.role is Role.BACKWARD
             and op.class_index in self.independent.summing
-        )
+        }
 
     @functools.cached_property
     def independent(self) -> Independent:

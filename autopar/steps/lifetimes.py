@@ -6,6 +6,7 @@ This part of the memory model does not depend on any layout.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
@@ -48,16 +49,15 @@ PLAIN = Habits()
 def lifetimes(
     graph: OperatorGraph,
     written: frozenset[int],
-    gradients: frozenset[int] = frozenset(),
-    late: bool = False,
+    late: Mapping[int, int] | None = None,
 ) -> Lifetimes:
     """Derives the order of operators, and when each result is last needed.
 
     Args:
       graph: the operator graph.
       written: values with a buffer of their own (`autopar.steps.fusion.Fusion`).
-      gradients: products that make gradients, which nothing but the update waits for.
-      late: see `Habits.late_gradients`.
+      late: products that run late (`Habits.late_gradients`), each with the last
+        operator of its loop, or of the program.
     """
     readers: dict[int, list[int]] = {}
     for op in graph.operators:
@@ -66,7 +66,7 @@ def lifetimes(
                 readers.setdefault(v, []).append(op.index)
     time = _schedule(graph)
     reads = list(time)
-    for index, until in (_late(graph, gradients) if late else {}).items():
+    for index, until in _late(graph, late or {}).items():
         reads[index] = max(reads[index], until)
     for op in reversed(graph.operators):
         if op.kind != "return" and written.isdisjoint(op.outputs):
@@ -75,15 +75,16 @@ def lifetimes(
     return Lifetimes(tuple(time), written, tuple(reads))
 
 
-def _late(graph: OperatorGraph, gradients: frozenset[int]) -> dict[int, int]:
+def _late(graph: OperatorGraph, gradients: Mapping[int, int]) -> dict[int, int]:
     """When products run that make gradients: behind the backward pass.
 
     A scheduler that hides communication puts them beside the messages at the end,
-    because nothing else waits for them; what they read lives until then.
+    because nothing else waits for them; what they read lives until then. A product in
+    a loop stays in it.
     """
     backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)
     last = max(backward, default=0)
-    return dict.fromkeys(gradients, last)
+    return {index: min(last, end) for index, end in gradients.items()}
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:

@@ -184,3 +184,27 @@ def test_memory_at_the_peak_is_named() -> None:
     assert len(found) > 2
     total = input_bytes(plan) + sum(found.values())
     assert total == pytest.approx(peak_memory_bytes(plan, life, 1.2))
+
+
+def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
+    def loss(params: Any, batch: Any) -> jax.Array:
+        def layer(x: Any, p: Any) -> Any:
+            return x + jnp.tanh(x @ p["up"]) @ p["down"], None
+
+        stacked = jax.tree.map(lambda *x: jnp.stack(x), *params)
+        x, _ = jax.lax.scan(layer, batch["x"], stacked)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    params = mlp_params(width=64, hidden=256, layers=3)
+    made = training(loss, params, mlp_batch(512, 64), optax.sgd(1e-2))
+    analysis = harness.prepare(*made).analysis
+    reads = analysis.life(habits_of("gpu")).reads
+    ends = analysis.independent.computations
+    inside = [
+        op.index
+        for op in analysis.graph.operators
+        if op.kind == "dot_general" and ends[op.index] < len(analysis.graph.operators)
+    ]
+
+    assert len(inside) >= 6
+    assert all(reads[index] <= ends[index] for index in inside)
