@@ -5,6 +5,7 @@ from autopar.api import plan as plan
 from autopar.cluster import Cluster as Cluster
 from autopar.errors import AutoparError as AutoparError
 from autopar.errors import ClusterError as ClusterError
+from autopar.errors import CompileError as CompileError
 from autopar.errors import InfeasibleError as InfeasibleError
 from autopar.errors import PlanError as PlanError
 from autopar.errors import TargetError as TargetError
@@ -21,6 +22,7 @@ __all__ = [
     "AutoparError",
     "Cluster",
     "ClusterError",
+    "CompileError",
     "FactorKind",
     "FactorRule",
     "InfeasibleError",

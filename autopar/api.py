@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.compilers.compiled import check_target, compile_for
+from autopar.compilers.targets import target_of
 from autopar.planner.edited import carried_out
 from autopar.planner.hints import LogicalRules, Pins
 from autopar.planner.options import (
@@ -20,6 +22,7 @@ from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.reports.audit import Audit, audit_lowered
 from autopar.reports.explain import bind_plan
+from autopar.reports.target_audit import target_audit
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse, analyse_call
 from autopar.steps.state import warn_of_state
@@ -104,6 +107,7 @@ def audit(
     plan: Plan | str | os.PathLike[str],
     cluster: Cluster | str | None = None,
     compiled: bool = False,
+    target: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: Sequence[str] = (),
 ) -> Audit:
@@ -119,26 +123,42 @@ def audit(
         plan.
       compiled: also compiles the step for this process's devices and reads
         communication and memory from the compiled program.
+      target: also compiles the step with the compiler of this accelerator (``h100``,
+        ``a100``, ``b200``, ``v5e``, ``v5p`` ...), which need not be there; the
+        compiler comes with ``autopar[gpu-compiler]`` or ``autopar[tpu-compiler]``.
       kwargs: the step's arguments that are given by name.
       static_argnames: names of arguments that are part of the program.
 
     Raises:
-      PlanError: the plan is for another step or cluster.
+      PlanError: the plan is for another step or cluster, or for another kind of
+        device than the target, or the target's compiler is not installed.
+      CompileError: the target's compiler refuses the step.
     """
     found = as_plan(plan)
     made_for = found.cluster.read() if cluster is None else as_cluster(cluster)
     analysis = analyse(step, args, kwargs, static_argnames)
     held = carried_out(analysis, found, made_for, seconds=SOLVER_SECONDS)
-    return audit_analysis(analysis, held, made_for, compiled=compiled)
+    return audit_analysis(analysis, held, made_for, compiled=compiled, target=target)
 
 
 def audit_analysis(
-    analysis: Analysis, plan: Plan, cluster: Cluster, *, compiled: bool = False
+    analysis: Analysis,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    compiled: bool = False,
+    target: str | None = None,
 ) -> Audit:
     """`audit`, for a step that is already analysed."""
     bound = bind_plan(analysis, plan, cluster)
-    lowered = planned_step(analysis, plan, abstract_mesh(plan)).lower()
-    if not compiled:
-        return audit_lowered(bound, lowered)
-    step = planned_step(analysis, plan, device_mesh(plan))
-    return audit_lowered(bound, lowered, step.lower().compile())
+    abstract = planned_step(analysis, plan, abstract_mesh(plan))
+    found = None
+    if target is not None:
+        device = target_of(target)
+        check_target(device, cluster)
+        program = compile_for(abstract.lower(device.platform), device, cluster)
+        found = target_audit(bound, device, program)
+    done = None
+    if compiled:
+        done = planned_step(analysis, plan, device_mesh(plan)).lower().compile()
+    return audit_lowered(bound, abstract.lower(), done, found)

@@ -8,7 +8,8 @@ All are ``ValueError``s::
     └── AutoparError
         ├── PlanError         a plan is wrong, or belongs to another step
         │   └── InfeasibleError   no plan fits the memory of a device
-        └── TargetError       a command-line target cannot be loaded
+        ├── TargetError       a command-line target cannot be loaded
+        └── CompileError      the compiler of an accelerator refuses a step
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from autopar_passes.program.trace import TraceError
 __all__ = [
     "AutoparError",
     "ClusterError",
+    "CompileError",
     "InfeasibleError",
     "PlanError",
     "TargetError",
@@ -54,6 +56,10 @@ class InfeasibleError(PlanError):
 
 class TargetError(AutoparError):
     """A target such as ``file.py:function`` cannot be loaded."""
+
+
+class CompileError(AutoparError):
+    """The compiler of an accelerator refuses a program, or ends without a word."""
 
 
 def user_line(error: BaseException) -> str:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 
+import jax
+
 from autopar.api import audit_analysis
 from autopar.cli import common
 from autopar.cli.output import Result
+from autopar.compilers.targets import target_of
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 
@@ -18,16 +21,23 @@ def audit(
     cluster: str | None,
     limits: PlanOptions,
     compiled: bool,
+    target: str | None,
     as_json: bool,
 ) -> Result:
     """Partitions a planned step, and compiles it if that is asked for."""
+    if target is not None:
+        target_of(target)
+        # An audit needs no device; with the target's compiler beside it JAX would
+        # look for some.
+        jax.config.update("jax_platforms", "cpu")
     with common.progress() as say:
         if compiled:
             _start_devices(source, cluster)
         found = common.subject(source, words, cluster, limits, say)
-        say("partitioning and compiling" if compiled else "partitioning")
+        compiling = f" and compiling for {target or 'simulated devices'}"
+        say("partitioning" + (compiling if compiled or target else ""))
         result = audit_analysis(
-            found.analysis, found.plan, found.cluster, compiled=compiled
+            found.analysis, found.plan, found.cluster, compiled=compiled, target=target
         )
     if as_json:
         return Result.of(found.plan.to_json() | result.to_json())

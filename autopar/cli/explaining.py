@@ -7,6 +7,7 @@ from typing import Any
 from autopar.cli import common
 from autopar.cli.gradients import gradient_data, gradient_lines
 from autopar.cli.output import Result
+from autopar.cost.memory import habits_of, memory_at_peak
 from autopar.layouts.layout import shards
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import given as layouts_alone
@@ -102,16 +103,20 @@ def _overview(bound: BoundPlan, as_json: bool) -> Result:
     rows += codec_rows(bound.plan, bound.pricer)
     rows = sorted(rows, key=lambda row: -row.seconds)
     memory = _memory_by_role(bound)
+    peak = _memory_at_peak(bound)
     if as_json:
         return Result.of(
             {
                 "predicted": bound.plan.to_json()["predicted"],
                 "state_bytes": memory,
+                "peak_bytes": peak,
                 "collectives": list(map(_row_data, rows)),
             }
         )
     cells = [("held on each device", "bytes")]
     cells += [(role, bytes_text(nbytes)) for role, nbytes in memory.items()]
+    cells += [("besides, at the peak", "")]
+    cells += [(kind, bytes_text(nbytes)) for kind, nbytes in peak.items()]
     lines = [*summary_lines(bound.plan), "", *columns(cells, right=(1,)), ""]
     lines += (
         collective_lines(rows[:_MOST_COLLECTIVES]) if rows else ["no communication"]
@@ -121,6 +126,14 @@ def _overview(bound: BoundPlan, as_json: bool) -> Result:
         total = seconds_text(sum(r.seconds for r in rest))
         lines.append(f"... and {len(rest)} that take less, {total} together")
     return Result("\n".join(lines))
+
+
+def _memory_at_peak(bound: BoundPlan) -> dict[str, float]:
+    """Bytes on one device besides the inputs, by kind, when most are live."""
+    device = bound.pricer.cluster.device
+    life = bound.analysis.life(habits_of(device.kind))
+    overhead = device.calibrated.memory_overhead
+    return memory_at_peak(bound.assignment, life, overhead)
 
 
 def _memory_by_role(bound: BoundPlan) -> dict[str, float]:

@@ -11,6 +11,11 @@ The model follows what XLA does with a step:
 * the update of a parameter runs as soon as its gradient is there;
 * a resharded form lives from its first reader to its last;
 * what enters a loop lives until the loop ends.
+
+XLA's GPU compiler has two habits of its own (`Habits`, `habits_of`): it makes
+element-wise results again rather than keep them, and it runs the products that make
+gradients behind the backward pass, where they hide messages. What these products read
+lives until then, also where a checkpoint was to save it.
 """
 
 from __future__ import annotations
@@ -22,21 +27,50 @@ import numpy as np
 
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards
-from autopar.steps.lifetimes import Lifetimes
+from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
 from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import Role
 
 # Convolutions run on operands copied into the order that their kernels want.
 _COPIES_OPERANDS = frozenset({"conv_general_dilated"})
 
 
+# Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2).
+_HABITS = {"gpu": Habits(makes_again=True, late_gradients=True)}
+
+
+def habits_of(kind: str) -> Habits:
+    """What the compiler of a kind of device does with memory."""
+    return _HABITS.get(kind, PLAIN)
+
+
+BUFFER_KINDS: tuple[str, ...] = (
+    "activations",  # of the forward pass, for the backward pass
+    "gradients",
+    "gathered copies",  # arrays in another layout than their own
+    "collective buffers",  # what a collective sends or receives
+    "results",  # that take no input's place
+    "temporaries",
+)
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Buffer:
-    """Bytes of one device that are live in ``[start, end]`` (operator times)."""
+    """Bytes of one device that are live in ``[start, end]`` (operator times).
+
+    Attributes:
+      value: the array.
+      nbytes: bytes on one device.
+      start: the first time at which it is live.
+      end: the last.
+      kind: what it is for, one of `BUFFER_KINDS`.
+    """
 
     value: int
     nbytes: float
     start: int
     end: int
+    kind: str = "temporaries"
 
 
 def buffers(assignment: Assignment, life: Lifetimes) -> list[Buffer]:
@@ -60,9 +94,9 @@ def buffers(assignment: Assignment, life: Lifetimes) -> list[Buffer]:
                     out.append(Buffer(value, nbytes, start, start))
     for key, (nbytes, start, end) in forms.items():
         value = int(str(key[0]))
-        out.append(Buffer(value, nbytes, int(start), int(end)))
+        out.append(Buffer(value, nbytes, int(start), int(end), "gathered copies"))
         # The collective's own result, before it is copied into place.
-        out.append(Buffer(value, nbytes, int(start), int(start)))
+        out.append(Buffer(value, nbytes, int(start), int(start), "collective buffers"))
     out.extend(_homes(assignment, life, ends))
     return out
 
@@ -110,15 +144,28 @@ def _homes(
                 continue
             start = life.time[op.index]
             end = last if value in kept else max(start, ends.get(value, start))
+            end = max(end, held_until(op))
             nbytes = graph.values[value].nbytes
             home = shards(assignment.home_layout(value), assignment.sizes)
-            yield Buffer(value, nbytes / home, start, max(end, held_until(op)))
+            kind = "results" if value in kept else _kind(assignment, op, end)
+            yield Buffer(value, nbytes / home, start, end, kind)
             if op.class_index in assignment.contraction.node_of:
                 own = shards(
                     assignment.layout(op, op.rule.results[slot]), assignment.sizes
                 )
                 if own != home or assignment.partial(op):
-                    yield Buffer(value, nbytes / own, start, start)
+                    yield Buffer(
+                        value, nbytes / own, start, start, "collective buffers"
+                    )
+
+
+def _kind(assignment: Assignment, op: Operator, end: int) -> str:
+    """What the result of an operator is for that lives until some time."""
+    if op.role is Role.BACKWARD and op.class_index in assignment.independent.summing:
+        return "gradients"
+    if op.role is Role.FORWARD and assignment.graph.operators[end].role != op.role:
+        return "activations"
+    return "temporaries"
 
 
 def held_until(op: Operator) -> int:
@@ -145,6 +192,27 @@ def usage_by_time(found: Sequence[Buffer], length: int) -> np.ndarray:
     np.add.at(change, starts, sizes)
     np.add.at(change, ends, -sizes)
     return np.cumsum(change)[:length]
+
+
+def memory_at_peak(
+    assignment: Assignment, life: Lifetimes, overhead: float
+) -> dict[str, float]:
+    """Bytes of one device by kind, at the time when most are live.
+
+    The inputs are left out. With the inputs the sum is `peak_memory_bytes`; the
+    overhead stands under ``compiler's overhead``.
+    """
+    found = buffers(assignment, life)
+    usage = usage_by_time(found, len(assignment.graph.operators))
+    if not len(usage):
+        return {}
+    peak = int(usage.argmax())
+    out = dict.fromkeys(BUFFER_KINDS, 0.0)
+    for buffer in found:
+        if buffer.start <= peak <= buffer.end:
+            out[buffer.kind] += buffer.nbytes
+    out["compiler's overhead"] = (overhead - 1.0) * float(usage[peak])
+    return {kind: nbytes for kind, nbytes in out.items() if nbytes}
 
 
 def peak_memory_bytes(

@@ -10,7 +10,7 @@ from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.combining import Group
 from autopar.cost.evaluate import total
 from autopar.cost.items import CostItem, items, seconds_of, timelines
-from autopar.cost.memory import peak_memory_bytes
+from autopar.cost.memory import habits_of, peak_memory_bytes
 from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
@@ -183,5 +183,7 @@ def candidate_of(
         formulation,
         solution,
         tuple(items(assignment, pricer)),
-        peak_memory_bytes(assignment, analysis.life, overhead),
+        peak_memory_bytes(
+            assignment, analysis.life(habits_of(pricer.cluster.device.kind)), overhead
+        ),
     )

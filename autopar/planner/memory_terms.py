@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from autopar.cost.memory import held_until
+from autopar.cost.memory import habits_of, held_until
 from autopar.cost.pricer import Pricer
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import shards
@@ -62,7 +62,7 @@ class _Writer:
     ) -> None:
         self.graph = analysis.graph
         self.contraction = analysis.contraction
-        self.life = analysis.life
+        self.life = analysis.life(habits_of(pricer.cluster.device.kind))
         self.spaces = spaces
         self.sizes = pricer.sizes
         self.overhead = pricer.cluster.device.calibrated.memory_overhead

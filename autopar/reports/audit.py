@@ -12,6 +12,7 @@ from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
 from autopar.reports.table import bytes_text, columns, mesh_text
+from autopar.reports.target_audit import TargetAudit
 from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import CompiledAudit, compiled_audit
 from autopar_passes.audit.partitioned import shardy_collectives
@@ -30,12 +31,15 @@ class Audit:
       shardy: the same, of the program as the compiler's partitioner rewrites it.
       compiled: communication and memory of the compiled step; None if it was not
         compiled.
+      target: the step as the compiler of an accelerator makes it; None if that was
+        not asked for.
     """
 
     plan: Plan
     predicted: BytesByKind
     shardy: BytesByKind
     compiled: CompiledAudit | None = None
+    target: TargetAudit | None = None
 
     @property
     def agrees(self) -> bool:
@@ -49,6 +53,8 @@ class Audit:
         out: dict[str, BytesByKind] = {"shardy": self.shardy}
         if self.compiled is not None:
             out["xla"] = bytes_by_kind(self.compiled.collectives)
+        if self.target is not None:
+            out[self.target.target.name] = self.target.bytes_by_kind
         return out
 
     def to_json(self) -> dict[str, Any]:
@@ -64,6 +70,8 @@ class Audit:
                 "peak_memory_bytes": self.compiled.peak_memory_bytes,
                 "exceptions": list(self.compiled.exceptions),
             }
+        if self.target is not None:
+            out["target"] = self.target.to_json()
         return out
 
     def __str__(self) -> str:
@@ -71,13 +79,19 @@ class Audit:
         return "\n".join(audit_lines(self))
 
 
-def audit_lowered(bound: BoundPlan, lowered: Any, compiled: Any = None) -> Audit:
+def audit_lowered(
+    bound: BoundPlan,
+    lowered: Any,
+    compiled: Any = None,
+    target: TargetAudit | None = None,
+) -> Audit:
     """Compares a plan with its lowered, and perhaps compiled, program.
 
     Args:
       bound: the plan with its step and cluster.
       lowered: JAX's ``Lowered`` of the planned step.
       compiled: JAX's ``Compiled`` of it.
+      target: what the compiler of an accelerator makes of it.
     """
     axes = tuple(bound.plan.mesh["axes"].items())
     return Audit(
@@ -85,6 +99,7 @@ def audit_lowered(bound: BoundPlan, lowered: Any, compiled: Any = None) -> Audit
         predicted_by_kind(bound),
         bytes_by_kind(shardy_collectives(lowered)),
         None if compiled is None else compiled_audit(compiled, axes),
+        target,
     )
 
 
@@ -130,6 +145,8 @@ def audit_lines(audit: Audit) -> list[str]:
         expected = bytes_text(audit.plan.predicted.peak_memory_bytes)
         lines += ["", f"memory   predicted {expected}, compiled {held} on each device"]
         lines += [f"note     {name}" for name in audit.compiled.exceptions]
+    if audit.target is not None:
+        lines += ["", *audit.target.lines()]
     return [
         *lines,
         "",

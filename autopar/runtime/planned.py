@@ -96,8 +96,13 @@ class PlannedStep:
         """Sharding of each flat argument."""
         return _in_shardings(self.analysis, self.assignment, self.mesh)
 
-    def lower(self) -> Any:
-        """Returns JAX's ``Lowered`` of the planned program."""
+    def lower(self, platform: str | None = None) -> Any:
+        """Returns JAX's ``Lowered`` of the planned program.
+
+        Args:
+          platform: JAX's name of the one to lower for, on an abstract mesh; None: one
+            that has the program's kernels. On a mesh of devices it is theirs.
+        """
         abstract = isinstance(self.mesh, AbstractMesh)
         graph = self.analysis.graph
         values = [graph.values[i.value] for i in graph.inputs]
@@ -115,7 +120,7 @@ class PlannedStep:
         traced = self.function.trace(*structs)
         if abstract:
             kind = self.plan.cluster.read().device.kind
-            platform = lowering_platform(graph, kind)
+            platform = platform or lowering_platform(graph, kind)
             with lowered_without_devices():
                 return traced.lower(lowering_platforms=(platform,))
         return traced.lower()

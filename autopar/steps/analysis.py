@@ -11,10 +11,10 @@ from typing import Any
 from autopar.progress import say
 from autopar.steps.batch import DimLabels, dim_labels
 from autopar.steps.fingerprints import fingerprint, structure
-from autopar.steps.fusion import BOUNDARY, Fusion, fusion
+from autopar.steps.fusion import BOUNDARY, MATRIX, Fusion, fusion, made_again
 from autopar.steps.independence import Independent, independent
 from autopar.steps.labels import Labels, factor_labels
-from autopar.steps.lifetimes import Lifetimes, lifetimes
+from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes, lifetimes
 from autopar.steps.nodes import Contraction, contract
 from autopar.steps.positions import Positions, positions
 from autopar.steps.sums import CodedSums, Sums, coded_sums, sums_due
@@ -26,6 +26,7 @@ from autopar.steps.work import (
 )
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import Role
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program
 from autopar_passes.program.trace import (
@@ -125,10 +126,38 @@ class Analysis:
             if self.graph.operators[member].kind not in BOUNDARY
         }
 
+    def life(self, habits: Habits = PLAIN) -> Lifetimes:
+        """When values are made and last needed.
+
+        Args:
+          habits: of the compiler (`autopar.cost.memory.habits_of`).
+        """
+        known = self._lives.get(habits)
+        if known is None:
+            floating = frozenset(self.contraction.floating)
+            again = habits.makes_again
+            fused = made_again(self.graph, floating) if again else self.fusion
+            late = self._gradients if habits.late_gradients else {}
+            known = self._lives[habits] = lifetimes(self.graph, fused.buffers, late)
+        return known
+
     @functools.cached_property
-    def life(self) -> Lifetimes:
-        """When values are made and last needed."""
-        return lifetimes(self.graph, self.fusion.buffers)
+    def _lives(self) -> dict[Habits, Lifetimes]:
+        return {}
+
+    @functools.cached_property
+    def _gradients(self) -> dict[int, int]:
+        """The products of the backward pass that only the update waits for.
+
+        Each with the last operator of its loop, or of the program.
+        """
+        return {
+            op.index: self.independent.computations[op.index]
+            for op in self.graph.operators
+            if op.kind in MATRIX
+            and op.role is Role.BACKWARD
+            and op.class_index in self.independent.summing
+        }
 
     @functools.cached_property
     def independent(self) -> Independent:

@@ -28,6 +28,9 @@ _COSTLY = frozenset(
         "logistic", "pow", "rem", "rsqrt", "sin", "sqrt", "tan", "tanh",
     }
 )  # fmt: skip
+# Those of them that take over 150 clock cycles an element on an H100
+# (openxla/xla, ``xla/service/gpu/model/hlo_op_profiles_data.h``).
+_DEAR = _COSTLY - {"div", "exp", "exp2", "logistic", "rem", "rsqrt", "sqrt"}
 # Readers into which nothing is fused, `is_product` beside them.
 _OPAQUE = frozenset(
     {
@@ -36,6 +39,8 @@ _OPAQUE = frozenset(
     }
 )  # fmt: skip
 
+# A kernel does not read more arrays than this; the limit only bounds the work here.
+_MOST_SOURCES = 32
 # Operators whose results lie in the buffer of what they hand over.
 _HANDING = BOUNDARY | {"slice_step"}
 
@@ -62,11 +67,7 @@ def fusion(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
       graph: the operator graph.
       floating: values that each reader makes anew.
     """
-    readers: dict[int, list[Operator]] = {}
-    for op in graph.operators:
-        for v in set(op.inputs):
-            if v is not None:
-                readers.setdefault(v, []).append(op)
+    readers = _readers(graph)
     outputs = {v for v in graph.outputs if v is not None}
     buffers: set[int] = set()
     handed: set[int] = set()
@@ -103,6 +104,74 @@ def side_factors(rule: FactorRule) -> tuple[tuple[int, ...], ...]:
     result = rule.factors_of(rule.results[0])
     sides = ((left - right) & result, (right - left) & result, (left & right) - result)
     return tuple(tuple(sorted(side)) for side in sides)
+
+
+def made_again(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
+    """`fusion`, by a compiler that makes element-wise results again in each reader.
+
+    XLA's GPU compiler fuses an element-wise result, a costly one too, into all its
+    readers where that moves fewer bytes (openxla/xla,
+    ``xla/service/gpu/transforms/priority_fusion.cc``). Made from arrays of L bytes in
+    memory, a result of V bytes with c readers costs ``c L`` fused, and ``L + (1 + c)
+    V`` written. What takes over 150 clock cycles an element is not made again. So the
+    softmax of a forward pass leaves its scores in memory, and the
+    backward pass takes the exponential again.
+
+    Args:
+      graph: the operator graph.
+      floating: values that each reader makes anew.
+    """
+    readers = _readers(graph)
+    outputs = {v for v in graph.outputs if v is not None}
+    buffers: set[int] = set()
+    handed: set[int] = set()
+    scattered: set[int] = set()
+    made_of: dict[int, frozenset[int]] = {}
+    for op in graph.operators:
+        if op.kind in _HANDING:
+            handed.update(op.outputs)
+        arrays = [made_of.get(v, frozenset({v})) for v in op.inputs if v is not None]
+        sources = frozenset[int]().union(*arrays)
+        for slot, v in enumerate(op.outputs):
+            users = readers.get(v, [])
+            if v in outputs or not scattered.isdisjoint(op.inputs):
+                # What is added to a scatter into zeros is what it scatters into.
+                buffers.add(v)
+            elif not _again(op, users) or len(sources) > _MOST_SOURCES:
+                if _needs_buffer(op, slot, users):
+                    buffers.add(v)
+            elif _saves(graph, v, sources, len({r.index for r in users})):
+                buffers.add(v)
+            if v not in buffers and is_elementwise(op):
+                made_of[v] = sources
+            elif v in floating and not is_elementwise(op):
+                scattered.add(v)
+    kept = frozenset(buffers - floating)
+    return Fusion(kept, kept | (handed - floating))
+
+
+def _again(op: Operator, users: Sequence[Operator]) -> bool:
+    """Whether a result may be made again in every reader."""
+    opaque = any(_is_opaque(r) for r in users)
+    return is_elementwise(op) and op.kind not in _DEAR and not opaque
+
+
+def _saves(
+    graph: OperatorGraph, value: int, sources: frozenset[int], count: int
+) -> bool:
+    """Whether writing a result with so many readers moves fewer bytes."""
+    read = sum(graph.values[s].nbytes for s in sources)
+    return (count - 1) * read > (count + 1) * graph.values[value].nbytes
+
+
+def _readers(graph: OperatorGraph) -> dict[int, list[Operator]]:
+    """The operators that read each value."""
+    found: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        for v in set(op.inputs):
+            if v is not None:
+                found.setdefault(v, []).append(op)
+    return found
 
 
 def is_elementwise(op: Operator) -> bool:

@@ -6,6 +6,7 @@ This part of the memory model does not depend on any layout.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
@@ -27,12 +28,36 @@ class Lifetimes:
     reads: tuple[int, ...]
 
 
-def lifetimes(graph: OperatorGraph, written: frozenset[int]) -> Lifetimes:
+@dataclasses.dataclass(frozen=True, slots=True)
+class Habits:
+    """What a compiler does with memory, beyond what all of them do.
+
+    Attributes:
+      makes_again: whether element-wise results are made again in each reader where
+        that moves fewer bytes (`autopar.steps.fusion.made_again`).
+      late_gradients: whether products that make gradients run behind the backward
+        pass.
+    """
+
+    makes_again: bool = False
+    late_gradients: bool = False
+
+
+PLAIN = Habits()
+
+
+def lifetimes(
+    graph: OperatorGraph,
+    written: frozenset[int],
+    late: Mapping[int, int] | None = None,
+) -> Lifetimes:
     """Derives the order of operators, and when each result is last needed.
 
     Args:
       graph: the operator graph.
       written: values with a buffer of their own (`autopar.steps.fusion.Fusion`).
+      late: products that run late (`Habits.late_gradients`), each with the last
+        operator of its loop, or of the program.
     """
     readers: dict[int, list[int]] = {}
     for op in graph.operators:
@@ -41,11 +66,25 @@ def lifetimes(graph: OperatorGraph, written: frozenset[int]) -> Lifetimes:
                 readers.setdefault(v, []).append(op.index)
     time = _schedule(graph)
     reads = list(time)
+    for index, until in _late(graph, late or {}).items():
+        reads[index] = max(reads[index], until)
     for op in reversed(graph.operators):
         if op.kind != "return" and written.isdisjoint(op.outputs):
             ends = [reads[r] for v in op.outputs for r in readers.get(v, [])]
             reads[op.index] = max([time[op.index], *ends])
     return Lifetimes(tuple(time), written, tuple(reads))
+
+
+def _late(graph: OperatorGraph, gradients: Mapping[int, int]) -> dict[int, int]:
+    """When products run that make gradients: behind the backward pass.
+
+    A scheduler that hides communication puts them beside the messages at the end,
+    because nothing else waits for them; what they read lives until then. A product in
+    a loop stays in it.
+    """
+    backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)
+    last = max(backward, default=0)
+    return {index: min(last, end) for index, end in gradients.items()}
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:

@@ -14,6 +14,11 @@ from collections.abc import Generator, Iterator
 from typing import Any
 
 import jax
+import numpy as np
+
+# Compiling a module from another process for described devices (0.10.2):
+# `compile_without_devices` says why.
+from jax._src import compiler as _compiler
 
 # jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). What is
 # missing there in 0.10.2 is the name stack of an equation and how to bind an
@@ -29,9 +34,13 @@ from jax._src import source_info_util as _source_info
 # The checks of cuDNN's version and of the device in front of its fused attention are
 # functions of this module, looked up when a step is traced (0.10.2).
 from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
+from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import cuda_versions as _cuda_versions
+from jax._src.lib import xla_client as _xc  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import topologies as _topologies
 from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
+from jaxlib.mlir import ir as _ir
 
 ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
@@ -340,3 +349,53 @@ def lowered_without_devices() -> Generator[None]:
         yield
     finally:
         listed |= taken
+
+
+def compile_without_devices(
+    module: bytes, *, platform: str, topology: str, description: str, devices: int
+) -> tuple[str, dict[str, int]]:
+    """Compiles a module for devices that this host does not have.
+
+    ``jax.experimental.topologies`` describes the devices. What JAX compiles with it is
+    one of its own functions; a module from another process goes to
+    ``compiler.backend_compile_and_load``, which is private, as are the parser of
+    modules and the options (0.10.2).
+
+    Args:
+      module: bytecode of a lowered program.
+      platform: "cuda" or "tpu".
+      topology: the devices, in the compiler's form.
+      description: of a GPU, in the compiler's form.
+      devices: how many of them run the program, the first ones.
+
+    Returns:
+      The text of the optimized module, and the bytes of its memory by kind.
+    """
+    given = {} if platform == "tpu" else {"topology": topology}
+    if platform != "tpu":
+        given["target_config"] = description
+    name = topology if platform == "tpu" else "gpu"
+    found = _topologies.get_topology_desc(name, platform, **given).devices
+    used = np.array(found[:devices])
+    with _mlir.make_ir_context():
+        parsed = _ir.Module.parse(module)
+        options = _compiler.get_compile_options(
+            1, devices, device_assignment=used[None, :], backend=used[0].client
+        )
+        built = options.executable_build_options
+        built.allow_spmd_sharding_propagation_to_output = _free_results(parsed)
+        program = _compiler.backend_compile_and_load(
+            used[0].client, parsed, _xc.DeviceList(tuple(used)), options, []
+        )
+    memory = program.get_compiled_memory_stats()
+    kinds = ("argument", "output", "alias", "temp")
+    sizes = {f"{k}_bytes": getattr(memory, f"{k}_size_in_bytes") for k in kinds}
+    return program.hlo_modules()[0].to_string(), sizes
+
+
+def _free_results(module: Any) -> list[bool]:
+    """Says of each result of a module whether its sharding is left to the _compiler."""
+    main = next(
+        op for op in module.body.operations if op.attributes["sym_name"].value == "main"
+    )
+    return ["sdy.sharding" not in d for d in main.attributes["res_attrs"]]

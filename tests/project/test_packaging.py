@@ -25,10 +25,15 @@ def locked() -> dict[str, Version]:
 
 
 def declared() -> Iterator[Requirement]:
-    """Everything that pyproject.toml asks for."""
+    """Everything that pyproject.toml asks for, but the compilers of accelerators.
+
+    These are large, the suite does without, and with one of them beside it JAX looks
+    for devices: the environment of the lock has none.
+    """
+    extras = PROJECT["optional-dependencies"]
     yield from map(Requirement, PROJECT["dependencies"])
     for group in (
-        *PROJECT["optional-dependencies"].values(),
+        *(found for name, found in extras.items() if not name.endswith("-compiler")),
         *checkout.pyproject()["dependency-groups"].values(),
         checkout.pyproject()["build-system"]["requires"],
     ):

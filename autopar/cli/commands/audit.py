@@ -16,6 +16,13 @@ def audit(
         bool,
         typer.Option("--compile", help="Compile for simulated devices too; slower."),
     ] = False,
+    target: Annotated[
+        str | None,
+        typer.Option(
+            metavar="DEVICE",
+            help="Compile with the compiler of h100, a100, b200, v5e or v5p.",
+        ),
+    ] = None,
     seconds: options.Seconds = None,
     max_axes: options.MaxAxes = None,
     compression: options.Compression = "none",
@@ -25,7 +32,8 @@ def audit(
     """Partitions a planned step with the compiler, and compares the communication.
 
     No device is needed. With --compile the step is also compiled for simulated
-    CPU devices, and the memory of the compiled step is read.
+    CPU devices, and the memory of the compiled step is read. With --target it is
+    compiled with the accelerator's own compiler instead, which an extra installs.
     """
     # They import JAX, which help must not.
     from autopar.cli import auditing, common
@@ -41,6 +49,7 @@ def audit(
         words,
         cluster=cluster,
         limits=limits,
-        compiled=compiled,
+        compiled=compiled and target is None,
+        target=target,
         as_json=as_json,
     )

@@ -74,13 +74,15 @@ class CompiledAudit:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Found:
+class Found:
+    """A collective, and the forms in which it differs from the plan's."""
+
     collective: AuditedCollective
     exceptions: tuple[str, ...] = ()
 
-    def but(self, exception: str) -> _Found:
+    def but(self, exception: str) -> Found:
         """Returns the same under one more exception."""
-        return _Found(self.collective, (*self.exceptions, exception))
+        return Found(self.collective, (*self.exceptions, exception))
 
 
 def hlo_collectives(
@@ -101,7 +103,7 @@ def hlo_collectives(
         without them the axes are left out.
       as_run: list what this program runs instead, under no other name.
     """
-    reader = _Reader(text, mesh, as_run)
+    reader = Reader(text, mesh, as_run)
     return tuple(found.collective for found in reader.entry())
 
 
@@ -112,7 +114,7 @@ def compiled_audit(compiled: Any, mesh: MeshAxes = ()) -> CompiledAudit:
       compiled: the compiled step.
       mesh: as in `hlo_collectives`.
     """
-    reader = _Reader(compiled.as_text(), mesh, False)
+    reader = Reader(compiled.as_text(), mesh, False)
     found = tuple(reader.entry())
     names = {name for f in found for name in f.exceptions} | reader.unknown
     memory = compiled.memory_analysis()
@@ -132,19 +134,39 @@ def compiled_audit(compiled: Any, mesh: MeshAxes = ()) -> CompiledAudit:
     )
 
 
-class _Reader:
+class Reader:
+    """Lists the collectives of one module; `hlo_collectives` says by which rules.
+
+    Attributes:
+      module: the module.
+      follow: follows its values.
+      mesh: names and sizes of the mesh axes.
+      as_run: whether each is listed under the name that it runs under.
+      unknown: notes of what is not counted, or not for certain.
+    """
+
     def __init__(self, text: str, mesh: MeshAxes, as_run: bool) -> None:
+        """Parses the text of a module; see the attributes."""
         self.module: HloModule = parse_module(text)
         self.follow = Follower(self.module)
         self.mesh = tuple(mesh)
         self.as_run = as_run
         self.unknown: set[str] = set()
+        self.chains: set[tuple[str, ...]] = set()
 
-    def entry(self) -> Iterator[_Found]:
-        computation = self.module.computations[self.module.entry]
-        yield from self.computation(Scope(computation), 1.0)
+    def top(self) -> Scope:
+        """Returns the scope of the computation that runs."""
+        return Scope(self.module.computations[self.module.entry])
 
-    def computation(self, scope: Scope, trips: float) -> Iterator[_Found]:
+    def inside(self, scope: Scope, op: Instruction, name: str) -> Scope:
+        """Returns the scope of a computation that an instruction calls."""
+        return Scope(self.module.computations[name], op, scope)
+
+    def entry(self) -> Iterator[Found]:
+        """Yields the collectives of the whole program."""
+        yield from self.computation(self.top(), 1.0)
+
+    def computation(self, scope: Scope, trips: float) -> Iterator[Found]:
         """Yields the collectives of one computation, with how often each runs."""
         for op in scope.computation.instructions.values():
             if op.opcode.removesuffix("-start") in _KINDS:
@@ -161,59 +183,77 @@ class _Reader:
 
     def called(
         self, scope: Scope, op: Instruction, name: str, trips: float
-    ) -> Iterator[_Found]:
-        inner = Scope(self.module.computations[name], op, scope)
-        yield from self.computation(inner, trips)
+    ) -> Iterator[Found]:
+        """Yields the collectives of a computation that an instruction calls."""
+        yield from self.computation(self.inside(scope, op, name), trips)
 
     def loop_count(self, op: Instruction) -> float:
         """Returns a loop's noted trip count, else its condition's largest bound."""
         noted = re.search(r'"known_trip_count":\{"n":"(\d+)"', op.attributes)
         if noted:
             return float(noted[1])
-        bound = max(self.constants(op.callee("condition")), default=0)
+        bound = max(self._constants(op.callee("condition")), default=0)
         if bound == 0:
             self.unknown.add("loop of unknown length counted once")
         return float(max(bound, 1))
 
-    def constants(self, name: str) -> Iterator[int]:
+    def _constants(self, name: str) -> Iterator[int]:
         for op in self.module.computations[name].instructions.values():
             if op.opcode == "constant" and re.fullmatch(r"\d+", op.literal):
                 yield int(op.literal)
             for inner in op.called:
-                yield from self.constants(inner)
+                yield from self._constants(inner)
 
     def collective(
         self, scope: Scope, op: Instruction, trips: float
-    ) -> Iterator[_Found]:
+    ) -> Iterator[Found]:
+        """Yields what one instruction sends, an entry for each array."""
         kind = _KINDS[op.opcode.removesuffix("-start")]
+        if self._again(op):
+            return
         sizes = [scope.instruction(n).shapes[0].nbytes for n in op.operands]
         if kind == "collective_permute":
-            yield from self.permute(scope, op, sum(sizes), trips)
+            yield from self._permute(scope, op, sum(sizes), trips)
             return
         groups = device_groups(op, self.module.num_devices)
         if kind == "all_to_all":
             # One operand for each device, or one that is cut up.
-            yield self.found(scope, op, 0, kind, groups, sum(sizes), trips)
+            yield self._found(scope, op, 0, kind, groups, sum(sizes), trips)
             return
         for index, nbytes in enumerate(sizes):
             if kind == "all_reduce":
-                yield from self.reduction(scope, op, index, groups, nbytes, trips)
+                yield from self._reduction(scope, op, index, groups, nbytes, trips)
             else:
                 result = nbytes * (groups.shape[1] if kind == "all_gather" else 1)
-                yield self.found(scope, op, index, kind, groups, result, trips)
+                yield self._found(scope, op, index, kind, groups, result, trips)
 
-    def permute(
+    def _again(self, op: Instruction) -> bool:
+        """Returns whether a collective is a later piece of one that is counted.
+
+        TPU programs write an asynchronous collective into every fusion that runs
+        beside it, under one channel and one chain.
+        """
+        chain = re.search(r'\bchain_id="(\d+)"', op.attributes)
+        channel = re.search(r"\bchannel_id=(\d+)", op.attributes)
+        if chain is None or channel is None:
+            return False
+        key = (op.opcode, channel[1], chain[1])
+        known = key in self.chains
+        self.chains.add(key)
+        return known
+
+    def _permute(
         self, scope: Scope, op: Instruction, nbytes: float, trips: float
-    ) -> Iterator[_Found]:
+    ) -> Iterator[Found]:
         text = op.attributes.partition("source_target_pairs=")[2].partition("}}")[0]
         pairs = [p.split(",") for p in re.findall(r"\d+,\d+", text)]
         sending = [(int(a), int(b)) for a, b in pairs if a != b]
         if sending:
             sent = nbytes * len(sending) / self.module.num_devices
             kind = "collective_permute"
-            yield self.found(scope, op, 0, kind, np.array(sending), sent, trips)
+            yield self._found(scope, op, 0, kind, np.array(sending), sent, trips)
 
-    def reduction(
+    def _reduction(
         self,
         scope: Scope,
         op: Instruction,
@@ -221,28 +261,33 @@ class _Reader:
         groups: np.ndarray,
         nbytes: float,
         trips: float,
-    ) -> Iterator[_Found]:
+    ) -> Iterator[Found]:
         """Splits an all-reduce into the part that is sliced after and the rest."""
         need = WHOLE
+        if self.as_run and scope.call is not None and scope.call.opcode == "fusion":
+            # TPU programs write a reduce-scatter as a fusion: a sum and its slice.
+            kind = "reduce_scatter"
+            yield self._found(scope, op, index, kind, groups, nbytes, trips)
+            return
         if not self.as_run:
             position = index if len(op.operands) > 1 else None
             need = self.follow.need(scope, op.name, position)
-            if self.placed_in_zeros(scope, op.operands[index]):
+            if self._placed_in_zeros(scope, op.operands[index]):
                 kind = "all_gather"
-                found = self.found(scope, op, index, kind, groups, nbytes, trips)
+                found = self._found(scope, op, index, kind, groups, nbytes, trips)
                 yield found.but(GATHERED)
                 return
-            nbytes *= self.arriving(scope, op.operands[index])
+            nbytes *= self._arriving(scope, op.operands[index])
         scattered, reduced = split_groups(need, groups)
         if (parts := scattered.shape[1]) > 1:
             kind = "reduce_scatter"
-            found = self.found(scope, op, index, kind, scattered, nbytes, trips)
+            found = self._found(scope, op, index, kind, scattered, nbytes, trips)
             yield found.but(SCATTERED)
             nbytes /= parts
         if reduced.shape[1] > 1:
-            yield self.found(scope, op, index, "all_reduce", reduced, nbytes, trips)
+            yield self._found(scope, op, index, "all_reduce", reduced, nbytes, trips)
 
-    def found(
+    def _found(
         self,
         scope: Scope,
         op: Instruction,
@@ -251,19 +296,19 @@ class _Reader:
         groups: np.ndarray,
         nbytes: float,
         trips: float,
-    ) -> _Found:
-        narrow = not self.as_run and self.narrow(scope, op, index)
+    ) -> Found:
+        narrow = not self.as_run and self._narrow(scope, op, index)
         made = AuditedCollective(
             kind=kind,
             axes=differing_axes(self.mesh, groups[0]),
             group=groups.shape[1],
             nbytes=nbytes / 2 if narrow else nbytes,
             trips=trips,
-            source=self.source(scope, op, index),
+            source=self._source(scope, op, index),
         )
-        return _Found(made, (WIDENED,) if narrow else ())
+        return Found(made, (WIDENED,) if narrow else ())
 
-    def source(self, scope: Scope, op: Instruction, index: int) -> str:
+    def _source(self, scope: Scope, op: Instruction, index: int) -> str:
         """Returns the origin; combined all-reduces keep one for each part."""
         if len(op.operands) > 1 and op.opcode != "all-to-all":
             for user in scope.computation.users[op.name]:
@@ -271,7 +316,7 @@ class _Reader:
                     return user.source or op.source
         return op.source
 
-    def narrow(self, scope: Scope, op: Instruction, index: int) -> bool:
+    def _narrow(self, scope: Scope, op: Instruction, index: int) -> bool:
         """Returns whether an operand has 16 bits before and after this collective.
 
         All its readers go back to 16 bits, and it came from there; the origin
@@ -281,7 +326,7 @@ class _Reader:
         if scope.instruction(operand).shapes[0].dtype != _WIDENED_TO:
             return False
         reduced = op.opcode.startswith("all-reduce")
-        if not reduced and not self.converted_from(scope, operand):
+        if not reduced and not self._converted_from(scope, operand):
             return False
         position = index if len(op.operands) > 1 else None
         readers = self.follow.readings(scope, op.name, position, _MOVES)
@@ -292,14 +337,14 @@ class _Reader:
             for u in readers
         )
 
-    def converted_from(self, scope: Scope, name: str) -> bool:
+    def _converted_from(self, scope: Scope, name: str) -> bool:
         """Returns whether a value is widened from 16 bits just before."""
         scope, op = self.follow.origin(scope, name, _MOVES)
         if op.opcode != "convert":
             return False
         return scope.instruction(op.operands[0]).shapes[0].dtype in _NARROW
 
-    def arriving(self, scope: Scope, name: str) -> float:
+    def _arriving(self, scope: Scope, name: str) -> float:
         """Returns the part of a value that a scattering all-reduce before it leaves."""
         scope, op = self.follow.origin(scope, name)
         index = None
@@ -310,9 +355,9 @@ class _Reader:
             return 1.0
         groups = device_groups(op, self.module.num_devices)
         scattered, _ = split_groups(self.follow.need(scope, op.name, index), groups)
-        return self.arriving(scope, op.operands[index or 0]) / scattered.shape[1]
+        return self._arriving(scope, op.operands[index or 0]) / scattered.shape[1]
 
-    def placed_in_zeros(self, scope: Scope, name: str) -> bool:
+    def _placed_in_zeros(self, scope: Scope, name: str) -> bool:
         """Returns whether a value is one shard written into an array of zeros."""
         scope, op = self.follow.origin(scope, name)
         if op.opcode != "dynamic-update-slice":

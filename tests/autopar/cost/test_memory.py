@@ -16,12 +16,16 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar.cost.memory import (
+    BUFFER_KINDS,
     Buffer,
     buffers,
+    habits_of,
     input_bytes,
+    memory_at_peak,
     peak_memory_bytes,
     usage_by_time,
 )
+from autopar_passes.graph.roles import Role
 
 CLUSTER = forms.cheap("2x4:cpu")
 LOWEST, HIGHEST = -0.15, 0.40
@@ -86,7 +90,7 @@ def test_inputs_are_counted_in_their_shards() -> None:
 def test_a_replicated_plan_needs_all_state() -> None:
     case = prepared()
     plan = harness.random_plan(case, (8,), random.Random(0), replicated=True)
-    life = case.analysis.life
+    life = case.analysis.life()
     total = sum(case.graph.values[i.value].nbytes for i in case.graph.inputs)
     assert input_bytes(plan) == total
     assert peak_memory_bytes(plan, life, 1.2) > total
@@ -97,7 +101,7 @@ def test_the_peak_is_the_most_that_is_live(seed: int) -> None:
     """Against a sum over all buffers at every time."""
     case = prepared()
     plan = harness.random_plan(case, (2, 4), random.Random(seed))
-    life = case.analysis.life
+    life = case.analysis.life()
     found = buffers(plan, life)
     assert all(b.nbytes >= 0 and b.start <= b.end for b in found)
     live = [
@@ -117,9 +121,97 @@ def test_usage_by_time() -> None:
 def test_a_resharded_form_takes_part_in_the_peak() -> None:
     """Gathered parameters are whole for a while, however they are stored."""
     case = prepared()
-    life = case.analysis.life
+    life = case.analysis.life()
     sharded = [
         harness.random_plan(case, (8,), random.Random(s), density=1.0) for s in range(8)
     ]
     for plan in sharded:
         assert peak_memory_bytes(plan, life, 1.2) > input_bytes(plan)
+
+
+def softmax_loss(params: Any, batch: Any) -> jax.Array:
+    """The scores go through an exponential, and through a hyperbolic tangent."""
+    scores = batch["x"] @ params["a"]
+    weights = jnp.exp(scores - jnp.max(scores, axis=-1, keepdims=True))
+    weights = weights / jnp.sum(weights, axis=-1, keepdims=True)
+    return jnp.mean((weights @ params["b"] - batch["y"]) ** 2)
+
+
+def tanh_loss(params: Any, batch: Any) -> jax.Array:
+    y = jnp.tanh(batch["x"] @ params["a"]) ** 2
+    return jnp.mean((y @ params["b"] - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind", "again"), [(softmax_loss, "exp", True), (tanh_loss, "tanh", False)]
+)
+def test_gpus_make_cheap_results_again(loss: Any, kind: str, again: bool) -> None:
+    """An exponential is taken again; what takes many cycles is kept."""
+    params = {"a": jnp.ones((64, 256)), "b": jnp.ones((256, 64))}
+    case = harness.prepare(*training(loss, params, mlp_batch(512, 64), optax.sgd(0.1)))
+    (made,) = (op for op in case.graph.operators if op.kind == kind)
+
+    plain = case.analysis.life(habits_of("cpu")).written
+    written = case.analysis.life(habits_of("gpu")).written
+
+    assert made.outputs[0] in plain
+    assert (made.outputs[0] not in written) is again
+
+
+def test_gpus_make_gradients_behind_the_backward_pass() -> None:
+    """What a checkpoint makes again stays for the products of the gradients."""
+    case = harness.prepare(*remat_chain())
+    plan = harness.random_plan(case, (8,), random.Random(0), replicated=True)
+    graph, sizes = case.graph, [0.0, 0.0]
+    last = max(o.index for o in graph.operators if o.role is Role.BACKWARD)
+    for place, kind in enumerate(("cpu", "gpu")):
+        found = buffers(plan, case.analysis.life(habits_of(kind)))
+        sizes[place] = sum(b.nbytes for b in found if b.start <= last <= b.end)
+    # Three layers of: x, its gradient behind the layer (512 x 64), tanh(...) and the
+    # gradient before it (512 x 256), two of which each product of a gradient reads.
+    least = 2 * 4 * 512 * (64 + 256)
+
+    assert sizes[1] - sizes[0] > least
+
+
+def test_memory_at_the_peak_is_named() -> None:
+    case = prepared()
+    plan = harness.random_plan(case, (2, 4), random.Random(1))
+    life = case.analysis.life()
+    found = memory_at_peak(plan, life, 1.2)
+
+    assert set(found) <= {*BUFFER_KINDS, "compiler's overhead"}
+    assert len(found) > 2
+    total = input_bytes(plan) + sum(found.values())
+    assert total == pytest.approx(peak_memory_bytes(plan, life, 1.2))
+
+
+def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
+    """A loop adds up gradients of parts of the batch; one more gradient follows it."""
+
+    def loss(params: Any, x: Any, y: Any) -> jax.Array:
+        return jnp.mean((jnp.tanh(x @ params["up"]) @ params["down"] - y) ** 2)
+
+    def step(params: Any, batch: Any) -> Any:
+        def add(total: Any, part: Any) -> Any:
+            return jax.tree.map(jnp.add, total, jax.grad(loss)(params, *part)), None
+
+        parts = tuple(batch[k].reshape(4, 128, 64) for k in ("x", "y"))
+        total, _ = jax.lax.scan(add, jax.tree.map(jnp.zeros_like, params), parts)
+        again = jax.grad(loss)(params, batch["x"], batch["y"])
+        new = jax.tree.map(lambda p, g, h: p - 0.1 * (g + h), params, total, again)
+        return new, jnp.zeros(())
+
+    params = mlp_params(width=64, hidden=256, layers=1)[0]
+    analysis = harness.prepare(step, (params, mlp_batch(512, 64))).analysis
+    length = len(analysis.graph.operators)
+    reads = analysis.life(habits_of("gpu")).reads
+    ends = analysis.independent.computations
+    products = [o.index for o in analysis.graph.operators if o.kind == "dot_general"]
+    inside = [index for index in products if ends[index] < length]
+    behind = [index for index in products if index > ends[inside[0]]]
+
+    assert len(inside) == 5
+    assert all(reads[index] <= ends[index] for index in inside)
+    # Both gradients behind the loop are put off; what another product reads is not.
+    assert sum(reads[index] > index for index in behind) == 2

@@ -1,0 +1,1 @@
+"""XLA's compilers for accelerators, on a host that has none."""

@@ -1,0 +1,150 @@
+"""A planned step through the compiler of an accelerator, in a process of its own."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import io
+import json
+import os
+import pathlib
+import subprocess
+import sys
+import tempfile
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.compilers.targets import Target
+from autopar.compilers.topology import topology
+from autopar.errors import CompileError, PlanError
+
+# Without a device nothing can be tuned by running it, and products that Triton makes
+# want tuning: the compiler may not find a tile size for them.
+_GPU_FLAGS = ("--xla_gpu_autotune_level=0", "--xla_gpu_enable_triton_gemm=false")
+_MOST_LINES = 12
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """The memory of one device by the compiler, in bytes.
+
+    Attributes:
+      argument_bytes: of the arguments.
+      output_bytes: of the results.
+      alias_bytes: of results that take the place of arguments.
+      temp_bytes: of everything in between.
+    """
+
+    argument_bytes: int
+    output_bytes: int
+    alias_bytes: int
+    temp_bytes: int
+
+    @property
+    def peak_bytes(self) -> int:
+        """What a device must have."""
+        held = self.argument_bytes + self.output_bytes - self.alias_bytes
+        return held + self.temp_bytes
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class CompiledProgram:
+    """An optimized program and its memory.
+
+    Attributes:
+      text: of the optimized module.
+      memory: of one device.
+    """
+
+    text: str
+    memory: Memory
+
+
+def check_target(target: Target, cluster: Cluster) -> None:
+    """Checks that a cluster can be compiled for, before any work.
+
+    Raises:
+      PlanError: the cluster is none of the target's, or the compiler is not installed;
+        the message names the extra that installs it.
+    """
+    topology(target, cluster)
+    try:
+        found = importlib.util.find_spec(target.module)
+    except ModuleNotFoundError:
+        found = None
+    if found is None:
+        raise PlanError(
+            f"compiling for {target.name} needs XLA's {target.kind.upper()} compiler, "
+            f"which is not installed: pip install 'autopar[{target.extra}]'. "
+            "No device is needed."
+        )
+
+
+def compile_for(lowered: Any, target: Target, cluster: Cluster) -> CompiledProgram:
+    """Compiles a lowered step for the devices of a cluster that need not be there.
+
+    The compiler runs in a child process, so that this one keeps its backend.
+
+    Args:
+      lowered: JAX's ``Lowered`` for the target's platform.
+      target: the device.
+      cluster: the plan's.
+
+    Raises:
+      PlanError: the compiler is not installed, or the cluster is none of the target's.
+      CompileError: the compiler refuses the program.
+    """
+    check_target(target, cluster)
+    with tempfile.TemporaryDirectory(prefix="autopar-compile-") as name:
+        folder = pathlib.Path(name)
+        module = io.BytesIO()
+        lowered.compiler_ir().operation.write_bytecode(module)
+        (folder / "module.mlirbc").write_bytes(module.getvalue())
+        request = {
+            "platform": target.platform,
+            "topology": topology(target, cluster),
+            "description": target.gpu.text() if target.gpu else "",
+            "devices": cluster.num_devices,
+        }
+        (folder / "request.json").write_text(json.dumps(request), encoding="utf-8")
+        _run(folder, target)
+        memory = json.loads((folder / "memory.json").read_text(encoding="utf-8"))
+        text = (folder / "program.txt").read_text(encoding="utf-8")
+    return CompiledProgram(text, Memory(**memory))
+
+
+def _run(folder: pathlib.Path, target: Target) -> None:
+    """Runs the child process; raises what went wrong in it."""
+    command = [sys.executable, "-m", "autopar.compilers.child", str(folder)]
+    done = subprocess.run(
+        command, env=_environment(target), capture_output=True, text=True, check=False
+    )
+    if done.returncode == 0:
+        return
+    written = folder / "error.txt"
+    said = written.read_text(encoding="utf-8") if written.exists() else done.stderr
+    lines = [line for line in said.strip().splitlines() if line.strip()]
+    text = " ".join((lines[:_MOST_LINES] if written.exists() else lines[-4:]) or ["-"])
+    raise CompileError(
+        f"XLA's compiler for {target.name} refuses the step "
+        f"(exit code {done.returncode}): {text}"
+    )
+
+
+def _environment(target: Target) -> dict[str, str]:
+    """The environment of the child process: no backend, and the compiler's flags."""
+    path = os.pathsep.join([p for p in sys.path if p] or [os.getcwd()])
+    own = {
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": path,
+        "TF_CPP_MIN_LOG_LEVEL": "3",
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "TPU_ACCELERATOR_TYPE": "v5p-32" if target.name == "v5p" else "v5litepod-16",
+    }
+    given = os.environ.get("XLA_FLAGS", "").split()
+    flags = [f for f in given if "host_platform_device_count" not in f]
+    if target.kind == "gpu":
+        said = {f.split("=")[0] for f in flags}
+        flags = [*flags, *(f for f in _GPU_FLAGS if f.split("=")[0] not in said)]
+    return {**os.environ, **own, "XLA_FLAGS": " ".join(flags)}

@@ -1,0 +1,180 @@
+"""What XLA compiles for: descriptions of devices, as data.
+
+The figures of GPUs are those of openxla/xla, ``xla/backends/gpu/target_config/specs``
+(``a100_sxm_80``, ``h100_sxm``, ``h200``, ``b200``, ``v100``). A TPU is known to its
+compiler by name; its clock is that of
+https://jax-ml.github.io/scaling-book/tpus/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Final
+
+from autopar.errors import PlanError
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Gpu:
+    """The figures of a GPU that its compiler reads.
+
+    Attributes:
+      name: as its driver reports it.
+      capability: of CUDA, such as (9, 0).
+      cores: streaming multiprocessors.
+      fpus_per_core: floating point units of each.
+      clock_ghz: of the cores.
+      memory_bytes: of the device.
+      memory_bytes_per_s: bandwidth.
+      l2_bytes: of the cache.
+      shared_bytes: shared memory of a core.
+      shared_optin_bytes: shared memory that one block may ask for.
+    """
+
+    name: str
+    capability: tuple[int, int]
+    cores: int
+    fpus_per_core: int
+    clock_ghz: float
+    memory_bytes: int
+    memory_bytes_per_s: int
+    l2_bytes: int
+    shared_bytes: int
+    shared_optin_bytes: int
+
+    def text(self) -> str:
+        """The description in the compiler's form, a ``GpuTargetConfigProto``."""
+        major, minor = self.capability
+        return f"""
+gpu_device_info {{
+  threads_per_block_limit: 1024 threads_per_warp: 32 threads_per_core_limit: 2048
+  shared_memory_per_block: 49152 shared_memory_per_core: {self.shared_bytes}
+  shared_memory_per_block_optin: {self.shared_optin_bytes}
+  core_count: {self.cores} fpus_per_core: {self.fpus_per_core}
+  block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535
+  thread_dim_limit_x: 1024 thread_dim_limit_y: 1024 thread_dim_limit_z: 64
+  memory_bandwidth: {self.memory_bytes_per_s} l2_cache_size: {self.l2_bytes}
+  clock_rate_ghz: {self.clock_ghz} device_memory_size: {self.memory_bytes}
+  cuda_compute_capability {{ major: {major} minor: {minor} }}
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}}
+platform_name: "CUDA"
+dnn_version_info {{ major: 9 minor: 7 }}
+runtime_version {{ major: 12 minor: 8 patch: 0 }}
+device_description_str: "{self.name}"
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """A device that a step can be compiled for without having it.
+
+    Attributes:
+      name: of the target, and of the preset of a cluster of such devices.
+      kind: as in `autopar.cluster.specs.DeviceSpec`, "gpu" or "tpu".
+      gpu: the figures of a GPU; None for others.
+      clock_hz: of a TPU, to read its compiler's cycles; 0 for others.
+    """
+
+    name: str
+    kind: str
+    gpu: Gpu | None = None
+    clock_hz: float = 0.0
+
+    @property
+    def platform(self) -> str:
+        """JAX's name of the platform."""
+        return "cuda" if self.kind == "gpu" else "tpu"
+
+    @property
+    def extra(self) -> str:
+        """The optional part of the project that installs the compiler."""
+        return f"{self.kind}-compiler"
+
+    @property
+    def module(self) -> str:
+        """The Python module that is there where the compiler is installed."""
+        return "jax_plugins.xla_cuda12" if self.kind == "gpu" else "libtpu"
+
+
+_H100: Final = Gpu(
+    name="NVIDIA H100 80GB HBM3",
+    capability=(9, 0),
+    cores=132,
+    fpus_per_core=128,
+    clock_ghz=1.98,
+    memory_bytes=84_942_979_072,
+    memory_bytes_per_s=3_352_320_000_000,
+    l2_bytes=52_428_800,
+    shared_bytes=233_472,
+    shared_optin_bytes=232_448,
+)
+_GPUS: Final = {
+    "v100": Gpu(
+        name="Tesla V100-SXM2-16GB",
+        capability=(7, 0),
+        cores=80,
+        fpus_per_core=64,
+        clock_ghz=1.53,
+        memory_bytes=16_935_682_048,
+        memory_bytes_per_s=898_048_000_000,
+        l2_bytes=6_291_456,
+        shared_bytes=98_304,
+        shared_optin_bytes=98_304,
+    ),
+    "a100": Gpu(
+        name="NVIDIA A100-SXM4-80GB",
+        capability=(8, 0),
+        cores=108,
+        fpus_per_core=64,
+        clock_ghz=1.41,
+        memory_bytes=85_100_068_864,
+        memory_bytes_per_s=2_039_040_000_000,
+        l2_bytes=41_943_040,
+        shared_bytes=167_936,
+        shared_optin_bytes=166_912,
+    ),
+    "h100": _H100,
+    "h200": dataclasses.replace(
+        _H100,
+        name="NVIDIA H200 141GB HBM3e",
+        memory_bytes=151_397_597_184,
+        memory_bytes_per_s=4_800_000_000_000,
+    ),
+    "b200": Gpu(
+        name="NVIDIA B200",
+        capability=(10, 0),
+        cores=148,
+        fpus_per_core=128,
+        clock_ghz=1.965,
+        memory_bytes=191_514_411_008,
+        memory_bytes_per_s=7_672_320_000_000,
+        l2_bytes=132_644_864,
+        shared_bytes=233_472,
+        shared_optin_bytes=232_448,
+    ),
+}
+_TPU_CLOCKS_HZ: Final = {"v5e": 1.5e9, "v5p": 1.75e9}
+
+TARGETS: Final = {
+    name: Target(name=name, kind="gpu", gpu=gpu) for name, gpu in _GPUS.items()
+} | {
+    name: Target(name=name, kind="tpu", clock_hz=clock)
+    for name, clock in _TPU_CLOCKS_HZ.items()
+}
+
+
+def target_of(name: str) -> Target:
+    """The target of that name.
+
+    Raises:
+      PlanError: there is none.
+    """
+    found = TARGETS.get(name.lower())
+    if found is None:
+        known = ", ".join(TARGETS)
+        raise PlanError(
+            f"there is no description of a device '{name}' to compile for; "
+            f"the targets are {known}."
+        )
+    return found

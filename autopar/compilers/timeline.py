@@ -1,0 +1,113 @@
+"""Seconds of a compiled program's schedule, by the cost model's prices.
+
+Two queues run beside each other: kernels in the order of the program, and messages in
+the order in which they begin. A kernel behind a ``-done`` waits for its message. What
+the kernels wait is exposed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable
+from typing import Self
+
+from autopar.cluster.specs import DeviceSpec
+from autopar.cost.collectives import collective_s
+from autopar.cost.compute import roofline_s
+from autopar.cost.pricer import Pricer
+from autopar_passes.audit.collectives import AuditedCollective
+from autopar_passes.audit.events import Done, Event, Kernel, Loop, Start
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    """Seconds of one step on one device.
+
+    Attributes:
+      kernel_s: of kernels.
+      communication_s: of messages, hidden or not.
+      exposed_s: that kernels wait for messages.
+      messages: number of messages.
+      hidden: messages that begin and are waited for with kernels in between.
+      cycles: the compiler's own estimates of kernels, in clock cycles.
+    """
+
+    kernel_s: float = 0.0
+    communication_s: float = 0.0
+    exposed_s: float = 0.0
+    messages: float = 0.0
+    hidden: float = 0.0
+    cycles: float = 0.0
+
+    def __add__(self, other: Self) -> Self:
+        """Two parts of a step, one after the other."""
+        names = [f.name for f in dataclasses.fields(self)]
+        return type(self)(**{n: getattr(self, n) + getattr(other, n) for n in names})
+
+    def __mul__(self, times: float) -> Self:
+        """A part that runs several times."""
+        names = [f.name for f in dataclasses.fields(self)]
+        return type(self)(**{n: getattr(self, n) * times for n in names})
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of the step."""
+        return self.kernel_s + self.exposed_s
+
+
+def timeline(events: Iterable[Event], pricer: Pricer) -> Timeline:
+    """Prices the events of a program; a loop begins and ends with both queues empty."""
+    total = Timeline()
+    free_s = 0.0
+    ends: dict[str, tuple[float, float]] = {}
+    for event in events:
+        now_s = total.step_s
+        match event:
+            case Kernel():
+                total += _kernel(event, pricer.cluster.device)
+            case Start():
+                seconds = message_s(event.collectives, pricer)
+                free_s = max(now_s, free_s) + seconds
+                ends[event.name] = free_s, total.kernel_s
+                wait_s = free_s - now_s if event.waits else 0.0
+                total += Timeline(
+                    communication_s=seconds, exposed_s=wait_s, messages=1.0
+                )
+            case Done() if event.name in ends:
+                end_s, before_s = ends[event.name]
+                hidden = float(total.kernel_s > before_s)
+                total += Timeline(exposed_s=max(0.0, end_s - now_s), hidden=hidden)
+            case Done():
+                pass
+            case Loop():
+                total += timeline(event.body, pricer) * event.trips
+    return total
+
+
+def message_s(collectives: Iterable[AuditedCollective], pricer: Pricer) -> float:
+    """Seconds of one message with all its arrays."""
+    found = tuple(collectives)
+    names = pricer.mesh.names
+    axes = tuple(pricer.mesh.axes[names.index(n)] for n in found[0].axes)
+    whole = math.prod(axis.size for axis in axes)
+    if not axes or found[0].group > whole:
+        return 0.0
+    if found[0].group < whole:
+        # A part of an axis: the last one that is long enough has the fastest links.
+        axes = tuple(a for a in axes if a.size >= found[0].group)[-1:] or axes[-1:]
+    nbytes = sum(c.nbytes for c in found)
+    return pricer.skew * collective_s(found[0].kind, nbytes, axes)
+
+
+def _kernel(kernel: Kernel, device: DeviceSpec) -> Timeline:
+    seconds = roofline_s(
+        kernel.flops,
+        kernel.nbytes,
+        kernel.dtype,
+        device,
+        is_matrix=kernel.flops > 0,
+    )
+    return Timeline(
+        kernel_s=float(seconds) + device.kernel_latency_s, cycles=kernel.cycles
+    )

@@ -1,0 +1,250 @@
+"""Predictions against XLA's compilers for CPU, GPU and TPU, which need no devices.
+
+    python benchmarks/compiled.py --out results.jsonl [--cases 'gpt*h100*' ...]
+    python benchmarks/compiled.py --out results.jsonl --table
+    python benchmarks/compiled.py --out results.jsonl --again
+
+Needs the extras ``gpu-compiler`` and ``tpu-compiler`` for the cases that name a GPU or
+a TPU. Each case is one line of JSON: memory, bytes, messages and compute, predicted and
+compiled, with the ratio of the two. Cases that the file holds already are left out, so
+that a run can be stopped. ``--again`` predicts again for the plans of the file, which
+keeps what the compilers said; ``--table`` prints the file as a table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import fnmatch
+import json
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import workloads
+
+from autopar.api import audit_analysis
+from autopar.cluster import Cluster
+from autopar.cost.memory import habits_of, peak_memory_bytes
+from autopar.errors import AutoparError
+from autopar.planner.options import PlanOptions
+from autopar.planner.plan import plan_analysis
+from autopar.planner.record import restore
+from autopar.plans import Plan
+from autopar.reports.audit import bytes_by_kind
+from autopar.reports.explain import bind_plan
+from autopar.reports.target_audit import predicted_messages
+from autopar.steps.analysis import Analysis, analyse
+
+MOST_CPUS = 32
+GPT = {"layers": 6, "d_model": 1024, "heads": 16, "seq": 512, "vocab": 32000}
+LLAMA = {**GPT, "kv_heads": 8, "ffn": 2816}
+LARGE = {"layers": 8, "d_model": 4096, "heads": 32, "seq": 2048, "vocab": 32000}
+# Name -> (example, options): the examples as they are, and models of real size.
+MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    **{name: (name, {}) for name in workloads.EXAMPLES},
+    "vit-1024": ("vit", {"d_model": 1024, "heads": 16, "size": 224, "patch": 16}),
+    "moe-1024": ("moe", {"d_model": 1024, "heads": 16, "ffn": 4096, "seq": 512}),
+    "lstm-1024": ("lstm", {"d_model": 1024, "seq": 256, "vocab": 32000}),
+    "resnet-64": ("resnet", {"width": 64, "size": 128}),
+    "gpt-scan-1024": ("gpt-scan", GPT),
+}
+BATCHES = {"vit-1024": 256, "moe-1024": 64, "lstm-1024": 256, "resnet-64": 256}
+for _name, _options in (("gpt", GPT), ("llama", LLAMA)):
+    for _dtype in ("float32", "bfloat16"):
+        for _remat in (False, True):
+            _full = f"{_name}-1024-{_dtype[0]}{'32' if _dtype[0] == 'f' else '16'}"
+            MODELS[_full + "-remat" * _remat] = (
+                _name,
+                {**_options, "dtype": _dtype, "remat": _remat},
+            )
+# Many layers, to see what grows with their number.
+MODELS["gpt-deep-b16-remat"] = (
+    "gpt",
+    {**GPT, "layers": 16, "d_model": 512, "dtype": "bfloat16", "remat": True},
+)
+_LLAMA_LARGE = {**LARGE, "kv_heads": 8, "ffn": 14336, "dtype": "bfloat16"}
+MODELS["gpt-4096-b16-remat"] = ("gpt", {**LARGE, "dtype": "bfloat16", "remat": True})
+MODELS["llama-4096-b16-remat"] = ("llama", {**_LLAMA_LARGE, "remat": True})
+MODELS["llama-4096-b16"] = ("llama", _LLAMA_LARGE)
+CLUSTERS = (
+    "8:cpu,memory=64GB", "32:cpu,memory=64GB", "8:h100", "8x8:h100",
+    "4x4:v5e", "8x8:v5e", "2x2x4:v5p",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model on a cluster."""
+
+    model: str
+    cluster: str
+
+    @property
+    def name(self) -> str:
+        """Such as ``gpt@8:h100``."""
+        return f"{self.model}@{self.cluster.split(',')[0]}"
+
+    @property
+    def target(self) -> str | None:
+        """The accelerator; None on CPUs."""
+        name = self.cluster.split(":")[1].split(",")[0]
+        return None if name == "cpu" else name
+
+    def analysis(self) -> Analysis:
+        """Traces the step."""
+        example, options = MODELS[self.model]
+        devices = Cluster.parse(self.cluster).num_devices
+        batch = BATCHES.get(self.model, 64)
+        if "4096" in self.model:
+            batch = 128
+        elif not options or self.model in workloads.EXAMPLES:
+            batch = workloads.batch_for(devices)
+        step, args = workloads.arguments(example, **{**options, "batch": batch})
+        return analyse(step, args)
+
+
+def cases(patterns: list[str]) -> Iterator[Case]:
+    """The cases whose names match a pattern."""
+    for cluster in CLUSTERS:
+        for model in MODELS:
+            case = Case(model, cluster)
+            if case.target is None and "4096" in model:
+                continue
+            if any(fnmatch.fnmatchcase(case.name, p) for p in patterns):
+                yield case
+
+
+def measured(case: Case, seconds: float) -> dict[str, Any]:
+    """Plans and compiles a case."""
+    analysis = case.analysis()
+    cluster = Cluster.parse(case.cluster)
+    plan = plan_analysis(analysis, cluster, PlanOptions(seconds=seconds))
+    start = time.perf_counter()
+    found = audit_analysis(
+        analysis, plan, cluster, compiled=case.target is None, target=case.target
+    )
+    out: dict[str, Any] = {
+        "case": case.name,
+        "compile_s": round(time.perf_counter() - start, 1),
+        "mesh": plan.mesh["axes"],
+        "plan": plan.to_json(),
+    }
+    if found.target is not None:
+        data = found.target.to_json()
+        out["compiled"] = {
+            "memory": data["memory"],
+            "bytes": data["by_kind"],
+            "messages": data["messages"],
+            "compute_s": data["compute_s"],
+            "exposed_s": data.get("schedule", {}).get("exposed_s"),
+        }
+    elif found.compiled is not None:
+        seen = found.compiled
+        out["compiled"] = {
+            "memory": {
+                "peak_bytes": seen.peak_memory_bytes,
+                "argument_bytes": seen.argument_bytes,
+                "output_bytes": seen.output_bytes,
+                "alias_bytes": seen.alias_bytes,
+                "temp_bytes": seen.temp_bytes,
+            },
+            "bytes": dict(bytes_by_kind(seen.collectives)),
+        }
+    return out | {"predicted": predicted(case, analysis, plan, out["compiled"])}
+
+
+def predicted(
+    case: Case, analysis: Analysis, plan: Plan, compiled: dict[str, Any]
+) -> dict[str, Any]:
+    """The predictions for a plan, and their ratios to what was compiled."""
+    cluster = Cluster.parse(case.cluster)
+    bound = bind_plan(analysis, plan, cluster)
+    overhead = cluster.device.calibrated.memory_overhead
+    life = analysis.life(habits_of(cluster.device.kind))
+    memory = peak_memory_bytes(restore(analysis, plan), life, overhead)
+    sent = sum(c.sent_bytes(bound.pricer) for c in bound.collectives)
+    messages = predicted_messages(bound)
+    out: dict[str, Any] = {"memory": memory, "bytes": sent, "messages": messages}
+    out["compute_s"] = plan.predicted.compute_s
+    out["exposed_s"] = plan.predicted.step_s - plan.predicted.compute_s
+    out["ratio"] = {
+        "memory": memory / compiled["memory"]["peak_bytes"],
+        "bytes": _ratio(sent, sum(compiled["bytes"].values())),
+    }
+    if "messages" in compiled:
+        total = sum(compiled["messages"].values())
+        out["ratio"]["messages"] = _ratio(sum(messages.values()), total)
+        out["ratio"]["compute"] = _ratio(out["compute_s"], compiled["compute_s"])
+    return out
+
+
+def _ratio(expected: float, found: float) -> float:
+    return expected / found if found else (1.0 if not expected else float("inf"))
+
+
+def held(path: pathlib.Path) -> dict[str, dict[str, Any]]:
+    """The lines of a file by case; the last of each counts."""
+    if not path.is_file():
+        return {}
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    return {row["case"]: row for row in rows}
+
+
+def table(rows: dict[str, dict[str, Any]]) -> None:
+    """Prints the ratios of a file."""
+    names = ("memory", "bytes", "messages", "compute")
+    workloads.row("case", "mesh", "memory GB", *(f"{n} ratio" for n in names))
+    workloads.row(*["---"] * (3 + len(names)))
+    for name, found in rows.items():
+        if "error" in found:
+            workloads.row(name, found["error"][:90], *[""] * 5)
+            continue
+        ratios = found["predicted"]["ratio"]
+        cells = (f"{ratios[n]:.2f}" if n in ratios else "" for n in names)
+        mesh = "x".join(str(n) for n in found["mesh"].values())
+        memory = found["compiled"]["memory"]["peak_bytes"]
+        workloads.row(name, mesh, f"{memory / 1e9:.3f}", *cells)
+
+
+def main() -> int:
+    """Runs the cases that the file lacks."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--out", type=pathlib.Path, required=True)
+    parser.add_argument("--cases", nargs="*", default=["*"])
+    parser.add_argument("--seconds", type=float, default=10.0)
+    parser.add_argument("--table", action="store_true")
+    parser.add_argument("--again", action="store_true")
+    options = parser.parse_args()
+    known = held(options.out)
+    chosen = list(cases(options.cases))
+    if options.table:
+        table({c.name: known[c.name] for c in chosen if c.name in known})
+        return 0
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", MOST_CPUS)
+    for case in chosen:
+        row = known.get(case.name)
+        if options.again and row is not None and "plan" in row:
+            analysis = case.analysis()
+            plan = Plan.from_json(json.dumps(row["plan"]))
+            made = predicted(case, analysis, plan, row["compiled"])
+            row = {**row, "predicted": made}
+        elif row is None and not options.again:
+            try:
+                row = measured(case, options.seconds)
+            except AutoparError as error:
+                row = {"case": case.name, "error": str(error)}
+        else:
+            continue
+        with options.out.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row) + "\n")
+        table({case.name: row})
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

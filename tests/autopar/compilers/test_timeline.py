@@ -1,0 +1,72 @@
+"""Prices of schedules, against sums written here."""
+
+import dataclasses
+import math
+
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.compilers.timeline import message_s, timeline
+from autopar.cost.pricer import Pricer
+from autopar_passes.audit.collectives import AuditedCollective
+from autopar_passes.audit.events import Done, Kernel, Loop, Start
+
+CLUSTER = Cluster.parse("2x4:h100")
+PRICER = Pricer(CLUSTER, CLUSTER.default_mesh(("data", "tensor")))
+GATHER = AuditedCollective("all_gather", ("tensor",), 4, 1e9, 1.0, "")
+WIRE_S = message_s((GATHER,), PRICER)
+
+
+def kernel(seconds: float) -> Kernel:
+    """A kernel that only moves bytes, for so long."""
+    device = CLUSTER.device
+    moved_s = (seconds - device.kernel_latency_s) / device.calibrated.vector_slowdown
+    return Kernel("k", 0.0, moved_s * device.memory_bandwidth_bytes_per_s, "float32")
+
+
+def start(name: str = "a", *, waits: bool = False) -> Start:
+    return Start(name, (GATHER,), waits)
+
+
+@pytest.mark.parametrize("part", [0.5, 1.0, 2.0])
+def test_kernels_between_start_and_done_hide_a_message(part: float) -> None:
+    found = timeline([start(), kernel(part * WIRE_S), Done("a")], PRICER)
+
+    assert math.isclose(found.exposed_s, max(0.0, 1 - part) * WIRE_S, abs_tol=1e-12)
+    assert math.isclose(found.kernel_s, part * WIRE_S)
+    assert math.isclose(found.communication_s, WIRE_S)
+    assert (found.messages, found.hidden) == (1, 1)
+
+
+def test_without_kernels_between_nothing_is_hidden() -> None:
+    found = timeline([kernel(WIRE_S), start(), Done("a"), kernel(WIRE_S)], PRICER)
+
+    assert math.isclose(found.exposed_s, WIRE_S)
+    assert found.hidden == 0
+
+
+def test_a_synchronous_message_is_exposed_at_once() -> None:
+    found = timeline([start(waits=True), kernel(2 * WIRE_S), Done("a")], PRICER)
+
+    assert math.isclose(found.exposed_s, WIRE_S)
+
+
+def test_messages_wait_for_each_other() -> None:
+    """Two messages begin at once: the second ends after both."""
+    both = [start("a"), start("b"), kernel(1.5 * WIRE_S), Done("a"), Done("b")]
+
+    assert math.isclose(timeline(both, PRICER).exposed_s, 0.5 * WIRE_S)
+
+
+def test_a_loop_multiplies() -> None:
+    body = (start(), kernel(0.5 * WIRE_S), Done("a"))
+    once, found = timeline(body, PRICER), timeline([Loop(3.0, body)], PRICER)
+
+    assert math.isclose(found.exposed_s, 3 * once.exposed_s)
+    assert found.messages == 3
+
+
+def test_arrays_of_one_message_pay_one_latency() -> None:
+    half = dataclasses.replace(GATHER, nbytes=GATHER.nbytes / 2)
+
+    assert math.isclose(message_s((half, half), PRICER), WIRE_S)
