@@ -25,6 +25,7 @@ from autopar.reports.table import (
     shape_of_plan,
     stage_text,
 )
+from autopar.reports.worth import worth_facts
 
 _STYLE = """
 body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; background: #fff;
@@ -57,6 +58,7 @@ def render_html(plan: Plan, collectives: Sequence[CollectiveRow]) -> str:
         f"<h1>{_text(title)}</h1>",
         f"<p>{_text(_description(plan))}</p>",
         _figures(plan),
+        *_worth(plan),
         "<h2>Where the time of a step goes</h2>",
         bars(_times(plan, collectives)),
         *_inputs(plan),
@@ -103,6 +105,12 @@ def _figures(plan: Plan) -> str:
         for name, value in figures
     ]
     return f'<div class="figures">{"".join(cells)}</div>'
+
+
+def _worth(plan: Plan) -> list[str]:
+    """What the plan makes of its cluster."""
+    facts = worth_facts(plan.worth)
+    return [f"<p>{_text(name)}: {_text(text)}.</p>" for name, text in facts]
 
 
 def _times(
