@@ -75,9 +75,10 @@ def name_of(split: Split) -> str:
     """The name of what one axis does."""
     ranked = sorted(split.work.items(), key=lambda item: -item[1])
     kinds = [kind for kind, part in ranked if part >= _NAMED]
-    kinds = kinds or [kind for kind, part in ranked[:1] if part > 0]
     if kinds:
         return " and ".join(_name(kind, split) for kind in kinds)
+    if ranked and ranked[0][1] > 0:
+        return f"{_name(ranked[0][0], split)}, in few products,"
     if split.parameters or split.optimizer:
         return "state split, no work,"
     return "nothing"
