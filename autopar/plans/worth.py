@@ -30,6 +30,16 @@ class AxisUse(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether no operator's work is split over it."""
         return self.size > 1 and self.repeated > 1.0 - LEAST_SPLIT
 
+    @property
+    def shortens(self) -> float:
+        """The part by which the axis shortens the work of a step, 0 to 1.
+
+        >>> AxisUse(name="data", size=8, repeated=0.0, holds=True).shortens
+        0.875
+        """
+        without = self.repeated + self.size * (1.0 - self.repeated)
+        return 1.0 - 1.0 / without
+
 
 class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a plan makes of its cluster, as the cost model predicts it.

@@ -137,7 +137,12 @@ def step_of(parts: Sequence[Part]) -> float:
 
 
 def part_lines(parts: Sequence[Part], top: int) -> list[str]:
-    """The parts as a table: the longest, the rest, what is hidden, and the step.
+    """The parts as a table; see `part_cells`."""
+    return columns([HEADING, *part_cells(parts, top)], right=(3, 4))
+
+
+def part_cells(parts: Sequence[Part], top: int) -> list[tuple[str, ...]]:
+    """The texts under `HEADING`: the longest, the rest, what is hidden, the step.
 
     Args:
       parts: all.
@@ -148,9 +153,8 @@ def part_lines(parts: Sequence[Part], top: int) -> list[str]:
     rest = own[top:]
     shown = [*own[:top], *([_joined(rest)] if rest else [])]
     shown += [part for part in parts if part.whole]
-    rows = [HEADING, *(_cells(part, step) for part in shown)]
-    rows.append(("step", "", "", seconds_text(step), share_text(1.0)))
-    return columns(rows, right=(3, 4))
+    last = ("step", "", "", seconds_text(step), share_text(1.0))
+    return [*(_cells(part, step) for part in shown), last]
 
 
 def _joined(parts: Sequence[Part]) -> Part:

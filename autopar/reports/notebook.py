@@ -73,7 +73,7 @@ def cell(plan: Plan) -> str:
         rows = input_rows(plan, largest)
         parts += [
             _table([("largest inputs", "role", "shape", "layout"), *rows], head=True),
-            _picture(plan, largest),
+            plan_picture(plan, largest),
         ]
     return f"<div>{''.join(parts)}</div>"
 
@@ -121,7 +121,7 @@ def largest_inputs(plan: Plan, stage: StagePlan) -> StagePlan:
     return msgspec.structs.replace(stage, inputs=inputs)
 
 
-def _picture(plan: Plan, stage: StagePlan) -> str:
+def plan_picture(plan: Plan, stage: StagePlan) -> str:
     """The mesh, and the largest array of each layout, the largest first."""
     sizes = {path: math.prod(plan.shapes.get(path, ())) for path in stage.inputs}
     drawn: dict[str, str] = {}

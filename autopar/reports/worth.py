@@ -66,8 +66,9 @@ def idle_texts(worth: Worth) -> Iterator[str]:
         if axis.unused and axis.holds:
             yield f"axis {_named(axis)} splits what is held and no work"
         elif axis.size > 1 and not axis.unused and axis.repeated >= _TOLD:
-            part = share_text(axis.repeated)
-            yield f"axis {_named(axis)} repeats {part} of the work on its devices"
+            part, less = share_text(axis.repeated), share_text(axis.shortens)
+            told = f"repeats {part} of the work, shortens it by {less}"
+            yield f"axis {_named(axis)} {told}"
     if worth.devices > 1 and worth.one_device_fits and worth.speed_up < 1.0:
         yield "one device alone would be faster"
 

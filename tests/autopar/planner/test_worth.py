@@ -137,6 +137,10 @@ def test_an_axis_that_splits_nothing_is_unused(
     assert not other.unused
     # The update is done by all devices alike.
     assert 0 < other.repeated < 1
+    # Work that is repeated takes as long without the axis, the rest size times as long.
+    without = other.repeated + other.size * (1 - other.repeated)
+    assert other.shortens == pytest.approx(1 - 1 / without)
+    assert worth.axes[1 - axis].shortens == 0.0
     assert worth.scheme.startswith("nothing over x") is (axis == 1)
     assert f"data parallel over {other.name} ({other.size})" in worth.scheme
 
