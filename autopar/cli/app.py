@@ -11,7 +11,7 @@ import functools
 import inspect
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -25,15 +25,19 @@ from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
+from autopar.cli.commands.sweep import sweep
 from autopar.cli.interrupts import STOPPED, stoppable
 from autopar.cli.output import Result, Stdout
 from autopar.version import __version__
 
-_COMMANDS: tuple[Callable[..., Result | None], ...] = (
+# What a command returns; one that yields has a result before it ends.
+_Returned = Result | Iterator[Result] | None
+_COMMANDS: tuple[Callable[..., _Returned], ...] = (
     plan,
     explain,
     audit,
     compare,
+    sweep,
     diff,
     profile,
     doctor,
@@ -80,9 +84,7 @@ def _options(
     del version
 
 
-def _reporting(
-    stdout: Stdout, command: Callable[..., Result | None]
-) -> Callable[..., int]:
+def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..., int]:
     """A command that prints its result, and has the option ``--traceback``."""
 
     @functools.wraps(command)
@@ -92,7 +94,7 @@ def _reporting(
         shown = contextlib.nullcontext() if command is demo else stdout.kept()
         try:
             with shown:
-                result = command(*args, **kwargs)
+                result = _last(stdout, command(*args, **kwargs))
         except KeyboardInterrupt:
             raise typer.Abort from None
         except SystemExit as error:
@@ -113,6 +115,16 @@ def _reporting(
     run.__dict__["__signature__"] = signature.replace(parameters=parameters)
     run.__annotations__ = command.__annotations__ | {"traceback": options.Traceback}
     return run
+
+
+def _last(stdout: Stdout, returned: _Returned) -> Result | None:
+    """The last result; those before it are shown if the command is interrupted."""
+    if not isinstance(returned, Iterator):
+        return returned
+    for result in returned:
+        stdout.unfinished = result.text
+    last, stdout.unfinished = stdout.unfinished, ""
+    return Result(last)
 
 
 def _exited(error: SystemExit) -> Exception:
@@ -139,7 +151,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
     def interrupted() -> None:
         typer.echo(failures.INTERRUPTED.line, err=True)
-        if as_json:
+        if stdout.unfinished:
+            stdout.write_at_once(stdout.unfinished + "\n")
+        elif as_json:
             stdout.write_at_once(json.dumps(failures.INTERRUPTED.data) + "\n")
 
     with stoppable(interrupted) if own else contextlib.nullcontext():
@@ -163,6 +177,9 @@ def _run(words: list[str], stdout: Stdout, as_json: bool) -> int:
         ):
             failures.print_traceback(error)
     typer.echo(failure.line, err=True)
-    if as_json:
+    if failure.code == STOPPED and stdout.unfinished:
+        typer.echo(stdout.unfinished)
+        stdout.unfinished = ""
+    elif as_json:
         typer.echo(json.dumps(failure.data, indent=1))
     return failure.code

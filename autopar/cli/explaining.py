@@ -1,5 +1,6 @@
 """The work of ``autopar explain``."""
 
+import dataclasses
 import math
 from collections import defaultdict
 from typing import Any
@@ -8,10 +9,12 @@ from autopar.cli import common
 from autopar.cli.gradients import gradient_data, gradient_lines
 from autopar.cli.output import Result
 from autopar.cost.memory import habits_of, memory_at_peak
+from autopar.errors import PlanError
 from autopar.layouts.layout import shards
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import given as layouts_alone
 from autopar.plans.specs import spec_text
+from autopar.reports.attribution import WAYS, attributed, part_lines, step_of
 from autopar.reports.explain import (
     Alternative,
     BoundPlan,
@@ -46,13 +49,20 @@ def explain(
     words: list[str] | None,
     *,
     tensor: str | None,
+    by: str | None,
+    top: int,
     limit: int,
     seconds: float,
     cluster: str | None,
     limits: PlanOptions,
     as_json: bool,
 ) -> Result:
-    """Explains a plan, or the inputs of it that match a pattern."""
+    """Explains a plan, its step part by part, or the inputs that match a pattern.
+
+    Raises:
+      PlanError: there is no such way to attribute a step, or both are asked for.
+    """
+    _check_way(by, tensor)
     with common.progress() as say:
         found = common.subject(source, words, cluster, limits, say)
         bound = bind_plan(found.analysis, found.plan, found.cluster)
@@ -62,9 +72,27 @@ def explain(
             (d, alternatives(bound, d, limit=limit, seconds=seconds, say=say))
             for d in matched[:_MOST_DECISIONS]
         ]
+    if by is not None:
+        return _attributed(bound, by, top, as_json)
     if tensor is None:
         return _overview(bound, as_json)
     return _inputs(bound, explained, len(matched) - len(explained), limit, as_json)
+
+
+def _check_way(by: str | None, tensor: str | None) -> None:
+    if by is not None and by not in WAYS:
+        raise PlanError(f"--by {by}: there are {' and '.join(WAYS)}.")
+    if by is not None and tensor is not None:
+        raise PlanError("--by is about the whole step and --tensor is not: give one.")
+
+
+def _attributed(bound: BoundPlan, by: str, top: int, as_json: bool) -> Result:
+    parts = attributed(bound, by)
+    if not as_json:
+        lines = [*summary_lines(bound.plan), "", *part_lines(parts, top)]
+        return Result("\n".join(lines))
+    found = [dataclasses.asdict(part) for part in parts]
+    return Result.of({"step_s": step_of(parts), "by": by, "parts": found})
 
 
 def _inputs(

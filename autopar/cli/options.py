@@ -85,6 +85,7 @@ EXAMPLES = {
     "explain": "autopar explain plan.json --tensor 'state/params/*/kernel'",
     "audit": "autopar audit plan.json --compile",
     "compare": "autopar compare train.py:workload --cluster 8:cpu --measure",
+    "sweep": "autopar sweep train.py:workload --cluster 1..8x8:h100 batch=64..1024",
     "diff": "autopar diff plan.json other.json",
     "profile": "autopar profile --devices 8",
     "doctor": "autopar doctor --json",

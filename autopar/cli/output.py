@@ -24,6 +24,8 @@ class Stdout:
     def __init__(self) -> None:
         """Nothing is kept yet."""
         self._kept: int | None = None
+        # What a command has found so far, shown where it is interrupted.
+        self.unfinished = ""
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:

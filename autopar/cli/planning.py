@@ -12,6 +12,7 @@ from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
+from autopar.reports.attribution import LAYER, attributed
 from autopar.reports.explain import bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
 from autopar.reports.html import render_html
@@ -73,4 +74,5 @@ def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:
     bound = bind_plan(analysis, found, cluster)
     rows = group_collectives(bound, bound.collectives)
     rows += codec_rows(found, bound.pricer)
-    return render_html(found, sorted(rows, key=lambda row: -row.seconds))
+    ordered = sorted(rows, key=lambda row: -row.seconds)
+    return render_html(found, ordered, attributed(bound, LAYER))

@@ -11,6 +11,7 @@ from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import from_spec, to_spec
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.consistent import check_consistent
+from autopar.planner.worth import worth_of
 from autopar.plans import (
     SCHEMA,
     ClusterData,
@@ -76,6 +77,7 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
             i.path: tuple(analysis.graph.values[i.value].shape)
             for i in analysis.graph.inputs
         },
+        worth=worth_of(best.assignment, best.pricer, best.items, best.step_s),
     ).stamped()
 
 

@@ -13,11 +13,13 @@ from autopar.plans.schema import (
 )
 from autopar.plans.specs import Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
+from autopar.plans.worth import AxisUse, Worth
 
 __all__ = [
     "NO_SCHEDULE",
     "SCHEDULES",
     "SCHEMA",
+    "AxisUse",
     "ClusterData",
     "Compression",
     "CopyDecision",
@@ -29,4 +31,5 @@ __all__ = [
     "SolverReport",
     "Spec",
     "StagePlan",
+    "Worth",
 ]

@@ -12,10 +12,14 @@ from typing import Any
 
 import msgspec
 
-# Parts that may be set at any time: who made the plan when, how, and what for.
+# Parts that may be set at any time: who made the plan when, how, what for, and what
+# follows from the rest.
 ABOUT = frozenset(
-    {"schema", "version", "seconds", "solver", "target", "options", "checks", "stages"}
-)
+    {
+        "schema", "version", "seconds", "solver", "target", "options", "checks",
+        "stages", "worth",
+    }
+)  # fmt: skip
 _DIGITS = 16
 _PART_DIGITS = 8
 

@@ -15,6 +15,7 @@ from autopar.plans.edits import with_layouts
 from autopar.plans.gradients import Compression, GradientDecision
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
+from autopar.plans.worth import Worth
 
 # Orders in which the stages of a pipeline may run their microbatches; one stage has
 # none. Only plans of one stage are made and run today.
@@ -89,6 +90,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       options: the arguments given to the target's function, as text.
       compression: why gradients are sent as they are.
       checks: a sum of each part as it was made; see `edited`.
+      worth: what the plan makes of its cluster; None where nobody computed it, as in
+        plans of earlier versions.
 
     Raises:
       PlanError: stages share a device, or stages and schedule do not go together.
@@ -113,6 +116,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     options: dict[str, str] = {}
     compression: Compression = Compression()
     checks: dict[str, str] = {}
+    worth: Worth | None = None
 
     def __post_init__(self) -> None:
         """Checks the stages against each other and the schedule."""
@@ -196,12 +200,13 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def digest(self) -> str:
-        """16 hex digits of the content, without how long planning took."""
+        """16 hex digits of the content, without what follows from it or took time."""
         still = msgspec.structs.replace(
             self,
             solver=msgspec.structs.replace(self.solver, seconds=0.0),
             seconds=Seconds(trace=0.0, graph=0.0, solve=0.0, total=0.0),
             checks={},
+            worth=None,
         )
         return checks.digest(still)
 

@@ -7,6 +7,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.plans import Plan
+from autopar.reports.attribution import HEADING, Part, part_cells
+from autopar.reports.notebook import largest_inputs, plan_picture
+from autopar.reports.style import SEARCH, STYLE
 from autopar.reports.table import (
     COLLECTIVE_HEADING,
     GRADIENT_HEADING,
@@ -25,45 +28,35 @@ from autopar.reports.table import (
     shape_of_plan,
     stage_text,
 )
+from autopar.reports.worth import idle_texts, rates, speed_up_text
 
-_STYLE = """
-body { font: 15px/1.5 system-ui, sans-serif; color: #1d2433; background: #fff;
-  margin: 2rem auto; max-width: 70rem; padding: 0 1rem; }
-h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
-table { border-collapse: collapse; width: 100%; font-size: 13px; }
-th, td { text-align: left; padding: .25rem .6rem; border-bottom: 1px solid #e3e7ee; }
-th { color: #5a6578; font-weight: 600; }
-td.number, th.number { text-align: right; font-variant-numeric: tabular-nums; }
-td { font-family: ui-monospace, monospace; overflow-wrap: anywhere; }
-.figures { display: flex; flex-wrap: wrap; gap: 1rem; }
-.figure { border: 1px solid #e3e7ee; border-radius: 8px; padding: .6rem 1rem; }
-.figure b { display: block; font-size: 1.3rem; }
-.figure span { color: #5a6578; }
-svg text { font: 13px system-ui, sans-serif; fill: #1d2433; }
-"""
-_COMPUTE, _SENT = "#4c78a8", "#e4893b"
-_BAR_HEIGHT, _BAR_WIDTH, _LABEL_WIDTH, _VALUE_WIDTH = 26, 560, 150, 90
+# Inputs that are shown without unfolding them; layers with bars.
+_MOST_SHOWN, _MOST_LAYERS = 12, 12
+_PHASES = ("forward", "backward", "update")
 
 
-def render_html(plan: Plan, collectives: Sequence[CollectiveRow]) -> str:
+def render_html(
+    plan: Plan, collectives: Sequence[CollectiveRow], parts: Sequence[Part] = ()
+) -> str:
     """Returns the page.
 
     Args:
       plan: the plan.
       collectives: its communication, the longest first.
+      parts: the whole step by layer, the longest first; none where that is unknown.
     """
     title = f"Plan for {plan.cluster}"
-    parts = [
+    sections = [
         f"<h1>{_text(title)}</h1>",
         f"<p>{_text(_description(plan))}</p>",
+        *_verdict(plan),
         _figures(plan),
         "<h2>Where the time of a step goes</h2>",
         bars(_times(plan, collectives)),
+        *_layers(parts),
+        *_pictures(plan),
         *_inputs(plan),
-        "<h2>Communication</h2>",
-        _table(COLLECTIVE_HEADING, list(map(collective_cells, collectives)), {4, 5, 6})
-        if collectives
-        else "<p>None.</p>",
+        *_communication(collectives),
         *_gradients(plan),
         *_meshes(plan),
         *_notes("Planned replicated, for want of a rule", plan.unsupported_ops),
@@ -72,9 +65,10 @@ def render_html(plan: Plan, collectives: Sequence[CollectiveRow]) -> str:
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        f"<title>{_text(title)}</title><style>{_STYLE}</style></head>\n<body>\n"
-        + "\n".join(parts)
-        + "\n</body></html>\n"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<title>{_text(title)}</title><style>{STYLE}</style></head>\n<body>\n"
+        + "\n".join(sections)
+        + f"\n<script>{SEARCH}</script></body></html>\n"
     )
 
 
@@ -89,15 +83,31 @@ def _description(plan: Plan) -> str:
     return f"{step}{shape_of_plan(plan)}; {found}."
 
 
+def _verdict(plan: Plan) -> list[str]:
+    """What the plan makes of its cluster, in sentences."""
+    worth = plan.worth
+    if worth is None:
+        return []
+    text = f"{speed_up_text(worth)}. The plan resembles: {worth.scheme}."
+    idle = "".join(f"<p>{_text(told)}.</p>" for told in idle_texts(worth))
+    return [
+        f'<p class="verdict">{_text(text)}</p>',
+        *([f'<div class="idle">{idle}</div><br/>'] if idle else []),
+    ]
+
+
 def _figures(plan: Plan) -> str:
-    expected = plan.predicted
-    figures = (
+    expected, worth = plan.predicted, plan.worth
+    figures = [
         ("step", seconds_text(expected.step_s)),
         ("compute", seconds_text(expected.compute_s)),
         ("communication", communication_text(expected)),
         ("sent by a device", bytes_text(expected.communication_bytes)),
         ("held by a device", bytes_text(expected.peak_memory_bytes)),
-    )
+    ]
+    if worth is not None:
+        names = {True: "use of the peak", False: "rate"}
+        figures += [(names[rate.startswith("MFU")], rate) for rate in rates(worth)]
     cells = [
         f'<div class="figure"><span>{_text(name)}</span><b>{_text(value)}</b></div>'
         for name, value in figures
@@ -108,37 +118,62 @@ def _figures(plan: Plan) -> str:
 def _times(
     plan: Plan, collectives: Sequence[CollectiveRow]
 ) -> list[tuple[str, float, str]]:
-    """Name, seconds and colour of each bar: compute, and every kind of collective."""
+    """Name, seconds and class of each bar: compute, and every kind of collective."""
     kinds: dict[str, float] = defaultdict(float)
     for row in collectives:
         kinds[row.kind] += row.seconds
     sent = sorted(kinds.items(), key=lambda item: -item[1])
-    return [
-        ("compute", plan.predicted.compute_s, _COMPUTE),
-        *((kind.replace("_", "-"), seconds, _SENT) for kind, seconds in sent),
-    ]
+    times = [("compute", plan.predicted.compute_s, "compute")]
+    times += [(kind.replace("_", "-"), s, "sent") for kind, s in sent]
+    hidden = plan.predicted.hidden_s
+    return times + ([("hidden of these", hidden, "saved")] if hidden else [])
 
 
 def bars(values: Sequence[tuple[str, float, str]]) -> str:
-    """A bar chart as SVG, of names, seconds and colours."""
+    """A bar chart of names, seconds and classes of the style."""
     most = max((seconds for _, seconds, _ in values), default=0.0) or 1.0
-    width = _LABEL_WIDTH + _BAR_WIDTH + _VALUE_WIDTH
-    height = _BAR_HEIGHT * len(values)
-    out = [
-        f'<svg role="img" width="{width}" height="{height}" '
-        f'viewBox="0 0 {width} {height}" style="max-width: 100%">'
+    rows = [
+        f"<span>{_text(name)}</span>"
+        f'<i class="{kind}" style="width: {100 * seconds / most:.2f}%"></i>'
+        f"<span>{seconds_text(seconds)}</span>"
+        for name, seconds, kind in values
     ]
-    for k, (name, seconds, colour) in enumerate(values):
-        top, length = k * _BAR_HEIGHT, _BAR_WIDTH * seconds / most
-        middle, end = top + _BAR_HEIGHT * 0.65, _LABEL_WIDTH + length + 6
-        out += [
-            f'<text x="{_LABEL_WIDTH - 8}" y="{middle:.1f}" text-anchor="end">'
-            f"{_text(name)}</text>",
-            f'<rect x="{_LABEL_WIDTH}" y="{top + 4}" width="{max(length, 1):.1f}" '
-            f'height="{_BAR_HEIGHT - 8}" rx="2" fill="{colour}"/>',
-            f'<text x="{end:.1f}" y="{middle:.1f}">{seconds_text(seconds)}</text>',
-        ]
-    return "".join([*out, "</svg>"])
+    return f'<div class="bars">{"".join(rows)}</div>'
+
+
+def _layers(parts: Sequence[Part]) -> list[str]:
+    """Work and communication of each layer, in both passes."""
+    if not parts:
+        return []
+    cells = part_cells(parts, _MOST_LAYERS)
+    return ["<h2>Layers</h2>", _table(HEADING, cells, {3, 4})]
+
+
+def _pictures(plan: Plan) -> list[str]:
+    """The mesh, and the largest arrays split over it."""
+    found = [plan_picture(plan, largest_inputs(plan, stage)) for stage in plan.stages]
+    # Within a page SVG needs no namespace.
+    drawn = [svg.replace(' xmlns="http://www.w3.org/2000/svg"', "") for svg in found]
+    return ["<h2>Mesh</h2>", *(f'<div class="picture">{svg}</div>' for svg in drawn)]
+
+
+def _communication(collectives: Sequence[CollectiveRow]) -> list[str]:
+    """Communication by mesh axis and pass, and then one by one."""
+    if not collectives:
+        return ["<h2>Communication</h2>", "<p>None.</p>"]
+    seconds: dict[str, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for row in collectives:
+        seconds[",".join(row.axes)][row.phase] += row.seconds
+    by_axis = [
+        (axes, *(seconds_text(found[phase]) for phase in _PHASES))
+        for axes, found in sorted(seconds.items(), key=lambda i: -sum(i[1].values()))
+    ]
+    return [
+        "<h2>Communication</h2>",
+        _table(("over", *_PHASES), by_axis, {1, 2, 3}),
+        "<br/>",
+        _table(COLLECTIVE_HEADING, list(map(collective_cells, collectives)), {4, 5, 6}),
+    ]
 
 
 def _table(
@@ -156,21 +191,30 @@ def _table(
 
     body = "\n".join(f"<tr>{line('td', row)}</tr>" for row in rows)
     return (
-        f"<table><thead><tr>{line('th', heading)}</tr></thead>\n"
-        f"<tbody>\n{body}\n</tbody></table>"
+        f'<div class="scroll"><table><thead><tr>{line("th", heading)}</tr></thead>\n'
+        f"<tbody>\n{body}\n</tbody></table></div>"
     )
 
 
 def _inputs(plan: Plan) -> list[str]:
     """The inputs of each stage."""
-    if len(plan.stages) == 1:
-        rows = input_rows(plan, plan.stage)
-        return ["<h2>Inputs</h2>", _table(INPUT_HEADING, rows)]
     parts: list[str] = []
     for number, stage in enumerate(plan.stages):
-        heading = f"<h2>{_text(stage_text(number, stage))}</h2>"
-        parts += [heading, _table(INPUT_HEADING, input_rows(plan, stage))]
+        several = len(plan.stages) > 1
+        title = stage_text(number, stage) if several else "Inputs"
+        rows = input_rows(plan, stage)
+        parts += [f"<h2>{_text(title)}</h2>", _folded(rows)]
     return parts
+
+
+def _folded(rows: Sequence[Sequence[str]]) -> str:
+    """A table of inputs that can be searched; many are folded away at first."""
+    state = " open" if len(rows) <= _MOST_SHOWN else ""
+    field = '<input type="search" placeholder="search" aria-label="search inputs"/>'
+    table = _table(INPUT_HEADING, rows)
+    return (
+        f"<details{state}><summary>{len(rows)} rows</summary>{field}{table}</details>"
+    )
 
 
 def _gradients(plan: Plan) -> list[str]:

@@ -24,6 +24,7 @@ from autopar.reports.table import (
     stage_text,
     template,
 )
+from autopar.reports.worth import unused_text, worth_facts
 
 # Role of an input -> most rows of the table; most arrays in the picture.
 _SHOWN = {"parameter": 8, "batch": 2}
@@ -38,11 +39,12 @@ def line(plan: Plan) -> str:
     optimal, no codecs>``.
     """
     expected = plan.predicted
+    unused = unused_text(plan.worth)
     return (
         f"<Plan {plan.cluster}, {shape_of_plan(plan)}, "
         f"step {seconds_text(expected.step_s)}, "
         f"{bytes_text(expected.peak_memory_bytes)} on each device, "
-        f"{solver_text(plan)}, {codecs_text(plan)}>"
+        f"{solver_text(plan)}, {codecs_text(plan)}{f', {unused}' if unused else ''}>"
     )
 
 
@@ -71,7 +73,7 @@ def cell(plan: Plan) -> str:
         rows = input_rows(plan, largest)
         parts += [
             _table([("largest inputs", "role", "shape", "layout"), *rows], head=True),
-            _picture(plan, largest),
+            plan_picture(plan, largest),
         ]
     return f"<div>{''.join(parts)}</div>"
 
@@ -91,6 +93,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ),
         ("memory", f"{bytes_text(expected.peak_memory_bytes)} on each device"),
         ("sends", f"{bytes_text(expected.communication_bytes)} from each device"),
+        *worth_facts(plan.worth),
         ("solver", solver_text(plan)),
         ("gradients", codecs_text(plan)),
     ]
@@ -118,7 +121,7 @@ def largest_inputs(plan: Plan, stage: StagePlan) -> StagePlan:
     return msgspec.structs.replace(stage, inputs=inputs)
 
 
-def _picture(plan: Plan, stage: StagePlan) -> str:
+def plan_picture(plan: Plan, stage: StagePlan) -> str:
     """The mesh, and the largest array of each layout, the largest first."""
     sizes = {path: math.prod(plan.shapes.get(path, ())) for path in stage.inputs}
     drawn: dict[str, str] = {}

@@ -14,52 +14,12 @@ from collections.abc import Iterable, Sequence
 from autopar.plans import GradientDecision, Plan, StagePlan
 from autopar.plans.schema import Predicted, set_renderer
 from autopar.plans.specs import spec_text
+from autopar.reports.units import bytes_text, seconds_text, three_digits
+from autopar.reports.worth import worth_lines
 
-_BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
 _MOMENTS = "optimizer state"
 # A word that stands for several, such as {mu,nu}; numbers alone are a range.
 _JOINED = re.compile(r"\{[^}0-9.,]")
-_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
-
-
-def seconds_text(seconds: float) -> str:
-    """A time in the unit that suits it.
-
-    >>> seconds_text(0.01406)
-    '14.1 ms'
-    """
-    if seconds == 0 or not math.isfinite(seconds):
-        return f"{seconds:g} s"
-    for scale, unit in _SECONDS:
-        if abs(seconds) >= 0.9995 * scale:
-            return f"{_three_digits(seconds / scale)} {unit}"
-    return f"{_three_digits(seconds / 1e-6)} us"
-
-
-def bytes_text(nbytes: float) -> str:
-    """A number of bytes in the decimal unit that suits it.
-
-    >>> bytes_text(4_968_455)
-    '4.97 MB'
-    """
-    value = float(nbytes)
-    if value.is_integer() and abs(value) < 1000:
-        return f"{value:.0f} B"
-    for unit in _BYTES[:-1]:
-        if abs(value) < 999.5:
-            return f"{_three_digits(value)} {unit}"
-        value /= 1000
-    return f"{_three_digits(value)} {_BYTES[-1]}"
-
-
-def _three_digits(value: float) -> str:
-    """Three significant digits, never in scientific notation."""
-    if value == 0 or not math.isfinite(value):
-        return f"{value:g}"
-    value = float(f"{value:.3g}")
-    digits = 2 - math.floor(math.log10(abs(value)))
-    text = f"{value:.{max(digits, 0)}f}"
-    return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
 
 
 def mesh_text(plan: Plan | StagePlan) -> str:
@@ -110,6 +70,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"communication {communication_text(expected)}",
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
+        *worth_lines(plan.worth),
     ]
 
 
@@ -349,7 +310,7 @@ def ratio_text(dense_bytes: float, wire_bytes: float) -> str:
     """
     if not dense_bytes or not wire_bytes:
         return ""
-    return f"{_three_digits(dense_bytes / wire_bytes)} x"
+    return f"{three_digits(dense_bytes / wire_bytes)} x"
 
 
 def compression_notes(plan: Plan) -> list[tuple[str, str]]:

@@ -35,7 +35,10 @@ FENCE = re.compile(
     re.M | re.S,
 )
 # Times, sizes and the name differ between machines; the gap, between runs.
-FIGURE = re.compile(r"\b\d[\d.]* (?:s|ms|us|B|kB|MB|GB)\b|\(custom \w+\)|, gap [\d.]+%")
+FIGURE = re.compile(
+    r"\b\d[\d.]* (?:s|ms|us|B|kB|MB|GB)\b|\(custom \w+\)|, gap [\d.]+%"
+    r"|\b\d[\d.]*(?: [kMGTP])? (?:x one device|rows/s|tokens/s|%)"
+)
 MOST_LEFT_OUT = 4
 
 

@@ -21,6 +21,15 @@ def explain(
     seconds: Annotated[
         float, typer.Option(min=0.1, help="Time limit of the solver for each layout.")
     ] = 3.0,
+    by: Annotated[
+        str | None,
+        typer.Option(
+            metavar="{operator,layer}", help="Attribute the whole step to these."
+        ),
+    ] = None,
+    top: Annotated[
+        int, typer.Option(min=1, help="With --by: most rows; others are added up.")
+    ] = 20,
     cluster: options.ClusterSpec = None,
     compression: options.Compression = "none",
     error_budget: options.ErrorBudget = None,
@@ -28,9 +37,11 @@ def explain(
 ) -> Result:
     """Says where a step's time and memory go, or why an input lies as it does.
 
-    With --tensor: the layout of each input that matches, the communication that
-    it causes, and what the step would take with other layouts, everything else
-    planned again; and how its gradient is sent, beside other codecs.
+    With --by: the work and communication of each operator or layer, what of it is
+    hidden, and the rest; the rows add up to the step. With --tensor: the layout of
+    each input that matches, the communication that it causes, and what the step
+    would take with other layouts, everything else planned again; and how its
+    gradient is sent, beside other codecs.
     """
     # They import JAX, which help must not.
     from autopar.cli import common, explaining
@@ -42,6 +53,8 @@ def explain(
         source,
         words,
         tensor=tensor,
+        by=by,
+        top=top,
         limit=limit,
         seconds=seconds,
         cluster=cluster,

@@ -50,6 +50,7 @@ def with_codecs(
     made = msgspec.structs.replace(
         plan.with_stage(gradients=gradients),
         predicted=predicted,
+        worth=plan.worth and plan.worth.faster(best.step_s / choice.step_s),
         compression=compression,
     )
     return made.stamped()

@@ -199,6 +199,22 @@ def test_explain_gives_an_overview(run: Run, saved: pathlib.Path) -> None:
     assert set(found["state_bytes"]) == {"parameter", "optimizer state", "batch"}
 
 
+def test_explain_attributes_the_whole_step(run: Run, saved: pathlib.Path) -> None:
+    predicted = Plan.load(saved).predicted
+    for by in ("operator", "layer"):
+        found = run("explain", saved, "--by", by, "--json").json
+        assert found["step_s"] == pytest.approx(predicted.step_s)
+        assert sum(p["seconds"] for p in found["parts"]) == pytest.approx(
+            predicted.step_s
+        )
+    text = run("explain", saved, "--by", "operator", "--top", 2).out
+    rest, step = text.rstrip().splitlines()[-2:]
+    assert rest.startswith("the rest")
+    assert step.startswith("step ")
+    assert_fails(run("explain", saved, "--by", "axis"), "operator and layer")
+    assert_fails(run("explain", saved, "--by", "layer", "--tensor", "*"), "give one")
+
+
 def test_explain_compares_layouts(run: Run, saved: pathlib.Path) -> None:
     words = ("--tensor", "params/*/kernel", "--alternatives", 2)
     result = run("explain", saved, *words)

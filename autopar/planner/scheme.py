@@ -1,0 +1,212 @@
+"""Which known scheme the layouts of a plan resemble, mesh axis by mesh axis.
+
+Nothing is read from names: what an axis splits in matrix products says what it does
+with the work, where parameters and optimizer state lie says what it does with memory.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from autopar.cost.items import CostItem
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import axes_of
+from autopar.steps.labels import BATCH, SEQUENCE
+from autopar.steps.nodes import Node
+from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import InputRole, Role
+
+DATA, CONTEXT, TENSOR, EXPERTS = "data", "sequence", "tensor", "experts"
+# Parts of the work, or of the bytes, from which a scheme is named.
+_NAMED, _MOST = 0.2, 0.5
+_NAMES = {
+    CONTEXT: "sequence parallel",
+    TENSOR: "tensor parallel",
+    EXPERTS: "expert parallel",
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Split:
+    """What one mesh axis splits.
+
+    Attributes:
+      work: part of the work of matrix products whose batch, sequence, experts or other
+        dimensions it splits.
+      columns: whether it splits a dimension that stays, of a product of the forward
+        pass with parameters split.
+      rows: whether it splits one that is summed.
+      between: part of the other work of the forward pass along a sequence, in bytes,
+        that it splits along the sequence.
+      parameters: part of the bytes of parameters that it splits.
+      optimizer: the same of optimizer state.
+    """
+
+    work: Mapping[str, float]
+    columns: bool
+    rows: bool
+    between: float
+    parameters: float
+    optimizer: float
+
+
+def scheme_of(
+    assignment: Assignment, work: Sequence[CostItem], names: Sequence[str]
+) -> str:
+    """The schemes in words, such as ``FSDP (ZeRO-3) over data (8)``.
+
+    Args:
+      assignment: strategies as layouts.
+      work: the items of the work of a step.
+      names: of the mesh axes.
+    """
+    found: dict[str, list[str]] = {}
+    for axis, (name, size) in enumerate(zip(names, assignment.sizes, strict=True)):
+        if size > 1:
+            text = name_of(split_of(assignment, work, axis))
+            found.setdefault(text, []).append(f"{name} ({size})")
+    parts = [f"{text} over {' and '.join(axes)}" for text, axes in found.items()]
+    return ", ".join(parts) or "one device: nothing is split"
+
+
+def name_of(split: Split) -> str:
+    """The name of what one axis does."""
+    ranked = sorted(split.work.items(), key=lambda item: -item[1])
+    kinds = [kind for kind, part in ranked if part >= _NAMED]
+    if kinds:
+        return " and ".join(_name(kind, split) for kind in kinds)
+    if ranked and ranked[0][1] > 0:
+        return f"{_name(ranked[0][0], split)}, in few products,"
+    if split.parameters or split.optimizer:
+        return "state split, no work,"
+    return "nothing"
+
+
+def _name(kind: str, split: Split) -> str:
+    if kind == DATA:
+        if split.parameters >= _MOST:
+            return "FSDP (ZeRO-3)"
+        return "ZeRO-1" if split.optimizer >= _MOST else "data parallel"
+    text = _NAMES[kind]
+    if kind == TENSOR:
+        text = f"Megatron {text}" if split.columns and split.rows else text
+        return f"{text} with sequence parallelism" if split.between >= _MOST else text
+    return text
+
+
+def split_of(assignment: Assignment, work: Sequence[CostItem], axis: int) -> Split:
+    """Finds what a mesh axis splits."""
+    products = [item for item in work if item.work and item.work.is_matrix]
+    # The forward pass says best what is split: a product of the backward pass may have
+    # no parameter among its operands.
+    forward = [item for item in products if _is_forward(item)]
+    parts, sides = _of_products(assignment, forward, axis)
+    if not parts:
+        parts, _ = _of_products(assignment, products, axis)
+    return Split(
+        parts,
+        False in sides,
+        True in sides,
+        _between(assignment, work, axis),
+        _held(assignment, InputRole.PARAMETER, axis),
+        _held(assignment, InputRole.OPTIMIZER_STATE, axis),
+    )
+
+
+def _is_forward(item: CostItem) -> bool:
+    return item.work is not None and item.work.op.role is Role.FORWARD
+
+
+def _of_products(
+    assignment: Assignment, products: Sequence[CostItem], axis: int
+) -> tuple[dict[str, float], set[bool]]:
+    """Parts of the FLOPs of products by what an axis splits in them.
+
+    Also says of the tensor's dimensions that it splits whether they are summed.
+    """
+    flops: dict[str, float] = defaultdict(float)
+    total, sides = 0.0, set[bool]()
+    for item in products:
+        assert item.work is not None
+        op, labels = item.work.op, _labels(assignment, item.operator)
+        done = op.flops * assignment.analysis.trips[item.operator]
+        total += done
+        split = _split_factors(assignment, item.operator, axis)
+        kinds = {f: _kind(assignment, op, labels.get(f, ""), f) for f in split}
+        for kind in set(kinds.values()):
+            flops[kind] += done
+        sides |= {f in op.rule.reduced for f in split if kinds[f] == TENSOR}
+    return {kind: done / total for kind, done in flops.items() if total}, sides
+
+
+def _between(assignment: Assignment, work: Sequence[CostItem], axis: int) -> float:
+    """Part of the bytes of other work along a sequence, forward, that is split so."""
+    total = split = 0.0
+    for item in work:
+        assert item.work is not None
+        labels = _labels(assignment, item.operator)
+        if item.work.is_matrix or not _is_forward(item):
+            continue
+        if SEQUENCE in labels.values():
+            nbytes = item.work.nbytes * assignment.analysis.trips[item.operator]
+            total += nbytes
+            factors = _split_factors(assignment, item.operator, axis)
+            split += nbytes * any(labels.get(f) == SEQUENCE for f in factors)
+    return split / total if total else 0.0
+
+
+def _split_factors(assignment: Assignment, member: int, axis: int) -> list[int]:
+    """The factors of a class's rule that a mesh axis splits."""
+    node, mapping = _place(assignment, member)
+    strategy = assignment.strategies[node.index]
+    return [f for f, own in enumerate(mapping) if own >= 0 and axis in strategy[own]]
+
+
+def _labels(assignment: Assignment, member: int) -> dict[int, str]:
+    """The factors of a class's rule that are the batch's or the sequence's."""
+    node, mapping = _place(assignment, member)
+    known = assignment.analysis.node_labels.get(node.index, {})
+    own = assignment.analysis.dim_labels.factors.get(member, {})
+    found = {f: known.get(k, "") or own.get(f, "") for f, k in enumerate(mapping)}
+    return {f: name for f, name in found.items() if name}
+
+
+def _place(assignment: Assignment, member: int) -> tuple[Node, tuple[int, ...]]:
+    contraction = assignment.contraction
+    node = contraction.nodes[contraction.node_of[member]]
+    return node, node.members[member]
+
+
+def _kind(assignment: Assignment, op: Operator, label: str, factor: int) -> str:
+    """What is split where a factor of a product is."""
+    if label:
+        return DATA if label == BATCH else CONTEXT
+    arrays = (*op.rule.operands[:2], op.rule.results[0])
+    everywhere = all(factor in op.rule.factors_of(dims) for dims in arrays)
+    if everywhere and any(_is_parameter(assignment, v) for v in op.inputs[:2]):
+        return EXPERTS
+    return TENSOR
+
+
+def _is_parameter(assignment: Assignment, value: int | None) -> bool:
+    """Whether a value lies where a parameter does: is one, or made of one alone."""
+    home = None if value is None else assignment.contraction.homes.get(value)
+    if home is None:
+        return False
+    made = assignment.graph.operators[assignment.contraction.nodes[home.node].root]
+    roles = {i.value: i.role for i in assignment.graph.inputs}
+    return made.kind == "input" and roles.get(made.outputs[0]) is InputRole.PARAMETER
+
+
+def _held(assignment: Assignment, role: InputRole, axis: int) -> float:
+    """Part of the bytes of a kind of input that an axis splits; 0 without any."""
+    total = split = 0.0
+    for given in assignment.graph.inputs:
+        if given.role is role:
+            nbytes = assignment.graph.values[given.value].nbytes
+            total += nbytes
+            if axis in axes_of(assignment.home_layout(given.value)):
+                split += nbytes
+    return split / total if total else 0.0

@@ -1,0 +1,173 @@
+"""The whole step by what its seconds are spent on; the parts add up to the step."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+
+from autopar.cost.breakdown import CostBreakdown, step_s
+from autopar.cost.evaluate import total
+from autopar.cost.items import CostItem, items
+from autopar.planner.worth import is_repeated
+from autopar.reports.explain import BoundPlan
+from autopar.reports.table import collapse, columns, template
+from autopar.reports.units import seconds_text, share_text
+from autopar.steps.names import array_name, operator_name
+from autopar_passes.graph.operators import Operator
+
+OPERATOR, LAYER = "operator", "layer"
+WAYS = (OPERATOR, LAYER)
+OUTSIDE = "(no module)"
+COMPUTE, AGAIN = "compute", "compute again"
+HIDDEN, SLOWED, CODECS = "hidden beside work", "work slowed meanwhile", "codecs"
+# What `jax.checkpoint` adds to the path of a module.
+_REMAT = frozenset({"checkpoint", "rematted_computation"})
+HEADING = ("what", "of", "in", "takes", "of the step")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """Seconds of a step with one reason.
+
+    Attributes:
+      what: ``compute``, ``compute again`` where rematerialisation repeats work, the
+        kind of a collective, or what belongs to the whole step.
+      names: of the operators, arrays or layers.
+      phase: forward, backward or update; '' for the whole step.
+      seconds: below zero for what is saved because it runs beside something else.
+    """
+
+    what: str
+    names: tuple[str, ...]
+    phase: str
+    seconds: float
+
+    @property
+    def whole(self) -> bool:
+        """Whether it belongs to the whole step, not to a layer."""
+        return not self.phase
+
+
+def attributed(bound: BoundPlan, by: str) -> list[Part]:
+    """The parts of a step, those that take longest first, those of the whole last.
+
+    Repeated layers share a part. Their sum is the predicted time of the step.
+
+    Args:
+      bound: the plan.
+      by: ``operator`` or ``layer``.
+    """
+    priced = items(bound.assignment, bound.pricer)
+    groups: dict[tuple[str, str, str], list[tuple[str, float]]] = defaultdict(list)
+    members = _members(bound)
+    for item in priced:
+        for what, phase, name, seconds in _told(bound, members, item, by):
+            groups[what, phase, template(name)].append((name, seconds))
+    parts = [
+        Part(
+            what,
+            tuple(sorted({name for name, _ in found})),
+            phase,
+            math.fsum(seconds for _, seconds in found),
+        )
+        for (what, phase, _), found in groups.items()
+    ]
+    parts.sort(key=lambda part: -part.seconds)
+    return [*parts, *_of_the_whole(bound, total(priced))]
+
+
+def _members(bound: BoundPlan) -> dict[int, list[Operator]]:
+    """The operators of each class."""
+    found: dict[int, list[Operator]] = defaultdict(list)
+    for op in bound.analysis.graph.operators:
+        found[op.class_index].append(op)
+    return found
+
+
+def _told(
+    bound: BoundPlan, members: dict[int, list[Operator]], item: CostItem, by: str
+) -> Iterator[tuple[str, str, str, float]]:
+    """What an item is spent on: what, phase, name and seconds.
+
+    The work of a class is that of its operators, each by how often it runs.
+    """
+    analysis = bound.analysis
+    op = analysis.graph.operators[item.operator]
+    if item.collective is not None:
+        value = item.collective.value
+        name = array_name(analysis, value) if by == OPERATOR else layer_of(op)
+        kind = item.collective.step.kind
+        yield kind, op.role.value, name, item.cost.communication_s
+    elif item.work is not None and item.cost.work_s:
+        for o in members[item.operator]:
+            name = operator_name(analysis, o.index) if by == OPERATOR else layer_of(o)
+            part = o.trips / analysis.trips[item.operator]
+            what = AGAIN if is_repeated(o) else COMPUTE
+            yield what, o.role.value, name, part * item.cost.work_s
+
+
+def layer_of(op: Operator) -> str:
+    """The path of the module that an operator belongs to.
+
+    Without what JAX adds to it: rematerialisation, which names the outermost module
+    twice, and the formulas of einsums.
+    """
+    words = [word for word in op.module.split("/") if word and word not in _REMAT]
+    words = [word for word in words if "->" not in word]
+    if words[:1] == words[1:2]:
+        words = words[1:]
+    return "/".join(words) or OUTSIDE
+
+
+def _of_the_whole(bound: BoundPlan, cost: CostBreakdown) -> Iterator[Part]:
+    """What belongs to no layer: what is hidden and what that costs, and codecs."""
+    if cost.contention_s:
+        yield Part(SLOWED, (), "", cost.contention_s)
+    if any(gradient.codec for gradient in bound.plan.gradients):
+        yield Part(CODECS, (), "", bound.plan.predicted.step_s - step_s(cost))
+    if hidden := min(cost.cover_s, cost.hideable_total_s):
+        yield Part(HIDDEN, (), "", -hidden)
+
+
+def step_of(parts: Sequence[Part]) -> float:
+    """Seconds of the step: the sum of its parts."""
+    return math.fsum(part.seconds for part in parts)
+
+
+def part_lines(parts: Sequence[Part], top: int) -> list[str]:
+    """The parts as a table; see `part_cells`."""
+    return columns([HEADING, *part_cells(parts, top)], right=(3, 4))
+
+
+def part_cells(parts: Sequence[Part], top: int) -> list[tuple[str, ...]]:
+    """The texts under `HEADING`: the longest, the rest, what is hidden, the step.
+
+    Args:
+      parts: all.
+      top: most rows of layers or operators.
+    """
+    step = step_of(parts)
+    own = [part for part in parts if not part.whole]
+    rest = own[top:]
+    shown = [*own[:top], *([_joined(rest)] if rest else [])]
+    shown += [part for part in parts if part.whole]
+    last = ("step", "", "", seconds_text(step), share_text(1.0))
+    return [*(_cells(part, step) for part in shown), last]
+
+
+def _joined(parts: Sequence[Part]) -> Part:
+    return Part("the rest", (f"{len(parts)} rows",), "", step_of(parts))
+
+
+def _cells(part: Part, step: float) -> tuple[str, ...]:
+    share = part.seconds / step if step else 0.0
+    text = share_text(abs(share))
+    return (
+        part.what,
+        " ".join(collapse(part.names)),
+        part.phase,
+        seconds_text(part.seconds),
+        f"-{text}" if share < 0 else text,
+    )

@@ -1,0 +1,213 @@
+"""Plans of many points side by side: batches, models and numbers of devices."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from autopar.plans import Plan, Worth
+from autopar.plans.schema import Predicted
+from autopar.reports.table import columns
+from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
+
+_FIGURES = ("step", "rows/s", "MFU", "efficiency", "memory", "fits")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Point:
+    """One point of a sweep.
+
+    Attributes:
+      options: the options of the target that vary, as text.
+      cluster: as text.
+      device: name of its devices.
+      devices: number of them.
+      plan: the plan; None where there is none.
+      reason: why not.
+      fits: whether a plan fits the memory; None where something else is in the way.
+    """
+
+    options: dict[str, str]
+    cluster: str
+    device: str
+    devices: int
+    plan: Plan | None = None
+    reason: str = ""
+    fits: bool | None = True
+
+    @property
+    def predicted(self) -> Predicted | None:
+        """The predictions of its plan."""
+        return self.plan and self.plan.predicted
+
+    @property
+    def worth(self) -> Worth | None:
+        """What its plan makes of the cluster."""
+        return self.plan and self.plan.worth
+
+    @property
+    def efficiency(self) -> float | None:
+        """The speed-up over one device, over the number of devices."""
+        return self.worth and self.worth.efficiency
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The point as plain data."""
+        worth, expected = self.worth, self.predicted
+        return {
+            "options": self.options,
+            "cluster": self.cluster,
+            "devices": self.devices,
+            "fits": self.fits,
+            "reason": self.reason,
+            "step_s": expected and expected.step_s,
+            "peak_memory_bytes": expected and expected.peak_memory_bytes,
+            "rows_per_s": worth and worth.rows_per_s,
+            "tokens_per_s": worth and worth.tokens_per_s,
+            "mfu": worth and worth.mfu,
+            "speed_up": worth and worth.speed_up,
+            "efficiency": self.efficiency,
+            "scheme": worth and worth.scheme,
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class WorthIt:
+    """How many devices are worth it for one model and batch.
+
+    Attributes:
+      options: the options that vary.
+      device: name of the devices.
+      best: the most devices whose efficiency is high enough; None: no number is.
+      beyond: the next larger number; None: there is none, or no plan.
+    """
+
+    options: dict[str, str]
+    device: str
+    best: Point | None
+    beyond: Point | None
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """The answer as plain data."""
+        return {
+            "options": self.options,
+            "device": self.device,
+            "devices": self.best and self.best.devices,
+            "efficiency": self.best and self.best.efficiency,
+        }
+
+
+def worth_it(points: Sequence[Point], share: float) -> list[WorthIt]:
+    """Says for each model and batch how many devices are worth it.
+
+    Args:
+      points: all; only those with a plan count.
+      share: the least efficiency, 0 to 1.
+    """
+    groups: dict[tuple[object, ...], list[Point]] = {}
+    for point in points:
+        if point.efficiency is not None:
+            key = (*point.options.items(), point.device)
+            groups.setdefault(key, []).append(point)
+    found: list[WorthIt] = []
+    for alike in groups.values():
+        alike.sort(key=lambda p: p.devices)
+        if alike[0].devices == alike[-1].devices:
+            continue
+        good = [p for p in alike if (p.efficiency or 0.0) >= share]
+        best = good[-1] if good else None
+        most = best.devices if best else 0
+        beyond = next((p for p in alike if p.devices > most), None)
+        found.append(WorthIt(alike[0].options, alike[0].device, best, beyond))
+    return found
+
+
+def largest(points: Iterable[Point], name: str) -> list[Point]:
+    """Of points that differ in one option alone, the largest that fits.
+
+    Args:
+      points: all.
+      name: the option; its values are numbers.
+    """
+    best: dict[tuple[object, ...], Point] = {}
+    for point in points:
+        if point.plan is None or not point.options.get(name, "").isdigit():
+            continue
+        others = tuple((k, v) for k, v in point.options.items() if k != name)
+        known = best.get((others, point.cluster))
+        if known is None or int(known.options[name]) < int(point.options[name]):
+            best[others, point.cluster] = point
+    return list(best.values())
+
+
+def table_lines(points: Sequence[Point]) -> list[str]:
+    """The points as a table."""
+    names = list(dict.fromkeys(name for p in points for name in p.options))
+    heading = (*names, "cluster", *_FIGURES)
+    rows = [heading, *((*_named(p, names), *_figures(p)) for p in points)]
+    return columns(rows, right=range(len(names) + 1, len(heading) - 1))
+
+
+def _named(point: Point, names: Sequence[str]) -> tuple[str, ...]:
+    return (*(point.options.get(name, "") for name in names), point.cluster)
+
+
+def _figures(point: Point) -> tuple[str, ...]:
+    worth, expected = point.worth, point.predicted
+    if expected is None or worth is None:
+        return ("", "", "", "", "", "no" if point.fits is False else point.reason)
+    return (
+        seconds_text(expected.step_s),
+        count_text(worth.rows_per_s) if worth.rows else "",
+        share_text(worth.mfu) if worth.model_flops else "",
+        share_text(worth.efficiency),
+        bytes_text(expected.peak_memory_bytes),
+        "yes",
+    )
+
+
+def conclusion_lines(
+    points: Sequence[Point], share: float, sized: str | None
+) -> list[str]:
+    """What follows from the points, a sentence each.
+
+    Args:
+      points: all.
+      share: the least efficiency of devices that are worth it.
+      sized: the option whose largest value is wanted; None: there is none.
+    """
+    lines = [_worth_line(found, share) for found in worth_it(points, share)]
+    if sized is not None:
+        for point in largest(points, sized):
+            others = {k: v for k, v in point.options.items() if k != sized}
+            where = ", ".join([*_words(others), point.cluster])
+            lines.append(
+                f"{where}: {sized}={point.options[sized]} is the largest found"
+            )
+    return lines
+
+
+def _worth_line(found: WorthIt, share: float) -> str:
+    where = ", ".join([*_words(found.options), found.device])
+    beyond = ""
+    if found.beyond is not None and found.beyond.efficiency is not None:
+        part = share_text(found.beyond.efficiency)
+        beyond = f"{_count(found.beyond.devices)} reach {part}"
+    if found.best is None or found.best.efficiency is None:
+        return (
+            f"{where}: nothing reaches an efficiency of {share_text(share)}; {beyond}"
+        )
+    part = share_text(found.best.efficiency)
+    verb = "is" if found.best.devices == 1 else "are"
+    text = f"{where}: {_count(found.best.devices)} {verb} worth it, efficiency {part}"
+    return f"{text}; {beyond}" if beyond else text
+
+
+def _words(options: dict[str, str]) -> list[str]:
+    return [f"{k}={v}" for k, v in options.items()]
+
+
+def _count(devices: int) -> str:
+    return "1 device" if devices == 1 else f"{devices} devices"

@@ -1,0 +1,76 @@
+"""Seconds, bytes and other numbers in the units that suit them."""
+
+from __future__ import annotations
+
+import math
+
+_BYTES = ("B", "kB", "MB", "GB", "TB", "PB")
+_SECONDS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
+
+
+def seconds_text(seconds: float) -> str:
+    """A time in the unit that suits it.
+
+    >>> seconds_text(0.01406)
+    '14.1 ms'
+    """
+    if seconds == 0 or not math.isfinite(seconds):
+        return f"{seconds:g} s"
+    for scale, unit in _SECONDS:
+        if abs(seconds) >= 0.9995 * scale:
+            return f"{three_digits(seconds / scale)} {unit}"
+    return f"{three_digits(seconds / 1e-6)} us"
+
+
+def bytes_text(nbytes: float) -> str:
+    """A number of bytes in the decimal unit that suits it.
+
+    >>> bytes_text(4_968_455)
+    '4.97 MB'
+    """
+    value = float(nbytes)
+    if value.is_integer() and abs(value) < 1000:
+        return f"{value:.0f} B"
+    for unit in _BYTES[:-1]:
+        if abs(value) < 999.5:
+            return f"{three_digits(value)} {unit}"
+        value /= 1000
+    return f"{three_digits(value)} {_BYTES[-1]}"
+
+
+def three_digits(value: float) -> str:
+    """Three significant digits, never in scientific notation."""
+    if value == 0 or not math.isfinite(value):
+        return f"{value:g}"
+    value = float(f"{value:.3g}")
+    digits = 2 - math.floor(math.log10(abs(value)))
+    text = f"{value:.{max(digits, 0)}f}"
+    return text.rstrip("0").rstrip(".") if "." in text and digits > 2 else text
+
+
+def count_text(number: float) -> str:
+    """A large number in thousands, millions or billions.
+
+    >>> count_text(151_234), count_text(12.3)
+    ('151 k', '12.3')
+    """
+    value = float(number)
+    for prefix in ("", " k", " M", " G", " T"):
+        if abs(value) < 999.5:
+            return f"{three_digits(value)}{prefix}"
+        value /= 1000
+    return f"{three_digits(value)} P"
+
+
+def share_text(part: float) -> str:
+    """A part of 1 in percent, with the digits that tell it from 0 and 100.
+
+    >>> share_text(0.123), share_text(0.0042), share_text(0.9996)
+    ('12 %', '0.42 %', '99.96 %')
+    """
+    percent = 100.0 * part
+    if 1.0 <= percent <= 99.0 or percent in (0.0, 100.0):
+        return f"{percent:.0f} %"
+    if percent < 1.0:
+        return f"{three_digits(float(f'{percent:.2g}'))} %"
+    return f"{min(percent, 99.99):.4g} %"

@@ -1,0 +1,92 @@
+"""What a plan makes of its cluster, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.plans.worth import AxisUse, Worth
+from autopar.reports.units import (
+    bytes_text,
+    count_text,
+    seconds_text,
+    share_text,
+    three_digits,
+)
+
+# An axis along which at least this part of the work is repeated is named.
+_TOLD = 0.1
+
+
+def worth_lines(worth: Worth | None) -> list[str]:
+    """Lines of the table of a plan; none where nothing is known."""
+    if worth is None:
+        return []
+    found = [
+        ("worth", worth_text(worth)),
+        ("scheme", worth.scheme),
+        *zip(("idle", *[""] * 9), idle_texts(worth), strict=False),
+    ]
+    return [f"{name:9}{text}" for name, text in found]
+
+
+def worth_text(worth: Worth) -> str:
+    """Speed-up, utilisation and rate, in one line."""
+    return ", ".join([speed_up_text(worth), *rates(worth)])
+
+
+def speed_up_text(worth: Worth) -> str:
+    """The speed-up over one device; says so where the step does not fit there."""
+    text = f"{three_digits(worth.speed_up)} x one device"
+    alone = seconds_text(worth.one_device_s)
+    if not worth.one_device_fits:
+        alone += f", if it held {bytes_text(worth.one_device_bytes)}"
+    return f"{text} ({alone})"
+
+
+def rates(worth: Worth) -> Iterator[str]:
+    """Model FLOPs utilisation, and rows and tokens a second where there are some."""
+    if worth.model_flops:
+        yield f"MFU {share_text(worth.mfu)}"
+    if worth.rows:
+        yield f"{count_text(worth.rows_per_s)} rows/s"
+    if worth.tokens:
+        yield f"{count_text(worth.tokens_per_s)} tokens/s"
+
+
+def idle_texts(worth: Worth) -> Iterator[str]:
+    """A sentence for each group of axes that the plan makes little of."""
+    idle = [axis for axis in worth.unused if not axis.holds]
+    if idle:
+        verb = "axis {} is" if len(idle) == 1 else "axes {} are"
+        names = verb.format(" and ".join(map(_named, idle)))
+        count = worth.needed_devices
+        fewer = "1 device" if count == 1 else f"{count} devices"
+        yield f"{names} unused: {fewer} would be as fast"
+    for axis in worth.axes:
+        if axis.unused and axis.holds:
+            yield f"axis {_named(axis)} splits what is held and no work"
+        elif axis.size > 1 and not axis.unused and axis.repeated >= _TOLD:
+            part, less = share_text(axis.repeated), share_text(axis.shortens)
+            told = f"repeats {part} of the work, shortens it by {less}"
+            yield f"axis {_named(axis)} {told}"
+    if worth.devices > 1 and worth.one_device_fits and worth.speed_up < 1.0:
+        yield "one device alone would be faster"
+
+
+def unused_text(worth: Worth | None) -> str:
+    """The unused axes in a few words, such as ``data (8) unused``; '' for none."""
+    names = [_named(axis) for axis in worth.unused] if worth else []
+    return f"{' and '.join(names)} unused" if names else ""
+
+
+def worth_facts(worth: Worth | None) -> list[tuple[str, str]]:
+    """What `worth_lines` says, as names and texts, one row for each name."""
+    if worth is None:
+        return []
+    idle = "; ".join(idle_texts(worth))
+    facts = [("worth", worth_text(worth)), ("resembles", worth.scheme)]
+    return facts + ([("idle", idle)] if idle else [])
+
+
+def _named(axis: AxisUse) -> str:
+    return f"{axis.name} ({axis.size})"

@@ -1,0 +1,66 @@
+"""The number of rows and tokens that a step learns from."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.steps.batch import batch_shape
+from autopar_passes.graph.operators import OperatorGraph, readers
+from autopar_passes.graph.roles import InputRole, Role
+
+
+def batch_rows(graph: OperatorGraph) -> int:
+    """Rows of the batch in one step, 0 without a batch.
+
+    They are those of the largest input of the batch. What a loop cuts off, the parts
+    of the batch, counts with the rows.
+    """
+    found = [
+        given.value
+        for given in graph.inputs
+        if given.role is InputRole.BATCH and graph.values[given.value].shape
+    ]
+    if not found:
+        return 0
+    largest = max(found, key=lambda value: graph.values[value].nbytes)
+    whole, rows = graph.values[largest].shape, batch_shape(graph, largest)
+    return math.prod(whole[: len(whole) - len(rows) + 1])
+
+
+def batch_tokens(graph: OperatorGraph) -> int:
+    """Tokens of the batch in one step, 0 where it holds none.
+
+    Tokens are the whole numbers of the batch by which the forward pass looks up rows
+    of a table, several for each row of the batch. Numbers that the step cuts off
+    before, such as the last token of a row, do not count.
+    """
+    rows = batch_rows(graph)
+    most = max(_looked_up(graph), default=0)
+    return most if most > rows else 0
+
+
+def _looked_up(graph: OperatorGraph) -> list[int]:
+    """Rows of floating tables that numbers of the batch look up, by operator."""
+    read_by = readers(graph.operators)
+    waiting = [i.value for i in graph.inputs if i.role is InputRole.BATCH]
+    waiting = [value for value in waiting if graph.values[value].dtype.kind in "iu"]
+    seen, found = set(waiting), list[int]()
+    while waiting:
+        value = waiting.pop()
+        for op, slot in read_by.get(value, ()):
+            if op.kind == "gather" and slot == 1:
+                found += _rows_of(graph, op.inputs[0], value, op.role, op.trips)
+                continue
+            after = [v for v in op.outputs if graph.values[v].dtype.kind in "iu"]
+            waiting += [v for v in after if v not in seen]
+            seen.update(after)
+    return found
+
+
+def _rows_of(
+    graph: OperatorGraph, table: int | None, indices: int, role: Role, trips: float
+) -> list[int]:
+    shape = graph.values[indices].shape
+    if role is not Role.FORWARD or table is None or not graph.values[table].floating:
+        return []
+    return [round(math.prod(shape[:-1]) * trips)]
