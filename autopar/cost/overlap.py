@@ -162,6 +162,12 @@ class Discounts:
         return sum(found) / len(found) if found else 1.0
 
 
+def lowered(seconds: np.ndarray, factor: float) -> np.ndarray:
+    """Seconds times a factor, which may be 0; what is infinite stays so."""
+    finite = np.isfinite(seconds)
+    return np.where(finite, factor * np.where(finite, seconds, 0.0), seconds)
+
+
 def discounts(
     analysis: Analysis,
     weights: Mapping[Stretch, float],

@@ -8,7 +8,7 @@ import numpy as np
 
 from autopar.cost.combining import ALONE, SUMS
 from autopar.cost.compute import work_s
-from autopar.cost.overlap import Discounts
+from autopar.cost.overlap import Discounts, lowered
 from autopar.cost.pricer import Pricer
 from autopar.layouts.strategies import Space, layout_of, partial_axes
 from autopar.steps.analysis import Analysis
@@ -60,7 +60,8 @@ def node_work_s(
             final = op.class_index in analysis.independent.summing
             together = SUMS if final else ALONE
             factor = discounts.sums[op.class_index] if discounts and final else 1.0
-            total += factor * _reduction_s(op, node, space, pricer, own, together)
+            summed_s = _reduction_s(op, node, space, pricer, own, together)
+            total += lowered(summed_s, factor)
             total += analysis.trips[member] * _inner_sums_s(
                 analysis, op, node, space, pricer
             )

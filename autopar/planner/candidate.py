@@ -15,10 +15,13 @@ from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment, assign
-from autopar.planner.hiding import PROVED, Weights
+from autopar.planner.hiding import Weights
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar_solver import Solution, Status
+
+# A plan that saves less than this part of a step is not worth another problem.
+WORTHWHILE = 5e-3
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,12 +100,13 @@ class Candidate:
         """What is known of the plan: its cost, its bound and whether it is proved.
 
         Where several problems were solved the cost is the time of a step; elsewhere
-        it is the objective of the problem.
+        it is the objective of the problem. Proved is what no other plan beats by a
+        part of `WORTHWHILE`; the gap says by how much at most.
         """
         if self.lower_s is None:
             return self.solution
         bound_s = min(self.bound_s, self.step_s)
-        proved = bound_s >= (1 - PROVED) * self.step_s
+        proved = bound_s >= (1 - WORTHWHILE) * self.step_s
         status = Status.OPTIMAL if proved else Status.FEASIBLE
         return dataclasses.replace(
             self.solution, cost=self.step_s, bound=bound_s, status=status

@@ -9,7 +9,7 @@ import numpy as np
 
 from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
-from autopar.cost.overlap import Discounts
+from autopar.cost.overlap import Discounts, lowered
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import node_work_s
 from autopar.errors import PlanError
@@ -221,7 +221,7 @@ def _result_matrix(
         axis=0,
     )
     if final and discounts is not None:
-        matrix = matrix * discounts.sums[op.class_index]
+        matrix = lowered(matrix, discounts.sums[op.class_index])
     coded = analysis.coded.get(op.class_index)
     if prices is None or not coded or slot != 0:
         return matrix
@@ -284,20 +284,22 @@ def _source_edges(
     if not copies:
         for use in source.foreign:
             target = spaces[use.node].layouts(use.dims)
-            matrix = part((use,)) * _matrix(home, target, nbytes, pricer, shared)
+            matrix = _matrix(home, target, nbytes, pricer, shared)
+            matrix = lowered(matrix, part((use,)))
             yield (source.home.node, use.node), use.weight * matrix
         return
     for copy in copies:
         layouts = copy.space.layouts(copy.dims)
         fetch = _matrix(home, layouts, nbytes, pricer, shared) * times_made(copy.uses)
-        fetch = part(copy.uses) * fetch
+        fetch = lowered(fetch, part(copy.uses))
         yield (
             (source.home.node, copy.node),
             _by_mode(copy, home, layouts, fetch),
         )
         for use in copy.uses:
             target = spaces[use.node].layouts(use.dims)
-            matrix = part((use,)) * _matrix(layouts, target, nbytes, pricer, shared)
+            matrix = _matrix(layouts, target, nbytes, pricer, shared)
+            matrix = lowered(matrix, part((use,)))
             yield (copy.node, use.node), use.weight * matrix
     if len(copies) == 2:
         yield (copies[0].node, copies[1].node), _reuse_matrix(*copies)

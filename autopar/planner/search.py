@@ -17,6 +17,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import (
+    WORTHWHILE,
     Candidate,
     SearchResult,
     candidate_of,
@@ -189,8 +190,6 @@ def _no_mesh(
 
 # How often the memory limit is tightened until the exact peak fits.
 _TIGHTENINGS = 5
-# A plan that saves less than this part of a step is not worth another problem.
-_WORTHWHILE = 5e-3
 # Problems solved for one mesh.
 _MOST_PROBLEMS = 8
 # Problems solved for one mesh to find the weights of what is hidden.
@@ -353,7 +352,7 @@ def _with_all_groups_s(found: Candidate) -> float:
 def _settled(found: Candidate, best: Candidate) -> bool:
     """Whether no plan without more groups can be worth it."""
     least = min(found.solution.cost, found.step_s - found.shared_s)
-    return least >= (1 - _WORTHWHILE) * best.step_s
+    return least >= (1 - WORTHWHILE) * best.step_s
 
 
 def _solved(
