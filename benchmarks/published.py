@@ -6,8 +6,9 @@ FILE is a JSON list of measured configurations: ``id``, ``source``, ``software``
 ``cluster`` with ``device_overrides``, ``model``, ``sequence``, ``global_batch``,
 ``remat``, ``dtype``, ``fused_attention``, ``strategy`` and ``mesh`` of the run, and
 ``step_s``. For each row the layouts are the best within the run's strategy on its
-mesh, and memory is no limit: the run did fit. Prints one JSON line for each row, then
-one with the shares within 15 % and 35 % and the order of MFU.
+mesh. Prints one JSON line for each row (``fits``: whether a plan is predicted to fit
+the device's memory, as the run did), then one with the shares within 15 % and 35 % and
+the order of MFU.
 
 One constant of each kind of GPU is chosen on such rows: the part of a product's rate
 that it keeps in a step (``DeviceSpec.sustained``). The last line leaves each source out
@@ -17,6 +18,7 @@ in turn: its rows are judged with the constants of the others' rows.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -31,10 +33,11 @@ import decoder
 
 import autopar
 from autopar.cost.pricer import Pricer
+from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate
 from autopar.planner.experts import recipes, restriction
 from autopar.planner.search import candidate_meshes, solve_mesh
-from autopar.steps.analysis import analyse
+from autopar.steps.analysis import Analysis, analyse
 
 ROOT = pathlib.Path(__file__).resolve().parent
 DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "shared"))
@@ -43,11 +46,15 @@ FUSED = {"gpu": "cudnn", "tpu": "pallas"}
 
 
 def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
-    """The best plan within a row's strategy, on its mesh."""
+    """The best plan within a row's strategy, on its mesh.
+
+    Where none is predicted to fit the device's memory, it is the fastest that does not.
+    """
     cluster = autopar.Cluster.parse(row["cluster"])
-    roomy = {"memory_bytes": 10**15}
-    device = dataclasses.replace(cluster.device, **(row["device_overrides"] | roomy))
-    cluster = dataclasses.replace(cluster, device=device)
+    changed = dict(row["device_overrides"])
+    if "memory_bytes" in changed:
+        changed["memory_bytes"] = round(changed["memory_bytes"])
+    device = dataclasses.replace(cluster.device, **changed)
     kind = FUSED[device.kind] if fused and row["fused_attention"] else "plain"
     run = decoder.Run(
         sequence=row["sequence"],
@@ -58,10 +65,25 @@ def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
     )
     step, args = decoder.train_step(decoder.Decoder(**row["model"]), run)
     analysis = analyse(step, args)
+    for memory in (device.memory_bytes, 10**15):
+        roomy = dataclasses.replace(device, memory_bytes=memory)
+        with contextlib.suppress(InfeasibleError):
+            held = dataclasses.replace(cluster, device=roomy)
+            return within(analysis, held, row, seconds)
+    raise SystemExit(f"{row['id']}: no plan of {row['strategy']}")
+
+
+def within(
+    analysis: Analysis, cluster: autopar.Cluster, row: dict[str, Any], seconds: float
+) -> Candidate:
+    """The best plan within a row's strategy on a cluster.
+
+    Raises:
+      InfeasibleError: none fits the memory of a device.
+    """
     found: list[Candidate] = []
     for mesh in candidate_meshes(cluster):
-        sizes = [size for size in mesh.sizes if size > 1]
-        if sizes != row["mesh"]:
+        if [size for size in mesh.sizes if size > 1] != row["mesh"]:
             continue
         pricer = Pricer(cluster, mesh)
         for recipe in recipes(len(mesh.axes)):
@@ -104,6 +126,7 @@ def result(row: dict[str, Any], found: Candidate) -> dict[str, Any]:
         "hidden_s": cost.cover_s,
         "contention_s": cost.contention_s,
         "peak_memory_bytes": float(found.peak_memory_bytes),
+        "fits": found.pricer.cluster.memory_bytes < 10**15,
         "model_flops": flops(row),
     }
 

@@ -55,8 +55,8 @@ CPU_KERNEL_LATENCY_S = 2e-6
 # predictable data"). The parts are those at which published steps are predicted with
 # the least error, each source counted alike (`benchmarks/published.py`, which also
 # leaves each source out). No rows of Blackwell were at hand: Hopper's part is assumed.
-AMPERE_SUSTAINED = 0.76
-HOPPER_SUSTAINED = 0.61
+AMPERE_SUSTAINED = 0.755
+HOPPER_SUSTAINED = 0.63
 
 # Assumption: large products reach nearly the peak, because whole training steps on v5e
 # reach up to 0.86 of it.
