@@ -14,6 +14,8 @@ import zipfile
 
 ROOT = pathlib.Path(__file__).parent.parent
 PACKAGES = ("autopar", "autopar_passes", "autopar_solver")
+# Data that modules read.
+DATA = ("autopar/cluster/rates/xla.json",)
 # Imports everything, and proves that nothing came from outside the environment.
 IMPORT_ALL = f"""
 import importlib, pkgutil, sys
@@ -52,7 +54,7 @@ def check_contents(wheel: pathlib.Path) -> None:
         name
         for name in modules
         if name.split("/")[0] not in PACKAGES
-        or not name.endswith((".py", ".pyi", "py.typed"))
+        or not name.endswith((".py", ".pyi", "py.typed", *DATA))
     ]
     if missing or strange:
         sys.exit(f"{wheel.name}: missing {sorted(missing)}, not expected {strange}")
