@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from typing import Any
+
+import jax.numpy as jnp
 
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole
@@ -50,7 +53,7 @@ def dim_labels(graph: OperatorGraph) -> DimLabels:
         if given.role is InputRole.BATCH and value.shape:
             names = [""] * len(value.shape)
             names[0] = BATCH
-            if len(names) > 1 and value.dtype.kind in "iu":
+            if len(names) > 1 and is_integer(value.dtype):
                 names[1] = SEQUENCE
             out.dims[given.value] = names
     for op in graph.operators:
@@ -82,6 +85,11 @@ def _kept_sequence(names: list[str], before: list[str]) -> list[str]:
         SEQUENCE if old == SEQUENCE and not name else name
         for name, old in zip(names, before, strict=True)
     ]
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether a dtype is of whole numbers; random keys are of none."""
+    return bool(jnp.issubdtype(dtype, jnp.integer))
 
 
 def batch_shape(graph: OperatorGraph, value: int) -> tuple[int, ...]:

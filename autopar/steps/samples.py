@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from autopar.steps.batch import batch_shape
+from autopar.steps.batch import batch_shape, is_integer
 from autopar_passes.graph.operators import OperatorGraph, readers
 from autopar_passes.graph.roles import InputRole, Role
 
@@ -43,7 +43,7 @@ def _looked_up(graph: OperatorGraph) -> list[int]:
     """Rows of floating tables that numbers of the batch look up, by operator."""
     read_by = readers(graph.operators)
     waiting = [i.value for i in graph.inputs if i.role is InputRole.BATCH]
-    waiting = [value for value in waiting if graph.values[value].dtype.kind in "iu"]
+    waiting = [value for value in waiting if is_integer(graph.values[value].dtype)]
     seen, found = set(waiting), list[int]()
     while waiting:
         value = waiting.pop()
@@ -51,7 +51,7 @@ def _looked_up(graph: OperatorGraph) -> list[int]:
             if op.kind == "gather" and slot == 1:
                 found += _rows_of(graph, op.inputs[0], value, op.role, op.trips)
                 continue
-            after = [v for v in op.outputs if graph.values[v].dtype.kind in "iu"]
+            after = [v for v in op.outputs if is_integer(graph.values[v].dtype)]
             waiting += [v for v in after if v not in seen]
             seen.update(after)
     return found

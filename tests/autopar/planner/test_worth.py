@@ -223,3 +223,20 @@ def test_plans_of_earlier_versions_know_nothing_and_are_not_edited() -> None:
     assert not old.edited
     assert "worth" not in str(old)
     assert Plan.from_json(json.dumps(plan.to_json())) == plan
+
+
+@pytest.mark.parametrize("shape", [(), (ROWS,), (ROWS, 2)])
+def test_random_keys_in_the_batch_are_no_tokens(shape: tuple[int, ...]) -> None:
+    """Typed keys have a dtype of JAX's own, which has no kind."""
+
+    def step(state: jax.Array, batch: Any) -> jax.Array:
+        keys = jnp.ravel(batch["key"])
+        noise = jax.vmap(lambda k: jax.random.normal(k, state.shape))(keys)
+        return state - noise.mean(0) - (batch["x"] @ state[:, None]).mean()
+
+    keys = jax.eval_shape(lambda: jax.random.split(jax.random.key(0), max(1, 2 * ROWS)))
+    key = jax.ShapeDtypeStruct(shape, keys.dtype)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    state = jax.ShapeDtypeStruct((WIDTH,), jnp.float32)
+    found = analyse(step, (state, {"x": x, "key": key}))
+    assert batch_tokens(found.graph) == 0
