@@ -138,7 +138,9 @@ class Analysis:
             again = habits.makes_again
             fused = made_again(self.graph, floating) if again else self.fusion
             late = self._gradients if habits.late_gradients else {}
-            known = self._lives[habits] = lifetimes(self.graph, fused.buffers, late)
+            known = self._lives[habits] = lifetimes(
+                self.graph, fused.buffers, late, habits.late_gradients
+            )
         return known
 
     @functools.cached_property

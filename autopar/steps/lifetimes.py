@@ -35,12 +35,12 @@ class Habits:
     Attributes:
       makes_again: whether element-wise results are made again in each reader where
         that moves fewer bytes (`autopar.steps.fusion.made_again`).
-      late_gradients: whether products that make gradients run behind the backward
-        pass.
+      late_gradients: how many products that make gradients wait at once, to run
+        behind others of the backward pass.
     """
 
     makes_again: bool = False
-    late_gradients: bool = False
+    late_gradients: int = 0
 
 
 PLAIN = Habits()
@@ -50,6 +50,7 @@ def lifetimes(
     graph: OperatorGraph,
     written: frozenset[int],
     late: Mapping[int, int] | None = None,
+    most: int = 0,
 ) -> Lifetimes:
     """Derives the order of operators, and when each result is last needed.
 
@@ -58,6 +59,7 @@ def lifetimes(
       written: values with a buffer of their own (`autopar.steps.fusion.Fusion`).
       late: products that run late (`Habits.late_gradients`), each with the last
         operator of its loop, or of the program.
+      most: how many of them wait at once.
     """
     readers: dict[int, list[int]] = {}
     for op in graph.operators:
@@ -66,7 +68,7 @@ def lifetimes(
                 readers.setdefault(v, []).append(op.index)
     time = _schedule(graph)
     reads = list(time)
-    for index, until in _late(graph, late or {}).items():
+    for index, until in _late(graph, late or {}, most).items():
         reads[index] = max(reads[index], until)
     for op in reversed(graph.operators):
         if op.kind != "return" and written.isdisjoint(op.outputs):
@@ -75,16 +77,23 @@ def lifetimes(
     return Lifetimes(tuple(time), written, tuple(reads))
 
 
-def _late(graph: OperatorGraph, gradients: Mapping[int, int]) -> dict[int, int]:
-    """When products run that make gradients: behind the backward pass.
+def _late(
+    graph: OperatorGraph, gradients: Mapping[int, int], most: int
+) -> dict[int, int]:
+    """When products run that make gradients: behind others of the backward pass.
 
-    A scheduler that hides communication puts them beside the messages at the end,
+    A scheduler that hides communication keeps them for the messages that come,
     because nothing else waits for them; what they read lives until then. A product in
     a loop stays in it.
     """
     backward = (op.index for op in graph.operators if op.role is Role.BACKWARD)
     last = max(backward, default=0)
-    return {index: min(last, end) for index, end in gradients.items()}
+    order = sorted(gradients)
+    following = [*order[most:], *([last] * most)]
+    return {
+        index: min(last, gradients[index], after)
+        for index, after in zip(order, following, strict=False)
+    }
 
 
 def _schedule(graph: OperatorGraph) -> list[int]:
