@@ -26,3 +26,7 @@ import jax
 # happen before anything starts a JAX backend.
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
+
+# The fixtures ``run`` and ``saved`` of the command line's tests: one `conftest` is all
+# that the doctests of a whole run can tell apart.
+pytest_plugins = ("command_line_fixtures",)

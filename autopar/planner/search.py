@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.codecs.matrix import Prices
-from autopar.cost.combining import Group
+from autopar.cost.combining import SUMS, Group
 from autopar.cost.overlap import discounts
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
@@ -342,11 +342,20 @@ def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Cand
 def _with_all_groups_s(found: Candidate) -> float:
     """A lower bound of the plans that use all groups of messages of a solution.
 
-    Where communication may be hidden, so may the latencies of its messages.
+    Where communication may be hidden, the latencies of its messages count as much as
+    their bytes do at the weights of the problem.
     """
-    if found.weights is not None:
-        return found.bound_s
-    return found.bound_s + found.step_s - found.solution.cost
+    lowered = found.formulation.discounts
+    if lowered is None:
+        return found.bound_s + found.step_s - found.solution.cost
+    operators = found.assignment.graph.operators
+    latencies_s = 0.0
+    for c in found.collectives:
+        maker = operators[c.operator].class_index
+        summed = c.step.kind in SUMS
+        factor = lowered.sums[maker] if summed else lowered.gathers[c.ready]
+        latencies_s += float(factor) * c.shared_s(found.pricer)
+    return found.bound_s + latencies_s
 
 
 def _settled(found: Candidate, best: Candidate) -> bool:

@@ -191,8 +191,9 @@ def _parsed(where: str, text: str) -> Codec:
 
 
 def _bytes(text: str) -> np.ndarray:
-    return np.frombuffer(text.encode(), np.uint8)
+    """Text as an array; a blank stands for none, as arrays of no size are not saved."""
+    return np.frombuffer((text or " ").encode(), np.uint8)
 
 
 def _text(array: Any) -> str:
-    return np.asarray(array, np.uint8).tobytes().decode()
+    return np.asarray(array, np.uint8).tobytes().decode().strip()

@@ -58,7 +58,7 @@ def bound(workload: Any, cluster: str, compression: str = "none") -> BoundPlan:
 
 
 def mlp(cluster: str, compression: str = "none") -> BoundPlan:
-    params, batch = mlp_params(64, 128), mlp_batch(256, 64)
+    params, batch = mlp_params(256, 512), mlp_batch(4096, 256)
     return bound(
         training(mlp_loss, params, batch, optax.adam(0.1)), cluster, compression
     )

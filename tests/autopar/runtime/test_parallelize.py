@@ -298,7 +298,7 @@ class TestErrors:
 
     def test_no_plan_yet(self) -> None:
         step = planned(FORMS["plain"])
-        with pytest.raises(PlanError, match="first call"):
+        with pytest.raises(PlanError, match="no plan yet"):
             _ = step.plan
         with pytest.raises(PlanError, match="replan needs"):
             step.replan(CLUSTER, None)

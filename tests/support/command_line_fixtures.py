@@ -1,3 +1,5 @@
+"""Fixtures of the command line: it runs in this process, on a plan that it saved."""
+
 from __future__ import annotations
 
 import pathlib
