@@ -86,12 +86,13 @@ def hidden_curve(
         return None
     places = _Places(assignment, priced)
     share = known.overlap
+    hideable = [(i, p) for i, p in priced if _may_hide(assignment, i)]
     first = [places.deciding(role, share, with_sums=False) for role in PASSES]
     last = [places.deciding(role, share, with_sums=True) for role in PASSES]
     return HiddenCurve(
         known.contention,
-        added(p for i, p in priced if _may_hide(i) and i.paid is Paid.MICROBATCH),
-        added(p for i, p in priced if _may_hide(i) and i.paid is not Paid.MICROBATCH),
+        added(p for i, p in hideable if i.paid is Paid.MICROBATCH),
+        added(p for i, p in hideable if i.paid is not Paid.MICROBATCH),
         tuple(
             tuple(places.excess(s, share, with_sums=False) for s in found)
             for found in first
@@ -103,9 +104,13 @@ def hidden_curve(
     )
 
 
-def _may_hide(item: CostItem) -> bool:
-    """Whether an item is communication of a pass that nothing waits for."""
-    return item.collective is not None and item.collective.place is not None
+def _may_hide(assignment: Assignment, item: CostItem) -> bool:
+    """Whether an item is in a timeline of a pass: not what the update gathers."""
+    made = item.collective
+    if made is None or made.place is None:
+        return False
+    roles = assignment.analysis.positions.roles
+    return made.step.kind in SUMS or any(roles[r][made.ready] for r in PASSES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -147,7 +152,7 @@ class _Places:
             if item.work is not None:
                 if shares[item.operator]:
                     terms.append(pieces.scaled(-share * shares[item.operator]))
-            elif item.collective is not None and _may_hide(item):
+            elif item.collective is not None and _may_hide(self.assignment, item):
                 ready = item.collective.ready
                 if item.collective.step.kind in SUMS:
                     own, within = places.summed, late
