@@ -97,7 +97,7 @@ def message_s(collectives: Iterable[AuditedCollective], pricer: Pricer) -> float
         # A part of an axis: the last one that is long enough has the fastest links.
         axes = tuple(a for a in axes if a.size >= found[0].group)[-1:] or axes[-1:]
     nbytes = sum(c.nbytes for c in found)
-    return pricer.skew * collective_s(found[0].kind, nbytes, axes)
+    return pricer.skew(axes) * collective_s(found[0].kind, nbytes, axes)
 
 
 def _kernel(kernel: Kernel, device: DeviceSpec) -> Timeline:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar.cluster import Cluster, MeshShape
+from autopar.cluster.mesh import MeshAxis
 from autopar.cost.collectives import (
     collective_bytes,
     collective_s,
@@ -40,10 +41,20 @@ class Pricer:
         """Size of each mesh axis."""
         return self.mesh.sizes
 
-    @property
-    def skew(self) -> float:
-        """The factor by which waiting for other devices lengthens communication."""
-        return self.cluster.device.calibrated.skew
+    def skew(self, axes: Sequence[MeshAxis]) -> float:
+        """The factor by which waiting for other devices lengthens a collective.
+
+        1 between hosts: only devices of one host share what they compute with.
+
+        Args:
+          axes: those over which the collective runs.
+        """
+        innermost = len(self.cluster.levels) - 1
+        shared = any(axis.level == innermost and axis.size > 1 for axis in axes)
+        return self.cluster.device.calibrated.skew if shared else 1.0
+
+    def _axes(self, axes: Axes) -> tuple[MeshAxis, ...]:
+        return tuple(self.mesh.axes[a] for a in axes)
 
     def group(self, axes: Axes) -> int:
         """Number of devices in a group over these axes."""
@@ -72,7 +83,8 @@ class Pricer:
         whole = message_bytes or size
         wire = _collective_s(kind, whole, step.axes, self.mesh)
         part = size / whole if whole else 1.0
-        return self.skew * part * wire + self.move_s(step, size)
+        waiting = self.skew(self._axes(step.axes))
+        return waiting * part * wire + self.move_s(step, size)
 
     def group_of(self, step: ReshardStep) -> Group:
         """The key of a collective: those that share a message have the same."""
@@ -80,10 +92,10 @@ class Pricer:
 
     def bytes_s(self, step: ReshardStep, nbytes: float) -> float:
         """Seconds that a collective takes of the largest messages, at least."""
-        axes = tuple(self.mesh.axes[a] for a in step.axes)
+        axes = self._axes(step.axes)
         size = step.fraction * nbytes
         wire = collective_s_per_byte(self.runs_as(step.kind), axes) * size
-        return self.skew * wire + self.move_s(step, size)
+        return self.skew(axes) * wire + self.move_s(step, size)
 
     def price_s(
         self, step: ReshardStep, nbytes: float, together: frozenset[str]

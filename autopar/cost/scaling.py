@@ -378,7 +378,7 @@ def _collective_pieces(
     move = monomial(
         collective.trips * pricer.move_s(collective.step, collective.size), degree
     )
-    factor = collective.trips * pricer.skew * part
+    factor = collective.trips * pricer.skew(axes) * part
     pieces: list[tuple[float, Polynomial]] = []
     for size, latency, slope in collective_pieces(
         pricer.runs_as(collective.step.kind), axes

@@ -83,7 +83,7 @@ def _message_row(
         phase=_PHASE,
         trips=1.0,
         sent_bytes=sum(m.sent for _, m in members),
-        seconds=pricer.skew * collective_s(shared.kind, whole, axes),
+        seconds=pricer.skew(axes) * collective_s(shared.kind, whole, axes),
     )
 
 
@@ -117,7 +117,7 @@ def _telemetry_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> Collect
         phase=_PHASE,
         trips=count,
         sent_bytes=collective_bytes("all_reduce", nbytes, devices),
-        seconds=pricer.skew * collective_s("all_reduce", nbytes, axes),
+        seconds=pricer.skew(axes) * collective_s("all_reduce", nbytes, axes),
     )
 
 

@@ -41,10 +41,16 @@ def collectives_s(
             for key, message in _sent(summation, text, mesh):
                 sizes[key] = sizes.get(key, 0.0) + message.nbytes
             sizes[telemetry] = sizes.get(telemetry, 0.0) + TELEMETRY_BYTES
-    return pricer.skew * sum(
-        collective_s(key.kind, nbytes, tuple(mesh[a] for a in key.axes))
+    return sum(
+        _collective_s(pricer, key, nbytes, tuple(mesh[a] for a in key.axes))
         for key, nbytes in sizes.items()
     )
+
+
+def _collective_s(
+    pricer: Pricer, key: BucketCollective[int], nbytes: float, axes: Sequence[MeshAxis]
+) -> float:
+    return pricer.skew(axes) * collective_s(key.kind, nbytes, axes)
 
 
 def _sent(

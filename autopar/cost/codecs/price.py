@@ -71,7 +71,8 @@ def codec_price(
     wire = wire_s(codec, shape, route.workers, route.axes, scatter=route.scatter)
     return CodecPrice(
         codec=text,
-        wire_s=pricer.skew * (wire + within_s(route)),
+        wire_s=pricer.skew(route.axes) * wire
+        + pricer.skew(route.within) * within_s(route),
         local_s=local_s(codec, route.elements, pricer.cluster.device),
         error=error,
         counted_error=counted,
@@ -87,7 +88,7 @@ def compiler_price(pricer: Pricer, route: Route, itemsize: int) -> CodecPrice:
       itemsize: bytes of an element in the program.
     """
     nbytes = float(route.elements * route.devices_within * itemsize)
-    return CodecPrice(codec="", wire_s=pricer.skew * _plain_s(pricer, route, nbytes))
+    return CodecPrice(codec="", wire_s=_plain_s(pricer, route, nbytes))
 
 
 def with_wire_bytes(price: CodecPrice, route: Route) -> CodecPrice:
@@ -109,5 +110,7 @@ def _plain_s(pricer: Pricer, route: Route, nbytes: float) -> float:
     slow, within = route.axes, route.within
     if within and route.keeps and not route.scatter:
         inside = added_s(pricer.runs_as("reduce_scatter"), nbytes, within)
-        return inside + added_s("all_reduce", nbytes / route.devices_within, slow)
-    return added_s(pricer.runs_as(route.kind), nbytes, (*slow, *within))
+        across = added_s("all_reduce", nbytes / route.devices_within, slow)
+        return pricer.skew(within) * inside + pricer.skew(slow) * across
+    both = (*slow, *within)
+    return pricer.skew(both) * added_s(pricer.runs_as(route.kind), nbytes, both)

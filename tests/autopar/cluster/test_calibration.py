@@ -50,9 +50,20 @@ def test_a_file_replaces_single_constants(tmp_path: Path) -> None:
     assert (own.skew, own.combined_kinds) == (1.25, ("all_reduce",))
     assert own.half_rate_side == CALIBRATIONS["gpu"].half_rate_side
     pricer = Pricer(found, found.default_mesh())
-    assert pricer.skew == 1.25
+    assert pricer.skew(pricer.mesh.axes[-1:]) == 1.25
     assert pricer.runs_as("reduce_scatter") == "all_reduce"
     assert pricer.combiner.kinds == {"all_reduce"}
+
+
+def test_only_devices_of_one_host_wait_for_shared_cores() -> None:
+    """A collective between hosts takes no longer for what a host's cores do."""
+    cluster = Cluster.parse("2x4:cpu")
+    pricer = Pricer(cluster, cluster.default_mesh())
+    outer, inner = pricer.mesh.axes
+    assert pricer.skew((outer,)) == 1.0
+    assert pricer.skew((inner,)) == pricer.skew((outer, inner)) > 1.0
+    hosts = Cluster.parse("4x1:cpu")
+    assert Pricer(hosts, hosts.default_mesh()).skew(hosts.default_mesh().axes) == 1.0
 
 
 def test_clusters_are_written_and_read_back(tmp_path: Path) -> None:

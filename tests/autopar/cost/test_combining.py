@@ -116,7 +116,7 @@ class TestGradients:
         ring = 6 * link.latency_s + 1.5 * SUM_BYTES / bandwidth
         doubling = 2 * (link.latency_s + SUM_BYTES / bandwidth)
         assert plan.predicted.communication_s == pytest.approx(
-            CALIBRATIONS["cpu"].skew * min(ring, doubling)
+            min(ring, doubling)
         )
         assert len(bound.collectives) == SUMS
         assert {c.message_bytes for c in bound.collectives} == {SUM_BYTES}
@@ -126,7 +126,7 @@ class TestGradients:
             planned(hosts(s), WHOLE)[0].predicted.communication_s for s in LATENCIES_S
         )
         # Recursive doubling among four has two steps.
-        more = CALIBRATIONS["cpu"].skew * 2 * (LATENCIES_S[1] - LATENCIES_S[0])
+        more = 2 * (LATENCIES_S[1] - LATENCIES_S[0])
         assert high - low == pytest.approx(more, rel=0.02)
 
     def test_the_compiler_sends_as_many(self) -> None:
@@ -252,7 +252,7 @@ def test_the_problem_holds_all_but_what_messages_share(text: str) -> None:
             if c.message_bytes:
                 axes = tuple(pricer.mesh.axes[a] for a in c.step.axes)
                 kind = pricer.runs_as(c.step.kind)
-                whole = pricer.skew * collective_s(kind, c.message_bytes, axes)
+                whole = pricer.skew(axes) * collective_s(kind, c.message_bytes, axes)
                 move = pricer.move_s(c.step, c.size)
                 part = c.size / c.message_bytes
                 assert c.seconds(pricer) == pytest.approx(

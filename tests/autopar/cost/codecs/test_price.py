@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.exchange import Message
 from autopar.cost.codecs.collectives import TELEMETRY_BYTES, collectives_s
 from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.codecs.price import codec_price, compiler_price, with_wire_bytes
@@ -55,9 +56,10 @@ def test_a_price_is_the_sum_of_its_messages(route: Route, text: str) -> None:
     if price.refused:
         return
     codec = parse_codec(text)
-    sent = [added_s(m.kind, m.nbytes, route.axes) for m in route.rounds(codec)]
-    sent += [added_s(m.kind, m.nbytes, route.within) for m in route.within_messages]
-    assert price.wire_s == pytest.approx(PRICER.skew * sum(sent), rel=1e-9)
+    rounds = [(m, route.axes) for m in route.rounds(codec)]
+    rounds += [(m, route.within) for m in route.within_messages]
+    sent = [PRICER.skew(axes) * added_s(m.kind, m.nbytes, axes) for m, axes in rounds]
+    assert price.wire_s == pytest.approx(sum(sent), rel=1e-9)
     assert price.local_s == local_s(codec, route.elements, CLUSTER.device)
     assert price.seconds == price.wire_s + price.local_s
     counted = effective_error(price.error, feedback=codec.feedback)
@@ -98,7 +100,7 @@ def test_the_compiler_sums_without_error(route: Route, itemsize: int) -> None:
     if not (route.within and route.keeps):
         nbytes = float(route.elements * route.devices_within * itemsize)
         kind, axes = PRICER.runs_as(route.kind), (*route.axes, *route.within)
-        assert price.wire_s == PRICER.skew * added_s(kind, nbytes, axes)
+        assert price.wire_s == PRICER.skew(axes) * added_s(kind, nbytes, axes)
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -144,9 +146,10 @@ def alone_s(way: Summation, text: str) -> float:
     route = route_of(way, MESH)
     found = [(m, route.axes) for m in route.rounds(parse_codec(text))]
     found += [(m, route.within) for m in route.within_messages]
-    whole = sum(collective_s(m.kind, m.nbytes, axes) for m, axes in found)
-    telemetry = collective_s("all_reduce", TELEMETRY_BYTES, MESH)
-    return PRICER.skew * (whole + telemetry)
+    found.append((Message("all_reduce", TELEMETRY_BYTES, 0.0), MESH))
+    return sum(
+        PRICER.skew(axes) * collective_s(m.kind, m.nbytes, axes) for m, axes in found
+    )
 
 
 @TRACED
