@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Generator, Sequence
 
@@ -197,3 +198,33 @@ def simulate_devices(count: int) -> None:
             f"{count} simulated devices are needed, and JAX has already started with "
             f"{found}. Set XLA_FLAGS=--xla_force_host_platform_device_count={count}."
         )
+
+
+def join_processes(devices: int | None) -> None:
+    """Makes this process one of a `jax.distributed` program, as its environment says.
+
+    Args:
+      devices: CPU devices that this process simulates; None: the real ones.
+
+    Raises:
+      PlanError: the environment does not say which processes there are.
+    """
+    if devices is not None:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", devices)
+    try:
+        jax.distributed.initialize(
+            num_processes=_environment_int("JAX_NUM_PROCESSES"),
+            process_id=_environment_int("JAX_PROCESS_ID"),
+        )
+    except (ValueError, RuntimeError) as error:
+        raise PlanError(
+            f"--distributed: jax.distributed could not start: {error} Set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID on every "
+            "host; on TPUs, Slurm and Kubernetes JAX finds them itself."
+        ) from error
+
+
+def _environment_int(name: str) -> int | None:
+    text = os.environ.get(name)
+    return int(text) if text else None

@@ -36,6 +36,8 @@ class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
     combined_bytes: float | None = None
     combined_arrays: int | None = None
     forms_reduce_scatter: bool | None = None
+    overlap: float | None = None
+    contention: float | None = None
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True):
@@ -52,6 +54,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     vector_flops_per_s: float | None = None
     sustained: float | None = None
     rates: str | None = None
+    codec_s_per_element: dict[str, float] | None = None
     calibration: _Calibration | None = None
 
 
@@ -123,6 +126,8 @@ def _device(given: _Device) -> DeviceSpec:
         values["memory_bytes"] = round(given.memory_bytes)
     if given.peak_flops_per_s is not None:
         values["peak_flops_per_s"] = tuple(given.peak_flops_per_s.items())
+    if given.codec_s_per_element is not None:
+        values["codec_s_per_element"] = tuple(given.codec_s_per_element.items())
     if given.calibration is not None and values.get("kind") in CALIBRATIONS:
         values["calibration"] = _calibration(given.calibration, values["kind"])
     required = [
@@ -209,11 +214,13 @@ def _fields(values: Any, *leave_out: str) -> Data:
 
 
 def _device_data(device: DeviceSpec) -> Data:
-    peaks = dict(device.peak_flops_per_s)
-    numbers = _fields(device, "peak_flops_per_s", "rates", "calibration")
-    rates = {"rates": device.rates} if device.rates else {}
-    peaks_and_rates = rates | {"peak_flops_per_s": peaks}
-    return numbers | peaks_and_rates | _calibration_data(device)
+    tables = ("peak_flops_per_s", "codec_s_per_element")
+    numbers = _fields(device, *tables, "rates", "calibration")
+    numbers |= {"rates": device.rates} if device.rates else {}
+    for name in tables:
+        pairs = dict(getattr(device, name))
+        numbers |= {name: pairs} if pairs else {}
+    return numbers | _calibration_data(device)
 
 
 def _calibration_data(device: DeviceSpec) -> Data:

@@ -110,7 +110,7 @@ def _device(preset: Preset, devices: Sequence[Device]) -> DeviceSpec:
     return dataclasses.replace(preset.device, memory_bytes=int(limit))
 
 
-def _sizes(devices: Sequence[Device]) -> tuple[int, ...]:
+def level_sizes(devices: Sequence[Device]) -> tuple[int, ...]:
     """(processes, devices of each), or just the devices of the one process."""
     processes = {device.process_index for device in devices}
     if len(processes) == 1 or len(devices) % len(processes):
@@ -130,7 +130,7 @@ def from_preset(
             "`autopar profile`, or describe it in a TOML file and pass its path."
         )
     preset = PRESETS[name]
-    return _device(preset, devices), preset.levels(_sizes(devices))
+    return _device(preset, devices), preset.levels(level_sizes(devices))
 
 
 def discover(count: int | None) -> tuple[DeviceSpec, tuple[Level, ...]]:

@@ -155,6 +155,8 @@ class DeviceSpec:
       sustained: part of the rate of a product alone that products keep in a step, where
         the limit of a device's power lowers its clock.
       rates: the table of matrix products, one of `DEVICE_RATES`; "" has none.
+      codec_s_per_element: (codec as text, seconds) pairs, measured: what encoding and
+        decoding a gradient adds to a plain sum, for each of its elements.
       calibration: corrections of the cost model; None means those of the kind.
     """
 
@@ -169,6 +171,9 @@ class DeviceSpec:
     rates: str = ""
     sustained: float = 1.0
     # Not hashed: cost functions look devices up in caches many thousand times.
+    codec_s_per_element: tuple[tuple[str, float], ...] = dataclasses.field(
+        default=(), hash=False
+    )
     calibration: Calibration | None = dataclasses.field(default=None, hash=False)
 
     def __post_init__(self) -> None:
@@ -194,6 +199,11 @@ class DeviceSpec:
         _not_negative(owner, "vector_flops_per_s", self.vector_flops_per_s)
         what = f"rates must be one of {DEVICE_RATES}"
         _require(self.rates in DEVICE_RATES, owner, what, self.rates)
+        texts = [text for text, _ in self.codec_s_per_element]
+        what = "codec_s_per_element must name each codec once"
+        _require(len(set(texts)) == len(texts), owner, what, texts)
+        for text, value in self.codec_s_per_element:
+            _not_negative(owner, f"codec_s_per_element of {text}", value)
 
     def peak(self, dtype: str) -> float:
         """Peak FLOP/s of matrix products in `dtype` (a NumPy or ml_dtypes name).

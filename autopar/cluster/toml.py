@@ -11,8 +11,8 @@ from autopar.cluster import data
 from autopar.cluster.errors import ClusterError
 
 _HELP = "docs/cost-model.md has a complete example."
-# The keys of this table are names of dtypes, which are quoted as data are.
-_QUOTED = "peak_flops_per_s"
+# The keys of these tables are names of dtypes and codecs, which are quoted as data are.
+_QUOTED = ("peak_flops_per_s.", "codec_s_per_element.")
 
 T = TypeVar("T")
 
@@ -60,7 +60,7 @@ def _lines(prefix: str, values: data.Data) -> list[str]:
         if isinstance(value, dict) or nested:
             tables += _tables(prefix + key, value)
         else:
-            shown = _value(key) if prefix.endswith(f"{_QUOTED}.") else key
+            shown = _value(key) if prefix.endswith(_QUOTED) else key
             plain.append(f"{shown} = {_value(value)}")
     return plain + tables
 

@@ -17,11 +17,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar.profiling import processes
+
 Body = Callable[[Any], Any]
 
 # The short run is one trip, which touches every page; the long run takes about this.
 LONG_RUN_S = 0.02
 MAX_TRIPS = 1 << 17
+# Starting a program takes no part worth mentioning of one that takes as long as this.
+SLOW_S = 0.25
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +48,13 @@ def loop(
     group_size: int,
     body: Body,
     make: Callable[[], Any],
+    compiler_options: dict[str, str] | None = None,
 ) -> TimedLoop:
     """Compiles a loop over `body` that starts from `make()` on every device.
 
-    `make` returns the NumPy value, or tuple of values, of one device; `body` maps
-    the device's value to one of the same shape.
+    `make` returns the NumPy value, or tree of values, of one device; `body` maps
+    the device's value to one of the same shape. The devices may be those of several
+    processes, which must then all call this.
     """
     mesh = _mesh(devices, group_size)
     spec = PartitionSpec(("group", "member"))
@@ -66,9 +72,9 @@ def loop(
         check_vma=False,
     )
     sharding = NamedSharding(mesh, spec)
-    stacked = jax.tree.map(lambda x: np.stack([x] * len(devices)), make())
-    value = jax.device_put(stacked, sharding)
-    compiled = jax.jit(mapped).lower(value, jnp.int32(1)).compile()
+    value = jax.tree.map(lambda x: _on_each(x, sharding, len(devices)), make())
+    lowered = jax.jit(mapped).lower(value, jnp.int32(1))
+    compiled = lowered.compile(compiler_options=compiler_options)
 
     def run(trips: int) -> None:
         jax.block_until_ready(compiled(value, jnp.int32(trips)))
@@ -76,7 +82,15 @@ def loop(
     return TimedLoop(name=name, run=run)
 
 
+def _on_each(part: np.ndarray, sharding: NamedSharding, count: int) -> jax.Array:
+    """The array of which each of `count` devices has this part."""
+    return jax.make_array_from_callback(
+        (count, *part.shape), sharding, lambda _: part[None]
+    )
+
+
 def _timed_s(program: TimedLoop, trips: int) -> float:
+    processes.wait()
     start = time.perf_counter()
     program.run(trips)
     return time.perf_counter() - start
@@ -89,26 +103,36 @@ def _extra_s(program: TimedLoop, trips: int) -> float:
     return _timed_s(program, 1 + trips) - short_s
 
 
+def _trip_s(program: TimedLoop, trips: int) -> float:
+    """Seconds of one trip; of a slow program, whose `trips` are 0, of a whole run."""
+    return _extra_s(program, trips) / trips if trips else _timed_s(program, 1)
+
+
 def _long_trips(program: TimedLoop) -> int:
-    """Trips that take about LONG_RUN_S, found by trying."""
+    """Trips that take about LONG_RUN_S, found by trying; 0 where one is very slow."""
+    if processes.agreed(int(_extra_s(program, 1) > SLOW_S)):
+        return 0
     trips, extra_s = 1, 0.0
-    while extra_s < LONG_RUN_S / 8 and trips < MAX_TRIPS:
+    while processes.agreed(int(extra_s < LONG_RUN_S / 8 and trips < MAX_TRIPS)):
         trips *= 4
         # The least of three: a pause of the machine must not pass for a long run.
         extra_s = min(_extra_s(program, trips) for _ in range(3))
-    if extra_s <= 0:
-        return trips
-    return max(2, min(MAX_TRIPS, round(trips * LONG_RUN_S / extra_s)))
+    if extra_s > 0:
+        trips = max(2, min(MAX_TRIPS, round(trips * LONG_RUN_S / extra_s)))
+    return processes.agreed(trips)
 
 
 def trip_times_s(programs: Sequence[TimedLoop], rounds: int) -> list[float]:
-    """Median time of one trip of each program, over `rounds` alternating rounds."""
+    """Median time of one trip of each program, over `rounds` alternating rounds.
+
+    Of several processes, which must all call it, the slowest counts.
+    """
     trips = [_long_trips(program) for program in programs]
     found: list[list[float]] = [[] for _ in programs]
     for _ in range(rounds):
         for program, count, slopes in zip(programs, trips, found, strict=True):
-            slopes.append(_extra_s(program, count) / count)
-    return [_typical(slopes) for slopes in found]
+            slopes.append(_trip_s(program, count))
+    return processes.slowest([_typical(slopes) for slopes in found])
 
 
 def _typical(slopes: Sequence[float]) -> float:

@@ -1,10 +1,12 @@
-"""Measures the devices of this process, and saves what planning needs of them.
+"""Measures devices and their links, and saves what planning needs of them.
 
 The result is a `Cluster` whose numbers are rates attained on this machine with all
 devices at work. Simulated CPU devices share the cores, so they are measured as a
-training step uses them: together.
+training step uses them: together. Several processes measure together, too: between
+them lies a level of the cluster, whose links are timed.
 """
 
+import collections
 import dataclasses
 import itertools
 import os
@@ -12,6 +14,9 @@ import pathlib
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
+
+import jax
+import numpy as np
 
 from autopar.cluster import (
     Cluster,
@@ -26,7 +31,7 @@ from autopar.cluster.presets import PCIE_LATENCY_S
 from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import bytes_ratio, collective_s
 from autopar.cost.compute import roofline_s
-from autopar.profiling import fit, kernels
+from autopar.profiling import codecs, fit, kernels, processes
 
 Progress = Callable[[str], None]
 
@@ -42,6 +47,9 @@ class Settings:
     collective_bytes: tuple[int, ...]
     check_matmul_size: int
     check_bytes: tuple[int, ...]
+    # Of the gradient that goes through each codec on each device; 0 times no codec.
+    codec_elements: int = 0
+    codecs: tuple[str, ...] = codecs.CODECS
     rounds: int = 5
 
 
@@ -52,6 +60,7 @@ CPU_SETTINGS = Settings(
     collective_bytes=(1 << 12, 1 << 16, 1 << 19, 1 << 21, 1 << 23),
     check_matmul_size=512,
     check_bytes=(1 << 18, 1 << 22),
+    codec_elements=1 << 20,
 )
 ACCELERATOR_SETTINGS = Settings(
     dtypes=("float32", "bfloat16", "float16", "float8_e4m3fn", "int8"),
@@ -60,6 +69,7 @@ ACCELERATOR_SETTINGS = Settings(
     collective_bytes=(1 << 12, 1 << 18, 1 << 21, 1 << 24, 1 << 27),
     check_matmul_size=3072,
     check_bytes=(1 << 20, 1 << 26),
+    codec_elements=1 << 24,
 )
 
 
@@ -88,11 +98,12 @@ class Profile:
     def __str__(self) -> str:
         """A table of the device, the fits and the held-out checks."""
         head = f"{self.cluster}, measured in {self.elapsed_s:.0f} s; per device:"
-        fits = [_fit_line(f) for f in self.cluster.levels[-1].link.measured]
-        if fits:
-            fits.insert(
-                0, "collective           group  latency us   GB/s sent rms error"
-            )
+        fits: list[str] = []
+        for level in self.cluster.levels:
+            if level.link.measured:
+                fits.append(f"{_among(level.name):21s}group  latency us   GB/s sent"
+                            " rms error")  # fmt: skip
+                fits += [_fit_line(f) for f in level.link.measured]
         checks = [f"{'held out':34s} predicted us measured us    error"]
         checks += [
             f"  {c.name:33s} {c.predicted_s * 1e6:11.1f} {c.measured_s * 1e6:11.1f}"
@@ -109,7 +120,16 @@ def _device_lines(device: DeviceSpec) -> list[str]:
         f"  vector operators: {device.vector_peak / 1e9:.4g} GFLOP/s",
         f"  memory: {device.memory_bandwidth_bytes_per_s / 1e9:.4g} GB/s",
         f"  smallest operator: {device.kernel_latency_s * 1e6:.3g} us",
+        *(
+            f"  codec {text}: {1e9 * s:.3g} ns an element"
+            for text, s in device.codec_s_per_element
+        ),
     ]
+
+
+def _among(level: str) -> str:
+    """Heads the fits of the links of a level."""
+    return f"collective of {level}s"
 
 
 def _fit_line(found: CollectiveFit) -> str:
@@ -147,31 +167,47 @@ def _matmuls(
 
 
 def _programs(
-    devices: Sequence[Any], settings: Settings, progress: Progress
+    devices: Sequence[Any], settings: Settings, neighbours: int, progress: Progress
 ) -> dict[Key, kernels.TimedLoop]:
-    """Compiles all that is timed, the held-out checks included."""
+    """Compiles all that is timed, the held-out checks included.
+
+    Of a machine's devices there are `neighbours`.
+    """
     found: dict[Key, kernels.TimedLoop] = {}
     for dtype in settings.dtypes:
         progress(f"compiling matrix products of {dtype}")
         found |= _matmuls(devices, settings, dtype, progress)
     found["kernels",] = kernels.kernels(devices)
     found["vector",] = kernels.vector(devices)
-    found["stream",] = kernels.stream(devices, _stream_bytes(devices, settings))
-    count = len(devices)
-    for kind, k in itertools.product(KINDS, divisors(count)):
-        progress(f"compiling {kind} in groups of {k}")
-        held_out = settings.check_bytes if k == count else ()
-        for n in (*settings.collective_bytes, *held_out):
-            found[kind, k, n] = kernels.collective(devices, kind, k, n)
-    if count > 1:
+    found["stream",] = kernels.stream(devices, _stream_bytes(neighbours, settings))
+    sizes = local.level_sizes(devices)
+    for level, size in enumerate(sizes):
+        ordered = _along(devices, sizes, level)
+        for kind, k in itertools.product(KINDS, divisors(size)):
+            progress(f"compiling {kind} in groups of {k}")
+            held_out = settings.check_bytes if k == size else ()
+            for n in (*settings.collective_bytes, *held_out):
+                found[kind, level, k, n] = kernels.collective(ordered, kind, k, n)
+    if len(devices) > 1:
         size = settings.check_matmul_size
         found["both", size] = kernels.matmul_then_reduce(devices, size)
+    if settings.codec_elements:
+        found["codec", ""] = codecs.plain(devices, settings.codec_elements)
+        for text in settings.codecs:
+            progress(f"compiling codec {text}")
+            found["codec", text] = codecs.codec(devices, text, settings.codec_elements)
     return found
 
 
-def _stream_bytes(devices: Sequence[Any], settings: Settings) -> int:
-    """Bytes of one array of one device."""
-    return settings.stream_bytes // len(devices) // kernels.STREAM_ARRAYS // 4 * 4
+def _along(devices: Sequence[Any], sizes: Sequence[int], level: int) -> list[Any]:
+    """The devices in an order in which those along a level stand side by side."""
+    grid = np.array(devices, dtype=object).reshape(sizes)
+    return list(np.moveaxis(grid, level, -1).reshape(-1))
+
+
+def _stream_bytes(neighbours: int, settings: Settings) -> int:
+    """Bytes of one array of one device, of so many that share a memory."""
+    return settings.stream_bytes // neighbours // kernels.STREAM_ARRAYS // 4 * 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,6 +216,7 @@ class _Times:
 
     devices: Sequence[Any]
     settings: Settings
+    neighbours: int
     seconds: dict[Key, float]
 
     def matmul_rate(self, dtype: str) -> float:
@@ -190,11 +227,21 @@ class _Times:
         _, slope = fit.fit_line(flops, times_s)
         return fit.round_off(1 / slope if slope else flops[-1] / times_s[-1])
 
-    def collective(self, kind: str, group_size: int) -> CollectiveFit:
+    def collective(self, kind: str, level: int, group_size: int) -> CollectiveFit:
         """The fit of a collective."""
         sizes = self.settings.collective_bytes
-        points = [(float(n), self.seconds[kind, group_size, n]) for n in sizes]
+        points = [(float(n), self.seconds[kind, level, group_size, n]) for n in sizes]
         return fit.fit_collective(kind, group_size, points)
+
+    def codecs(self) -> tuple[tuple[str, float], ...]:
+        """Seconds for an element of each codec, over those of a plain sum."""
+        elements = codecs.timed_elements(self.settings.codec_elements)
+        plain_s = self.seconds.get(("codec", ""), 0.0)
+        return tuple(
+            (str(key[1]), fit.round_off(max(0.0, seconds - plain_s) / elements))
+            for key, seconds in self.seconds.items()
+            if key[0] == "codec" and key[1]
+        )
 
 
 def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
@@ -206,7 +253,7 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
     names = ["float8" if "float8" in dtype else dtype for dtype in dtypes]
     rates = [times.matmul_rate(dtype) for dtype in dtypes]
     vector_flops = 2.0 * kernels.VECTOR_STEPS * kernels.VECTOR_SIZE
-    traffic = kernels.STREAM_ARRAYS * _stream_bytes(times.devices, times.settings)
+    traffic = kernels.STREAM_ARRAYS * _stream_bytes(times.neighbours, times.settings)
     kernel_s = times.seconds["kernels",] / kernels.KERNELS
     first = times.devices[0]
     return DeviceSpec(
@@ -218,50 +265,61 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
         matmul_efficiency=1.0,  # the peaks are attained rates
         kernel_latency_s=fit.round_off(kernel_s),
         vector_flops_per_s=fit.round_off(vector_flops / times.seconds["vector",]),
+        codec_s_per_element=times.codecs(),
     )
 
 
-def _link(times: _Times, kept: LinkSpec) -> LinkSpec:
-    """Every collective in groups of every size; of one device, the link `kept`."""
-    count = len(times.devices)
+def _level(times: _Times, index: int, kept: Level) -> Level:
+    """Every collective in groups of every size; of one part, the link as it was."""
+    count = kept.size
     if count == 1:
         return kept
     cases = itertools.product(KINDS, divisors(count))
-    fits = tuple(times.collective(kind, k) for kind, k in cases)
+    fits = tuple(times.collective(kind, index, k) for kind, k in cases)
     # The plain numbers serve whoever looks at no kind in particular.
     whole = next(f for f in fits if f.kind == "all_gather" and f.group_size == count)
     slope = max(whole.s_per_byte, whole.large_s_per_byte)
     bandwidth = bytes_ratio("all_gather", count) / slope if slope else 0.0
-    return LinkSpec(
+    bandwidth = bandwidth or kept.link.bandwidth_bytes_per_s
+    link = LinkSpec(
         latency_s=fit.round_off(whole.latency_s / (count - 1)),
-        bandwidth_bytes_per_s=fit.round_off(bandwidth or kept.bandwidth_bytes_per_s),
+        bandwidth_bytes_per_s=fit.round_off(bandwidth),
         measured=fits,
     )
+    return dataclasses.replace(kept, link=link)
 
 
 def _predictions(cluster: Cluster, settings: Settings) -> dict[Key, float]:
     """The times that the cost model gives the held-out programs."""
-    axis = cluster.default_mesh().axes
-    count, size = cluster.num_devices, settings.check_matmul_size
+    axes = cluster.default_mesh().axes
+    size = settings.check_matmul_size
     flops, nbytes = 2.0 * size**3, 3.0 * 4 * size**2
     device = cluster.device
     product_s = roofline_s(flops, nbytes, "float32", device, is_matrix=True)
     matmul_s = device.kernel_latency_s + float(product_s)
     found: dict[Key, float] = {("matmul", "float32", size): matmul_s}
-    if count > 1:
-        for kind, n in itertools.product(KINDS, settings.check_bytes):
-            found[kind, count, n] = collective_s(kind, n, axis)
-        reduce_s = collective_s("all_reduce", 4.0 * size**2, axis)
+    if cluster.num_devices > 1:
+        for axis, kind, n in itertools.product(axes, KINDS, settings.check_bytes):
+            found[kind, axis.level, axis.size, n] = collective_s(kind, n, (axis,))
+        reduce_s = collective_s("all_reduce", 4.0 * size**2, axes)
         found["both", size] = matmul_s + reduce_s
     return found
 
 
-def _known(devices: Sequence[Any]) -> tuple[int, LinkSpec]:
-    """Memory of a device, and the link that no measurement replaces."""
+def _known(
+    devices: Sequence[Any], neighbours: Sequence[Any]
+) -> tuple[int, tuple[Level, ...]]:
+    """Memory of a device, and the levels with links that no measurement replaces.
+
+    Args:
+      devices: that are measured.
+      neighbours: those of them that this machine has.
+    """
+    mine = [d for d in devices if d.process_index == neighbours[0].process_index]
     if local.preset_name(devices[0].device_kind) is not None:
-        device, levels = local.from_preset(devices)
-        return device.memory_bytes, levels[-1].link
-    stats = devices[0].memory_stats() or {}
+        device, _ = local.from_preset(neighbours)
+        return device.memory_bytes, local.from_preset(devices)[1]
+    stats = mine[0].memory_stats() or {}
     if "bytes_limit" not in stats:
         raise ClusterError(
             f"the device {devices[0].device_kind!r} does not say how much memory it "
@@ -269,7 +327,12 @@ def _known(devices: Sequence[Any]) -> tuple[int, LinkSpec]:
         )
     # PCIe 4.0 x16, for lack of knowledge.
     link = LinkSpec(latency_s=PCIE_LATENCY_S, bandwidth_bytes_per_s=25e9)
-    return int(stats["bytes_limit"]), link
+    sizes = local.level_sizes(devices)
+    names = ("host", "device")[-len(sizes) :]
+    levels = [
+        Level(name=n, size=s, link=link) for n, s in zip(names, sizes, strict=True)
+    ]
+    return int(stats["bytes_limit"]), tuple(levels)
 
 
 def run(
@@ -277,7 +340,10 @@ def run(
     progress: Progress | None = None,
     settings: Settings | None = None,
 ) -> Profile:
-    """Measures the devices of this process, and checks the result on new programs.
+    """Measures the devices, and checks the result on new programs.
+
+    The processes of a `jax.distributed` job must all call it, and get the same result:
+    each number is that of the slowest process.
 
     Args:
       devices: measure the first so many devices; all of them by default.
@@ -285,31 +351,50 @@ def run(
       settings: sizes and rounds; those of the backend by default.
 
     Raises:
-      ClusterError: if the devices span several processes.
+      ClusterError: some devices of several processes are asked for, or the processes
+        have different numbers of devices.
     """
     start = time.perf_counter()
     taken: Sequence[Any] = local.take_devices(devices)
-    if len({device.process_index for device in taken}) > 1:
-        raise ClusterError(
-            "profile: the devices span several processes. Profile one process, and "
-            "describe the network between hosts in the saved TOML file."
-        )
+    _check(taken)
     default = CPU_SETTINGS if taken[0].platform == "cpu" else ACCELERATOR_SETTINGS
     chosen, say = settings or default, progress or (lambda _: None)
-    memory_bytes, kept = _known(taken)
-    programs = _programs(taken, chosen, say)
+    neighbours = processes.on_this_machine(taken)
+    memory_bytes, kept = _known(taken, neighbours)
+    programs = _programs(taken, chosen, len(neighbours), say)
     say(f"timing {len(programs)} programs in {chosen.rounds} rounds")
     times_s = kernels.trip_times_s(list(programs.values()), chosen.rounds)
     seconds = dict(zip(programs, times_s, strict=True))
-    times = _Times(devices=taken, settings=chosen, seconds=seconds)
-    level = Level(name="device", size=len(taken), link=_link(times, kept))
-    cluster = Cluster(device=_device(times, memory_bytes), levels=(level,))
+    times = _Times(
+        devices=taken, settings=chosen, neighbours=len(neighbours), seconds=seconds
+    )
+    levels = tuple(_level(times, k, level) for k, level in enumerate(kept))
+    cluster = Cluster(device=_device(times, memory_bytes), levels=levels)
     checks = [
         Check(name=programs[key].name, predicted_s=value, measured_s=seconds[key])
         for key, value in _predictions(cluster, chosen).items()
     ]
     elapsed_s = time.perf_counter() - start
     return Profile(cluster=cluster, checks=tuple(checks), elapsed_s=elapsed_s)
+
+
+def _check(devices: Sequence[Any]) -> None:
+    """Checks that the devices are whole processes with equal numbers of devices."""
+    counts = collections.Counter(d.process_index for d in devices)
+    if len(counts) == 1 and jax.process_count() == 1:
+        return
+    if len(devices) < jax.device_count():
+        raise ClusterError(
+            f"profile: {len(devices)} of the {jax.device_count()} devices of "
+            f"{jax.process_count()} processes are asked for. Profile all of them, or "
+            "start fewer processes."
+        )
+    if len(set(counts.values())) > 1:
+        raise ClusterError(
+            "profile: the processes have different numbers of devices "
+            f"({', '.join(map(str, counts.values()))}). Profile each kind of host by "
+            "itself, and join them as groups in a TOML file."
+        )
 
 
 def measure(devices: int | None = None, progress: Progress | None = None) -> Cluster:
@@ -324,5 +409,8 @@ def save(cluster: Cluster, path: str | os.PathLike[str] | None = None) -> pathli
         path = local.profile_path(kind, cluster.num_devices)
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(cluster.to_toml(), encoding="utf-8")
+    # Several processes of a machine may write the same file at the same time.
+    part = target.with_name(f".{target.name}.{os.getpid()}")
+    part.write_text(cluster.to_toml(), encoding="utf-8")
+    part.replace(target)
     return target

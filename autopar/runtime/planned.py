@@ -10,6 +10,7 @@ from typing import Any
 import jax
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
+from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
@@ -28,9 +29,6 @@ from autopar.steps.analysis import Analysis
 from autopar_passes.jax_compat import lowered_without_devices
 from autopar_passes.layouts import partition_spec
 from autopar_passes.replay.run import replay
-
-# Compiler options that keep optimization barriers to the end on CPUs.
-WITH_BARRIERS = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def device_mesh(plan: Plan, devices: Sequence[Any] | None = None) -> Mesh:

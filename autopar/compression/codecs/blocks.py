@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -161,6 +161,10 @@ def uniform_at(position: jax.Array, salt_word: jax.Array) -> jax.Array:
     # 2 ** 32 / golden ratio spreads neighbouring positions (Knuth, TAOCP 6.4).
     word = mix((position * jnp.uint32(0x9E3779B9)) ^ salt_word)
     return (word >> 8).astype(jnp.float32) * jnp.float32(2.0**-24)
+
+
+# Compiler options that keep optimization barriers to the end on CPUs.
+WITH_BARRIERS: Final = {"xla_disable_hlo_passes": "cse_barrier_expander"}
 
 
 def materialised(values: jax.Array) -> jax.Array:

@@ -2,8 +2,9 @@
 
 Wire time is that of the collectives that the codec asks for
 (`autopar.compression.exchange.codec_messages`), by the collectives' own model. Local
-time, encoding and decoding, is in *passes*: a pass reads and writes each float32
-element once, at the device's memory bandwidth.
+time, encoding and decoding, is what a profile of the device measured. Without one it is
+in *passes*: a pass reads and writes each float32 element once, at the device's memory
+bandwidth.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import numpy as np
 from autopar.cluster import DeviceSpec
 from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.codec import Codec
+from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import example_messages
 from autopar.cost.collectives import collective_s
 
@@ -60,11 +62,37 @@ def local_s(codec: Codec, elements: float, device: DeviceSpec) -> float:
       elements: of the gradient on one device.
       device: the device.
     """
-    known = _PASSES.get(codec.name)
-    passes = UNKNOWN_PASSES if known is None else known(codec)
+    measured = _measured_s(codec, device.codec_s_per_element)
+    if measured is not None:
+        return measured * elements
+    passes = _passes(codec)
     if device.kind != "cpu":
         passes *= ACCELERATOR_PASSES
     return passes * 8.0 * elements / device.memory_bandwidth_bytes_per_s
+
+
+def _passes(codec: Codec) -> float:
+    known = _PASSES.get(codec.name)
+    return UNKNOWN_PASSES if known is None else known(codec)
+
+
+# Codecs and devices of a plan: some tens.
+@functools.lru_cache(maxsize=1 << 8)
+def _measured_s(codec: Codec, measured: tuple[tuple[str, float], ...]) -> float | None:
+    """Seconds for an element by a profile; None where it holds no codec of the name.
+
+    Of the same codec with other parameters, that whose passes are nearest is taken, in
+    proportion to the passes.
+    """
+    own = _passes(codec)
+    found = [(parse_codec(text), seconds) for text, seconds in measured]
+    alike = [(c, seconds) for c, seconds in found if c.name == codec.name]
+    if not alike:
+        return None
+    if codec in (c for c, _ in alike):
+        return dict(alike)[codec]
+    near, seconds = min(alike, key=lambda pair: abs(math.log(_passes(pair[0]) / own)))
+    return seconds * own / _passes(near)
 
 
 def wire_s(

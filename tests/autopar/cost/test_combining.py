@@ -115,9 +115,7 @@ class TestGradients:
         bandwidth = link.bandwidth_bytes_per_s
         ring = 6 * link.latency_s + 1.5 * SUM_BYTES / bandwidth
         doubling = 2 * (link.latency_s + SUM_BYTES / bandwidth)
-        assert plan.predicted.communication_s == pytest.approx(
-            min(ring, doubling)
-        )
+        assert plan.predicted.communication_s == pytest.approx(min(ring, doubling))
         assert len(bound.collectives) == SUMS
         assert {c.message_bytes for c in bound.collectives} == {SUM_BYTES}
 

@@ -1,11 +1,13 @@
 """Measuring a machine: quick runs, and arithmetic on times made up here."""
 
+import dataclasses
 import os
 import subprocess
 import sys
 
 import pytest
 from checkout import ROOT
+from processes import run_processes
 
 from autopar.cluster import Cluster, ClusterError, local
 from autopar.cluster.specs import KINDS
@@ -163,17 +165,60 @@ class FakeDevice:
         return self.stats
 
 
-def test_several_processes_are_refused(monkeypatch):
-    devices = [FakeDevice(0), FakeDevice(1)]
+@pytest.mark.parametrize(
+    ("indices", "reason"),
+    [([0, 1], "2 of the 8 devices"), ([0] * 5 + [1] * 3, "different numbers")],
+)
+def test_what_cannot_be_measured_together_is_refused(monkeypatch, indices, reason):
+    devices = [FakeDevice(k) for k in indices]
     monkeypatch.setattr(local, "take_devices", lambda count: devices)
-    with pytest.raises(ClusterError, match="several processes"):
+    with pytest.raises(ClusterError, match=reason):
         profile.run()
 
 
-def test_device_without_a_preset():
-    """Its memory is what it says; what it does not say must be written down."""
-    memory_bytes, link = profile._known([FakeDevice(stats={"bytes_limit": 10**9})])
+def test_devices_without_a_preset():
+    """Their memory is what they say; what they do not say must be written down."""
+    known = [FakeDevice(k // 2, {"bytes_limit": 10**9}) for k in range(4)]
+    memory_bytes, levels = profile._known(known, known[:2])
     assert memory_bytes == 10**9
-    assert link.bandwidth_bytes_per_s > 0
+    assert [(level.name, level.size) for level in levels] == [
+        ("host", 2),
+        ("device", 2),
+    ]
     with pytest.raises(ClusterError, match="does not say how much memory"):
-        profile._known([FakeDevice()])
+        profile._known([FakeDevice()], [FakeDevice()])
+
+
+def test_groups_lie_along_their_level():
+    devices = [f"{host}.{device}" for host in range(2) for device in range(3)]
+    assert profile._along(devices, (2, 3), 1) == devices
+    across = ["0.0", "1.0", "0.1", "1.1", "0.2", "1.2"]
+    assert profile._along(devices, (2, 3), 0) == across
+
+
+def test_two_processes_of_two_devices(tmp_path):
+    """Both get one cluster of two levels, with every collective of both."""
+    outs = [tmp_path / f"{k}.toml" for k in range(2)]
+    run_processes("profile_worker.py", 2, [str(tmp_path)])
+    first, second = (Cluster.from_toml(out) for out in outs)
+    assert first == second
+    assert [level.size for level in first.levels] == [2, 2]
+    for level in first.levels:
+        cases = [(fit.kind, fit.group_size) for fit in level.link.measured]
+        assert sorted(cases) == sorted((kind, 2) for kind in KINDS)
+    # One machine: its memory is shared by the four.
+    limit = local.from_preset(local.take_devices(4))[0].memory_bytes
+    assert first.device.memory_bytes == limit
+
+
+@pytest.mark.usefixtures("short_runs")
+def test_codecs_are_timed():
+    settings = dataclasses.replace(
+        QUICK, codec_elements=1 << 12, codecs=("bf16", "powersgd:rank=2")
+    )
+    cluster = profile.run(2, settings=settings).cluster
+    assert [text for text, _ in cluster.device.codec_s_per_element] == [
+        "bf16",
+        "powersgd:rank=2",
+    ]
+    assert Cluster.from_toml(profile.save(cluster)) == cluster

@@ -3,59 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
 import pathlib
-import socket
-import subprocess
-import sys
 from typing import Any
 
 import multiprocess_worker
 import numpy as np
 import pytest
-from checkout import ROOT
-
-TIMEOUT_S = 240
-# As in conftest.py, without the number of devices that a shell may ask for.
-FLAGS = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("localhost", 0))
-        return int(s.getsockname()[1])
+from processes import run_processes, start_processes
 
 
 def run(count: int, folder: pathlib.Path) -> list[Any]:
     """Runs the worker in so many processes; what each of them found."""
     outs = [folder / f"{count}_{k}.json" for k in range(count)]
-    processes = start("multiprocess_worker.py", count, [str(folder / f"{count}")])
-    try:
-        logs = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-            p.wait()
-    for p, log in zip(processes, logs, strict=True):
-        assert p.returncode == 0, log
+    run_processes("multiprocess_worker.py", count, [str(folder / f"{count}")])
     return [json.loads(out.read_text()) for out in outs]
-
-
-def start(script: str, count: int, words: list[str]) -> list[subprocess.Popen[str]]:
-    """Starts the processes of a script in `tests/support`."""
-    port = free_port()
-    path = os.pathsep.join(str(p) for p in (ROOT, ROOT / "solver", ROOT / "passes"))
-    # Collectives between processes need a thread for each device and its peer;
-    # XLA sizes its pool by NPROC.
-    env = {**os.environ, "PYTHONPATH": path, "NPROC": "4", "XLA_FLAGS": FLAGS}
-    return [
-        subprocess.Popen(
-            [sys.executable, str(ROOT / "tests" / "support" / script),
-             str(k), str(count), str(port), *words],
-            env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for k in range(count)
-    ]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +113,7 @@ def test_a_process_that_ends_is_named_by_the_others(
 ) -> None:
     """And nobody waits: `jax.distributed` by itself keeps all for five minutes."""
     words = ["2" if when == "between steps" else "0"]
-    processes = start("ending_worker.py", 2, words)
+    processes = start_processes("ending_worker.py", 2, words)
     try:
         logs = [p.communicate(timeout=60)[0] for p in processes]
     finally:
