@@ -124,7 +124,7 @@ def row(same: Sequence[dict[str, Any]], dense: Sequence[dict[str, Any]]) -> list
     return [
         _spread(typical, 1e3, 1),
         _spread([statistics.median(r["cpu_s"]) for r in same], 1e3, 0),
-        _spread([r["predicted_step_s"] for r in same], 1e3, 1),
+        _spread([r.get("predicted_step_s") for r in same], 1e3, 1),
         _spread([r["data_bytes"] for r in same], 1e-6, 3),
         _spread([r["wire_bytes"] for r in same], 1e-6, 3),
         _spread([r["evaluations"][-1][1] for r in same], 1, 4),

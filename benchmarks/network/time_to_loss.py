@@ -7,9 +7,11 @@ For every rate and seed, the configurations of ``--compression`` train the langu
 model on four hosts, a few steps each in turns, so that the noise of the machine meets
 all of them. "dense" is data parallel and sends gradients as they are; "auto" or a
 codec has the same layouts, with ``compression=``; "plan:auto" and "plan:none" leave
-the layouts to the planner too, for these links. The clock runs only in steps: not while
-programs are compiled, batches made or evaluation losses measured. What a step takes
-is the longest that any process took.
+the layouts to the planner too, for these links; "hand:int8" is data parallelism with
+int8 written by hand (`handwritten.py`). ``--profile`` first measures the hosts and the
+links at each rate, as ``autopar profile --distributed`` does, to plan with. The clock
+runs only in steps: not while programs are compiled, batches made or evaluation losses
+measured. What a step takes is the longest that any process took.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from typing import Any
 
 import bed
 import clusters
+import handwritten
 import jax
 import language_model
 import launch
@@ -36,8 +39,10 @@ import worker
 from jax.sharding import PartitionSpec
 
 import autopar
+from autopar.profiling import profile
 
 DENSE = "dense"
+HANDWRITTEN = "hand:int8"
 PLANNED = "plan:"
 WARM_STEPS = 2
 DECAY_STEPS = 100  # at least, so that a short trial run is possible
@@ -123,21 +128,21 @@ def parallel_step(
     workload: language_model.Workload, name: str, cluster: autopar.Cluster
 ) -> Any:
     """The step of one configuration; see the module."""
+    if name == HANDWRITTEN:
+        return handwritten.HandwrittenStep(workload)
     free, _, mode = name.rpartition(PLANNED)
     if free or name.startswith(PLANNED):
         return autopar.parallelize(workload.step, cluster=cluster, compression=mode)
-    plan = data_parallel_plan(workload)
-    if name != DENSE:
-        state = jax.eval_shape(workload.create)
-        data = jax.eval_shape(lambda: workload.batch(0))
-        plan = autopar.plan(
-            workload.step,
-            state,
-            data,
-            cluster=cluster,
-            compression=name,
-            layouts=plan,
-        )
+    state = jax.eval_shape(workload.create)
+    data = jax.eval_shape(lambda: workload.batch(0))
+    plan = autopar.plan(
+        workload.step,
+        state,
+        data,
+        cluster=cluster,
+        compression="none" if name == DENSE else name,
+        layouts=data_parallel_plan(workload),
+    )
     return autopar.parallelize(workload.step, plan=plan)
 
 
@@ -178,6 +183,16 @@ def record(run: Run, rate_mbit: float, seed: int) -> dict[str, Any]:
     """What a run found, as JSON."""
     plan = run.step.plan
     sent = run.sent
+    planned: dict[str, Any] = {}
+    if plan is not None:
+        planned = {
+            "predicted_step_s": plan.predicted.step_s,
+            "predicted_bytes": plan.predicted.communication_bytes,
+            "reason": plan.compression.reason,
+            "codecs": dict(collections.Counter(g.codec for g in plan.gradients)),
+            "mesh": plan.mesh,
+            "table": str(plan) if worker.rank() == 0 else "",
+        }
     return {
         "rate_mbit": rate_mbit,
         "seed": seed,
@@ -189,13 +204,17 @@ def record(run: Run, rate_mbit: float, seed: int) -> dict[str, Any]:
         "sent_bytes": sent.sent_bytes,
         "data_bytes": sent.data_bytes,
         "wire_bytes": sent.wire_bytes,
-        "predicted_step_s": plan.predicted.step_s,
-        "predicted_bytes": plan.predicted.communication_bytes,
-        "reason": plan.compression.reason,
-        "codecs": dict(collections.Counter(g.codec for g in plan.gradients)),
-        "mesh": plan.mesh,
-        "table": str(plan) if worker.rank() == 0 else "",
+        **planned,
     }
+
+
+def measured(rate_mbit: float) -> autopar.Cluster:
+    """The hosts and the links at a rate, measured by all processes together."""
+    worker.set_rate(rate_mbit or None)
+    settings = dataclasses.replace(profile.CPU_SETTINGS, dtypes=("float32",), rounds=3)
+    found = profile.run(settings=settings)
+    worker.say(str(found))
+    return found.cluster
 
 
 def train(options: argparse.Namespace, rate_mbit: float, seed: int) -> None:
@@ -204,8 +223,11 @@ def train(options: argparse.Namespace, rate_mbit: float, seed: int) -> None:
         batch=options.batch, decay_steps=max(options.steps, DECAY_STEPS)
     )
     workload = language_model.build(seed, sizes)
-    fits = clusters.load(options.links)
-    cluster = clusters.described(rate_mbit or None, worker.count(), fits)
+    if options.profile:
+        cluster = measured(rate_mbit)
+    else:
+        fits = clusters.load(options.links)
+        cluster = clusters.described(rate_mbit or None, worker.count(), fits)
     evaluate = Evaluator(workload)
     worker.set_rate(None)  # what is not on the clock need not wait for the links
     idle = worker.background()
@@ -283,6 +305,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--links", type=pathlib.Path,
                         help="a file of collectives.py, to plan with")  # fmt: skip
+    parser.add_argument("--profile", action="store_true",
+                        help="measure hosts and links first, and plan with them")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds")
     parser.add_argument("--out", type=pathlib.Path, help="everything, as JSON")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
