@@ -23,7 +23,7 @@ from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.step_planner import Analysed, StepPlanner
 from autopar_passes.program.trace import opened
 
-CHANGES, SIZES = 50, (8, 4, 6, 2, 3)
+CHANGES, SIZES = 30, (8, 4, 6, 2, 3)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def counted() -> dict[str, int]:
     not pathlib.Path("/proc/self/statm").exists(), reason="reads memory from /proc"
 )
 def test_memory_stays_flat() -> None:
-    """Over 50 changes among five sizes, of which two have room."""
+    """Over many changes among five sizes, of which two have room."""
     step = autopar.parallelize(small_step.step, cluster="8:cpu", programs=2)
     state: Any = step.init(small_step.state, batch=small_step.structs()[1])
     sizes = itertools.cycle(SIZES)
@@ -133,5 +133,5 @@ def test_memory_stays_flat() -> None:
     first, last = seen[1], seen[-1]
     for what in ("arrays", "meshes", "programs"):
         assert last[what] <= first[what], (what, seen)
-    # Of 30 changes; each compiles a program of some 100 kB.
-    assert last["bytes"] - first["bytes"] < 24e6, seen
+    # Of ten changes; each compiles a program of some 100 kB.
+    assert last["bytes"] - first["bytes"] < 8e6, seen
