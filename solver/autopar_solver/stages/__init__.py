@@ -1,0 +1,1 @@
+"""Cuts a chain of layers into pipeline stages: the inter-operator problem."""

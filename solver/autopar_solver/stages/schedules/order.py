@@ -1,0 +1,124 @@
+"""Makes the tables of the published schedules, for any number of microbatches.
+
+- GPipe (Huang et al., 2019): all forwards, then all backwards.
+- 1F1B (Narayanan et al., PipeDream-Flush, 2021): stage ``i`` of ``S`` begins with
+  ``S - i - 1`` forwards, and then alternates; at most ``S - i`` microbatches are alive.
+- Interleaved 1F1B (Narayanan et al., Megatron-LM, 2021): each device group has several
+  chunks, which shortens the fill by their number.
+- ZB-H1 (Qi et al., Zero Bubble Pipeline Parallelism, 2023): the backward pass is split;
+  gradients of weights wait while gradients of inputs go on to the stage before.
+"""
+
+import numpy as np
+
+from autopar_solver.stages.schedules.tasks import (
+    Schedule,
+    ScheduleKind,
+    ScheduleTable,
+    TaskKind,
+)
+
+
+def make_table(schedule: Schedule, stages: int, microbatches: int) -> ScheduleTable:
+    """The table of a schedule.
+
+    Args:
+        schedule: which one, with its chunks.
+        stages: how many device groups there are.
+        microbatches: how many microbatches a step has; fewer than stages are allowed.
+
+    Raises:
+        ValueError: there is no stage or no microbatch.
+
+    >>> table = make_table(Schedule(ScheduleKind.ONE_F_ONE_B), 2, 2)
+    >>> [f"{task.kind.name[0]}{task.microbatch}" for task in table.tasks(0)]
+    ['F0', 'F1', 'B0', 'B1']
+    """
+    if stages < 1 or microbatches < 1:
+        raise ValueError(
+            "make_table: stages and microbatches must be at least 1, got "
+            f"{stages} and {microbatches}."
+        )
+    if schedule.kind is ScheduleKind.INTERLEAVED:
+        order = _interleaved
+    elif schedule.kind is ScheduleKind.ZERO_BUBBLE:
+        order = _zero_bubble
+    elif schedule.kind is ScheduleKind.GPIPE:
+        order = _gpipe
+    else:
+        order = _one_f_one_b
+    return ScheduleTable(
+        stages=stages,
+        microbatches=microbatches,
+        chunks=schedule.chunks,
+        orders=tuple(
+            order(stages, microbatches, schedule.chunks, stage)
+            for stage in range(stages)
+        ),
+    )
+
+
+def _tasks(kind: TaskKind, microbatches: np.ndarray, chunks: np.ndarray) -> np.ndarray:
+    kinds = np.full(len(microbatches), int(kind))
+    return np.stack([kinds, microbatches, chunks], axis=1)
+
+
+def _alternating(
+    forwards: np.ndarray, backwards: np.ndarray, warm_up: int
+) -> np.ndarray:
+    """``warm_up`` forwards, then a forward and a backward in turns, then the rest."""
+    late = len(forwards) - warm_up
+    pairs = np.stack([forwards[warm_up:], backwards[:late]], axis=1)
+    return np.concatenate([forwards[:warm_up], pairs.reshape(-1, 3), backwards[late:]])
+
+
+def _gpipe(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
+    numbers, zeros = np.arange(microbatches), np.zeros(microbatches, np.int64)
+    forwards = _tasks(TaskKind.FORWARD, numbers, zeros)
+    return np.concatenate([forwards, _tasks(TaskKind.BACKWARD, numbers, zeros)])
+
+
+def _one_f_one_b(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
+    numbers, zeros = np.arange(microbatches), np.zeros(microbatches, np.int64)
+    return _alternating(
+        _tasks(TaskKind.FORWARD, numbers, zeros),
+        _tasks(TaskKind.BACKWARD, numbers, zeros),
+        min(stages - stage - 1, microbatches),
+    )
+
+
+def _interleaved(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
+    """Rounds of ``stages`` microbatches, each through all chunks.
+
+    Megatron's order needs ``microbatches`` to be a multiple of ``stages``. For any
+    other number it is made for the next multiple, and the tasks of the microbatches
+    that do not exist are left out: what is left keeps an order that runs.
+    """
+    rounds = -(-microbatches // stages)
+    place = np.arange(rounds * stages * chunks)
+    number = place // (stages * chunks) * stages + place % stages
+    chunk = place // stages % chunks
+    warm_up = 2 * (stages - stage - 1) + (chunks - 1) * stages
+    order = _alternating(
+        _tasks(TaskKind.FORWARD, number, chunk),
+        _tasks(TaskKind.BACKWARD, number, chunks - 1 - chunk),
+        min(warm_up, len(place)),
+    )
+    return order[order[:, 1] < microbatches]
+
+
+def _zero_bubble(stages: int, microbatches: int, chunks: int, stage: int) -> np.ndarray:
+    """1F1B in which stage ``i`` computes gradients of weights ``i`` microbatches late.
+
+    Each stage then has at most ``stages`` microbatches alive, as the first one has in
+    1F1B, and the cotangents reach it without waiting for gradients of weights.
+    """
+    order = _one_f_one_b(stages, microbatches, chunks, stage)
+    numbers = np.arange(microbatches)
+    weights = _tasks(TaskKind.BACKWARD_WEIGHT, numbers, np.zeros_like(numbers))
+    late = min(stage, microbatches)
+    backward = order[:, 0] == TaskKind.BACKWARD
+    order[backward, 0] = TaskKind.BACKWARD_INPUT
+    before = np.flatnonzero(backward)[late:] + 1
+    order = np.insert(order, before, weights[: microbatches - late], axis=0)
+    return np.concatenate([order, weights[microbatches - late :]])

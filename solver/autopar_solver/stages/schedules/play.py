@@ -1,0 +1,268 @@
+"""Plays a schedule's table with seconds, and says when each task begins and ends.
+
+Each device group runs its tasks in order, each as soon as the group is free and the
+task's input is there. Links are queues: one from each group to each other, first in,
+first out. A message leaves when its link is free, occupies the link for its seconds,
+and arrives the latency later.
+"""
+
+import dataclasses
+import math
+from collections import deque
+
+import numpy as np
+
+from autopar_solver.stages.schedules.check import alive
+from autopar_solver.stages.schedules.tasks import ScheduleTable, TaskKind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class TaskSeconds:
+    """Seconds and bytes of the parts of a pipeline.
+
+    Attributes:
+        task_s: float64 ``[parts, 4]``, by `TaskKind`; the column of a kind that the
+            schedule does not have is not read.
+        forward_link_s: ``[parts - 1]``, for how long the activations of a microbatch
+            occupy the link from part ``k`` to ``k + 1``.
+        backward_link_s: the same for cotangents, from part ``k + 1`` to ``k``.
+        latency_s: ``[parts - 1]``, the latency between parts ``k`` and ``k + 1``.
+        step_s: ``[stages]``, what each group does after its last task, once a step.
+        held_bytes: ``[parts]``, activations of one microbatch from its forward on.
+        pending_bytes: ``[parts]``, the same from the gradient of its input until that
+            of its weights is done.
+        blocking: whether a group sends instead of computing, not beside it.
+    """
+
+    task_s: np.ndarray
+    forward_link_s: np.ndarray
+    backward_link_s: np.ndarray
+    latency_s: np.ndarray
+    step_s: np.ndarray
+    held_bytes: np.ndarray
+    pending_bytes: np.ndarray
+    blocking: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Timeline:
+    """When each task of a table runs.
+
+    Attributes:
+        starts_s: by group, the start of each task in the group's order.
+        ends_s: the same, when each task ends; sending is not part of it.
+        makespan_s: when the last group is done with its last task and its step.
+        busy_s: ``[stages]``, for how long each group computes, sends instead, or does
+            what it does once a step.
+        peak_microbatches: ``[stages]``, the most activations alive.
+        peak_bytes: ``[stages]``, the most bytes that they occupy.
+    """
+
+    starts_s: tuple[np.ndarray, ...]
+    ends_s: tuple[np.ndarray, ...]
+    makespan_s: float
+    busy_s: np.ndarray
+    peak_microbatches: np.ndarray
+    peak_bytes: np.ndarray
+
+    @property
+    def bubble(self) -> np.ndarray:
+        """``[stages]``, the share of the makespan in which each group waits."""
+        if self.makespan_s == 0:
+            return np.zeros_like(self.busy_s)
+        return 1 - self.busy_s / self.makespan_s
+
+
+def equal_parts(
+    table: ScheduleTable, forward_s: float, backward_s: float, weight_s: float = 0.0
+) -> TaskSeconds:
+    """Seconds of equal parts that send for nothing and keep one byte a microbatch.
+
+    Args:
+        table: whose parts they are.
+        forward_s: of one part and microbatch, as the two below.
+        backward_s: gradients of inputs and weights together.
+        weight_s: how much of it the gradients of weights take.
+    """
+    row = np.zeros(len(TaskKind))
+    row[TaskKind.FORWARD], row[TaskKind.BACKWARD] = forward_s, backward_s
+    row[TaskKind.BACKWARD_INPUT] = backward_s - weight_s
+    row[TaskKind.BACKWARD_WEIGHT] = weight_s
+    none = np.zeros(table.parts - 1)
+    return TaskSeconds(
+        task_s=np.tile(row, (table.parts, 1)),
+        forward_link_s=none,
+        backward_link_s=none,
+        latency_s=none,
+        step_s=np.zeros(table.stages),
+        held_bytes=np.ones(table.parts),
+        pending_bytes=np.ones(table.parts),
+    )
+
+
+def play(table: ScheduleTable, seconds: TaskSeconds) -> Timeline:
+    """Runs a table on device groups and links.
+
+    Raises:
+        ValueError: seconds have another shape than the table, or a task waits forever.
+
+    >>> from autopar_solver.stages.schedules.order import make_table
+    >>> from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
+    >>> table = make_table(Schedule(ScheduleKind.ONE_F_ONE_B), 4, 16)
+    >>> timeline = play(table, equal_parts(table, 1.0, 2.0))
+    >>> [round(float(share), 3) for share in timeline.bubble]
+    [0.158, 0.158, 0.158, 0.158]
+    """
+    _check_shapes(table, seconds)
+    player = _Player(table, seconds)
+    pairs = [np.array(times).reshape(-1, 2) for times in player.run()]
+    stages = range(table.stages)
+    return Timeline(
+        starts_s=tuple(pair[:, 0] for pair in pairs),
+        ends_s=tuple(pair[:, 1] for pair in pairs),
+        makespan_s=float((np.array(player.clock) + seconds.step_s).max()),
+        busy_s=np.array(player.busy) + seconds.step_s,
+        peak_microbatches=np.array([alive(table, stage).most for stage in stages]),
+        peak_bytes=np.array([_peak_bytes(table, seconds, stage) for stage in stages]),
+    )
+
+
+def makespan_s(table: ScheduleTable, seconds: TaskSeconds) -> float:
+    """Only the makespan of `play`."""
+    _check_shapes(table, seconds)
+    player = _Player(table, seconds)
+    player.run()
+    return float((np.array(player.clock) + seconds.step_s).max())
+
+
+def _peak_bytes(table: ScheduleTable, seconds: TaskSeconds, stage: int) -> float:
+    counts = alive(table, stage)
+    parts = [table.part(stage, chunk) for chunk in range(table.chunks)]
+    held = counts.held @ seconds.held_bytes[parts]
+    return float((held + counts.pending @ seconds.pending_bytes[parts]).max(initial=0))
+
+
+def _check_shapes(table: ScheduleTable, seconds: TaskSeconds) -> None:
+    parts = table.parts
+    expected = {
+        "task_s": (parts, len(TaskKind)),
+        "forward_link_s": (parts - 1,),
+        "backward_link_s": (parts - 1,),
+        "latency_s": (parts - 1,),
+        "step_s": (table.stages,),
+        "held_bytes": (parts,),
+        "pending_bytes": (parts,),
+    }
+    for field, shape in expected.items():
+        got = getattr(seconds, field)
+        if got.shape != shape:
+            raise ValueError(f"play: {field} must have shape {shape}, got {got.shape}.")
+        if not (np.isfinite(got) & (got >= 0)).all():
+            raise ValueError(f"play: {field} must be finite and not negative: {got}.")
+
+
+class _Player:
+    """The state of a run: clocks of groups and links, and what has arrived."""
+
+    def __init__(self, table: ScheduleTable, seconds: TaskSeconds) -> None:
+        """Nothing has arrived but the input of the first part."""
+        self.table = table
+        self.blocking = seconds.blocking
+        self.task_s: list[list[float]] = seconds.task_s.tolist()
+        # By direction and sending part: 0 to the next part, 1 to the one before.
+        self.link_s: list[list[float]] = [
+            [*seconds.forward_link_s.tolist(), 0.0],
+            [0.0, *seconds.backward_link_s.tolist()],
+        ]
+        self.latency_s: list[float] = [0.0, *seconds.latency_s.tolist(), 0.0]
+        parts, count = table.parts, table.microbatches
+        waiting = [[math.inf] * count for _ in range(parts)]
+        self.forward_at = [[0.0] * count, *waiting[1:]]
+        self.backward_at = [[math.inf] * count for _ in range(parts)]
+        self.input_done = [[math.inf] * count for _ in range(parts)]
+        self.link_free: dict[tuple[int, int], float] = {}
+        self.clock = [0.0] * table.stages
+        self.busy = [0.0] * table.stages
+
+    def run(self) -> list[list[tuple[float, float]]]:
+        """Start and end by group and task."""
+        orders: list[list[list[int]]] = [rows.tolist() for rows in self.table.orders]
+        times: list[list[tuple[float, float]]] = [[] for _ in orders]
+        todo = deque(range(len(orders)))
+        while todo:
+            stage = todo.popleft()
+            for group in self._advance(stage, orders[stage], times[stage]):
+                if group not in todo:
+                    todo.append(group)
+        for stage, done in enumerate(times):
+            if len(done) < len(orders[stage]):
+                kind, number, chunk = orders[stage][len(done)]
+                raise ValueError(
+                    f"play: stage {stage} waits forever for {TaskKind(kind).name} of "
+                    f"microbatch {number}, chunk {chunk}."
+                )
+        return times
+
+    def _advance(
+        self, stage: int, order: list[list[int]], times: list[tuple[float, float]]
+    ) -> set[int]:
+        """Runs a group until its next input is missing; returns who got a message."""
+        told = set[int]()
+        for place in range(len(times), len(order)):
+            kind, number, chunk = order[place]
+            part = chunk * self.table.stages + stage
+            ready = self._ready(kind, number, part)
+            if ready == math.inf:
+                break
+            start = max(self.clock[stage], ready)
+            end = start + self.task_s[part][kind]
+            times.append((start, end))
+            self.clock[stage] = end
+            self.busy[stage] += end - start
+            if kind == TaskKind.FORWARD:
+                self._after_forward(number, part, end, told)
+            elif kind != TaskKind.BACKWARD_WEIGHT:
+                self._after_backward(number, part, end, told)
+        return told
+
+    def _ready(self, kind: int, number: int, part: int) -> float:
+        if kind == TaskKind.FORWARD:
+            return self.forward_at[part][number]
+        if kind == TaskKind.BACKWARD_WEIGHT:
+            return self.input_done[part][number]
+        return self.backward_at[part][number]
+
+    def _after_forward(
+        self, number: int, part: int, end: float, told: set[int]
+    ) -> None:
+        if part + 1 == self.table.parts:
+            self.backward_at[part][number] = end
+        else:
+            arrival = self._send(0, part, part + 1, end, told)
+            self.forward_at[part + 1][number] = arrival
+
+    def _after_backward(
+        self, number: int, part: int, end: float, told: set[int]
+    ) -> None:
+        self.input_done[part][number] = end
+        if part:
+            arrival = self._send(1, part, part - 1, end, told)
+            self.backward_at[part - 1][number] = arrival
+
+    def _send(
+        self, direction: int, part: int, other: int, end: float, told: set[int]
+    ) -> float:
+        """Sends a message that is complete at ``end``; returns its arrival."""
+        source, target = part % self.table.stages, other % self.table.stages
+        if source == target:
+            return end
+        told.add(target)
+        seconds = self.link_s[direction][part]
+        leaves = end
+        if self.blocking:
+            self.clock[source] = end + seconds
+            self.busy[source] += seconds
+        else:
+            leaves = max(end, self.link_free.get((source, target), 0.0))
+            self.link_free[source, target] = leaves + seconds
+        return leaves + seconds + self.latency_s[max(part, other)]
