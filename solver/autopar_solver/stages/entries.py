@@ -1,0 +1,187 @@
+"""Every stage that a pipeline could have: a range of layers on an option.
+
+Costs of ranges are differences of prefix sums. Only stages that can be part of a
+pipeline shorter than a limit are kept, so that no array has all ranges for long.
+"""
+
+import dataclasses
+import math
+from typing import Self
+
+import numpy as np
+
+from autopar_solver.stages.problem import LayerCosts, StageProblem
+from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Entries:
+    """Stages as flat arrays, by first layer, then link, then end.
+
+    Attributes:
+        first: the first layer of each stage.
+        end: the layer after its last one.
+        option: its submesh option.
+        link: the option's row in the tables of links.
+        forward_s: seconds of a microbatch.
+        backward_s: the same, gradients of inputs, nothing computed again.
+        weight_s: the same, gradients of weights.
+        step_s: seconds once a step.
+        resident_bytes: what stays, with copies of shared parameters.
+        activation_bytes: activations of a microbatch, none computed again.
+        saving_bytes: how much less they are if all that can be is computed again.
+        pending_bytes: what a microbatch keeps that waits for gradients of weights.
+        running_bytes: what the neediest layer needs while it runs.
+        again_bytes: the same at least, if any layer is computed again.
+        limit_bytes: the memory of a device.
+    """
+
+    first: np.ndarray
+    end: np.ndarray
+    option: np.ndarray
+    link: np.ndarray
+    forward_s: np.ndarray
+    backward_s: np.ndarray
+    weight_s: np.ndarray
+    step_s: np.ndarray
+    resident_bytes: np.ndarray
+    activation_bytes: np.ndarray
+    saving_bytes: np.ndarray
+    pending_bytes: np.ndarray
+    running_bytes: np.ndarray
+    again_bytes: np.ndarray
+    limit_bytes: np.ndarray
+
+    def __len__(self) -> int:
+        """The number of stages."""
+        return len(self.first)
+
+    def keep(self, mask: np.ndarray) -> Self:
+        """Those stages for which the mask holds."""
+        fields = (field.name for field in dataclasses.fields(self))
+        return dataclasses.replace(self, **{f: getattr(self, f)[mask] for f in fields})
+
+    @property
+    def total_s(self) -> np.ndarray:
+        """Seconds of a microbatch, nothing computed again."""
+        return self.forward_s + self.backward_s + self.weight_s
+
+
+def can_recompute(costs: LayerCosts) -> np.ndarray:
+    """``[layers, options]``: whether computing activations again saves memory."""
+    saves = costs.activation_bytes > costs.boundary_bytes
+    return saves & np.isfinite(costs.recompute_s)
+
+
+def build_entries(
+    problem: StageProblem, costs: LayerCosts, limit_s: float = math.inf
+) -> Entries:
+    """All stages whose work for a whole step takes at most ``limit_s``."""
+    first, end, option = np.nonzero(_worthwhile(costs, limit_s))
+    end += 1
+    link = np.array([option.link for option in problem.options])[option]
+    order = np.lexsort((option, end, link, first))
+    first, end, option, link = (x[order] for x in (first, end, option, link))
+    last = end - 1
+    ends = costs.enter[first, option] + costs.leave[last, option]
+    again = can_recompute(costs)
+    saving = np.where(again, costs.activation_bytes - costs.boundary_bytes, 0.0)
+    running = np.where(again, costs.transient_bytes + costs.activation_bytes, np.inf)
+
+    def total(array: np.ndarray) -> np.ndarray:
+        sums = _prefix(array)
+        return sums[end, option] - sums[first, option]
+
+    step, copies = _shared(problem, first, end, option)
+    most = _running(costs.transient_bytes, np.maximum)[first, last, option]
+    least = _running(running, np.minimum)[first, last, option]
+    limits = [problem.limit_bytes(number) for number in range(len(problem.options))]
+    return Entries(
+        first=first,
+        end=end,
+        option=option,
+        link=link,
+        forward_s=total(_allowed(costs.forward_s)) + ends,
+        backward_s=total(costs.backward_input_s) + ends,
+        weight_s=total(costs.backward_weight_s),
+        step_s=total(costs.step_s) + step,
+        resident_bytes=total(costs.resident_bytes) + copies,
+        activation_bytes=total(costs.activation_bytes),
+        saving_bytes=total(saving),
+        pending_bytes=total(costs.pending),
+        running_bytes=most,
+        again_bytes=np.maximum(most, least),
+        limit_bytes=np.array(limits)[option],
+    )
+
+
+def kept_microbatches(
+    schedule: Schedule, microbatches: int, later: int, stages: int
+) -> list[tuple[int, int]]:
+    """How many microbatches a stage holds, and how many are pending, at most.
+
+    Args:
+        schedule: one with one chunk.
+        microbatches: how many microbatches a step has.
+        later: the number of stages from this one to the last, itself included.
+        stages: the number of all stages.
+
+    Returns:
+        Pairs of microbatches held and pending at the same time; at any time, what is
+        kept is no more than one of them.
+    """
+    if schedule.kind is ScheduleKind.GPIPE:
+        return [(microbatches, 0)]
+    held = min(later, microbatches)
+    if schedule.kind is ScheduleKind.ONE_F_ONE_B:
+        return [(held, 0)]
+    pending = min(stages, microbatches) - held
+    return [(held, pending), (held - 1, pending + 1)]
+
+
+def _prefix(array: np.ndarray) -> np.ndarray:
+    """``[layers + 1, options]``: sums of the layers before each."""
+    return np.concatenate([np.zeros((1, array.shape[1])), np.cumsum(array, axis=0)])
+
+
+def _allowed(array: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(array), array, 0.0)
+
+
+def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
+    """``[layers, layers, options]`` by first and last layer: possible and fast enough."""
+    forbidden = _prefix((~np.isfinite(costs.forward_s)).astype(np.float64))
+    count = costs.microbatches
+    work = _prefix(
+        count * (_allowed(costs.forward_s) + costs.backward_input_s)
+        + count * costs.backward_weight_s
+        + costs.step_s
+    )
+    layers = np.arange(len(costs.forward_s))
+    ordered = (layers[:, None] <= layers[None])[:, :, None]
+    possible = ordered & (forbidden[None, 1:] == forbidden[:-1, None])
+    ends = 2 * count * (costs.enter[:, None] + costs.leave[None])
+    slack = 1e-9 * work[-1].max()
+    return possible & (work[None, 1:] - work[:-1, None] + ends <= limit_s + slack)
+
+
+def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
+    """``[layers, layers, options]``: the fold of each range, by first and last layer."""
+    layers, options = array.shape
+    folded = np.zeros((layers, layers, options))
+    for first in range(layers):
+        folded[first, first:] = fold.accumulate(array[first:], axis=0)
+    return folded
+
+
+def _shared(
+    problem: StageProblem, first: np.ndarray, end: np.ndarray, option: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Seconds a step and bytes for parameters that another stage uses, too."""
+    step, copies = np.zeros(len(first)), np.zeros(len(first))
+    for shared in problem.shared:
+        source = (first <= shared.source) & (shared.source < end)
+        target = (first <= shared.target) & (shared.target < end)
+        step += np.where(source != target, shared.step_s[option], 0.0)
+        copies += np.where(target & ~source, shared.copy_bytes[option], 0.0)
+    return step, copies

@@ -1,0 +1,35 @@
+"""The best pipeline found so far; pipelines are played only if they may be better."""
+
+import math
+
+from autopar_solver.stages.check import evaluate_pipeline, lower_bound_s, task_seconds
+from autopar_solver.stages.problem import StageProblem
+from autopar_solver.stages.solution import Pipeline, PipelineCost
+
+
+class Incumbent:
+    """Keeps the shortest step of the pipelines that it was offered."""
+
+    def __init__(self, problem: StageProblem) -> None:
+        """Nothing is found yet."""
+        self.problem = problem
+        self.pipeline: Pipeline | None = None
+        self.cost: PipelineCost | None = None
+        self._seen = set[Pipeline]()
+
+    @property
+    def step_s(self) -> float:
+        """The shortest step; infinite before there is one."""
+        return math.inf if self.cost is None else self.cost.step_s
+
+    def offer(self, pipeline: Pipeline) -> None:
+        """Plays a pipeline unless it is known or cannot be shorter; keeps the better."""
+        if pipeline in self._seen:
+            return
+        self._seen.add(pipeline)
+        seconds = task_seconds(self.problem, pipeline)
+        if lower_bound_s(pipeline, seconds) >= self.step_s:
+            return
+        cost = evaluate_pipeline(self.problem, pipeline)
+        if cost.fits and cost.step_s < self.step_s:
+            self.pipeline, self.cost = pipeline, cost

@@ -1,0 +1,253 @@
+"""Chooses which layers of a stage compute their activations again.
+
+With ``r[j]`` the seconds and ``v[j]`` the bytes that layer ``j`` saves per microbatch
+held, a stage over its memory by ``need`` bytes per microbatch held takes
+
+    minimise sum_(j in R) r[j]   subject to   sum_(j in R) v[j] >= need
+
+and every layer in ``R`` must fit while it runs. The relaxed program's dual bounds it:
+``sum_j min(0, r[j] - p v[j]) + p need`` for every price ``p``; the best price is one of
+the ratios ``r[j] / v[j]``. Its sums over a range are differences of prefix sums.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar_solver.stages.entries import Entries, can_recompute
+from autopar_solver.stages.problem import LayerCosts, StageProblem
+
+MAX_PRICES = 8
+"""How many prices the bound tries; more kinds of layers than these are sampled."""
+
+MAX_LABELS = 4096
+"""How many partial choices are compared; chains of few kinds of layers need far less."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class RecomputePrices:
+    """Prices of the bound and what they make of the layers.
+
+    Attributes:
+        price: ``[prices, options]``, seconds per byte.
+        sums: ``[prices, layers + 1, options]``, prefix sums of ``min(0, r - p v)``.
+    """
+
+    price: np.ndarray
+    sums: np.ndarray
+
+
+def recompute_prices(costs: LayerCosts) -> RecomputePrices:
+    """The ratios of the layers, or a sample of them."""
+    again = can_recompute(costs)
+    saving = np.where(again, costs.activation_bytes - costs.boundary_bytes, 0.0)
+    seconds = np.where(again, costs.recompute_s, 0.0)
+    columns = [
+        _sample(seconds[again[:, o], o] / saving[again[:, o], o])
+        for o in range(again.shape[1])
+    ]
+    count = max(1, *(len(column) for column in columns))
+    # A price that is there twice does no harm; no layer to recompute is a price of 0.
+    filled = [np.resize(c if len(c) else np.zeros(1), count) for c in columns]
+    price = np.stack(filled, axis=1)
+    reduced = np.minimum(0.0, seconds - price[:, None] * saving)
+    start = np.zeros((count, 1, again.shape[1]))
+    sums = np.concatenate([start, np.cumsum(reduced, axis=1)], axis=1)
+    return RecomputePrices(price=price, sums=sums)
+
+
+def _sample(ratios: np.ndarray) -> np.ndarray:
+    ratios = np.unique(ratios)
+    if len(ratios) <= MAX_PRICES:
+        return ratios
+    return ratios[np.linspace(0, len(ratios) - 1, MAX_PRICES).round().astype(int)]
+
+
+def least_recompute_s(
+    entries: Entries, prices: RecomputePrices, kept: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Per stage, no choice of layers computes again for less; ``inf`` if none fits.
+
+    Args:
+        entries: the stages.
+        prices: of their problem's layers.
+        kept: microbatches held and pending, in pairs.
+    """
+    needs = _needs(entries, entries.running_bytes, kept)
+    over = np.flatnonzero(needs > 0)
+    seconds = np.zeros(len(entries))
+    if not len(over):
+        return seconds
+    few = entries.keep(over)
+    need = _needs(few, few.again_bytes, kept)
+    first, end, option = few.first, few.end, few.option
+    best = np.zeros(len(over))
+    for price, sums in zip(prices.price, prices.sums, strict=True):
+        with np.errstate(invalid="ignore"):
+            bound = sums[end, option] - sums[first, option] + price[option] * need
+        best = np.fmax(best, bound)
+    seconds[over] = np.where(need <= few.saving_bytes * (1 + 1e-9), best, np.inf)
+    return seconds
+
+
+def _needs(
+    entries: Entries, running: np.ndarray, kept: Sequence[tuple[int, int]]
+) -> np.ndarray:
+    """Bytes per microbatch held by which stages are over their memory."""
+    fixed = entries.resident_bytes + running - entries.limit_bytes * (1 + 1e-12)
+    needs = np.full(len(entries), -np.inf)
+    for held, pending in kept:
+        over = fixed + held * entries.activation_bytes
+        over = over + pending * entries.pending_bytes
+        needs = np.maximum(needs, over / held if held else _never(over))
+    return needs
+
+
+def _never(over: np.ndarray) -> np.ndarray:
+    """What no saving mends is needed without end."""
+    return np.where(over > 0, np.inf, -np.inf)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Recomputed:
+    """Layers of a stage that compute again, and what that takes.
+
+    Attributes:
+        layers: which, in order.
+        seconds: of a microbatch.
+        least_s: no choice takes less; ``seconds`` if the choice is proved best.
+    """
+
+    layers: tuple[int, ...]
+    seconds: float
+    least_s: float
+
+
+def choose_recomputed(
+    problem: StageProblem,
+    costs: LayerCosts,
+    layers: Sequence[int],
+    option: int,
+    fixed: Sequence[tuple[float, float]],
+    weights: Sequence[int] | None = None,
+) -> Recomputed | None:
+    """The layers that make a stage fit for the least seconds; None if nothing does.
+
+    Exact by comparing partial choices; where there are more than ``MAX_LABELS`` of
+    them, the best that are left, with the bound.
+
+    Args:
+        problem: whose stage it is.
+        costs: of its layers.
+        layers: the layers of the stage.
+        option: its submesh option.
+        fixed: pairs of bytes and microbatches: each time, the stage keeps the bytes
+            whatever is computed again, and the activations of so many microbatches.
+        weights: by layer, a multiple of these microbatches; None for one.
+    """
+    rows = np.array(layers)
+    weight = np.ones(len(rows)) if weights is None else np.array(weights, np.float64)
+    activations = costs.activation_bytes[rows, option]
+    transient = costs.transient_bytes[rows, option]
+    room = problem.limit_bytes(option) * (1 + 1e-12)
+    total = float(weight @ activations)
+
+    def need(running: float) -> float:
+        return max(_need(kept + running - room, times, total) for kept, times in fixed)
+
+    least = float(transient.max())
+    if need(least) <= 0:
+        return Recomputed((), 0.0, 0.0)
+    can = np.flatnonzero(can_recompute(costs)[rows, option] & (weight > 0))
+    saving = weight[can] * (activations - costs.boundary_bytes[rows, option])[can]
+    seconds = costs.recompute_s[rows[can], option]
+    running = (transient + activations)[can]
+    best: Recomputed | None = None
+    for area in np.unique(running):
+        inside = running <= area
+        cutoff = np.inf if best is None else best.seconds
+        needed = need(max(least, float(area)))
+        found = _cover(saving[inside], seconds[inside], needed, cutoff)
+        if found is not None:
+            places = can[inside][found[0]]
+            spent = float(costs.recompute_s[rows[places], option].sum())
+            bound = found[1] if best is None else min(found[1], best.least_s)
+            best = Recomputed(tuple(sorted(rows[places].tolist())), spent, bound)
+    return best
+
+
+def _need(over: float, times: float, activations: float) -> float:
+    """What must be saved of the activations of each microbatch that is held."""
+    if times:
+        return over / times + activations
+    return float(_never(np.array(over)))
+
+
+def _cover(
+    saving: np.ndarray, seconds: np.ndarray, need: float, cutoff: float
+) -> tuple[list[int], float] | None:
+    """Items whose savings reach the need for the least seconds, and a bound of those.
+
+    None if they cannot, or not for less than ``cutoff``. Labels are partial choices;
+    one that saves no more and takes no less than another is dropped, and so is one
+    that cannot end below the best.
+    """
+    order = np.argsort(seconds / saving, kind="stable")
+    saving, seconds = saving[order], seconds[order]
+    rest = np.append(np.cumsum(saving[::-1])[::-1], 0.0)
+    if rest[0] < need * (1 - 1e-12):
+        return None
+    best, bound, picked = cutoff, np.inf, None
+    labels: list[tuple[float, float, tuple[int, ...]]] = [(0.0, 0.0, ())]
+    for item in range(len(saving) + 1):
+        alive: list[tuple[float, float, tuple[int, ...]]] = []
+        for saved, spent, chosen in labels:
+            if saved >= need * (1 - 1e-12):
+                if spent < best:
+                    best, picked = spent, chosen
+            elif item < len(saving) and saved + rest[item] >= need * (1 - 1e-12):
+                least = spent + _relaxed(saving, seconds, item, need - saved)
+                if least < best:
+                    taken = (
+                        saved + saving[item],
+                        spent + seconds[item],
+                        (*chosen, item),
+                    )
+                    alive.extend([(saved, spent, chosen), taken])
+        labels = _undominated(alive)
+        if len(labels) > MAX_LABELS:
+            lost = labels[MAX_LABELS:]
+            bound = min(
+                bound,
+                *(
+                    spent + _relaxed(saving, seconds, item + 1, max(0.0, need - saved))
+                    for saved, spent, _ in lost
+                ),
+            )
+            labels = labels[:MAX_LABELS]
+    if picked is None:
+        return None
+    return [int(order[item]) for item in picked], min(best, bound)
+
+
+def _undominated(
+    labels: list[tuple[float, float, tuple[int, ...]]],
+) -> list[tuple[float, float, tuple[int, ...]]]:
+    """By seconds, only those that save more than all before."""
+    kept: list[tuple[float, float, tuple[int, ...]]] = []
+    for label in sorted(labels, key=lambda label: (label[1], -label[0])):
+        if not kept or label[0] > kept[-1][0]:
+            kept.append(label)
+    return kept
+
+
+def _relaxed(saving: np.ndarray, seconds: np.ndarray, item: int, need: float) -> float:
+    """The least seconds if items could be taken in part, the best ratio first."""
+    reached = np.cumsum(saving[item:])
+    full = int(np.searchsorted(reached, need))
+    if full >= len(reached):
+        return float(seconds[item:].sum())
+    before = float(reached[full - 1]) if full else 0.0
+    share = (need - before) / saving[item + full]
+    return float(seconds[item : item + full].sum() + share * seconds[item + full])

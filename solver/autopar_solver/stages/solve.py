@@ -1,0 +1,67 @@
+"""Finds the pipeline with the shortest step, and bounds all others."""
+
+import math
+import time
+
+from autopar_solver.clock import Clock
+from autopar_solver.stages.incumbent import Incumbent
+from autopar_solver.stages.problem import StageProblem
+from autopar_solver.stages.schedules.tasks import ScheduleKind
+from autopar_solver.stages.search import (
+    Bounded,
+    bound_space,
+    most_stages,
+    search_space,
+)
+from autopar_solver.stages.solution import StageSolution
+from autopar_solver.stages.uniform import offer_uniform, uniform_pipelines
+from autopar_solver.status import Status
+
+
+def solve_stages(
+    problem: StageProblem, *, seconds: float | None = None, gap: float = 1e-4
+) -> StageSolution:
+    """Chooses stages, submeshes, microbatches, schedule and what is computed again.
+
+    The space: every cut of the chain, every order of submeshes that fit beside each
+    other, every set of layers to compute again. Interleaved schedules give every group
+    the same option, and parts whose slowest is as fast as can be.
+
+    Args:
+        problem: what to solve.
+        seconds: wall-clock limit; None to stop only when the search is done.
+        gap: difference of step and bound, relative to the step, at which the pipeline
+            is called optimal.
+    """
+    clock = Clock(time.monotonic(), seconds)
+    incumbent = Incumbent(problem)
+    offer_uniform(problem, incumbent, uniform_pipelines(problem, most_stages(problem)))
+    plain = [s for s in problem.schedules if s.kind is not ScheduleKind.INTERLEAVED]
+    spaces = list[Bounded]()
+    bound = math.inf
+    for costs in problem.costs:
+        for schedule in plain:
+            cutoff = incumbent.step_s * (1 - gap)
+            space = bound_space(problem, costs, schedule, cutoff)
+            if space is not None:
+                spaces.append(space)
+    for space in sorted(spaces, key=lambda space: space.bound_s):
+        bound = min(bound, search_space(space, incumbent, gap, clock))
+    bound = min(bound, incumbent.step_s * (1 - gap) if spaces else incumbent.step_s)
+    if incumbent.pipeline is None:
+        done = clock.left > 0
+        return StageSolution(
+            pipeline=None,
+            cost=None,
+            bound_s=math.inf if done else bound,
+            status=Status.INFEASIBLE if done else Status.UNKNOWN,
+            seconds=clock.spent,
+        )
+    proved = bound >= incumbent.step_s * (1 - gap) * (1 - 1e-12)
+    return StageSolution(
+        pipeline=incumbent.pipeline,
+        cost=incumbent.cost,
+        bound_s=min(bound, incumbent.step_s),
+        status=Status.OPTIMAL if proved else Status.FEASIBLE,
+        seconds=clock.spent,
+    )
