@@ -37,6 +37,7 @@ def cut_intervals(
     high: float,
     cutoff: Callable[[], float],
     most: int,
+    beside: int = 0,
 ) -> tuple[float, list[Interval]]:
     """Bounds all choices with a maximum above ``low``.
 
@@ -46,6 +47,8 @@ def cut_intervals(
         high: choices with a larger one do not matter.
         cutoff: bounds above it do not matter; it may fall.
         most: how many limits to try.
+        beside: how many of them once a choice is known that has the bound: they no
+            longer raise it, but may come upon other choices.
 
     Returns:
         A bound of the sum and the maximum, and the intervals that are still below the
@@ -70,6 +73,10 @@ def cut_intervals(
     for _ in range(most):
         if not open_ or open_[0].bound >= cutoff():
             break
+        if open_[0].bound >= closed:
+            beside -= 1
+            if beside < 0:
+                break
         bound, low, high, value = heapq.heappop(open_)
         middle = (low + high) / 2
         if not low < middle < high:

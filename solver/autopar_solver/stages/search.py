@@ -13,6 +13,7 @@ import math
 import numpy as np
 
 from autopar_solver.clock import Clock
+from autopar_solver.stages.completion import completed
 from autopar_solver.stages.dynamic import (
     Budgets,
     Tables,
@@ -42,15 +43,23 @@ from autopar_solver.stages.schedules.tasks import Schedule
 from autopar_solver.stages.solution import Pipeline
 from autopar_solver.stages.terms import (
     Crossings,
+    Place,
     Terms,
     crossings_of,
     device_table,
+    least_add_s,
     loosest_terms,
     terms_at,
 )
 
 MOST_CELLS = 40_000_000
 """Cells of all tables together; larger programmes are left to the bound."""
+
+LIMITS = 40
+"""How many limits of the maximum the programme is solved for, of each space."""
+
+BESIDE = 4
+"""How many of them when the bound is known, to come upon other pipelines."""
 
 ROUNDS = 10
 """How often the first prices on devices are changed."""
@@ -126,7 +135,8 @@ def bound_space(
         return None
     prices = recompute_prices(costs)
     count = costs.microbatches
-    loosest = loosest_terms(entries, prices, schedule, count, stages)
+    layers = problem.num_layers
+    loosest = loosest_terms(entries, prices, schedule, count, layers, stages)
     fits = np.isfinite(loosest.add)
     entries = entries.keep(fits)
     loosest = Terms(add=loosest.add[fits], peak=loosest.peak[fits])
@@ -209,7 +219,7 @@ def search_space(
     cutoff = incumbent.step_s * (1 - gap)
     if bounded.bound_s >= cutoff:
         return bounded.bound_s
-    space = _fixed(bounded, cutoff)
+    space, _ = fixed_space(bounded, cutoff)
     if not len(space.entries):
         return cutoff
     cells = num_states(space.chain) * (space.problem.num_layers + 1)
@@ -221,11 +231,11 @@ def search_space(
     return max(bounded.bound_s, min(programme.bound(low), incumbent.step_s))
 
 
-def _fixed(bounded: Bounded, cutoff: float) -> Space:
+def fixed_space(bounded: Bounded, cutoff: float) -> tuple[Space, Terms]:
     """Without stages whose cheapest pipeline is not below the cutoff."""
     space, loosest = bounded.space, bounded.loosest
     if cutoff == math.inf:
-        return space
+        return space, loosest
     devices = float(space.chain.devices @ bounded.price)
     kept = np.zeros(len(space.entries), bool)
     for interval in bounded.intervals:
@@ -238,7 +248,8 @@ def _fixed(bounded: Bounded, cutoff: float) -> Space:
     entries = space.entries.keep(kept)
     taken = device_table(space.problem, range(len(space.problem.options)))
     chain = chain_of(entries, taken, space.chain.devices, space.chain.cross)
-    return dataclasses.replace(space, entries=entries, chain=chain)
+    terms = Terms(add=loosest.add[kept], peak=loosest.peak[kept])
+    return dataclasses.replace(space, entries=entries, chain=chain), terms
 
 
 class _Programme:
@@ -253,7 +264,7 @@ class _Programme:
         self.gap = gap
         self.clock = clock
         self.budgets: Budgets = budgets_of(space.chain)
-        self.exact: dict[tuple[int, tuple[tuple[int, int], ...]], tuple[int, ...]] = {}
+        self.least_add = least_add_s(space.entries, space.schedule)
 
     def cutoff(self) -> float:
         """What is above it does not matter."""
@@ -261,140 +272,151 @@ class _Programme:
 
     def bound(self, low: float) -> float:
         """A bound of all pipelines of the space."""
-        space = self.space
-        if not space.schedule.splits_backward:
-            terms = self._terms(space.most_stages, None)
-            return self._cut(terms, range(1, space.most_stages + 1), low)
-        bounds = [self.cutoff()]
-        for stages in range(1, space.most_stages + 1):
-            terms = self._terms(stages, stages)
-            bounds.append(self._cut(terms, [stages], low))
-        return min(bounds)
+        most = self.space.most_stages
+        places = _Places(self, None)
+        bound = places.bound(range(1, most + 1), low)
+        if not self.space.schedule.splits_backward or bound >= self.cutoff():
+            return bound
+        # What ZB-H1 keeps, and when, depends on the number of all stages.
+        least = self.cutoff()
+        known = [(places.known(count, low), count) for count in range(1, most + 1)]
+        for value, stages in sorted(known):
+            if value >= min(least, self.cutoff()):
+                break
+            exact = _Places(self, stages)
+            least = min(least, exact.bound(range(stages, stages + 1), low))
+        return max(bound, least)
 
-    def _terms(self, count: int, stages: int | None) -> list[Terms]:
-        """By number of stages from the last, with arrays that may be corrected."""
-        space, terms = self.space, list[Terms]()
-        for later in range(1, count + 1):
-            same = later > space.costs.microbatches and stages is None
-            if same:
-                terms.append(terms[-1])
-                continue
-            terms.append(
-                terms_at(
-                    space.entries,
-                    space.prices,
-                    space.schedule,
-                    space.costs.microbatches,
-                    later,
-                    count if stages is None else stages,
-                )
-            )
-        return terms
 
-    def _cut(
-        self, terms: list[Terms], counts: "range | list[int]", low: float
-    ) -> float:
+class _Places:
+    """What stages add at each place of the pipeline."""
+
+    def __init__(self, programme: _Programme, stages: int | None) -> None:
+        """Of pipelines of so many stages; None for all, with terms of none undercut."""
+        self.programme = programme
+        self.space = programme.space
+        self.stages = stages
+        self.terms = list[Terms]()
+        self.solved = list[tuple[float, list[float]]]()
+        most = self.space.most_stages if stages is None else stages
+        for later in range(1, most + 1):
+            self.terms.append(self._terms(later))
+
+    def _kept(self, later: int) -> list[tuple[int, int]]:
+        stages = later if self.stages is None else self.stages
+        count = self.space.costs.microbatches
+        return kept_microbatches(self.space.schedule, count, later, stages)
+
+    def _terms(self, later: int) -> Terms:
+        space, count = self.space, self.space.costs.microbatches
+        before: int | np.ndarray
+        if self.stages is None:
+            before = np.minimum(space.entries.first, space.most_stages - later)
+        else:
+            before = self.stages - later
+        if later > count and not space.schedule.splits_backward:
+            return self.terms[-1]
+        place, kept = Place(later, before), self._kept(later)
+        return terms_at(space.entries, space.prices, space.schedule, count, place, kept)
+
+    def bound(self, counts: range, low: float) -> float:
         """Bounds pipelines of some numbers of stages."""
         link = self.space.crossings.link
         high = max(low, float(link[np.isfinite(link)].max()))
-        high = max([high, *(float(at.peak.max()) for at in terms)])
-        high = min(high, self.cutoff())
+        high = max([high, *(float(at.peak.max()) for at in self.terms)])
+        high = min(high, self.programme.cutoff())
+        cutoff, beside = self.programme.cutoff, BESIDE if self.stages is None else 0
+        return cut_intervals(
+            lambda x: self._least(counts, x), low, high, cutoff, LIMITS, beside
+        )[0]
 
-        def least(peak: float) -> Answer:
-            return self._least(terms, counts, peak)
+    def known(self, stages: int, low: float) -> float:
+        """What the limits that were tried say of pipelines of so many stages."""
+        bound = math.inf
+        for peak, values in sorted(self.solved):
+            if stages <= len(values):
+                bound = min(bound, values[stages - 1] + low)
+            low = peak
+        return bound
 
-        return cut_intervals(least, low, high, self.cutoff, 40)[0]
+    def _tables(self, peak: float) -> Tables:
+        """The programme for one limit of the maximum."""
+        space, budgets = self.space, self.programme.budgets
+        tables = solve_tables(
+            space.chain, budgets, self.terms, space.crossings.link, peak
+        )
+        self.solved.append((peak, tables.values))
+        return tables
 
-    def _least(
-        self, terms: list[Terms], counts: "range | list[int]", peak: float
-    ) -> Answer:
+    def _least(self, counts: range, peak: float) -> Answer:
         """Solves for a limit until the best chain's costs are exact."""
         while True:
-            tables = solve_tables(
-                self.space.chain, self.budgets, terms, self.space.crossings.link, peak
-            )
+            values = (tables := self._tables(peak)).values
             ranked = sorted(
-                (tables.values[count - 1], count)
-                for count in counts
-                if count <= len(tables.values) and tables.values[count - 1] < math.inf
+                (value, count)
+                for count, value in enumerate(values, start=1)
+                if count in counts and value < math.inf
             )
-            if not ranked or self.clock.left <= 0:
+            if not ranked or self.programme.clock.left <= 0:
                 return Answer(ranked[0][0] if ranked else math.inf, peak)
             changed = False
-            for place, (value, count) in enumerate(ranked[:3]):
-                if value < self.cutoff() and self._try(tables, count) and not place:
-                    changed = True
+            for value, count in ranked[:3]:
+                if value < self.programme.cutoff():
+                    changed |= self._try(tables.walk(count))
             if not changed:
                 value, count = ranked[0]
-                return Answer(value, self._peak(tables, count))
+                return Answer(value, self._peak(tables.walk(count)))
 
-    def _peak(self, tables: Tables, count: int) -> float:
-        """The maximum of the cheapest chain of so many stages."""
+    def _peak(self, chosen: tuple[int, ...]) -> float:
+        """The maximum of a chain."""
         entries, link = self.space.entries, self.space.crossings.link
-        chosen = tables.walk(count)
         peaks = [
-            float(tables.terms[count - 1 - place].peak[entry])
-            for place, entry in enumerate(chosen)
+            float(terms.peak[entry])
+            for terms, entry in zip(self.terms, reversed(chosen), strict=False)
         ]
-        ends = itertools.pairwise(chosen)
         links = [
             float(link[entries.end[a], entries.link[a], entries.link[b]])
-            for a, b in ends
+            for a, b in itertools.pairwise(chosen)
         ]
         return max([*peaks, *links])
 
-    def _try(self, tables: Tables, count: int) -> bool:
+    def _try(self, chosen: tuple[int, ...]) -> bool:
         """Offers a chain; whether a stage turned out to cost more than its bound."""
-        space, chosen = self.space, tables.walk(count)
-        again, changed, fits = list[int](), False, True
-        for place, entry in enumerate(chosen):
-            later = count - place
-            kept = kept_microbatches(
-                space.schedule, space.costs.microbatches, later, count
-            )
-            terms = tables.terms[later - 1]
-            layers, more = self._recomputed(terms, entry, kept)
-            changed |= more
-            fits &= layers is not None
-            again.extend(layers or ())
-        if fits:
-            options = tuple(int(space.entries.option[entry]) for entry in chosen)
-            ends = (int(space.entries.end[entry]) for entry in chosen)
-            self.incumbent.offer(
-                Pipeline(
-                    microbatches=space.costs.microbatches,
-                    schedule=space.schedule,
-                    options=options,
-                    cuts=(0, *ends),
-                    recomputed=tuple(again),
-                )
-            )
+        space, entries = self.space, self.space.entries
+        changed = False
+        for later, entry in enumerate(reversed(chosen), start=1):
+            changed |= self._corrected(later, entry)
+        pipeline = completed(
+            space.problem,
+            Pipeline(
+                microbatches=space.costs.microbatches,
+                schedule=space.schedule,
+                options=tuple(int(entries.option[entry]) for entry in chosen),
+                cuts=(0, *(int(entries.end[entry]) for entry in chosen)),
+            ),
+        )
+        if pipeline is not None:
+            self.programme.incumbent.offer(pipeline)
         return changed
 
-    def _recomputed(
-        self, terms: Terms, entry: int, kept: list[tuple[int, int]]
-    ) -> tuple[tuple[int, ...] | None, bool]:
-        """The layers of a stage that compute again, and whether that was unknown."""
+    def _corrected(self, later: int, entry: int) -> bool:
+        """Replaces what a stage adds by the exact number; whether that is more."""
         space, entries = self.space, self.space.entries
-        pending = float(entries.pending_bytes[entry])
         resident = float(entries.resident_bytes[entry])
+        pending = float(entries.pending_bytes[entry])
         found = choose_recomputed(
             space.problem,
             space.costs,
             range(int(entries.first[entry]), int(entries.end[entry])),
             int(entries.option[entry]),
-            [(resident + waiting * pending, held) for held, waiting in kept],
+            [(resident + wait * pending, held) for held, wait in self._kept(later)],
         )
-        add = float(entries.forward_s[entry] + entries.backward_s[entry])
-        if not space.schedule.splits_backward or entries.first[entry] == 0:
-            add += float(entries.weight_s[entry])
-        if entries.first[entry] == 0:
-            add += float(entries.step_s[entry])
-        least = math.inf if found is None else add + found.least_s
-        more = least - float(terms.add[entry])
-        changed = more > 1e-9 * abs(add)
-        if changed:
-            terms.add[entry] = least
-            if least < math.inf:
-                terms.peak[entry] += (space.costs.microbatches - 1) * more
-        return None if found is None else found.layers, changed
+        terms, least = self.terms[later - 1], float(self.programme.least_add[entry])
+        add = math.inf if found is None else least + found.least_s
+        more = add - float(terms.add[entry])
+        if more <= 1e-9 * abs(least):
+            return False
+        terms.add[entry] = add
+        if found is not None:
+            terms.peak[entry] += (space.costs.microbatches - 1) * more
+        return True

@@ -4,6 +4,7 @@ import math
 import time
 
 from autopar_solver.clock import Clock
+from autopar_solver.stages.exhaust import Allowance, exhaust_space
 from autopar_solver.stages.incumbent import Incumbent
 from autopar_solver.stages.problem import StageProblem
 from autopar_solver.stages.schedules.tasks import ScheduleKind
@@ -16,6 +17,9 @@ from autopar_solver.stages.search import (
 from autopar_solver.stages.solution import StageSolution
 from autopar_solver.stages.uniform import offer_uniform, uniform_pipelines
 from autopar_solver.status import Status
+
+CHAINS = 20_000
+"""How many stages are tried to settle what bounds leave open."""
 
 
 def solve_stages(
@@ -38,16 +42,23 @@ def solve_stages(
     offer_uniform(problem, incumbent, uniform_pipelines(problem, most_stages(problem)))
     plain = [s for s in problem.schedules if s.kind is not ScheduleKind.INTERLEAVED]
     spaces = list[Bounded]()
-    bound = math.inf
     for costs in problem.costs:
         for schedule in plain:
             cutoff = incumbent.step_s * (1 - gap)
             space = bound_space(problem, costs, schedule, cutoff)
             if space is not None:
                 spaces.append(space)
-    for space in sorted(spaces, key=lambda space: space.bound_s):
-        bound = min(bound, search_space(space, incumbent, gap, clock))
-    bound = min(bound, incumbent.step_s * (1 - gap) if spaces else incumbent.step_s)
+    left = list[tuple[float, int]]()
+    for number in sorted(range(len(spaces)), key=lambda n: spaces[n].bound_s):
+        found = search_space(spaces[number], incumbent, gap, clock)
+        left.append((found, number))
+    bound, allowance = incumbent.step_s * (1 - gap), Allowance(CHAINS)
+    for least, number in sorted(left):
+        if least < incumbent.step_s * (1 - gap) and not exhaust_space(
+            spaces[number], incumbent, gap, allowance, clock
+        ):
+            bound = min(bound, least)
+    bound = min(bound, incumbent.step_s * (1 - gap))
     if incumbent.pipeline is None:
         done = clock.left > 0
         return StageSolution(

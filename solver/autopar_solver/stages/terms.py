@@ -19,6 +19,7 @@ The first stage adds what it does once a step and, in ZB-H1, its last ``w``.
 
 import dataclasses
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -39,6 +40,17 @@ class Terms:
 
     add: np.ndarray
     peak: np.ndarray
+
+
+class Place(NamedTuple):
+    """Where stages stand in a pipeline; each number, or one for each stage.
+
+    ``later`` counts stages from this one to the last, ``before`` those before it, or
+    the most that there can be.
+    """
+
+    later: int | np.ndarray
+    before: int | np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -78,9 +90,8 @@ def terms_at(
     prices: RecomputePrices,
     schedule: Schedule,
     microbatches: int,
-    later: int,
-    stages: int,
-    least_s: np.ndarray | None = None,
+    place: Place,
+    kept: Sequence[tuple[int, int]],
 ) -> Terms:
     """What stages add when they stand at one place of the pipeline.
 
@@ -89,43 +100,44 @@ def terms_at(
         prices: for the bound on what they compute again.
         schedule: one with one chunk.
         microbatches: how many microbatches a step has.
-        later: the number of stages from this one to the last.
-        stages: the number of all stages.
-        least_s: seconds of computing again, where they are known better.
+        place: where they stand.
+        kept: microbatches that they hold and that are pending, in pairs.
     """
-    again = least_s
-    if again is None:
-        kept = kept_microbatches(schedule, microbatches, later, stages)
-        again = least_recompute_s(entries, prices, kept)
-    peak = peak_s(entries, again, schedule, microbatches, later, stages)
-    add = entries.forward_s + entries.backward_s + again
-    last = entries.step_s
+    again = least_recompute_s(entries, prices, kept)
+    return Terms(
+        add=least_add_s(entries, schedule) + again,
+        peak=_peak_s(entries, again, schedule, microbatches, place),
+    )
+
+
+def least_add_s(entries: Entries, schedule: Schedule) -> np.ndarray:
+    """What stages add that compute nothing again."""
+    add, last = entries.forward_s + entries.backward_s, entries.step_s
     if schedule.splits_backward:
         last = last + entries.weight_s
     else:
         add = add + entries.weight_s
-    return Terms(add=add + np.where(entries.first == 0, last, 0.0), peak=peak)
+    return add + np.where(entries.first == 0, last, 0.0)
 
 
-def peak_s(
+def _peak_s(
     entries: Entries,
     again: np.ndarray,
     schedule: Schedule,
     microbatches: int,
-    later: int,
-    stages: int,
+    place: Place,
 ) -> np.ndarray:
-    """The maximum's term of each stage; the arguments are those of `terms_at`."""
+    """The maximum's term of each stage."""
     others = microbatches - 1
-    backward = others * (entries.backward_s + np.where(np.isfinite(again), again, 0.0))
+    peak = others * (entries.backward_s + np.where(np.isfinite(again), again, 0.0))
     if schedule.splits_backward:
-        backward = backward + max(others - (stages - later), 0) * entries.weight_s
+        peak = peak + np.maximum(others - place.before, 0) * entries.weight_s
     else:
-        backward = backward + others * entries.weight_s
-    begun = 1
-    if schedule.kind is not ScheduleKind.GPIPE:
-        begun = min(later, microbatches)
-    return backward + (microbatches - begun) * entries.forward_s
+        peak = peak + others * entries.weight_s
+    if schedule.kind is ScheduleKind.GPIPE:
+        return peak + others * entries.forward_s
+    begun = np.minimum(place.later, microbatches)
+    return peak + (microbatches - begun) * entries.forward_s
 
 
 def loosest_terms(
@@ -133,23 +145,23 @@ def loosest_terms(
     prices: RecomputePrices,
     schedule: Schedule,
     microbatches: int,
+    layers: int,
     most_stages: int,
 ) -> Terms:
     """Terms that no place in a pipeline of up to ``most_stages`` stages undercuts.
 
-    Memory is counted as at the end of the pipeline, where least is alive.
+    Memory is counted as at the end of the pipeline, where least is alive. Every stage
+    before and behind has a layer, which bounds how many there are.
     """
-    stages = 1 if schedule.splits_backward else most_stages
-    terms = terms_at(entries, prices, schedule, microbatches, 1, stages)
-    peak = peak_s(
-        entries,
-        np.zeros(len(entries)),
-        schedule,
-        microbatches,
-        most_stages,
-        most_stages if not schedule.splits_backward else 2 * most_stages - 1,
+    kept = kept_microbatches(schedule, microbatches, 1, 1)
+    loose = terms_at(entries, prices, schedule, microbatches, Place(1, 0), kept)
+    place = Place(
+        later=np.minimum(1 + layers - entries.end, most_stages),
+        before=np.minimum(entries.first, most_stages - 1),
     )
-    return dataclasses.replace(terms, peak=peak)
+    nothing = np.zeros(len(entries))
+    peak = _peak_s(entries, nothing, schedule, microbatches, place)
+    return Terms(add=loose.add, peak=peak)
 
 
 def device_table(problem: StageProblem, options: Sequence[int]) -> np.ndarray:

@@ -13,12 +13,10 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar_solver.stages.completion import completed
 from autopar_solver.stages.entries import can_recompute, kept_microbatches
 from autopar_solver.stages.incumbent import Incumbent
 from autopar_solver.stages.problem import LayerCosts, StageProblem
-from autopar_solver.stages.recompute import choose_recomputed
-from autopar_solver.stages.schedules.check import alive
-from autopar_solver.stages.schedules.order import make_table
 from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
 from autopar_solver.stages.solution import Pipeline
 
@@ -68,7 +66,15 @@ def offer_uniform(
     for candidate in candidates:
         if candidate.bound_s >= incumbent.step_s:
             return
-        pipeline = _completed(problem, candidate)
+        pipeline = completed(
+            problem,
+            Pipeline(
+                microbatches=candidate.microbatches,
+                schedule=problem.schedules[candidate.schedule],
+                options=(candidate.option,) * candidate.stages,
+                cuts=candidate.cuts,
+            ),
+        )
         if pipeline is not None:
             incumbent.offer(pipeline)
 
@@ -76,15 +82,14 @@ def offer_uniform(
 def _stage_counts(
     problem: StageProblem, schedule: Schedule, most_stages: int
 ) -> list[int]:
-    """Interleaving: every number; otherwise divisors of the layers, and powers of 2."""
+    """Divisors of the layers, and powers of two; one stage is not interleaved."""
     layers = problem.num_layers
     most = min(most_stages, layers // schedule.chunks)
+    least = 2 if schedule.kind is ScheduleKind.INTERLEAVED else 1
     return [
         stages
-        for stages in range(1, most + 1)
-        if schedule.kind is ScheduleKind.INTERLEAVED
-        or layers % stages == 0
-        or stages & (stages - 1) == 0
+        for stages in range(least, most + 1)
+        if layers % stages == 0 or stages & (stages - 1) == 0
     ]
 
 
@@ -157,79 +162,19 @@ def _held(
     """``[stages, options]``: bytes of activations at one moment of the schedule."""
     bytes_ = np.zeros((stages, activation.shape[1]))
     for stage in range(stages):
-        counts = held_by_chunk(schedule, stages, microbatches, stage, most=False)
-        own = activation[stage::stages]
-        bytes_[stage] = np.array(counts) @ own
+        counts = _held_by_chunk(schedule, stages, microbatches, stage)
+        bytes_[stage] = counts @ activation[stage::stages]
     return bytes_
 
 
-def held_by_chunk(
-    schedule: Schedule, stages: int, microbatches: int, stage: int, *, most: bool
-) -> tuple[int, ...]:
-    """How many microbatches each chunk of a group holds, the gradients' halves aside.
-
-    Args:
-        schedule: any.
-        stages: the number of all groups.
-        microbatches: how many microbatches a step has.
-        stage: the group.
-        most: each chunk's most; otherwise what they hold when it is most in all.
-    """
+def _held_by_chunk(
+    schedule: Schedule, stages: int, microbatches: int, stage: int
+) -> np.ndarray:
+    """How many microbatches each chunk holds when a group first runs a backward."""
     if schedule.kind is not ScheduleKind.INTERLEAVED:
         kept = kept_microbatches(schedule, microbatches, stages - stage, stages)
-        return (kept[0][0],)
-    # Three rounds are the fill, the steady state and the drain.
-    table = make_table(schedule, stages, min(microbatches, 3 * stages))
-    held = alive(table, stage).held
-    row = held.max(axis=0) if most else held[held.sum(axis=1).argmax()]
-    return tuple(int(count) for count in row)
-
-
-def _completed(problem: StageProblem, candidate: UniformPipeline) -> Pipeline | None:
-    """With what must be computed again; None if it does not fit."""
-    schedule = problem.schedules[candidate.schedule]
-    pipeline = Pipeline(
-        microbatches=candidate.microbatches,
-        schedule=schedule,
-        options=(candidate.option,) * candidate.stages,
-        cuts=candidate.cuts,
-    )
-    again = list[int]()
-    for stage in range(candidate.stages):
-        chosen = recomputed_of(problem, pipeline, stage)
-        if chosen is None:
-            return None
-        again.extend(chosen)
-    return Pipeline(
-        microbatches=pipeline.microbatches,
-        schedule=schedule,
-        options=pipeline.options,
-        cuts=pipeline.cuts,
-        recomputed=tuple(sorted(again)),
-    )
-
-
-def recomputed_of(
-    problem: StageProblem, pipeline: Pipeline, stage: int
-) -> tuple[int, ...] | None:
-    """The layers of one device group that must be computed again; None if in vain."""
-    costs = problem.costs_of(pipeline.microbatches)
-    option, layers = pipeline.options[stage], pipeline.layers(stage)
-    resident = float(costs.resident_bytes[list(layers), option].sum())
-    for shared in problem.shared:
-        if shared.target in layers and shared.source not in layers:
-            resident += float(shared.copy_bytes[option])
-    schedule, count = pipeline.schedule, pipeline.microbatches
-    weights: list[int] | None = None
-    if schedule.kind is ScheduleKind.INTERLEAVED:
-        held = held_by_chunk(schedule, pipeline.stages, count, stage, most=True)
-        sizes = np.diff(pipeline.cuts)[stage :: pipeline.stages]
-        weights = np.repeat(held, sizes).tolist()
-        fixed = [(resident, 1.0)]
-    else:
-        later = pipeline.stages - stage
-        kept = kept_microbatches(schedule, count, later, pipeline.stages)
-        pending = float(costs.pending[list(layers), option].sum())
-        fixed = [(resident + wait * pending, float(held)) for held, wait in kept]
-    found = choose_recomputed(problem, costs, layers, option, fixed, weights)
-    return None if found is None else found.layers
+        return np.array([kept[0][0]])
+    begun = 2 * (stages - stage - 1) + (schedule.chunks - 1) * stages + 1
+    rounds, rest = divmod(begun, stages * schedule.chunks)
+    last = np.clip(rest - stages * np.arange(schedule.chunks), 0, stages)
+    return np.minimum(rounds * stages + last, microbatches)
