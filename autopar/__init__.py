@@ -56,14 +56,9 @@ _HOMES = {
 }
 
 
-_TABLES = "autopar.reports.table"
-
-
 def __getattr__(name: str) -> typing.Any:
     """Imports a public name, or a part of the package."""
     if name in _HOMES:
-        # Plans are printed as tables once the reports are there.
-        importlib.import_module(_TABLES)
         found = getattr(importlib.import_module(_HOMES[name]), name)
         globals()[name] = found
         return found

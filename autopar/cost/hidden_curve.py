@@ -19,7 +19,6 @@ from autopar.cost.pieces import Pieces, PieceSum, added, value_at
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.steps.positions import PASSES
-from autopar_passes.graph.roles import Role
 
 # Batches, over the planned one, at which stretches that decide are looked for.
 _BATCHES = (1 / 64, 1 / 8, 1 / 2, 1.0, 2.0, 8.0, 64.0)
@@ -87,8 +86,8 @@ def hidden_curve(
     places = _Places(assignment, priced)
     share = known.overlap
     hideable = [(i, p) for i, p in priced if _may_hide(assignment, i)]
-    first = [places.deciding(role, share, with_sums=False) for role in PASSES]
-    last = [places.deciding(role, share, with_sums=True) for role in PASSES]
+    first = places.deciding(share, with_sums=False)
+    last = places.deciding(share, with_sums=True)
     return HiddenCurve(
         known.contention,
         added(p for i, p in hideable if i.paid is Paid.MICROBATCH),
@@ -120,17 +119,16 @@ class _Places:
     assignment: Assignment
     priced: Priced
 
-    def deciding(
-        self, role: Role, share: float, *, with_sums: bool
-    ) -> tuple[Stretch, ...]:
-        """The stretches that decide at one of `_BATCHES`."""
+    def deciding(self, share: float, *, with_sums: bool) -> list[tuple[Stretch, ...]]:
+        """For each pass, the stretches that decide at one of `_BATCHES`."""
         found = [
             t.tightest(share)
             for batch in _BATCHES
             for t in timelines(self.assignment, self._at(batch, with_sums))
-            if t.role is role
         ]
-        return tuple(dict.fromkeys(found))
+        return [
+            tuple(dict.fromkeys(s for s in found if s.role is role)) for role in PASSES
+        ]
 
     def _at(self, batch: float, with_sums: bool) -> list[tuple[CostItem, float]]:
         return [

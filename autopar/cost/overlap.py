@@ -80,11 +80,6 @@ class Timeline:
         """Seconds of all communication of the pass that may be hidden."""
         return float(self.gathers.sum() + self.sums.sum())
 
-    @property
-    def work_s(self) -> float:
-        """Seconds of all work of the pass."""
-        return float(self.work.sum())
-
     @functools.cached_property
     def _running(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Work, gathers and sums up to each position, and 0 before the first."""

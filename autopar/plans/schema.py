@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import pathlib
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -300,12 +301,13 @@ Renderer = Callable[[Plan], str]
 
 # Set by `autopar.reports` when it is imported: this package knows no presentation.
 _renderers: dict[str, Renderer] = {}
+_PRESENTATION = "autopar.reports"
 
 
 def _rendered(form: str, plan: Plan) -> str:
-    if form in _renderers:
-        return _renderers[form](plan)
-    return f"<Plan {plan.cluster}, {plan.digest}>"
+    """A plan in a form; however it was imported, the presentation is there by then."""
+    importlib.import_module(_PRESENTATION)
+    return _renderers[form](plan)
 
 
 def set_renderer(form: str) -> Callable[[Renderer], Renderer]:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Self
 
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
@@ -69,14 +70,31 @@ def fusion(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
     """
     readers = _readers(graph)
     outputs = {v for v in graph.outputs if v is not None}
+
+    def writes(op: Operator, slot: int, value: int) -> bool:
+        return value in outputs or _needs_buffer(op, slot, readers.get(value, []))
+
+    return _fused(graph, floating, writes)
+
+
+def _fused(
+    graph: OperatorGraph,
+    floating: frozenset[int],
+    writes: Callable[[Operator, int, int], bool],
+) -> Fusion:
+    """The values in memory, in program order.
+
+    Args:
+      graph: the operator graph.
+      floating: values that each reader makes anew.
+      writes: whether an operator writes a result: the operator, the slot, the value.
+    """
     buffers: set[int] = set()
     handed: set[int] = set()
     for op in graph.operators:
         if op.kind in _HANDING:
             handed.update(op.outputs)
-        for slot, v in enumerate(op.outputs):
-            if v in outputs or _needs_buffer(op, slot, readers.get(v, [])):
-                buffers.add(v)
+        buffers.update(v for slot, v in enumerate(op.outputs) if writes(op, slot, v))
     kept = frozenset(buffers - floating)
     return Fusion(kept, kept | (handed - floating))
 
@@ -121,33 +139,58 @@ def made_again(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
       graph: the operator graph.
       floating: values that each reader makes anew.
     """
-    readers = _readers(graph)
-    outputs = {v for v in graph.outputs if v is not None}
-    buffers: set[int] = set()
-    handed: set[int] = set()
-    scattered: set[int] = set()
-    made_of: dict[int, frozenset[int]] = {}
-    for op in graph.operators:
-        if op.kind in _HANDING:
-            handed.update(op.outputs)
-        arrays = [made_of.get(v, frozenset({v})) for v in op.inputs if v is not None]
-        sources = frozenset[int]().union(*arrays)
-        for slot, v in enumerate(op.outputs):
-            users = readers.get(v, [])
-            if v in outputs or not scattered.isdisjoint(op.inputs):
-                # What is added to a scatter into zeros is what it scatters into.
-                buffers.add(v)
-            elif not _again(op, users) or len(sources) > _MOST_SOURCES:
-                if _needs_buffer(op, slot, users):
-                    buffers.add(v)
-            elif _saves(graph, v, sources, len({r.index for r in users})):
-                buffers.add(v)
-            if v not in buffers and is_elementwise(op):
-                made_of[v] = sources
-            elif v in floating and not is_elementwise(op):
-                scattered.add(v)
-    kept = frozenset(buffers - floating)
-    return Fusion(kept, kept | (handed - floating))
+    return _fused(graph, floating, _Again.of(graph, floating).writes)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Again:
+    """What `made_again` knows of the operators before the present one.
+
+    Attributes:
+      graph: the operator graph.
+      floating: values that each reader makes anew.
+      readers: the operators that read each value.
+      outputs: of the graph.
+      made_of: of what is fused, the values in memory that it is made of.
+      scattered: zeros that something is scattered into.
+    """
+
+    graph: OperatorGraph
+    floating: frozenset[int]
+    readers: Mapping[int, Sequence[Operator]]
+    outputs: frozenset[int]
+    made_of: dict[int, frozenset[int]]
+    scattered: set[int]
+
+    @classmethod
+    def of(cls, graph: OperatorGraph, floating: frozenset[int]) -> Self:
+        """Knows nothing yet."""
+        outputs = frozenset(v for v in graph.outputs if v is not None)
+        return cls(graph, floating, _readers(graph), outputs, {}, set())
+
+    def writes(self, op: Operator, slot: int, value: int) -> bool:
+        """Whether an operator writes a result; operators come in program order."""
+        arrays = (v for v in op.inputs if v is not None)
+        sources = frozenset[int]().union(
+            *(self.made_of.get(v, frozenset({v})) for v in arrays)
+        )
+        written = self._written(op, slot, value, sources)
+        if not written and is_elementwise(op):
+            self.made_of[value] = sources
+        elif value in self.floating and not is_elementwise(op):
+            self.scattered.add(value)
+        return written
+
+    def _written(
+        self, op: Operator, slot: int, value: int, sources: frozenset[int]
+    ) -> bool:
+        users = self.readers.get(value, [])
+        if value in self.outputs or not self.scattered.isdisjoint(op.inputs):
+            # What is added to a scatter into zeros is what it scatters into.
+            return True
+        if not _again(op, users) or len(sources) > _MOST_SOURCES:
+            return _needs_buffer(op, slot, users)
+        return _saves(self.graph, value, sources, len({r.index for r in users}))
 
 
 def _again(op: Operator, users: Sequence[Operator]) -> bool:

@@ -20,6 +20,7 @@ from autopar.cost.overlap import Stretch, Timeline, discounts
 from autopar.cost.pricer import Pricer
 from autopar.cost.scaling import item_pieces
 from autopar.planner.candidate import candidate_of
+from autopar.planner.experts import recipes, restriction
 from autopar.planner.hiding import best_weights, plane_of
 from autopar.planner.problem import formulate
 from autopar.planner.search import candidate_meshes, solve_mesh
@@ -212,3 +213,28 @@ def test_other_batches_hide_what_timelines_say() -> None:
     lines = timelines(assignment, seconds_of(found))
     hidden = sum(t.communication_s - t.exposed_s(1.0) for t in lines)
     assert curve.saved_s(1.0, 1) == pytest.approx(0.8 * hidden, rel=1e-6)
+
+
+def projected(w: jax.Array, batch: jax.Array):
+    """A step whose update reads the whole parameter in a product."""
+    value, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w) ** 2))(w)
+    return w - 0.1 * w @ (w.T @ grad), value
+
+
+def test_what_the_update_gathers_is_hidden_at_no_batch() -> None:
+    """No work is left beside the update: its gathers are in no timeline."""
+    arrays = [jax.ShapeDtypeStruct(s, jnp.float32) for s in ((512, 512), (4096, 512))]
+    found = analyse(projected, tuple(arrays))
+    cluster = Cluster.parse("8:h100")
+    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+    recipe = next(r for r in recipes(1) if r.name == "FSDP (ZeRO-3)")
+    limit = restriction(found, found.node_labels, recipe, pricer)
+    plan = solve_mesh(found, pricer, limit)
+    roles = {found.graph.operators[c.ready].role for c in plan.collectives if c.place}
+    assert Role.UPDATE in roles
+    priced = [(i, item_pieces(plan.assignment, pricer, i)) for i in plan.items]
+    curve = hidden_curve(plan.assignment, pricer, priced)
+    assert curve is not None
+    hidden = sum(t.communication_s - t.exposed_s(1.0) for t in plan.timelines)
+    contention = cluster.device.calibrated.contention
+    assert curve.saved_s(1.0, 1) == pytest.approx((1 - contention) * hidden, rel=1e-6)
