@@ -11,8 +11,8 @@ from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import target_of
 from autopar.planner.edited import carried_out
 from autopar.planner.hints import LogicalRules, Pins
+from autopar.planner.limits import SOLVER_SECONDS
 from autopar.planner.options import (
-    SOLVER_SECONDS,
     PlanOptions,
     as_cluster,
     as_plan,

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import os
 import pathlib
 from collections.abc import Callable, Generator, Sequence
@@ -18,6 +19,7 @@ from autopar.errors import PlanError, TargetError
 from autopar.planner.codecs.options import parsed
 from autopar.planner.edited import carried_out
 from autopar.planner.hints import Pins
+from autopar.planner.limits import SOLVER_SECONDS
 from autopar.planner.options import PlanOptions, as_cluster
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
@@ -52,7 +54,7 @@ def read_cluster(text: str | None, memory: str | None = None) -> Cluster:
 
 def plan_options(
     *,
-    seconds: float | None = None,
+    seconds: float = SOLVER_SECONDS,
     max_axes: int | None = None,
     compression: str = "none",
     error_budget: float | None = None,
@@ -61,6 +63,8 @@ def plan_options(
     axis_names: Sequence[str] | None = None,
 ) -> PlanOptions:
     """Returns the options of a command that are about the search for a plan.
+
+    Without options they are those of `autopar.plan`; infinite seconds are no limit.
 
     Raises:
       PlanError: there is no such codec, or a budget for other than ``auto``.
@@ -72,7 +76,7 @@ def plan_options(
             f"chooses, and --compression is {compression}."
         )
     return PlanOptions(
-        seconds=seconds,
+        seconds=None if math.isinf(seconds) else seconds,
         max_axes=max_axes,
         compression=compression,
         error_budget=error_budget,

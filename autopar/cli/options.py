@@ -34,8 +34,8 @@ ClusterSpec = Annotated[
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 Seconds = Annotated[
-    float | None,
-    typer.Option(min=0.1, help="Time limit of the solver for each mesh."),
+    float,
+    typer.Option(min=0.1, help="Time limit of the solver for each mesh; inf: none."),
 ]
 MaxAxes = Annotated[
     int | None, typer.Option(min=1, max=4, help="The most mesh axes to try.")

@@ -46,7 +46,7 @@ def plan(
 
 def limits(
     *,
-    seconds: float | None,
+    seconds: float,
     max_axes: int | None,
     compression: str,
     error_budget: float | None,

@@ -12,14 +12,11 @@ from autopar.cluster.errors import ClusterError
 from autopar.errors import PlanError
 from autopar.planner.codecs.options import EDITED, budget_of, parsed
 from autopar.planner.hints import LogicalRules, Pins, logical_pins
+from autopar.planner.limits import SOLVER_SECONDS
 from autopar.planner.option_checks import check_hints, check_limits
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
 from autopar_passes.program.calls import Call
-
-# Most plans are proved optimal in a tenth of this; with very tight memory the
-# solver would go on for minutes to close the last percent.
-SOLVER_SECONDS = 10.0
 
 
 def as_cluster(given: Cluster | str) -> Cluster:

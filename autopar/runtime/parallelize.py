@@ -17,8 +17,8 @@ from autopar.compression.policies.policy import Policy
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.planner.hints import LogicalRules, Pins
+from autopar.planner.limits import SOLVER_SECONDS
 from autopar.planner.options import (
-    SOLVER_SECONDS,
     PlanOptions,
     as_cluster,
     as_plan,

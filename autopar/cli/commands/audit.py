@@ -6,6 +6,7 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
+from autopar.planner.limits import SOLVER_SECONDS
 
 
 def audit(
@@ -23,7 +24,7 @@ def audit(
             help="Compile with the compiler of h100, a100, b200, v5e or v5p.",
         ),
     ] = None,
-    seconds: options.Seconds = None,
+    seconds: options.Seconds = SOLVER_SECONDS,
     max_axes: options.MaxAxes = None,
     compression: options.Compression = "none",
     error_budget: options.ErrorBudget = None,

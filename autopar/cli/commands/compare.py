@@ -6,6 +6,7 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
+from autopar.planner.limits import SOLVER_SECONDS
 
 
 def compare(
@@ -27,9 +28,7 @@ def compare(
         int, typer.Option(min=1, help="Turns of three timed steps for each plan.")
     ] = 5,
     devices: options.Devices = None,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of the solver for each plan.")
-    ] = 10.0,
+    seconds: options.Seconds = SOLVER_SECONDS,
     memory: options.Memory = None,
     compression: options.Compression = "none",
     error_budget: options.ErrorBudget = None,

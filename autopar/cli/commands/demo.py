@@ -4,13 +4,14 @@ from typing import Annotated
 
 import typer
 
+from autopar.cli import options
+from autopar.planner.limits import SOLVER_SECONDS
+
 
 def demo(
     devices: Annotated[int, typer.Option(min=1, help="CPU devices to simulate.")] = 8,
     steps: Annotated[int, typer.Option(min=2, help="Steps to train.")] = 40,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of the solver for each mesh.")
-    ] = 10.0,
+    seconds: options.Seconds = SOLVER_SECONDS,
 ) -> None:
     """Plans a GPT for simulated devices, trains it, and checks what was predicted."""
     # They import JAX, which help must not.

@@ -46,9 +46,8 @@ def explain(
     # They import JAX, which help must not.
     from autopar.cli import common, explaining
 
-    limits = common.plan_options(
-        seconds=seconds, compression=compression, error_budget=error_budget
-    )
+    # The time is that of each layout tried; the plan has the usual one.
+    limits = common.plan_options(compression=compression, error_budget=error_budget)
     return explaining.explain(
         source,
         words,

@@ -7,6 +7,7 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
+from autopar.planner.limits import SOLVER_SECONDS
 
 
 def plan(
@@ -20,7 +21,7 @@ def plan(
     html: Annotated[
         pathlib.Path | None, typer.Option(help="Where to write a page about the plan.")
     ] = None,
-    seconds: options.Seconds = None,
+    seconds: options.Seconds = SOLVER_SECONDS,
     max_axes: options.MaxAxes = None,
     memory: options.Memory = None,
     compression: options.Compression = "none",

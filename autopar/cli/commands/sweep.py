@@ -8,6 +8,7 @@ import typer
 
 from autopar.cli import options
 from autopar.cli.output import Result
+from autopar.planner.limits import SOLVER_SECONDS
 
 
 def sweep(
@@ -39,9 +40,7 @@ def sweep(
         float,
         typer.Option(min=0.0, max=1.0, help="The least of devices that are worth it."),
     ] = 0.7,
-    seconds: Annotated[
-        float, typer.Option(min=0.1, help="Time limit of the solver for each mesh.")
-    ] = 10.0,
+    seconds: options.Seconds = SOLVER_SECONDS,
     max_axes: options.MaxAxes = None,
     memory: options.Memory = None,
     compression: options.Compression = "none",
