@@ -234,6 +234,26 @@ def collective_s_per_byte(kind: str, axes: tuple[MeshAxis, ...]) -> float:
     return _curve(kind, axes).s_per_byte
 
 
+@functools.lru_cache(maxsize=1 << 14)
+def least_s_per_byte(
+    kind: str, low: float, high: float, axes: tuple[MeshAxis, ...]
+) -> float:
+    """The least time of a byte in collectives of ``low`` to ``high`` bytes.
+
+    >>> link = LinkSpec(latency_s=1e-3, bandwidth_bytes_per_s=0.5)
+    >>> axis = MeshAxis(name="data", size=4, link=link, level=0)
+    >>> least_s_per_byte("all_reduce", 1.0, math.inf, (axis,))
+    3.0
+
+    Args:
+      kind: one of `KINDS`.
+      low: size of the smallest, above 0.
+      high: size of the largest; it may be infinite.
+      axes: the mesh axes of the group, in any order; none costs nothing.
+    """
+    return _curve(kind, axes).least_s_per_byte(low, high)
+
+
 def collective_s_array(kind: str, nbytes: Sizes, axes: Sequence[MeshAxis]) -> Sizes:
     """`collective_s` of many sizes at once, in the shape of `nbytes`."""
     sizes = np.maximum(np.asarray(nbytes, dtype=np.float64), 0.0)

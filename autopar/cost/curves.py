@@ -56,6 +56,21 @@ class Curve:
         bends = [self.seconds(start) / start for start in self.starts if start > 0]
         return min([self.lines[-1][1], *bends])
 
+    def least_s_per_byte(self, low: float, high: float) -> float:
+        """The least time of a byte at sizes from ``low`` to ``high``.
+
+        >>> through([10.0, 20.0], [1.0, 1.0]).least_s_per_byte(5.0, 15.0)
+        0.06666666666666667
+
+        Args:
+          low: a size in bytes, above 0.
+          high: a size, no less; it may be infinite.
+        """
+        sizes = [low, *(s for s in self.starts if low < s < high)]
+        found = [self.seconds(s) / s for s in sizes]
+        last = self.seconds(high) / high if high < math.inf else self.lines[-1][1]
+        return min(last, *found)
+
     def seeing(self, part: float) -> Curve:
         """The curve of a phase that handles this part of the bytes.
 

@@ -15,6 +15,7 @@ from autopar.cost.collectives import (
     collective_bytes,
     collective_s,
     collective_s_per_byte,
+    least_s_per_byte,
 )
 from autopar.cost.combining import ALONE, NO_COMBINER, Combiner, Group, combiner_of
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
@@ -97,6 +98,22 @@ class Pricer:
         wire = collective_s_per_byte(self.runs_as(step.kind), axes) * size
         return self.skew(axes) * wire + self.move_s(step, size)
 
+    def least_s(self, step: ReshardStep, nbytes: float) -> float:
+        """Seconds that a collective takes in whatever message it travels, at least.
+
+        A message holds the array itself, and no more than the compiler joins. What is
+        larger than that travels alone, so this is what it takes.
+        """
+        size = step.fraction * nbytes
+        if not size or step.kind == "slice":
+            return 0.0
+        kind, _ = self.group_of(step)
+        parts = self.group(step.axes) if kind == "reduce_scatter" else 1
+        most = max(size, parts * self.combiner.most_bytes)
+        axes = tuple(self.mesh.axes[a] for a in step.axes)
+        wire = least_s_per_byte(kind, size, most, axes) * size
+        return self.skew * wire + self.move_s(step, size)
+
     def price_s(
         self, step: ReshardStep, nbytes: float, together: frozenset[str]
     ) -> float:
@@ -112,7 +129,7 @@ class Pricer:
         group = self.group_of(step)
         if step.kind not in together or group[0] not in self.combiner.kinds:
             return self.collective_s(step, nbytes)
-        return math.inf if group in self.without else self.bytes_s(step, nbytes)
+        return math.inf if group in self.without else self.least_s(step, nbytes)
 
     def move_s(self, step: ReshardStep, size: float) -> float:
         """Seconds to bring a collective's pieces into their places on one device.

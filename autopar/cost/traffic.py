@@ -55,7 +55,7 @@ class Collective:
         """Those of its seconds that depend on what else its message carries."""
         if not self.message_bytes:
             return 0.0
-        own = self.trips * pricer.bytes_s(self.step, self.nbytes)
+        own = self.trips * pricer.least_s(self.step, self.nbytes)
         return self.seconds(pricer) - own
 
     def sent_bytes(self, pricer: Pricer) -> float:

@@ -340,27 +340,34 @@ def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Cand
 
 
 def _with_all_groups_s(found: Candidate) -> float:
-    """A lower bound of the plans that use all groups of messages of a solution.
+    """A lower bound of the plans that use all groups of messages of a solution."""
+    if found.formulation.discounts is None:
+        return found.bound_s + found.step_s - found.solution.cost
+    return found.bound_s + _felt_s(found)
 
-    Where communication may be hidden, the latencies of its messages count as much as
-    their bytes do at the weights of the problem.
+
+def _felt_s(found: Candidate) -> float:
+    """The latencies of shared messages, as far as they lengthen a step.
+
+    Where communication may be hidden, they count as much as the bytes of the messages
+    do at the weights of the problem.
     """
     lowered = found.formulation.discounts
     if lowered is None:
-        return found.bound_s + found.step_s - found.solution.cost
+        return found.shared_s
     operators = found.assignment.graph.operators
-    latencies_s = 0.0
+    out = 0.0
     for c in found.collectives:
         maker = operators[c.operator].class_index
         summed = c.step.kind in SUMS
         factor = lowered.sums[maker] if summed else lowered.gathers[c.ready]
-        latencies_s += float(factor) * c.shared_s(found.pricer)
-    return found.bound_s + latencies_s
+        out += float(factor) * c.shared_s(found.pricer)
+    return out
 
 
 def _settled(found: Candidate, best: Candidate) -> bool:
     """Whether no plan without more groups can be worth it."""
-    least = min(found.solution.cost, found.step_s - found.shared_s)
+    least = min(found.solution.cost, found.step_s - _felt_s(found))
     return least >= (1 - WORTHWHILE) * best.step_s
 
 
