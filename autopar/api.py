@@ -61,7 +61,8 @@ def plan(
         pin what ``nn.with_logical_partitioning`` has named in the arguments.
       axis_names: names of the mesh axes, outermost first.
       max_axes: most mesh axes to try (default two, or one for each level).
-      seconds: time limit of the solver, for each mesh. With None it runs until the
+      seconds: time limit of the solver, for each mesh, in seconds of its own work (a
+        busy machine does not shorten it). With None it runs until the
         plan is proved optimal, and the same call always gives the same plan; with
         a limit, plans within the solver's gap of each other may take turns.
       split_batch: whether it is an error if no mesh axis divides the batch.

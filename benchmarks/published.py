@@ -35,8 +35,9 @@ import autopar
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate
-from autopar.planner.experts import recipes, restriction
-from autopar.planner.search import candidate_meshes, solve_mesh
+from autopar.planner.recipes import recipes, restriction_of
+from autopar.planner.search import candidate_meshes
+from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 
 ROOT = pathlib.Path(__file__).resolve().parent
@@ -88,7 +89,7 @@ def within(
         pricer = Pricer(cluster, mesh)
         for recipe in recipes(len(mesh.axes)):
             if recipe.name == row["strategy"]:
-                limit = restriction(analysis, analysis.node_labels, recipe, pricer)
+                limit = restriction_of(analysis, recipe, pricer)
                 found.append(solve_mesh(analysis, pricer, limit, seconds))
     if not found:
         raise SystemExit(f"{row['id']}: no mesh {row['mesh']} of {row['cluster']}")

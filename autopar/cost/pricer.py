@@ -28,7 +28,7 @@ class Pricer:
     Attributes:
       cluster: the devices and links.
       mesh: the mesh.
-      without: groups of messages that no plan may send (`autopar.planner.search`).
+      without: groups of messages that no plan may send (`autopar.planner.solving`).
       combining: whether collectives may share messages.
     """
 

@@ -8,41 +8,15 @@ one a person would write by that rule.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
 
 from autopar.cluster import Cluster
 from autopar.cost.pricer import Pricer
-from autopar.errors import InfeasibleError
-from autopar.layouts.strategies import Strategy
+from autopar.errors import PlanError
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.problem import Restriction
-from autopar.planner.search import candidate_meshes, search, solve_mesh
+from autopar.planner.recipes import recipes, restriction_of
+from autopar.planner.search import candidate_meshes, search
+from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis
-from autopar.steps.labels import BATCH, SEQUENCE, Labels
-from autopar.steps.nodes import Node
-from autopar_passes.graph.roles import InputRole
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Recipe:
-    """A rule about the axes of a mesh.
-
-    Attributes:
-      name: what people call it.
-      data: axes that split the batch.
-      tensor: axes that split the model.
-      shard_parameters: parameters are split over the data axes too (ZeRO-3).
-      shard_optimizer: optimizer state is split over the data axes (ZeRO-1).
-      sequence: arrays between products are split along the sequence over the
-        tensor axes.
-    """
-
-    name: str
-    data: tuple[int, ...]
-    tensor: tuple[int, ...] = ()
-    shard_parameters: bool = False
-    shard_optimizer: bool = False
-    sequence: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,22 +29,6 @@ class Expert:
     reason: str = ""
 
 
-def recipes(num_axes: int) -> Iterator[Recipe]:
-    """Lists the expert plans on a mesh with this many axes."""
-    every = tuple(range(num_axes))
-    yield Recipe("data parallel", every)
-    yield Recipe("ZeRO-1", every, shard_optimizer=True)
-    yield Recipe("FSDP (ZeRO-3)", every, shard_parameters=True, shard_optimizer=True)
-    yield Recipe("tensor parallel", (), every)
-    yield Recipe("tensor + sequence parallel", (), every, sequence=True)
-    if num_axes > 1:
-        data, tensor = every[:-1], every[-1:]
-        yield Recipe("data x tensor", data, tensor)
-        yield Recipe("data x tensor + sequence", data, tensor, sequence=True)
-        yield Recipe("FSDP x tensor", data, tensor, True, True)
-        yield Recipe("FSDP x tensor + sequence", data, tensor, True, True, True)
-
-
 def expert_plans(
     analysis: Analysis, cluster: Cluster, *, seconds: float | None = None
 ) -> list[Expert]:
@@ -81,96 +39,18 @@ def expert_plans(
       cluster: what to plan for.
       seconds: time limit of the solver for each.
     """
-    labels = analysis.node_labels
     out: list[Expert] = []
     for mesh in candidate_meshes(cluster):
         pricer = Pricer(cluster, mesh)
         for recipe in recipes(len(mesh.axes)):
-            limit = restriction(analysis, labels, recipe, pricer)
+            limit = restriction_of(analysis, recipe, pricer)
             try:
                 candidate = solve_mesh(analysis, pricer, limit, seconds)
                 out.append(Expert(recipe.name, str(mesh), candidate))
-            except InfeasibleError as error:
+            except PlanError as error:
                 reason = str(error).split("\n", 1)[0]
                 out.append(Expert(recipe.name, str(mesh), None, reason))
     return out
-
-
-def restriction(
-    analysis: Analysis, labels: Labels, recipe: Recipe, pricer: Pricer
-) -> Restriction:
-    """Returns which strategies a recipe allows."""
-    roles = _node_roles(analysis)
-    full = {
-        node.index: _most_split(node, recipe.data, pricer.sizes)
-        for node in analysis.contraction.nodes
-    }
-
-    def allowed(node: Node, strategy: Strategy) -> bool:
-        named = labels.get(node.index, {})
-        role = roles.get(node.index)
-        has_batch = BATCH in named.values()
-        used = [(a, named.get(f, "")) for f, axes in enumerate(strategy) for a in axes]
-        for axis, name in used:
-            if (
-                axis in recipe.data
-                and name != BATCH
-                and not _may_shard(role, recipe, has_batch, node)
-            ):
-                return False
-            if axis in recipe.tensor and not _may_tensor(name, recipe, node):
-                return False
-        if _must_shard(role, recipe):
-            split = sum(1 for axis, _ in used if axis in recipe.data)
-            return split >= full[node.index]
-        return True
-
-    return allowed
-
-
-def _may_shard(
-    role: InputRole | None, recipe: Recipe, has_batch: bool, node: Node
-) -> bool:
-    """Whether data axes may split something that is not the batch."""
-    if role is InputRole.PARAMETER:
-        return recipe.shard_parameters
-    if role is InputRole.OPTIMIZER_STATE:
-        return recipe.shard_optimizer
-    return recipe.shard_optimizer and not has_batch and node.kind == "array"
-
-
-def _may_tensor(name: str, recipe: Recipe, node: Node) -> bool:
-    if name == BATCH:
-        return False
-    if name == SEQUENCE:
-        return recipe.sequence and node.kind != "contraction"
-    return True
-
-
-def _must_shard(role: InputRole | None, recipe: Recipe) -> bool:
-    if role is InputRole.PARAMETER:
-        return recipe.shard_parameters
-    return role is InputRole.OPTIMIZER_STATE and recipe.shard_optimizer
-
-
-def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
-    homes = analysis.contraction.homes
-    return {
-        homes[i.value].node: i.role for i in analysis.graph.inputs if i.value in homes
-    }
-
-
-def _most_split(node: Node, axes: Sequence[int], sizes: Sequence[int]) -> int:
-    """The most of these axes that can split the node's factors together."""
-    left = [size for size, _ in node.factors]
-    count = 0
-    for axis in axes:
-        for k, size in enumerate(left):
-            if size % sizes[axis] == 0:
-                left[k] = size // sizes[axis]
-                count += 1
-                break
-    return count
 
 
 def search_from_experts(

@@ -19,7 +19,8 @@ from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
 from autopar.planner.record import restore
-from autopar.planner.search import plan_mesh, solve_mesh
+from autopar.planner.search import plan_mesh
+from autopar.planner.solving import solve_mesh
 from autopar.plans import Plan, Spec
 from autopar.plans.specs import spec_text
 from autopar.reports.table import CollectiveRow, template

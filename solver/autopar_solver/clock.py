@@ -3,6 +3,9 @@
 import copy
 import math
 import time
+from collections.abc import Callable
+
+Timer = Callable[[], float]
 
 
 class Clock:
@@ -12,8 +15,11 @@ class Clock:
     the same problem always takes the same steps.
     """
 
-    def __init__(self, begin: float, seconds: float | None) -> None:
-        """Runs from ``begin`` (of ``time.monotonic``)."""
+    def __init__(
+        self, begin: float, seconds: float | None, timer: Timer | None = None
+    ) -> None:
+        """Runs from ``begin`` of a timer, ``time.monotonic`` where none is given."""
+        self.timer = timer
         self.began = begin
         self.counted = seconds is None
         self._ticks = [0.0]
@@ -36,7 +42,7 @@ class Clock:
     @property
     def now(self) -> float:
         """The present time, or the work counted so far."""
-        return self._ticks[0] if self.counted else time.monotonic()
+        return self._ticks[0] if self.counted else self._read()
 
     @property
     def left(self) -> float:
@@ -44,11 +50,14 @@ class Clock:
         return self.end - self.now
 
     @property
-    def deadline(self) -> float | None:
-        """The end on ``time.monotonic``; None if time is only counted."""
-        return None if self.counted else self.end
+    def out(self) -> bool:
+        """Whether the end is over; never if time is only counted."""
+        return not self.counted and self.now > self.end
 
     @property
     def spent(self) -> float:
         """Real seconds since the beginning."""
-        return time.monotonic() - self.began
+        return self._read() - self.began
+
+    def _read(self) -> float:
+        return time.monotonic() if self.timer is None else self.timer()

@@ -42,7 +42,7 @@ from autopar.planner.codecs.left_out import EARLY, left_to_compiler
 from autopar.planner.codecs.sites import Site, decision, sites
 from autopar.planner.codecs.smaller_error import GAP, with_less_error
 from autopar.planner.problem import Restriction
-from autopar.planner.search import solve_mesh
+from autopar.planner.solving import solve_mesh
 from autopar.plans import Compression, GradientDecision
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.roles import Role

@@ -260,7 +260,7 @@ class _State:
             own = gone[self.field.offsets[k] : self.field.offsets[k + 1]]
             if own.any():
                 self.graph.restrict(i, np.flatnonzero(~own))
-        reduce_graph(self.graph, self.clock.deadline)
+        reduce_graph(self.graph, self.clock)
         kept = prices[np.searchsorted(rows, self.graph.rows)]
         self._refresh(kept, carry_messages(messages, self.graph, first_step))
 
@@ -311,7 +311,7 @@ class _State:
                 own = kept[self.field.offsets[k] : self.field.offsets[k + 1]]
                 if not own.all():
                     graph.restrict(i, np.flatnonzero(own))
-            reduce_graph(graph, clock.deadline)
+            reduce_graph(graph, clock)
             close_gap(graph, local, clock, self.backend, inner=True)
         except ContradictionError:
             return

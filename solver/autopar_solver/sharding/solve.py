@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar_solver.clock import Clock
+from autopar_solver.clock import Clock, Timer
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.incumbent import Incumbent
@@ -28,6 +28,7 @@ def solve(
     gap: float = 1e-4,
     warm_start: Sequence[int] | None = None,
     backend: BackendName = "highs",
+    timer: Timer = time.monotonic,
 ) -> Solution:
     """Finds the cheapest choice of strategies that fits in memory.
 
@@ -35,18 +36,20 @@ def solve(
 
     Args:
         problem: what to solve; costs of any scale.
-        seconds: wall-clock limit; None to stop only when the gap is closed.
+        seconds: limit, as the timer counts; None to stop only when the gap is closed.
         gap: relative difference of cost and bound at which a solution is called
             optimal; 1e-9 of rounding is always allowed.
         warm_start: choices to begin with; if they are valid, the result costs at most
             as much.
         backend: who solves integer programs: "highs", or "cbc" through PuLP.
+        timer: tells the time in seconds; with ``time.thread_time`` the limit is of
+            work, however busy the machine is.
 
     Raises:
         ValueError: the warm start does not name one strategy per node, or there is no
             such backend.
     """
-    clock = Clock(time.monotonic(), seconds)
+    clock = Clock(timer(), seconds, timer)
     solver = backend_of(backend)
     incumbent = Incumbent(problem, gap)
     if warm_start is not None:
@@ -55,7 +58,7 @@ def solve(
     reports: tuple[ReductionReport, ...] = ()
     try:
         early = clock.within(REDUCTION_SHARE * clock.length)
-        reports = reduce_graph(graph, early.deadline)
+        reports = reduce_graph(graph, early)
         close_gap(graph, incumbent, clock, solver)
     except ContradictionError:
         # Nothing can be chosen, or nothing below the cost of what is known.

@@ -33,7 +33,8 @@ from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.problem import formulate
-from autopar.planner.search import candidate_meshes, solve_mesh
+from autopar.planner.search import candidate_meshes
+from autopar.planner.solving import solve_mesh
 from autopar.reports.explain import BoundPlan, bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
 from autopar.runtime.planned import device_mesh, planned_step

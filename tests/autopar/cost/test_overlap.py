@@ -20,10 +20,11 @@ from autopar.cost.overlap import Stretch, Timeline, discounts
 from autopar.cost.pricer import Pricer
 from autopar.cost.scaling import item_pieces
 from autopar.planner.candidate import candidate_of
-from autopar.planner.experts import recipes, restriction
 from autopar.planner.hiding import best_weights, plane_of
 from autopar.planner.problem import formulate
-from autopar.planner.search import candidate_meshes, solve_mesh
+from autopar.planner.recipes import recipes, restriction_of
+from autopar.planner.search import candidate_meshes
+from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.graph.roles import Role
 from autopar_solver import Solution, Status, evaluate_choices
@@ -228,7 +229,7 @@ def test_what_the_update_gathers_is_hidden_at_no_batch() -> None:
     cluster = Cluster.parse("8:h100")
     pricer = Pricer(cluster, candidate_meshes(cluster)[0])
     recipe = next(r for r in recipes(1) if r.name == "FSDP (ZeRO-3)")
-    limit = restriction(found, found.node_labels, recipe, pricer)
+    limit = restriction_of(found, recipe, pricer)
     plan = solve_mesh(found, pricer, limit)
     roles = {found.graph.operators[c.ready].role for c in plan.collectives if c.place}
     assert Role.UPDATE in roles

@@ -23,8 +23,9 @@ from autopar.cost.pricer import Pricer
 from autopar.cost.scaling import ScaledCost, rescaled
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
-from autopar.planner.experts import Recipe, restriction
-from autopar.planner.search import candidate_meshes, solve_mesh
+from autopar.planner.recipes import Recipe, restriction_of
+from autopar.planner.search import candidate_meshes
+from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 
 CASES = (("dense", "8:h100"), ("dense", "2x4:h100"), ("attention", "8:cpu"))
@@ -94,7 +95,7 @@ def planned(name: str, text: str) -> tuple[Assignment, Pricer]:
     recipe = (
         Recipe("data", axes) if len(axes) == 1 else Recipe("both", (0,), (1,), True)
     )
-    limit = restriction(analysis, analysis.node_labels, recipe, pricer)
+    limit = restriction_of(analysis, recipe, pricer)
     return solve_mesh(analysis, pricer, limit, seconds=2).assignment, pricer
 
 

@@ -11,7 +11,8 @@ import step_forms as forms
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar import Cluster
-from autopar.planner.experts import Expert, expert_plans, recipes
+from autopar.planner.experts import Expert, expert_plans
+from autopar.planner.recipes import recipes
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.graph.roles import InputRole
 

@@ -26,7 +26,8 @@ from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.experts import search_from_experts
 from autopar.planner.infeasible import size_text
 from autopar.planner.problem import Formulation, formulate
-from autopar.planner.search import candidate_meshes, search, solve_mesh
+from autopar.planner.search import candidate_meshes, search
+from autopar.planner.solving import solve_mesh
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve

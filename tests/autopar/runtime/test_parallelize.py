@@ -190,7 +190,7 @@ def test_a_given_plan_is_not_solved_again(
     first = planned(form, plan=plan)
     state = first.init(form.create, jax.random.key(0))
     want = form.losses(first, state, forms.batches(3))
-    monkeypatch.setattr("autopar.planner.search.solve", None)
+    monkeypatch.setattr("autopar.planner.solving.solve", None)
     step = planned(form, plan=loaded)
     assert step.plan is loaded
     state = step.init(form.create, jax.random.key(0))

@@ -1,8 +1,8 @@
 """Runs all reductions in turn, until a round finds too little."""
 
-import time
 from collections.abc import Callable
 
+from autopar_solver.clock import Clock
 from autopar_solver.sharding.graph import Graph
 from autopar_solver.sharding.reductions.capacity import (
     drop_loose_rows,
@@ -49,9 +49,9 @@ TIDYING: tuple[tuple[str, Reduction], ...] = (
 
 
 def reduce_graph(
-    graph: Graph, deadline: float | None = None
+    graph: Graph, clock: Clock | None = None
 ) -> tuple[ReductionReport, ...]:
-    """Reduces a graph in place; stops early, still exact, at the deadline.
+    """Reduces a graph in place; stops early, still exact, when the clock is out.
 
     Rounds end when one removes too little; what is left is then tidied, so that no
     node has an infinite cost, a single strategy or memory that is certain.
@@ -61,9 +61,9 @@ def reduce_graph(
     """
     totals = {name: (0, 0, 0) for name, _ in REDUCTIONS}
     small = False
-    while not small and (deadline is None or time.monotonic() < deadline):
+    while not small and not (clock is not None and clock.out):
         before = _size(graph)
-        _run(graph, REDUCTIONS, totals, deadline)
+        _run(graph, REDUCTIONS, totals, clock)
         small = _is_small(before, _size(graph))
     before = None
     while before != _size(graph):
@@ -79,10 +79,10 @@ def _run(
     graph: Graph,
     reductions: tuple[tuple[str, Reduction], ...],
     totals: dict[str, tuple[int, int, int]],
-    deadline: float | None = None,
+    clock: Clock | None = None,
 ) -> None:
     for name, reduction in reductions:
-        if deadline is not None and time.monotonic() > deadline:
+        if clock is not None and clock.out:
             return
         before = _size(graph)
         reduction(graph)

@@ -35,7 +35,8 @@ from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
-from autopar.planner.search import candidate_meshes, given, solve_mesh
+from autopar.planner.search import candidate_meshes, given
+from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import CodecSelection, solve_selection
 

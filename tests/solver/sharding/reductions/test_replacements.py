@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from solver_graphs import graph_of, term
 
+from autopar_solver.clock import Clock
 from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.reductions.dominated import drop_dominated, replacements
 from autopar_solver.sharding.reductions.followers import fold_followers, follows
@@ -172,7 +173,7 @@ def test_reports_add_up_to_what_is_gone():
 
 def test_a_deadline_that_is_past_only_tidies():
     graph = graph_of([[1, 2], [INF, 4]], {(0, 1): [[0, 1], [1, 0]]})
-    reports = reduce_graph(graph, deadline=-1.0)
+    reports = reduce_graph(graph, clock=Clock(0.0, -1.0))
     assert {report.name for report in reports if report.strategies} == {
         "forbidden strategies",
         "single-strategy nodes",

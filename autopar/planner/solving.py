@@ -1,0 +1,492 @@
+"""The best plan on one mesh, in a limited time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import time
+from collections.abc import Sequence
+
+from autopar.cost.codecs.matrix import Prices
+from autopar.cost.combining import SUMS, Group
+from autopar.cost.overlap import discounts
+from autopar.cost.pricer import Pricer
+from autopar.errors import PlanError
+from autopar.planner.candidate import WORTHWHILE, Candidate, candidate_of, choices_of
+from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_of
+from autopar.planner.infeasible import infeasible
+from autopar.planner.problem import Formulation, Restriction, formulate
+from autopar.planner.recipes import recipes, restriction_of
+from autopar.planner.ties import split_batch_inputs
+from autopar.steps.analysis import Analysis
+from autopar_solver import Status, solve
+
+# How often the memory limit is tightened until the exact peak fits.
+_TIGHTENINGS = 5
+# Problems solved for one mesh.
+_MOST_PROBLEMS = 8
+# Problems solved for one mesh to find the weights of what is hidden.
+_ROUNDS = 5
+# Parts of the time that is left: of one problem, and of one plan by an expert's rule.
+_PROBLEM_SHARE, _EXPERT_SHARE = 0.35, 0.15
+# Every problem has this part of the whole time, even where that is over.
+_LEAST_SHARE = 0.05
+
+
+class Limit:
+    """A limit on what the solver spends on a mesh.
+
+    It counts seconds of the thread's own work, so that a busy machine does not make
+    plans worse. Pricing does not count: the number of problems bounds that.
+
+    Attributes:
+      seconds: of it; None: none.
+      spent_s: seconds spent.
+    """
+
+    def __init__(self, seconds: float | None, parent: Limit | None = None) -> None:
+        """A limit, or a part of another one."""
+        self.seconds, self.parent = seconds, parent
+        self.spent_s = 0.0
+
+    def spend(self, seconds: float) -> None:
+        """Counts what was spent."""
+        self.spent_s += seconds
+        if self.parent is not None:
+            self.parent.spend(seconds)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left."""
+        return self.seconds is not None and self.spent_s >= self.seconds
+
+    def part_s(self, share: float) -> float | None:
+        """A part of what is left; None: no limit."""
+        if self.seconds is None:
+            return None
+        return max(share * (self.seconds - self.spent_s), _LEAST_SHARE * self.seconds)
+
+    def part(self, share: float) -> Limit:
+        """A limit of a part of what is left."""
+        return Limit(self.part_s(share), self)
+
+
+def solve_mesh(
+    analysis: Analysis,
+    pricer: Pricer,
+    restriction: Restriction | None = None,
+    seconds: float | None = None,
+    starts: Sequence[Candidate] = (),
+    prices: Prices | None = None,
+    weights: Weights | None = None,
+    most_s: float = math.inf,
+    experts: bool = False,
+) -> Candidate:
+    """Finds the best assignment on one mesh.
+
+    Where communication runs beside work, the problem is solved at some weights of
+    what is hidden, then at better ones (`autopar.planner.hiding`). Where that does not
+    prove a plan, the plans that people write are made too: the search goes on from the
+    best of them.
+
+    The problem of the layouts holds what bytes take; a message that collectives
+    share has a latency besides, which is paid once for its group, whoever sends in
+    it. So the problem is solved first as if latencies were free, then without each
+    of the groups that were used, and so on, as long as that may pay (branch and
+    bound over sets of groups, the most promising first), in `_MOST_PROBLEMS` at most.
+    The gap is that to the lowest bound of what was left.
+
+    With ``prices`` it is solved once, for codecs have messages of their own.
+
+    Args:
+      analysis: the step.
+      pricer: the mesh and cluster.
+      restriction: says which strategies are allowed.
+      seconds: time limit of all problems of the mesh.
+      starts: assignments known already.
+      prices: with them gradients may be sent by codecs.
+      weights: of what is hidden; None: they are found.
+      most_s: seconds of the best plan of other meshes; no more is proved of this mesh
+        than that it has none that is faster.
+      experts: whether plans that people write are made where no plan is proved.
+
+    Raises:
+      InfeasibleError: nothing fits the memory of a device.
+    """
+    memory = pricer.cluster.memory_bytes
+    fitting = [c for c in starts if c.peak_memory_bytes <= memory]
+    start = min(fitting, key=lambda c: c.step_s, default=None)
+    task = _Task(analysis, restriction, Limit(seconds), prices)
+    if prices is not None or weights is not None:
+        found = _solved(task, pricer, start, weights or {}, None) or start
+        assert found is not None
+        best = found if start is None else min(found, start, key=lambda c: c.step_s)
+        return dataclasses.replace(best, pricer=pricer)
+    return _on_mesh(task, pricer, start, most_s=most_s, experts=experts)
+
+
+def _on_mesh(
+    task: _Task,
+    pricer: Pricer,
+    start: Candidate | None,
+    *,
+    most_s: float,
+    memory_limit: float | None = None,
+    experts: bool = False,
+) -> Candidate:
+    """`solve_mesh` where nothing but the layouts is chosen.
+
+    Args:
+      task: the step.
+      pricer: the mesh and cluster.
+      start: a plan that is known.
+      most_s: seconds of the best plan of other meshes.
+      memory_limit: bytes that terms of memory may use from the first problem on;
+        None: problems have such terms where the fastest plan does not fit.
+      experts: whether plans that people write are made where no plan is proved.
+    """
+    rounds = _Rounds(task, pricer, start, memory_limit)
+    rounds.begin(experts=experts)
+    _go_on(rounds, most_s, experts and not rounds.asked)
+    best, first = rounds.best, rounds.last
+    assert best is not None  # where none was found an error was raised
+    if rounds.weighted or start is not None:
+        best = dataclasses.replace(best, weights=rounds.weights, lower_s=rounds.bound_s)
+    if first is not None and rounds.bound_s < most_s:
+        first = dataclasses.replace(first, lower_s=rounds.bound_s)
+        best = _with_fewer_messages(task, first, best)
+    return dataclasses.replace(best, pricer=pricer)
+
+
+class _TimeOutError(PlanError):
+    """Time ran out before any plan was found."""
+
+
+def has_plan(
+    analysis: Analysis,
+    pricer: Pricer,
+    restriction: Restriction | None,
+    seconds: float | None,
+) -> bool:
+    """Whether a plan that fits is found on a mesh in one problem."""
+    task = _Task(analysis, restriction, Limit(seconds))
+    try:
+        _solved(task, pricer, None, None, None)
+    except PlanError:
+        return False
+    return True
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Task:
+    """What stays the same in all problems of a mesh.
+
+    Attributes:
+      analysis: the step.
+      restriction: says which strategies are allowed.
+      limit: of time, of all problems.
+      prices: with them gradients may be sent by codecs.
+    """
+
+    analysis: Analysis
+    restriction: Restriction | None
+    limit: Limit
+    prices: Prices | None = None
+
+
+class _Rounds:
+    """What is known of a mesh after some problems.
+
+    Attributes:
+      best: the fastest plan.
+      last: the solution of the last problem; None: it gave no plan that fits.
+      weights: of what is hidden, in that problem.
+      bound_s: the highest bound of all problems.
+      planes: of the plans known.
+      memory_limit: that of the last problem.
+      problems: number of problems solved.
+      weighted: whether communication may be hidden.
+      asked: whether plans that people write are among those known.
+    """
+
+    def __init__(
+        self,
+        task: _Task,
+        pricer: Pricer,
+        start: Candidate | None,
+        memory_limit: float | None,
+    ) -> None:
+        """Knows a plan at most."""
+        self.task, self.pricer = task, pricer
+        self.weighted = bool(pricer.cluster.device.calibrated.overlap)
+        self.asked = False
+        self.best = start
+        self.last: Candidate | None = None
+        self.weights: Weights | None = None
+        self.bound_s = 0.0
+        self.planes: list[Plane] = []
+        self.memory_limit = memory_limit
+        self.problems = 0
+        if start is not None:
+            self.take(start)
+
+    def take(self, found: Candidate) -> None:
+        """Adds a plan."""
+        if self.weighted:
+            known = self.pricer.cluster.device.calibrated
+            plane = plane_of(found.step_s, found.timelines, known)
+            self.planes.append(plane)
+        if self.best is None or found.step_s < self.best.step_s:
+            self.best = found
+
+    @property
+    def certain(self) -> bool:
+        """Whether the last problem was solved to its end."""
+        return self.last is not None and self.last.solution.status is Status.OPTIMAL
+
+    def proved(self, most_s: float) -> bool:
+        """Whether no plan is faster than the best, or than ``most_s``."""
+        assert self.best is not None
+        return self.bound_s >= min(most_s, (1 - PROVED) * self.best.step_s)
+
+    def go_on(self) -> bool:
+        """Solves at the best weights; False where that would be the same again."""
+        weights = self.best_weights()
+        if self.task.limit.over or (weights == self.weights and self.certain):
+            return False
+        self.solve(weights)
+        return True
+
+    def best_weights(self) -> Weights | None:
+        """The weights at which the plans known so far are bounded best."""
+        if not self.weighted:
+            return None
+        known = self.pricer.cluster.device.calibrated
+        return best_weights(self.planes, known) if self.planes else {}
+
+    def begin(self, *, experts: bool) -> None:
+        """Solves the first problem.
+
+        Raises:
+          PlanError: no plan was found, and none was known.
+        """
+        try:
+            self.solve(self.best_weights())
+        except _TimeOutError:
+            if not experts:
+                raise
+            self.ask_experts()
+            if self.best is None:
+                self.solve(self.best_weights())
+
+    def solve(self, weights: Weights | None) -> None:
+        """Solves one problem.
+
+        Raises:
+          PlanError: no plan was found, and none was known.
+        """
+        self.weights = weights
+        self.last = _solved(
+            self.task, self.pricer, self.best, weights, self.memory_limit
+        )
+        self.problems += 1
+        if self.last is not None:
+            self.memory_limit = self.last.formulation.problem.memory_limit
+            self.bound_s = max(self.bound_s, self.last.bound_s)
+            self.take(self.last)
+
+    def ask_experts(self) -> None:
+        """Makes the plans that people write; those that shard parameters first."""
+        self.asked = True
+        analysis, limit = self.task.analysis, self.task.limit
+        rules = recipes(len(self.pricer.mesh.axes))
+        for recipe in sorted(rules, key=lambda r: not r.shard_parameters):
+            if limit.over and self.best is not None:
+                return
+            rule = restriction_of(analysis, recipe, self.pricer)
+            task = _Task(analysis, rule, limit.part(_EXPERT_SHARE))
+            with contextlib.suppress(PlanError):
+                found = _on_mesh(
+                    task,
+                    self.pricer,
+                    None,
+                    most_s=self.best.step_s if self.best else math.inf,
+                    # What shards parameters mostly fits, and is found sooner without
+                    # terms of memory.
+                    memory_limit=None if recipe.shard_parameters else self.memory_limit,
+                )
+                self.take(found)
+
+
+def _go_on(rounds: _Rounds, most_s: float, experts: bool) -> None:
+    """Solves at better weights, from better plans, until the best plan is proved."""
+    while rounds.problems < _ROUNDS and not rounds.proved(most_s):
+        if experts and (rounds.problems == 2 or not rounds.certain):
+            experts = False
+            rounds.ask_experts()
+        if not rounds.go_on():
+            break
+    if experts and not rounds.proved(most_s):
+        rounds.ask_experts()
+        rounds.go_on()
+
+
+def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Candidate:
+    """The best of plans without some groups of messages.
+
+    No plan without a set of groups is faster than the objective of its problem, and
+    one that does not use all groups of a problem's solution is without one of them.
+
+    Args:
+      task: the step.
+      first: the solution with all groups.
+      best: the fastest plan known.
+    """
+    left, tried = [first], {frozenset[Group]()}
+    floor_s = math.inf
+    while left:
+        left.sort(key=lambda c: -c.solution.cost)
+        found = left.pop()
+        if task.limit.over or _settled(found, best):
+            floor_s = min(floor_s, found.bound_s)
+            continue
+        floor_s = min(floor_s, _with_all_groups_s(found))
+        pricer = found.formulation.pricer
+        for group in sorted(found.groups):
+            without = pricer.without | {group}
+            if without in tried:
+                continue
+            if len(tried) == _MOST_PROBLEMS:
+                floor_s = min(floor_s, *(c.bound_s for c in (found, *left)))
+                left.clear()
+                break
+            tried.add(without)
+            fewer = dataclasses.replace(pricer, without=without)
+            with contextlib.suppress(PlanError):
+                tight = first.formulation.problem.memory_limit
+                other = _solved(task, fewer, None, first.weights, tight)
+                assert other is not None  # without a start there is one, or an error
+                left.append(other)
+                best = min(best, other, key=lambda c: c.step_s)
+    return dataclasses.replace(best, lower_s=min(floor_s, best.step_s))
+
+
+def _with_all_groups_s(found: Candidate) -> float:
+    """A lower bound of the plans that use all groups of messages of a solution."""
+    if found.formulation.discounts is None:
+        return found.bound_s + found.step_s - found.solution.cost
+    return found.bound_s + _felt_s(found)
+
+
+def _felt_s(found: Candidate) -> float:
+    """The latencies of shared messages, as far as they lengthen a step.
+
+    Where communication may be hidden, they count as much as the bytes of the messages
+    do at the weights of the problem.
+    """
+    lowered = found.formulation.discounts
+    if lowered is None:
+        return found.shared_s
+    operators = found.assignment.graph.operators
+    out = 0.0
+    for c in found.collectives:
+        maker = operators[c.operator].class_index
+        summed = c.step.kind in SUMS
+        factor = lowered.sums[maker] if summed else lowered.gathers[c.ready]
+        out += float(factor) * c.shared_s(found.pricer)
+    return out
+
+
+def _settled(found: Candidate, best: Candidate) -> bool:
+    """Whether no plan without more groups can be worth it: their latencies are few."""
+    return found.step_s - _felt_s(found) >= (1 - WORTHWHILE) * best.step_s
+
+
+def _solved(
+    task: _Task,
+    pricer: Pricer,
+    start: Candidate | None,
+    weights: Weights | None,
+    tightened: float | None,
+) -> Candidate | None:
+    """The best assignment, but for the latencies of shared messages.
+
+    Memory terms enter only where the fastest assignment does not fit without.
+
+    Args:
+      task: the step.
+      pricer: the mesh and cluster.
+      start: an assignment that is known.
+      weights: of what is hidden; None: work and communication are added.
+      tightened: bytes that terms of memory may use; None: no terms at first.
+
+    Returns:
+      None where the solver found none that fits, and one is known.
+    """
+    known = pricer.cluster.device.calibrated
+    lowered = None
+    if weights is not None and known.overlap:
+        lowered = discounts(task.analysis, weights, known.overlap, known.contention)
+    limit = float(pricer.cluster.memory_bytes)
+    formulation: Formulation | None = None
+    status = Status.UNKNOWN
+    for _ in range(_TIGHTENINGS + 1):
+        formulation = formulate(
+            task.analysis, pricer, task.restriction, tightened, task.prices, lowered
+        )
+        choices = None if start is None else choices_of(formulation, start.assignment)
+        seconds = task.limit.part_s(_PROBLEM_SHARE)
+        solution = solve(
+            formulation.problem,
+            seconds=seconds,
+            warm_start=choices,
+            timer=time.thread_time,
+        )
+        task.limit.spend(solution.seconds)
+        status = solution.status
+        if status in (Status.INFEASIBLE, Status.UNKNOWN):
+            break
+        found = candidate_of(task.analysis, formulation, solution)
+        if found.peak_memory_bytes <= limit:
+            found = dataclasses.replace(found, weights=weights)
+            return _tie_broken(task.analysis, found)
+        over = limit / found.peak_memory_bytes
+        tightened = limit if tightened is None else 0.995 * tightened * over
+        if start is not None and task.limit.over:
+            break
+    if start is not None:
+        return None
+    raise _failed(task, pricer, formulation, status, tightened)
+
+
+def _failed(
+    task: _Task,
+    pricer: Pricer,
+    formulation: Formulation | None,
+    status: Status,
+    tightened: float | None,
+) -> PlanError:
+    """The error where the solver found no plan that fits."""
+    if status is Status.UNKNOWN:
+        return _TimeOutError(
+            f"no plan found on mesh {pricer.mesh} within {task.limit.seconds:g} s. "
+            "Give the solver more time with seconds=."
+        )
+    if tightened is None or formulation is None:
+        return PlanError(
+            f"no plan found on mesh {pricer.mesh}: no choice of layouts is possible."
+        )
+    return infeasible(task.analysis, pricer, formulation)
+
+
+def _tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
+    """Splits the batch inputs of a candidate where that is free and still fits."""
+    solution = split_batch_inputs(analysis, found.formulation, found.solution)
+    if solution.choices == found.solution.choices:
+        return found
+    split = candidate_of(analysis, found.formulation, solution)
+    split = dataclasses.replace(split, weights=found.weights)
+    limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
+    fits = split.peak_memory_bytes <= limit
+    return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found

@@ -1,0 +1,110 @@
+"""A decoder with experts in every layer (as Mixtral), as a train step.
+
+Every token goes to its two best experts, each of which takes a limited number of tokens
+from each row; einsums dispatch and combine (Lepikhin et al., GShard, 2020).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import decoder
+import jax
+import jax.numpy as jnp
+import optax
+
+CAPACITY = 1.25  # tokens that experts take, over those sent to them on average
+
+
+def shapes(model: decoder.Decoder, experts: int, sequence: int) -> decoder.Tree:
+    """The parameters, by name: those of a decoder, with an MLP for each expert."""
+    whole = decoder.shapes(model, sequence)
+    d, f = model.d_model, model.ffn
+    inner = {"gate": (d, f), "up": (d, f), "down": (f, d)}
+    for k in range(model.layers):
+        own = {
+            name: jax.ShapeDtypeStruct((experts, *shape), jnp.float32)
+            for name, shape in inner.items()
+        }
+        router = jax.ShapeDtypeStruct((d, experts), jnp.float32)
+        whole[f"block_{k}"] = whole[f"block_{k}"] | own | {"router": router}
+    return whole
+
+
+def routed(gates: jax.Array, capacity: int) -> jax.Array:
+    """The weight of each token in each slot: (batch, token, expert, slot)."""
+    weights, chosen = jax.lax.top_k(gates, 2)
+    weights = weights / weights.sum(-1, keepdims=True)
+    masks = jax.nn.one_hot(chosen, gates.shape[-1])
+    first, second = masks[..., 0, :], masks[..., 1, :]
+    slots = (
+        jnp.cumsum(first, 1) - 1,
+        jnp.cumsum(second, 1) - 1 + first.sum(1, keepdims=True),
+    )
+    return sum(
+        weights[..., k, None, None]
+        * mask[..., None]
+        * jax.nn.one_hot(slot.astype(jnp.int32), capacity)
+        for k, (mask, slot) in enumerate(zip((first, second), slots, strict=True))
+    )
+
+
+def mlp(p: decoder.Tree, x: jax.Array) -> jax.Array:
+    """The experts of one layer, on (batch, sequence, width)."""
+    experts, kind = p["router"].shape[1], x.dtype
+    capacity = int(2 * x.shape[1] * CAPACITY / experts)
+    gates = jax.nn.softmax(x.astype(jnp.float32) @ p["router"])
+    combine = routed(gates, capacity).astype(kind)
+    sent = jnp.einsum("bsec,bsd->ebcd", (combine > 0).astype(kind), x)
+    up = jnp.einsum("ebcd,edf->ebcf", sent, p["up"].astype(kind))
+    gate = jnp.einsum("ebcd,edf->ebcf", sent, p["gate"].astype(kind))
+    made = jax.nn.silu(gate) * up
+    back = jnp.einsum("ebcf,efd->ebcd", made, p["down"].astype(kind))
+    return jnp.einsum("bsec,ebcd->bsd", combine, back)
+
+
+def block(p: decoder.Tree, x: jax.Array, how: str) -> jax.Array:
+    """One layer."""
+    y = decoder.normalised(x, p["norm_1"], "llama")
+    q, k, v = (
+        jnp.einsum("bsd,dhk->bshk", y, p[name].astype(x.dtype))
+        for name in ("query", "key", "value")
+    )
+    mixed = decoder.attention(decoder.rotated(q), decoder.rotated(k), v, how)
+    x = x + jnp.einsum("bshk,hkd->bsd", mixed, p["out"].astype(x.dtype))
+    return x + mlp(p, decoder.normalised(x, p["norm_2"], "llama"))
+
+
+def train_step(
+    model: decoder.Decoder, experts: int, run: decoder.Run
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The step ``(state, batch) -> (state, loss)`` and its abstract arguments."""
+    optimizer = optax.adamw(1e-4)
+
+    def layer(p: decoder.Tree, x: jax.Array) -> jax.Array:
+        return block(p, x, run.attention)
+
+    if run.remat != "none":
+        layer = jax.checkpoint(layer, policy=decoder.POLICIES[run.remat])
+
+    def loss_of(params: decoder.Tree, tokens: jax.Array) -> jax.Array:
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        x = params["embedding"].astype(run.dtype)[inputs]
+        for k in range(model.layers):
+            x = layer(params[f"block_{k}"], x)
+        x = decoder.normalised(x, params["norm"], "llama")
+        logits = (x @ params["head"].astype(run.dtype)).astype(jnp.float32)
+        found = optax.softmax_cross_entropy_with_integer_labels(logits, targets)
+        return found.mean()
+
+    def step(state: Any, tokens: jax.Array) -> tuple[Any, jax.Array]:
+        loss, grads = jax.value_and_grad(loss_of)(state["params"], tokens)
+        updates, moments = optimizer.update(grads, state["opt_state"], state["params"])
+        params = optax.apply_updates(state["params"], updates)
+        return {"params": params, "opt_state": moments}, loss
+
+    params = shapes(model, experts, run.sequence)
+    state = {"params": params, "opt_state": jax.eval_shape(optimizer.init, params)}
+    tokens = jax.ShapeDtypeStruct((run.batch, run.sequence + 1), jnp.int32)
+    return step, (state, tokens)
