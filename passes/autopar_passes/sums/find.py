@@ -39,12 +39,23 @@ class _Path(NamedTuple):
 
 def _meeting(paths: Iterable[_Path]) -> list[list[_Path]]:
     """Groups the paths that have values in common."""
-    groups: list[list[_Path]] = []
-    for path in paths:
-        met = [g for g in groups if any(path.members & p.members for p in g)]
-        rest = [g for g in groups if g not in met]
-        groups = [*rest, [*(p for g in met for p in g), path]]
-    return groups
+    groups: dict[int, list[_Path]] = {}
+    group_of: dict[int, int] = {}
+    joined: list[int] = []
+
+    def root(group: int) -> int:
+        while joined[group] != group:
+            joined[group] = group = joined[joined[group]]
+        return group
+
+    for number, path in enumerate(paths):
+        met = sorted({root(group_of[v]) for v in path.members if v in group_of})
+        groups[number] = [*(p for g in met for p in groups.pop(g)), path]
+        joined.append(number)
+        for group in met:
+            joined[group] = number
+        group_of.update(dict.fromkeys(path.members, number))
+    return list(groups.values())
 
 
 class _Finder:
