@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,6 +18,7 @@ from autopar.compression.policies.policy import (
     Observation,
     Policy,
     ProbingPolicy,
+    Saving,
 )
 from autopar.compression.synchronise import (
     ERROR,
@@ -30,6 +31,7 @@ from autopar.compression.synchronise import (
 from autopar.errors import PlanError
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
+from autopar.runtime.gradients.adopting import Adoption, saved_s
 from autopar.runtime.gradients.codec_state import (
     carry_over,
     check_fits,
@@ -50,6 +52,7 @@ class CodecRun:
         """Starts without state; the first step makes it."""
         self.policy = policy
         self.recoding = Recoding()
+        self.adoption = Adoption()
         self._skipped = SkippedSteps()
         self._probed: dict[str, dict[str, float]] = {}
         self._state: State | None = None
@@ -137,21 +140,26 @@ class CodecRun:
         if sums is not None and self._state is not None:
             check_fits(self._state, sums)
 
-    def run(
+    def prepare(
         self, planned: PlannedStep, placed: Sequence[Any], world: World
-    ) -> list[Any]:
-        """Runs one step and keeps the codecs' new state.
+    ) -> None:
+        """Makes the state for a step, and measures on its gradients what is asked for.
 
         Steps before that were skipped are told of first: where a warning is an error,
         nothing has been consumed yet.
         """
         self._skipped.look()
-        sums = planned.sums
-        assert sums is not None
-        state = self._state_for(sums)
+        assert planned.sums is not None
+        state = self._state_for(planned.sums)
         probes = self.policy.probes if isinstance(self.policy, ProbingPolicy) else ()
         if probes and self._observed(self._done + 1):
             self._measure(probes, planned, placed, state, world)
+
+    def run(self, planned: PlannedStep, placed: Sequence[Any]) -> list[Any]:
+        """Runs one step that was prepared, and keeps the codecs' new state."""
+        sums = planned.sums
+        assert sums is not None
+        state = self._state_for(sums)
         # A program that runs for the first time is compiled first.
         new = self._planned is not planned
         flat, self._state, self._telemetry, self._level = planned.function(
@@ -235,6 +243,9 @@ class CodecRun:
             m.decision.name: _report(m.decision, row, skipped)
             for m, row in zip(sums.members.values(), telemetry, strict=True)
         }
+        for name, codec in self.adoption.waiting.items():
+            if name in reports:
+                reports[name] = dataclasses.replace(reports[name], put_off=codec)
         return self._with_levels(sums, reports) if sums.fallback else reports
 
     def _with_levels(
@@ -261,6 +272,38 @@ class CodecRun:
         often = getattr(self.policy, "often", False)
         return self.recoding.changed(plan, codecs, lenient=True, often=often)
 
+    def adopts(
+        self,
+        wish: Mapping[str, str],
+        before: Plan,
+        after: Plan,
+        compile_s: Callable[[], float],
+        *,
+        compiled: bool,
+    ) -> bool:
+        """Whether the codecs that the policy wants are used from the next step on.
+
+        Args:
+          wish: what the policy answered.
+          before: the plan in use.
+          after: the plan with those codecs.
+          compile_s: returns the seconds of the last compilation, the same number on
+            all processes.
+          compiled: whether the program of ``after`` is compiled already.
+        """
+        if after is before:
+            self.adoption.withdrawn()
+            return False
+        if compiled:
+            self.adoption.follow(wish, compiled=True, why="compiled before")
+            return True
+        if not isinstance(wish, Saving):
+            self.adoption.follow(wish, compiled=False)
+            return True
+        assert self.policy is not None
+        steps = max(1, self.policy.every, getattr(self.policy, "horizon", 0))
+        return self.adoption.judge(wish, saved_s(before, after), steps, compile_s())
+
     def finite(self) -> bool:
         """Whether every gradient of the last step was finite."""
         return not np.asarray(self._telemetry)[:, NON_FINITE].any()
@@ -269,6 +312,7 @@ class CodecRun:
         """What the policy wants from the next step on; None: no change."""
         if self.policy is None or not self._observed(self._done):
             return None
+        self.adoption.done(self._done)
         gradients, finite = self.report(), self.finite()
         seconds = (time.perf_counter() - self._since) / max(1, self._steps)
         seconds = agreement.shared_number(world, seconds)
@@ -276,7 +320,10 @@ class CodecRun:
         measured, self._measured = self._measured, {}
         self._count_anew = True
         seen = Observation(self._done, seconds, gradients, finite, measured)
-        return self.policy.observe(seen)
+        wish = self.policy.observe(seen)
+        if not wish:
+            self.adoption.withdrawn()
+        return wish
 
 
 @jax.jit

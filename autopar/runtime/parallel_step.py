@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import jax
-import numpy as np
 from jax.core import Tracer
 
 from autopar import progress
@@ -34,6 +32,7 @@ from autopar.runtime import (
 )
 from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.evaluation import Evaluation
+from autopar.runtime.gradients.adopting import CodecChange
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
 from autopar.runtime.planned import PlannedStep
@@ -43,7 +42,6 @@ from autopar.runtime.setting import Setting, moved_setting
 from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call, Parameters
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened_within, step_name
@@ -212,6 +210,14 @@ class ParallelStep(Generic[P, R]):
         """
         return self._codecs.report()
 
+    @property
+    def codec_changes(self) -> tuple[CodecChange, ...]:
+        """The latest changes of codecs that the policy asked for, the newest last.
+
+        Each says whether it was adopted or put off, and why.
+        """
+        return self._codecs.adoption.changes
+
     def recode(
         self, codecs: Mapping[str, str] | Literal["auto"], *, often: bool = False
     ) -> None:
@@ -247,6 +253,7 @@ class ParallelStep(Generic[P, R]):
             return current
         devices = tuple(current.mesh.devices.flat)
         planned = self._store.program(analysed, plan, devices, like=current)
+        self._codecs.adoption.withdrawn()
         self._preparation.remember(analysed, self._setting, plan)
         self._current = Running(analysed, planned)
         return planned
@@ -297,37 +304,37 @@ class ParallelStep(Generic[P, R]):
             self._codecs.check_unused(planned.plan)
         else:
             planned = self._use(self._codecs.resumed(planned.plan))
-        placed = self._placed(planned, call.arrays)
+        assert self._current is not None
+        first = not self._current.ready
+        placed = self._preparation.placed(planned, call.arrays, first=first)
         self._make_ready()
         carried = planned.analysis.carried if self._store.donate else {}
         placement.separate(call.arrays, placed, carried)
+        if planned.sums is not None:
+            self._codecs.prepare(planned, placed, self.world)
         with self._preparation.compiling(planned, self.__name__):
             if planned.sums is None:
                 flat = planned.function(*placed)
             else:
-                flat = self._codecs.run(planned, placed, self.world)
+                flat = self._codecs.run(planned, placed)
         placement.consume(call.arrays, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
-            self._use(self._codecs.wished(planned.plan, wish))
+            self._follow(wish)
         return planned.analysis.pytrees.result.returned(flat)
 
-    def _placed(self, planned: PlannedStep, leaves: Sequence[Any]) -> list[Any]:
-        """The flat arguments where the program wants them."""
-        graph, shardings = planned.analysis.graph, planned.in_shardings
-        whole: dict[str, Any] = {}
-        placed: list[Any] = []
-        first = self._current is not None and not self._current.ready
-        with self._first("placing the arguments"):
-            for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
-                shape = graph.values[given.value].shape
-                if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):
-                    placed.append(placement.place_rows(x, shape, sharding))
-                    continue
-                if placement.held_here(x, sharding):
-                    whole[given.path] = x
-                placed.append(placement.place(x, sharding))
-        agreement.check_equal(self.world, whole, first=first)
-        return placed
+    def _follow(self, wish: Mapping[str, str]) -> None:
+        """Sends gradients by the codecs that the policy wants, if they may not wait."""
+        assert self._current is not None
+        analysed, running = self._current.analysed, self._current.planned
+        plan = self._codecs.wished(running.plan, wish)
+        if self._codecs.adopts(
+            wish,
+            running.plan,
+            plan,
+            lambda: agreement.shared_number(self.world, self._store.compile_s),
+            compiled=self._store.is_compiled(analysed, plan, running.mesh),
+        ):
+            self._use(plan)
 
     def __repr__(self) -> str:
         """The step's name and plan in one line."""
@@ -405,17 +412,8 @@ class ParallelStep(Generic[P, R]):
         The next call with such arguments finds the program compiled.
         """
         planned = self.prepare(*args, **kwargs)
-        planned.compile()
+        self._preparation.compile(planned)
         return planned.plan
-
-    def _first(self, what: str) -> contextlib.AbstractContextManager[None]:
-        """Tells the other processes of a failure, as they will ask before a first step.
-
-        Later steps ask nothing.
-        """
-        if self._current is None or self._current.ready:
-            return contextlib.nullcontext()
-        return exchange.told(self.world, what)
 
     def _make_ready(self) -> None:
         """Compiles a program that is new, on all processes or on none."""
@@ -426,8 +424,8 @@ class ParallelStep(Generic[P, R]):
         if self.world.process_count > 1:
             # A program that comes back is compiled already.
             known = self._preparation.is_compiled(planned)
-            work = (lambda: None) if known else planned.compile
-            exchange.together(self.world, "compiling", work)
+            work = (lambda _: None) if known else self._preparation.compile
+            exchange.together(self.world, "compiling", lambda: work(planned))
             agreement.check_plans(self.world, planned.plan)
         self._current = dataclasses.replace(current, ready=True)
 
@@ -481,7 +479,8 @@ class ParallelStep(Generic[P, R]):
             arrays = named(self.__name__, analysed.analysis, state)
         chosen = given or self._preparation.plan(analysed, setting)
         planned = self._preparation.program(analysed, chosen, setting)
-        exchange.together(self.world, "compiling", planned.compile)
+        compiling = functools.partial(self._preparation.compile, planned)
+        exchange.together(self.world, "compiling", compiling)
 
         def moving() -> list[Any]:
             self._codecs.check(planned.sums)
@@ -490,6 +489,7 @@ class ParallelStep(Generic[P, R]):
         moved = exchange.together(self.world, "moving the state", moving)
         new = creation.replaced(state, moved)
         self._setting = setting
+        self._codecs.adoption.withdrawn()
         self._current = Running(analysed, planned, ready=True)
         self._preparation.remember(analysed, setting, chosen)
         return new

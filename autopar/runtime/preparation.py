@@ -9,6 +9,7 @@ from collections.abc import Callable, Generator, Hashable, Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar import progress
 from autopar.cluster import Cluster
@@ -16,7 +17,7 @@ from autopar.planner.codecs.choose import Errors
 from autopar.planner.edited import carried_out
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
-from autopar.runtime import agreement, arguments, creation, exchange
+from autopar.runtime import agreement, arguments, creation, exchange, placement
 from autopar.runtime.planned import PlannedStep, device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
@@ -25,6 +26,7 @@ from autopar.runtime.state_mover import DevicePut, move, state_layout
 from autopar.runtime.step_planner import Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar.steps import program_text
+from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call
 
 # Most plans that are remembered, by shapes of the arguments and cluster.
@@ -149,15 +151,52 @@ class Preparation:
         """Whether a program has run before."""
         return planned.function in self._started
 
+    def compile(self, planned: PlannedStep) -> None:
+        """Compiles a program, and takes the time."""
+        with self._store.compiling(planned):
+            planned.compile()
+
     @contextlib.contextmanager
     def compiling(self, planned: PlannedStep, name: str) -> Generator[None]:
         """Says so where a program runs for the first time, which compiles it."""
         if self.is_compiled(planned):
             yield
             return
-        with progress.shown(), progress.stage(f"compiling {name}"):
+        stage = progress.stage(f"compiling {name}")
+        with progress.shown(), stage, self._store.compiling(planned):
             yield
         self._started.add(planned.function)
+
+    def placed(
+        self, planned: PlannedStep, leaves: Sequence[Any], *, first: bool
+    ) -> list[Any]:
+        """The flat arguments where a program wants them.
+
+        Args:
+          planned: the program.
+          leaves: the arguments.
+          first: whether it is the first step that runs by it.
+
+        Raises:
+          PlanError: arrays that each process holds alone differ.
+        """
+        graph, shardings = planned.analysis.graph, planned.in_shardings
+        whole: dict[str, Any] = {}
+        placed: list[Any] = []
+        world = self._world()
+        # Before a first step the others ask whether a process has failed.
+        what = "placing the arguments"
+        with exchange.told(world, what) if first else contextlib.nullcontext():
+            for x, given, sharding in zip(leaves, graph.inputs, shardings, strict=True):
+                shape = graph.values[given.value].shape
+                if given.role is InputRole.BATCH and np.shape(x) != tuple(shape):
+                    placed.append(placement.place_rows(x, shape, sharding))
+                    continue
+                if placement.held_here(x, sharding):
+                    whole[given.path] = x
+                placed.append(placement.place(x, sharding))
+        agreement.check_equal(world, whole, first=first)
+        return placed
 
     def devices(self, setting: Setting) -> tuple[Any, ...]:
         """The devices that a setting may use."""

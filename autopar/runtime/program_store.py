@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import contextlib
+import time
+import weakref
+from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from typing import Any
 
 from autopar.compression.fallback import Fallback
@@ -36,6 +39,7 @@ class ProgramStore:
         donate: bool = True,
         fallback: Fallback | None = None,
         capacity: int = PROGRAMS,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """Holds nothing yet.
 
@@ -43,8 +47,16 @@ class ProgramStore:
           donate: whether programs consume the carried state.
           fallback: the codecs of a step in which the plan's send too little.
           capacity: most programs to hold.
+          clock: seconds now.
+
+        ``compile_s`` is the seconds that the program took which was compiled last.
         """
         self.donate = donate
+        self.compile_s = 0.0
+        self._clock = clock
+        # Of each jitted function: it is compiled by a call or ahead of it, or by both.
+        self._compiled: weakref.WeakKeyDictionary[Any, float]
+        self._compiled = weakref.WeakKeyDictionary()
         self.fallback = fallback
         self._capacity = capacity
         self._programs: Recent[Hashable, PlannedStep] = Recent(capacity, self._release)
@@ -79,11 +91,7 @@ class ProgramStore:
           PlanError: the plan belongs to another step, or there are too few devices.
         """
         mesh = device_mesh(plan, devices)
-        used = tuple(d.id for d in mesh.devices.flat)
-        # The signature, as structures that hold functions make one step two.
-        # What is an input of the program makes none other.
-        digest = content_digest(program_plan(plan))
-        key = (analysed.key, analysed.weak, digest, used)
+        key = _key(analysed, plan, mesh)
         found = self._programs.get(key)
         if found is None or found.mesh != mesh:
             found = self._programs.put(
@@ -101,6 +109,23 @@ class ProgramStore:
             return with_inputs_of(found, plan)
         return found
 
+    def is_compiled(self, analysed: Analysed, plan: Plan, mesh: Any) -> bool:
+        """Whether the program of a plan on a mesh is held and compiled."""
+        key = _key(analysed, plan, mesh)
+        if key not in list(self._programs):
+            return False
+        found = self._programs.peek(key)
+        return found.mesh == mesh and found.function in self._compiled
+
+    @contextlib.contextmanager
+    def compiling(self, program: PlannedStep) -> Generator[None]:
+        """Takes the time in which a program is compiled, by its first call perhaps."""
+        begin = self._clock()
+        yield
+        before = self._compiled.get(program.function, 0.0)
+        self.compile_s = before + self._clock() - begin
+        self._compiled[program.function] = self.compile_s
+
     def release(self, devices: Collection[Any]) -> None:
         """Drops the programs that run on any of these devices, which are gone."""
         gone = set(devices)
@@ -113,3 +138,13 @@ class ProgramStore:
         shared = any(p.gradients is program.gradients for p in held)
         if program.gradients is not None and not shared:
             program.gradients.clear_cache()
+
+
+def _key(analysed: Analysed, plan: Plan, mesh: Any) -> Hashable:
+    """What a program is made of.
+
+    The signature, as structures that hold functions make one step two. What is an
+    input of the program makes none other.
+    """
+    used = tuple(d.id for d in mesh.devices.flat)
+    return analysed.key, analysed.weak, content_digest(program_plan(plan)), used

@@ -19,6 +19,9 @@ steps from residual ``e_0`` to ``e_T`` has
             = mean (|w_t|^2 - |e_t|^2) + (|e_T|^2 - |e_0|^2) / T
 
 which is what is compared. The observation after a change of level only gives ``e_0``.
+
+To go on to ``high`` saves time, and may be put off (`Saving`); the norms are followed
+meanwhile. To go back to ``low`` may not.
 """
 
 from __future__ import annotations
@@ -28,7 +31,11 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.compression.policies.policy import GradientReport, Observation
+from autopar.compression.policies.policy import (
+    GradientReport,
+    Observation,
+    Saving,
+)
 from autopar.compression.policies.signals import (
     canonical,
     changes,
@@ -41,7 +48,8 @@ from autopar.compression.policies.signals import (
 Track = dict[str, Any]
 """Of what is decided on together: ``critical``, ``previous`` (norm of the last window
 or None), ``start`` (squared norm of the residual at the window's start, None: to be
-taken), ``last`` (the newest one), ``squares`` (sum of |w|^2 - |e|^2) and ``count``."""
+taken), ``last`` (the newest one), ``squares`` (sum of |w|^2 - |e|^2), ``count`` and,
+once followed, ``codec`` (that in use)."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -73,6 +81,7 @@ class Accordion:
       window: observations whose norms are put together.
       drops: steps at which the learning rate drops: the window that starts with
         the observation behind one is critical.
+      horizon: steps for which a regime stays; 0: one window.
       together: whether all gradients have one regime, from their norms together,
         rather than each its own, as in the paper. Each set of codecs is a program
         to be compiled: two of them instead of many.
@@ -86,6 +95,7 @@ class Accordion:
     window: int = 4
     drops: tuple[int, ...] = ()
     together: bool = False
+    horizon: int = 0
     state: AccordionState = dataclasses.field(
         default_factory=AccordionState, init=False, compare=False
     )
@@ -95,6 +105,8 @@ class Accordion:
         object.__setattr__(self, "low", canonical(self.low))
         object.__setattr__(self, "high", canonical(self.high))
         check_count("Accordion", every=self.every, window=self.window)
+        steps = self.horizon or self.every * self.window
+        object.__setattr__(self, "horizon", steps)
         if not self.eta > 0:
             raise ValueError(f"Accordion: eta must be positive, got {self.eta}.")
 
@@ -109,12 +121,15 @@ class Accordion:
         for key, track in state.tracks.items():
             names = [n for n in state.members[key] if n in seen.gradients]
             reports = [seen.gradients[name] for name in names]
-            if reports and all(r.codec == self._codec(track) for r in reports):
-                self._follow(track, reports)
+            used = {report.codec for report in reports}
+            # Another than it wants may be in use still.
+            if len(used) == 1 and used <= {self.low, self.high}:
+                self._follow(track, used.pop(), reports)
             if dropped:  # The last norm stays, to be compared with.
                 track.update(critical=True, start=None, squares=0.0, count=0)
         state.step = seen.step
-        return changes(self._wish(), seen.gradients)
+        wish = changes(self._wish(), seen.gradients)
+        return Saving(wish) if wish and set(wish.values()) == {self.high} else wish
 
     def critical(self) -> tuple[str, ...]:
         """The gradients that are in a critical regime."""
@@ -154,8 +169,13 @@ class Accordion:
     def _codec(self, track: Track) -> str:
         return self.low if track["critical"] else self.high
 
-    def _follow(self, track: Track, reports: Sequence[GradientReport]) -> None:
+    def _follow(
+        self, track: Track, codec: str, reports: Sequence[GradientReport]
+    ) -> None:
         """Takes one observation in; decides at the end of the window."""
+        if track.get("codec", codec) != codec:
+            track.update(start=None, squares=0.0, count=0)
+        track["codec"] = codec
         residual = math.fsum(r.residual_norm**2 for r in reports)
         if track["start"] is None:
             track["start"] = residual

@@ -20,7 +20,10 @@ from typing import Any, ClassVar, Literal
 import numpy as np
 
 from autopar.compression.policies.measured import (
+    ROUNDING,
     ChoiceState,
+    Reports,
+    error_in_use,
     observed,
     set_codecs,
     with_codec,
@@ -52,6 +55,7 @@ class AcrossFamilies:
       encode_s_per_element: by name of a codec, seconds to encode and decode an
         element; those not named take none.
       every: steps between choices.
+      horizon: steps for which a choice stays, if more than ``every``.
       state: what it remembers.
     """
 
@@ -67,6 +71,7 @@ class AcrossFamilies:
         default_factory=dict[str, float]
     )
     every: int = 100
+    horizon: int = 0
     state: ChoiceState = dataclasses.field(
         default_factory=ChoiceState, init=False, compare=False
     )
@@ -103,9 +108,7 @@ class AcrossFamilies:
         # The reference is one of the options only if it is listed.
         allowed = {DENSE, *self.options}
         found = [tuple(c for c in m.choices if c.text in allowed) for m in every]
-        weights = [self._weight(m) for m in every]
-        total = math.fsum(weights) or 1.0
-        parts = [weight / total for weight in weights]
+        parts = self._parts(every)
         problem = CodecSelection(
             wire_s=tuple(np.array([self._wire_s(c) for c in row]) for row in found),
             local_s=tuple(
@@ -128,7 +131,7 @@ class AcrossFamilies:
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policies.policy.Policy`."""
-        return observed(self.state, self.choose, seen)
+        return observed(self.state, self.choose, self._within, seen)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values."""
@@ -141,6 +144,22 @@ class AcrossFamilies:
           ValueError: it is that of another policy.
         """
         restore(self.state, values, "AcrossFamilies")
+
+    def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
+        """Whether the codecs in use lose no more than the budget."""
+        names, every = with_codec(measured, DENSE)
+        parts = self._parts(every)
+        lost = math.fsum(
+            part * error_in_use(m, reports[name]) ** 2
+            for part, name, m in zip(parts, names, every, strict=True)
+        )
+        return lost <= self._budget(every, parts) * (1.0 + ROUNDING)
+
+    def _parts(self, every: Sequence[MeasuredErrors]) -> list[float]:
+        """The weight of each gradient's squared error; they add up to 1."""
+        weights = [self._weight(m) for m in every]
+        total = math.fsum(weights) or 1.0
+        return [weight / total for weight in weights]
 
     def _weight(self, measured: MeasuredErrors) -> float:
         if self.optimizer == "adam":

@@ -27,6 +27,9 @@ gains and links change while training goes on.
 The published code compresses each gradient twice, by the level in use and by the
 first, to be able to fall back within a step: `autopar.compression.fallback` does
 that. This policy looks at the telemetry of the level in use alone.
+
+To climb saves time, and may be put off (`Saving`). The gain of the level in use is
+watched meanwhile. To go down may not.
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from autopar.compression.policies.policy import Observation
+from autopar.compression.policies.policy import Observation, Saving
 from autopar.compression.policies.signals import (
     DENSE,
     canonical,
@@ -53,6 +56,8 @@ Stepping = Literal["geometric", "exponential"]
 GainOf = Literal["norms", "energy"]
 
 _SUMS = {"norms": norms, "energy": squared_norms}
+
+PUT_OFF = -1
 
 TEN_TO_THOUSAND = ("topk:ratio=0.1", "topk:ratio=0.01", "topk:ratio=0.001")
 """Factors 10, 100 and 1000, the range of the paper's top-k."""
@@ -101,7 +106,8 @@ class GraVACState:
     Attributes:
       names: the gradients that it manages; none before the first observation.
       level: in use; -1 is dense.
-      count: observations of this level since its window began.
+      count: observations of this level since its window began; `PUT_OFF` while the
+        level below is still in use, of which ``sent`` and ``wanted`` are then.
       seen: the same since it was moved to.
       sent: running mean of the numerator of the gain.
       wanted: the same of its denominator.
@@ -137,6 +143,7 @@ class GraVAC:
       gain_of: how the gain is defined; see the module.
       omega: by what share throughput must improve for a larger factor to be kept.
       retry: windows until the next level is tried again.
+      horizon: steps for which a level stays; 0: one window.
       state: what it remembers.
     """
 
@@ -148,6 +155,7 @@ class GraVAC:
     gain_of: GainOf = "energy"
     omega: float = 0.05
     retry: int = 8
+    horizon: int = 0
     state: GraVACState = dataclasses.field(
         default_factory=GraVACState, init=False, compare=False
     )
@@ -158,6 +166,8 @@ class GraVAC:
             raise ValueError("GraVAC: needs at least one level; see topk_levels.")
         object.__setattr__(self, "levels", tuple(canonical(x) for x in self.levels))
         check_count("GraVAC", every=self.every, window=self.window, retry=self.retry)
+        steps = self.horizon or self.every * self.window
+        object.__setattr__(self, "horizon", steps)
         if self.gain_of not in _SUMS:
             raise ValueError(
                 f"GraVAC: gain_of must be one of {', '.join(_SUMS)}, got "
@@ -173,7 +183,10 @@ class GraVAC:
     @property
     def codec(self) -> str:
         """The codec in use."""
-        return DENSE if self.state.level < 0 else self.levels[self.state.level]
+        return self._codec(self.state.level)
+
+    def _codec(self, level: int) -> str:
+        return DENSE if level < 0 else self.levels[level]
 
     @property
     def gain(self) -> float:
@@ -189,11 +202,18 @@ class GraVAC:
             state.names = managed(seen.gradients)
             state.throughput = [None] * len(self.levels)
         elif self._measured(seen):
-            if state.level >= 0 and self.gain < self.epsilon:
-                self._move(state.level - 1, waiting=self.retry)
+            used = state.level - (state.count == PUT_OFF)
+            if used >= 0 and self.gain < self.epsilon:
+                self._move(used - 1, waiting=self.retry)
             elif state.count >= self.window:
                 self._judge()
-        return changes(dict.fromkeys(state.names, self.codec), seen.gradients)
+        wish = changes(dict.fromkeys(state.names, self.codec), seen.gradients)
+        return Saving(wish) if wish and self._climbs(wish, seen) else wish
+
+    def _climbs(self, wish: Mapping[str, str], seen: Observation) -> bool:
+        """Whether all that changes is of a level below."""
+        below = {DENSE, *self.levels[: max(0, self.state.level)]}
+        return all(seen.gradients[name].codec in below for name in wish)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values."""
@@ -214,20 +234,31 @@ class GraVAC:
         restore(self.state, values, "GraVAC")
 
     def _measured(self, seen: Observation) -> bool:
-        """Takes the norms in; False if the level is not in use yet."""
+        """Takes the norms in; False if neither the level nor that below is in use."""
         state = self.state
         reports = [seen.gradients[n] for n in state.names if n in seen.gradients]
-        if not reports or any(r.codec != self.codec for r in reports):
+        used = {r.codec for r in reports}
+        waits = state.level >= 0 and used == {self._codec(state.level - 1)}
+        if not waits and used != {self.codec}:
             return False
+        if waits != (state.count == PUT_OFF):
+            self._begin(PUT_OFF if waits else 0)
         sent, wanted = _SUMS[self.gain_of](reports)
         # The plain mean until it holds as many as the running one remembers.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
         state.sent += weight * (sent - state.sent)
         state.wanted += weight * (wanted - state.wanted)
-        state.seconds += seen.seconds
-        state.count += 1
         state.seen += 1
+        if not waits:
+            state.seconds += seen.seconds
+            state.count += 1
         return True
+
+    def _begin(self, count: int) -> None:
+        """Forgets what was measured of the level."""
+        state = self.state
+        state.sent = state.wanted = state.seconds = 0.0
+        state.seen, state.count = 0, count
 
     def _judge(self) -> None:
         """Decides at the end of a window."""

@@ -20,7 +20,10 @@ from typing import Any, ClassVar
 import numpy as np
 
 from autopar.compression.policies.measured import (
+    ROUNDING,
     ChoiceState,
+    Reports,
+    error_in_use,
     observed,
     set_codecs,
     with_codec,
@@ -41,6 +44,7 @@ class LGreCo:
         half to twice four.
       every: steps between choices.
       alpha: budget as a multiple of the reference's error.
+      horizon: steps for which a choice stays, if more than ``every``.
       state: what it remembers.
     """
 
@@ -50,6 +54,7 @@ class LGreCo:
     options: tuple[str, ...] = powersgd_family(4)
     every: int = 100
     alpha: float = 1.0
+    horizon: int = 0
     state: ChoiceState = dataclasses.field(
         default_factory=ChoiceState, init=False, compare=False
     )
@@ -91,7 +96,22 @@ class LGreCo:
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policies.policy.Policy`."""
-        return observed(self.state, self.choose, seen)
+        return observed(self.state, self.choose, self._within, seen)
+
+    def _within(self, measured: Mapping[str, MeasuredErrors], reports: Reports) -> bool:
+        """Whether the codecs in use lose no more than the reference would."""
+        names, found = with_codec(measured, self.reference)
+        lost = math.fsum(
+            m.norm * error_in_use(m, reports[name])
+            for name, m in zip(names, found, strict=True)
+        )
+        budget = self.alpha * math.fsum(
+            m.norm * choice.error
+            for m in found
+            for choice in m.choices
+            if choice.text == self.reference
+        )
+        return lost <= budget * (1.0 + ROUNDING)
 
     def state_dict(self) -> dict[str, Any]:
         """The state as JSON values."""

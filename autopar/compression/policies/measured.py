@@ -6,10 +6,21 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from autopar.compression.policies.policy import MeasuredErrors, Observation
+from autopar.compression.policies.policy import (
+    GradientReport,
+    MeasuredErrors,
+    Observation,
+    Saving,
+)
 from autopar.compression.policies.signals import canonical, changes
 
 Chooser = Callable[[Mapping[str, MeasuredErrors]], Mapping[str, str]]
+Reports = Mapping[str, GradientReport]
+# Whether the codecs in use lose no more than the policy allows.
+Judge = Callable[[Mapping[str, MeasuredErrors], Reports], bool]
+
+# Part of a budget by which sums in another order may differ.
+ROUNDING = 1e-9
 
 
 @dataclasses.dataclass(slots=True)
@@ -43,13 +54,31 @@ def with_codec(
     return names, [measured[name] for name in names]
 
 
+def error_in_use(measured: MeasuredErrors, report: GradientReport) -> float:
+    """The relative error of the codec in use, as probed if it was."""
+    found = (c.error for c in measured.choices if c.text == report.codec)
+    return next(found, report.relative_error)
+
+
 def observed(
-    state: ChoiceState, choose: Chooser, seen: Observation
-) -> dict[str, str] | None:
-    """Chooses anew where something was measured; says what differs."""
+    state: ChoiceState, choose: Chooser, within: Judge, seen: Observation
+) -> Mapping[str, str] | None:
+    """Chooses anew where something was measured; says what differs.
+
+    What differs is to save time unless the codecs in use lose too much.
+
+    Args:
+      state: of the policy.
+      choose: the codecs for what was measured.
+      within: whether those in use lose no more than the policy allows.
+      seen: the observation.
+    """
     if not seen.finite:
         return None
     known = {n: found for n, found in seen.measured.items() if n in seen.gradients}
     if known:
         state.codecs.update(choose(known))
-    return changes(state.codecs, seen.gradients)
+    wish = changes(state.codecs, seen.gradients)
+    if wish is None or (known and not within(known, seen.gradients)):
+        return wish
+    return Saving(wish)

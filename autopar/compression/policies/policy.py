@@ -7,6 +7,11 @@ sets compiles each of them once. A policy that changes parameters of codecs ofte
 so by ``often = True``: they become inputs of the program where they can
 (`autopar.compression.adjusting`).
 
+Codecs that are to save time, and no more, are answered as `Saving`. They wait while
+their program would take longer to compile than they save. A policy that still wants
+them asks again at each observation. ``horizon`` is the number of steps for which its
+changes stay, if it knows more than ``every``.
+
 >>> class Halve:
 ...     every = 100
 ...     def observe(self, seen):
@@ -16,8 +21,8 @@ so by ``often = True``: they become inputs of the program where they can
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping
+from typing import Protocol, final, runtime_checkable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,6 +46,8 @@ class GradientReport:
         the last observation, or since other codecs came into use; else empty.
       skipped: steps so far that were skipped because a gradient, this one or another,
         was not finite.
+      put_off: the codec that a policy has asked for and that waits until it pays for
+        its compilation (`Saving`); '' where none does.
 
     Where the norm is not finite, the error and the gain are NaN.
     """
@@ -57,6 +64,7 @@ class GradientReport:
     level: int = 0
     taken: tuple[int, ...] = ()
     skipped: int = 0
+    put_off: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -117,6 +125,40 @@ class Observation:
     )
 
 
+@final
+class Saving(Mapping[str, str]):
+    """Codecs by gradient that are to save time, while those in use lose no more than
+    the policy allows.
+
+    They are equal to a dict of the same codecs.
+
+    >>> Saving({"params/w": "int4"}) == {"params/w": "int4"}
+    True
+    """
+
+    __slots__ = ("_codecs",)
+
+    def __init__(self, codecs: Mapping[str, str]) -> None:
+        """Takes a copy of the codecs."""
+        self._codecs = dict(codecs)
+
+    def __getitem__(self, name: str) -> str:
+        """The codec of a gradient."""
+        return self._codecs[name]
+
+    def __iter__(self) -> Iterator[str]:
+        """The names of the gradients."""
+        return iter(self._codecs)
+
+    def __len__(self) -> int:
+        """The number of gradients."""
+        return len(self._codecs)
+
+    def __repr__(self) -> str:
+        """As it is written."""
+        return f"Saving({self._codecs!r})"
+
+
 class Policy(Protocol):
     """Chooses codecs while training; the same on every process."""
 
@@ -126,7 +168,10 @@ class Policy(Protocol):
         ...
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
-        """The codecs by gradient from now on; those left out stay; None: all stay."""
+        """The codecs by gradient from now on; those left out stay; None: all stay.
+
+        A plain mapping is followed at once, `Saving` where it pays.
+        """
         ...
 
 

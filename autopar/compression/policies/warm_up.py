@@ -84,6 +84,11 @@ class WarmUp:
         return self.state.over and getattr(self.then, "often", False)
 
     @property
+    def horizon(self) -> int:
+        """Steps for which changes of ``then`` stay, once it has taken over."""
+        return getattr(self.then, "horizon", 0) if self.state.over else 0
+
+    @property
     def probes(self) -> tuple[str, ...]:
         """The codecs that ``then`` wants measured; none before it takes over."""
         then = self.then

@@ -20,7 +20,11 @@ from autopar.compression.policies import (
     WarmUp,
     topk_levels,
 )
-from autopar.compression.policies.policy import GradientReport, Observation
+from autopar.compression.policies.policy import (
+    GradientReport,
+    Observation,
+    Saving,
+)
 
 
 def report(
@@ -195,6 +199,44 @@ def test_topk_levels_go_from_the_least_to_the_largest_factor(stepping):
     np.testing.assert_allclose(steps, expected, rtol=1e-4)
 
 
+def gravac_put_off(gains, observations):
+    """Its answers while the first level stays in use, whatever it asks for."""
+    policy = GraVAC(epsilon=0.5, window=2, retry=2, every=1, levels=LEVELS)
+    wishes = []
+    for step, gain in zip(range(observations), gains, strict=True):
+        seen = {"w": report(LEVELS[0], gain=gain)}
+        wishes.append(policy.observe(Observation(step, 1.0, seen, True)))
+    return policy, wishes
+
+
+def test_gravac_climbs_to_save_time_and_asks_until_it_is_so():
+    policy, wishes = gravac_put_off([0.9] * 8, 8)
+    assert wishes == [None, None, *[{"w": "topk"}] * 6]
+    assert all(isinstance(wish, Saving) for wish in wishes[2:])
+    for step in range(8, 10):
+        seen = {"w": report("topk", gain=0.8)}
+        assert policy.gain == pytest.approx(0.9 if step == 8 else 0.8)
+        wish = policy.observe(Observation(step, 0.5, seen, True))
+    # A whole window on the level, and none of what was seen below it.
+    assert policy.state.throughput[1] == pytest.approx(0.8 / 0.5)
+    assert wish == {"w": "topk:ratio=0.001"}
+
+
+def test_gravac_watches_the_gain_of_the_level_that_is_still_in_use():
+    """It goes below that one, and not for the sake of time."""
+    _, wishes = gravac_put_off([0.9] * 4 + [0.1] * 2, 6)
+    assert isinstance(wishes[3], Saving)
+    assert wishes[-1] == {"w": "dense"}
+    assert not isinstance(wishes[-1], Saving)
+
+
+def test_gravac_goes_down_at_once():
+    training = gravac((0.9, 0.8, 0.4), (4, 2, 0.001), observations=0)
+    wishes = [wish for _ in range(8) if (wish := training.observe())]
+    found = [(wish["w"], isinstance(wish, Saving)) for wish in wishes[:3]]
+    assert found == [("topk", True), ("topk:ratio=0.001", True), ("topk", False)]
+
+
 # --- Accordion --------------------------------------------------------------
 
 
@@ -265,6 +307,55 @@ def test_accordion_is_critical_after_a_drop_of_the_learning_rate():
     levels = [step["w"] for step in training.history]
     # Steps 10 to 80: the drop is seen at 60; 70 gives the residual, 80 decides.
     assert levels == [*["int8"] * 2, *["sign"] * 3, *["int8"] * 2, "sign"]
+
+
+def test_accordion_may_be_put_off_where_it_compresses_more():
+    """Not where it compresses less; norms are followed meanwhile."""
+    policy = Accordion(low="int8", high="sign", every=10, window=1)
+
+    def asked(codec, norm, step):
+        seen = {"w": report(codec, norm=norm)}
+        return policy.observe(Observation(step, 1.0, seen, True))
+
+    assert asked("int8", 1.0, 10) is asked("int8", 1.0, 20) is None
+    wish = asked("int8", 1.0, 30)
+    assert wish == {"w": "sign"}
+    assert isinstance(wish, Saving)
+    # Put off. A jump makes the regime critical again: what is in use is right.
+    assert asked("int8", 1.0, 40) == {"w": "sign"}
+    assert asked("int8", 9.0, 50) is None
+    assert policy.critical() == ("w",)
+    asked("int8", 9.0, 60)
+    assert asked("int8", 9.0, 70) == {"w": "sign"}
+    assert asked("sign", 9.0, 80) is asked("sign", 9.0, 90) is None
+    wish = asked("sign", 90.0, 100)
+    assert wish == {"w": "int8"}
+    assert not isinstance(wish, Saving)
+
+
+def test_accordion_starts_a_window_when_other_codecs_come_into_use_late():
+    """The residual that `sign` builds up then is not taken for a change of norm."""
+    policy = Accordion(low="int8", high="sign", every=1, window=3)
+    wishes = []
+    for step in range(40):
+        late = step >= 9
+        residual = 30.0**0.5 if late else 0.0
+        norm = (1.0 + residual**2) ** 0.5
+        seen = {"w": report("sign" if late else "int8", norm, residual=residual)}
+        wishes.append(policy.observe(Observation(step, 1.0, seen, True)))
+    assert wishes[8] == {"w": "sign"}
+    assert wishes[9:] == [None] * 31
+
+
+@pytest.mark.parametrize("horizon", [0, 500])
+def test_horizons(horizon):
+    """A window where none is stated."""
+    assert GraVAC(every=4, window=3, horizon=horizon).horizon == (horizon or 12)
+    assert Accordion(every=4, window=3, horizon=horizon).horizon == (horizon or 12)
+    policy = WarmUp(steps=2, codec="sign", then=GraVAC(horizon=500))
+    assert policy.horizon == 0
+    policy.observe(Observation(2, 1.0, {"w": report()}, True))
+    assert policy.horizon == 500
 
 
 # --- DCT --------------------------------------------------------------------

@@ -26,18 +26,19 @@ from autopar.compression.policies.policy import (
     GradientReport,
     Observation,
     ProbingPolicy,
+    Saving,
 )
 from autopar.compression.policies.probe import relative_error
 
 
-def report(codec):
+def report(codec, error=0.0):
     return GradientReport(
         codec=codec,
         elements=4096,
         wire_bytes=1.0,
         dense_bytes=4.0,
         norm=1.0,
-        relative_error=0.0,
+        relative_error=error,
         gain=1.0,
         residual_norm=0.0,
         gradient_norm=1.0,
@@ -183,6 +184,34 @@ def test_choices_stay_where_nothing_is_measured():
     again = dataclasses.replace(policy)
     again.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     assert again.state == policy.state
+
+
+REFERENCE, BUDGET = "powersgd", 0.1
+
+
+@pytest.mark.parametrize(
+    ("policy", "used", "may_wait"),
+    [
+        (LGreCo(), REFERENCE, True),
+        (LGreCo(alpha=0.98), REFERENCE, False),
+        (LGreCo(), "powersgd:rank=2", False),
+        # Of a codec that is not probed the error is that of the last step.
+        (LGreCo(), "int8", True),
+        (LGreCo(), "sign", False),
+        (AcrossFamilies(bandwidth_bytes_per_s=1e6, budget=BUDGET), "int8", True),
+        (AcrossFamilies(bandwidth_bytes_per_s=1e6, budget=BUDGET), "sign", False),
+        (AcrossFamilies(bandwidth_bytes_per_s=1e6, budget=0.9), "sign", True),
+    ],
+)
+def test_other_codecs_may_wait_while_those_in_use_are_within_the_bound(
+    policy, used, may_wait
+):
+    error = {"int8": 0.001, "sign": 0.9}.get(used, 0.0)
+    measured = Probe(4).measure(SAMPLES, policy.probes)
+    reports = {name: report(used, error) for name in measured}
+    wish = policy.observe(Observation(100, 1.0, reports, True, measured))
+    assert wish
+    assert isinstance(wish, Saving) == may_wait
 
 
 def test_samples_that_are_not_finite_are_refused():

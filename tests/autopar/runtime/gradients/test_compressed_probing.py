@@ -175,9 +175,9 @@ def test_nothing_is_measured_where_gradients_are_not_finite() -> None:
 
 
 def test_lgreco_chooses_by_itself() -> None:
-    """Ranks within the error of the reference, and no more bytes."""
-    policy = LGreCo(every=2)
-    step, losses = run(NAME, "powersgd", policy, 5)
+    """Ranks within the error of the reference, and fewer bytes than before."""
+    policy = LGreCo(every=2, horizon=10**9)
+    step, losses = run(NAME, "powersgd:rank=8", policy, 5)
 
     chosen = policy.state.codecs
     codecs = {g.name: g.codec for g in step.plan.gradients}
@@ -185,6 +185,19 @@ def test_lgreco_chooses_by_itself() -> None:
     assert {name: codecs[name] for name in chosen} == chosen
     assert {parse_codec(text).name for text in chosen.values()} == {"powersgd"}
     assert losses[-1] < losses[0]
+    assert step.codec_changes[0].adopted
+
+
+def test_lgreco_waits_where_its_choice_saves_too_little() -> None:
+    policy = LGreCo(every=2)
+    step, _ = run(NAME, "powersgd:rank=8", policy, 3)
+
+    (change,) = step.codec_changes
+    assert dict(change.codecs) == policy.state.codecs
+    assert not change.adopted
+    assert {r.codec for n, r in step.telemetry.items() if n in change.codecs} == {
+        "powersgd:rank=8"
+    }
 
 
 def test_across_families_chooses_by_itself() -> None:
