@@ -149,9 +149,10 @@ def adapted(process: int) -> dict[str, Any]:
         every=4,
         reference="powersgd:rank=2",
         options=("powersgd:rank=1", "powersgd:rank=3"),
+        horizon=10**9,
     )
     step = case.parallel(
-        "powersgd:rank=2", policy=policy, fallback="bf16", least_gain=0.5
+        "powersgd:rank=3", policy=policy, fallback="bf16", least_gain=0.5
     )
     count = compressed_cases.ROWS // jax.process_count()
     mine = slice(process * count, (process + 1) * count)
@@ -161,7 +162,12 @@ def adapted(process: int) -> dict[str, Any]:
         state, (loss,) = case.train(step, state, [batch])
         losses.append(loss)
         levels.append([report.level for report in step.telemetry.values()])
-    return {"losses": losses, "codecs": policy.state.codecs, "levels": levels}
+    return {
+        "losses": losses,
+        "codecs": policy.state.codecs,
+        "levels": levels,
+        "adopted": [change.adopted for change in step.codec_changes],
+    }
 
 
 def results(process: int) -> dict[str, Any]:

@@ -53,11 +53,13 @@ def test_codecs_are_chosen_alike_everywhere(found: Any) -> None:
     """By errors that are measured on the devices of all processes."""
     want = found["one"]["adapted"]
     assert want["codecs"]
+    assert want["adopted"] == [True]
     assert {level for levels in want["levels"] for level in levels} == {0, 1}
     for process in ("first", "second"):
         adapted = found[process]["adapted"]
         assert adapted["codecs"] == want["codecs"]
         assert adapted["levels"] == want["levels"]
+        assert adapted["adopted"] == want["adopted"]
         np.testing.assert_allclose(adapted["losses"], want["losses"], rtol=1e-5)
 
 
