@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Hashable
+from collections.abc import Callable, Collection, Hashable, Sequence
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
@@ -15,9 +15,11 @@ from autopar.runtime import arguments, placement
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
+from autopar_passes import jax_compat
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call, Parameters, ResultForm, flat_function
 from autopar_passes.program.nnx_objects import updating
+from autopar_passes.program.one_replica import on_one_replica, unbound_axis
 from autopar_passes.program.trace import opened_within, step_name
 
 P = ParamSpec("P")
@@ -32,7 +34,8 @@ class Evaluation(Generic[P, R]):
 
     Arrays that lie on the plan's mesh stay where they are. The rest is a batch: its
     rows are split over the axes that split the batch of the step, as far as these
-    divide them. Nothing is consumed. The compiler chooses the layouts in between.
+    divide them. Nothing is consumed. The compiler chooses the layouts in between. An
+    axis that nothing binds has one replica, as in a step.
     """
 
     def __init__(
@@ -45,11 +48,19 @@ class Evaluation(Generic[P, R]):
         """See `ParallelStep.jit`, which makes these.
 
         Args:
-          function: what is evaluated.
+          function: what is evaluated; no ``jax.pmap``, but what is given to one.
           running: returns the step that runs.
           world: returns its processes and devices.
           static: names of arguments that are part of the program.
+
+        Raises:
+          PlanError: the function is a ``jax.pmap``.
         """
+        if jax_compat.is_pmapped(function):
+            raise PlanError(
+                f"{step_name(function)} is a jax.pmap: pass the function itself. "
+                "Collectives over its axis may stay; it sees the whole batch."
+            )
         functools.update_wrapper(self, function)
         self.__name__: str = step_name(function)
         self._function = function
@@ -65,37 +76,39 @@ class Evaluation(Generic[P, R]):
         """Runs the function; NNX objects among its arguments are updated.
 
         Raises:
-          PlanError: the step has no plan yet, or the function has collectives over an
-            axis of ``jax.pmap``.
+          PlanError: the step has no plan yet.
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._function(*args, **kwargs)
         with updating():
             call = opened_within(self._parameters, args, kwargs)
             arguments.check_alive(self.__name__, call)
-            function, results = self._made(call)
-            try:
-                flat = function(*self._placed(call))
-            except NameError as error:
-                self._explain(error)
-                raise
-            return results[-1].returned(flat)
+            placed, names = self._placed(call), list[str]()
+            while True:
+                function, results = self._made(call, names)
+                try:
+                    flat = function(*placed)
+                    return results[-1].returned(flat)
+                except NameError as error:
+                    found = unbound_axis(error)
+                    if not found or found in names:
+                        raise
+                    names.append(found)
 
-    def _explain(self, error: NameError) -> None:
-        """Raises `PlanError` for a function that was written for ``jax.pmap``."""
-        if "unbound axis name" in str(error):
-            raise PlanError(
-                f"{self.__name__}: {str(error).split('.')[0]}. The function sees the "
-                "whole batch: drop its collectives, such as jax.lax.pmean."
-            ) from error
+    def _made(self, call: Call, names: Sequence[str]) -> tuple[Any, list[ResultForm]]:
+        """The compiled function, and the forms of its results; known from before.
 
-    def _made(self, call: Call) -> tuple[Any, list[ResultForm]]:
+        Args:
+          call: the call.
+          names: of axes that are known to be missing, one replica each; none at first.
+        """
         key = arguments.signature(arguments.abstract(call))
-        found = self._compiled.get(key)
+        found = None if names else self._compiled.get(key)
         if found is None:
             flat, results = flat_function(self._function, call.form)
-            flat.__name__ = flat.__qualname__ = self.__name__
-            found = self._compiled.put(key, (jax.jit(flat), results))
+            run = on_one_replica(flat, names) if names else flat
+            run.__name__ = run.__qualname__ = self.__name__
+            found = self._compiled.put(key, (jax.jit(run), results))
         return found
 
     def _placed(self, call: Call) -> list[Any]:

@@ -377,7 +377,8 @@ class ParallelStep(Generic[P, R]):
           static_argnames: names of arguments that are part of the program.
 
         Raises:
-          PlanError: on a call, if the step has not been planned yet.
+          PlanError: the function is a ``jax.pmap``; on a call, if the step has not
+            been planned yet.
         """
         return Evaluation(function, self._running, lambda: self.world, static_argnames)
 

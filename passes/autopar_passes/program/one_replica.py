@@ -7,11 +7,13 @@ is one replica, and each collective over it returns what it was given.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from autopar_passes import jax_compat
 
@@ -53,10 +55,40 @@ def with_one_replica(run: Callable[[], R]) -> tuple[R, frozenset[str]]:
             with jax_compat.axis_env(dict.fromkeys(names, 1)):
                 return run(), frozenset(names)
         except NameError as error:
-            found = _UNBOUND.search(str(error))
-            if found is None or found.group(1) in names:
+            found = unbound_axis(error)
+            if not found or found in names:
                 raise
-            names = (*names, found.group(1))
+            names = (*names, found)
+
+
+def unbound_axis(error: NameError) -> str:
+    """The axis that nothing binds; '' where the error is another one."""
+    found = _UNBOUND.search(str(error))
+    return found.group(1) if found else ""
+
+
+def on_one_replica(
+    function: Callable[..., Sequence[Any]], names: Sequence[str]
+) -> Callable[..., list[Any]]:
+    """A function of arrays to arrays with an axis of one replica for each name.
+
+    For functions that JAX compiles as they are; what depends on the number of the
+    replica is computed with a leading dim of one, which is taken off again.
+    """
+
+    def run(*arrays: Any) -> list[Any]:
+        def once(_: Any) -> list[Any]:
+            return list(function(*arrays))
+
+        mapped = functools.reduce(_mapped, names, once)
+        return mapped(jnp.zeros(()))
+
+    return run
+
+
+def _mapped(function: Callable[[Any], Any], name: str) -> Callable[[Any], Any]:
+    replicated = jax.vmap(function, axis_name=name)
+    return lambda x: [made[0] for made in replicated(x[None])]
 
 
 def is_collective(eqn: Any, axes: frozenset[str]) -> bool:

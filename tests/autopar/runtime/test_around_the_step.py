@@ -147,12 +147,38 @@ class TestEvaluation:
         )
 
         def averaged(params: Any, batch: Any) -> Any:
-            return jax.lax.pmean(evaluate(params, batch), "batch")
+            found = jax.lax.pmean(evaluate(params, batch), "batch")
+            rows = jax.lax.psum(batch["x"].shape[0], "hosts")
+            first = jax.lax.axis_index("batch") == 0
+            every = jax.lax.all_gather(found["each"], "batch")
+            return found, rows, first, every
 
+        batches = list(forms.batches(2))
+        run = step.jit(averaged)
+        for batch in batches:
+            found, rows, first, every = run(params, batch)
+            want = step.jit(evaluate)(params, batch)
+            np.testing.assert_array_equal(found["loss"], want["loss"])
+            np.testing.assert_array_equal(every, want["each"][None])
+            assert found["each"].sharding == want["each"].sharding
+            assert (int(rows), bool(first)) == (len(batch["x"]), True)
+        assert len(run._compiled) == 1
+        assert run._compiled.peek(next(iter(run._compiled)))[0]._cache_size() == 1
+        assert run.__name__ == "averaged"
+
+    def test_names_that_are_wrong_otherwise(self, step: Any) -> None:
+        def wrong(params: Any, batch: Any) -> Any:
+            raise NameError("name 'nothing' is not defined")
+
+        step.prepare(*forms.create_plain(jax.random.key(0)), forms.batch_structs())
+        with pytest.raises(NameError, match="name 'nothing' is not defined"):
+            step.jit(wrong)({}, {})
+
+    def test_a_pmap(self, step: Any) -> None:
         with pytest.raises(
-            PlanError, match=r"axis name: batch\. .*drop its collectives"
+            PlanError, match=r"is a jax\.pmap: pass the function itself"
         ):
-            step.jit(averaged)(params, next(forms.batches(1)))
+            step.jit(jax.pmap(evaluate, axis_name="batch"))
 
     def test_before_there_is_a_plan(self, step: Any) -> None:
         with pytest.raises(PlanError, match="no plan yet: call the step first"):
