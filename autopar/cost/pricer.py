@@ -110,9 +110,9 @@ class Pricer:
         kind, _ = self.group_of(step)
         parts = self.group(step.axes) if kind == "reduce_scatter" else 1
         most = max(size, parts * self.combiner.most_bytes)
-        axes = tuple(self.mesh.axes[a] for a in step.axes)
+        axes = self._axes(step.axes)
         wire = least_s_per_byte(kind, size, most, axes) * size
-        return self.skew * wire + self.move_s(step, size)
+        return self.skew(axes) * wire + self.move_s(step, size)
 
     def price_s(
         self, step: ReshardStep, nbytes: float, together: frozenset[str]

@@ -38,6 +38,37 @@ Restriction = Callable[[Node, Strategy], bool]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Within:
+    """A restriction that says nothing about a node where it would leave no choice.
+
+    Attributes:
+      outer: a restriction that holds everywhere; None: there is none.
+      inner: one that holds as far as ``outer`` leaves a strategy that it allows.
+    """
+
+    outer: Restriction | None
+    inner: Restriction
+
+    def __call__(self, node: Node, strategy: Strategy) -> bool:
+        """Whether both allow a strategy."""
+        return self.inner(node, strategy) and (
+            self.outer is None or self.outer(node, strategy)
+        )
+
+
+def _allowed(
+    restriction: Restriction | None, node: Node, strategies: tuple[Strategy, ...]
+) -> tuple[Strategy, ...]:
+    """The strategies that a restriction allows; the first where that is none."""
+    if restriction is None:
+        return strategies
+    kept = tuple(s for s in strategies if restriction(node, s))
+    if not kept and isinstance(restriction, Within):
+        return _allowed(restriction.outer, node, strategies)
+    return kept or strategies[:1]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Formulation:
     """A priced problem and what its nodes stand for.
 
@@ -156,9 +187,7 @@ def _node_costs(
     small = small_state(graph, contraction, float(pricer.cluster.memory_bytes))
     for node in contraction.nodes:
         space = strategy_space(graph, contraction, node, pricer.sizes)
-        if restriction is not None:
-            kept = tuple(s for s in space.strategies if restriction(node, s))
-            space = Space(kept or space.strategies[:1])
+        space = Space(_allowed(restriction, node, space.strategies))
         whole = space.strategies[0]
         if node.index in small and not any(whole):
             space = Space((whole,))

@@ -16,7 +16,7 @@ from autopar.errors import PlanError
 from autopar.planner.candidate import WORTHWHILE, Candidate, candidate_of, choices_of
 from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_of
 from autopar.planner.infeasible import infeasible
-from autopar.planner.problem import Formulation, Restriction, formulate
+from autopar.planner.problem import Formulation, Restriction, Within, formulate
 from autopar.planner.recipes import recipes, restriction_of
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis
@@ -304,7 +304,10 @@ class _Rounds:
         for recipe in sorted(rules, key=lambda r: not r.shard_parameters):
             if limit.over and self.best is not None:
                 return
-            rule = restriction_of(analysis, recipe, self.pricer)
+            # What the user pinned holds for the plans of experts, too.
+            rule = Within(
+                self.task.restriction, restriction_of(analysis, recipe, self.pricer)
+            )
             task = _Task(analysis, rule, limit.part(_EXPERT_SHARE))
             with contextlib.suppress(PlanError):
                 found = _on_mesh(

@@ -306,7 +306,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--links", type=pathlib.Path,
                         help="a file of collectives.py, to plan with")  # fmt: skip
     parser.add_argument("--profile", action="store_true",
-                        help="measure hosts and links first, and plan with them")  # fmt: skip
+                        help="measure hosts and links, and plan with them")  # fmt: skip
     parser.add_argument("--timeout", type=float, default=TIMEOUT_S, help="seconds")
     parser.add_argument("--out", type=pathlib.Path, help="everything, as JSON")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
