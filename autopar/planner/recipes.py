@@ -14,7 +14,7 @@ from autopar.planner.problem import Restriction
 from autopar.steps.analysis import Analysis
 from autopar.steps.labels import BATCH, SEQUENCE
 from autopar.steps.nodes import Node
-from autopar_passes.graph.roles import InputRole
+from autopar_passes.graph.roles import InputRole, Role
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -26,7 +26,9 @@ class Recipe:
       data: axes that split the batch.
       tensor: axes that split the model.
       shard_parameters: parameters are split over the data axes too (ZeRO-3).
-      shard_optimizer: optimizer state is split over the data axes (ZeRO-1).
+      shard_optimizer: optimizer state is split over the data axes (ZeRO-1). So may
+        be parameters that the passes read in a narrower type only: these are the
+        optimizer's copies, and what is gathered is the narrow ones.
       sequence: arrays between products are split along the sequence over the
         tensor axes.
     """
@@ -59,6 +61,7 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
     """Returns which strategies a recipe allows."""
     labels = analysis.node_labels
     roles = _node_roles(analysis)
+    masters = masters_of(analysis) if recipe.shard_optimizer else frozenset[int]()
     full = {
         node.index: _most_split(node, recipe.data, pricer.sizes)
         for node in analysis.contraction.nodes
@@ -74,6 +77,7 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
                 axis in recipe.data
                 and name != BATCH
                 and not _may_shard(role, recipe, has_batch, node)
+                and node.index not in masters
             ):
                 return False
             if axis in recipe.tensor and not _may_tensor(name, recipe, node):
@@ -116,6 +120,24 @@ def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
     return {
         homes[i.value].node: i.role for i in analysis.graph.inputs if i.value in homes
     }
+
+
+def masters_of(analysis: Analysis) -> frozenset[int]:
+    """The nodes of parameters that both passes read in a narrower type only."""
+    graph, homes = analysis.graph, analysis.contraction.homes
+    wide = {
+        i.value
+        for i in graph.inputs
+        if i.role is InputRole.PARAMETER and i.value in homes
+    }
+    for op in graph.operators:
+        for value in wide.intersection(v for v in op.inputs if v is not None):
+            if op.role is not Role.UPDATE and op.kind != "return":
+                given, made = (graph.values[v].dtype for v in (value, op.outputs[0]))
+                narrow = op.kind == "convert_element_type"
+                if not (narrow and made.itemsize < given.itemsize):
+                    wide.discard(value)
+    return frozenset(homes[value].node for value in wide)
 
 
 def _most_split(node: Node, axes: Sequence[int], sizes: Sequence[int]) -> int:
