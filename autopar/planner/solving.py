@@ -163,6 +163,10 @@ class _TimeOutError(PlanError):
     """Time ran out before any plan was found."""
 
 
+class _SlowerError(PlanError):
+    """No plan is as fast as one that is known."""
+
+
 def has_plan(
     analysis: Analysis,
     pricer: Pricer,
@@ -187,12 +191,14 @@ class _Task:
       restriction: says which strategies are allowed.
       limit: of time, of all problems.
       prices: with them gradients may be sent by codecs.
+      below_s: plans that take as long are of no use; they are not priced.
     """
 
     analysis: Analysis
     restriction: Restriction | None
     limit: Limit
     prices: Prices | None = None
+    below_s: float = math.inf
 
 
 class _Rounds:
@@ -308,13 +314,15 @@ class _Rounds:
             rule = Within(
                 self.task.restriction, restriction_of(analysis, recipe, self.pricer)
             )
-            task = _Task(analysis, rule, limit.part(_EXPERT_SHARE))
+            best_s = self.best.step_s if self.best else math.inf
+            part = limit.part(_EXPERT_SHARE)
+            task = _Task(analysis, rule, part, below_s=best_s)
             with contextlib.suppress(PlanError):
                 found = _on_mesh(
                     task,
                     self.pricer,
                     None,
-                    most_s=self.best.step_s if self.best else math.inf,
+                    most_s=best_s,
                     # What shards parameters mostly fits, and is found sooner without
                     # terms of memory.
                     memory_limit=None if recipe.shard_parameters else self.memory_limit,
@@ -450,6 +458,8 @@ def _solved(
         status = solution.status
         if status in (Status.INFEASIBLE, Status.UNKNOWN):
             break
+        if solution.bound >= task.below_s:
+            raise _SlowerError(f"no plan on mesh {pricer.mesh} is as fast.")
         found = candidate_of(task.analysis, formulation, solution)
         if found.peak_memory_bytes <= limit:
             found = dataclasses.replace(found, weights=weights)

@@ -70,7 +70,8 @@ def positions(
     everywhere = np.ones(len(operators), bool)
     summed = {Role.FORWARD: ~everywhere, Role.BACKWARD: everywhere}
     ready = np.arange(len(operators))
-    for deferral in deferrals:
+    # Sums wait where they leave a loop so; others are taken where they are made.
+    for deferral in (d for d in deferrals if d.hoisted):
         for op, ends in deferral.reach:
             made = [contraction.producer[end].index for end in ends]
             ready[op] = max((op, *made))

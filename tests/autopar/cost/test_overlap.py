@@ -7,9 +7,11 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar.cluster import Cluster
 from autopar.cost.breakdown import added_s, step_s
@@ -239,3 +241,31 @@ def test_what_the_update_gathers_is_hidden_at_no_batch() -> None:
     hidden = sum(t.communication_s - t.exposed_s(1.0) for t in plan.timelines)
     contention = cluster.device.calibrated.contention
     assert curve.saved_s(1.0, 1) == pytest.approx((1 - contention) * hidden, rel=1e-6)
+
+
+@pytest.mark.parametrize("network", ["", ",network=25Gb/s"])
+def test_the_bound_of_a_plan_is_its_time_without_shared_latencies(network: str) -> None:
+    """At any weights, prices add up to what the plan's own plane says.
+
+    A sum that goes on through the update, as under a clip by the global norm, is taken
+    where it is made all the same.
+    """
+    optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(1e-3))
+    params, batch = mlp_params(width=256, hidden=1024, layers=3), mlp_batch(4096, 256)
+    found = analyse(*training(mlp_loss, params, batch, optimizer))
+    pricer = pricer_of(f"2x4:h100{network}")
+    known = pricer.cluster.device.calibrated
+    count = len(found.graph.operators)
+    # Stretches that begin between a product and what makes it the gradient's sum.
+    starts = [
+        found.contraction.producer[end].index
+        for deferral in found.deferrals[:4]
+        for _, ends in deferral.reach
+        for end in ends
+    ]
+    for first in (-1, *starts):
+        weights = {Stretch(Role.BACKWARD, first, count): 1.0}
+        plan = solve_mesh(found, pricer, weights=weights)
+        plane = plane_of(plan.step_s, plan.timelines, known)
+        moved = sum(w * plane.slope_s(s, known) for s, w in weights.items())
+        assert plan.solution.cost == pytest.approx(plane.base_s + moved, rel=1e-9)
