@@ -1,4 +1,4 @@
-"""Stage problems that are small enough to try every pipeline, and larger random ones."""
+"""Stage problems that are small enough to try every pipeline."""
 
 import itertools
 import math

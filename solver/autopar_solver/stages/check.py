@@ -92,6 +92,12 @@ def task_seconds(problem: StageProblem, pipeline: Pipeline) -> TaskSeconds:
     )
 
 
+def is_possible(seconds: TaskSeconds) -> bool:
+    """Whether no part and no link is forbidden."""
+    arrays = (seconds.task_s, seconds.forward_link_s, seconds.backward_link_s)
+    return all(bool(np.isfinite(array).all()) for array in arrays)
+
+
 def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
     """A step of the pipeline takes at least this: the longest of some chains of tasks.
 

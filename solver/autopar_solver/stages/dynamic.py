@@ -99,7 +99,12 @@ class Tables:
 
 
 def solve_tables(
-    chain: Chain, budgets: Budgets, terms: list[Terms], link: np.ndarray, peak: float
+    chain: Chain,
+    budgets: Budgets,
+    terms: list[Terms],
+    link: np.ndarray,
+    peak: float,
+    room: np.ndarray,
 ) -> Tables:
     """Fills the tables, for all numbers of stages there are terms for.
 
@@ -109,6 +114,8 @@ def solve_tables(
         terms: by number of stages from the last, what stages add there.
         link: ``[layers + 1, links, links]``, what links have left to carry.
         peak: no stage's and no link's maximum may be more.
+        room: ``[entries]``, what a stage and the chain behind it may add; chains that
+            add more do not matter, and their value may be infinite.
     """
     cross = np.where(link <= peak, chain.cross, np.inf)
     chain = dataclasses.replace(chain, cross=cross)
@@ -120,8 +127,9 @@ def solve_tables(
     for at in terms:
         behind = _behind(cross, table)
         usable = np.flatnonzero(np.isfinite(at.add) & (at.peak <= peak))
-        reached = np.isfinite(behind[:, :, budgets.size - 1])
-        usable = usable[reached[chain.end[usable], chain.link[usable]]]
+        least = behind[chain.end[usable], chain.link[usable], budgets.size - 1]
+        least = least + at.add[usable]
+        usable = usable[np.isfinite(least) & (least <= room[usable])]
         if not len(usable):
             break
         table = _extended(chain, budgets, behind, usable, at.add[usable])
@@ -153,14 +161,17 @@ def _extended(
     new = np.full_like(behind, np.inf)
     rows = chain.end[usable] * chain.links + chain.link[usable]
     group = chain.first[usable] * chain.links + chain.link[usable]
-    flat, target = behind.reshape(-1, width), new.reshape(-1, width)
     kind = budgets.kind[usable]
+    flat, target = behind.reshape(-1, width), new.reshape(-1, width)
     for number in np.unique(kind):
         own = np.flatnonzero(kind == number)
-        values = flat[rows[own]][:, budgets.after[number]]
+        values = flat[rows[own]]
         values += add[own, None]
         starts = np.flatnonzero(np.diff(group[own], prepend=-1))
         least = np.minimum.reduceat(values, starts, axis=0)
-        at = group[own][starts]
-        target[at, : budgets.size] = np.minimum(target[at, : budgets.size], least)
+        # All of them take the same devices: it is enough to do so once for the least.
+        at, after = group[own][starts], budgets.after[number]
+        target[at, : budgets.size] = np.minimum(
+            target[at, : budgets.size], least[:, after]
+        )
     return new

@@ -149,7 +149,7 @@ def _allowed(array: np.ndarray) -> np.ndarray:
 
 
 def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
-    """``[layers, layers, options]`` by first and last layer: possible and fast enough."""
+    """``[layers, layers, options]``: which ranges are possible and fast enough."""
     forbidden = _prefix((~np.isfinite(costs.forward_s)).astype(np.float64))
     count = costs.microbatches
     work = _prefix(
@@ -166,7 +166,7 @@ def _worthwhile(costs: LayerCosts, limit_s: float) -> np.ndarray:
 
 
 def _running(array: np.ndarray, fold: np.ufunc) -> np.ndarray:
-    """``[layers, layers, options]``: the fold of each range, by first and last layer."""
+    """``[layers, layers, options]``: each range folded, by first and last layer."""
     layers, options = array.shape
     folded = np.zeros((layers, layers, options))
     for first in range(layers):

@@ -2,7 +2,12 @@
 
 import math
 
-from autopar_solver.stages.check import evaluate_pipeline, lower_bound_s, task_seconds
+from autopar_solver.stages.check import (
+    evaluate_pipeline,
+    is_possible,
+    lower_bound_s,
+    task_seconds,
+)
 from autopar_solver.stages.problem import StageProblem
 from autopar_solver.stages.solution import Pipeline, PipelineCost
 
@@ -23,12 +28,12 @@ class Incumbent:
         return math.inf if self.cost is None else self.cost.step_s
 
     def offer(self, pipeline: Pipeline) -> None:
-        """Plays a pipeline unless it is known or cannot be shorter; keeps the better."""
+        """Plays a pipeline that is new and may be shorter, and keeps the better."""
         if pipeline in self._seen:
             return
         self._seen.add(pipeline)
         seconds = task_seconds(self.problem, pipeline)
-        if lower_bound_s(pipeline, seconds) >= self.step_s:
+        if not is_possible(seconds) or lower_bound_s(pipeline, seconds) >= self.step_s:
             return
         cost = evaluate_pipeline(self.problem, pipeline)
         if cost.fits and cost.step_s < self.step_s:

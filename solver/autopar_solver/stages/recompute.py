@@ -22,7 +22,7 @@ MAX_PRICES = 8
 """How many prices the bound tries; more kinds of layers than these are sampled."""
 
 MAX_LABELS = 4096
-"""How many partial choices are compared; chains of few kinds of layers need far less."""
+"""How many partial choices are compared; few kinds of layers need far less."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)

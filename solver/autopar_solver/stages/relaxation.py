@@ -99,8 +99,11 @@ def cheapest(chain: Chain, add: np.ndarray) -> Paths:
     return Paths(least=float(after[0].min()), after=after)
 
 
-def through(chain: Chain, add: np.ndarray, paths: Paths) -> np.ndarray:
-    """By stage, the cheapest chain that has it."""
+def cheapest_before(chain: Chain, add: np.ndarray) -> np.ndarray:
+    """``[layers + 1, links]``: the cheapest begin of a chain before each layer.
+
+    The crossing to the layer's own stage is included, by the link that this one has.
+    """
     order = np.argsort(chain.end, kind="stable")
     first, link = chain.first[order], chain.link[order]
     begins = np.searchsorted(chain.end[order], np.arange(chain.layers + 2))
@@ -114,6 +117,12 @@ def through(chain: Chain, add: np.ndarray, paths: Paths) -> np.ndarray:
         own = np.full(chain.links, np.inf)
         np.minimum.at(own, link[low:high], costs)
         before[end] = (chain.cross[end] + own[:, None]).min(axis=0)
+    return before
+
+
+def through(chain: Chain, add: np.ndarray, paths: Paths) -> np.ndarray:
+    """By stage, the cheapest chain that has it."""
+    before = cheapest_before(chain, add)
     return before[chain.first, chain.link] + add + paths.after[chain.end, chain.link]
 
 

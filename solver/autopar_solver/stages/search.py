@@ -35,6 +35,7 @@ from autopar_solver.stages.relaxation import (
     best_prices,
     chain_of,
     cheapest,
+    cheapest_before,
     fits_devices,
     priced,
     through,
@@ -60,6 +61,12 @@ LIMITS = 40
 
 BESIDE = 4
 """How many of them when the bound is known, to come upon other pipelines."""
+
+EACH = 6
+"""How many limits for each number of stages, where a schedule needs that."""
+
+CORRECTIONS = 12
+"""How often costs are made exact under one limit before the bound is taken."""
 
 ROUNDS = 10
 """How often the first prices on devices are changed."""
@@ -162,7 +169,7 @@ def bound_space(
 
 
 def _least_peak(chain: Chain, terms: Terms) -> float:
-    """A bound of every pipeline's maximum; ``inf`` if no stages fit beside each other."""
+    """A bound of every pipeline's maximum; ``inf`` if no stages fit together."""
     low, high = 0.0, float(terms.peak.max(initial=0.0))
     if not len(terms.peak) or not fits_devices(chain, terms.peak <= high):
         return math.inf
@@ -265,6 +272,10 @@ class _Programme:
         self.clock = clock
         self.budgets: Budgets = budgets_of(space.chain)
         self.least_add = least_add_s(space.entries, space.schedule)
+        before = cheapest_before(space.chain, self.least_add)
+        before = before[space.entries.first, space.entries.link]
+        # Stages that no chain reaches do no harm.
+        self.taken = space.low + np.where(np.isfinite(before), before, 0.0)
 
     def cutoff(self) -> float:
         """What is above it does not matter."""
@@ -325,9 +336,10 @@ class _Places:
         high = max(low, float(link[np.isfinite(link)].max()))
         high = max([high, *(float(at.peak.max()) for at in self.terms)])
         high = min(high, self.programme.cutoff())
-        cutoff, beside = self.programme.cutoff, BESIDE if self.stages is None else 0
+        limits, beside = (LIMITS, BESIDE) if self.stages is None else (EACH, 0)
+        cutoff = self.programme.cutoff
         return cut_intervals(
-            lambda x: self._least(counts, x), low, high, cutoff, LIMITS, beside
+            lambda x: self._least(counts, x), low, high, cutoff, limits, beside
         )[0]
 
     def known(self, stages: int, low: float) -> float:
@@ -342,23 +354,27 @@ class _Places:
     def _tables(self, peak: float) -> Tables:
         """The programme for one limit of the maximum."""
         space, budgets = self.space, self.programme.budgets
+        # Without the rounding, what is just at the cutoff could be lost.
+        room = self.programme.cutoff() * (1 + 1e-9) - self.programme.taken
         tables = solve_tables(
-            space.chain, budgets, self.terms, space.crossings.link, peak
+            space.chain, budgets, self.terms, space.crossings.link, peak, room
         )
         self.solved.append((peak, tables.values))
         return tables
 
     def _least(self, counts: range, peak: float) -> Answer:
         """Solves for a limit until the best chain's costs are exact."""
-        while True:
+        answer = Answer(math.inf, peak)
+        for _ in range(CORRECTIONS):
             values = (tables := self._tables(peak)).values
             ranked = sorted(
                 (value, count)
                 for count, value in enumerate(values, start=1)
                 if count in counts and value < math.inf
             )
+            answer = Answer(ranked[0][0] if ranked else math.inf, peak)
             if not ranked or self.programme.clock.left <= 0:
-                return Answer(ranked[0][0] if ranked else math.inf, peak)
+                return answer
             changed = False
             for value, count in ranked[:3]:
                 if value < self.programme.cutoff():
@@ -366,6 +382,7 @@ class _Places:
             if not changed:
                 value, count = ranked[0]
                 return Answer(value, self._peak(tables.walk(count)))
+        return answer
 
     def _peak(self, chosen: tuple[int, ...]) -> float:
         """The maximum of a chain."""

@@ -6,6 +6,8 @@ import time
 from autopar_solver.clock import Clock
 from autopar_solver.stages.exhaust import Allowance, exhaust_space
 from autopar_solver.stages.incumbent import Incumbent
+from autopar_solver.stages.infeasibility import binding_memory
+from autopar_solver.stages.polish import polish
 from autopar_solver.stages.problem import StageProblem
 from autopar_solver.stages.schedules.tasks import ScheduleKind
 from autopar_solver.stages.search import (
@@ -29,7 +31,9 @@ def solve_stages(
 
     The space: every cut of the chain, every order of submeshes that fit beside each
     other, every set of layers to compute again. Interleaved schedules give every group
-    the same option, and parts whose slowest is as fast as can be.
+    the same option, and cut by rule: parts of as many layers, or of as much time; the
+    number of their groups divides the layers or is a power of two. A pipeline of one
+    stage is in the space, so that the result is never worse than the best of those.
 
     Args:
         problem: what to solve.
@@ -52,6 +56,9 @@ def solve_stages(
     for number in sorted(range(len(spaces)), key=lambda n: spaces[n].bound_s):
         found = search_space(spaces[number], incumbent, gap, clock)
         left.append((found, number))
+    cutoff = incumbent.step_s * (1 - gap)
+    if any(least < cutoff for least, _ in left):
+        polish(problem, incumbent, clock)
     bound, allowance = incumbent.step_s * (1 - gap), Allowance(CHAINS)
     for least, number in sorted(left):
         if least < incumbent.step_s * (1 - gap) and not exhaust_space(
@@ -60,13 +67,14 @@ def solve_stages(
             bound = min(bound, least)
     bound = min(bound, incumbent.step_s * (1 - gap))
     if incumbent.pipeline is None:
-        done = clock.left > 0
+        done = bound == math.inf
         return StageSolution(
             pipeline=None,
             cost=None,
-            bound_s=math.inf if done else bound,
+            bound_s=bound,
             status=Status.INFEASIBLE if done else Status.UNKNOWN,
             seconds=clock.spent,
+            binding=binding_memory(problem) if done else None,
         )
     proved = bound >= incumbent.step_s * (1 - gap) * (1 - 1e-12)
     return StageSolution(
