@@ -6,6 +6,11 @@ side by side: the same bytes are sent, and a compiler has one loop to compile wh
 had one for each gradient. That is most of what a step with codecs takes to compile. It
 costs copies of the gradients, so large ones stay by themselves.
 
+A gradient that all workers want whole, by a codec without a state, may lie in any
+order: which worker sums a block is all the same. Such gradients are laid one behind
+the other, and are single slices of the sums. Of the others each chunk holds a part of
+every gradient.
+
 Legend: n workers, c elements of a chunk of one gradient, C of all of a group.
 """
 
@@ -39,6 +44,7 @@ class Piece:
       workers: number of workers, n.
       scatter: whether each worker needs only its part of the sum.
       dtype: of the sum, as text.
+      state: whether the codec keeps a state.
     """
 
     codec: Codec
@@ -47,6 +53,12 @@ class Piece:
     workers: int
     scatter: bool
     dtype: str
+    state: bool = False
+
+    @property
+    def whole(self) -> bool:
+        """Whether a group of such gradients is laid one behind the other."""
+        return not self.scatter and not self.state
 
     @property
     def joins(self) -> bool:
@@ -71,10 +83,18 @@ def grouped(pieces: Sequence[Piece]) -> list[tuple[int, ...]]:
     return [tuple(group) for group in groups]
 
 
-def joined(arrays: Sequence[jax.Array]) -> jax.Array:
-    """Arrays (..., c) side by side, (..., C)."""
+def joined(arrays: Sequence[jax.Array], *, whole: bool = False) -> jax.Array:
+    """Arrays (..., c) side by side, (..., C).
+
+    Args:
+      arrays: the gradients or their states.
+      whole: whether the arrays, (n, c), are laid one behind the other.
+    """
     if len(arrays) == 1:
         return arrays[0]
+    if whole:
+        flat = jnp.concatenate([x.reshape(-1) for x in arrays])
+        return materialised(flat).reshape(len(arrays[0]), -1)
     return materialised(jnp.concatenate(arrays, axis=-1))
 
 
@@ -83,12 +103,24 @@ def joined_states(states: Sequence[Any]) -> Any:
     return jax.tree.map(lambda *arrays: joined(arrays), *states)
 
 
-def cut(array: jax.Array, widths: Sequence[int]) -> list[jax.Array]:
-    """The opposite of `joined`: arrays (..., c) of (..., C)."""
+def cut(
+    array: jax.Array, widths: Sequence[int], *, whole: bool = False
+) -> list[jax.Array]:
+    """The opposite of `joined`: arrays (..., c) of (..., C), or flat ones.
+
+    Args:
+      array: of a group.
+      widths: c of each gradient.
+      whole: whether the gradients lie one behind the other; each is (n c,) then.
+    """
     if len(widths) == 1:
         return [array]
     ends = list(itertools.accumulate(widths))[:-1]
-    return jnp.split(materialised(array), ends, axis=-1)
+    array = materialised(array)
+    if whole:
+        workers = array.size // sum(widths)
+        return jnp.split(array.reshape(-1), [workers * end for end in ends])
+    return jnp.split(array, ends, axis=-1)
 
 
 def cut_states(state: Any, widths: Sequence[int]) -> list[Any]:

@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.compression.chunking import from_chunks, own_part, own_shape, to_chunks
 from autopar.compression.codecs.blocks import materialised
 from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Rounds
 from autopar.compression.codecs.quantise import without_server_feedback
@@ -35,8 +36,6 @@ from autopar.compression.norms import Sent, non_finite, squared_norm
 
 State = dict[str, Any]
 
-# Up to this number of chunks each is handled by a loop of its own.
-_MOST_PIECES = 16
 # The columns of the sums.
 WANTED, ERROR, SENT, RESIDUAL, GRADIENT, NON_FINITE = range(6)
 
@@ -261,7 +260,9 @@ def _synchronise_some(
     errors = [made[k].error for k in range(len(entries))]
     residuals = next_residuals(feedbacks, errors, links, step)
     totals = [
-        _total(gradient, made[k].total, n).astype(partials[k].dtype)
+        own_part(made[k].total, gradient.shape, gradient.scatter_dim, n).astype(
+            partials[k].dtype
+        )
         for k, gradient in enumerate(gradients)
     ]
     states = [
@@ -311,54 +312,83 @@ def _encoded(
 ) -> list[_Group]:
     """Runs the codecs on all gradients; those of a group are encoded side by side."""
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
-    chunks = [_to_chunks(g, w, n) for g, w in zip(gradients, wanted, strict=True)]
-    groups = grouped(
-        [
-            Piece(g.codec, g.size, g.chunk(n), n, g.scatter, g.dtype or x.dtype.name)
-            for g, x, _ in entries
-        ]
-    )
-    given = [joined([chunks[k] for k in group]) for group in groups]
-    rounds: list[Rounds] = []
-    for group, values in zip(groups, given, strict=True):
-        one, alone = gradients[group[0]], len(group) == 1
-        context = CodecContext(
-            workers=n,
-            worker=worker,
-            step=step,
-            seed=one.seed,
-            shape=one.shape if alone else (values.size,),
-            size=one.size if alone else values.size,
-            scatter=one.scatter,
-        )
-        state = joined_states([entries[k][2]["codec"] for k in group])
-        rounds.append(one.codec.reduce(values, state, context))
+    pieces = [_piece(entry, n) for entry in entries]
+    chunks = [
+        to_chunks(w, g.scatter_dim, n, piece.chunk)
+        for g, w, piece in zip(gradients, wanted, pieces, strict=True)
+    ]
+    groups = grouped(pieces)
+    whole = [pieces[group[0]].whole for group in groups]
+    given = [
+        joined([chunks[k] for k in group], whole=one)
+        for group, one in zip(groups, whole, strict=True)
+    ]
+    rounds = [
+        _rounds([entries[k] for k in group], values, n, worker, step)
+        for group, values in zip(groups, given, strict=True)
+    ]
     made = exchange(rounds, links)
     sent = [
-        _sent([entries[k] for k in group], wanted[group[0]], values, reduced)
-        for group, values, reduced in zip(groups, given, made, strict=True)
+        _sent([entries[k] for k in group], wanted[group[0]], values, reduced, one)
+        for group, values, reduced, one in zip(groups, given, made, whole, strict=True)
     ]
     norms = [one.norms() for one in sent]
     bad = non_finite(sent, norms)
     out: list[_Group] = []
     for i, group in enumerate(groups):
-        widths = sent[i].widths
-        parts = zip(
-            cut(made[i].total, widths),
-            cut(sent[i].error, widths),
+        widths = [pieces[k].chunk for k in group]
+        found = zip(
+            [gradients[k] for k in group],
+            cut(made[i].total, widths, whole=whole[i]),
+            cut(sent[i].error, widths, whole=whole[i]),
             cut_states(made[i].state, widths),
             strict=True,
         )
-        members = {
-            k: _Encoded(
-                total,
-                error if len(group) == 1 else _from_chunks(gradients[k], error),
-                state,
+        each = [
+            _Encoded(
+                total, error if len(group) == 1 else _from_chunks(one, error), state
             )
-            for k, (total, error, state) in zip(group, parts, strict=True)
-        }
+            for one, total, error, state in found
+        ]
+        members = dict(zip(group, each, strict=True))
         out.append(_Group(members, norms[i], bad[i]))
     return out
+
+
+def _rounds(
+    group: Sequence[tuple[Gradient, jax.Array, State]],
+    values: jax.Array,
+    workers: int,
+    worker: jax.Array,
+    step: jax.Array,
+) -> Rounds:
+    """Begins to encode a group, (n, C)."""
+    one, alone = group[0][0], len(group) == 1
+    context = CodecContext(
+        workers=workers,
+        worker=worker,
+        step=step,
+        seed=one.seed,
+        shape=one.shape if alone else (values.size,),
+        size=one.size if alone else values.size,
+        scatter=one.scatter,
+    )
+    state = joined_states([state["codec"] for _, _, state in group])
+    return one.codec.reduce(values, state, context)
+
+
+def _piece(entry: tuple[Gradient, jax.Array, State], workers: int) -> Piece:
+    """A gradient as it is grouped with others."""
+    gradient, partial, state = entry
+    return Piece(
+        codec=gradient.codec,
+        size=gradient.size,
+        chunk=gradient.chunk(workers),
+        workers=workers,
+        scatter=gradient.scatter,
+        dtype=gradient.dtype or partial.dtype.name,
+        state=bool(jax.tree.leaves(state["codec"])),
+    )
 
 
 def _sent(
@@ -366,10 +396,12 @@ def _sent(
     wanted: jax.Array,
     values: jax.Array,
     made: Reduced,
+    whole: bool,
 ) -> Sent:
     """Returns what was to be sent of a group and what was not, computed once.
 
-    Of one gradient in its own shape, without padding.
+    Of one gradient in its own shape, without padding; of gradients that lie one behind
+    the other as one row.
     """
     one, partial, _ = group[0]
     total = made.total.astype(one.dtype or partial.dtype)
@@ -377,10 +409,16 @@ def _sent(
         error = _error(one, values, made.sent)
         return Sent(wanted, error, total, (1,), part=one.scatter)
     # An array that a codec hands on as it is has no error.
-    whole = made.sent is values
-    error = jnp.zeros_like(values) if whole else materialised(values - made.sent)
-    widths = tuple(gradient.chunk(values.shape[0]) for gradient, _, _ in group)
-    return Sent(values, error, total, widths, part=one.scatter)
+    if made.sent is values:
+        error = jnp.zeros_like(values)
+    else:
+        error = materialised(values - made.sent)
+    count = len(values)
+    widths = tuple(gradient.chunk(count) for gradient, _, _ in group)
+    if not whole:
+        return Sent(values, error, total, widths, part=one.scatter)
+    wanted, error, total = (x.reshape(1, -1) for x in (values, error, total))
+    return Sent(wanted, error, total, tuple(count * width for width in widths))
 
 
 def _wanted(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
@@ -396,68 +434,16 @@ def _error(gradient: Gradient, chunks: jax.Array, sent: jax.Array) -> jax.Array:
     return materialised(_from_chunks(gradient, chunks - sent))
 
 
+def _from_chunks(gradient: Gradient, chunks: jax.Array) -> jax.Array:
+    return from_chunks(chunks, gradient.shape, gradient.scatter_dim)
+
+
 def _nothing(gradient: Gradient, partial: jax.Array, links: Links) -> jax.Array:
     """The sum of a gradient without elements, and no other gradient's."""
     if gradient.size:
         return partial
-    return partial.reshape(_own_shape(gradient, links.workers))
-
-
-def _to_chunks(gradient: Gradient, whole: jax.Array, workers: int) -> jax.Array:
-    """A whole gradient as (n, c)."""
-    if gradient.scatter_dim is not None:
-        front = jnp.moveaxis(whole, gradient.scatter_dim, 0)
-        return front.reshape(workers, -1)
-    chunk = gradient.chunk(workers)
-    flat = whole.reshape(-1)
-    padding = workers * chunk - gradient.size
-    if padding:
-        # On a CPU a copy, where jnp.pad asks of each element where it lies.
-        flat = jnp.concatenate((flat, jnp.zeros((padding,), flat.dtype)))
-    return flat.reshape(workers, chunk)
-
-
-def _from_chunks(gradient: Gradient, chunks: jax.Array) -> jax.Array:
-    """(n, c) as a whole gradient."""
-    dim = gradient.scatter_dim
-    if dim is None:
-        return _without_padding(chunks, gradient.size).reshape(gradient.shape)
-    return _back(gradient.shape, dim, chunks)
-
-
-def _without_padding(chunks: jax.Array, size: int) -> jax.Array:
-    """The first ``size`` elements of (n, c).
-
-    Row by row: XLA for CPUs merges a decoder with the one slice of all rows, and then
-    divides for every element to find its row. That takes 2 to 3 times as long.
-    """
-    count, elements = chunks.shape
-    if count > _MOST_PIECES:
-        return chunks.reshape(-1)[:size]
-    ends = [min(elements, size - k * elements) for k in range(count)]
-    rows = [chunks[k, :end] for k, end in enumerate(ends) if end > 0]
-    return jnp.concatenate(rows)
-
-
-def _back(shape: tuple[int, ...], dim: int, values: jax.Array) -> jax.Array:
-    """Values in the order of a shape with ``dim`` in front, in its own order."""
-    rest = shape[:dim] + shape[dim + 1 :]
-    return jnp.moveaxis(values.reshape(shape[dim], *rest), 0, dim)
-
-
-def _own_shape(gradient: Gradient, workers: int) -> tuple[int, ...]:
-    """Shape of what a worker gets of the sum."""
-    shape = list(gradient.shape)
-    if gradient.scatter_dim is not None:
-        shape[gradient.scatter_dim] //= workers
-    return tuple(shape)
-
-
-def _total(gradient: Gradient, total: jax.Array, workers: int) -> jax.Array:
-    if gradient.scatter_dim is None:
-        return _from_chunks(gradient, total)
-    shape = _own_shape(gradient, workers)
-    return _back(shape, gradient.scatter_dim, total)
+    shape = own_shape(gradient.shape, gradient.scatter_dim, links.workers)
+    return partial.reshape(shape)
 
 
 def _rows(
