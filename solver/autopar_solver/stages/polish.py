@@ -5,6 +5,7 @@ Bounds leave out what all stages but the first do once a step; moves weigh it.
 
 import dataclasses
 from collections.abc import Iterator
+
 from autopar_solver.clock import Clock
 from autopar_solver.stages.completion import completed
 from autopar_solver.stages.incumbent import Incumbent

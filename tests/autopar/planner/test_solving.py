@@ -14,8 +14,9 @@ from autopar.cost.combining import SUMS
 from autopar.cost.pricer import Pricer
 from autopar.layouts.layout import ReshardStep
 from autopar.planner import solving
+from autopar.planner.limit import Limit
 from autopar.planner.search import candidate_meshes, search
-from autopar.planner.solving import Limit, solve_mesh
+from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import ShardingProblem, Solution, Status
 
