@@ -148,6 +148,7 @@ def build(seed: int, sizes: Sizes | None = None) -> Workload:
         scan=False,
         remat=False,
         dtype="float32",
+        attention="plain",
     )
     rate = optax.warmup_cosine_decay_schedule(
         0.0,

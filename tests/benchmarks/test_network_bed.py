@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -48,6 +49,14 @@ def needs_bed() -> None:
 
 
 # Without privileges.
+
+
+def test_the_model_of_the_bed_can_be_made() -> None:
+    """It is that of an example, whose fields may change."""
+    model = load("language_model")
+    sizes = model.Sizes(layers=1, d_model=16, heads=2, seq=8)
+    state = jax.eval_shape(model.build(0, sizes).create)
+    assert jax.tree.leaves(state)
 
 
 @pytest.mark.parametrize("rate_mbit", [1, 100, 500, 1000, 10000])
