@@ -31,6 +31,8 @@ class Recipe:
         optimizer's copies, and what is gathered is the narrow ones.
       sequence: arrays between products are split along the sequence over the
         tensor axes.
+      within: the data axes over which parameters and optimizer state are split;
+        None: all of them.
     """
 
     name: str
@@ -39,6 +41,12 @@ class Recipe:
     shard_parameters: bool = False
     shard_optimizer: bool = False
     sequence: bool = False
+    within: tuple[int, ...] | None = None
+
+    @property
+    def shards(self) -> tuple[int, ...]:
+        """The data axes over which state is split."""
+        return self.data if self.within is None else self.within
 
 
 def recipes(num_axes: int) -> Iterator[Recipe]:
@@ -63,7 +71,7 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
     roles = _node_roles(analysis)
     masters = masters_of(analysis) if recipe.shard_optimizer else frozenset[int]()
     full = {
-        node.index: _most_split(node, recipe.data, pricer.sizes)
+        node.index: _most_split(node, recipe.shards, pricer.sizes)
         for node in analysis.contraction.nodes
     }
 
@@ -73,17 +81,15 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
         has_batch = BATCH in named.values()
         used = [(a, named.get(f, "")) for f, axes in enumerate(strategy) for a in axes]
         for axis, name in used:
-            if (
-                axis in recipe.data
-                and name != BATCH
-                and not _may_shard(role, recipe, has_batch, node)
-                and node.index not in masters
-            ):
-                return False
+            if axis in recipe.data and name != BATCH:
+                free = node.index in masters
+                free = free or _may_shard(role, recipe, has_batch, node)
+                if axis not in recipe.shards or not free:
+                    return False
             if axis in recipe.tensor and not _may_tensor(name, recipe, node):
                 return False
         if _must_shard(role, recipe):
-            split = sum(1 for axis, _ in used if axis in recipe.data)
+            split = sum(1 for axis, _ in used if axis in recipe.shards)
             return split >= full[node.index]
         return True
 

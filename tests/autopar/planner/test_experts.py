@@ -11,8 +11,11 @@ import step_forms as forms
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar import Cluster
+from autopar.cost.pricer import Pricer
 from autopar.planner.experts import Expert, expert_plans
-from autopar.planner.recipes import recipes
+from autopar.planner.recipes import Recipe, recipes, restriction_of
+from autopar.planner.search import candidate_meshes
+from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.graph.roles import InputRole
 
@@ -145,6 +148,20 @@ def test_an_impossible_recipe_has_a_reason() -> None:
 def test_one_axis_has_no_mixed_recipes() -> None:
     names = {e.name for e in expert_plans(analysis(), Cluster.parse("2:cpu"))}
     assert names == {r.name for r in recipes(1)}
+
+
+def test_state_may_be_split_within_some_axes_alone() -> None:
+    """ZeRO-1 within a host: the outer axis splits the batch and no state."""
+    pricer = Pricer(CLUSTER, candidate_meshes(CLUSTER)[-1])
+    rule = Recipe("ZeRO-1 within", (0, 1), shard_optimizer=True, within=(1,))
+    limit = restriction_of(analysis(), rule, pricer)
+    found = solve_mesh(analysis(), pricer, limit).assignment
+    axes: dict[InputRole, set[int]] = {}
+    for given in analysis().graph.inputs:
+        layout = found.home_layout(given.value)
+        axes.setdefault(given.role, set()).update(a for d in layout for a in d)
+    assert axes[InputRole.OPTIMIZER_STATE] == {1}
+    assert axes[InputRole.PARAMETER] == set()
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
