@@ -47,29 +47,80 @@ from autopar_solver.sharding.infeasibility import (
 from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem
 from autopar_solver.sharding.solution import ReductionReport, Solution
 from autopar_solver.sharding.solve import solve
+from autopar_solver.stages.check import check_stages, evaluate_pipeline, task_seconds
+from autopar_solver.stages.links import CarriedValue, crossing_bytes, link_seconds
+from autopar_solver.stages.problem import (
+    DeviceGroup,
+    LayerCosts,
+    SharedParameter,
+    StageProblem,
+    SubmeshOption,
+)
+from autopar_solver.stages.schedules.check import alive, check_table
+from autopar_solver.stages.schedules.order import make_table
+from autopar_solver.stages.schedules.play import TaskSeconds, Timeline, play
+from autopar_solver.stages.schedules.tasks import (
+    Schedule,
+    ScheduleKind,
+    ScheduleTable,
+    Task,
+    TaskKind,
+)
+from autopar_solver.stages.solution import (
+    BindingMemory,
+    Pipeline,
+    PipelineCost,
+    StageSolution,
+)
+from autopar_solver.stages.solve import solve_stages
 from autopar_solver.status import Status
 
 __all__ = [
+    "BindingMemory",
+    "CarriedValue",
     "CodecSelection",
+    "DeviceGroup",
     "Evaluation",
     "InfeasibilityExplanation",
     "LGreCoProblem",
     "LGreCoResult",
+    "LayerCosts",
     "LiveTerm",
     "MemoryTerm",
+    "Pipeline",
+    "PipelineCost",
     "ReductionReport",
+    "Schedule",
+    "ScheduleKind",
+    "ScheduleTable",
     "SelectionCost",
     "SelectionRelaxation",
     "SelectionResult",
     "ShardingProblem",
+    "SharedParameter",
     "Solution",
+    "StageProblem",
+    "StageSolution",
     "Status",
+    "SubmeshOption",
+    "Task",
+    "TaskKind",
+    "TaskSeconds",
+    "Timeline",
+    "alive",
     "check_selection",
     "check_solution",
+    "check_stages",
+    "check_table",
+    "crossing_bytes",
     "evaluate_choices",
+    "evaluate_pipeline",
     "explain_infeasibility",
     "fits_budgets",
+    "link_seconds",
+    "make_table",
     "memory_profile",
+    "play",
     "read_contest_instance",
     "read_contest_solution",
     "recompute",
@@ -78,6 +129,8 @@ __all__ = [
     "solve_lgreco_ilp",
     "solve_relaxation",
     "solve_selection",
+    "solve_stages",
+    "task_seconds",
     "wire_weights",
     "write_contest_instance",
     "write_contest_solution",

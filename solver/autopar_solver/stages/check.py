@@ -125,7 +125,7 @@ def lower_bound_s(pipeline: Pipeline, seconds: TaskSeconds) -> float:
     bounds = [chain + late[0] + seconds.step_s[0], *alone]
     if not splits:
         bounds.extend(head[:stages] + count * work + tail[:stages] + seconds.step_s[0])
-    if pipeline.schedule.chunks == 1:
+    if pipeline.schedule.kind is not ScheduleKind.INTERLEAVED:
         after = _after_first(pipeline, forward, backward, late)
         bounds.extend(chain + after + late[0] + seconds.step_s[0])
         if stages > 1:

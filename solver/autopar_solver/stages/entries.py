@@ -135,8 +135,8 @@ def kept_microbatches(
     held = min(later, microbatches)
     if schedule.kind is ScheduleKind.ONE_F_ONE_B:
         return [(held, 0)]
-    pending = min(stages, microbatches) - held
-    return [(held, pending), (held - 1, pending + 1)]
+    both, pending = min(stages, microbatches), min(stages - later + 1, microbatches)
+    return [(held, both - held), (both - pending, pending)]
 
 
 def _prefix(array: np.ndarray) -> np.ndarray:

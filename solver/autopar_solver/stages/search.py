@@ -224,7 +224,7 @@ def search_space(
         clock: when to stop; what is known then is the bound.
     """
     cutoff = incumbent.step_s * (1 - gap)
-    if bounded.bound_s >= cutoff:
+    if bounded.bound_s >= cutoff or clock.left <= 0:
         return bounded.bound_s
     space, _ = fixed_space(bounded, cutoff)
     if not len(space.entries):

@@ -1,5 +1,6 @@
 """Finds the pipeline with the shortest step, and bounds all others."""
 
+import itertools
 import math
 import time
 
@@ -43,28 +44,9 @@ def solve_stages(
     """
     clock = Clock(time.monotonic(), seconds)
     incumbent = Incumbent(problem)
-    offer_uniform(problem, incumbent, uniform_pipelines(problem, most_stages(problem)))
-    plain = [s for s in problem.schedules if s.kind is not ScheduleKind.INTERLEAVED]
-    spaces = list[Bounded]()
-    for costs in problem.costs:
-        for schedule in plain:
-            cutoff = incumbent.step_s * (1 - gap)
-            space = bound_space(problem, costs, schedule, cutoff)
-            if space is not None:
-                spaces.append(space)
-    left = list[tuple[float, int]]()
-    for number in sorted(range(len(spaces)), key=lambda n: spaces[n].bound_s):
-        found = search_space(spaces[number], incumbent, gap, clock)
-        left.append((found, number))
-    cutoff = incumbent.step_s * (1 - gap)
-    if any(least < cutoff for least, _ in left):
-        polish(problem, incumbent, clock)
-    bound, allowance = incumbent.step_s * (1 - gap), Allowance(CHAINS)
-    for least, number in sorted(left):
-        if least < incumbent.step_s * (1 - gap) and not exhaust_space(
-            spaces[number], incumbent, gap, allowance, clock
-        ):
-            bound = min(bound, least)
+    candidates = uniform_pipelines(problem, most_stages(problem))
+    bound = offer_uniform(problem, incumbent, candidates, clock)
+    bound = min(bound, _search(problem, incumbent, gap, clock))
     bound = min(bound, incumbent.step_s * (1 - gap))
     if incumbent.pipeline is None:
         done = bound == math.inf
@@ -84,3 +66,32 @@ def solve_stages(
         status=Status.OPTIMAL if proved else Status.FEASIBLE,
         seconds=clock.spent,
     )
+
+
+def _search(
+    problem: StageProblem, incumbent: Incumbent, gap: float, clock: Clock
+) -> float:
+    """Searches all schedules but the interleaved ones; returns a bound of them."""
+    spaces = list[Bounded]()
+    for costs, schedule in itertools.product(problem.costs, problem.schedules):
+        if schedule.kind is ScheduleKind.INTERLEAVED:
+            continue
+        if clock.left <= 0:
+            return 0.0
+        cutoff = incumbent.step_s * (1 - gap)
+        space = bound_space(problem, costs, schedule, cutoff)
+        if space is not None:
+            spaces.append(space)
+    left = [
+        (search_space(spaces[number], incumbent, gap, clock), number)
+        for number in sorted(range(len(spaces)), key=lambda n: spaces[n].bound_s)
+    ]
+    if any(least < incumbent.step_s * (1 - gap) for least, _ in left):
+        polish(problem, incumbent, clock)
+    bound, allowance = math.inf, Allowance(CHAINS)
+    for least, number in sorted(left):
+        if least >= incumbent.step_s * (1 - gap):
+            continue
+        if not exhaust_space(spaces[number], incumbent, gap, allowance, clock):
+            bound = min(bound, least)
+    return bound

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar_solver.clock import Clock
 from autopar_solver.stages.completion import completed
 from autopar_solver.stages.entries import can_recompute, kept_microbatches
 from autopar_solver.stages.incumbent import Incumbent
@@ -60,12 +61,27 @@ def uniform_pipelines(
 
 
 def offer_uniform(
-    problem: StageProblem, incumbent: Incumbent, candidates: list[UniformPipeline]
-) -> None:
-    """Plays pipelines until no bound is below the shortest step."""
-    for candidate in candidates:
+    problem: StageProblem,
+    incumbent: Incumbent,
+    candidates: list[UniformPipeline],
+    clock: Clock,
+) -> float:
+    """Plays pipelines until no bound is below the shortest step, or time is up.
+
+    Args:
+        problem: whose pipelines they are.
+        incumbent: gets them.
+        candidates: the least bound first.
+        clock: when to stop; the first one is played anyway.
+
+    Returns:
+        A bound of those that were not played; ``inf`` if none can be better.
+    """
+    for number, candidate in enumerate(candidates):
         if candidate.bound_s >= incumbent.step_s:
-            return
+            return math.inf
+        if number and clock.left <= 0:
+            return candidate.bound_s
         pipeline = completed(
             problem,
             Pipeline(
@@ -77,6 +93,7 @@ def offer_uniform(
         )
         if pipeline is not None:
             incumbent.offer(pipeline)
+    return math.inf
 
 
 def _stage_counts(

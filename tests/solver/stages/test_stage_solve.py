@@ -1,4 +1,4 @@
-"""The solver equals brute force, says what binds, and is never worse than even plans."""
+"""The solver equals brute force, and is never worse than even pipelines."""
 
 import dataclasses
 import itertools
@@ -29,7 +29,7 @@ ONE_F_ONE_B = Schedule(ScheduleKind.ONE_F_ONE_B)
 ALL = (*map(Schedule, ScheduleKind), Schedule(ScheduleKind.INTERLEAVED, 2))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(problems)
 def test_matches_brute_force(problem):
     """Mixed groups, tight memory, links, shared parameters, all at times."""
@@ -45,7 +45,7 @@ def test_matches_brute_force(problem):
         assert solution.bound_s <= best * (1 + 1e-9)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(problems)
 def test_bounds_hold_without_enumeration(problem):
     """What the dynamic programme proves alone is below the best pipeline."""
@@ -60,7 +60,7 @@ def test_bounds_hold_without_enumeration(problem):
         assert math.isinf(best)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.0, 0.5))
 def test_gap_is_kept(seed, gap):
     problem = random_problem(seed)
@@ -252,7 +252,7 @@ def test_a_layer_that_fits_nowhere_is_named():
     assert binding.least_bytes > 9.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems)
 def test_every_pipeline_is_over_its_memory_by_what_binds(problem):
     solution = solve_stages(problem)
@@ -287,10 +287,11 @@ def test_more_stages_than_devices_or_layers_are_not_tried():
 
 def test_a_time_limit_keeps_a_valid_result():
     problem = chain(24, 32, (1, 4, 16, 64), seed=3)
-    solution = solve_stages(problem, seconds=0.01)
+    solution = solve_stages(problem, seconds=0.0)
 
     check_stages(problem, solution)
     assert solution.pipeline is not None
+    assert solution.status is Status.FEASIBLE
 
 
 def test_the_same_problem_has_the_same_solution():
@@ -301,7 +302,7 @@ def test_the_same_problem_has_the_same_solution():
     assert first.bound_s == second.bound_s
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(problems)
 def test_completion_takes_the_least_seconds(problem):
     """Of all sets of layers to compute again, none that fits is shorter."""

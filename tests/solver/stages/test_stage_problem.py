@@ -1,0 +1,76 @@
+"""Stage problems are checked where they are made."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+from stage_problems import random_problem
+
+from autopar_solver.stages.links import CarriedValue, crossing_bytes, link_seconds
+from autopar_solver.stages.problem import (
+    DeviceGroup,
+    SharedParameter,
+    StageProblem,
+    SubmeshOption,
+)
+
+PROBLEM = next(p for p in map(random_problem, range(99)) if p.num_layers == 3)
+COSTS = PROBLEM.costs[0]
+ONES = np.ones(len(PROBLEM.options))
+
+
+def with_costs(**changes) -> StageProblem:
+    return dataclasses.replace(PROBLEM, costs=(dataclasses.replace(COSTS, **changes),))
+
+
+BAD = {
+    "groups must not be empty": lambda: dataclasses.replace(PROBLEM, groups=()),
+    "schedules must not be empty": lambda: dataclasses.replace(PROBLEM, schedules=()),
+    "group 0 needs": lambda: dataclasses.replace(PROBLEM, groups=(DeviceGroup(0),)),
+    "option 0 must name": lambda: dataclasses.replace(
+        PROBLEM, options=(SubmeshOption(9, 1),)
+    ),
+    "step_s must have shape": lambda: with_costs(step_s=np.zeros((3, 99))),
+    "latency_s must have shape": lambda: with_costs(latency_s=np.zeros((9, 9))),
+    "step_s must be numbers": lambda: with_costs(step_s=COSTS.step_s + math.inf),
+    "transient_bytes must be": lambda: with_costs(
+        transient_bytes=COSTS.transient_bytes - 99
+    ),
+    "positive and differ": lambda: dataclasses.replace(PROBLEM, costs=(COSTS, COSTS)),
+    "max_stages must be": lambda: dataclasses.replace(PROBLEM, max_stages=0),
+    "is of no layer": lambda: dataclasses.replace(
+        PROBLEM,
+        shared=(SharedParameter(source=0, target=9, step_s=ONES, copy_bytes=ONES),),
+    ),
+    "copy_bytes of the parameter": lambda: dataclasses.replace(
+        PROBLEM,
+        shared=(SharedParameter(source=0, target=1, step_s=ONES, copy_bytes=-ONES),),
+    ),
+}
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_bad_problems_are_refused(message):
+    with pytest.raises(ValueError, match=message):
+        BAD[message]()
+
+
+def test_forbidden_work_is_allowed():
+    with_costs(forward_s=COSTS.forward_s + math.inf)
+
+
+def test_values_that_skip_layers_cross_every_cut_between():
+    """A U-Net: the first output is read by the last layer, too."""
+    skips = [CarriedValue(0, 4, 8.0), CarriedValue(1, 3, 4.0)]
+    crossing = crossing_bytes(np.ones(4), skips)
+
+    assert crossing.tolist() == [9.0, 13.0, 13.0, 9.0]
+    seconds = link_seconds(crossing, np.array([[0.0, 1.0], [2.0, 0.0]]))
+    assert seconds[1].tolist() == [[0.0, 13.0], [26.0, 0.0]]
+
+
+@pytest.mark.parametrize("ends", [(2, 2), (3, 1), (0, 5), (-1, 2)])
+def test_a_carried_value_goes_forward(ends):
+    with pytest.raises(ValueError, match="to a later one"):
+        crossing_bytes(np.ones(4), [CarriedValue(*ends, 1.0)])
