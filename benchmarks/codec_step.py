@@ -6,8 +6,8 @@
 The character GPT of `benchmarks/network` by data parallelism over four simulated
 devices of this machine's cores: links cost next to nothing, so that what remains of a
 codec is its local work, inside of a step as XLA compiles it, where `codec_cost.py`
-times one codec alone. "none" leaves the sums to the compiler. Configurations alternate;
-medians. ``--operations`` profiles a few steps more and prints the operators that take
+times one codec alone. "none" leaves the sums to the compiler, and "hand:int8" is
+`benchmarks/network/handwritten.py`. Configurations alternate; medians. ``--operations`` profiles a few steps more and prints the operators that take
 most, in thread time of all devices.
 """
 
@@ -36,10 +36,13 @@ PROFILED = 4
 
 def planned(workload: Any, codec: str) -> Any:
     """The step with one codec for all gradients, in the layouts of data parallelism."""
+    import handwritten
     import time_to_loss
 
     import autopar
 
+    if codec == time_to_loss.HANDWRITTEN:
+        return handwritten.HandwrittenStep(workload)
     plan = time_to_loss.data_parallel_plan(workload)
     if codec != "none":
         plan = autopar.plan(
