@@ -44,6 +44,7 @@ class Mesh:
 
     @property
     def data(self) -> int:
+        """How many replicas there are."""
         return self.devices // self.tensor
 
 
@@ -67,7 +68,7 @@ class Case:
 
 CASES = (
     Case("GPT 16 layers, 8x8", 16, 8, 2048, 512),
-    Case("irregular 16 layers, 8x8", 16, 8, 2048, 512, kinds=0),
+    Case("irregular 16 layers, 8x8, 2 GB", 16, 8, 2048, 512, kinds=0, memory_bytes=2e9),
     Case("4x8 and 4x8 half as fast", 16, 8, 2048, 512, slower=0.5),
     Case("GPT 48 layers, 64x8", 48, 64, 8192, 1024),
     Case("GPT 96 layers, 128x8", 96, 128, 12288, 1536),
@@ -169,6 +170,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", default="", help="part of the names of the cases")
     parser.add_argument("--gap", type=float, default=1e-3)
+    parser.add_argument("--seconds", type=float, help="wall-clock limit of each case")
     arguments = parser.parse_args()
     print("| chain | options | CPU s | step s | gap | M | schedule | stages |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -177,7 +179,7 @@ def main() -> None:
             continue
         problem = problem_of(case)
         begin = time.process_time()
-        solution = solve_stages(problem, gap=arguments.gap)
+        solution = solve_stages(problem, gap=arguments.gap, seconds=arguments.seconds)
         used = time.process_time() - begin
         check_stages(problem, solution)
         found = solution.pipeline
