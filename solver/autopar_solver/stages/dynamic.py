@@ -28,11 +28,16 @@ class Budgets:
         kind: ``[entries]``, stages that take the same devices share one.
         after: ``[kinds, size]``, the state after a stage took its devices; ``size``
             where there are not enough.
+        range_: ``[entries]``, stages of the same layers and link share one.
+        group: ``[kinds]``, which device group the kinds take; kinds of a group are in
+            the order of their devices.
     """
 
     size: int
     kind: np.ndarray
     after: np.ndarray
+    range_: np.ndarray
+    group: np.ndarray
 
 
 def num_states(chain: Chain) -> int:
@@ -49,7 +54,15 @@ def budgets_of(chain: Chain) -> Budgets:
     left = states[None] - kinds[:, None]
     strides = np.append(np.cumprod(sizes[:0:-1])[::-1], 1)
     after = np.where((left >= 0).all(axis=2), left @ strides, count)
-    return Budgets(size=count, kind=kind.reshape(-1), after=after)
+    layers = chain.first * (chain.layers + 1) + chain.end
+    ranges = np.unique(layers * chain.links + chain.link, return_inverse=True)[1]
+    return Budgets(
+        size=count,
+        kind=kind.reshape(-1),
+        after=after,
+        range_=ranges.reshape(-1),
+        group=kinds.argmax(axis=1),
+    )
 
 
 def _units(chain: Chain) -> np.ndarray:
@@ -130,6 +143,7 @@ def solve_tables(
         least = behind[chain.end[usable], chain.link[usable], budgets.size - 1]
         least = least + at.add[usable]
         usable = usable[np.isfinite(least) & (least <= room[usable])]
+        usable = _undominated(budgets, usable, at.add)
         if not len(usable):
             break
         table = _extended(chain, budgets, behind, usable, at.add[usable])
@@ -137,6 +151,22 @@ def solve_tables(
         tables.behind.append(behind)
         tables.values.append(float(table[0, :, budgets.size - 1].min()))
     return tables
+
+
+def _undominated(budgets: Budgets, usable: np.ndarray, add: np.ndarray) -> np.ndarray:
+    """Without stages that add no less than one of the same layers on fewer devices."""
+    if not len(usable):
+        return usable
+    ranges, kinds = budgets.range_[usable], budgets.kind[usable]
+    least = np.full((int(budgets.range_.max()) + 1, len(budgets.group)), np.inf)
+    np.minimum.at(least, (ranges, kinds), add[usable])
+    for group in np.unique(budgets.group):
+        columns = np.flatnonzero(budgets.group == group)
+        fewer = np.minimum.accumulate(least[:, columns], axis=1)[:, :-1]
+        own = least[:, columns[1:]]
+        least[:, columns[1:]] = np.where(own < fewer, own, -np.inf)
+    # Nothing equals what was marked as dominated.
+    return usable[add[usable] == least[ranges, kinds]]
 
 
 def _behind(cross: np.ndarray, table: np.ndarray) -> np.ndarray:
