@@ -11,6 +11,7 @@ follow. Devices are counted in the largest unit that all stages share.
 """
 
 import dataclasses
+import itertools
 import math
 
 import numpy as np
@@ -193,15 +194,18 @@ def _extended(
     group = chain.first[usable] * chain.links + chain.link[usable]
     kind = budgets.kind[usable]
     flat, target = behind.reshape(-1, width), new.reshape(-1, width)
-    for number in np.unique(kind):
-        own = np.flatnonzero(kind == number)
-        values = flat[rows[own]]
-        values += add[own, None]
-        starts = np.flatnonzero(np.diff(group[own], prepend=-1))
-        least = np.minimum.reduceat(values, starts, axis=0)
-        # All of them take the same devices: it is enough to do so once for the least.
-        at, after = group[own][starts], budgets.after[number]
-        target[at, : budgets.size] = np.minimum(
-            target[at, : budgets.size], least[:, after]
-        )
+    order = np.argsort(kind, kind="stable")
+    rows, group, kind, add = rows[order], group[order], kind[order], add[order]
+    starts = np.flatnonzero(np.diff(kind * len(flat) + group, prepend=-1))
+    values = flat[rows]
+    values += add[:, None]
+    least = np.minimum.reduceat(values, starts, axis=0)
+    at, kinds = group[starts], kind[starts]
+    bounds = np.searchsorted(kinds, np.arange(len(budgets.after) + 1)).tolist()
+    for number, (low, high) in enumerate(itertools.pairwise(bounds)):
+        if low < high:
+            # All of them take the same devices: once for the least is enough.
+            own = least[low:high][:, budgets.after[number]]
+            here = at[low:high]
+            target[here, : budgets.size] = np.minimum(target[here, :-1], own)
     return new
