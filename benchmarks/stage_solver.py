@@ -171,6 +171,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="part of the names of the cases")
     parser.add_argument("--gap", type=float, default=1e-3)
     parser.add_argument("--seconds", type=float, help="wall-clock limit of each case")
+    parser.add_argument("--without", default="", help="a kind of schedule to leave out")
     arguments = parser.parse_args()
     print("| chain | options | CPU s | step s | gap | M | schedule | stages |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
@@ -178,6 +179,8 @@ def main() -> None:
         if arguments.only not in case.name:
             continue
         problem = problem_of(case)
+        left = [s for s in SCHEDULES if s.kind.value != arguments.without]
+        problem = dataclasses.replace(problem, schedules=tuple(left))
         begin = time.process_time()
         solution = solve_stages(problem, gap=arguments.gap, seconds=arguments.seconds)
         used = time.process_time() - begin

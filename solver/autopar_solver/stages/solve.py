@@ -82,9 +82,15 @@ def _search(
         space = bound_space(problem, costs, schedule, cutoff)
         if space is not None:
             spaces.append(space)
+
+    def turn(number: int) -> tuple[bool, float]:
+        """Split backwards last: their bounds are the weakest, and take longest."""
+        space = spaces[number]
+        return space.space.schedule.splits_backward, space.bound_s
+
     left = [
         (search_space(spaces[number], incumbent, gap, clock), number)
-        for number in sorted(range(len(spaces)), key=lambda n: spaces[n].bound_s)
+        for number in sorted(range(len(spaces)), key=turn)
     ]
     if any(least < incumbent.step_s * (1 - gap) for least, _ in left):
         polish(problem, incumbent, clock)
