@@ -122,6 +122,9 @@ def rotated(x: jax.Array) -> jax.Array:
 
 def attention(q: jax.Array, k: jax.Array, v: jax.Array, how: str) -> jax.Array:
     """Causal attention of (batch, sequence, heads, head_dim)."""
+    groups = q.shape[2] // k.shape[2]
+    if how in ("pallas", "plain"):  # they take no groups
+        k, v = (jnp.repeat(x, groups, 2) if groups > 1 else x for x in (k, v))
     if how == "pallas":
         turned = (x.swapaxes(1, 2) for x in (q, k, v))
         scale = 1 / math.sqrt(q.shape[-1])
@@ -129,8 +132,6 @@ def attention(q: jax.Array, k: jax.Array, v: jax.Array, how: str) -> jax.Array:
         return mixed.swapaxes(1, 2)
     if how != "plain":
         return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=how)
-    groups = q.shape[2] // k.shape[2]
-    k, v = (jnp.repeat(x, groups, 2) if groups > 1 else x for x in (k, v))
     scores = jnp.einsum("bqhd,bkhd->bhqk", q, k) / math.sqrt(q.shape[-1])
     mask = jnp.tril(jnp.ones(scores.shape[-2:], bool))
     scores = jnp.where(mask, scores.astype(jnp.float32), -1e30)
