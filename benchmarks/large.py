@@ -1,7 +1,8 @@
 """Models of real sizes, as train steps on abstract arrays.
 
 Decoders have fused attention (cuDNN's on GPUs, Pallas's on TPUs). All compute in
-bfloat16 on float32 parameters; from 8 billion parameters each layer is rematerialised.
+bfloat16 on float32 parameters; from 8 billion parameters each layer is
+rematerialised.
 """
 
 from __future__ import annotations
@@ -95,10 +96,10 @@ LANGUAGE = {
 
 
 def _vit(cluster: Cluster) -> Built:
-    """ViT-H/14, 32 images a device."""
+    """ViT-H/14, 32 images a device; each layer is rematerialised."""
     return workloads.arguments(
         "vit", layers=32, d_model=1280, heads=16, size=224, patch=14, classes=1000,
-        batch=32 * cluster.num_devices, dtype="bfloat16",
+        batch=32 * cluster.num_devices, dtype="bfloat16", remat=True,
     )  # fmt: skip
 
 

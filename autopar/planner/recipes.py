@@ -128,6 +128,24 @@ def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
     }
 
 
+def least_bytes(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> float:
+    """Bytes of state that a device holds at least by a rule, if all of it is split."""
+    masters = masters_of(analysis) if recipe.shard_optimizer else frozenset[int]()
+    homes, graph = analysis.contraction.homes, analysis.graph
+    tensor, shards = pricer.group(recipe.tensor), pricer.group(recipe.shards)
+    out = 0.0
+    for given in graph.inputs:
+        if given.role in (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE):
+            home = homes.get(given.value)
+            split = recipe.shard_optimizer
+            if given.role is InputRole.PARAMETER:
+                mine = home is not None and home.node in masters
+                split = recipe.shard_parameters or mine
+            parts = tensor * (shards if split else 1)
+            out += graph.values[given.value].nbytes / parts
+    return out
+
+
 def masters_of(analysis: Analysis) -> frozenset[int]:
     """The nodes of parameters that both passes read in a narrower type only."""
     graph, homes = analysis.graph, analysis.contraction.homes

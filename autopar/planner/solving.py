@@ -18,7 +18,7 @@ from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_o
 from autopar.planner.infeasible import infeasible
 from autopar.planner.limit import Limit
 from autopar.planner.problem import Formulation, Restriction, Within, formulate
-from autopar.planner.recipes import recipes, restriction_of
+from autopar.planner.recipes import least_bytes, recipes, restriction_of
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis
 from autopar_solver import Status, solve
@@ -30,7 +30,7 @@ _MOST_PROBLEMS = 8
 # Problems solved for one mesh to find the weights of what is hidden.
 _ROUNDS = 5
 # Parts of the time that is left: of one problem, and of one plan by an expert's rule.
-_PROBLEM_SHARE, _EXPERT_SHARE = 0.35, 0.15
+_PROBLEM_SHARE, _EXPERT_SHARE = 0.45, 0.15
 
 
 def solve_mesh(
@@ -271,6 +271,9 @@ class _Rounds:
         for recipe in sorted(rules, key=lambda r: not r.shard_parameters):
             if limit.over and self.best is not None:
                 return
+            least = least_bytes(analysis, recipe, self.pricer)
+            if least > self.pricer.cluster.memory_bytes:
+                continue
             # What the user pinned holds for the plans of experts, too.
             rule = Within(
                 self.task.restriction, restriction_of(analysis, recipe, self.pricer)

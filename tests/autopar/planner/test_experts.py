@@ -13,7 +13,7 @@ from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 from autopar import Cluster
 from autopar.cost.pricer import Pricer
 from autopar.planner.experts import Expert, expert_plans
-from autopar.planner.recipes import Recipe, recipes, restriction_of
+from autopar.planner.recipes import Recipe, least_bytes, recipes, restriction_of
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
@@ -162,6 +162,14 @@ def test_state_may_be_split_within_some_axes_alone() -> None:
         axes.setdefault(given.role, set()).update(a for d in layout for a in d)
     assert axes[InputRole.OPTIMIZER_STATE] == {1}
     assert axes[InputRole.PARAMETER] == set()
+
+
+def test_no_plan_of_a_rule_holds_less_state_than_is_said() -> None:
+    pricer = Pricer(CLUSTER, candidate_meshes(CLUSTER)[-1])
+    for rule in recipes(len(pricer.mesh.axes)):
+        found = solve_mesh(analysis(), pricer, restriction_of(analysis(), rule, pricer))
+        held = found.cost.parameter_bytes + found.cost.optimizer_bytes
+        assert 0 < least_bytes(analysis(), rule, pricer) <= held * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])
