@@ -7,8 +7,9 @@ The character GPT of `benchmarks/network` by data parallelism over four simulate
 devices of this machine's cores: links cost next to nothing, so that what remains of a
 codec is its local work, inside of a step as XLA compiles it, where `codec_cost.py`
 times one codec alone. "none" leaves the sums to the compiler, and "hand:int8" is
-`benchmarks/network/handwritten.py`. Configurations alternate; medians. ``--operations`` profiles a few steps more and prints the operators that take
-most, in thread time of all devices.
+`benchmarks/network/handwritten.py`. Configurations alternate; medians.
+``--operations`` profiles a few steps more and prints the operators that take most, in
+thread time of all devices.
 """
 
 from __future__ import annotations
