@@ -9,7 +9,7 @@ share what they run on: links, and, simulated on a CPU, the cores themselves.
 import dataclasses
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,7 +48,7 @@ def loop(
     group_size: int,
     body: Body,
     make: Callable[[], Any],
-    compiler_options: dict[str, str] | None = None,
+    compiler_options: Mapping[str, str] | None = None,
 ) -> TimedLoop:
     """Compiles a loop over `body` that starts from `make()` on every device.
 
@@ -74,7 +74,7 @@ def loop(
     sharding = NamedSharding(mesh, spec)
     value = jax.tree.map(lambda x: _on_each(x, sharding, len(devices)), make())
     lowered = jax.jit(mapped).lower(value, jnp.int32(1))
-    compiled = lowered.compile(compiler_options=compiler_options)
+    compiled = lowered.compile(compiler_options=dict(compiler_options or {}))
 
     def run(trips: int) -> None:
         jax.block_until_ready(compiled(value, jnp.int32(trips)))
