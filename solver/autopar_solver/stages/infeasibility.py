@@ -34,7 +34,8 @@ def _binding(
 ) -> BindingMemory | None:
     entries = build_entries(problem, costs)
     taken = device_table(problem, range(len(problem.options)))
-    devices = np.array([group.devices for group in problem.groups])
+    # Chunks of a device group are stages that take its devices once.
+    devices = np.array([group.devices * schedule.chunks for group in problem.groups])
     cross = crossings_of(problem, costs, schedule).cross
     chain = chain_of(entries, taken, devices, cross)
     used = _least_bytes(entries, schedule, costs.microbatches)

@@ -334,3 +334,32 @@ def test_the_check_refuses_what_is_not_true():
     for each in wrong:
         with pytest.raises(ValueError, match="stages"):
             check_stages(problem, each)
+
+
+def test_interleaved_parts_share_devices_in_what_binds():
+    """Two heavy layers first: no two stages do as well as every other layer."""
+    problem = chain(4, 2, (1,), schedules=(Schedule(ScheduleKind.INTERLEAVED, 2),))
+    costs, none = problem.costs[0], np.zeros((4, 2))
+    heavy = dataclasses.replace(
+        costs,
+        resident_bytes=np.array([[9.0], [9.0], [1.0], [1.0]]) + none,
+        activation_bytes=none,
+        boundary_bytes=none,
+    )
+    problem = dataclasses.replace(
+        problem,
+        groups=(DeviceGroup(2, 8.0),),
+        options=(SubmeshOption(0, 1), SubmeshOption(0, 1)),
+        costs=(heavy,),
+    )
+    every_other = Pipeline(
+        microbatches=1,
+        schedule=problem.schedules[0],
+        options=(0, 0),
+        cuts=(0, 1, 2, 3, 4),
+    )
+    assert evaluate_pipeline(problem, every_other).memory_bytes == (10.0, 10.0)
+    binding = solve_stages(problem).binding
+
+    assert binding is not None
+    assert 8.0 < binding.least_bytes <= 10.0
