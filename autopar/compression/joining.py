@@ -6,10 +6,11 @@ side by side: the same bytes are sent, and a compiler has one loop to compile wh
 had one for each gradient. That is most of what a step with codecs takes to compile. It
 costs copies of the gradients, so large ones stay by themselves.
 
-A gradient that all workers want whole, by a codec without a state, may lie in any
-order: which worker sums a block is all the same. Such gradients are laid one behind
-the other, and are single slices of the sums. Of the others each chunk holds a part of
-every gradient.
+Gradients that all workers want whole, and that are sent as they are, may lie in any
+order. These are mostly many small ones. They are laid one behind the other, so each is
+a single slice of the sum. Of the others each chunk holds a part of every gradient.
+Blocks could lie in any order as well: with int8 a step then compiled for a fifth less,
+and took 10 % more CPU time.
 
 Legend: n workers, c elements of a chunk of one gradient, C of all of a group.
 """
@@ -58,7 +59,7 @@ class Piece:
     @property
     def whole(self) -> bool:
         """Whether a group of such gradients is laid one behind the other."""
-        return not self.scatter and not self.state
+        return self.codec.linear and not self.scatter and not self.state
 
     @property
     def joins(self) -> bool:

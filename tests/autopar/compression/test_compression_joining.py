@@ -90,12 +90,12 @@ def piece(text: str, size: int, **fields: Any) -> Piece:
 
 
 @pytest.mark.parametrize(
-    ("text", "put_together"), [("int8:block=64", 0), ("dense", 0), ("int4:block=64", 4)]
+    ("text", "put_together"), [("dense", 0), ("int8:block=64", 4), ("int4:block=64", 4)]
 )
 def test_gradients_are_single_slices_where_their_order_is_free(
     text: str, put_together: int
 ) -> None:
-    """Where a codec has a state, each is put together of a part of each chunk."""
+    """With blocks, each is put together of a part of each chunk."""
     found = gradients(text, None)
     partials = [jnp.ones(g.shape) for g in found]
     states = [init_state(g, N) for g in found]
