@@ -50,6 +50,7 @@ QUICK = dataclasses.replace(
     collective_bytes=(1 << 12, 1 << 17, 1 << 21),
     check_matmul_size=384,
     check_bytes=(1 << 19,),
+    codec_elements=0,
     rounds=3,
 )
 

@@ -57,15 +57,26 @@ class Within:
 
 
 def _allowed(
-    restriction: Restriction | None, node: Node, strategies: tuple[Strategy, ...]
+    restriction: Restriction | None,
+    node: Node,
+    strategies: tuple[Strategy, ...],
+    small: bool,
 ) -> tuple[Strategy, ...]:
-    """The strategies that a restriction allows; the first where that is none."""
-    if restriction is None:
-        return strategies
-    kept = tuple(s for s in strategies if restriction(node, s))
-    if not kept and isinstance(restriction, Within):
-        return _allowed(restriction.outer, node, strategies)
-    return kept or strategies[:1]
+    """The strategies that a restriction allows; the first where that is none.
+
+    Args:
+      restriction: says which; None: all.
+      node: the node.
+      strategies: of it, the one that splits nothing first.
+      small: whether nothing is gained by splitting it; it stays whole where it may.
+    """
+    if isinstance(restriction, Within):
+        outer = _allowed(restriction.outer, node, strategies, small)
+        return tuple(s for s in outer if restriction.inner(node, s)) or outer
+    kept = strategies
+    if restriction is not None:
+        kept = tuple(s for s in kept if restriction(node, s)) or strategies[:1]
+    return kept[:1] if small and not any(kept[0]) else kept
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -187,10 +198,8 @@ def _node_costs(
     small = small_state(graph, contraction, float(pricer.cluster.memory_bytes))
     for node in contraction.nodes:
         space = strategy_space(graph, contraction, node, pricer.sizes)
-        space = Space(_allowed(restriction, node, space.strategies))
-        whole = space.strategies[0]
-        if node.index in small and not any(whole):
-            space = Space((whole,))
+        kept = _allowed(restriction, node, space.strategies, node.index in small)
+        space = Space(kept)
         spaces.append(space)
         costs.append(node_work_s(analysis, node, space, pricer, discounts))
     return spaces, costs
