@@ -141,7 +141,7 @@ def replay_segment(
 
 
 def _as_array(values: Values, value: int) -> Any:
-    array = values.scope.values.get(value)
-    if isinstance(array, Stacked):
-        return array.array
-    return values.plain(value) if array is None else array
+    if values.plan.floating(value):
+        return values.make(value, None, False)
+    array = values.scope.values[value]
+    return array.array if isinstance(array, Stacked) else array

@@ -95,13 +95,21 @@ class Cut:
     def owners(self) -> dict[int, int]:
         """Input of the program -> the stage that keeps it between steps.
 
-        State that several stages read, and small state, has one owner, too.
+        State that several stages read, and small state, has one owner, too. What is
+        not state belongs to the first stage that reads it.
         """
-        out: dict[int, int] = {}
-        for given in self.parts.flow.graph.inputs:
-            part = self.parts.homes.get(given.value, 0)
-            out[given.value] = self.stage_of[part]
-        return out
+        readers: dict[int, int] = {}
+        for task in self.tasks.values():
+            for value, _ in task.inputs:
+                known = readers.get(value, task.key.stage)
+                readers[value] = min(known, task.key.stage)
+        homes = self.parts.homes
+        return {
+            given.value: self.stage_of[homes[given.value]]
+            if given.value in homes
+            else readers.get(given.value, 0)
+            for given in self.parts.flow.graph.inputs
+        }
 
 
 def cut(
