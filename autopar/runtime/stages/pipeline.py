@@ -4,49 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar.runtime.stages.order import Issue
 from autopar.runtime.stages.stage import (
+    RESULT,
+    Sent,
     Stage,
     TaskCode,
     finish_code,
+    layout_code,
     task_code,
     zeros_code,
 )
-from autopar_passes.stages.cut import Cut, Phase, TaskKey
-
-# Value of one microbatch, or (microbatch -1) of the step, on a stage.
-_STEP = -1
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Send:
-    """Values that a task sends to a stage, and where they go there."""
-
-    stage: int
-    values: tuple[int, ...]
-    shardings: tuple[Any, ...]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
-    """A task with all that a step does around it, resolved once.
-
-    Attributes:
-      code: the compiled task.
-      of_step: for each input, whether it is the step's and not a microbatch's.
-      sends: what goes to other stages.
-      last: the inputs that no later task of a microbatch reads.
-    """
-
-    code: TaskCode
-    of_step: tuple[bool, ...]
-    sends: tuple[_Send, ...]
-    last: tuple[int, ...]
+from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -56,12 +30,42 @@ class Crossed:
     Attributes:
       scales: value -> what the sum over microbatches is multiplied by.
       same: values that are equal in all microbatches; the last one's is taken.
-      rows: value -> a function of the values of all microbatches.
+      rows: value -> a function of the values of all microbatches, in order.
     """
 
     scales: Mapping[int, float]
     same: frozenset[int]
     rows: Mapping[int, Callable[[list[Any]], Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Call:
+    """A task with what a step does around it, resolved once.
+
+    Attributes:
+      code: the task as code.
+      of_step: for each input, whether it is the step's and not a microbatch's.
+      last: the inputs of a microbatch that no later task of the stage reads.
+    """
+
+    code: TaskCode
+    of_step: tuple[bool, ...]
+    last: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Copy:
+    """What a stage sends of what it has: inputs of the step, or crossings.
+
+    Attributes:
+      stage: the stage.
+      sent: what goes where.
+      layout: lays the values as they are sent.
+    """
+
+    stage: int
+    sent: Sent
+    layout: Any
 
 
 class Pipeline:
@@ -90,87 +94,136 @@ class Pipeline:
         self.order = tuple(order)
         self.crossed = crossed
         self.microbatches = 1 + max(issue.microbatch for issue in order)
+        self._given = {v: i for i, v in cut.parts.flow.carried.items()}
         self._donated = self._donations() if donate else {}
-        self.calls = {key: self._call(key) for key in cut.tasks}
-        self._sums = self._summed()
-        self._zeros = {
-            s: zeros_code(self.stages[s], values) for s, values in self._sums.items()
+        self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
+        self.sums = self._summed()
+        self.held = {s: self._held(s) for s in self.sums}
+        self.finish_sent = {
+            s: self._crossing_sends(s, values) for s, values in self.sums.items()
         }
-        self._finish = {
-            s: finish_code(self.stages[s], {v: crossed.scales[v] for v in values})
-            for s, values in self._sums.items()
+        self.zeros = {
+            s: zeros_code(self.stages[s], values) for s, values in self.sums.items()
         }
-        self._copies = self._shared_state()
+        self.finish = {
+            s: finish_code(
+                self.stages[s],
+                {v: crossed.scales[v] for v in values},
+                self.held[s],
+                self.finish_sent[s],
+            )
+            for s, values in self.sums.items()
+        }
+        self.copies = tuple(self._copied(cut.owners.items(), self._input_readers()))
+        self.late_copies = self._late_copies()
 
-    def _summed(self) -> dict[int, tuple[int, ...]]:
-        """Stage -> the values that it adds up."""
-        out: dict[int, dict[int, None]] = defaultdict(dict)
-        for key, call in self.calls.items():
-            out[key.stage].update(dict.fromkeys(call.code.accumulated))
-        return {s: tuple(values) for s, values in out.items() if values}
+    # What each task takes and gives.
 
-    def _of_step(self, value: int, maker: TaskKey | None) -> bool:
-        """Whether what a task of a microbatch reads is the same for all of them."""
-        return maker is None and value not in self.cut.parts.flow.batch
-
-    def _call(self, key: TaskKey) -> _Call:
-        task, stage = self.cut.tasks[key], self.stages[key.stage]
+    def _call(self, task: Task) -> _Call:
+        key = task.key
+        summed = tuple(v for v in task.outputs if v in self.crossed.scales)
         code = task_code(
-            stage,
+            self.stages[key.stage],
             task,
-            accumulated=[v for v in task.outputs if v in self.crossed.scales],
-            also=self._read_by_microbatches(key),
+            accumulated=summed,
+            outputs=self._kept(task),
+            sent=self._sends(task),
+            received=self._received(task),
             donated=self._donated.get(key, ()),
         )
         update = key.phase is Phase.UPDATE
-        of_step = tuple(update or self._of_step(v, m) for v, m in task.inputs)
-        return _Call(code, of_step, self._sends(key), self._last(key))
+        batch = self.cut.parts.flow.batch
+        of_step = tuple(
+            update or (maker is None and v not in batch) for v, maker in task.inputs
+        )
+        return _Call(code, of_step, self._last(task))
 
-    def _read_by_microbatches(self, key: TaskKey) -> frozenset[int]:
-        """The values of a task that tasks of the same microbatch read."""
-        return frozenset(
+    def _readers(self, task: Task, stage: int) -> set[int]:
+        """What tasks of a stage read of a task, microbatch by microbatch or once."""
+        once = task.key.phase is Phase.UPDATE
+        return {
             value
-            for other in self.cut.tasks.values()
-            if other.key.phase is not Phase.UPDATE
+            for other in self.cut.of_stage(stage)
+            if (other.key.phase is Phase.UPDATE) is once
             for value, maker in other.inputs
-            if maker == key
+            if maker == task.key
+        }
+
+    def _kept(self, task: Task) -> tuple[int, ...]:
+        """The outputs of a task that stay on its stage as they are."""
+        read = self._readers(task, task.key.stage)
+        if task.key.phase is not Phase.UPDATE:
+            read |= {*self.crossed.same, *self.crossed.rows}
+        return tuple(v for v in task.outputs if v in read)
+
+    def _sends(self, task: Task) -> tuple[Sent, ...]:
+        """What a task sends to the tasks of other stages."""
+        out: list[Sent] = []
+        for stage in range(len(self.stages)):
+            if stage == task.key.stage:
+                continue
+            read = self._readers(task, stage)
+            values = tuple(v for v in task.outputs if v in read)
+            if values:
+                out.append(self._sent(task.key.stage, stage, values))
+        if task.key.phase is Phase.UPDATE:
+            out.extend(self._leaving(task.key.stage, task.outputs))
+        return tuple(out)
+
+    def _leaving(self, stage: int, values: Iterable[int]) -> Iterator[Sent]:
+        """The values that leave the step, as they lie between steps."""
+        outputs = set(self.cut.program.body.outputs)
+        found = tuple(v for v in values if v in outputs)
+        if found:
+            where = [self._place(stage, v) for v in found]
+            source, target = zip(*where, strict=True)
+            yield Sent(RESULT, found, source, target)
+
+    def _place(self, stage: int, value: int) -> tuple[Any, Any]:
+        """Where a result lies on the stage that makes it, and between steps."""
+        given = self._given.get(value)
+        if given is None:
+            where = self.stages[stage].home(value)
+            return where, where
+        owner = self.cut.owners[given]
+        home = self.stages[owner].sharding(given)
+        if owner == stage:
+            return home, home
+        return self.stages[stage].home(value), home
+
+    def _sent(self, source: int, target: int, values: Sequence[int]) -> Sent:
+        here, there = self.stages[source], self.stages[target]
+        return Sent(
+            target,
+            tuple(values),
+            tuple(here.wire(v, there) for v in values),
+            tuple(there.wire(v, here) for v in values),
         )
 
-    def _sends(self, key: TaskKey) -> tuple[_Send, ...]:
-        """What a task sends: values that tasks of other stages read."""
-        out: dict[int, dict[int, None]] = defaultdict(dict)
-        for other in self.cut.tasks.values():
-            once = other.key.phase is Phase.UPDATE
-            if other.key.stage == key.stage or once != (key.phase is Phase.UPDATE):
-                continue
-            for value, maker in other.inputs:
-                if maker == key:
-                    out[other.key.stage][value] = None
-        return tuple(self._send(s, tuple(values)) for s, values in out.items())
+    def _received(self, task: Task) -> dict[int, Any]:
+        """Inputs of a task that come from other stages -> where they lie then."""
+        here = self.stages[task.key.stage]
+        out: dict[int, Any] = {}
+        for value, maker in task.inputs:
+            source = self.cut.owners[value] if maker is None else maker.stage
+            if source != task.key.stage:
+                out[value] = here.wire(value, self.stages[source])
+        return out
 
-    def _send(self, stage: int, values: tuple[int, ...]) -> _Send:
-        shardings = tuple(self.stages[stage].sharding(v) for v in values)
-        return _Send(stage, values, shardings)
-
-    def _last(self, key: TaskKey) -> tuple[int, ...]:
+    def _last(self, task: Task) -> tuple[int, ...]:
         """The inputs of a microbatch that no later task of its stage reads."""
-        if key.phase is Phase.UPDATE:
+        if task.key.phase is Phase.UPDATE:
             return ()
-        keys = [k for k in self.cut.tasks if k.stage == key.stage]
-        later = keys[keys.index(key) + 1 :]
-        read = {
-            v
-            for k in later
-            if k.phase is not Phase.UPDATE
-            for v, _ in self.cut.tasks[k].inputs
-        }
-        mine = self.cut.tasks[key]
-        ends = [v for v, m in mine.inputs if not self._of_step(v, m)]
-        return tuple(v for v in ends if v not in read)
+        tasks = self.cut.of_stage(task.key.stage)
+        later = tasks[tasks.index(task) + 1 :]
+        read = {v for t in later for v, _ in t.inputs}
+        batch = self.cut.parts.flow.batch
+        mine = {v for v, maker in task.inputs if maker is not None or v in batch}
+        return tuple(v for v in mine if v not in read)
 
     def _donations(self) -> dict[TaskKey, tuple[int, ...]]:
         """State whose next value a task makes, and that nothing reads later."""
-        carried = self.cut.parts.flow.carried
+        carried, owners = self.cut.parts.flow.carried, self.cut.owners
         out: dict[TaskKey, tuple[int, ...]] = {}
         for stage in range(len(self.stages)):
             tasks = self.cut.of_stage(stage)
@@ -184,30 +237,97 @@ class Pipeline:
                     if maker is None
                     and carried.get(v) in task.outputs
                     and v not in later
-                    and self.cut.owners[v] == stage
+                    and owners[v] == stage
                 )
         return out
 
-    def _shared_state(self) -> list[tuple[int, _Send]]:
-        """Owner -> what it sends at the beginning: inputs that other stages read."""
-        wanted: dict[tuple[int, int], dict[int, None]] = defaultdict(dict)
+    # What goes from the microbatches to what runs once.
+
+    def _summed(self) -> dict[int, tuple[int, ...]]:
+        """Stage -> the values that it adds up."""
+        out: dict[int, dict[int, None]] = defaultdict(dict)
+        for key, call in self.calls.items():
+            out[key.stage].update(dict.fromkeys(call.code.accumulated))
+        return {s: tuple(values) for s, values in out.items() if values}
+
+    def _crossing_readers(self, stage: int) -> dict[int, set[int]]:
+        """Crossing that a stage makes -> the stages whose updates read it."""
+        out: dict[int, set[int]] = defaultdict(set)
+        for task in self.cut.tasks.values():
+            if task.key.phase is not Phase.UPDATE:
+                continue
+            for value, maker in task.inputs:
+                micro = maker is not None and maker.phase is not Phase.UPDATE
+                if micro and maker.stage == stage:
+                    out[value].add(task.key.stage)
+        return out
+
+    def _held(self, stage: int) -> tuple[int, ...]:
+        """The sums that updates of the same stage read."""
+        readers = self._crossing_readers(stage)
+        return tuple(v for v in self.sums[stage] if stage in readers.get(v, ()))
+
+    def _crossing_sends(self, stage: int, values: Sequence[int]) -> tuple[Sent, ...]:
+        """The sums that go to other stages, and those that leave the step."""
+        readers = self._crossing_readers(stage)
+        out: list[Sent] = []
+        for target in range(len(self.stages)):
+            wanted = [v for v in values if target in readers.get(v, ())]
+            if target != stage and wanted:
+                out.append(self._sent(stage, target, wanted))
+        out.extend(self._leaving(stage, values))
+        return tuple(out)
+
+    def _input_readers(self) -> dict[int, set[int]]:
+        """Input of the step -> the stages that read it."""
+        out: dict[int, set[int]] = defaultdict(set)
         for task in self.cut.tasks.values():
             for value, maker in task.inputs:
-                if maker is None and value in self.cut.owners:
-                    owner = self.cut.owners[value]
-                    if owner != task.key.stage:
-                        wanted[owner, task.key.stage][value] = None
-        return [
-            (owner, self._send(stage, tuple(values)))
-            for (owner, stage), values in wanted.items()
-        ]
+                if maker is None:
+                    out[value].add(task.key.stage)
+        return out
+
+    def _copied(
+        self, owners: Iterable[tuple[int, int]], readers: Mapping[int, set[int]]
+    ) -> list[_Copy]:
+        """What goes from the stages that have values to others that read them."""
+        wanted: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for value, owner in owners:
+            for stage in sorted(readers.get(value, set()) - {owner}):
+                wanted[owner, stage].append(value)
+        out: list[_Copy] = []
+        for (owner, stage), values in wanted.items():
+            sent = self._sent(owner, stage, values)
+            out.append(_Copy(owner, sent, layout_code(sent.source)))
+        return out
+
+    def _late_copies(self) -> tuple[_Copy, ...]:
+        """Crossings that are not summed and that updates of other stages read."""
+        out: list[_Copy] = []
+        for stage in range(len(self.stages)):
+            readers = self._crossing_readers(stage)
+            rest = {v: r for v, r in readers.items() if v not in self.crossed.scales}
+            out.extend(self._copied([(v, stage) for v in rest], rest))
+        return tuple(out)
+
+    def unsummed(self, step: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
+        """The results of microbatches that are not summed, as they lie afterwards."""
+        out: dict[int, Any] = {}
+        outputs = set(self.cut.program.body.outputs)
+        for value in outputs & {*self.crossed.same, *self.crossed.rows}:
+            for stage, arrays in enumerate(step):
+                if value in arrays and value not in out:
+                    if value in self._given:
+                        _, where = self._place(stage, value)
+                        out[value] = jax.device_put(arrays[value], where)
+                    else:
+                        out[value] = arrays[value]
+        return out
 
     def compile(self) -> None:
         """Compiles all tasks."""
         for call in self.calls.values():
             call.code.compile()
-        for code in self._zeros.values():
-            code.lower().compile()
 
     def run(
         self, step: Mapping[int, Any], microbatches: Sequence[Mapping[int, Any]]
@@ -226,24 +346,8 @@ class Pipeline:
         run.cross()
         for key, call in self.calls.items():
             if key.phase is Phase.UPDATE:
-                run.task(call, _STEP)
-        return run.results()
-
-    def copies(self) -> list[tuple[int, _Send]]:
-        """What owners of inputs send to others, per step or microbatch."""
-        return self._copies
-
-    def zeros(self) -> dict[int, list[Any]]:
-        """Running sums of each stage, at zero."""
-        return {stage: code() for stage, code in self._zeros.items()}
-
-    def finished(self, stage: int, totals: Sequence[Any]) -> list[Any]:
-        """The values of the step that running sums are of."""
-        return self._finish[stage](*totals)
-
-    def sums_of(self, stage: int) -> tuple[int, ...]:
-        """The values that a stage adds up."""
-        return self._sums.get(stage, ())
+                run.update(call)
+        return run.results
 
 
 class _Run:
@@ -266,38 +370,39 @@ class _Run:
         for number, given in enumerate(microbatches):
             for value, array in given.items():
                 self.micro[owners[value]][number][value] = array
-        for owner, send in pipeline.copies():
-            self.copy(self.step[owner], self.step[send.stage], send)
+        for copy in pipeline.copies:
+            self.copy(copy, self.step)
             for number in range(len(microbatches)):
-                self.copy(
-                    self.micro[owner][number], self.micro[send.stage][number], send
-                )
+                self.copy(copy, [arrays[number] for arrays in self.micro])
         self.sums = {
-            s: dict(zip(pipeline.sums_of(s), arrays, strict=True))
-            for s, arrays in pipeline.zeros().items()
+            s: dict(zip(pipeline.sums[s], code(), strict=True))
+            for s, code in pipeline.zeros.items()
         }
-        self.rows: dict[int, list[Any]] = defaultdict(list)
+        outputs = pipeline.cut.program.body.outputs
+        self.results = {v: step[v] for v in outputs if v in step}
 
-    def copy(
-        self, source: Mapping[int, Any], target: dict[int, Any], send: _Send
-    ) -> None:
-        """Moves values from one stage to another, in the layout of the other."""
-        pairs = [
-            (v, source[v], s)
-            for v, s in zip(send.values, send.shardings, strict=True)
-            if v in source
-        ]
-        if pairs:
-            values, arrays, shardings = zip(*pairs, strict=True)
-            moved = jax.device_put(list(arrays), list(shardings))
-            target.update(zip(values, moved, strict=True))
+    def copy(self, copy: _Copy, places: Sequence[dict[int, Any]]) -> None:
+        """Sends what a stage has to another one."""
+        source, sent = places[copy.stage], copy.sent
+        here = [k for k, v in enumerate(sent.values) if v in source]
+        if len(here) == len(sent.values):
+            laid = copy.layout(*(source[v] for v in sent.values))
+            self.send(sent, laid, places[sent.stage])
+            return
+        for k in here:
+            moved = jax.device_put(source[sent.values[k]], sent.target[k])
+            places[sent.stage][sent.values[k]] = moved
+
+    def send(self, sent: Sent, arrays: Sequence[Any], place: dict[int, Any]) -> None:
+        """Moves arrays to another stage, or to where they lie between steps."""
+        moved = jax.device_put(list(arrays), list(sent.target))
+        place = self.results if sent.stage == RESULT else place
+        place.update(zip(sent.values, moved, strict=True))
 
     def task(self, call: _Call, number: int) -> None:
-        """Issues one task, and sends what others wait for."""
-        code = call.code
-        stage = code.task.key.stage
-        step = self.step[stage]
-        micro = step if number == _STEP else self.micro[stage][number]
+        """Issues a task of a microbatch, and sends what others wait for."""
+        code, stage = call.code, call.code.task.key.stage
+        step, micro = self.step[stage], self.micro[stage][number]
         arguments = [
             step[v] if whole else micro[v]
             for v, whole in zip(code.inputs, call.of_step, strict=True)
@@ -306,70 +411,60 @@ class _Run:
             sums = self.sums[stage]
             arguments.extend(sums[v] for v in code.accumulated)
         made = code.function(*arguments)
-        count = len(code.outputs)
-        micro.update(zip(code.outputs, made, strict=False))
+        rest = self.hand_out(code, made, micro, lambda s: self.micro[s][number])
         if code.accumulated:
-            self.sums[stage].update(zip(code.accumulated, made[count:], strict=True))
-        for send in call.sends:
-            target = self.step if number == _STEP else None
-            place = target[send.stage] if target else self.micro[send.stage][number]
-            self.copy(micro, place, send)
+            self.sums[stage].update(zip(code.accumulated, made[rest:], strict=True))
         for value in call.last:
             micro.pop(value, None)
+
+    def hand_out(
+        self,
+        code: TaskCode,
+        made: Sequence[Any],
+        own: dict[int, Any],
+        other: Callable[[int], dict[int, Any]],
+    ) -> int:
+        """Keeps and sends results; returns where the running sums begin."""
+        count = len(code.outputs)
+        own.update(zip(code.outputs, made, strict=False))
+        for sent in code.sent:
+            end = count + len(sent.values)
+            place = other(sent.stage) if sent.stage != RESULT else {}
+            self.send(sent, made[count:end], place)
+            count = end
+        return count
+
+    def update(self, call: _Call) -> None:
+        """Issues a task that runs once."""
+        code, step = call.code, self.step[call.code.task.key.stage]
+        made = code.function(*(step[v] for v in code.inputs))
         for value in code.donated:
-            step.pop(value, None)
+            del step[value]
+        self.hand_out(code, made, step, lambda s: self.step[s])
 
     def cross(self) -> None:
         """Puts the values of microbatches together."""
-        crossed, owners = self.pipeline.crossed, self.pipeline.cut
+        pipeline, crossed = self.pipeline, self.pipeline.crossed
         for stage, totals in self.sums.items():
-            values = tuple(totals)
-            made = self.pipeline.finished(stage, list(totals.values()))
-            self.step[stage].update(zip(values, made, strict=True))
+            made = pipeline.finish[stage](*totals.values())
+            held = pipeline.held[stage]
+            self.step[stage].update(zip(held, made, strict=False))
+            count = len(held)
+            for sent in pipeline.finish_sent[stage]:
+                end = count + len(sent.values)
+                place = self.step[sent.stage] if sent.stage != RESULT else {}
+                self.send(sent, made[count:end], place)
+                count = end
         self.sums = {}
         for stage, numbers in enumerate(self.micro):
-            for value in crossed.same:
-                if value in numbers[-1]:
-                    self.step[stage][value] = numbers[-1][value]
+            self.step[stage].update(
+                (v, numbers[-1][v]) for v in crossed.same if v in numbers[-1]
+            )
             for value, together in crossed.rows.items():
                 if all(value in arrays for arrays in numbers):
                     found = [arrays[value] for arrays in numbers]
                     self.step[stage][value] = together(found)
         self.micro = []
-        self.send_crossings(owners)
-
-    def send_crossings(self, cut: Cut) -> None:
-        """Moves what updates of other stages read of the sums."""
-        wanted: dict[tuple[int, int], dict[int, None]] = defaultdict(dict)
-        for task in cut.tasks.values():
-            if task.key.phase is not Phase.UPDATE:
-                continue
-            for value, maker in task.inputs:
-                if maker is None or maker.phase is Phase.UPDATE:
-                    continue
-                if value not in self.step[task.key.stage]:
-                    wanted[maker.stage, task.key.stage][value] = None
-        for (source, target), values in wanted.items():
-            shardings = tuple(self.pipeline.stages[target].sharding(v) for v in values)
-            send = _Send(target, tuple(values), shardings)
-            self.copy(self.step[source], self.step[target], send)
-
-    def results(self) -> dict[int, Any]:
-        """The values that leave the step, each from the stage that made it."""
-        out: dict[int, Any] = {}
-        for value in self.pipeline.cut.program.body.outputs:
-            if not isinstance(value, int) or value in out:
-                continue
-            made = self.maker_of(value)
-            for stage in [made, *range(len(self.step))]:
-                if value in self.step[stage]:
-                    out[value] = self.step[stage][value]
-                    break
-        return out
-
-    def maker_of(self, value: int) -> int:
-        """The stage that makes a value, or owns it."""
-        for task in self.pipeline.cut.tasks.values():
-            if value in task.outputs:
-                return task.key.stage
-        return self.pipeline.cut.owners.get(value, 0)
+        for copy in pipeline.late_copies:
+            self.copy(copy, self.step)
+        self.results.update(pipeline.unsummed(self.step))
