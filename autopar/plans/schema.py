@@ -14,14 +14,15 @@ from autopar.plans import checks, files
 from autopar.plans.cluster_data import ClusterData
 from autopar.plans.edits import with_layouts
 from autopar.plans.gradients import Compression, GradientDecision
+from autopar.plans.pipeline import PipelineData
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
 
 # Orders in which the stages of a pipeline may run their microbatches; one stage has
-# none. Only plans of one stage are made and run today.
+# none.
 NO_SCHEDULE = "none"
-SCHEDULES = (NO_SCHEDULE, "gpipe", "1f1b")
+SCHEDULES = (NO_SCHEDULE, "gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,6 +86,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       structure: of the step without its batch; '' where it is not known.
       microbatches: into how many parts the batch is split, one after the other.
       schedule: the order in which stages run microbatches, one of `SCHEDULES`.
+      pipeline: how the step is cut into the stages; None for one stage.
       shapes: pytree path of each input -> its shape.
       target: what the command line made the plan for, such as
         ``file.py:function``; '' for a plan made in a program.
@@ -112,6 +114,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     structure: str = ""
     microbatches: int = 1
     schedule: str = NO_SCHEDULE
+    pipeline: PipelineData | None = None
     shapes: dict[str, tuple[int, ...]] = {}
     target: str = ""
     options: dict[str, str] = {}

@@ -1,0 +1,1 @@
+"""Plans pipelines: layers, submeshes, microbatches, schedules, and their record."""
