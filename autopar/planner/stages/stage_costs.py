@@ -92,8 +92,8 @@ def _task_seconds(
 ) -> dict[TaskKey, float]:
     """Seconds of each task in a step, all microbatches together.
 
-    An operator class stands for operators of several tasks where a stage has several
-    parts; each gets its share. What is hidden beside work is shared out by seconds.
+    The operators of a class cost the same each, in every task that runs them: what is
+    computed again costs as often. What is hidden beside work is shared out by seconds.
     """
     graph = candidate.assignment.graph
     tasks = _tasks_of(cut, stage)
@@ -106,12 +106,13 @@ def _task_seconds(
         seconds = item.cost.work_s + item.cost.communication_s + item.cost.codec_s
         if not seconds:
             continue
-        keys = [once]
-        if not _once(item):
-            equations = members[graph.operators[item.operator].class_index]
-            keys = [tasks[e] for e in equations if e in tasks] or [once]
-        for key in keys:
-            out[key] += seconds / len(keys)
+        if _once(item):
+            out[once] += seconds
+            continue
+        equations = members[graph.operators[item.operator].class_index]
+        for index in equations:
+            for key in tasks.get(index, (once,)):
+                out[key] += seconds / len(equations)
     whole = sum(out.values())
     cost = candidate.cost
     hidden_s = cost.cover_s - cost.contention_s
@@ -123,18 +124,14 @@ def _once(item: CostItem) -> bool:
     return item.paid is Paid.SYNCHRONISATION
 
 
-def _tasks_of(cut: CutStep, stage: int) -> dict[int, TaskKey]:
-    """Equation, also one of a region -> the last task of the stage that runs it.
-
-    Free equations run in several tasks; what they cost counts once.
-    """
-    out: dict[int, TaskKey] = {}
+def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
+    """Equation, also one of a region -> the tasks of the stage that run it."""
+    out: dict[int, list[TaskKey]] = defaultdict(list)
     for task in cut.cut.of_stage(stage):
         for index in task.equations:
-            out[index] = task.key
-            for inner in _inside(cut, index):
-                out[inner] = task.key
-    return out
+            for inner in (index, *_inside(cut, index)):
+                out[inner].append(task.key)
+    return dict(out)
 
 
 def _inside(cut: CutStep, index: int) -> Iterable[int]:

@@ -11,8 +11,6 @@ from typing import Any
 import jax
 import msgspec
 import numpy as np
-from autopar_passes.microbatches.rows import dealt, together
-from autopar_passes.program.evaluate import evaluate
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
@@ -25,7 +23,9 @@ from autopar.runtime.world import grid
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.microbatched import Combine, Microbatched
+from autopar_passes.microbatches.rows import dealt, together
 from autopar_passes.program.equations import Program, Scalar
+from autopar_passes.program.evaluate import evaluate
 from autopar_solver import Schedule, ScheduleKind, make_table
 
 
