@@ -63,7 +63,11 @@ class _Joiner:
 
     def ahead(self) -> list[int]:
         program = self.found.ahead
-        return [] if program is None else [v for v in program.body.outputs if isinstance(v, int)]
+        return (
+            []
+            if program is None
+            else [v for v in program.body.outputs if isinstance(v, int)]
+        )
 
     def number(self, value: int) -> int:
         """The number of a microbatch's value in the program."""
@@ -178,9 +182,7 @@ class _Joiner:
             if inner not in read:
                 continue
             if position == self.found.number:
-                numbers = self.builder.call(
-                    lambda: jax.lax.iota(jnp.int32, count), []
-                )
+                numbers = self.builder.call(lambda: jax.lax.iota(jnp.int32, count), [])
                 assert isinstance(numbers, int)
                 sliced[numbers] = inner
             elif (rows := self.found.batch.get(position)) is not None:
@@ -241,4 +243,6 @@ def _scan_source(length: int, consts: int, carries: int) -> Any:
         return jax.lax.scan(lambda c, _: (c, None), start, None, length=length)
 
     (eqn,) = jax.make_jaxpr(run)(0).jaxpr.eqns
-    return eqn.replace(params={**eqn.params, "num_consts": consts, "num_carry": carries})
+    return eqn.replace(
+        params={**eqn.params, "num_consts": consts, "num_carry": carries}
+    )

@@ -96,7 +96,9 @@ def _role(roles: set[Role]) -> Role:
     return Role.UPDATE if roles == {Role.UPDATE} else Role.FORWARD
 
 
-def _needed_back(equations: tuple[Equation, ...], roles: dict[int, Role]) -> frozenset[int]:
+def _needed_back(
+    equations: tuple[Equation, ...], roles: dict[int, Role]
+) -> frozenset[int]:
     """The equations of which an equation of the backward pass reads, or which are one."""
     read: set[int] = set()
     found: set[int] = set()

@@ -102,7 +102,11 @@ def _given(pair: Pair, unit: int) -> dict[int, Split]:
 
 def _check_unit(pair: Pair, unit: int) -> None:
     for value in pair.micro.body.inputs:
-        rows = pair.micro.values[value].shape[pair.dims[value]] if pair.has_rows(value) else 0
+        rows = (
+            pair.micro.values[value].shape[pair.dims[value]]
+            if pair.has_rows(value)
+            else 0
+        )
         if rows % unit:
             raise MicrobatchError(
                 f"{unit} rows belong together, and a microbatch would have {rows}."

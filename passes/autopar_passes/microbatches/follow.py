@@ -203,7 +203,9 @@ class Follower:
         elif operators.is_integer(value.dtype) and not self._inside(eqn):
             self.edits.first.add((eqn.index, slot))
         else:
-            raise MicrobatchError(f"{place(eqn)} adds what no microbatch has a part of.")
+            raise MicrobatchError(
+                f"{place(eqn)} adds what no microbatch has a part of."
+            )
 
     def settle(self, eqn: Equation, slot: int) -> Split:
         """The class of a sum that is needed before all microbatches are through."""

@@ -13,7 +13,14 @@ import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.microbatches.microbatched import MicrobatchError
-from autopar_passes.program.equations import Atom, Equation, Program, Region, Scalar, walk
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    walk,
+)
 
 # Parameters of primitives that say sizes, or that follow from their operands.
 _SIZES = frozenset(
@@ -141,7 +148,9 @@ def _alike(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
     if len(a) != len(b):
         return False
     pairs = zip(a, b, strict=True)
-    return all(x == y if isinstance(x, int) else isinstance(y, Scalar) for x, y in pairs)
+    return all(
+        x == y if isinstance(x, int) else isinstance(y, Scalar) for x, y in pairs
+    )
 
 
 def _equal(a: Any, b: Any) -> bool:

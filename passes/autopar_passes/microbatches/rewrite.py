@@ -57,7 +57,9 @@ class _Writer:
         read = [v for v in region.outputs if isinstance(v, int)]
         for eqn in region.equations:
             if eqn.source.effects:
-                read.extend((*eqn.outputs, *(a for a in eqn.inputs if isinstance(a, int))))
+                read.extend(
+                    (*eqn.outputs, *(a for a in eqn.inputs if isinstance(a, int)))
+                )
         kept = {e.index for e in needed(region.equations, read)}
         equations = tuple(
             e for e in region.equations if e.index in kept or e.source.effects
@@ -93,11 +95,11 @@ class _Writer:
         if micro.index not in self.edits.kept:
             inputs = _scalars_of(whole.inputs, micro.inputs)
         read = [
-            self.operand(micro, slot, self.read(atom)) for slot, atom in enumerate(inputs)
+            self.operand(micro, slot, self.read(atom))
+            for slot, atom in enumerate(inputs)
         ]
         regions = tuple(
-            self.region(a, b)
-            for a, b in zip(whole.regions, micro.regions, strict=True)
+            self.region(a, b) for a, b in zip(whole.regions, micro.regions, strict=True)
         )
         made = dataclasses.replace(micro, inputs=tuple(read), regions=regions)
         self.builder.equations.append(made)
@@ -133,7 +135,9 @@ class _Writer:
                 eqn.name_stack,
             )
         return self.builder.call(
-            lambda x, n: jax.lax.mul(x, jax.lax.broadcast((n == 0).astype(x.dtype), x.shape)),
+            lambda x, n: jax.lax.mul(
+                x, jax.lax.broadcast((n == 0).astype(x.dtype), x.shape)
+            ),
             [atom, self.number],
             eqn.name_stack,
         )
@@ -151,9 +155,13 @@ def _folded(key: Any, number: Any) -> Any:
 
 
 def _folded_raw(key: Any, number: Any) -> Any:
-    return jax.random.key_data(jax.random.fold_in(jax.random.wrap_key_data(key), number))
+    return jax.random.key_data(
+        jax.random.fold_in(jax.random.wrap_key_data(key), number)
+    )
 
 
 def _scalars_of(whole: Sequence[Atom], micro: Sequence[Atom]) -> list[Atom]:
     """What the microbatch reads, with the scalars of the whole batch."""
-    return [a if isinstance(a, Scalar) else b for a, b in zip(whole, micro, strict=True)]
+    return [
+        a if isinstance(a, Scalar) else b for a, b in zip(whole, micro, strict=True)
+    ]

@@ -93,7 +93,12 @@ def renumbered(
     )
     outputs = tuple(value(v) for v in eqn.outputs)
     return Equation(
-        index(eqn.index), eqn.source, atoms(eqn.inputs), outputs, eqn.name_stack, regions
+        index(eqn.index),
+        eqn.source,
+        atoms(eqn.inputs),
+        outputs,
+        eqn.name_stack,
+        regions,
     )
 
 
