@@ -10,6 +10,9 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
 
+# What is done where the loss of a row depends on the others of its batch.
+COUPLED = ("refuse", "microbatch")
+
 
 def check_limits(max_axes: Any, seconds: Any) -> None:
     """Checks the limits of the search.
@@ -34,6 +37,26 @@ def check_limits(max_axes: Any, seconds: Any) -> None:
     if not seconds > 0 or math.isnan(seconds):
         raise PlanError(
             f"seconds={seconds!r}: expected more than 0, or None for no limit."
+        )
+
+
+def check_microbatches(microbatches: Any, coupled: Any) -> None:
+    """Checks into how many microbatches a batch is split, and how.
+
+    Raises:
+      PlanError: it is no number of at least 1, or there is no such way.
+    """
+    whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
+    known = microbatches is None or microbatches == "auto" or whole
+    if not known or (whole and microbatches < 1):
+        raise PlanError(
+            f"microbatches={microbatches!r}: expected into how many microbatches the "
+            "batch is split, a whole number such as 4, or 'auto'."
+        )
+    if coupled not in COUPLED:
+        raise PlanError(
+            f"coupled={coupled!r}: expected 'refuse', or 'microbatch' to compute what "
+            "couples the rows of a batch from those of each microbatch alone."
         )
 
 

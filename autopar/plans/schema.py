@@ -85,6 +85,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       fingerprint: of the step that the plan is for, with its shapes.
       structure: of the step without its batch; '' where it is not known.
       microbatches: into how many parts the batch is split, one after the other.
+      local: what is computed from each microbatch alone, where a step on the whole
+        batch has it of all rows.
       schedule: the order in which stages run microbatches, one of `SCHEDULES`.
       pipeline: how the step is cut into the stages; None for one stage.
       shapes: pytree path of each input -> its shape.
@@ -113,6 +115,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fingerprint: str
     structure: str = ""
     microbatches: int = 1
+    local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE
     pipeline: PipelineData | None = None
     shapes: dict[str, tuple[int, ...]] = {}

@@ -60,6 +60,7 @@ def render_html(
         *_gradients(plan),
         *_meshes(plan),
         *_notes("Planned replicated, for want of a rule", plan.unsupported_ops),
+        *_notes("Of each microbatch alone", plan.local),
         *_notes("Assumed of loops and of kernels", plan.assumed),
         f"<p>{_text(planning_times(plan))}; autopar {_text(plan.version)}.</p>",
     ]

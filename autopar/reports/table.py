@@ -55,6 +55,7 @@ def render(plan: Plan) -> str:
     if compressed(plan):
         lines += ["", *gradient_lines(plan)]
     lines += _notes("planned replicated, for want of a rule", plan.unsupported_ops)
+    lines += _notes("of each microbatch alone", plan.local)
     lines += _notes("assumed of loops and of kernels", plan.assumed)
     return "\n".join(lines)
 

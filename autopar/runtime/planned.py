@@ -69,7 +69,7 @@ class PlannedStep:
     """The flat step under a plan.
 
     Attributes:
-      analysis: the step.
+      analysis: the step, its batch split into the plan's microbatches.
       plan: the plan.
       assignment: the plan as layouts.
       mesh: the mesh it runs on (abstract when only lowered).
@@ -159,6 +159,7 @@ def planned_step(
         name = analysis.traced.name if analysis.traced else "step"
         check_runnable(name, analysis.graph, mesh.devices.flat)
     assignment = restore(analysis, plan)
+    analysis = assignment.analysis
     run = _named(replay(analysis.program, analysis.graph, assignment, mesh), analysis)
     carried = tuple(sorted(analysis.carried)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.microbatches.pairs import Pair
 from autopar_passes.program.equations import Equation, walk
-from autopar_passes.sums.linear import UNARY
+from autopar_passes.sums.linear import ADDITIVE, UNARY
 
 # They draw random numbers, or make keys for that.
 RANDOM = frozenset(
     {"random_bits", "random_gamma", "random_split", "rng_bit_generator", "rng_uniform"}
 )
-_HANDING = UNARY | {"broadcast_in_dim"}
+# What they make of a statistic alone is one, too: a variance and an epsilon.
+_HANDING = UNARY | ADDITIVE | {"broadcast_in_dim", "mul"}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -52,7 +53,7 @@ def facts(pair: Pair, graph: OperatorGraph) -> Facts:
         if op.equation >= 0:
             operators[op.equation] = op
             roles.setdefault(outermost[op.equation], set()).add(op.role)
-    found = {index: _role(of) for index, of in roles.items()}
+    found = _roles(pair.whole.body.equations, roles)
     return Facts(
         operators,
         found,
@@ -70,6 +71,23 @@ def _outermost(equations: Iterable[Equation]) -> dict[int, int]:
         for region in eqn.regions:
             out.update((inner.index, eqn.index) for inner in walk(region))
     return out
+
+
+def _roles(
+    equations: Sequence[Equation], roles: Mapping[int, set[Role]]
+) -> dict[int, Role]:
+    """The role of each top-level equation: of its operators, the innermost ones too.
+
+    What the backward pass reads is none of the update: zeros, to which a loop adds.
+    """
+    found = {index: _role(of) for index, of in roles.items()}
+    read: set[int] = set()
+    for eqn in reversed(equations):
+        if found[eqn.index] is Role.UPDATE and not read.isdisjoint(eqn.outputs):
+            found[eqn.index] = Role.FORWARD
+        if found[eqn.index] is not Role.UPDATE:
+            read.update(a for a in eqn.inputs if isinstance(a, int))
+    return found
 
 
 def _role(roles: set[Role]) -> Role:
@@ -109,7 +127,9 @@ def _statistics(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
     kept = _kept(pair, graph)
     found = kept & _normalising(pair, graph)
     for op in graph.operators:
-        if op.kind in _HANDING and op.inputs and op.inputs[0] in found:
+        if op.role is not Role.FORWARD or op.kind not in _HANDING:
+            continue
+        if not found.isdisjoint(op.inputs):
             found.update(v for v in op.outputs if not pair.has_rows(v))
     return frozenset(found)
 
