@@ -1,0 +1,1 @@
+"""Pipeline stages: layers, what they cost on submeshes, and the pipeline chosen."""
