@@ -12,6 +12,7 @@ last microbatch.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -74,21 +75,27 @@ class SecondsPricer:
         return _overlapped(work, waiting, free, known.overlap, known.contention)
 
     def _add_work(self, submesh: Submesh, out: np.ndarray) -> None:
-        layers, assignment = self.layers, submesh.assignment
-        analysis, device = layers.analysis, submesh.pricer.cluster.device
-        found: dict[int, np.ndarray] = {}
+        analysis, assignment = self.layers.analysis, submesh.assignment
+        device = submesh.pricer.cluster.device
+        for member, runs in self._runs.items():
+            work = analysis.works[member]
+            seconds = self._run_s(assignment, device, work, _parts_of(submesh, work))
+            for (column, row), trips in runs.items():
+                out[column, row] += trips * seconds
+
+    @functools.cached_property
+    def _runs(self) -> dict[int, dict[tuple[int, int], float]]:
+        """How often the operators of a class run, by column and example layer."""
+        layers = self.layers
+        out: dict[int, dict[tuple[int, int], float]] = {}
         for index in layers.operators:
-            op = analysis.graph.operators[index]
-            work = analysis.works.get(op.class_index)
-            if work is None or layers.layer[index] < 0:
+            op = layers.analysis.graph.operators[index]
+            if op.class_index not in layers.analysis.works or layers.layer[index] < 0:
                 continue
-            seconds = found.get(op.class_index)
-            if seconds is None:
-                parts = _parts_of(submesh, work)
-                seconds = self._run_s(assignment, device, work, parts)
-                found[op.class_index] = seconds
-            place = layers.row[int(layers.layer[index])]
-            out[layers.column(index), place] += op.trips * seconds
+            place = layers.column(index), layers.row[int(layers.layer[index])]
+            runs = out.setdefault(op.class_index, {})
+            runs[place] = runs.get(place, 0.0) + op.trips
+        return out
 
     def _run_s(
         self,

@@ -10,7 +10,6 @@ split all state.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 import time
 from collections.abc import Iterator, Sequence
@@ -23,16 +22,25 @@ from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment, assign
 from autopar.layouts.strategies import Strategy
 from autopar.planner.limit import Limit
-from autopar.planner.problem import Restriction, formulate, small_state
+from autopar.planner.problem import (
+    Formulation,
+    Restriction,
+    formulate,
+    small_state,
+)
 from autopar.planner.recipes import most_split
 from autopar.planner.search import candidate_meshes
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import BATCH
 from autopar.steps.nodes import Node
 from autopar_passes.graph.roles import InputRole
-from autopar_solver import Status, solve
+from autopar_solver import ShardingProblem, Status, solve
 
 Shape = tuple[int, ...]
+
+# Layouts are searched to this part of their objective, which weighs communication
+# roughly anyway.
+_GAP = 5e-3
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
@@ -60,15 +68,19 @@ def rules(mesh: MeshShape) -> list[Rule]:
 
     The fastest layouts; those that split optimizer state, and all state, over all
     devices; and for each axis of the innermost level those that split the model over
-    it, and optimizer state over all devices.
+    it, and optimizer state over all devices. Where a level has several axes, only
+    rules that make a difference between them.
     """
     every = tuple(k for k, axis in enumerate(mesh.axes) if axis.size > 1)
-    out = [Rule("fastest")]
-    if not every:
-        return out
-    out.append(Rule("split optimizer", optimizer=every))
-    out.append(Rule("split state", every, every))
-    innermost = max(mesh.axes[k].level for k in every)
+    levels = [mesh.axes[k].level for k in every]
+    out: list[Rule] = []
+    if len(set(levels)) == len(levels):
+        out.append(Rule("fastest"))
+        if every:
+            out.append(Rule("split optimizer", optimizer=every))
+    if every:
+        out.append(Rule("split state", every, every))
+    innermost = max(levels, default=0)
     for k in every:
         if mesh.axes[k].level == innermost:
             name = f"tensor {mesh.axes[k].size}"
@@ -141,13 +153,7 @@ def submeshes(
             for mesh in candidate_meshes(part.slice(base)):
                 pricer = Pricer(part.slice(base), mesh)
                 largest = _largest(part, shapes, mesh)
-                found = [
-                    (
-                        rule.name,
-                        layouts_on(analysis, pricer, rule, weights, largest, seconds),
-                    )
-                    for rule in rules(mesh)
-                ]
+                found = layouts_on(analysis, pricer, weights, largest, seconds)
                 out.extend(_resized(number, part, shapes, pricer, found))
     return _distinct(out)
 
@@ -204,7 +210,7 @@ def _resized(
     cluster: Cluster,
     shapes: Sequence[Shape],
     pricer: Pricer,
-    found: Sequence[tuple[str, Assignment | None]],
+    found: Sequence[tuple[str, Assignment]],
 ) -> Iterator[Submesh]:
     """The same layouts on all slices that use the same levels."""
     base = tuple(level.size for level in pricer.cluster.levels)
@@ -214,7 +220,7 @@ def _resized(
         part = cluster.slice(shape)
         for mesh in _meshes(pricer.mesh, part):
             for rule, assignment in found:
-                if assignment is None or not fits(assignment, mesh.sizes):
+                if not fits(assignment, mesh.sizes):
                     continue
                 same = dataclasses.replace(assignment, sizes=mesh.sizes, _known={})
                 yield Submesh(group, shape, Pricer(part, mesh), same, rule)
@@ -296,27 +302,26 @@ def _distinct(found: Sequence[Submesh]) -> list[Submesh]:
 def layouts_on(
     analysis: Analysis,
     pricer: Pricer,
-    rule: Rule,
     weights: Weights,
     largest: Sequence[int] | None = None,
     seconds: float | None = None,
-) -> Assignment | None:
+) -> list[tuple[str, Assignment]]:
     """The fastest layouts of a whole program on one mesh, whatever memory they need.
+
+    The problem is made once; each rule takes strategies out of it.
 
     Args:
       analysis: the program.
       pricer: the mesh.
-      rule: what they split.
       weights: of communication.
       largest: sizes of the mesh axes at which the layouts must be possible, too, for
         a large batch.
-      seconds: time limit of the solver.
+      seconds: time limit of the solver, for each rule.
 
     Returns:
-      None where the rule allows none, or none was found in time.
+      By the name of each rule its layouts; without rules that leave none, or none that
+      was found in time.
     """
-    limit = Limit(seconds)
-    allowed = growing(analysis, pricer, rule, largest or pricer.sizes)
     places = analysis.positions
     count = len(places.classes)
     in_pass = np.logical_or.reduce(list(places.roles.values()))
@@ -325,36 +330,96 @@ def layouts_on(
         np.full(count, weights.sums),
         np.where(in_pass, weights.gathers, 1.0),
     )
-    formulation = formulate(analysis, pricer, allowed, None, None, discounts)
-    solution = solve(
-        formulation.problem, seconds=limit.part_s(1.0), timer=time.thread_time
+    sizes = largest or pricer.sizes
+    formulation = formulate(
+        analysis, pricer, _growing(analysis, sizes), None, None, discounts
     )
-    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
-        return None
+    out: list[tuple[str, Assignment]] = []
+    for rule in rules(pricer.mesh):
+        allowed = _keeping(analysis, pricer, rule, sizes)
+        limited, kept = _limited(analysis, formulation, allowed)
+        limit = Limit(seconds)
+        solution = solve(
+            limited, seconds=limit.part_s(1.0), gap=_GAP, timer=time.thread_time
+        )
+        if solution.status not in (Status.INFEASIBLE, Status.UNKNOWN):
+            pairs = zip(kept, solution.choices, strict=True)
+            choices = [int(places[k]) for places, k in pairs]
+            out.append((rule.name, _assigned(analysis, formulation, choices)))
+    return out
+
+
+def _limited(
+    analysis: Analysis, formulation: Formulation, allowed: Restriction
+) -> tuple[ShardingProblem, list[np.ndarray]]:
+    """The problem with the strategies that a rule allows, and which ones these are.
+
+    A node of which it allows none keeps the first.
+    """
+    problem = formulation.problem
+    kept = [np.arange(len(costs)) for costs in problem.node_costs]
+    for node in analysis.contraction.nodes:
+        strategies = formulation.spaces[node.index].strategies
+        found = [k for k, s in enumerate(strategies) if allowed(node, s)]
+        kept[node.index] = np.array(found or [0])
+    limited = dataclasses.replace(
+        problem,
+        node_costs=tuple(c[k] for c, k in zip(problem.node_costs, kept, strict=True)),
+        edge_costs=tuple(
+            costs[np.ix_(kept[a], kept[b])]
+            for (a, b), costs in zip(problem.edges, problem.edge_costs, strict=True)
+        ),
+    )
+    return limited, kept
+
+
+def _assigned(
+    analysis: Analysis, formulation: Formulation, choices: Sequence[int]
+) -> Assignment:
+    """The layouts of a choice of strategies."""
     nodes = len(analysis.contraction.nodes)
     chosen = [
         space.strategies[k]
-        for space, k in itertools.islice(
-            zip(formulation.spaces, solution.choices, strict=True), nodes
-        )
+        for space, k in zip(formulation.spaces[:nodes], choices[:nodes], strict=True)
     ]
-    copies = [(c, solution.choices[c.node]) for c in formulation.copies]
-    return assign(analysis, pricer.sizes, chosen, copies)
+    copies = [(c, choices[c.node]) for c in formulation.copies]
+    return assign(analysis, formulation.pricer.sizes, chosen, copies)
 
 
-def growing(
+def _growing(analysis: Analysis, largest: Sequence[int]) -> Restriction:
+    """Strategies that stay possible on longer axes, but for the batch.
+
+    Args:
+      analysis: the program.
+      largest: sizes of the axes.
+    """
+    labels = analysis.node_labels
+
+    def allowed(node: Node, strategy: Strategy) -> bool:
+        named = labels.get(node.index, {})
+        for factor, axes in enumerate(strategy):
+            parts = math.prod(largest[a] for a in axes)
+            if node.factors[factor][0] % parts and named.get(factor) != BATCH:
+                return False
+        return True
+
+    return allowed
+
+
+def _keeping(
     analysis: Analysis, pricer: Pricer, rule: Rule, largest: Sequence[int]
 ) -> Restriction:
-    """Strategies that keep to a rule, and stay possible on longer axes.
+    """Strategies that keep to a rule.
 
     Args:
       analysis: the program.
       pricer: the mesh.
       rule: what is split.
-      largest: sizes of its axes that must divide all that is no batch.
+      largest: sizes of its axes at which state is split as far as it can be.
     """
     homes, nodes = analysis.contraction.homes, analysis.contraction.nodes
-    small = small_state(analysis.graph, analysis.contraction, pricer.cluster.memory_bytes)
+    memory = pricer.cluster.memory_bytes
+    small = small_state(analysis.graph, analysis.contraction, memory)
     split: dict[int, tuple[frozenset[int], int]] = {}
     for given in analysis.graph.inputs:
         axes = {
@@ -369,11 +434,7 @@ def growing(
     def allowed(node: Node, strategy: Strategy) -> bool:
         named = labels.get(node.index, {})
         for factor, axes in enumerate(strategy):
-            parts = math.prod(largest[a] for a in axes)
-            batch = named.get(factor) == BATCH
-            if node.factors[factor][0] % parts and not batch:
-                return False
-            if batch and not rule.tensor_free(axes):
+            if named.get(factor) == BATCH and not rule.tensor_free(axes):
                 return False
         wanted, most = split.get(node.index, (frozenset[int](), 0))
         return sum(a in wanted for axes in strategy for a in axes) >= most
