@@ -161,6 +161,9 @@ def _homes(
             end = max(end, held_until(op))
             nbytes = graph.values[value].nbytes
             home = shards(assignment.home_layout(value), assignment.sizes)
+            if value in graph.accumulated:
+                yield _accumulator(assignment, value, end)
+                end = start
             kind = "results" if value in kept else _kind(assignment, op, end)
             yield Buffer(value, nbytes / home, start, end, kind)
             if op.class_index in assignment.contraction.node_of:
@@ -171,6 +174,14 @@ def _homes(
                     yield Buffer(
                         value, nbytes / own, start, start, "collective buffers"
                     )
+
+
+def _accumulator(assignment: Assignment, value: int, end: int) -> Buffer:
+    """What the microbatches of a step add to, from the first of them on."""
+    held = assignment.stacked(value)
+    layout = assignment.home_layout(value) if held is None else held[1]
+    nbytes = assignment.graph.values[value].nbytes
+    return Buffer(value, nbytes / shards(layout, assignment.sizes), 0, end, "gradients")
 
 
 def _kind(assignment: Assignment, op: Operator, end: int) -> str:

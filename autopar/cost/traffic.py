@@ -245,7 +245,7 @@ def _due(assignment: Assignment, forms: _Forms) -> list[Collective]:
             Collective(
                 step,
                 assignment.graph.values[value].nbytes,
-                times_due(assignment.graph, last),
+                times_due(assignment.graph, last, value),
                 value,
                 first,
                 _sum_place(assignment, maker, value, step, last),

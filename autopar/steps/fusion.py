@@ -69,7 +69,7 @@ def fusion(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
       floating: values that each reader makes anew.
     """
     readers = _readers(graph)
-    outputs = {v for v in graph.outputs if v is not None}
+    outputs = _handed_out(graph)
 
     def writes(op: Operator, slot: int, value: int) -> bool:
         return value in outputs or _needs_buffer(op, slot, readers.get(value, []))
@@ -165,7 +165,7 @@ class _Again:
     @classmethod
     def of(cls, graph: OperatorGraph, floating: frozenset[int]) -> Self:
         """Knows nothing yet."""
-        outputs = frozenset(v for v in graph.outputs if v is not None)
+        outputs = _handed_out(graph)
         return cls(graph, floating, _readers(graph), outputs, {}, set())
 
     def writes(self, op: Operator, slot: int, value: int) -> bool:
@@ -205,6 +205,11 @@ def _saves(
     """Whether writing a result with so many readers moves fewer bytes."""
     read = sum(graph.values[s].nbytes for s in sources)
     return (count - 1) * read > (count + 1) * graph.values[value].nbytes
+
+
+def _handed_out(graph: OperatorGraph) -> frozenset[int]:
+    """The values that leave the program, or what a microbatch runs of it."""
+    return graph.accumulated.union(v for v in graph.outputs if v is not None)
 
 
 def _readers(graph: OperatorGraph) -> dict[int, list[Operator]]:

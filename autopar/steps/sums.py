@@ -23,11 +23,18 @@ def worth_a_codec(shape: Sequence[int]) -> bool:
     return sum(size > 1 for size in shape) > 1 and math.prod(shape) >= SMALLEST
 
 
-def times_due(graph: OperatorGraph, maker: Operator) -> float:
-    """The number of times a sum is taken; a stacked sum is taken after its loop."""
-    if maker.kind != "stack_step":
-        return maker.trips
-    return maker.trips / graph.values[maker.outputs[0]].shape[0]
+def times_due(graph: OperatorGraph, maker: Operator, value: int) -> float:
+    """The number of times the sum of a value is taken.
+
+    A stacked sum is taken after its loop, and one that microbatches add to after the
+    last of them.
+    """
+    trips = maker.trips
+    if value in graph.accumulated:
+        trips /= graph.microbatches
+    if maker.kind == "stack_step":
+        trips /= graph.values[maker.outputs[0]].shape[0]
+    return trips
 
 
 # Of each class: bytes of a sum over devices, and how often it is taken in a step.
@@ -51,7 +58,7 @@ def sums_due(
         if op.index in waiting:
             deferral, ends = waiting[op.index]
             for end in ends:
-                times = times_due(graph, contraction.producer[end])
+                times = times_due(graph, contraction.producer[end], end)
                 nbytes = graph.values[end].nbytes
                 sums[nbytes] = sums.get(nbytes, 0.0) + times / deferral.sharing(end)
         elif op.outputs:
@@ -88,7 +95,7 @@ def coded_sums(
         for end in ends:
             value = graph.values[end]
             shape = own.shape if value.size == own.size else value.shape
-            times = times_due(graph, contraction.producer[end])
+            times = times_due(graph, contraction.producer[end], end)
             found = made.setdefault(op.class_index, [])
             found.append((shape, times / deferral.sharing(end)))
     return {c: rows for c, rows in made.items() if c not in plain}

@@ -87,6 +87,9 @@ class OperatorGraph:
       unsupported: primitives without a sharding rule, planned replicated.
       assumed_trips: loops whose trip count is unknown, and the count assumed; and
         what the FLOPs of kernels assume.
+      accumulated: values that are added up over the microbatches of a step, and
+        complete after the last of them.
+      microbatches: how many there are.
     """
 
     values: tuple[Value, ...]
@@ -95,6 +98,8 @@ class OperatorGraph:
     outputs: tuple[int | None, ...]
     unsupported: tuple[str, ...] = ()
     assumed_trips: tuple[str, ...] = ()
+    accumulated: frozenset[int] = frozenset()
+    microbatches: int = 1
 
     @property
     def num_classes(self) -> int:

@@ -38,9 +38,7 @@ def replay(
     they are plain reductions. Its keyword ``made`` is called with each value that
     the step makes outside of loops, and what it returns is used instead.
     """
-    operators: dict[int, list[Operator]] = {}
-    for op in graph.operators:
-        operators.setdefault(op.equation, []).append(op)
+    operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
 
     def run(
@@ -56,9 +54,17 @@ def replay(
             if op.kind == "input":
                 value = op.outputs[0]
                 arrays[value] = values.pin(arrays[value], plan.results(op, 0))
-        return _Replayer(program, operators, values).step(made)
+        return Replayer(program, operators, values).step(made)
 
     return run
+
+
+def operators_of(graph: OperatorGraph) -> dict[int, list[Operator]]:
+    """Returns the operators of each equation, -1 for those of inputs and results."""
+    found: dict[int, list[Operator]] = {}
+    for op in graph.operators:
+        found.setdefault(op.equation, []).append(op)
+    return found
 
 
 def _as_it_is(value: int, array: Any) -> Any:
@@ -66,10 +72,19 @@ def _as_it_is(value: int, array: Any) -> Any:
     return array
 
 
-class _Replayer:
+class Replayer:
+    """Runs the equations of a program, one by one or all."""
+
     def __init__(
         self, program: Program, operators: Mapping[int, list[Operator]], values: Values
     ) -> None:
+        """Starts with the inputs.
+
+        Args:
+          program: the flat program.
+          operators: by the equation that they stand for (`operators_of`).
+          values: what is known so far.
+        """
         self.program = program
         self.operators = operators
         self.values = values

@@ -1,0 +1,70 @@
+"""The order in which one process issues the tasks of all stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from autopar_passes.stages.cut import Phase, TaskKey
+from autopar_solver import ScheduleTable, TaskKind
+
+_PHASES = {
+    TaskKind.FORWARD: Phase.FORWARD,
+    TaskKind.BACKWARD: Phase.BACKWARD,
+    TaskKind.BACKWARD_INPUT: Phase.BACKWARD_INPUT,
+    TaskKind.BACKWARD_WEIGHT: Phase.BACKWARD_WEIGHT,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Issue:
+    """A task of a microbatch.
+
+    Attributes:
+      key: the task.
+      microbatch: of which microbatch.
+    """
+
+    key: TaskKey
+    microbatch: int
+
+
+def issue_order(table: ScheduleTable) -> tuple[Issue, ...]:
+    """All tasks of a schedule, each after those that it waits for.
+
+    Stages take turns, so that none is issued far ahead of another. Each stage keeps the
+    order of the schedule.
+    """
+    orders = [list(table.tasks(stage)) for stage in range(table.stages)]
+    places = [0] * table.stages
+    done: set[tuple[TaskKind, int, int]] = set()
+    out: list[Issue] = []
+    while any(place < len(o) for place, o in zip(places, orders, strict=True)):
+        for stage, order in enumerate(orders):
+            if places[stage] == len(order):
+                continue
+            kind, microbatch, chunk = order[places[stage]]
+            part = table.part(stage, chunk)
+            if all(
+                (k, microbatch, p) in done for k, p in _waits_for(table, kind, part)
+            ):
+                done.add((kind, microbatch, part))
+                out.append(Issue(TaskKey(_PHASES[kind], stage, part), microbatch))
+                places[stage] += 1
+    return tuple(out)
+
+
+def _waits_for(
+    table: ScheduleTable, kind: TaskKind, part: int
+) -> Iterator[tuple[TaskKind, int]]:
+    """The tasks of the same microbatch that a task waits for."""
+    if kind is TaskKind.FORWARD:
+        if part:
+            yield TaskKind.FORWARD, part - 1
+        return
+    if kind is TaskKind.BACKWARD_WEIGHT:
+        yield TaskKind.BACKWARD_INPUT, part
+        return
+    yield TaskKind.FORWARD, part
+    if part + 1 < table.parts:
+        yield kind, part + 1

@@ -1,0 +1,313 @@
+"""A stage of a pipeline on its devices: layouts of values, and tasks as code."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from autopar.layouts.assignment import Assignment
+from autopar_passes.layouts import Layout, partition_spec
+from autopar_passes.replay.segments import Later, Now, replay_segment
+from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
+from autopar_passes.sums.stacked import stack
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage on its devices.
+
+    Attributes:
+      program: all its equations.
+      assignment: the layouts of its values.
+      mesh: its devices.
+      options: of the compiler.
+    """
+
+    program: StageProgram
+    assignment: Assignment
+    mesh: Mesh
+    options: Mapping[str, str] | None = None
+
+    def sharding(self, value: int) -> NamedSharding:
+        """Where a value lies on this stage, with its partial sums if it has any."""
+        return self._shardings(value)
+
+    def home(self, value: int) -> NamedSharding:
+        """Where a value lies on this stage once its sum over devices is taken."""
+        layout = self.assignment.home_layout(value)
+        return NamedSharding(self.mesh, partition_spec(self.mesh, layout))
+
+    @functools.cached_property
+    def _shardings(self) -> Callable[[int], NamedSharding]:
+        return functools.cache(
+            lambda value: NamedSharding(
+                self.mesh, partition_spec(self.mesh, self._layout(value))
+            )
+        )
+
+    def _layout(self, value: int) -> Layout:
+        partial = self.assignment.stacked(value)
+        if partial is None:
+            return self.assignment.home_layout(value)
+        axes, layout = partial
+        return (axes, *layout)
+
+    def wire(self, value: int, other: Stage) -> NamedSharding:
+        """The layout in which a value goes from or to another stage.
+
+        Each dimension is split into as many parts as both stages can name by their
+        leading axes. Devices then hold the same parts on both sides, and copy them
+        without the host; each stage reshards on its own devices.
+        """
+        mine = self.assignment.home_layout(value)
+        theirs = other.assignment.home_layout(value)
+        layout = tuple(
+            self._leading(own, other._parts(another))
+            for own, another in zip(mine, theirs, strict=True)
+        )
+        return NamedSharding(self.mesh, partition_spec(self.mesh, layout))
+
+    def _parts(self, axes: tuple[int, ...]) -> frozenset[int]:
+        """The numbers of parts into which leading axes can split a dimension."""
+        sizes = itertools.accumulate(
+            (self.assignment.sizes[a] for a in axes), operator.mul, initial=1
+        )
+        return frozenset(sizes)
+
+    def _leading(self, axes: tuple[int, ...], parts: frozenset[int]) -> tuple[int, ...]:
+        """The most leading axes that give one of some numbers of parts."""
+        for count in range(len(axes), 0, -1):
+            sizes = (self.assignment.sizes[a] for a in axes[:count])
+            if functools.reduce(operator.mul, sizes, 1) in parts:
+                return axes[:count]
+        return ()
+
+    def struct(self, value: int) -> jax.ShapeDtypeStruct:
+        """Shape, dtype and sharding of a value on this stage."""
+        known = self.program.program.values[value]
+        partial = self.assignment.stacked(value)
+        shape = known.shape
+        if partial is not None:
+            sizes = (self.assignment.sizes[a] for a in partial[0])
+            shape = (functools.reduce(operator.mul, sizes, 1), *shape)
+        return jax.ShapeDtypeStruct(shape, known.dtype, sharding=self.sharding(value))
+
+
+# In place of a stage: values that leave the step.
+RESULT = -1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sent:
+    """Values that go to another stage, and where they lie on both.
+
+    Attributes:
+      stage: the other stage, or `RESULT`.
+      values: what goes there.
+      source: where each value lies before.
+      target: where it lies there.
+    """
+
+    stage: int
+    values: tuple[int, ...]
+    source: tuple[NamedSharding, ...]
+    target: tuple[NamedSharding, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TaskCode:
+    """A task as a compiled function.
+
+    Attributes:
+      task: its equations, and what goes in and out.
+      inputs: the values that the function takes.
+      accumulated: values that it adds to running sums, which it takes behind the
+        inputs and returns last.
+      outputs: the values that it returns first, as they are.
+      sent: what it returns behind them, for other stages.
+      donated: the inputs whose memory it takes over.
+      function: the jitted function of inputs and sums.
+      in_structs: shapes and shardings of its arguments.
+    """
+
+    task: Task
+    inputs: tuple[int, ...]
+    accumulated: tuple[int, ...]
+    outputs: tuple[int, ...]
+    sent: tuple[Sent, ...]
+    donated: tuple[int, ...]
+    function: Any
+    in_structs: tuple[jax.ShapeDtypeStruct, ...]
+
+    def compile(self) -> None:
+        """Compiles the function; a call then finds it."""
+        self.function.lower(*self.in_structs).compile()
+
+
+def sum_dtype(dtype: Any) -> Any:
+    """The dtype in which values of microbatches are added up: float32 at least."""
+    narrow = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype(jnp.float32) if narrow else dtype
+
+
+def task_code(
+    stage: Stage,
+    task: Task,
+    *,
+    accumulated: Sequence[int] = (),
+    outputs: Sequence[int] = (),
+    sent: Sequence[Sent] = (),
+    received: Mapping[int, NamedSharding] | None = None,
+    donated: Sequence[int] = (),
+) -> TaskCode:
+    """Makes a task of a stage a jitted function.
+
+    Args:
+      stage: the stage.
+      task: which of its tasks.
+      accumulated: values of the task that are added to running sums.
+      outputs: values of the task that later ones of the stage read.
+      sent: values of the task that go to other stages.
+      received: inputs that come from other stages -> where they lie.
+      donated: inputs whose memory the function takes over.
+    """
+    inputs = tuple(v for v, _ in task.inputs)
+    outside = [v for send in sent for v in send.values]
+    run = replay_segment(
+        stage.program.program,
+        stage.assignment.graph,
+        stage.assignment,
+        stage.mesh,
+        equations=equations_of(stage.program.program, task),
+        inputs=inputs,
+        outputs=(*outputs, *outside, *accumulated),
+    )
+    update = task.key.phase is Phase.UPDATE
+    now, kept = Now(stage.assignment, stage.mesh), len(outputs) + len(outside)
+
+    def function(*arguments: Any) -> list[Any]:
+        given, before = arguments[: len(inputs)], arguments[len(inputs) :]
+        made = run(*given, synchroniser=now if update else Later())
+        added = [
+            total + value.astype(total.dtype)
+            for total, value in zip(before, made[kept:], strict=True)
+        ]
+        return [*made[:kept], *added]
+
+    function.__name__ = function.__qualname__ = task_name(task)
+    arrive = received or {}
+    structs = [_lying(stage.struct(v), arrive.get(v)) for v in inputs]
+    totals = [_wide(stage.struct(v)) for v in accumulated]
+    places = {v: k for k, v in enumerate(inputs)}
+    jitted = jax.jit(
+        function,
+        in_shardings=[s.sharding for s in (*structs, *totals)],
+        out_shardings=[
+            *(stage.sharding(v) for v in outputs),
+            *(where for send in sent for where in send.source),
+            *(s.sharding for s in totals),
+        ],
+        donate_argnums=(
+            *(places[v] for v in donated),
+            *range(len(inputs), len(inputs) + len(accumulated)),
+        ),
+        compiler_options=dict(stage.options) if stage.options else None,
+    )
+    return TaskCode(
+        task,
+        inputs,
+        tuple(accumulated),
+        tuple(outputs),
+        tuple(sent),
+        tuple(donated),
+        jitted,
+        (*structs, *totals),
+    )
+
+
+def _lying(
+    struct: jax.ShapeDtypeStruct, sharding: NamedSharding | None
+) -> jax.ShapeDtypeStruct:
+    if sharding is None:
+        return struct
+    return jax.ShapeDtypeStruct(struct.shape, struct.dtype, sharding=sharding)
+
+
+def task_name(task: Task) -> str:
+    """What profiles call a task."""
+    key = task.key
+    words = "_".join(key.phase.value.split())
+    kind = "level" if key.phase is Phase.UPDATE else "part"
+    return f"stage_{key.stage}_{words}_{kind}_{key.number}"
+
+
+def _wide(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(
+        struct.shape, sum_dtype(struct.dtype), sharding=struct.sharding
+    )
+
+
+def zeros_code(stage: Stage, values: Sequence[int]) -> Any:
+    """A jitted function without arguments that starts running sums."""
+    structs = [_wide(stage.struct(v)) for v in values]
+    return jax.jit(
+        lambda: [jnp.zeros(s.shape, s.dtype) for s in structs],
+        out_shardings=[s.sharding for s in structs],
+    )
+
+
+def finish_code(
+    stage: Stage,
+    scales: Mapping[int, float],
+    held: Sequence[int],
+    sent: Sequence[Sent],
+) -> Any:
+    """A jitted function from running sums to the values that they are of.
+
+    Args:
+      stage: the stage.
+      scales: value -> what its running sum is multiplied by.
+      held: the values that its own updates read, which stay partial over devices.
+      sent: the values that go to other stages, whose sums are taken here.
+    """
+    structs = {v: stage.struct(v) for v in scales}
+    now = Now(stage.assignment, stage.mesh)
+
+    def scaled(value: int, total: Any) -> Any:
+        factor = jnp.asarray(scales[value], total.dtype)
+        found = total if scales[value] == 1 else total * factor
+        return found.astype(structs[value].dtype)
+
+    def whole(value: int, array: Any) -> Any:
+        partial = stage.assignment.stacked(value)
+        if partial is None:
+            return array
+        return now.take({value: stack(array, *partial, stage.mesh)})[value]
+
+    def finish(*totals: Any) -> list[Any]:
+        known = dict(zip(scales, totals, strict=True))
+        made = {v: scaled(v, total) for v, total in known.items()}
+        outside = [whole(v, made[v]) for send in sent for v in send.values]
+        return [*(made[v] for v in held), *outside]
+
+    return jax.jit(
+        finish,
+        out_shardings=[
+            *(stage.sharding(v) for v in held),
+            *(where for send in sent for where in send.source),
+        ],
+        donate_argnums=tuple(range(len(structs))),
+    )
+
+
+def layout_code(shardings: Sequence[NamedSharding]) -> Any:
+    """A jitted function that lays arrays differently on the devices of a stage."""
+    return jax.jit(lambda *arrays: list(arrays), out_shardings=list(shardings))

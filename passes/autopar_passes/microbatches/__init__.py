@@ -1,0 +1,1 @@
+"""Splits a step into microbatches: what runs for each of them, and what runs once."""

@@ -1,0 +1,147 @@
+"""Replays a part of a program: some of its equations, with values in and out.
+
+A segment states the layouts of the whole program's plan, so that what one segment
+makes lies as another one reads it. Sums over devices that the plan takes later leave a
+segment as stacked partial values, and come into the one that takes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.layouts import Layout
+from autopar_passes.program.equations import Equation, Program
+from autopar_passes.replay.layout_plan import LayoutPlan, Route, Synchroniser
+from autopar_passes.replay.run import Replayer, operators_of
+from autopar_passes.replay.values import Values
+from autopar_passes.sums import stacked
+from autopar_passes.sums.stacked import Stacked
+
+
+class Later:
+    """Leaves the sums of all partial values to a later segment."""
+
+    def takes(self, value: int) -> frozenset[int]:
+        """Says that the sum of a value is not due in this segment."""
+        return frozenset({value})
+
+    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
+        """Is never asked to: no segment reads the sum before it is due.
+
+        Raises:
+          ValueError: one does.
+        """
+        raise ValueError(f"the sums of {sorted(partials)} are read too early.")
+
+
+class Now:
+    """Takes the sums of partial values by plain reductions."""
+
+    def __init__(self, plan: LayoutPlan, mesh: Any) -> None:
+        """Takes them in the layouts of a plan."""
+        self._plan = plan
+        self._mesh = mesh
+
+    def takes(self, value: int) -> frozenset[int]:
+        """Says that a sum is taken by itself."""
+        return frozenset({value})
+
+    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
+        """Takes the sums."""
+        return {v: self._sum(v, partial) for v, partial in partials.items()}
+
+    def _sum(self, value: int, partial: Stacked) -> Any:
+        array = stacked.total(partial)
+        for layout in self._plan.due(value) or ():
+            array = stacked.constrain(array, self._mesh, layout)
+        return array
+
+
+class _Within:
+    """A plan within a segment: what comes in is an array, not made anew."""
+
+    def __init__(self, plan: LayoutPlan, inputs: Collection[int]) -> None:
+        self._plan = plan
+        self._inputs = frozenset(inputs)
+
+    def floating(self, value: int) -> bool:
+        return value not in self._inputs and self._plan.floating(value)
+
+    def operand(self, op: Operator, slot: int) -> Layout | None:
+        return self._plan.operand(op, slot)
+
+    def results(self, op: Operator, slot: int) -> tuple[Layout, ...]:
+        return self._plan.results(op, slot)
+
+    def route(self, value: int, layout: Layout, backward: bool) -> Route:
+        return self._plan.route(value, layout, backward)
+
+    def is_backward(self, op: Operator) -> bool:
+        return self._plan.is_backward(op)
+
+    def output(self, position: int) -> Layout | None:
+        return self._plan.output(position)
+
+    def stacked(self, value: int) -> tuple[tuple[int, ...], Layout] | None:
+        return self._plan.stacked(value)
+
+    def due(self, value: int) -> tuple[Layout, ...] | None:
+        return self._plan.due(value)
+
+
+def replay_segment(
+    program: Program,
+    graph: OperatorGraph,
+    plan: LayoutPlan,
+    mesh: Any,
+    *,
+    equations: Sequence[Equation],
+    inputs: Sequence[int],
+    outputs: Sequence[int],
+) -> Callable[..., list[Any]]:
+    """Returns a function of a segment's inputs that returns its outputs.
+
+    Args:
+      program: the whole program.
+      graph: its operator graph.
+      plan: its layouts.
+      mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
+      equations: those of the segment, in program order.
+      inputs: the values that it is called with; constants of the program are there.
+      outputs: the values that it returns.
+
+    Partial values, in and out, are arrays with a leading dimension of partial sums. The
+    function's keyword ``synchroniser`` takes sums; without one they stay partial.
+    """
+    operators = operators_of(graph)
+    made_by, sources = producers(graph.operators), program.by_index()
+    within = _Within(plan, inputs)
+    constants = dict(
+        zip(
+            program.body.inputs[program.num_arguments :], program.constants, strict=True
+        )
+    )
+
+    def run(*arguments: Any, synchroniser: Synchroniser | None = None) -> list[Any]:
+        arrays = dict(constants)
+        arrays.update(zip(inputs, arguments, strict=True))
+        for value in inputs:
+            partial = plan.stacked(value)
+            if partial is not None:
+                arrays[value] = stacked.stack(arrays[value], *partial, mesh)
+        values = Values(made_by, sources, within, mesh, synchroniser or Later(), arrays)
+        replayer = Replayer(program, operators, values)
+        for eqn in equations:
+            replayer.equation(eqn)
+        return [_as_array(values, v) for v in outputs]
+
+    return run
+
+
+def _as_array(values: Values, value: int) -> Any:
+    if values.plan.floating(value):
+        return values.make(value, None, False)
+    array = values.scope.values[value]
+    return array.array if isinstance(array, Stacked) else array

@@ -1,0 +1,446 @@
+"""Cuts a microbatch's program into the tasks of pipeline stages.
+
+A task is a set of equations of one stage that runs at once: the forward pass of a part,
+its backward pass (or the two halves of it, gradients of inputs and of weights), or one
+level of the update. Tasks read what other tasks make; what crosses stages is sent.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Iterator, Sequence
+
+from autopar_passes.graph.roles import Role
+from autopar_passes.program.equations import Equation, Program, Region
+from autopar_passes.stages.flow import reads
+from autopar_passes.stages.parts import CutError, Parts
+
+
+class Phase(enum.Enum):
+    """What a task computes."""
+
+    FORWARD = "forward"
+    BACKWARD = "backward"
+    BACKWARD_INPUT = "gradients of inputs"
+    BACKWARD_WEIGHT = "gradients of weights"
+    UPDATE = "update"
+
+
+# Free equations that are kept from the forward to the backward pass all the same.
+_COSTLY = frozenset({"random_bits", "dot_general", "conv_general_dilated", "sort"})
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TaskKey:
+    """Which task: its phase and the part, or the level of the update on a stage."""
+
+    phase: Phase
+    stage: int
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """Equations that run at once on one stage.
+
+    Attributes:
+      key: which task.
+      equations: their indices, in program order.
+      inputs: the values that they read and do not make, each with the task that makes
+        it; None: an input of the program.
+      outputs: the values that others read, or that leave the step.
+    """
+
+    key: TaskKey
+    equations: tuple[int, ...]
+    inputs: tuple[tuple[int, TaskKey | None], ...]
+    outputs: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """A microbatch's program as tasks of stages.
+
+    Attributes:
+      parts: the part of each equation.
+      stage_of: part -> stage.
+      crossings: the values that go from the microbatches to what runs once.
+      tasks: all tasks: forward in the order of parts, backward in the reverse order,
+        updates by level.
+    """
+
+    parts: Parts
+    stage_of: tuple[int, ...]
+    crossings: frozenset[int]
+    tasks: dict[TaskKey, Task]
+
+    @property
+    def program(self) -> Program:
+        """One microbatch's program."""
+        return self.parts.flow.program
+
+    @property
+    def stages(self) -> int:
+        """The number of stages."""
+        return 1 + max(self.stage_of)
+
+    def of_stage(self, stage: int) -> list[Task]:
+        """The tasks of a stage."""
+        return [t for key, t in self.tasks.items() if key.stage == stage]
+
+    @functools.cached_property
+    def owners(self) -> dict[int, int]:
+        """Input of the program -> the stage that keeps it between steps.
+
+        State that several stages read, and small state, has one owner, too. What is
+        not state belongs to the first stage that reads it.
+        """
+        readers: dict[int, int] = {}
+        for task in self.tasks.values():
+            for value, _ in task.inputs:
+                known = readers.get(value, task.key.stage)
+                readers[value] = min(known, task.key.stage)
+        homes = self.parts.homes
+        return {
+            given.value: self.stage_of[homes[given.value]]
+            if given.value in homes
+            else readers.get(given.value, 0)
+            for given in self.parts.flow.graph.inputs
+        }
+
+
+def cut(
+    parts: Parts,
+    stage_of: Sequence[int],
+    crossings: Collection[int],
+    *,
+    split_backward: bool = False,
+    recomputed: Collection[int] = (),
+) -> Cut:
+    """Cuts a program into tasks.
+
+    Args:
+      parts: the part of each equation (`autopar_passes.stages.parts.parts_of`).
+      stage_of: part -> stage.
+      crossings: values of microbatches that what runs once reads, or that leave the
+        step.
+      split_backward: whether gradients of weights are tasks of their own.
+      recomputed: parts whose backward pass computes the forward pass again.
+
+    Raises:
+      CutError: stages are not numbered from 0, or a task would wait for a later one.
+    """
+    if len(stage_of) != parts.count or set(stage_of) != set(range(max(stage_of) + 1)):
+        raise CutError(f"{parts.count} parts cannot be on stages {tuple(stage_of)}.")
+    cutter = _Cutter(parts, tuple(stage_of), frozenset(crossings))
+    tasks = cutter.tasks(split_backward, frozenset(recomputed))
+    return Cut(parts, tuple(stage_of), frozenset(crossings), tasks)
+
+
+class _Cutter:
+    """Groups equations into tasks, and finds what tasks read of each other."""
+
+    def __init__(
+        self, parts: Parts, stage_of: tuple[int, ...], crossings: frozenset[int]
+    ) -> None:
+        self.parts = parts
+        self.flow = parts.flow
+        self.stage_of = stage_of
+        self.crossings = crossings
+        self.order = {index: k for k, index in enumerate(self.flow.equations)}
+        # Equation -> the task that runs it; free equations are in none.
+        self.owner: dict[int, TaskKey] = {}
+        # Free equation -> the forward tasks whose results others take over.
+        self.kept: dict[int, set[TaskKey]] = defaultdict(set)
+
+    def tasks(
+        self, split_backward: bool, recomputed: frozenset[int]
+    ) -> dict[TaskKey, Task]:
+        groups = self.groups(split_backward)
+        full: dict[TaskKey, list[int]] = {}
+        for key, group in groups.items():
+            own = [*group]
+            if key.phase in _BACKWARD and key.number in recomputed:
+                own.extend(groups.get(self.forward_key(key.number), ()))
+            full[key] = self.with_free(key, own)
+        inputs = {key: self.inputs(key, full[key], recomputed) for key in full}
+        wanted: dict[TaskKey, dict[int, None]] = defaultdict(dict)
+        for found in inputs.values():
+            for value, maker in found:
+                if maker is not None:
+                    wanted[maker][value] = None
+        leaving = {v for v in self.flow.program.body.outputs if isinstance(v, int)}
+        out: dict[TaskKey, Task] = {}
+        for key, equations in full.items():
+            made = self.made(key, equations, recomputed)
+            outputs = (v for v in made if v in leaving or v in wanted[key])
+            out[key] = Task(key, tuple(equations), tuple(inputs[key]), tuple(outputs))
+        return out
+
+    def made(
+        self, key: TaskKey, equations: Iterable[int], recomputed: frozenset[int]
+    ) -> list[int]:
+        """The values that a task makes for others, in program order."""
+        found: list[int] = []
+        for index in equations:
+            own = self.owner.get(index) == key or key in self.kept.get(index, ())
+            if own:
+                found.extend(self.flow.equations[index].outputs)
+        return found
+
+    def forward_key(self, part: int) -> TaskKey:
+        return TaskKey(Phase.FORWARD, self.stage_of[part], part)
+
+    def groups(self, split_backward: bool) -> dict[TaskKey, list[int]]:
+        """The equations of each task that run nowhere else."""
+        flow, parts = self.flow, self.parts
+        by_part: dict[tuple[Role, int], list[int]] = defaultdict(list)
+        for index in flow.equations:
+            if index in parts.part:
+                by_part[flow.roles[index], parts.part[index]].append(index)
+        out: dict[TaskKey, list[int]] = {}
+        for part in range(parts.count):
+            out[self.forward_key(part)] = by_part[Role.FORWARD, part]
+        for part in reversed(range(parts.count)):
+            found = by_part[Role.BACKWARD, part]
+            stage = self.stage_of[part]
+            if not split_backward:
+                out[TaskKey(Phase.BACKWARD, stage, part)] = found
+                continue
+            first = self.sent_on(part, found)
+            out[TaskKey(Phase.BACKWARD_INPUT, stage, part)] = [
+                i for i in found if i in first
+            ]
+            out[TaskKey(Phase.BACKWARD_WEIGHT, stage, part)] = [
+                i for i in found if i not in first
+            ]
+        out.update(self.updates(by_part))
+        for key, group in out.items():
+            self.owner.update(dict.fromkeys(group, key))
+        self.make_crossings(out)
+        return {key: group for key, group in out.items() if group or _always(key)}
+
+    def sent_on(self, part: int, equations: Sequence[int]) -> set[int]:
+        """The backward equations that earlier parts wait for."""
+        flow, within = self.flow, set(equations)
+        needed: set[int] = set()
+        for index in reversed(equations):
+            for value in flow.equations[index].outputs:
+                for reader in flow.readers.get(value, ()):
+                    away = (
+                        reader in self.parts.part
+                        and flow.roles[reader] is Role.BACKWARD
+                        and self.parts.part[reader] != part
+                    )
+                    if away or (reader in needed and reader in within):
+                        needed.add(index)
+        return needed
+
+    def updates(
+        self, by_part: dict[tuple[Role, int], list[int]]
+    ) -> Iterator[tuple[TaskKey, list[int]]]:
+        """What runs once, by stage and level: a level reads earlier ones only."""
+        flow, part = self.flow, self.parts.part
+        level: dict[int, int] = {}
+        groups: dict[tuple[int, int], list[int]] = defaultdict(list)
+        for index in flow.equations:
+            if index not in part or flow.roles[index] is not Role.UPDATE:
+                continue
+            stage = self.stage_of[part[index]]
+            level[index] = max(
+                (
+                    level[m] + (self.stage_of[part[m]] != stage)
+                    for m in self.makers_behind(index)
+                    if m in level
+                ),
+                default=0,
+            )
+            groups[level[index], stage].append(index)
+        for number, stage in sorted(groups):
+            key = TaskKey(Phase.UPDATE, stage, number)
+            yield key, groups[number, stage]
+
+    def makers_behind(self, index: int) -> Iterator[int]:
+        """The placed equations that an equation waits for, through free ones."""
+        for value in reads(self.flow.equations[index]):
+            maker = self.flow.maker.get(value)
+            if maker in self.parts.part:
+                yield maker
+            elif maker is not None:
+                yield from self.makers_behind(maker)
+
+    def make_crossings(self, groups: dict[TaskKey, list[int]]) -> None:
+        """Crossings that free equations make come from the last forward task.
+
+        So do the free results of the step; those of the update come from its level 0.
+        """
+        flow = self.flow
+        last = self.forward_key(self.parts.count - 1)
+        leaving = {v for v in flow.program.body.outputs if isinstance(v, int)}
+        for value in sorted(leaving | self.crossings):
+            maker = flow.maker.get(value)
+            if maker is None or maker in self.parts.part:
+                continue
+            key = last
+            if flow.roles[maker] is Role.UPDATE or value not in self.crossings:
+                key = TaskKey(Phase.UPDATE, self.stage_of[0], 0)
+                groups.setdefault(key, [])
+            groups[key].append(maker)
+            self.owner[maker] = key
+
+    def with_free(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
+        """The equations of a task with the free ones that they read, in order."""
+        found = set(equations)
+        left = list(found)
+        while left:
+            for value in reads(self.flow.equations[left.pop()]):
+                maker = self.flow.maker.get(value)
+                if maker is None or maker in found or not self.runs_here(key, maker):
+                    continue
+                found.add(maker)
+                left.append(maker)
+        if key.phase is Phase.FORWARD:
+            for index in found:
+                if self.costly(index):
+                    self.kept[index].add(key)
+        return sorted(found, key=self.order.__getitem__)
+
+    def runs_here(self, key: TaskKey, maker: int) -> bool:
+        """Whether a task makes the results of a free equation itself."""
+        if maker in self.parts.part:
+            return False
+        value = self.flow.equations[maker].outputs[0]
+        if key.phase is Phase.UPDATE and value in self.crossings:
+            return False
+        if key.phase not in _BACKWARD:
+            return True
+        forward = self.forward_key(key.number)
+        return not (self.costly(maker) and forward in self.kept.get(maker, ()))
+
+    def costly(self, index: int) -> bool:
+        """Whether a free equation is not worth computing again."""
+        eqn = self.flow.equations[index]
+        inner = any(r.equations for r in eqn.regions)
+        return index in self.flow.free and (inner or eqn.primitive in _COSTLY)
+
+    def inputs(
+        self, key: TaskKey, equations: Sequence[int], recomputed: frozenset[int]
+    ) -> list[tuple[int, TaskKey | None]]:
+        """What a task reads and does not make, with the tasks that make it."""
+        flow = self.flow
+        own = {v for index in equations for v in flow.equations[index].outputs}
+        out: dict[int, TaskKey | None] = {}
+        for index in equations:
+            for value in reads(flow.equations[index]):
+                if value in own or value in out:
+                    continue
+                maker = flow.maker.get(value)
+                if maker is None:
+                    out[value] = None
+                elif maker in self.owner:
+                    out[value] = self.owner[maker]
+                else:
+                    out[value] = self.forward_key(key.number)
+        return list(out.items())
+
+
+_BACKWARD = (Phase.BACKWARD, Phase.BACKWARD_INPUT, Phase.BACKWARD_WEIGHT)
+
+
+def _always(key: TaskKey) -> bool:
+    """Whether a task is in every schedule, with nothing to do perhaps."""
+    return key.phase is not Phase.UPDATE
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StageProgram:
+    """All equations of a stage as one program.
+
+    Attributes:
+      stage: which one.
+      program: its inputs are state, batch and what it receives.
+      given: the inputs of the whole program that are its first arguments.
+      received: values of other stages that it reads, its last arguments.
+      carried: argument -> output that is its next value.
+      once: indices of its equations that run once.
+    """
+
+    stage: int
+    program: Program
+    given: tuple[int, ...]
+    received: tuple[int, ...]
+    carried: dict[int, int]
+    once: frozenset[int]
+
+
+def stage_program(found: Cut, stage: int) -> StageProgram:
+    """The program of a stage: what its tasks compute together.
+
+    Args:
+      found: the tasks.
+      stage: which stage.
+    """
+    flow, whole = found.parts.flow, found.program
+    tasks = found.of_stage(stage)
+    indices = sorted(
+        {i for t in tasks for i in t.equations}, key=_positions(whole).__getitem__
+    )
+    equations = tuple(flow.equations[i] for i in indices)
+    made = {v for e in equations for v in e.outputs}
+    read = {v for e in equations for v in reads(e)} - made
+    arguments = whole.body.inputs[: whole.num_arguments]
+    constants = whole.body.inputs[whole.num_arguments :]
+    outputs = _leaving(found, stage, made)
+    given = tuple(
+        v
+        for v in arguments
+        if v in read or (v in flow.carried and flow.carried[v] in outputs)
+    )
+    received = tuple(sorted(read - set(arguments) - set(constants)))
+    held = [
+        (v, x) for v, x in zip(constants, whole.constants, strict=True) if v in read
+    ]
+    body = Region((*given, *received, *(v for v, _ in held)), equations, tuple(outputs))
+    places = {v: k for k, v in enumerate(outputs)}
+    carried = {
+        k: places[flow.carried[v]]
+        for k, v in enumerate(given)
+        if flow.carried.get(v) in places and found.owners[v] == stage
+    }
+    return StageProgram(
+        stage,
+        Program(whole.values, body, tuple(x for _, x in held)),
+        given,
+        received,
+        carried,
+        flow.once & set(indices),
+    )
+
+
+def _positions(program: Program) -> dict[int, int]:
+    return {e.index: k for k, e in enumerate(program.body.equations)}
+
+
+def _leaving(found: Cut, stage: int, made: Collection[int]) -> tuple[int, ...]:
+    """The values that leave a stage: to other stages, and out of the step."""
+    wanted = {
+        value
+        for task in found.tasks.values()
+        if task.key.stage != stage
+        for value, maker in task.inputs
+        if maker is not None and maker.stage == stage
+    }
+    outputs = found.program.body.outputs
+    wanted |= {v for v in outputs if isinstance(v, int)} & {
+        v for t in found.of_stage(stage) for v in t.outputs
+    }
+    return tuple(sorted(wanted & set(made)))
+
+
+def equations_of(program: Program, task: Task) -> tuple[Equation, ...]:
+    """The equations of a task, in program order."""
+    wanted = set(task.equations)
+    return tuple(e for e in program.body.equations if e.index in wanted)

@@ -1,0 +1,314 @@
+"""Gives every top-level equation of a microbatch's program its part of the pipeline.
+
+Forward equations are cut where the parts start. A backward equation runs in the latest
+part that is not later than those of the cotangents it reads, and that has the forward
+values it reads. An update runs where the state is that it changes; numbers of several
+parts, such as the norm of all gradients, are added up in the first part.
+"""
+
+from __future__ import annotations
+
+import bisect
+import dataclasses
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Sequence
+
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.program.equations import Program
+from autopar_passes.stages.flow import Flow, reads
+
+
+class CutError(ValueError):
+    """A program cannot be cut like this."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Parts:
+    """The part of each top-level equation.
+
+    Attributes:
+      flow: what equations depend on.
+      count: how many parts there are.
+      part: equation -> its part, for all that run in one part.
+      homes: state input -> the part that holds it between steps.
+    """
+
+    flow: Flow
+    count: int
+    part: dict[int, int]
+    homes: dict[int, int]
+
+    def of_value(self, value: int) -> int | None:
+        """The part that makes or holds a value; None: whoever reads it makes it."""
+        if value in self.homes:
+            return self.homes[value]
+        return self.part.get(self.flow.maker.get(value, -1))
+
+
+def parts_of(
+    program: Program,
+    graph: OperatorGraph,
+    starts: Sequence[int],
+    *,
+    batch: Collection[int],
+    once: Collection[int] | None = None,
+) -> Parts:
+    """Gives every top-level equation its part.
+
+    Args:
+      program: one microbatch's program.
+      graph: its operator graph.
+      starts: indices of the forward equations at which parts begin, ascending; what is
+        before the first belongs to the first part.
+      batch: input values that are split into microbatches.
+      once: indices of the equations that run once, after all microbatches; None: those
+        of the update.
+
+    Raises:
+      CutError: parts do not begin at different top-level equations.
+    """
+    if once is None:
+        once = {op.equation for op in graph.operators if op.role is Role.UPDATE} & {
+            e.index for e in program.body.equations
+        }
+    flow = Flow(program, graph, frozenset(batch), frozenset(once))
+    if not starts or list(starts) != sorted(set(starts)):
+        raise CutError(f"parts must begin at different equations, got {list(starts)}.")
+    if missing := [s for s in starts if s not in flow.equations]:
+        raise CutError(f"no equation of the top level has the index {missing[0]}.")
+    return _Placer(flow, starts).run()
+
+
+class _Placer:
+    """Places equations: forward, backward, update."""
+
+    def __init__(self, flow: Flow, starts: Sequence[int]) -> None:
+        self.flow = flow
+        self.starts = starts
+        self.part: dict[int, int] = {}
+        # State -> the parts whose forward equations read it.
+        self.held: dict[int, set[int]] = defaultdict(set)
+        # Value -> the parts of the equations that made and read it so far.
+        self.known: dict[int, set[int]] = defaultdict(set)
+        self.homes: dict[int, int] = {}
+
+    def run(self) -> Parts:
+        self.forward()
+        self.anchored()
+        self.backward()
+        self.homes.update({v: min(parts) for v, parts in self.held.items()})
+        self.update()
+        return Parts(self.flow, len(self.starts), self.part, self.homes)
+
+    def of_role(self, role: Role) -> list[int]:
+        """The equations of a role that run in one part."""
+        flow = self.flow
+        return [
+            i for i in flow.equations if flow.roles[i] is role and i not in flow.free
+        ]
+
+    def placed(self, index: int, part: int) -> None:
+        """Places an equation."""
+        self.part[index] = part
+        eqn = self.flow.equations[index]
+        for value in (*reads(eqn), *eqn.outputs):
+            self.known[value].add(part)
+
+    def forward(self) -> None:
+        flow = self.flow
+        order = {index: place for place, index in enumerate(flow.equations)}
+        begins = [order[s] for s in self.starts]
+        for index in self.of_role(Role.FORWARD):
+            part = max(0, bisect.bisect_right(begins, order[index]) - 1)
+            self.placed(index, part)
+            for value in reads(flow.equations[index]):
+                for given in self.state_behind(value):
+                    self.held[given].add(part)
+
+    def state_behind(self, value: int) -> frozenset[int]:
+        """The state that a reader of a value needs to make it itself."""
+        flow = self.flow
+        maker = flow.maker.get(value)
+        if maker is None or (maker in flow.free and maker not in flow.reducing):
+            return flow.of_state.get(value, frozenset())
+        return frozenset()
+
+    def anchored(self) -> None:
+        """Free equations that make little of much state run where the state is."""
+        flow = self.flow
+        for index in flow.equations:
+            if index not in flow.reducing or flow.roles[index] is Role.UPDATE:
+                continue
+            eqn = flow.equations[index]
+            given = frozenset[int]().union(*(flow.of_state[v] for v in reads(eqn)))
+            homes = [min(self.held[v]) for v in given if self.held.get(v)]
+            first = min(
+                (
+                    self.part[r]
+                    for v in eqn.outputs
+                    for r in flow.readers.get(v, ())
+                    if r in self.part
+                ),
+                default=len(self.starts) - 1,
+            )
+            part = min(min(homes, default=0), first)
+            self.placed(index, part)
+            for value in given:
+                self.held[value].add(part)
+
+    def available(self, value: int) -> set[int] | None:
+        """The parts that have a forward value; None: all can have it."""
+        flow = self.flow
+        if flow.small(value):
+            return None
+        maker = flow.maker.get(value)
+        if maker in self.part:
+            return self.known[value]
+        if given := flow.of_state.get(value):
+            homes = [self.held[v] for v in given if self.held.get(v)]
+            return set[int].intersection(*homes) if homes else None
+        return None
+
+    def backward(self) -> None:
+        flow = self.flow
+        equations = self.of_role(Role.BACKWARD)
+        modules: dict[str, set[int]] = defaultdict(set)
+        for index, part in self.part.items():
+            if flow.modules.get(index):
+                modules[flow.modules[index]].add(part)
+        backward = set(equations)
+        choices: dict[int, set[int]] = {}
+        for index in equations:
+            eqn = flow.equations[index]
+            before = [self.part[m] for m in self.makers(index) if m in backward]
+            bound = min(before, default=len(self.starts) - 1)
+            choice = self.choices(
+                [v for v in reads(eqn) if flow.maker.get(v) not in backward], bound
+            )
+            named = choice & modules.get(flow.modules.get(index, ""), set())
+            if not before:
+                choices[index] = choice
+            self.part[index] = max(named or choice)
+        self.late(equations, choices)
+        for index in equations:
+            self.placed(index, self.part[index])
+
+    def makers(self, index: int) -> list[int]:
+        """The equations whose results an equation reads."""
+        flow = self.flow
+        found = (flow.maker.get(v) for v in reads(flow.equations[index]))
+        return [m for m in found if m is not None]
+
+    def choices(self, values: Iterable[int], bound: int) -> set[int]:
+        """The parts up to a bound that have forward values; never empty.
+
+        Where none has them all, what is missing is sent to the part of the largest.
+        """
+        everywhere = set(range(bound + 1))
+        found = [(self.flow.value(v).nbytes, self.available(v)) for v in values]
+        needs = sorted(
+            ((n, a) for n, a in found if a is not None), key=lambda pair: -pair[0]
+        )
+        left = everywhere
+        for _, parts in needs:
+            left = (left & parts) or left
+        if left == everywhere and needs:
+            return {min(bound, max(needs[0][1]))}
+        return left
+
+    def late(self, equations: Sequence[int], choices: dict[int, set[int]]) -> None:
+        """What is computed again moves to the part of its first backward reader."""
+        flow = self.flow
+        for index in reversed(equations):
+            if index not in choices or len(choices[index]) < 2:
+                continue
+            wanted = {
+                self.part[r]
+                for v in flow.equations[index].outputs
+                for r in flow.readers.get(v, ())
+                if r in self.part and flow.roles[r] is Role.BACKWARD
+            }
+            if wanted:
+                possible = {p for p in choices[index] if p >= max(wanted)}
+                self.part[index] = min(possible or {max(choices[index])})
+
+    def update(self) -> None:
+        flow = self.flow
+        equations = self.of_role(Role.UPDATE)
+        unknown = [v for v in flow.state if v not in self.homes]
+        for _ in range(3):
+            for index in equations:
+                self.by_operands(index)
+            for index in reversed(equations):
+                self.by_readers(index)
+            for value in unknown:
+                self.by_next(value)
+        for index in equations:
+            if index not in self.part:
+                self.part[index] = self.by_small(index)
+        for value in unknown:
+            self.homes.setdefault(value, 0)
+
+    def place(self, value: int) -> int | None:
+        """The part that makes or holds a value."""
+        if value in self.homes:
+            return self.homes[value]
+        maker = self.flow.maker.get(value)
+        if maker in self.part:
+            return self.part[maker]
+        given = self.flow.of_state.get(value, frozenset())
+        found = {self.homes[v] for v in given if v in self.homes}
+        return min(found) if found else None
+
+    def by_operands(self, index: int) -> None:
+        """An update runs where most of the bytes are that it reads."""
+        if index in self.part:
+            return
+        nbytes: Counter[int] = Counter()
+        for value in reads(self.flow.equations[index]):
+            part = self.place(value)
+            if part is not None and not self.flow.small(value):
+                nbytes[part] += self.flow.value(value).nbytes
+        if nbytes:
+            most = max(nbytes.values())
+            self.part[index] = min(p for p, n in nbytes.items() if n == most)
+
+    def by_readers(self, index: int) -> None:
+        """What nobody's bytes place runs where it is read."""
+        flow = self.flow
+        eqn = flow.equations[index]
+        large = any(not flow.small(v) for v in (*reads(eqn), *eqn.outputs))
+        if index in self.part or not large:
+            return
+        found = {
+            self.part[r]
+            for v in eqn.outputs
+            for r in flow.readers.get(v, ())
+            if r in self.part
+        }
+        if found:
+            self.part[index] = min(found)
+
+    def by_next(self, value: int) -> None:
+        """State that only the update reads is held where its next value is made."""
+        flow = self.flow
+        if value in self.homes:
+            return
+        part = self.place(flow.carried.get(value, -1))
+        if part is None:
+            found = [
+                self.part[r] for r in flow.readers.get(value, ()) if r in self.part
+            ]
+            part = min(found) if found else None
+        if part is not None:
+            self.homes[value] = part
+
+    def by_small(self, index: int) -> int:
+        """Numbers of several parts meet in the first one."""
+        found = {
+            part
+            for v in reads(self.flow.equations[index])
+            if (part := self.place(v)) is not None
+        }
+        return found.pop() if len(found) == 1 else 0
