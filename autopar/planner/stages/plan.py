@@ -11,7 +11,7 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.stages.costs import Priced, priced, stage_problem
-from autopar.planner.stages.layer_map import LayerMap, layer_map
+from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
 from autopar.planner.stages.placement import place
 from autopar.planner.stages.submeshes import Submesh, Weights, submeshes
 from autopar.steps.analysis import Analysis
@@ -41,7 +41,7 @@ SCHEDULES = (
     Schedule(ScheduleKind.ZERO_BUBBLE),
 )
 # Numbers of microbatches are tried that are at least this far apart.
-_APART = 1.4
+APART = 1.4
 # The number of microbatches at which the search of layouts counts gathers of
 # parameters.
 _TYPICAL = 16
@@ -176,8 +176,6 @@ def layers_of(analysis: Analysis, cluster: Cluster) -> LayerMap:
     Raises:
       PlanError: no forward equation depends on both state and batch.
     """
-    from autopar.planner.stages.layer_map import batch_inputs
-
     batch = batch_inputs(analysis)
     starts = cluster_layers(
         analysis.program,
@@ -199,8 +197,6 @@ def batch_rows(analysis: Analysis) -> int:
     Raises:
       PlanError: no input has rows.
     """
-    from autopar.planner.stages.layer_map import batch_inputs
-
     shapes = [batch_shape(analysis.graph, v) for v in batch_inputs(analysis)]
     rows = [shape[0] for shape in shapes if shape]
     if not rows:
@@ -211,12 +207,21 @@ def batch_rows(analysis: Analysis) -> int:
     return min(rows)
 
 
-def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
-    """Numbers of microbatches to try: some of those that divide the rows."""
+def microbatch_counts(
+    analysis: Analysis, analysed: int = 1, apart: float = APART
+) -> list[int]:
+    """Numbers of microbatches to try: some of those that divide the rows.
+
+    Args:
+      analysis: of the whole batch, or of one of ``analysed`` microbatches.
+      analysed: into how many microbatches the batch was cut for the analysis.
+      apart: each is at least so many times the one before.
+    """
     rows = batch_rows(analysis) * analysed
     out: list[int] = []
     for count in range(1, rows + 1):
-        if rows % count == 0 and (not out or count >= _APART * out[-1] or count == rows):
+        far = not out or count >= apart * out[-1] or count == rows
+        if rows % count == 0 and far:
             out.append(count)
     return out
 

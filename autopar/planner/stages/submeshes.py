@@ -322,31 +322,73 @@ def layouts_on(
       By the name of each rule its layouts; without rules that leave none, or none that
       was found in time.
     """
+    sizes = largest or pricer.sizes
+    formulation = formulate(
+        analysis,
+        pricer,
+        _growing(analysis, sizes),
+        discounts=_discounts(analysis, weights),
+    )
+    found = [
+        (rule.name, _solved(formulation, analysis, allowed, seconds))
+        for rule in rules(pricer.mesh)
+        for allowed in (_keeping(analysis, pricer, rule, sizes),)
+    ]
+    return [(name, made) for name, made in found if made is not None]
+
+
+def layouts_within(
+    analysis: Analysis,
+    pricer: Pricer,
+    restriction: Restriction,
+    weights: Weights,
+    seconds: float | None = None,
+) -> Assignment | None:
+    """The fastest layouts that a restriction allows, whatever memory they need.
+
+    Args:
+      analysis: the program.
+      pricer: the mesh.
+      restriction: says which strategies are allowed.
+      weights: of communication.
+      seconds: time limit of the solver.
+
+    Returns:
+      None where none is possible, or none was found in time.
+    """
+    discounts = _discounts(analysis, weights)
+    formulation = formulate(analysis, pricer, restriction, discounts=discounts)
+    return _solved(formulation, analysis, lambda node, strategy: True, seconds)
+
+
+def _discounts(analysis: Analysis, weights: Weights) -> Discounts:
     places = analysis.positions
     count = len(places.classes)
     in_pass = np.logical_or.reduce(list(places.roles.values()))
-    discounts = Discounts(
+    return Discounts(
         np.ones(count),
         np.full(count, weights.sums),
         np.where(in_pass, weights.gathers, 1.0),
     )
-    sizes = largest or pricer.sizes
-    formulation = formulate(
-        analysis, pricer, _growing(analysis, sizes), None, None, discounts
+
+
+def _solved(
+    formulation: Formulation,
+    analysis: Analysis,
+    allowed: Restriction,
+    seconds: float | None,
+) -> Assignment | None:
+    """The fastest layouts of a problem that keep to a rule; None: none was found."""
+    limited, kept = _limited(analysis, formulation, allowed)
+    limit = Limit(seconds)
+    solution = solve(
+        limited, seconds=limit.part_s(1.0), gap=_GAP, timer=time.thread_time
     )
-    out: list[tuple[str, Assignment]] = []
-    for rule in rules(pricer.mesh):
-        allowed = _keeping(analysis, pricer, rule, sizes)
-        limited, kept = _limited(analysis, formulation, allowed)
-        limit = Limit(seconds)
-        solution = solve(
-            limited, seconds=limit.part_s(1.0), gap=_GAP, timer=time.thread_time
-        )
-        if solution.status not in (Status.INFEASIBLE, Status.UNKNOWN):
-            pairs = zip(kept, solution.choices, strict=True)
-            choices = [int(places[k]) for places, k in pairs]
-            out.append((rule.name, _assigned(analysis, formulation, choices)))
-    return out
+    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        return None
+    pairs = zip(kept, solution.choices, strict=True)
+    choices = [int(places[k]) for places, k in pairs]
+    return _assigned(analysis, formulation, choices)
 
 
 def _limited(
