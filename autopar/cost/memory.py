@@ -75,13 +75,22 @@ class Buffer:
     kind: str = "temporaries"
 
 
-def buffers(assignment: Assignment, life: Lifetimes) -> list[Buffer]:
-    """Lists the buffers of one step, without those of the inputs."""
+def buffers(
+    assignment: Assignment, life: Lifetimes, only: Sequence[int] | None = None
+) -> list[Buffer]:
+    """Lists the buffers of one step, without those of the inputs.
+
+    Args:
+      assignment: strategies as layouts.
+      life: when values are made and last needed.
+      only: the operators that count, as makers and as readers; None: all of them.
+    """
     graph = assignment.graph
+    among = graph.operators if only is None else [graph.operators[k] for k in only]
     ends: dict[int, int] = {}
     forms: dict[tuple[object, ...], list[float]] = {}
     out: list[Buffer] = []
-    for op in graph.operators:
+    for op in among:
         if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
             continue
         until = max(life.reads[op.index], op.until)
@@ -99,7 +108,7 @@ def buffers(assignment: Assignment, life: Lifetimes) -> list[Buffer]:
         out.append(Buffer(value, nbytes, int(start), int(end), "gathered copies"))
         # The collective's own result, before it is copied into place.
         out.append(Buffer(value, nbytes, int(start), int(start), "collective buffers"))
-    out.extend(_homes(assignment, life, ends))
+    out.extend(_homes(assignment, life, ends, among))
     return out
 
 
@@ -133,14 +142,17 @@ def _read(
 
 
 def _homes(
-    assignment: Assignment, life: Lifetimes, ends: dict[int, int]
+    assignment: Assignment,
+    life: Lifetimes,
+    ends: dict[int, int],
+    among: Sequence[Operator],
 ) -> Iterable[Buffer]:
     """The buffers of results, before and after their reduction."""
     graph = assignment.graph
     replaced = {graph.outputs[i.output] for i in graph.inputs if i.output >= 0}
     last = len(graph.operators) - 1
     kept = {v for v in graph.outputs if v is not None}
-    for op in graph.operators:
+    for op in among:
         for slot, value in enumerate(op.outputs):
             if value not in life.written or value in replaced:
                 continue

@@ -267,21 +267,28 @@ def item_pieces(assignment: Assignment, pricer: Pricer, item: CostItem) -> Piece
     if item.work is not None:
         trips = analysis.trips[item.operator]
         device = pricer.cluster.device
-        found = _work_pieces(assignment, item.work, item.parts, device).scaled(trips)
+        found = work_pieces(assignment, item.work, item.parts, device).scaled(trips)
         fixed = monomial(item.cost.kernel_s, 0)
         return Pieces(tuple((x, plus(p, fixed)) for x, p in found.pieces))
     if item.collective is not None:
-        return _collective_pieces(assignment, pricer, item.collective)
+        return collective_pieces_of(assignment, pricer, item.collective)
     return constant(0.0)
 
 
-def _work_pieces(
+def work_pieces(
     assignment: Assignment,
     work: OperatorWork,
     parts: Sequence[int],
     device: DeviceSpec,
 ) -> Pieces:
-    """Seconds of one run as a function of the batch; the formulas of `compute`."""
+    """Seconds of one run as a function of the batch; the formulas of `compute`.
+
+    Args:
+      assignment: of the program.
+      work: what the operator does.
+      parts: into how many parts each factor of its rule is split.
+      device: the device.
+    """
     labels, op = assignment.analysis.dim_labels, work.op
     growing = labels.batch_factors(op.index)
     shards_of = math.prod(parts)
@@ -316,16 +323,7 @@ def _tabled_pieces(
     device: DeviceSpec,
 ) -> Pieces:
     """Seconds of a product by a table: straight between sampled batches."""
-    labels, op = assignment.analysis.dim_labels, work.op
-    growing = labels.batch_factors(op.index)
-    split = np.array([parts], dtype=float)
-    degrees = [sum(f in growing for f in factors) for factors in work.sides]
-    sides = matrix_sides(op.rule, split) * _SAMPLES[:, None] ** np.array(degrees)
-    flops = op.flops / math.prod(parts) * _SAMPLES ** len(growing)
-    memory = _memory(assignment, work, math.prod(parts), device)
-    nbytes = np.array([value_at(memory, x) for x in _SAMPLES.tolist()])
-    nbytes *= device.memory_bandwidth_bytes_per_s
-    seconds = tabled_s(work, flops, nbytes, sides, device)
+    seconds = tabled_at(assignment, work, parts, device, _SAMPLES)
     slopes = np.diff(seconds) / np.diff(_SAMPLES)
     lines = [
         (start, (value - slope * start, slope, 0.0, 0.0))
@@ -334,6 +332,34 @@ def _tabled_pieces(
         )
     ]
     return Pieces(((0.0, lines[0][1]), *lines[1:]))
+
+
+def tabled_at(
+    assignment: Assignment,
+    work: OperatorWork,
+    parts: Sequence[int],
+    device: DeviceSpec,
+    batches: np.ndarray,
+) -> np.ndarray:
+    """Seconds of one run of a product by a table, at some batches.
+
+    Args:
+      assignment: of the program.
+      work: what the product does.
+      parts: into how many parts each factor of its rule is split.
+      device: the device, which has a table.
+      batches: over the planned one.
+    """
+    labels, op = assignment.analysis.dim_labels, work.op
+    growing = labels.batch_factors(op.index)
+    split = np.array([parts], dtype=float)
+    degrees = [sum(f in growing for f in factors) for factors in work.sides]
+    sides = matrix_sides(op.rule, split) * batches[:, None] ** np.array(degrees)
+    flops = op.flops / math.prod(parts) * batches ** len(growing)
+    memory = _memory(assignment, work, math.prod(parts), device)
+    nbytes = np.array([value_at(memory, x) for x in batches.tolist()])
+    nbytes *= device.memory_bandwidth_bytes_per_s
+    return tabled_s(work, flops, nbytes, sides, device)
 
 
 def _degree(count: int) -> int:
@@ -365,7 +391,7 @@ def _memory(
     return total
 
 
-def _collective_pieces(
+def collective_pieces_of(
     assignment: Assignment, pricer: Pricer, collective: Collective
 ) -> Pieces:
     """Seconds of a collective as a function of the batch."""

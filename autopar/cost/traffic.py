@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autopar.cost.combining import GATHERS, SUMS, Group, Place
 from autopar.cost.pricer import Pricer
@@ -77,10 +77,19 @@ class _Forms:
     read: set[Form]
 
 
-def traffic(assignment: Assignment) -> list[Collective]:
-    """Lists the collectives of one step, in program order."""
+def traffic(
+    assignment: Assignment, only: Sequence[int] | None = None
+) -> list[Collective]:
+    """Lists the collectives of one step, in program order.
+
+    Args:
+      assignment: strategies as layouts.
+      only: the operators that count, in program order; None: all of them.
+    """
     forms = _Forms([], {}, set())
-    for op in assignment.graph.operators:
+    among = operators_of(assignment, only)
+    made = None if only is None else {v for op in among for v in op.outputs}
+    for op in among:
         if op.kind != "return" and op.class_index in assignment.contraction.node_of:
             for slot, value in enumerate(op.inputs):
                 if value is not None and not stays_partial(assignment, op, value):
@@ -90,9 +99,22 @@ def traffic(assignment: Assignment) -> list[Collective]:
     for position, value in enumerate(assignment.graph.outputs):
         layout = assignment.output(position)
         if value is not None and layout is not None:
-            _read(assignment, forms, last, value, layout, 1.0)
-    out = forms.collectives + _reductions(assignment, forms) + _due(assignment, forms)
+            if made is None or value in made:
+                _read(assignment, forms, last, value, layout, 1.0)
+    due = _due(assignment, forms)
+    if only is not None:
+        counted = frozenset(only)
+        due = [c for c in due if c.operator in counted]
+    out = forms.collectives + _reductions(assignment, forms, among) + due
     return sorted(out, key=lambda c: c.operator)
+
+
+def operators_of(
+    assignment: Assignment, only: Collection[int] | None
+) -> Sequence[Operator]:
+    """These operators of a program, or all of them."""
+    operators = assignment.graph.operators
+    return operators if only is None else [operators[k] for k in only]
 
 
 def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective]:
@@ -171,10 +193,12 @@ def _sum_place(
     return known.computations[at.index], str(assignment.graph.values[value].dtype)
 
 
-def _reductions(assignment: Assignment, forms: _Forms) -> list[Collective]:
+def _reductions(
+    assignment: Assignment, forms: _Forms, among: Sequence[Operator]
+) -> list[Collective]:
     """The collectives that finish the partial results of operators."""
     out: list[Collective] = []
-    for op in assignment.graph.operators:
+    for op in among:
         if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
             continue
         for slot, value in enumerate(op.outputs):

@@ -71,7 +71,7 @@ def restriction_of(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> Restri
     roles = _node_roles(analysis)
     masters = masters_of(analysis) if recipe.shard_optimizer else frozenset[int]()
     full = {
-        node.index: _most_split(node, recipe.shards, pricer.sizes)
+        node.index: most_split(node, recipe.shards, pricer.sizes)
         for node in analysis.contraction.nodes
     }
 
@@ -164,7 +164,7 @@ def masters_of(analysis: Analysis) -> frozenset[int]:
     return frozenset(homes[value].node for value in wide)
 
 
-def _most_split(node: Node, axes: Sequence[int], sizes: Sequence[int]) -> int:
+def most_split(node: Node, axes: Sequence[int], sizes: Sequence[int]) -> int:
     """The most of these axes that can split the node's factors together."""
     left = [size for size, _ in node.factors]
     count = 0

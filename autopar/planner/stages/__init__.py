@@ -1,1 +1,1 @@
-"""Plans pipelines: layers, submeshes, microbatches, schedules, and their record."""
+"""Pipeline stages: layers, what they cost on submeshes, and the pipeline chosen."""

@@ -1,0 +1,212 @@
+"""Which layer each operator of a microbatch's program belongs to.
+
+Layers that have the same operators cost the same, so that one of them stands for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import Counter
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from autopar.steps.analysis import Analysis
+from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.stages.layers import top_level
+from autopar_passes.stages.parts import Parts, parts_of
+
+NOWHERE = -1
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class LayerMap:
+    """The layers of a program.
+
+    Attributes:
+      analysis: of one microbatch, or of all together.
+      starts: the forward equation at which each layer begins.
+      parts: the layer of each equation.
+      batch: input values that are split into microbatches.
+      layer: int array ``[operators]``, the layer of each; `NOWHERE` for what leaves
+        the step.
+      kept: ``[layers]``, the layer that stands for each.
+    """
+
+    analysis: Analysis
+    starts: tuple[int, ...]
+    parts: Parts
+    batch: frozenset[int]
+    layer: np.ndarray
+    kept: np.ndarray
+
+    @property
+    def count(self) -> int:
+        """The number of layers."""
+        return len(self.starts)
+
+    @functools.cached_property
+    def examples(self) -> tuple[int, ...]:
+        """The layers that stand for themselves, in order."""
+        return tuple(sorted({int(k) for k in self.kept}))
+
+    @functools.cached_property
+    def row(self) -> dict[int, int]:
+        """Example layer -> its place among the examples."""
+        return {layer: k for k, layer in enumerate(self.examples)}
+
+    @functools.cached_property
+    def operators(self) -> tuple[int, ...]:
+        """The operators of the example layers, and what leaves the step."""
+        wanted = np.isin(self.layer, [*self.examples, NOWHERE])
+        return tuple(int(k) for k in np.flatnonzero(wanted))
+
+    @functools.cached_property
+    def _columns(self) -> np.ndarray:
+        """``[operators]``: forward 0, gradients others wait for 1, others 2, update 3."""
+        operators = self.analysis.graph.operators
+        ahead = sent_back(self)
+        above = top_level(self.analysis.program)
+        out = np.zeros(len(operators), int)
+        for op in operators:
+            if op.role is Role.BACKWARD:
+                out[op.index] = 1 if above.get(op.equation) in ahead else 2
+            elif op.role is Role.UPDATE or op.kind == "return":
+                out[op.index] = 3
+        return out
+
+    @functools.cached_property
+    def in_passes(self) -> np.ndarray:
+        """``[operators]``, whether each runs in every microbatch."""
+        return self._columns < 3
+
+    @functools.cached_property
+    def gradients(self) -> dict[int, int]:
+        """Each gradient that is added up over microbatches -> an operator it is of.
+
+        The operator's result is partial, and so is the sum over microbatches.
+        """
+        return {
+            value: maker
+            for deferral in self.analysis.deferrals
+            for maker, ends in deferral.reach
+            for value in ends
+            if value in deferral.gradients
+        }
+
+    def column(self, operator: int) -> int:
+        """The task of an operator: 0 is forward, 1 gradients of inputs, 2 of weights.
+
+        3 is what runs once a step.
+        """
+        return int(self._columns[operator])
+
+    def layer_of(self, operator: int, value: int) -> int:
+        """The layer of a collective by its operator and its array."""
+        layer = int(self.layer[operator])
+        if layer == NOWHERE:
+            maker = self.analysis.contraction.producer[value]
+            layer = int(self.layer[maker.index])
+        return layer
+
+    def spread(self, rows: np.ndarray) -> np.ndarray:
+        """Rows of example layers as rows of all layers; the first axis."""
+        return rows[[self.row[int(k)] for k in self.kept]]
+
+
+def sent_back(layers: LayerMap) -> frozenset[int]:
+    """The backward equations that an earlier layer waits for."""
+    flow = layers.parts.flow
+    above = top_level(layers.analysis.program)
+    layer = {
+        above[op.equation]: int(layers.layer[op.index])
+        for op in layers.analysis.graph.operators
+        if op.equation in above
+    }
+    out: set[int] = set()
+    for index in reversed(flow.equations):
+        if flow.roles[index] is not Role.BACKWARD:
+            continue
+        for value in flow.equations[index].outputs:
+            for reader in flow.readers.get(value, ()):
+                if flow.roles[reader] is not Role.BACKWARD:
+                    continue
+                earlier = layer.get(reader, NOWHERE) < layer.get(index, NOWHERE)
+                if earlier or reader in out:
+                    out.add(index)
+    return frozenset(out)
+
+
+def batch_inputs(analysis: Analysis) -> frozenset[int]:
+    """The inputs that are split into microbatches."""
+    return frozenset(
+        i.value for i in analysis.graph.inputs if i.role is InputRole.BATCH
+    )
+
+
+def layer_map(
+    analysis: Analysis, starts: Sequence[int], batch: Collection[int] | None = None
+) -> LayerMap:
+    """Gives every operator its layer.
+
+    Args:
+      analysis: the program.
+      starts: the forward equation at which each layer begins.
+      batch: input values that are split into microbatches; None: all of the batch.
+    """
+    split = batch_inputs(analysis) if batch is None else frozenset(batch)
+    parts = parts_of(analysis.program, analysis.graph, starts, batch=split)
+    layer = _layers(analysis, parts)
+    return LayerMap(analysis, tuple(starts), parts, split, layer, _examples(analysis, parts, layer))
+
+
+def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:
+    """The layer of each operator."""
+    operators = analysis.graph.operators
+    above = top_level(analysis.program)
+    out = np.full(len(operators), NOWHERE)
+    unknown: list[Operator] = []
+    for op in operators:
+        found = parts.part.get(above.get(op.equation, -1))
+        if op.kind == "input":
+            found = parts.homes.get(op.outputs[0])
+        if found is not None:
+            out[op.index] = found
+        elif op.kind != "return":
+            unknown.append(op)
+    readers: dict[int, list[int]] = {}
+    for op in operators:
+        for value in op.inputs:
+            if value is not None and op.kind != "return":
+                readers.setdefault(value, []).append(op.index)
+    for op in reversed(unknown):
+        # What several layers make for themselves counts in the first that reads it.
+        found = {
+            int(out[r]): operators[r].role is Role.BACKWARD
+            for v in op.outputs
+            for r in reversed(readers.get(v, []))
+            if out[r] != NOWHERE
+        }
+        ahead = [k for k, backward in found.items() if not backward]
+        out[op.index] = min(ahead, default=min(found, default=0))
+    return out
+
+
+def _examples(analysis: Analysis, parts: Parts, layer: np.ndarray) -> np.ndarray:
+    """For each layer the first but one with the same operators.
+
+    The first one may read what the others do not, so that the second stands for all.
+    """
+    classes: list[Counter[int]] = [Counter() for _ in range(parts.count)]
+    for op in analysis.graph.operators:
+        if layer[op.index] != NOWHERE:
+            classes[int(layer[op.index])][op.class_index] += 1
+    groups: dict[frozenset[tuple[int, int]], list[int]] = {}
+    for k, found in enumerate(classes):
+        groups.setdefault(frozenset(found.items()), []).append(k)
+    out = np.zeros(parts.count, int)
+    for members in groups.values():
+        out[members] = members[min(1, len(members) - 1)]
+    return out

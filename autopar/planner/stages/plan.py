@@ -1,0 +1,300 @@
+"""Plans the stages of a pipeline: layers, submeshes, microbatches and schedule."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.stages.costs import Priced, priced, stage_problem
+from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
+from autopar.planner.stages.placement import place
+from autopar.planner.stages.submeshes import Submesh, Weights, submeshes
+from autopar.steps.analysis import Analysis
+from autopar.steps.batch import batch_shape
+from autopar_passes.stages.layers import cluster_layers
+from autopar_solver import (
+    PipelineCost,
+    Pipeline,
+    Schedule,
+    ScheduleKind,
+    StageProblem,
+    StageSolution,
+    TaskSeconds,
+    Timeline,
+    evaluate_pipeline,
+    make_table,
+    play,
+    solve_stages,
+    task_seconds,
+)
+
+# The schedules that the runtime runs.
+SCHEDULES = (
+    Schedule(ScheduleKind.GPIPE),
+    Schedule(ScheduleKind.ONE_F_ONE_B),
+    Schedule(ScheduleKind.INTERLEAVED, 2),
+    Schedule(ScheduleKind.ZERO_BUBBLE),
+)
+# Numbers of microbatches are tried that are at least this far apart.
+APART = 1.4
+# The number of microbatches at which the search of layouts counts gathers of
+# parameters.
+_TYPICAL = 16
+# Layers for each device, where there are few devices.
+_LAYERS = 4
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageChoice:
+    """One stage of the pipeline.
+
+    Attributes:
+      submesh: its slice, logical mesh and layouts.
+      devices: positions in the cluster.
+      layers: its layers, chunk after chunk.
+      recomputed: those of them whose activations are computed again.
+      memory_bytes: the most that one of its devices holds.
+      limit_bytes: what one of its devices can hold.
+      bubble: the share of the step in which it waits.
+    """
+
+    submesh: Submesh
+    devices: tuple[int, ...]
+    layers: tuple[int, ...]
+    recomputed: tuple[int, ...]
+    memory_bytes: float
+    limit_bytes: float
+    bubble: float
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PipelineChoice:
+    """The pipeline that was found.
+
+    Attributes:
+      microbatches: how many a step has.
+      schedule: in which order stages run them, and with how many chunks.
+      starts: the forward equation at which each part begins; part ``k`` is on stage
+        ``k % stages``.
+      layer_starts: the same for the layers.
+      cuts: the layer at which each part begins, and the number of layers.
+      stages: the stages, first to last.
+      tasks: seconds of each part's tasks and links.
+      timeline: when each task runs.
+      step_s: predicted seconds of a step.
+      bound_s: no pipeline of the space takes less.
+      gap: how far the step can be from the shortest, relative to it.
+      status: how the search ended, as text.
+      one_stage_s: seconds of the best plan of one stage in the same space; infinite
+        where none fits.
+      seconds: CPU seconds of planning by what they were spent on.
+    """
+
+    microbatches: int
+    schedule: Schedule
+    starts: tuple[int, ...]
+    layer_starts: tuple[int, ...]
+    cuts: tuple[int, ...]
+    stages: tuple[StageChoice, ...]
+    tasks: TaskSeconds
+    timeline: Timeline
+    step_s: float
+    bound_s: float
+    gap: float
+    status: str
+    one_stage_s: float
+    seconds: dict[str, float]
+
+
+def plan_stages(
+    analysis: Analysis,
+    cluster: Cluster,
+    *,
+    analysed: int = 1,
+    microbatches: Sequence[int] | None = None,
+    schedules: Sequence[Schedule] = SCHEDULES,
+    stages: int | None = None,
+    seconds: float | None = None,
+    gap: float = 1e-3,
+) -> PipelineChoice:
+    """Plans a step as a pipeline; one stage is a pipeline, too.
+
+    Args:
+      analysis: of the whole batch, or of one of ``analysed`` microbatches.
+      cluster: the devices.
+      analysed: into how many microbatches the batch was cut for the analysis.
+      microbatches: the numbers to try; None: those that divide the rows of the batch.
+      schedules: those to try.
+      stages: most stages; None for no limit.
+      seconds: time limit of the stage solver.
+      gap: share of the step that a better pipeline may save without being looked for.
+
+    Raises:
+      InfeasibleError: no pipeline fits the memory of the devices.
+      PlanError: the step has no batch that can be cut, or no forward pass.
+    """
+    spent = _Spent()
+    layers = layers_of(analysis, cluster)
+    spent.on("layers")
+    counts = list(microbatches or microbatch_counts(analysis, analysed))
+    typical = min(_TYPICAL, max(counts))
+    weights = Weights(gathers=typical / analysed, sums=1.0 / analysed)
+    found = submeshes(analysis, cluster, weights)
+    spent.on("layouts")
+    scales = np.array([analysed / count for count in counts])
+    prices = priced(layers, found, scales)
+    problem = stage_problem(layers, cluster, prices, counts, schedules, stages)
+    spent.on("costs")
+    solution = solve_stages(problem, seconds=seconds, gap=gap)
+    single = solve_stages(dataclasses.replace(problem, max_stages=1), gap=gap)
+    spent.on("stages")
+    return _choice(layers, cluster, prices, problem, solution, single, spent.seconds)
+
+
+class _Spent:
+    """CPU seconds since the last look."""
+
+    def __init__(self) -> None:
+        """Starts now."""
+        self.seconds: dict[str, float] = {}
+        self.last = time.process_time()
+
+    def on(self, what: str) -> None:
+        """Counts the time since the last call."""
+        now = time.process_time()
+        self.seconds[what], self.last = now - self.last, now
+
+
+def layers_of(analysis: Analysis, cluster: Cluster) -> LayerMap:
+    """The layers of a step, a few for each device at most.
+
+    Raises:
+      PlanError: no forward equation depends on both state and batch.
+    """
+    batch = batch_inputs(analysis)
+    starts = cluster_layers(
+        analysis.program,
+        analysis.graph,
+        batch=batch,
+        most=max(_LAYERS * cluster.num_devices, 2 * _LAYERS),
+    )
+    if not starts:
+        raise PlanError(
+            "the step has no layers: nothing in its forward pass depends on both the "
+            "state and the batch. Plan it without stages."
+        )
+    return layer_map(analysis, starts, batch)
+
+
+def batch_rows(analysis: Analysis) -> int:
+    """Rows of the batch; the fewest where inputs differ.
+
+    Raises:
+      PlanError: no input has rows.
+    """
+    shapes = [batch_shape(analysis.graph, v) for v in batch_inputs(analysis)]
+    rows = [shape[0] for shape in shapes if shape]
+    if not rows:
+        raise PlanError(
+            "the step has no batch: an argument that does not come back, with rows. "
+            "Plan it without microbatches."
+        )
+    return min(rows)
+
+
+def microbatch_counts(
+    analysis: Analysis, analysed: int = 1, apart: float = APART
+) -> list[int]:
+    """Numbers of microbatches to try: some of those that divide the rows.
+
+    Args:
+      analysis: of the whole batch, or of one of ``analysed`` microbatches.
+      analysed: into how many microbatches the batch was cut for the analysis.
+      apart: each is at least so many times the one before.
+    """
+    rows = batch_rows(analysis) * analysed
+    out: list[int] = []
+    for count in range(1, rows + 1):
+        far = not out or count >= apart * out[-1] or count == rows
+        if rows % count == 0 and far:
+            out.append(count)
+    return out
+
+
+def _choice(
+    layers: LayerMap,
+    cluster: Cluster,
+    prices: Sequence[Priced],
+    problem: StageProblem,
+    solution: StageSolution,
+    single: StageSolution,
+    seconds: dict[str, float],
+) -> PipelineChoice:
+    if solution.pipeline is None or solution.cost is None:
+        raise _infeasible(layers, prices, solution)
+    pipeline = solution.pipeline
+    chosen = [prices[k].submesh for k in pipeline.options]
+    placed = place(cluster, [(s.group, s.shape) for s in chosen])
+    tasks = task_seconds(problem, pipeline)
+    table = make_table(pipeline.schedule, pipeline.stages, pipeline.microbatches)
+    return PipelineChoice(
+        microbatches=pipeline.microbatches,
+        schedule=pipeline.schedule,
+        starts=tuple(layers.starts[cut] for cut in pipeline.cuts[:-1]),
+        layer_starts=layers.starts,
+        cuts=pipeline.cuts,
+        stages=tuple(
+            _stage(pipeline, solution.cost, chosen[k], placed[k], k)
+            for k in range(pipeline.stages)
+        ),
+        tasks=tasks,
+        timeline=play(table, tasks),
+        step_s=solution.step_s,
+        bound_s=solution.bound_s,
+        gap=solution.gap,
+        status=solution.status.value,
+        one_stage_s=single.step_s,
+        seconds=seconds,
+    )
+
+
+def _stage(
+    pipeline: Pipeline,
+    cost: PipelineCost,
+    submesh: Submesh,
+    devices: tuple[int, ...],
+    number: int,
+) -> StageChoice:
+    own = pipeline.layers(number)
+    return StageChoice(
+        submesh=submesh,
+        devices=devices,
+        layers=own,
+        recomputed=tuple(k for k in own if k in pipeline.recomputed),
+        memory_bytes=cost.memory_bytes[number],
+        limit_bytes=cost.limit_bytes[number],
+        bubble=cost.bubble[number],
+    )
+
+
+def _infeasible(
+    layers: LayerMap, prices: Sequence[Priced], solution: StageSolution
+) -> PlanError:
+    known = solution.binding
+    if known is None:
+        return PlanError(
+            "no pipeline was found: no number of microbatches can be split by any "
+            "layouts, or time ran out. Give a batch that more devices divide."
+        )
+    where = prices[known.option].submesh.name
+    return InfeasibleError(
+        f"no pipeline fits: layers {known.first} to {known.last} of {layers.count} "
+        f"need {known.least_bytes / 1e9:.1f} GB a device on {where}, which has "
+        f"{known.limit_bytes / 1e9:.1f} GB.\\n"
+        "  try: more devices, a smaller batch, or more memory"
+    )

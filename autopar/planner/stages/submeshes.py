@@ -1,0 +1,484 @@
+"""The submeshes that stages may have, and the layouts that are tried on each.
+
+Layouts are searched on few submeshes: some whole hosts, or a part of a torus. On
+others they stay, and only the sizes of mesh axes change, so that a submesh shape costs
+milliseconds. On each submesh that is searched there are three rules: the fastest
+layouts, the fastest that split optimizer state over all devices, and the fastest that
+split all state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Iterator, Sequence
+
+import numpy as np
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.cost.overlap import Discounts
+from autopar.cost.pricer import Pricer
+from autopar.layouts.assignment import Assignment, assign
+from autopar.layouts.strategies import Strategy
+from autopar.planner.limit import Limit
+from autopar.planner.problem import (
+    Formulation,
+    Restriction,
+    formulate,
+    small_state,
+)
+from autopar.planner.recipes import most_split
+from autopar.planner.search import candidate_meshes
+from autopar.steps.analysis import Analysis
+from autopar.steps.batch import BATCH
+from autopar.steps.nodes import Node
+from autopar_passes.graph.roles import InputRole
+from autopar_solver import ShardingProblem, Status, solve
+
+Shape = tuple[int, ...]
+
+# Layouts are searched to this part of their objective, which weighs communication
+# roughly anyway.
+_GAP = 5e-3
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rule:
+    """What layouts are searched for.
+
+    Attributes:
+      name: what people call it.
+      parameters: mesh axes over which parameters are split between steps.
+      optimizer: the same of optimizer state.
+      tensor: axes that never split the batch.
+    """
+
+    name: str
+    parameters: tuple[int, ...] = ()
+    optimizer: tuple[int, ...] = ()
+    tensor: tuple[int, ...] = ()
+
+    def tensor_free(self, axes: Sequence[int]) -> bool:
+        """Whether none of these axes is kept from the batch."""
+        return not set(self.tensor).intersection(axes)
+
+
+def rules(mesh: MeshShape) -> list[Rule]:
+    """The rules that are tried on a mesh.
+
+    The fastest layouts; those that split optimizer state, and all state, over all
+    devices; and for each axis of the innermost level those that split the model over
+    it, and optimizer state over all devices. Where a level has several axes, only
+    rules that make a difference between them.
+    """
+    every = tuple(k for k, axis in enumerate(mesh.axes) if axis.size > 1)
+    levels = [mesh.axes[k].level for k in every]
+    out: list[Rule] = []
+    if len(set(levels)) == len(levels):
+        out.append(Rule("fastest"))
+        if every:
+            out.append(Rule("split optimizer", optimizer=every))
+    if every:
+        out.append(Rule("split state", every, every))
+    innermost = max(levels, default=0)
+    for k in every:
+        if mesh.axes[k].level == innermost:
+            name = f"tensor {mesh.axes[k].size}"
+            out.append(Rule(name, (k,), every, (k,)))
+    return out
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Submesh:
+    """Layouts on the devices of one slice of a cluster.
+
+    Attributes:
+      group: which group of equal devices it is of.
+      shape: of the slice, by level.
+      pricer: the slice and its logical mesh.
+      assignment: the layouts of the whole program there.
+      rule: what they were searched for.
+    """
+
+    group: int
+    shape: Shape
+    pricer: Pricer
+    assignment: Assignment
+    rule: str
+
+    @property
+    def devices(self) -> int:
+        """How many devices it has."""
+        return math.prod(self.shape)
+
+    @property
+    def name(self) -> str:
+        """What messages call it."""
+        cluster, mesh = self.pricer.cluster, self.pricer.mesh
+        return f"{cluster}: {'x'.join(map(str, mesh.sizes))}, {self.rule}"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """How much communication counts in the search, work and the rest being 1.
+
+    Attributes:
+      gathers: of parameters, which every microbatch repeats.
+      sums: of gradients, which are taken once a step.
+    """
+
+    gathers: float = 1.0
+    sums: float = 1.0
+
+
+def submeshes(
+    analysis: Analysis,
+    cluster: Cluster,
+    weights: Weights,
+    *,
+    seconds: float | None = None,
+) -> list[Submesh]:
+    """The submeshes of a cluster, each with the layouts tried on it.
+
+    Args:
+      analysis: the program.
+      cluster: whose slices they are.
+      weights: of communication in the search.
+      seconds: time limit of the solver for each search.
+    """
+    out: list[Submesh] = []
+    for number, part in enumerate(cluster.groups or (cluster,)):
+        shapes = slice_shapes(part)
+        for base in _bases(part, shapes):
+            for mesh in candidate_meshes(part.slice(base)):
+                pricer = Pricer(part.slice(base), mesh)
+                largest = _largest(part, shapes, mesh)
+                found = layouts_on(analysis, pricer, weights, largest, seconds)
+                out.extend(_resized(number, part, shapes, pricer, found))
+    return _distinct(out)
+
+
+def slice_shapes(cluster: Cluster) -> list[Shape]:
+    """The shapes of slices that are tried, few devices first.
+
+    Of a level that may be cut anywhere, the sizes that divide it, and powers of two.
+    """
+    whole = [level.size for level in cluster.levels]
+    found = [
+        tuple(level.size for level in part.levels) for part, _ in cluster.slices()
+    ]
+    return [
+        shape
+        for shape in found
+        if all(
+            n % size == 0 or size & (size - 1) == 0
+            for size, n in zip(shape, whole, strict=True)
+        )
+    ]
+
+
+def _bases(cluster: Cluster, shapes: Sequence[Shape]) -> Iterator[Shape]:
+    """The shapes on which layouts are searched: one for each set of levels used.
+
+    All of the inner levels; of the outermost, as little as a slice may have where the
+    level may be cut anywhere, and else all of it.
+    """
+    by_levels: dict[tuple[bool, ...], list[Shape]] = {}
+    for shape in shapes:
+        by_levels.setdefault(tuple(size > 1 for size in shape), []).append(shape)
+    for used, found in by_levels.items():
+        outermost = used.index(True) if True in used else 0
+        level = cluster.levels[outermost]
+        cuttable = outermost < len(used) - 1 and level.link.topology == "switch"
+        yield min(found) if cuttable else max(found)
+
+
+def _largest(
+    cluster: Cluster, shapes: Sequence[Shape], mesh: MeshShape
+) -> tuple[int, ...]:
+    """The sizes of a mesh's axes on the largest slice that uses the same levels."""
+    used = {axis.level for axis in mesh.axes if axis.size > 1}
+    for shape in reversed(shapes):
+        if {k for k, size in enumerate(shape) if size > 1} == used:
+            for grown in _meshes(mesh, cluster.slice(shape)):
+                return grown.sizes
+    return mesh.sizes
+
+
+def _resized(
+    group: int,
+    cluster: Cluster,
+    shapes: Sequence[Shape],
+    pricer: Pricer,
+    found: Sequence[tuple[str, Assignment]],
+) -> Iterator[Submesh]:
+    """The same layouts on all slices that use the same levels."""
+    base = tuple(level.size for level in pricer.cluster.levels)
+    for shape in shapes:
+        if [s > 1 for s in shape] != [s > 1 for s in base] and shape != base:
+            continue
+        part = cluster.slice(shape)
+        for mesh in _meshes(pricer.mesh, part):
+            for rule, assignment in found:
+                if not fits(assignment, mesh.sizes):
+                    continue
+                same = dataclasses.replace(assignment, sizes=mesh.sizes, _known={})
+                yield Submesh(group, shape, Pricer(part, mesh), same, rule)
+
+
+def _meshes(mesh: MeshShape, part: Cluster) -> Iterator[MeshShape]:
+    """A logical mesh with the outer axis of each level as long as a slice has it.
+
+    No axis of two devices or more becomes one of one device.
+    """
+    sizes = [axis.size for axis in mesh.axes]
+    for number, level in enumerate(part.levels):
+        axes = [k for k, axis in enumerate(mesh.axes) if axis.level == number]
+        if not axes:
+            continue
+        rest = math.prod(sizes[k] for k in axes[1:])
+        first, left = divmod(level.size, rest)
+        if left or (first == 1 and sizes[axes[0]] > 1):
+            return
+        sizes[axes[0]] = first
+    yield MeshShape(
+        axes=tuple(
+            dataclasses.replace(axis, size=size, link=part.levels[axis.level].link)
+            for axis, size in zip(mesh.axes, sizes, strict=True)
+        )
+    )
+
+
+def fits(assignment: Assignment, sizes: Sequence[int]) -> bool:
+    """Whether mesh axes of these sizes split all that is no batch without a rest."""
+    labels = assignment.analysis.node_labels
+    for node, strategy in _pairs(assignment):
+        named = labels.get(node.index, {})
+        for factor, axes in enumerate(strategy):
+            parts = math.prod(sizes[a] for a in axes)
+            if named.get(factor) != BATCH and node.factors[factor][0] % parts:
+                return False
+    return True
+
+
+def splits_batch(assignment: Assignment, scale: float) -> bool:
+    """Whether the layouts split a batch of another size without a rest.
+
+    Args:
+      assignment: the layouts.
+      scale: the rows of a microbatch over those of the program.
+    """
+    labels = assignment.analysis.node_labels
+    for node, strategy in _pairs(assignment):
+        named = labels.get(node.index, {})
+        for factor, axes in enumerate(strategy):
+            if axes and named.get(factor) == BATCH:
+                rows = node.factors[factor][0] * scale
+                parts = math.prod(assignment.sizes[a] for a in axes)
+                if rows < 1 or rows != round(rows) or round(rows) % parts:
+                    return False
+    return True
+
+
+def _pairs(assignment: Assignment) -> Iterator[tuple[Node, Strategy]]:
+    nodes = assignment.analysis.contraction.nodes
+    yield from zip(nodes, assignment.strategies, strict=True)
+
+
+def _distinct(found: Sequence[Submesh]) -> list[Submesh]:
+    """Without those that have the same layouts on the same mesh as an earlier one."""
+    seen: set[object] = set()
+    out: list[Submesh] = []
+    for submesh in found:
+        mesh = tuple((a.level, a.size) for a in submesh.pricer.mesh.axes)
+        copies = frozenset(submesh.assignment.copies.items())
+        key = (submesh.group, mesh, submesh.assignment.strategies, copies)
+        if key not in seen:
+            seen.add(key)
+            out.append(submesh)
+    return out
+
+
+def layouts_on(
+    analysis: Analysis,
+    pricer: Pricer,
+    weights: Weights,
+    largest: Sequence[int] | None = None,
+    seconds: float | None = None,
+) -> list[tuple[str, Assignment]]:
+    """The fastest layouts of a whole program on one mesh, whatever memory they need.
+
+    The problem is made once; each rule takes strategies out of it.
+
+    Args:
+      analysis: the program.
+      pricer: the mesh.
+      weights: of communication.
+      largest: sizes of the mesh axes at which the layouts must be possible, too, for
+        a large batch.
+      seconds: time limit of the solver, for each rule.
+
+    Returns:
+      By the name of each rule its layouts; without rules that leave none, or none that
+      was found in time.
+    """
+    sizes = largest or pricer.sizes
+    formulation = formulate(
+        analysis,
+        pricer,
+        _growing(analysis, sizes),
+        discounts=_discounts(analysis, weights),
+    )
+    found = [
+        (rule.name, _solved(formulation, analysis, allowed, seconds))
+        for rule in rules(pricer.mesh)
+        for allowed in (_keeping(analysis, pricer, rule, sizes),)
+    ]
+    return [(name, made) for name, made in found if made is not None]
+
+
+def layouts_within(
+    analysis: Analysis,
+    pricer: Pricer,
+    restriction: Restriction,
+    weights: Weights,
+    seconds: float | None = None,
+) -> Assignment | None:
+    """The fastest layouts that a restriction allows, whatever memory they need.
+
+    Args:
+      analysis: the program.
+      pricer: the mesh.
+      restriction: says which strategies are allowed.
+      weights: of communication.
+      seconds: time limit of the solver.
+
+    Returns:
+      None where none is possible, or none was found in time.
+    """
+    discounts = _discounts(analysis, weights)
+    formulation = formulate(analysis, pricer, restriction, discounts=discounts)
+    return _solved(formulation, analysis, lambda node, strategy: True, seconds)
+
+
+def _discounts(analysis: Analysis, weights: Weights) -> Discounts:
+    places = analysis.positions
+    count = len(places.classes)
+    in_pass = np.logical_or.reduce(list(places.roles.values()))
+    return Discounts(
+        np.ones(count),
+        np.full(count, weights.sums),
+        np.where(in_pass, weights.gathers, 1.0),
+    )
+
+
+def _solved(
+    formulation: Formulation,
+    analysis: Analysis,
+    allowed: Restriction,
+    seconds: float | None,
+) -> Assignment | None:
+    """The fastest layouts of a problem that keep to a rule; None: none was found."""
+    limited, kept = _limited(analysis, formulation, allowed)
+    limit = Limit(seconds)
+    solution = solve(
+        limited, seconds=limit.part_s(1.0), gap=_GAP, timer=time.thread_time
+    )
+    if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
+        return None
+    pairs = zip(kept, solution.choices, strict=True)
+    choices = [int(places[k]) for places, k in pairs]
+    return _assigned(analysis, formulation, choices)
+
+
+def _limited(
+    analysis: Analysis, formulation: Formulation, allowed: Restriction
+) -> tuple[ShardingProblem, list[np.ndarray]]:
+    """The problem with the strategies that a rule allows, and which ones these are.
+
+    A node of which it allows none keeps the first.
+    """
+    problem = formulation.problem
+    kept = [np.arange(len(costs)) for costs in problem.node_costs]
+    for node in analysis.contraction.nodes:
+        strategies = formulation.spaces[node.index].strategies
+        found = [k for k, s in enumerate(strategies) if allowed(node, s)]
+        kept[node.index] = np.array(found or [0])
+    limited = dataclasses.replace(
+        problem,
+        node_costs=tuple(c[k] for c, k in zip(problem.node_costs, kept, strict=True)),
+        edge_costs=tuple(
+            costs[np.ix_(kept[a], kept[b])]
+            for (a, b), costs in zip(problem.edges, problem.edge_costs, strict=True)
+        ),
+    )
+    return limited, kept
+
+
+def _assigned(
+    analysis: Analysis, formulation: Formulation, choices: Sequence[int]
+) -> Assignment:
+    """The layouts of a choice of strategies."""
+    nodes = len(analysis.contraction.nodes)
+    chosen = [
+        space.strategies[k]
+        for space, k in zip(formulation.spaces[:nodes], choices[:nodes], strict=True)
+    ]
+    copies = [(c, choices[c.node]) for c in formulation.copies]
+    return assign(analysis, formulation.pricer.sizes, chosen, copies)
+
+
+def _growing(analysis: Analysis, largest: Sequence[int]) -> Restriction:
+    """Strategies that stay possible on longer axes, but for the batch.
+
+    Args:
+      analysis: the program.
+      largest: sizes of the axes.
+    """
+    labels = analysis.node_labels
+
+    def allowed(node: Node, strategy: Strategy) -> bool:
+        named = labels.get(node.index, {})
+        for factor, axes in enumerate(strategy):
+            parts = math.prod(largest[a] for a in axes)
+            if node.factors[factor][0] % parts and named.get(factor) != BATCH:
+                return False
+        return True
+
+    return allowed
+
+
+def _keeping(
+    analysis: Analysis, pricer: Pricer, rule: Rule, largest: Sequence[int]
+) -> Restriction:
+    """Strategies that keep to a rule.
+
+    Args:
+      analysis: the program.
+      pricer: the mesh.
+      rule: what is split.
+      largest: sizes of its axes at which state is split as far as it can be.
+    """
+    homes, nodes = analysis.contraction.homes, analysis.contraction.nodes
+    memory = pricer.cluster.memory_bytes
+    small = small_state(analysis.graph, analysis.contraction, memory)
+    split: dict[int, tuple[frozenset[int], int]] = {}
+    for given in analysis.graph.inputs:
+        axes = {
+            InputRole.PARAMETER: rule.parameters,
+            InputRole.OPTIMIZER_STATE: rule.optimizer,
+        }.get(given.role, ())
+        if axes and given.value in homes and homes[given.value].node not in small:
+            node = nodes[homes[given.value].node]
+            split[node.index] = frozenset(axes), most_split(node, axes, largest)
+    labels = analysis.node_labels
+
+    def allowed(node: Node, strategy: Strategy) -> bool:
+        named = labels.get(node.index, {})
+        for factor, axes in enumerate(strategy):
+            if named.get(factor) == BATCH and not rule.tensor_free(axes):
+                return False
+        wanted, most = split.get(node.index, (frozenset[int](), 0))
+        return sum(a in wanted for axes in strategy for a in axes) >= most
+
+    return allowed

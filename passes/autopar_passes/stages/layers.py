@@ -1,0 +1,190 @@
+"""Clusters the forward equations of a microbatch's program into a chain of layers.
+
+Layers have about equal FLOPs, and little crosses from one to the next. Where a stretch
+of the forward pass repeats, there is one layer for each repeat. Nothing is read from
+names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Collection
+
+import numpy as np
+
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.program.equations import Equation, Program, walk
+from autopar_passes.stages.chain import cut_chain
+from autopar_passes.stages.flow import Flow
+
+# Boundaries that are tried for each layer; of those with as much work before them, the
+# one that least crosses.
+_TRIED = 8
+# A repeated stretch sets the number of layers if it has this share of the FLOPs.
+_REPEATED = 0.5
+# Layers of a program in which nothing repeats.
+_DEFAULT = 16
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ForwardChain:
+    """The forward equations that run in one part, as a chain.
+
+    Attributes:
+      equations: their indices, in program order.
+      work: float64 ``[equations]``, FLOPs of each.
+      crossing: float64 ``[equations]``, bytes of the values that earlier ones make and
+        that each or later ones read, each value counted once.
+      classes: of the operators of each.
+    """
+
+    equations: tuple[int, ...]
+    work: np.ndarray
+    crossing: np.ndarray
+    classes: tuple[tuple[int, ...], ...]
+
+
+def top_level(program: Program) -> dict[int, int]:
+    """Index of an equation, within loops too -> that of its top-level equation."""
+    return {
+        inner.index: eqn.index
+        for eqn in program.body.equations
+        for inner in (eqn, *_within(eqn))
+    }
+
+
+def _within(eqn: Equation) -> list[Equation]:
+    return [inner for region in eqn.regions for inner in walk(region)]
+
+
+def forward_chain(
+    program: Program, graph: OperatorGraph, batch: Collection[int]
+) -> ForwardChain:
+    """The forward pass as a chain.
+
+    Args:
+      program: one microbatch's program.
+      graph: its operator graph.
+      batch: input values that are split into microbatches.
+    """
+    once = {op.equation for op in graph.operators if op.role is Role.UPDATE} & {
+        e.index for e in program.body.equations
+    }
+    flow = Flow(program, graph, frozenset(batch), frozenset(once))
+    chain = [
+        index
+        for index in flow.equations
+        if flow.roles[index] is Role.FORWARD and index not in flow.free
+    ]
+    place = {index: k for k, index in enumerate(chain)}
+    above = top_level(program)
+    work = np.zeros(len(chain))
+    classes: list[list[int]] = [[] for _ in chain]
+    for op in graph.operators:
+        k = place.get(above.get(op.equation, -1))
+        if k is not None:
+            work[k] += op.flops * op.trips
+            classes[k].append(op.class_index)
+    change = np.zeros(len(chain) + 1)
+    for k, index in enumerate(chain):
+        for value in flow.equations[index].outputs:
+            last = max((place.get(r, -1) for r in flow.readers.get(value, ())), default=-1)
+            if last > k:
+                change[k + 1] += program.values[value].nbytes
+                change[last + 1] -= program.values[value].nbytes
+    return ForwardChain(
+        tuple(chain),
+        work,
+        np.cumsum(change)[:-1],
+        tuple(tuple(found) for found in classes),
+    )
+
+
+def cluster_layers(
+    program: Program,
+    graph: OperatorGraph,
+    *,
+    batch: Collection[int],
+    layers: int | None = None,
+    most: int = 256,
+) -> tuple[int, ...]:
+    """Clusters the forward pass into layers.
+
+    Args:
+      program: one microbatch's program.
+      graph: its operator graph.
+      batch: input values that are split into microbatches.
+      layers: how many; None: as many as repeats, or `_DEFAULT` where nothing repeats.
+      most: never more than these.
+
+    Returns:
+      The index of the forward equation at which each layer begins, ascending; empty
+      where no forward equation depends on both state and batch.
+    """
+    chain = forward_chain(program, graph, batch)
+    if not chain.equations:
+        return ()
+    wanted = min(most, layer_count(chain, most) if layers is None else layers)
+    units = _boundaries(chain, wanted)
+    starts = cut_chain(
+        np.add.reduceat(chain.work, units),
+        chain.crossing[units],
+        max(1, min(wanted, len(units))),
+    )
+    return tuple(chain.equations[units[s]] for s in starts)
+
+
+def layer_count(chain: ForwardChain, most: int) -> int:
+    """The number of layers: repeats, and what has as much work beside them.
+
+    Args:
+      chain: the forward pass.
+      most: never more than these; several repeats then make a layer.
+    """
+    repeats = _repeats(chain)
+    heavy = int((chain.work > chain.work.sum() / (4 * _DEFAULT)).sum())
+    if repeats is None:
+        return max(1, min(most, _DEFAULT, heavy))
+    count, inside = repeats
+    each = float(chain.work[inside].sum()) / count
+    here = np.flatnonzero(inside)
+    beside = (chain.work[: here[0]], chain.work[here[-1] + 1 :])
+    extra = sum(float(work.sum()) >= 0.5 * each for work in beside)
+    together = -(-count // max(1, most - extra))
+    return -(-count // together) + extra
+
+
+def _repeats(chain: ForwardChain) -> tuple[int, np.ndarray] | None:
+    """How often the stretch repeats that has most work, and its equations.
+
+    The second array says of each equation whether a class of its operators occurs as
+    often. None: no repeated stretch has `_REPEATED` of the work.
+    """
+    runs = Counter(c for found in chain.classes for c in set(found))
+    times = np.array(
+        [max((runs[c] for c in found), default=1) for found in chain.classes]
+    )
+    counts = sorted({int(t) for t in times if t > 1})
+    if not counts:
+        return None
+    work = {c: float(chain.work[times == c].sum()) for c in counts}
+    count = max(counts, key=lambda c: work[c])
+    if work[count] < _REPEATED * chain.work.sum():
+        return None
+    return count, times == count
+
+
+def _boundaries(chain: ForwardChain, layers: int) -> np.ndarray:
+    """The equations before which a cut is tried: `_TRIED` for each layer.
+
+    Of the boundaries with about as much work before them, the one that least crosses.
+    """
+    before = np.concatenate(([0.0], np.cumsum(chain.work)[:-1]))
+    total = before[-1] + chain.work[-1] or 1.0
+    bins = np.floor(before / total * _TRIED * layers).astype(int)
+    order = np.lexsort((np.arange(len(bins)), chain.crossing, bins))
+    first = np.unique(bins[order], return_index=True)[1]
+    found = np.sort(order[first])
+    return found if found.size and found[0] == 0 else np.append(0, found)
