@@ -17,6 +17,7 @@ from autopar.planner.option_checks import (
     check_hints,
     check_limits,
     check_microbatches,
+    check_stages,
 )
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
@@ -79,6 +80,11 @@ class PlanOptions:
         fastest of what fits. None: as the plan given as layouts says, else one.
       coupled: what is done where the loss of a row depends on the others: ``refuse``
         to split the batch, or take the ``microbatch`` for the batch.
+      stages: into how many pipeline stages the step is cut; ``auto``: as is fastest.
+        None: one.
+      schedule: in which order stages run microbatches: ``gpipe``, ``1f1b``,
+        ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
+        number of stages is given.
 
     Raises:
       PlanError: there is no such codec, or the budget is no number of at least 0 or
@@ -96,6 +102,8 @@ class PlanOptions:
     layouts: Plan | None = None
     microbatches: int | str | None = None
     coupled: str = "refuse"
+    stages: int | str | None = None
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the codecs before any work is done."""
@@ -103,6 +111,7 @@ class PlanOptions:
         budget_of(self.error_budget, self.compression)
         check_limits(self.max_axes, self.seconds)
         check_microbatches(self.microbatches, self.coupled)
+        check_stages(self.stages, self.schedule)
         check_hints(self.pins, self.logical_axis_rules, self.axis_names)
 
 

@@ -41,7 +41,9 @@ from autopar.planner.problem import Restriction
 from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
 from autopar.planner.search import candidate_meshes, given, search
+from autopar.planner.stages.entry import plan_with_stages, without_stages
 from autopar.plans import Plan
+from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_shape
 from autopar.steps.microbatches import in_microbatches, numbers_of_microbatches
@@ -95,6 +97,8 @@ def plan_analysis(
             "plan_analysis: logical_axis_rules need the step's arguments; turn them "
             "into pins with with_logical_pins(options, call)."
         )
+    if options.stages not in (None, 1):
+        return _in_stages(analysis, cluster, options)
     if options.microbatches == "auto":
         return _fastest_split(analysis, cluster, options, sent, errors)
     analysis = _split(analysis, options)
@@ -112,6 +116,40 @@ def plan_analysis(
     if options.split_batch:
         check_batch(analysis, cluster, meshes)
     return _searched(analysis, cluster, meshes, pins, codecs, seconds)
+
+
+def _in_stages(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Plan:
+    """A pipeline, or where that is as fast, a plan of one stage.
+
+    Raises:
+      InfeasibleError: neither fits.
+      PlanError: the step cannot be cut or split as is asked for.
+    """
+    if isinstance(options.stages, int):
+        found = plan_with_stages(analysis, cluster, options, None)
+        assert found is not None
+        return found
+    one: Plan | None = None
+    failed: InfeasibleError | None = None
+    try:
+        one = plan_analysis(analysis, cluster, without_stages(options))
+    except InfeasibleError as error:
+        failed = error
+    try:
+        found = plan_with_stages(analysis, cluster, options, one)
+    except InfeasibleError as error:
+        raise (failed or error) from error
+    except PlanError as error:
+        if one is None:
+            raise
+        say(f"planning one stage only: {error}")
+        return one
+    if found is not None:
+        return found
+    if one is None:
+        assert failed is not None
+        raise failed
+    return one
 
 
 def _split(analysis: Analysis, options: PlanOptions) -> Analysis:

@@ -17,6 +17,8 @@ class PipelineData(
       layers: the forward equation of one microbatch's program at which each layer
         begins, by its number.
       parts: the layer at which each part begins.
+      homes: pytree path of each input of the step -> the stage that has it between
+        steps.
       recomputed: the layers whose activations the backward pass computes again.
       forward_s: seconds of each part's forward pass.
       backward_s: seconds of each part's backward pass, or of its gradients of inputs
@@ -34,6 +36,7 @@ class PipelineData(
 
     layers: tuple[int, ...]
     parts: tuple[int, ...]
+    homes: dict[str, int] = {}
     recomputed: tuple[int, ...] = ()
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()

@@ -165,6 +165,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"plans of one stage. Look at them one by one in plan.stages: {names}."
         )
 
+    def home(self, path: str) -> int:
+        """The number of the stage that has an input of the step between steps."""
+        return 0 if self.pipeline is None else self.pipeline.homes[path]
+
+    def home_spec(self, path: str) -> Spec:
+        """The layout of an input of the step between steps, on its stage's mesh."""
+        replicated = ((),) * len(self.shapes.get(path, ()))
+        return self.stages[self.home(path)].inputs.get(path, replicated)
+
     @property
     def mesh(self) -> dict[str, dict[str, int]]:
         """The mesh of the only stage."""

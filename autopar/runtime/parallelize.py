@@ -59,6 +59,8 @@ def parallelize(
     layouts: Plan | str | os.PathLike[str] | None = ...,
     microbatches: int | str | None = ...,
     coupled: str = ...,
+    stages: int | str | None = ...,
+    schedule: str | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
@@ -86,6 +88,8 @@ def parallelize(
     layouts: Plan | str | os.PathLike[str] | None = ...,
     microbatches: int | str | None = ...,
     coupled: str = ...,
+    stages: int | str | None = ...,
+    schedule: str | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
@@ -114,6 +118,8 @@ def parallelize(
     layouts: Plan | str | os.PathLike[str] | None = None,
     microbatches: int | str | None = None,
     coupled: str = "refuse",
+    stages: int | str | None = None,
+    schedule: str | None = None,
     static_argnames: Sequence[str] = (),
     last_batch: str = "run",
     cache: str | os.PathLike[str] | None = None,
@@ -154,6 +160,8 @@ def parallelize(
       microbatches: into how many microbatches the batch is split, or ``auto``.
       coupled: whether to ``refuse`` where the loss of a row depends on the others, or
         to take each ``microbatch`` for the batch.
+      stages: into how many pipeline stages the step is cut, or ``auto``.
+      schedule: in which order stages run their microbatches.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       last_batch: what a batch of fewer rows than the planned one does, such as the
@@ -182,6 +190,8 @@ def parallelize(
         layouts=None if layouts is None else as_plan(layouts, "layouts"),
         microbatches=microbatches,
         coupled=coupled,
+        stages=stages,
+        schedule=schedule,
     )
     if given is not None:
         _check_given(named, options)
@@ -284,6 +294,8 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
         "layouts": options.layouts is not None,
         "microbatches": options.microbatches is not None,
         "coupled": options.coupled != "refuse",
+        "stages": options.stages is not None,
+        "schedule": options.schedule is not None,
     }
     if ignored := [f"{name}=" for name, given in said.items() if given]:
         raise PlanError(

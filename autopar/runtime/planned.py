@@ -90,6 +90,11 @@ class PlannedStep:
     gradients: Any = None
 
     @property
+    def meshes(self) -> tuple[Any, ...]:
+        """The mesh of each stage; there is one."""
+        return (self.mesh,)
+
+    @property
     def in_shardings(self) -> list[NamedSharding]:
         """Sharding of each flat argument."""
         return _in_shardings(self.analysis, self.assignment, self.mesh)

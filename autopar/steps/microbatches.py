@@ -23,7 +23,7 @@ from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.microbatches.accumulate import accumulated
-from autopar_passes.microbatches.find import microbatched
+from autopar_passes.microbatches.find import microbatched, unsplit
 from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchError
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program, Value, walk
@@ -65,6 +65,44 @@ def in_microbatches(
         known = whole.splits[count, couple] = dataclasses.replace(
             made,
             traced=traced,
+            origin=whole.origin,
+            split=found,
+            whole=whole,
+            trace_s=whole.trace_s,
+            graph_s=whole.graph_s + time.perf_counter() - start,
+        )
+    return known
+
+
+def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> Analysis:
+    """Returns the analysis of one microbatch's program, with its ``split``.
+
+    Args:
+      analysis: of the step; one that is split already stands for the step as written.
+      count: number of microbatches; with one, the program is the step's.
+      couple: as of `in_microbatches`.
+
+    Raises:
+      PlanError: the step cannot be split so, with the reason.
+    """
+    whole = analysis.whole or analysis
+    known = whole.single.get((count, couple))
+    if known is None:
+        start = time.perf_counter()
+        if count == 1:
+            found, made = unsplit(whole.pytrees, whole.graph, batch_dims(whole)), whole
+        else:
+            split_as = whole.splits.get((count, couple))
+            held = None if split_as is None else split_as.split
+            found = held or split(whole, count, couple=couple)
+            made = analyse_program(
+                found.traced.program,
+                step_graph(found.traced),
+                output_paths=found.traced.output_paths,
+            )
+        known = whole.single[count, couple] = dataclasses.replace(
+            made,
+            traced=found.traced,
             origin=whole.origin,
             split=found,
             whole=whole,

@@ -159,7 +159,9 @@ def layer_map(
     split = batch_inputs(analysis) if batch is None else frozenset(batch)
     parts = parts_of(analysis.program, analysis.graph, starts, batch=split)
     layer = _layers(analysis, parts)
-    return LayerMap(analysis, tuple(starts), parts, split, layer, _examples(analysis, parts, layer))
+    return LayerMap(
+        analysis, tuple(starts), parts, split, layer, _examples(analysis, parts, layer)
+    )
 
 
 def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:

@@ -18,15 +18,14 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_shape
 from autopar_passes.stages.layers import cluster_layers
 from autopar_solver import (
-    PipelineCost,
     Pipeline,
+    PipelineCost,
     Schedule,
     ScheduleKind,
     StageProblem,
     StageSolution,
     TaskSeconds,
     Timeline,
-    evaluate_pipeline,
     make_table,
     play,
     solve_stages,

@@ -23,7 +23,6 @@ from autopar_solver import (
     Schedule,
     ScheduleKind,
     ScheduleTable,
-    TaskSeconds,
     Timeline,
     make_table,
     play,
@@ -213,7 +212,7 @@ def _written(
         structure=whole.structure,
         microbatches=cut.found.microbatches,
         schedule=wanted.schedule.kind.value,
-        pipeline=_pipeline(wanted, costs.tasks, costs, memory),
+        pipeline=_pipeline(cut, wanted, costs, memory),
         worth=None,
         checks={},
     ).stamped()
@@ -224,14 +223,19 @@ def _named(stage: StagePlan, number: int, site: StageSite) -> StagePlan:
 
 
 def _pipeline(
-    wanted: Wanted, tasks: TaskSeconds, costs: StageCosts, memory: Sequence[float]
+    cut: CutStep, wanted: Wanted, costs: StageCosts, memory: Sequence[float]
 ) -> PipelineData:
+    tasks = costs.tasks
     split = wanted.schedule.kind is ScheduleKind.ZERO_BUBBLE
     columns = tasks.task_s.T
     forward, backward, first_half, second_half = (tuple(map(float, c)) for c in columns)
     return PipelineData(
         layers=wanted.layers,
         parts=wanted.parts,
+        homes={
+            given.path: cut.cut.owners[given.value]
+            for given in cut.analysis.graph.inputs[: cut.found.own]
+        },
         recomputed=wanted.recomputed,
         forward_s=forward,
         backward_s=first_half if split else backward,

@@ -331,6 +331,13 @@ class Pipeline:
         for call in self.calls.values():
             call.code.compile()
 
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        for call in self.calls.values():
+            call.code.function.clear_cache()
+        for code in (*self.zeros.values(), *self.finish.values()):
+            code.clear_cache()
+
     def run(
         self, step: Mapping[int, Any], microbatches: Sequence[Mapping[int, Any]]
     ) -> dict[int, Any]:

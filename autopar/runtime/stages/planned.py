@@ -19,7 +19,7 @@ from autopar.plans import NO_SCHEDULE, Plan
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, Pipeline
 from autopar.runtime.stages.stage import Stage
-from autopar.runtime.world import grid
+from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.microbatched import Combine, Microbatched
@@ -55,9 +55,25 @@ class PipelinedStep:
     sums: None = None
     gradients: None = None
 
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The mesh of each stage."""
+        return tuple(stage.mesh for stage in self.pipeline.stages)
+
     def compile(self) -> None:
         """Compiles the tasks of all stages."""
         self.pipeline.compile()
+
+    def lower(self) -> Any:
+        """There is no one program to lower.
+
+        Raises:
+          PlanError: always; it says what there is.
+        """
+        raise PlanError(
+            f"a plan of {len(self.plan.stages)} stages has no program of the whole "
+            "step to lower: each task is a program of its own."
+        )
 
 
 def stage_meshes(plan: Plan, devices: Sequence[Any]) -> list[Mesh]:
@@ -83,6 +99,20 @@ def stage_meshes(plan: Plan, devices: Sequence[Any]) -> list[Mesh]:
         kinds = (AxisType.Auto,) * laid.ndim
         out.append(Mesh(laid, stage.axis_names, axis_types=kinds))
     return out
+
+
+def check_world(world: World, plan: Plan) -> None:
+    """Checks that a plan of several stages can run in a world.
+
+    Raises:
+      PlanError: there are several processes.
+    """
+    if world.process_count > 1:
+        raise PlanError(
+            f"the plan has {len(plan.stages)} stages, and stages run in one process, "
+            f"not in {world.process_count}. Plan with stages=1, or run one process "
+            "with all devices."
+        )
 
 
 def schedule_of(plan: Plan) -> Schedule:
@@ -138,7 +168,7 @@ def pipelined_step(
         pipeline,
         Mesh(np.array(flat), ("device",)),
         feed.in_shardings,
-        feed.step,
+        feed,
     )
 
 
@@ -250,7 +280,7 @@ class _Feed:
         assert ahead is not None
         return jax.jit(functools.partial(evaluate, ahead))
 
-    def step(self, *flat: Any) -> list[Any]:
+    def __call__(self, *flat: Any) -> list[Any]:
         """Runs one step."""
         split = set(self.found.batch)
         known = {
@@ -270,6 +300,12 @@ class _Feed:
             atom.value if isinstance(atom, Scalar) else made[atom]
             for atom in self.program.body.outputs
         ]
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        self.pipeline.clear_cache()
+        for code in self.deal.values():
+            code.clear_cache()
 
     def _given(self, flat: Sequence[Any]) -> dict[int, Any]:
         """What depends on the whole batch and goes to all microbatches."""

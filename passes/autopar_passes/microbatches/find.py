@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.classes import SAME, Kind, Split
 from autopar_passes.microbatches.facts import facts
 from autopar_passes.microbatches.follow import Follower
@@ -77,6 +79,37 @@ def microbatched(
             pair.micro.num_arguments + made.number + k for k in range(len(made.ahead))
         ),
         local=tuple(follower.local),
+    )
+
+
+def unsplit(
+    whole: TracedStep, graph: OperatorGraph, dims: Mapping[int, int]
+) -> Microbatched:
+    """A step whose batch is one microbatch.
+
+    Args:
+      whole: the step.
+      graph: its operator graph.
+      dims: flat input of the batch -> the dimension of its rows.
+    """
+    body = whole.program.body
+    top = {e.index for e in body.equations}
+    once = {op.equation for op in graph.operators if op.role is Role.UPDATE} & top
+    made = {v for e in body.equations if e.index not in once for v in e.outputs}
+    read = [*body.outputs]
+    for eqn in body.equations:
+        if eqn.index in once:
+            read.extend(eqn.inputs)
+    crossings = tuple(
+        Crossing(v, Combine.SUM if whole.program.values[v].floating else Combine.SAME)
+        for v in dict.fromkeys(a for a in read if isinstance(a, int) and a in made)
+    )
+    return Microbatched(
+        microbatches=1,
+        traced=whole,
+        once=frozenset(once),
+        crossings=crossings,
+        batch={k: Rows(dim) for k, dim in dims.items()},
     )
 
 

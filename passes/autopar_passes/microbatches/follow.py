@@ -19,7 +19,6 @@ from autopar_passes.microbatches import operators
 from autopar_passes.microbatches.classes import (
     ANY_ROWS,
     LOCAL,
-    POSITION,
     SAME,
     SUM,
     Edits,
@@ -33,11 +32,11 @@ from autopar_passes.microbatches.pairs import Pair, place
 from autopar_passes.program.equations import Atom, Equation, Region, Scalar, walk
 
 
-class _Late(Exception):  # noqa: N818  # no error: it ends the look at an equation
+class _Late(Exception):  # no error: it ends the look at an equation
     """An equation needs whole values, and can wait for them."""
 
 
-class _Again(Exception):  # noqa: N818  # no error: it starts a loop anew
+class _Again(Exception):  # no error: it starts a loop anew
     """A loop must be looked at again: what enters it has another class."""
 
 

@@ -89,6 +89,12 @@ class Microbatched:
     local: tuple[str, ...] = ()
 
     @property
+    def own(self) -> int:
+        """The number of the step's own flat inputs, which come first."""
+        added = len(self.given) + (self.number is not None)
+        return self.traced.program.num_arguments - added
+
+    @property
     def accumulated(self) -> frozenset[int]:
         """The values that are added up over the microbatches, or averaged."""
         added = (Combine.SUM, Combine.MEAN)

@@ -90,7 +90,9 @@ def forward_chain(
     change = np.zeros(len(chain) + 1)
     for k, index in enumerate(chain):
         for value in flow.equations[index].outputs:
-            last = max((place.get(r, -1) for r in flow.readers.get(value, ())), default=-1)
+            last = max(
+                (place.get(r, -1) for r in flow.readers.get(value, ())), default=-1
+            )
             if last > k:
                 change[k + 1] += program.values[value].nbytes
                 change[last + 1] -= program.values[value].nbytes
