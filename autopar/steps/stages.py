@@ -14,6 +14,7 @@ from autopar_passes.graph.operators import producers
 from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
+from autopar_passes.stages.hoist import hoisted
 from autopar_passes.stages.parts import parts_of
 from autopar_passes.stages.verify import verify_cut
 
@@ -66,6 +67,9 @@ def cut_step(
     split = [*found.batch, *([] if found.number is None else [found.number])]
     batch = [arguments[k] for k in split]
     starts = [layers[k] for k in parts]
+    stage_of = [k % stages for k in range(len(parts))]
+    placed = parts_of(program, graph, starts, batch=batch, once=found.once)
+    found = hoisted(found, placed, stage_of)
     placed = parts_of(program, graph, starts, batch=batch, once=found.once)
     again: set[int] = set()
     if recomputed:
@@ -78,7 +82,7 @@ def cut_step(
         }
     tasks = cut(
         placed,
-        [k % stages for k in range(len(parts))],
+        stage_of,
         [c.value for c in found.crossings],
         split_backward=split_backward,
         recomputed=again,
