@@ -26,8 +26,8 @@ from autopar_solver import (
 _WIDTH = 72
 _IDLE, _ONCE = ".", "*"
 _LEGEND = (
-    "digits: forward pass of a microbatch (its last digit); small letters: backward, "
-    "from a; capital letters: gradients of weights; *: once a step; .: waits"
+    "digits: forward pass of a microbatch (its last digit); letters from a: backward;",
+    "capital letters: gradients of weights; *: once a step; .: waits",
 )
 _COLOURS = {
     TaskKind.FORWARD: "#4c78a8",
@@ -151,7 +151,7 @@ def drawing(plan: Plan, width: int = _WIDTH) -> list[str]:
             marks[int(row.argmax())] if row.max() >= 0.5 else _IDLE for row in share
         )
         lines.append(f"{stage:>3} |{line}|")
-    return [*lines, f"    {_LEGEND}"]
+    return [*lines, *(f"     {line}" for line in _LEGEND)]
 
 
 def _cover(column: np.ndarray, begin: float, end: float) -> None:
