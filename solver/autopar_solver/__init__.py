@@ -58,7 +58,12 @@ from autopar_solver.stages.problem import (
 )
 from autopar_solver.stages.schedules.check import alive, check_table
 from autopar_solver.stages.schedules.order import make_table
-from autopar_solver.stages.schedules.play import TaskSeconds, Timeline, play
+from autopar_solver.stages.schedules.play import (
+    TaskSeconds,
+    Timeline,
+    equal_parts,
+    play,
+)
 from autopar_solver.stages.schedules.tasks import (
     Schedule,
     ScheduleKind,
@@ -113,6 +118,7 @@ __all__ = [
     "check_stages",
     "check_table",
     "crossing_bytes",
+    "equal_parts",
     "evaluate_choices",
     "evaluate_pipeline",
     "explain_infeasibility",
