@@ -56,13 +56,13 @@ class Within:
         )
 
 
-def _allowed(
+def allowed_strategies(
     restriction: Restriction | None,
     node: Node,
     strategies: tuple[Strategy, ...],
     small: bool,
 ) -> tuple[Strategy, ...]:
-    """The strategies that a restriction allows; the first where that is none.
+    """Returns the strategies that a restriction allows; the first where that is none.
 
     Args:
       restriction: says which; None: all.
@@ -71,7 +71,7 @@ def _allowed(
       small: whether nothing is gained by splitting it; it stays whole where it may.
     """
     if isinstance(restriction, Within):
-        outer = _allowed(restriction.outer, node, strategies, small)
+        outer = allowed_strategies(restriction.outer, node, strategies, small)
         return tuple(s for s in outer if restriction.inner(node, s)) or outer
     kept = strategies
     if restriction is not None:
@@ -198,7 +198,9 @@ def _node_costs(
     small = small_state(graph, contraction, float(pricer.cluster.memory_bytes))
     for node in contraction.nodes:
         space = strategy_space(graph, contraction, node, pricer.sizes)
-        kept = _allowed(restriction, node, space.strategies, node.index in small)
+        kept = allowed_strategies(
+            restriction, node, space.strategies, node.index in small
+        )
         space = Space(kept)
         spaces.append(space)
         costs.append(node_work_s(analysis, node, space, pricer, discounts))

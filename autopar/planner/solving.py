@@ -271,13 +271,13 @@ class _Rounds:
         for recipe in sorted(rules, key=lambda r: not r.shard_parameters):
             if limit.over and self.best is not None:
                 return
-            least = least_bytes(analysis, recipe, self.pricer)
-            if least > self.pricer.cluster.memory_bytes:
-                continue
             # What the user pinned holds for the plans of experts, too.
             rule = Within(
                 self.task.restriction, restriction_of(analysis, recipe, self.pricer)
             )
+            least = least_bytes(analysis, rule, self.pricer)
+            if least > self.pricer.cluster.memory_bytes:
+                continue
             best_s = self.best.step_s if self.best else math.inf
             part = limit.part(_EXPERT_SHARE)
             task = _Task(analysis, rule, part, below_s=best_s)
