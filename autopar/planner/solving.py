@@ -120,7 +120,7 @@ def _on_mesh(
     return dataclasses.replace(best, pricer=pricer)
 
 
-class _TimeOutError(PlanError):
+class TimeOutError(PlanError):
     """Time ran out before any plan was found."""
 
 
@@ -240,7 +240,7 @@ class _Rounds:
         """
         try:
             self.solve(self.best_weights())
-        except _TimeOutError:
+        except TimeOutError:
             if not experts:
                 raise
             self.ask_experts()
@@ -446,7 +446,7 @@ def _failed(
 ) -> PlanError:
     """The error where the solver found no plan that fits."""
     if status is Status.UNKNOWN:
-        return _TimeOutError(
+        return TimeOutError(
             f"no plan found on mesh {pricer.mesh} within {task.limit.seconds:g} s. "
             "Give the solver more time with seconds=."
         )

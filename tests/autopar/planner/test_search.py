@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -22,12 +23,18 @@ import autopar
 from autopar import Cluster, InfeasibleError, PlanError
 from autopar.cluster.text import parse_quantity
 from autopar.cost.pricer import Pricer
-from autopar.planner.candidate import Candidate, candidate_of, choices_of
+from autopar.planner.candidate import (
+    Candidate,
+    SearchResult,
+    bounded,
+    candidate_of,
+    choices_of,
+)
 from autopar.planner.experts import search_from_experts
 from autopar.planner.infeasible import size_text
 from autopar.planner.problem import Formulation, formulate
 from autopar.planner.search import candidate_meshes, search
-from autopar.planner.solving import solve_mesh
+from autopar.planner.solving import TimeOutError, solve_mesh
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve
@@ -45,6 +52,11 @@ def analysed(name: str) -> Analysis:
 def mlp(rows: int = 64, layers: int = 2) -> Analysis:
     params = mlp_params(width=32, hidden=128, layers=layers)
     return analyse(*training(mlp_loss, params, mlp_batch(rows, 32)))
+
+
+@functools.cache
+def searched() -> SearchResult:
+    return search(mlp(), CLUSTERS["cpu"], seconds=5)
 
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
@@ -69,11 +81,64 @@ def test_without_warm_starts_neither(cluster: str) -> None:
 
 
 def test_the_best_of_all_meshes_is_taken() -> None:
-    result = search(mlp(), CLUSTERS["cpu"], seconds=5)
+    result = searched()
     assert [str(m) for m, _ in result.tried] == [
         str(m) for m in candidate_meshes(CLUSTERS["cpu"])
     ]
     assert result.best.step_s == min(c.step_s for _, c in result.tried if c)
+
+
+class TestWhatIsProved:
+    """Of the plans of all meshes, not of those of the best one alone."""
+
+    def test_no_plan_of_any_mesh_is_faster_than_the_bound(self) -> None:
+        result = searched()
+        bounds = [c.bound_s for _, c in result.tried if c is not None]
+        assert len(bounds) > 1
+        assert result.floor_s == min(bounds)
+        assert result.report.bound <= min(bounds)
+
+    @pytest.mark.parametrize(
+        ("floor_s", "status", "gap"),
+        [
+            (2.0, Status.OPTIMAL, 0.0),
+            (0.998, Status.OPTIMAL, 0.002),
+            (0.9, Status.FEASIBLE, 0.1),
+            (0.0, Status.FEASIBLE, 1.0),
+        ],
+    )
+    def test_a_lower_bound_elsewhere(
+        self, floor_s: float, status: Status, gap: float
+    ) -> None:
+        known = Solution(
+            choices=(0,), cost=1.0, bound=1.0, status=Status.OPTIMAL, seconds=0.0
+        )
+        found = bounded(known, floor_s)
+        assert found.status is status
+        assert found.gap == pytest.approx(gap)
+        assert found.bound == min(1.0, floor_s)
+
+    def test_what_was_not_proved_stays_so(self) -> None:
+        known = Solution(
+            choices=(0,), cost=1.0, bound=0.98, status=Status.FEASIBLE, seconds=0.0
+        )
+        assert bounded(known, 0.97).status is Status.FEASIBLE
+
+    def test_a_mesh_without_time_proves_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        late = candidate_meshes(CLUSTERS["cpu"])[-1]
+
+        def solved(analysis: Analysis, pricer: Pricer, *args: Any, **kw: Any) -> Any:
+            if pricer.mesh == late:
+                raise TimeOutError("no time")
+            return solve_mesh(analysis, pricer, *args, **kw)
+
+        monkeypatch.setattr("autopar.planner.search.solve_mesh", solved)
+        result = search(mlp(layers=1), CLUSTERS["cpu"], seconds=5)
+        assert result.best.report.status is Status.OPTIMAL
+        assert result.report.status is Status.FEASIBLE
+        assert result.report.gap == 1.0
 
 
 class TestMaxAxes:
