@@ -47,9 +47,9 @@ def solve_mesh(
     """Finds the best assignment on one mesh.
 
     Where communication runs beside work, the problem is solved at some weights of
-    what is hidden, then at better ones (`autopar.planner.hiding`). Where that does not
-    prove a plan, the plans that people write are made too: the search goes on from the
-    best of them.
+    what is hidden, then at better ones (`autopar.planner.hiding`). Where a plan may be
+    faster by more than `WORTHWHILE` then, the plans that people write are made too: the
+    search goes on from the best of them.
 
     The problem of the layouts holds what bytes take; a message that collectives
     share has a latency besides, which is paid once for its group, whoever sends in
@@ -70,7 +70,7 @@ def solve_mesh(
       weights: of what is hidden; None: they are found.
       most_s: seconds of the best plan of other meshes; no more is proved of this mesh
         than that it has none that is faster.
-      experts: whether plans that people write are made where no plan is proved.
+      experts: whether plans that people write are made where they may be faster.
 
     Raises:
       InfeasibleError: nothing fits the memory of a device.
@@ -105,7 +105,7 @@ def _on_mesh(
       most_s: seconds of the best plan of other meshes.
       memory_limit: bytes that terms of memory may use from the first problem on;
         None: problems have such terms where the fastest plan does not fit.
-      experts: whether plans that people write are made where no plan is proved.
+      experts: whether plans that people write are made where they may be faster.
     """
     rounds = _Rounds(task, pricer, start, memory_limit)
     rounds.begin(experts=experts)
@@ -212,10 +212,10 @@ class _Rounds:
         """Whether the last problem was solved to its end."""
         return self.last is not None and self.last.solution.status is Status.OPTIMAL
 
-    def proved(self, most_s: float) -> bool:
-        """Whether no plan is faster than the best, or than ``most_s``."""
+    def proved(self, most_s: float, part: float = PROVED) -> bool:
+        """Whether no plan is faster than the best by a part, or than ``most_s``."""
         assert self.best is not None
-        return self.bound_s >= min(most_s, (1 - PROVED) * self.best.step_s)
+        return self.bound_s >= min(most_s, (1 - part) * self.best.step_s)
 
     def go_on(self) -> bool:
         """Solves at the best weights; False where that would be the same again."""
@@ -295,14 +295,18 @@ class _Rounds:
 
 
 def _go_on(rounds: _Rounds, most_s: float, experts: bool) -> None:
-    """Solves at better weights, from better plans, until the best plan is proved."""
+    """Solves at better weights, from better plans, until the best plan is proved.
+
+    The plans of experts are asked for where they may be worth their time.
+    """
     while rounds.problems < _ROUNDS and not rounds.proved(most_s):
         if experts and (rounds.problems == 2 or not rounds.certain):
             experts = False
-            rounds.ask_experts()
+            if not rounds.proved(most_s, WORTHWHILE):
+                rounds.ask_experts()
         if not rounds.go_on():
             break
-    if experts and not rounds.proved(most_s):
+    if experts and not rounds.proved(most_s, WORTHWHILE):
         rounds.ask_experts()
         rounds.go_on()
 
