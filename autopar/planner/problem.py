@@ -29,6 +29,9 @@ from autopar.steps.uses import Source, Use, times_made
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
+# In a program of so few nodes all state may be split: it takes next to no time to
+# consider, and a small array is a larger part of a small step.
+FEW_NODES = 64
 # State that is kept whole takes at most these parts of a device and of all state.
 SMALL_OF_DEVICE = 1e-3
 SMALL_OF_STATE = 1e-2
@@ -112,8 +115,10 @@ def small_state(
     Biases and scales are kept whole, the smallest first, as long as all of them
     together stay below `SMALL_OF_DEVICE` of a device's memory and `SMALL_OF_STATE`
     of the state: splitting them saves next to no memory, and one small
-    collective is as slow as another.
+    collective is as slow as another. A program of `FEW_NODES` keeps none whole.
     """
+    if len(contraction.nodes) <= FEW_NODES:
+        return frozenset()
     held: dict[int, int] = {}
     for given in graph.inputs:
         if given.output >= 0 and given.value in contraction.homes:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import planner_cases
 import pytest
 import step_forms as forms
+from jax.sharding import PartitionSpec
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
@@ -31,8 +32,9 @@ from autopar.planner.candidate import (
     choices_of,
 )
 from autopar.planner.experts import search_from_experts
+from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.infeasible import size_text
-from autopar.planner.problem import Formulation, formulate
+from autopar.planner.problem import FEW_NODES, Formulation, formulate, small_state
 from autopar.planner.search import candidate_meshes, search
 from autopar.planner.solving import TimeOutError, solve_mesh
 from autopar.planner.ties import split_batch_inputs
@@ -139,6 +141,44 @@ class TestWhatIsProved:
         assert result.best.report.status is Status.OPTIMAL
         assert result.report.status is Status.FEASIBLE
         assert result.report.gap == 1.0
+
+
+class TestSmallState:
+    """Biases are split where that is faster, in programs where it may matter."""
+
+    @staticmethod
+    @functools.cache
+    def wide() -> Analysis:
+        """A bias is less than a hundredth of the state."""
+        params = mlp_params(width=128, hidden=256, layers=2)
+        return analyse(*training(mlp_loss, params, mlp_batch(256, 128)))
+
+    @pytest.mark.parametrize("cluster", ["2x4:cpu", "8:cpu"])
+    def test_no_plan_with_split_biases_is_faster(self, cluster: str) -> None:
+        analysis, parsed = self.wide(), Cluster.parse(cluster)
+        mesh = candidate_meshes(parsed)[-1]
+        free = search(analysis, parsed, meshes=[mesh], seconds=5).best
+        pins = {"*/bias": PartitionSpec(mesh.names[-1])}
+        layouts = pinned_layouts(analysis, pins, mesh)
+        assert len(layouts) == 2
+        limit = pin_restriction(analysis, layouts)
+        pinned = solve_mesh(analysis, Pricer(parsed, mesh), limit, 5)
+        assert free.step_s <= (1 + GAP) * pinned.step_s
+
+    def test_in_large_programs_it_stays_whole(self) -> None:
+        analysis = self.wide()
+        nodes = analysis.contraction.nodes
+        assert len(nodes) <= FEW_NODES
+        assert not small_state(analysis.graph, analysis.contraction, 1e9)
+        many = dataclasses.replace(
+            analysis.contraction, nodes=(*nodes, *(nodes[-1:] * FEW_NODES))
+        )
+        small = small_state(analysis.graph, many, 1e9)
+        values = {i.path: i.value for i in analysis.graph.inputs if i.output >= 0}
+        kept = {
+            p for p, v in values.items() if analysis.contraction.homes[v].node in small
+        }
+        assert kept == {"params/0/bias", "params/1/bias"}
 
 
 class TestMaxAxes:
