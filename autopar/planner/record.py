@@ -38,7 +38,7 @@ GIVEN = "layouts as they were given"
 def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best
-    solution = best.report
+    solution = result.report
     predicted = Predicted(
         step_s=best.step_s,
         compute_s=best.compute_s,

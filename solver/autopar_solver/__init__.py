@@ -11,6 +11,7 @@
 (1, 0)
 """
 
+from autopar_solver.ilp.planes import highest_minimum
 from autopar_solver.selection.check import (
     check_selection,
     fits_budgets,
@@ -123,6 +124,7 @@ __all__ = [
     "evaluate_pipeline",
     "explain_infeasibility",
     "fits_budgets",
+    "highest_minimum",
     "link_seconds",
     "make_table",
     "memory_profile",
