@@ -175,7 +175,7 @@ def check_plan(analysis: Analysis, plan: Plan) -> None:
 def another_step(analysis: Analysis, plan: Plan) -> PlanError:
     """The error for a plan of another step; it says what differs."""
     have = {i.path for i in analysis.graph.inputs}
-    want = set(plan.inputs)
+    want = set(plan.shapes or plan.inputs)
     differ = sorted(have ^ want)
     what = "the inputs have the same names; shapes, dtypes or operators differ"
     if differ:

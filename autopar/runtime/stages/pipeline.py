@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
+from autopar.errors import StageError
 from autopar.runtime.stages.order import Issue, run_in_threads
 from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.stage import (
@@ -384,6 +386,23 @@ class Pipeline:
         return run.results
 
 
+@contextlib.contextmanager
+def told(key: TaskKey, number: int) -> Generator[None]:
+    """Says which task an error came from.
+
+    Raises:
+      StageError: something is raised inside.
+    """
+    try:
+        yield
+    except Exception as error:
+        which = "" if number < 0 else f" of microbatch {number}"
+        raise StageError(
+            f"stage {key.stage}, {key.phase.value}{which} (part {key.number}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+
+
 class _Run:
     """One step: the arrays of each stage by microbatch."""
 
@@ -448,7 +467,8 @@ class _Run:
             sums = self.sums[stage]
             arguments.extend(sums[v] for v in code.accumulated)
         begin, issued = time.perf_counter(), self.now()
-        made = code.function(*arguments)
+        with told(code.task.key, number):
+            made = code.function(*arguments)
         if (wait_s := self.pipeline.wait_s) is not None:
             jax.block_until_ready(made)
             rest = begin + wait_s(code.task.key) - time.perf_counter()
@@ -492,7 +512,8 @@ class _Run:
         """Issues a task that runs once."""
         code, step = call.code, self.step[call.code.task.key.stage]
         issued = self.now()
-        made = code.function(*(step[v] for v in code.inputs))
+        with told(code.task.key, -1):
+            made = code.function(*(step[v] for v in code.inputs))
         self.record(code, -1, issued, made)
         for value in code.donated:
             del step[value]
