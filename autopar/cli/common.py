@@ -59,6 +59,8 @@ def plan_options(
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | None = None,
+    microbatches: int | str | None = None,
+    coupled: str = "refuse",
     pins: Pins | None = None,
     axis_names: Sequence[str] | None = None,
 ) -> PlanOptions:
@@ -81,6 +83,8 @@ def plan_options(
         compression=compression,
         error_budget=error_budget,
         layouts=layouts,
+        microbatches=microbatches,
+        coupled=coupled,
         pins=pins,
         axis_names=axis_names,
     )

@@ -51,6 +51,8 @@ def limits(
     compression: str,
     error_budget: float | None,
     layouts: pathlib.Path | None,
+    microbatches: str | None,
+    coupled: str,
     pin: Sequence[str],
     axis_names: str | None,
 ) -> PlanOptions:
@@ -65,9 +67,18 @@ def limits(
         error_budget=error_budget,
         max_axes=max_axes,
         layouts=None if layouts is None else Plan.load(layouts),
+        microbatches=_number(microbatches),
+        coupled=coupled,
         pins=parse_pins(pin),
         axis_names=parse_axis_names(axis_names),
     )
+
+
+def _number(microbatches: str | None) -> int | str | None:
+    """A number of microbatches as it was typed; what is none is refused later."""
+    if microbatches is not None and microbatches.isdecimal():
+        return int(microbatches)
+    return microbatches
 
 
 def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:

@@ -27,8 +27,8 @@ from autopar.steps.work import (
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
-from autopar_passes.program.calls import Call
 from autopar_passes.microbatches.microbatched import Microbatched
+from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program
 from autopar_passes.program.static_leaves import struct_of
 from autopar_passes.program.trace import (

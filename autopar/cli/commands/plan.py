@@ -30,6 +30,8 @@ def plan(
         pathlib.Path | None,
         typer.Option(help="A plan whose layouts are kept; only codecs are chosen."),
     ] = None,
+    microbatches: options.Microbatches = None,
+    coupled: options.Coupled = "refuse",
     pin: options.PinOptions = None,
     axis_names: options.AxisNames = None,
 ) -> Result:
@@ -53,6 +55,8 @@ def plan(
             compression=compression,
             error_budget=error_budget,
             layouts=layouts,
+            microbatches=microbatches,
+            coupled=coupled,
             pin=pin or [],
             axis_names=axis_names,
         ),

@@ -19,7 +19,7 @@ from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 from autopar_passes.sums.linear import ADDITIVE, UNARY
 
 
-class Grouped(Exception):  # noqa: N818  # no error: the rows are dealt out anew
+class Grouped(Exception):  # no error: the rows are dealt out anew
     """So many groups of rows must stay together."""
 
 
