@@ -128,6 +128,8 @@ class Follower:
         kinds = {c.kind for c in given}
         if eqn.primitive == "iota" or Kind.POSITION in kinds:
             return self._positions(eqn, given)
+        if Kind.ROWS not in kinds and operators.moved(self.pair, eqn):
+            return self._coupled(eqn, "counts the rows")
         if Kind.SUM in kinds:
             return self._sums(eqn, given)
         if Kind.ROWS in kinds:
