@@ -16,6 +16,7 @@ from autopar.planner.record import another_step
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.placement import place
 from autopar.planner.stages.plan import (
+    SCHEDULES,
     PipelineChoice,
     layers_of,
     microbatch_counts,
@@ -90,13 +91,13 @@ def best_pipeline(
     _check_options(options)
     asked = options.microbatches
     counts = [asked] if isinstance(asked, int) else None
-    schedules = None if options.schedule is None else [_schedule(options.schedule)]
+    asked_for = options.schedule
     choice = plan_stages(
         whole,
         cluster,
         microbatches=counts,
+        schedules=SCHEDULES if asked_for is None else (_schedule(asked_for),),
         seconds=options.seconds,
-        **({} if schedules is None else {"schedules": schedules}),
     )
     if len(choice.stages) == 1:
         return None
