@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from autopar_passes import jax_compat
 from autopar_passes.microbatches.classes import POSITION, SUM, Kind, Split
+from autopar_passes.microbatches.indexing import indexes_rows
 from autopar_passes.microbatches.microbatched import Rows
 from autopar_passes.microbatches.pairs import Pair
 from autopar_passes.microbatches.rows import regrouped
 from autopar_passes.program.equations import Atom, Equation, Scalar
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
-from autopar_passes.sums.linear import ADDITIVE, UNARY
+from autopar_passes.sums.linear import ADDITIVE, CONTRACTIONS, UNARY
 
 
 class Grouped(Exception):  # no error: the rows are dealt out anew
@@ -131,8 +132,10 @@ def rows(
     if eqn.primitive == "concatenate":
         if eqn.params["dimension"] == pair.dims[eqn.outputs[0]]:
             return _concatenated(pair, eqn, given, inner)
-    elif eqn.primitive == "select_and_gather_add":
-        return "reads rows in a window"
+    elif eqn.primitive == "split" and eqn.params["axis"] == _only_dim(pair, eqn):
+        return _split(pair, eqn, inner)
+    if indexes_rows(pair, eqn):
+        return "picks rows by an index"
     factors: set[int] = set()
     for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
         if isinstance(atom, int) and pair.has_rows(atom):
@@ -147,11 +150,20 @@ def rows(
             if own != (factor,) or rule.kinds[factor] is not FactorKind.PASS:
                 return "brings rows together"
             out.append(Split(Kind.ROWS, inner))
-        elif rule.kinds[factor] is FactorKind.REDUCE and rule.reduction == "sum":
+        elif _adds_up(eqn, rule, factor):
             out.append(SUM)
         else:
             return "brings rows together"
     return out
+
+
+def _adds_up(eqn: Equation, rule: FactorRule, factor: int) -> bool:
+    """Whether an operator adds up over a factor of all that it reads of the rows."""
+    return (
+        eqn.primitive in CONTRACTIONS
+        and rule.kinds[factor] is FactorKind.REDUCE
+        and rule.reduction == "sum"
+    )
 
 
 def _reshaped(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
@@ -211,6 +223,22 @@ def moved(pair: Pair, eqn: Equation) -> bool:
         return whole["start_indices"] != eqn.params["start_indices"]
     key = "padding_config"
     return eqn.primitive == "pad" and whole[key] != eqn.params[key]
+
+
+def _only_dim(pair: Pair, eqn: Equation) -> int:
+    (value,) = (a for a in eqn.inputs if isinstance(a, int))
+    return pair.dims[value]
+
+
+def _split(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+    """Rows apart from rows: the same parts of each microbatch's."""
+    dim = eqn.params["axis"]
+    sizes = [pair.micro.values[v].shape[dim] for v in eqn.outputs]
+    if any(pair.dims[v] != dim for v in eqn.outputs) or (
+        inner and any(size % inner for size in sizes)
+    ):
+        return "takes some of the rows"
+    return [Split(Kind.ROWS, inner)] * len(eqn.outputs)
 
 
 def _padded(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
