@@ -10,7 +10,10 @@ from autopar_passes.microbatches.pairs import Pair
 from autopar_passes.program.equations import Atom, Equation
 
 SCATTERS = frozenset(
-    {"scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"}
+    {
+        "scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min",
+        "scatter-max",
+    }
 )  # fmt: skip
 
 

@@ -123,19 +123,34 @@ def rows(
     if len(inners) > 1:
         return "reads rows in two orders"
     inner = inners.pop() if inners else 0
-    if eqn.primitive == "reshape":
-        return _reshaped(pair, eqn, inner)
-    if eqn.primitive == "slice" and _rows_cut(pair, eqn):
-        return _sliced(pair, eqn, inner)
-    if eqn.primitive == "pad":
-        return _padded(pair, eqn, inner)
-    if eqn.primitive == "concatenate":
-        if eqn.params["dimension"] == pair.dims[eqn.outputs[0]]:
+    own = _in_their_way(pair, eqn, given, inner)
+    return _by_rule(pair, eqn, rule, inner) if own is None else own
+
+
+def _in_their_way(
+    pair: Pair, eqn: Equation, given: Sequence[Split], inner: int
+) -> list[Split] | str | None:
+    """What operators do that their rules do not tell; None: their rules do."""
+    dim = max(pair.dims[a] for a in eqn.inputs if isinstance(a, int))
+    match eqn.primitive:
+        case "reshape":
+            return _reshaped(pair, eqn, inner)
+        case "slice" if _rows_cut(pair, eqn):
+            return _sliced(pair, eqn, inner)
+        case "pad":
+            return _padded(pair, eqn, inner)
+        case "concatenate" if eqn.params["dimension"] == dim:
             return _concatenated(pair, eqn, given, inner)
-    elif eqn.primitive == "split" and eqn.params["axis"] == _only_dim(pair, eqn):
-        return _split(pair, eqn, inner)
-    if indexes_rows(pair, eqn):
-        return "picks rows by an index"
+        case "split" if eqn.params["axis"] == dim:
+            return _split(pair, eqn, inner)
+        case _:
+            return "picks rows by an index" if indexes_rows(pair, eqn) else None
+
+
+def _by_rule(
+    pair: Pair, eqn: Equation, rule: FactorRule, inner: int
+) -> list[Split] | str:
+    """What an operator does with the factor that its rule has for the rows."""
     factors: set[int] = set()
     for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
         if isinstance(atom, int) and pair.has_rows(atom):
@@ -225,11 +240,6 @@ def moved(pair: Pair, eqn: Equation) -> bool:
     return eqn.primitive == "pad" and whole[key] != eqn.params[key]
 
 
-def _only_dim(pair: Pair, eqn: Equation) -> int:
-    (value,) = (a for a in eqn.inputs if isinstance(a, int))
-    return pair.dims[value]
-
-
 def _split(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     """Rows apart from rows: the same parts of each microbatch's."""
     dim = eqn.params["axis"]
@@ -250,9 +260,11 @@ def _padded(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
         if dim != pair.dims[made]:
             if (low, high, apart) != own:
                 return "moves rows"
-        elif apart or (low, high) != (own[0] * pair.count, own[1] * pair.count):
-            return "moves rows"
-        elif inner and (own[0] % inner or own[1] % inner):
+        elif (
+            apart
+            or (low, high) != (own[0] * pair.count, own[1] * pair.count)
+            or (inner and (own[0] % inner or own[1] % inner))
+        ):
             return "moves rows"
     return [Split(Kind.ROWS, inner)]
 
