@@ -32,8 +32,6 @@ from autopar_solver import (
 # A submesh is left out where another one of its size costs no more than this in
 # anything.
 _WORSE = 1.001
-# Times that a gradient is read or written where it is added to a sum.
-_PASSES = 3.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -107,7 +105,7 @@ def _priced(
         submesh,
         seconds.price(submesh),
         held,
-        _PASSES * held.gradients / bandwidth,
+        held.accumulated / bandwidth,
         np.array([splits_batch(submesh.assignment, float(x)) for x in scales]),
         sent,
         returned,
@@ -192,7 +190,7 @@ class _Links:
         self, cluster: Cluster, found: Sequence[Priced], ends: Sequence[int]
     ) -> None:
         """One submesh stands for each end."""
-        first = {end: one for end, one in reversed(list(zip(ends, found, strict=True)))}
+        first = dict(zip(reversed(ends), reversed(found), strict=True))
         self.examples = [first[end] for end in range(len(first))]
         count = len(self.examples)
         self.rate = np.zeros((count, count))

@@ -52,12 +52,16 @@ def crossings(layers: LayerMap) -> Crossings:
         later = [part for part, _ in read if part > made]
         for boundary in range(made, max(later, default=made)):
             forward[boundary].append(value)
-        for part in sorted({p for p, role in read if p > made and role is Role.FORWARD}):
+        for part in sorted(
+            {p for p, role in read if p > made and role is Role.FORWARD}
+        ):
             entering[part].append(value)
         earlier = [part for part, _ in read if part < made]
         for boundary in range(min(earlier, default=made), made):
             backward[boundary].append(value)
-    return Crossings(*(tuple(map(tuple, found)) for found in (forward, backward, entering)))
+    return Crossings(
+        *(tuple(map(tuple, found)) for found in (forward, backward, entering))
+    )
 
 
 def device_bytes(
@@ -108,7 +112,7 @@ class Shared:
 
 
 def shared_parameters(layers: LayerMap) -> Iterator[Shared]:
-    """The parameters that the forward passes of several layers read, as they are or cast.
+    """The parameters that forward passes of several layers read, cast or not.
 
     Small ones are sent to whoever reads them without a thought.
     """

@@ -65,7 +65,7 @@ class LayerMap:
 
     @functools.cached_property
     def _columns(self) -> np.ndarray:
-        """``[operators]``: forward 0, gradients others wait for 1, others 2, update 3."""
+        """``[operators]``, as `column` says."""
         operators = self.analysis.graph.operators
         ahead = sent_back(self)
         above = top_level(self.analysis.program)
@@ -159,7 +159,9 @@ def layer_map(
     split = batch_inputs(analysis) if batch is None else frozenset(batch)
     parts = parts_of(analysis.program, analysis.graph, starts, batch=split)
     layer = _layers(analysis, parts)
-    return LayerMap(analysis, tuple(starts), parts, split, layer, _examples(analysis, parts, layer))
+    return LayerMap(
+        analysis, tuple(starts), parts, split, layer, _examples(analysis, parts, layer)
+    )
 
 
 def _layers(analysis: Analysis, parts: Parts) -> np.ndarray:

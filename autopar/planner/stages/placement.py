@@ -35,7 +35,9 @@ def place(cluster: Cluster, wanted: Sequence[Wanted]) -> list[tuple[int, ...]]:
             found = _in_order(part, [(k, wanted[k][1]) for k in by_size])
         if found is None:
             shapes = ", ".join("x".join(map(str, wanted[k][1])) for k in stages)
-            raise PlanError(f"stages of {shapes} do not fit beside each other in {part}.")
+            raise PlanError(
+                f"stages of {shapes} do not fit beside each other in {part}."
+            )
         for stage, cells in found.items():
             out[stage] = tuple(begins[number] + cell for cell in cells)
     return [out[k] for k in range(len(wanted))]
@@ -80,4 +82,8 @@ def _step(cluster: Cluster, shape: Sequence[int]) -> int:
         if size < whole:
             break
     first = next((k for k, s in enumerate(shape) if s > 1), len(shape) - 1)
-    return min(step, math.prod(levels[first + 1 :]) * (shape[first] if first == len(shape) - 1 else 1))
+    return min(
+        step,
+        math.prod(levels[first + 1 :])
+        * (shape[first] if first == len(shape) - 1 else 1),
+    )

@@ -18,15 +18,14 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_shape
 from autopar_passes.stages.layers import cluster_layers
 from autopar_solver import (
-    PipelineCost,
     Pipeline,
+    PipelineCost,
     Schedule,
     ScheduleKind,
     StageProblem,
     StageSolution,
     TaskSeconds,
     Timeline,
-    evaluate_pipeline,
     make_table,
     play,
     solve_stages,
@@ -170,8 +169,15 @@ class _Spent:
         self.seconds[what], self.last = now - self.last, now
 
 
-def layers_of(analysis: Analysis, cluster: Cluster) -> LayerMap:
+def layers_of(
+    analysis: Analysis, cluster: Cluster, layers: int | None = None
+) -> LayerMap:
     """The layers of a step, a few for each device at most.
+
+    Args:
+      analysis: the step.
+      cluster: the devices.
+      layers: how many; None: as many as are found.
 
     Raises:
       PlanError: no forward equation depends on both state and batch.
@@ -181,6 +187,7 @@ def layers_of(analysis: Analysis, cluster: Cluster) -> LayerMap:
         analysis.program,
         analysis.graph,
         batch=batch,
+        layers=layers,
         most=max(_LAYERS * cluster.num_devices, 2 * _LAYERS),
     )
     if not starts:

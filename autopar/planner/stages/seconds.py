@@ -23,7 +23,7 @@ from autopar.cost.items import Paid, collective_item
 from autopar.cost.pieces import Pieces, value_at
 from autopar.cost.products import rates_of
 from autopar.cost.scaling import collective_pieces_of, tabled_at, work_pieces
-from autopar.cost.traffic import joined, traffic
+from autopar.cost.traffic import Collective, joined, traffic
 from autopar.layouts.assignment import Assignment
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
@@ -125,10 +125,7 @@ class SecondsPricer:
         self, submesh: Submesh, waiting: np.ndarray, free: np.ndarray
     ) -> None:
         layers, assignment, pricer = self.layers, submesh.assignment, submesh.pricer
-        for c in joined(pricer, traffic(assignment, layers.operators)):
-            layer = layers.layer_of(c.operator, c.value)
-            if layer not in layers.row:
-                continue
+        for c, layer in self._collectives(submesh):
             item = collective_item(assignment, pricer, c)
             once = item.paid is Paid.SYNCHRONISATION
             column = STEP if once else layers.column(c.operator)
@@ -140,6 +137,29 @@ class SecondsPricer:
             summed = c.place is not None and c.step.kind in SUMS
             hides = c.place is not None and (summed or not once)
             (free if hides else waiting)[column, layers.row[layer]] += seconds
+
+    def _collectives(self, submesh: Submesh) -> list[tuple[Collective, int]]:
+        """The collectives of example layers, each with its layer.
+
+        Messages are those of all layers: a collective travels with those of the layers
+        that are like its own.
+        """
+        layers = self.layers
+        found = [
+            (c, layers.layer_of(c.operator, c.value))
+            for c in traffic(submesh.assignment, layers.operators)
+        ]
+        found = [(c, layer) for c, layer in found if layer in layers.row]
+        times = np.bincount(layers.kept, minlength=layers.count)
+        whole = [c for c, layer in found for _ in range(times[layer])]
+        sent = joined(submesh.pricer, whole)
+        middles = np.cumsum([0] + [int(times[layer]) for _, layer in found])
+        return [
+            (sent[(first + last) // 2], layer)
+            for (_, layer), first, last in zip(
+                found, middles[:-1].tolist(), middles[1:].tolist(), strict=True
+            )
+        ]
 
 
 def _parts_of(submesh: Submesh, work: OperatorWork) -> tuple[int, ...]:

@@ -42,6 +42,7 @@ Shape = tuple[int, ...]
 # roughly anyway.
 _GAP = 5e-3
 
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Rule:
     """What layouts are searched for.
@@ -164,9 +165,7 @@ def slice_shapes(cluster: Cluster) -> list[Shape]:
     Of a level that may be cut anywhere, the sizes that divide it, and powers of two.
     """
     whole = [level.size for level in cluster.levels]
-    found = [
-        tuple(level.size for level in part.levels) for part, _ in cluster.slices()
-    ]
+    found = [tuple(level.size for level in part.levels) for part, _ in cluster.slices()]
     return [
         shape
         for shape in found

@@ -1,0 +1,106 @@
+"""Tests of `autopar.planner.stages.plan`."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from stage_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
+
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.stages.plan import (
+    SCHEDULES,
+    batch_rows,
+    microbatch_counts,
+    plan_stages,
+)
+from autopar_solver import Schedule, ScheduleKind
+
+SLOW = "2x2:cpu,network=100Mb/s"
+
+
+def test_never_slower_than_one_stage_and_the_bound_holds() -> None:
+    found = plan_stages(mlp(), Cluster.parse("2x2:cpu"))
+    assert found.bound_s <= found.step_s <= found.one_stage_s
+    assert found.step_s == pytest.approx(found.timeline.makespan_s)
+
+
+def test_a_slow_network_makes_stages_worth_it() -> None:
+    """Activations are far smaller than the gradients of wide layers."""
+    wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
+    found = plan_stages(wide, Cluster.parse(SLOW))
+    assert len(found.stages) >= 2
+    assert found.step_s < 0.9 * found.one_stage_s
+
+
+def test_stages_have_all_layers_and_devices_of_their_own() -> None:
+    wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
+    found = plan_stages(wide, Cluster.parse(SLOW))
+    layers = sorted(k for stage in found.stages for k in stage.layers)
+    assert layers == list(range(len(found.layer_starts)))
+    devices = [d for stage in found.stages for d in stage.devices]
+    assert len(devices) == len(set(devices))
+    assert [found.layer_starts[cut] for cut in found.cuts[:-1]] == list(found.starts)
+    for stage in found.stages:
+        assert len(stage.devices) == math.prod(stage.submesh.pricer.sizes)
+        assert stage.memory_bytes <= stage.limit_bytes
+
+
+def test_the_number_of_stages_and_the_schedule_can_be_given() -> None:
+    one = plan_stages(mlp(), Cluster.parse(SLOW), stages=1, microbatches=[4])
+    assert len(one.stages) == 1
+    assert one.microbatches == 4
+    gpipe = Schedule(ScheduleKind.GPIPE)
+    two = plan_stages(mlp(), Cluster.parse(SLOW), schedules=[gpipe], microbatches=[2])
+    assert (two.schedule, two.microbatches) == (gpipe, 2)
+
+
+def test_the_analysis_of_a_microbatch_gives_about_the_same_plan() -> None:
+    """Costs are scaled, from wherever they were analysed."""
+    whole = plan_stages(mlp(), Cluster.parse("2x2:cpu"), microbatches=[4])
+    part = analysed(residual, blocks(6), struct(ROWS // 4, 64))
+    found = plan_stages(part, Cluster.parse("2x2:cpu"), analysed=4, microbatches=[4])
+    assert found.step_s == pytest.approx(whole.step_s, rel=0.02)
+
+
+def test_a_parameter_of_two_layers_is_a_cost_of_parting_them() -> None:
+    found = plan_stages(tied(), Cluster.parse("1x2:cpu"))
+    assert found.bound_s <= found.step_s <= found.one_stage_s
+
+
+def test_unequal_devices_get_unequal_layers() -> None:
+    """A stage on slower devices has fewer layers."""
+    text = "1x1:cpu+1x1:cpu,efficiency=0.1"
+    wide = analysed(residual, blocks(8, 256), struct(256, 256))
+    found = plan_stages(wide, Cluster.parse(text), microbatches=[8])
+    by_group = {s.submesh.group: len(s.layers) for s in found.stages}
+    assert by_group.get(1, 0) < by_group[0]
+
+
+def test_nothing_that_fits_is_an_error_that_names_layers() -> None:
+    wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
+    with pytest.raises(InfeasibleError, match=r"no pipeline fits: layers \d"):
+        plan_stages(wide, Cluster.parse("1x2:cpu,memory=1MB"))
+
+
+def test_numbers_of_microbatches_divide_the_rows() -> None:
+    counts = microbatch_counts(mlp())
+    assert counts == [1, 2, 4, 8, 16, 32]
+    assert microbatch_counts(mlp(), 4)[-1] == 4 * ROWS
+    assert batch_rows(mlp()) == ROWS
+
+
+def test_a_step_without_layers_is_refused() -> None:
+    def constant(params: object, x: object) -> object:
+        return np.float32(0.0) * params[0].sum()  # pyright: ignore
+
+    with pytest.raises(PlanError, match="no layers"):
+        plan_stages(
+            analysed(constant, [struct(4, 4)], struct(8, 4)), Cluster.parse("2:cpu")
+        )
+
+
+def test_every_schedule_is_in_the_space() -> None:
+    assert {schedule.kind for schedule in SCHEDULES} == set(ScheduleKind)
