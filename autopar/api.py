@@ -42,6 +42,10 @@ def plan(
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
+    microbatches: int | str | None = None,
+    coupled: str = "refuse",
+    stages: int | str | None = None,
+    schedule: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: Sequence[str] = (),
 ) -> Plan:
@@ -72,6 +76,15 @@ def plan(
       layouts: a plan whose layouts are kept, on this cluster, or its JSON file; only
         the codecs are chosen. It may be of another batch size, and edited
         (docs/plans.md).
+      microbatches: into how many microbatches the batch is split, which run one after
+        the other before the update; ``auto``: as is fastest of what fits. None: as the
+        plan given as ``layouts`` says, else one. docs/microbatches.md has the rules.
+      coupled: what is done where the loss of a row depends on the other rows:
+        ``refuse`` to split the batch, or take each ``microbatch`` for the batch.
+      stages: into how many pipeline stages the step is cut; ``auto``: as is fastest of
+        what fits. None: one. docs/pipelines.md says how.
+      schedule: in which order stages run their microbatches: ``gpipe``, ``1f1b``,
+        ``interleaved`` or ``zero-bubble``.
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
       kwargs: the step's arguments that are given by name.
@@ -94,6 +107,10 @@ def plan(
         compression=compression,
         error_budget=error_budget,
         layouts=None if layouts is None else as_plan(layouts, "layouts"),
+        microbatches=microbatches,
+        coupled=coupled,
+        stages=stages,
+        schedule=schedule,
     )
     made_for = as_cluster(cluster)
     call = opened(step, args, kwargs, static_argnames)

@@ -61,6 +61,10 @@ def plan_options(
     layouts: Plan | None = None,
     pins: Pins | None = None,
     axis_names: Sequence[str] | None = None,
+    microbatches: int | str | None = None,
+    coupled: str = "refuse",
+    stages: int | str | None = None,
+    schedule: str | None = None,
 ) -> PlanOptions:
     """Returns the options of a command that are about the search for a plan.
 
@@ -83,6 +87,10 @@ def plan_options(
         layouts=layouts,
         pins=pins,
         axis_names=axis_names,
+        microbatches=microbatches,
+        coupled=coupled,
+        stages=stages,
+        schedule=schedule,
     )
 
 

@@ -74,6 +74,32 @@ AxisNames = Annotated[
     str | None,
     typer.Option(metavar="NAME,...", help="Names of the mesh axes, outermost first."),
 ]
+Microbatches = Annotated[
+    str | None,
+    typer.Option(
+        metavar="{N,auto}",
+        help="Split the batch into so many microbatches, one after the other.",
+    ),
+]
+Coupled = Annotated[
+    str,
+    typer.Option(
+        metavar="{refuse,microbatch}",
+        help="Where the loss of a row depends on others: refuse to split the batch, or "
+        "take each microbatch for the batch.",
+    ),
+]
+Stages = Annotated[
+    str | None,
+    typer.Option(metavar="{N,auto}", help="Cut the step into so many pipeline stages."),
+]
+Schedule = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="Order of microbatches in stages: gpipe, 1f1b, interleaved, zero-bubble.",
+    ),
+]
 Traceback = Annotated[
     bool,
     typer.Option("--traceback", help="On an error, print where it was raised."),

@@ -10,12 +10,14 @@ from autopar.cli.output import Result
 from autopar.cli.pins import parse_axis_names, parse_pins
 from autopar.cli.target import load, parse_words
 from autopar.cluster import Cluster
+from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 from autopar.reports.attribution import LAYER, attributed
 from autopar.reports.explain import bind_plan, group_collectives
 from autopar.reports.gradients import codec_rows
 from autopar.reports.html import render_html
+from autopar.reports.schedule import trace_text
 from autopar.reports.table import planning_times, render
 from autopar.steps.analysis import Analysis
 
@@ -29,6 +31,7 @@ def plan(
     out: pathlib.Path | None,
     html: pathlib.Path | None,
     as_json: bool,
+    trace: pathlib.Path | None = None,
 ) -> Result:
     """Plans a target's step; writes the files that are asked for."""
     with common.progress() as say:
@@ -36,6 +39,13 @@ def plan(
         analysis, found = common.plan_workload(workload, cluster, limits, say)
         if out is not None:
             found.save(out)
+        if trace is not None:
+            if found.pipeline is None:
+                raise PlanError(
+                    f"--trace {trace}: the plan has one stage and no schedule to "
+                    "write. Say --stages, too, or leave --trace out."
+                )
+            trace.write_text(trace_text(found), encoding="utf-8")
         if html is not None:
             say(f"writing {html}")
             html.write_text(_page(analysis, found, cluster), encoding="utf-8")
@@ -53,6 +63,10 @@ def limits(
     layouts: pathlib.Path | None,
     pin: Sequence[str],
     axis_names: str | None,
+    microbatches: str | None = None,
+    coupled: str = "refuse",
+    stages: str | None = None,
+    schedule: str | None = None,
 ) -> PlanOptions:
     """Returns the options of the command that are about the search.
 
@@ -67,10 +81,29 @@ def limits(
         layouts=None if layouts is None else Plan.load(layouts),
         pins=parse_pins(pin),
         axis_names=parse_axis_names(axis_names),
+        microbatches=_count(microbatches, "--microbatches"),
+        coupled=coupled,
+        stages=_count(stages, "--stages"),
+        schedule=schedule,
     )
 
 
+def _count(text: str | None, option: str) -> int | str | None:
+    """A number, or ``auto``.
+
+    Raises:
+      PlanError: it is neither.
+    """
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(f"{option} {text}: expected a whole number such as 4, or auto.")
+    return int(text)
+
+
 def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:
+    if found.pipeline is not None:
+        return render_html(found, ())
     bound = bind_plan(analysis, found, cluster)
     rows = group_collectives(bound, bound.collectives)
     rows += codec_rows(found, bound.pricer)

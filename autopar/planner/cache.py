@@ -16,6 +16,7 @@ import msgspec
 from autopar.cluster import Cluster
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
+from autopar.planner.record import split_as
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.version import __version__
@@ -95,7 +96,11 @@ def _read(path: Path, analysis: Analysis) -> Plan | None:
             stacklevel=2,
         )
         return None
-    return found if found.fingerprint == analysis.fingerprint else None
+    try:
+        split = split_as(analysis, found)
+    except PlanError:
+        return None
+    return found if found.fingerprint == split.fingerprint else None
 
 
 def _write(path: Path, plan: Plan) -> None:

@@ -37,11 +37,6 @@ def check_consistent(analysis: Analysis, plan: Plan) -> None:
 def _check_runs(plan: Plan) -> None:
     """Raises `PlanError` for what a plan may say and cannot be carried out yet."""
     stage = plan.stage
-    if plan.microbatches > 1:
-        raise PlanError(
-            f"the plan splits the batch into {plan.microbatches} microbatches, and "
-            "plans run on whole batches: set microbatches to 1."
-        )
     if stage.devices != tuple(range(len(stage.devices))):
         raise PlanError(
             f"the plan is for devices {stage.devices} of its cluster, and plans of one "

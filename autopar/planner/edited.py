@@ -21,7 +21,7 @@ from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.written import check_fits, with_codecs_of
 from autopar.planner.consistent import check_consistent
 from autopar.planner.hints import pin_restriction
-from autopar.planner.record import another_step, assignment_of, restore
+from autopar.planner.record import another_step, assignment_of, restore, split_as
 from autopar.planner.search import given, plan_mesh, search
 from autopar.plans import Plan
 from autopar.plans.specs import spec_of, spec_text
@@ -39,7 +39,8 @@ _WHY_NOT = {
     "devices": _OTHER_MESH,
     "mesh": _OTHER_MESH,
     "compression": "it says why gradients are sent as they are: edit their codecs",
-    "microbatches": "batches are not split",
+    "microbatches": "other microbatches are another plan: make it with "
+    "autopar.plan(..., microbatches=)",
     "schedule": "there is one stage",
     "rematerialisation": "use jax.checkpoint in the step",
     "name": "it names the only stage",
@@ -68,6 +69,7 @@ def carried_out(
     if not parts:
         return plan
     _check_parts(parts)
+    analysis = split_as(analysis, plan)
     if plan.fingerprint != analysis.fingerprint:
         raise another_step(analysis, plan)
     check_consistent(analysis, plan)

@@ -9,6 +9,10 @@ from typing import Any, cast
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
+from autopar.plans import NO_SCHEDULE, SCHEDULES
+
+# What is done where the loss of a row depends on the others of its batch.
+COUPLED = ("refuse", "microbatch")
 
 
 def check_limits(max_axes: Any, seconds: Any) -> None:
@@ -34,6 +38,49 @@ def check_limits(max_axes: Any, seconds: Any) -> None:
     if not seconds > 0 or math.isnan(seconds):
         raise PlanError(
             f"seconds={seconds!r}: expected more than 0, or None for no limit."
+        )
+
+
+def check_microbatches(microbatches: Any, coupled: Any) -> None:
+    """Checks into how many microbatches a batch is split, and how.
+
+    Raises:
+      PlanError: it is no number of at least 1, or there is no such way.
+    """
+    whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
+    known = microbatches is None or microbatches == "auto" or whole
+    if not known or (whole and microbatches < 1):
+        raise PlanError(
+            f"microbatches={microbatches!r}: expected into how many microbatches the "
+            "batch is split, a whole number such as 4, or 'auto'."
+        )
+    if coupled not in COUPLED:
+        raise PlanError(
+            f"coupled={coupled!r}: expected 'refuse', or 'microbatch' to compute what "
+            "couples the rows of a batch from those of each microbatch alone."
+        )
+
+
+def check_stages(stages: Any, schedule: Any) -> None:
+    """Checks into how many stages a step is cut, and their schedule.
+
+    Raises:
+      PlanError: it is no number of at least 1, or there is no such schedule.
+    """
+    whole = isinstance(stages, int) and not isinstance(stages, bool)
+    known = stages is None or stages == "auto" or (whole and stages >= 1)
+    if not known:
+        raise PlanError(
+            f"stages={stages!r}: expected into how many pipeline stages the step is "
+            "cut, a whole number such as 4, or 'auto'."
+        )
+    names = [name for name in SCHEDULES if name != NO_SCHEDULE]
+    if schedule is not None and schedule not in names:
+        raise PlanError(f"schedule={schedule!r}: there are {', '.join(names)}.")
+    if schedule is not None and stages in (None, 1):
+        raise PlanError(
+            f"schedule={schedule!r} is for a pipeline: say stages=, too, a number or "
+            "'auto'."
         )
 
 

@@ -13,7 +13,12 @@ from autopar.errors import PlanError
 from autopar.planner.codecs.options import EDITED, budget_of, parsed
 from autopar.planner.hints import LogicalRules, Pins, logical_pins
 from autopar.planner.limits import SOLVER_SECONDS
-from autopar.planner.option_checks import check_hints, check_limits
+from autopar.planner.option_checks import (
+    check_hints,
+    check_limits,
+    check_microbatches,
+    check_stages,
+)
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
 from autopar_passes.program.calls import Call
@@ -71,6 +76,15 @@ class PlanOptions:
       compression: how gradients are sent: ``none``, ``auto``, or a codec as text.
       error_budget: for ``auto``, the largest relative error of the gradients.
       layouts: a plan whose layouts are kept.
+      microbatches: into how many microbatches the batch is split; ``auto``: as is
+        fastest of what fits. None: as the plan given as layouts says, else one.
+      coupled: what is done where the loss of a row depends on the others: ``refuse``
+        to split the batch, or take the ``microbatch`` for the batch.
+      stages: into how many pipeline stages the step is cut; ``auto``: as is fastest.
+        None: one.
+      schedule: in which order stages run microbatches: ``gpipe``, ``1f1b``,
+        ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
+        number of stages is given.
 
     Raises:
       PlanError: there is no such codec, or the budget is no number of at least 0 or
@@ -86,12 +100,18 @@ class PlanOptions:
     compression: str = "none"
     error_budget: float | None = None
     layouts: Plan | None = None
+    microbatches: int | str | None = None
+    coupled: str = "refuse"
+    stages: int | str | None = None
+    schedule: str | None = None
 
     def __post_init__(self) -> None:
         """Checks the codecs before any work is done."""
         parsed(self.compression)
         budget_of(self.error_budget, self.compression)
         check_limits(self.max_axes, self.seconds)
+        check_microbatches(self.microbatches, self.coupled)
+        check_stages(self.stages, self.schedule)
         check_hints(self.pins, self.logical_axis_rules, self.axis_names)
 
 

@@ -13,7 +13,7 @@ from autopar.cluster import Cluster, MeshShape
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec
 from autopar.cost.pricer import Pricer
-from autopar.errors import PlanError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.candidate import SearchResult
 from autopar.planner.codecs.choose import (
     CodecChoice,
@@ -39,11 +39,14 @@ from autopar.planner.manual import meshes_for_manual
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.rebatch import rebatched
-from autopar.planner.record import make_plan, restore
+from autopar.planner.record import make_plan, restore, split_as
 from autopar.planner.search import candidate_meshes, given, search
+from autopar.planner.stages.entry import plan_with_stages, without_stages
 from autopar.plans import Plan
+from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_shape
+from autopar.steps.microbatches import in_microbatches, numbers_of_microbatches
 from autopar_passes.graph.roles import InputRole
 
 
@@ -94,6 +97,11 @@ def plan_analysis(
             "plan_analysis: logical_axis_rules need the step's arguments; turn them "
             "into pins with with_logical_pins(options, call)."
         )
+    if options.stages not in (None, 1):
+        return _in_stages(analysis, cluster, options)
+    if options.microbatches == "auto":
+        return _fastest_split(analysis, cluster, options, sent, errors)
+    analysis = _split(analysis, options)
     mode, names, pins = options.compression, options.axis_names, options.pins or {}
     budget = budget_of(options.error_budget, mode)
     codecs = _Codecs(mode, parsed(mode), budget, sent, errors or {})
@@ -108,6 +116,100 @@ def plan_analysis(
     if options.split_batch:
         check_batch(analysis, cluster, meshes)
     return _searched(analysis, cluster, meshes, pins, codecs, seconds)
+
+
+def _in_stages(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Plan:
+    """A pipeline, or where that is as fast, a plan of one stage.
+
+    Raises:
+      InfeasibleError: neither fits.
+      PlanError: the step cannot be cut or split as is asked for.
+    """
+    if isinstance(options.stages, int):
+        found = plan_with_stages(analysis, cluster, options, None)
+        assert found is not None
+        return found
+    one: Plan | None = None
+    failed: InfeasibleError | None = None
+    try:
+        one = plan_analysis(analysis, cluster, without_stages(options))
+    except InfeasibleError as error:
+        failed = error
+    try:
+        found = plan_with_stages(analysis, cluster, options, one)
+    except InfeasibleError as error:
+        raise (failed or error) from error
+    except PlanError as error:
+        if one is None:
+            raise
+        say(f"planning one stage only: {error}")
+        return one
+    if found is not None:
+        return found
+    if one is None:
+        assert failed is not None
+        raise failed
+    return one
+
+
+def _split(analysis: Analysis, options: PlanOptions) -> Analysis:
+    """The step, its batch split into as many microbatches as is asked for.
+
+    Raises:
+      PlanError: it cannot be split so, or the layouts are for another number.
+    """
+    kept, asked = options.layouts, options.microbatches
+    if kept is None:
+        count = int(asked or 1)
+        return in_microbatches(analysis, count, couple=options.coupled == "microbatch")
+    if asked not in (None, kept.microbatches):
+        raise PlanError(
+            f"microbatches={asked}: the plan given as layouts= has "
+            f"{kept.microbatches}; leave microbatches out."
+        )
+    return split_as(analysis, kept)
+
+
+def _fastest_split(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    sent: Plan | None,
+    errors: Errors | None,
+) -> Plan:
+    """The plan with the number of microbatches that is fastest of what fits.
+
+    It tries 1, 2, 4 ... until more of them are slower.
+
+    Raises:
+      InfeasibleError: none fits; that of the most microbatches.
+      PlanError: the batch cannot be split, and does not fit as a whole.
+    """
+    if options.layouts is not None:
+        return plan_analysis(
+            analysis, cluster, dataclasses.replace(options, microbatches=None), sent
+        )
+    best: Plan | None = None
+    failed: InfeasibleError | None = None
+    for count in numbers_of_microbatches(analysis):
+        asked = dataclasses.replace(options, microbatches=count)
+        try:
+            found = plan_analysis(analysis, cluster, asked, sent, errors)
+        except InfeasibleError as error:
+            failed = error
+            continue
+        except PlanError:
+            # More microbatches do not divide the rows either, nor keep the meaning.
+            if best is None and failed is None:
+                raise
+            break
+        if best is not None and found.predicted.step_s >= best.predicted.step_s:
+            break
+        best = found
+    if best is not None:
+        return best
+    assert failed is not None
+    raise failed
 
 
 def plan_beside(
@@ -135,7 +237,7 @@ def plan_beside(
       PlanError: the running plan's mesh is none that the cluster has.
     """
     try:
-        kept = dataclasses.replace(options, layouts=running)
+        kept = dataclasses.replace(options, layouts=running, microbatches=None)
         return plan_analysis(analysis, cluster, kept, sent)
     except PlanError:
         meshes = [
@@ -271,7 +373,8 @@ def check_batch(
         for i in analysis.graph.inputs
         if i.role is InputRole.BATCH
     }
-    leading = {path: s[0] for path, s in shapes.items() if s and s[0] > 1}
+    parts = analysis.microbatches
+    leading = {path: s[0] // parts for path, s in shapes.items() if s and s[0] > 1}
     sizes = sorted({size for m in meshes for size in m.sizes if size > 1})
     if not leading or not sizes:
         return
@@ -280,8 +383,9 @@ def check_batch(
     path, n = next(iter(leading.items()))
     up = cluster.num_devices
     raise PlanError(
-        f"the batch cannot be split: the number of its rows is {n} ('{path}'), and no "
+        f"the batch cannot be split: the number of its rows is {n} ('{path}'"
+        f"{', in each microbatch' if parts > 1 else ''}), and no "
         f"mesh axis of {cluster} ({', '.join(map(str, sizes))}) divides it.\n"
-        f"  try: a batch of {-(-n // up) * up}, or split_batch=False to plan without "
+        f"  try: a batch of {-(-n // up) * up * parts}, or split_batch=False to plan without "
         "data parallelism."
     )

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-from autopar.planner.record import another_step, only_batch_differs
+from autopar.planner.record import another_step, only_batch_differs, split_as
 from autopar.plans import NodeDecision, Plan, StagePlan
 from autopar.plans.checks import checks_of
 from autopar.plans.specs import check_divides, spec_of
@@ -21,6 +21,7 @@ def rebatched(analysis: Analysis, plan: Plan) -> Plan:
     Raises:
       PlanError: the step has another structure, or an axis does not divide a size.
     """
+    analysis = split_as(analysis, plan)
     if plan.fingerprint == analysis.fingerprint:
         return plan
     values = analysis.graph.values

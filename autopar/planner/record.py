@@ -26,6 +26,7 @@ from autopar.plans import (
 )
 from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
+from autopar.steps.microbatches import in_microbatches
 from autopar.steps.names import node_name, operator_name
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
@@ -73,6 +74,8 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         assumed=analysis.graph.assumed_trips,
         fingerprint=analysis.fingerprint,
         structure=analysis.structure,
+        microbatches=analysis.microbatches,
+        local=() if analysis.split is None else analysis.split.local,
         shapes={
             i.path: tuple(analysis.graph.values[i.value].shape)
             for i in analysis.graph.inputs
@@ -145,6 +148,17 @@ def _copy_decisions(
     )
 
 
+def split_as(analysis: Analysis, plan: Plan) -> Analysis:
+    """The step, its batch split into the microbatches of a plan.
+
+    Raises:
+      PlanError: it cannot be split so.
+    """
+    if len(plan.stages) > 1 or plan.microbatches == analysis.microbatches:
+        return analysis
+    return in_microbatches(analysis, plan.microbatches, couple=bool(plan.local))
+
+
 def check_plan(analysis: Analysis, plan: Plan) -> None:
     """Checks that a plan was made for this step.
 
@@ -152,6 +166,7 @@ def check_plan(analysis: Analysis, plan: Plan) -> None:
       PlanError: it was made for another one; the message says what differs. Or it
         is inconsistent.
     """
+    analysis = split_as(analysis, plan)
     if plan.fingerprint != analysis.fingerprint:
         raise another_step(analysis, plan)
     check_consistent(analysis, plan)
@@ -219,6 +234,7 @@ def restore(analysis: Analysis, plan: Plan) -> Assignment:
     Raises:
       PlanError: the plan belongs to another step or is inconsistent.
     """
+    analysis = split_as(analysis, plan)
     check_plan(analysis, plan)
     assignment = assignment_of(analysis, plan)
     inputs, outputs = _interface(analysis, assignment, plan.axis_names)

@@ -3,6 +3,7 @@
 from autopar.plans.cluster_data import ClusterData
 from autopar.plans.files import SCHEMA
 from autopar.plans.gradients import Compression, GradientDecision
+from autopar.plans.pipeline import PipelineData
 from autopar.plans.schema import (
     NO_SCHEDULE,
     SCHEDULES,
@@ -25,6 +26,7 @@ __all__ = [
     "CopyDecision",
     "GradientDecision",
     "NodeDecision",
+    "PipelineData",
     "Plan",
     "Predicted",
     "Seconds",

@@ -46,5 +46,5 @@ def _parts_of(
 
 
 def changed(before: Mapping[str, str], now: Mapping[str, str]) -> tuple[str, ...]:
-    """Names of the parts that differ; none where nothing is known of before."""
-    return tuple(name for name in now if before and before.get(name) != now[name])
+    """Names of the parts that differ; none of those that were not known before."""
+    return tuple(name for name in now if name in before and before[name] != now[name])

@@ -14,14 +14,15 @@ from autopar.plans import checks, files
 from autopar.plans.cluster_data import ClusterData
 from autopar.plans.edits import with_layouts
 from autopar.plans.gradients import Compression, GradientDecision
+from autopar.plans.pipeline import PipelineData
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
 
 # Orders in which the stages of a pipeline may run their microbatches; one stage has
-# none. Only plans of one stage are made and run today.
+# none.
 NO_SCHEDULE = "none"
-SCHEDULES = (NO_SCHEDULE, "gpipe", "1f1b")
+SCHEDULES = (NO_SCHEDULE, "gpipe", "1f1b", "interleaved", "zero-bubble")
 
 
 class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +85,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       fingerprint: of the step that the plan is for, with its shapes.
       structure: of the step without its batch; '' where it is not known.
       microbatches: into how many parts the batch is split, one after the other.
+      local: what is computed from each microbatch alone, where a step on the whole
+        batch has it of all rows.
       schedule: the order in which stages run microbatches, one of `SCHEDULES`.
+      pipeline: how the step is cut into the stages; None for one stage.
       shapes: pytree path of each input -> its shape.
       target: what the command line made the plan for, such as
         ``file.py:function``; '' for a plan made in a program.
@@ -111,7 +115,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fingerprint: str
     structure: str = ""
     microbatches: int = 1
+    local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE
+    pipeline: PipelineData | None = None
     shapes: dict[str, tuple[int, ...]] = {}
     target: str = ""
     options: dict[str, str] = {}
@@ -158,6 +164,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             f"this plan has {len(self.stages)} stages; what was asked for works on "
             f"plans of one stage. Look at them one by one in plan.stages: {names}."
         )
+
+    def home(self, path: str) -> int:
+        """The number of the stage that has an input of the step between steps."""
+        return 0 if self.pipeline is None else self.pipeline.homes[path]
+
+    def home_spec(self, path: str) -> Spec:
+        """The layout of an input of the step between steps, on its stage's mesh."""
+        replicated = ((),) * len(self.shapes.get(path, ()))
+        return self.stages[self.home(path)].inputs.get(path, replicated)
 
     @property
     def mesh(self) -> dict[str, dict[str, int]]:

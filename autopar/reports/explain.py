@@ -96,7 +96,7 @@ def bind_plan(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundPlan:
     assignment = restore(analysis, plan)
     pricer = Pricer(cluster, mesh_of(plan, cluster))
     collectives = tuple(joined(pricer, traffic(assignment)))
-    return BoundPlan(analysis, plan, assignment, pricer, collectives)
+    return BoundPlan(assignment.analysis, plan, assignment, pricer, collectives)
 
 
 def mesh_of(plan: Plan, cluster: Cluster) -> MeshShape:

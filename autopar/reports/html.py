@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from autopar.plans import Plan
 from autopar.reports.attribution import HEADING, Part, part_cells
 from autopar.reports.notebook import largest_inputs, plan_picture
+from autopar.reports.schedule import STAGE_HEADING, stage_rows, timeline_html
 from autopar.reports.style import SEARCH, STYLE
 from autopar.reports.table import (
     COLLECTIVE_HEADING,
@@ -51,6 +52,7 @@ def render_html(
         f"<p>{_text(_description(plan))}</p>",
         *_verdict(plan),
         _figures(plan),
+        *_schedule(plan),
         "<h2>Where the time of a step goes</h2>",
         bars(_times(plan, collectives)),
         *_layers(parts),
@@ -60,6 +62,7 @@ def render_html(
         *_gradients(plan),
         *_meshes(plan),
         *_notes("Planned replicated, for want of a rule", plan.unsupported_ops),
+        *_notes("Of each microbatch alone", plan.local),
         *_notes("Assumed of loops and of kernels", plan.assumed),
         f"<p>{_text(planning_times(plan))}; autopar {_text(plan.version)}.</p>",
     ]
@@ -93,6 +96,22 @@ def _verdict(plan: Plan) -> list[str]:
     return [
         f'<p class="verdict">{_text(text)}</p>',
         *([f'<div class="idle">{idle}</div><br/>'] if idle else []),
+    ]
+
+
+def _schedule(plan: Plan) -> list[str]:
+    """The stages of a pipeline, and when their tasks run."""
+    if plan.pipeline is None:
+        return []
+    rows = "".join(
+        "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in row) + "</tr>"
+        for row in stage_rows(plan)
+    )
+    heading = "".join(f"<th>{_text(cell)}</th>" for cell in STAGE_HEADING)
+    return [
+        "<h2>Stages</h2>",
+        f"<table><tr>{heading}</tr>{rows}</table>",
+        timeline_html(plan),
     ]
 
 

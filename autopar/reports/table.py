@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from autopar.plans import GradientDecision, Plan, StagePlan
 from autopar.plans.schema import Predicted, set_renderer
 from autopar.plans.specs import spec_text
+from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.units import bytes_text, seconds_text, three_digits
 from autopar.reports.worth import worth_lines
 
@@ -49,12 +50,16 @@ def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[st
 def render(plan: Plan) -> str:
     """Returns the plan as a table."""
     lines = summary_lines(plan)
+    if plan.pipeline is not None:
+        lines += ["", *columns([STAGE_HEADING, *stage_rows(plan)], range(4, 9))]
+        lines += ["", *drawing(plan)]
     for number, stage in enumerate(plan.stages):
         title = [stage_text(number, stage)] if len(plan.stages) > 1 else []
         lines += ["", *title, *input_lines(plan, stage)]
     if compressed(plan):
         lines += ["", *gradient_lines(plan)]
     lines += _notes("planned replicated, for want of a rule", plan.unsupported_ops)
+    lines += _notes("of each microbatch alone", plan.local)
     lines += _notes("assumed of loops and of kernels", plan.assumed)
     return "\n".join(lines)
 
@@ -70,8 +75,16 @@ def summary_lines(plan: Plan) -> list[str]:
         f"communication {communication_text(expected)}",
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
+        *_bubble_lines(plan),
         *worth_lines(plan.worth),
     ]
+
+
+def _bubble_lines(plan: Plan) -> list[str]:
+    """What part of a step stages wait for each other."""
+    if plan.pipeline is None:
+        return []
+    return [f"bubble   a stage waits {bubble(plan):.1%} of the step on average"]
 
 
 def communication_text(expected: Predicted) -> str:
@@ -104,7 +117,8 @@ def stage_text(number: int, stage: StagePlan) -> str:
     first, last = min(stage.devices), max(stage.devices)
     row = last - first + 1 == len(stage.devices)
     devices = f"{first} to {last}" if row else ", ".join(map(str, stage.devices))
-    return f"stage {number}, {stage.name}: devices {devices}, mesh {mesh_text(stage)}"
+    name = "" if stage.name == f"stage {number}" else f", {stage.name}"
+    return f"stage {number}{name}: devices {devices}, mesh {mesh_text(stage)}"
 
 
 def planning_times(plan: Plan) -> str:

@@ -96,13 +96,22 @@ def with_leaves(state: Any, leaves: Sequence[Any]) -> Any:
     return out if type(state) is tuple else out[0]
 
 
-def plan_shardings(plan: Plan, mesh: Mesh, count: int) -> list[NamedSharding]:
-    """The shardings that a plan gives its first inputs."""
-    specs = list(plan.inputs.values())[:count]
-    return [
-        NamedSharding(mesh, PartitionSpec(*(axes or None for axes in spec)))
-        for spec in specs
-    ]
+def plan_shardings(
+    plan: Plan, meshes: Sequence[Mesh], count: int
+) -> list[NamedSharding]:
+    """The shardings that a plan gives its first inputs.
+
+    Args:
+      plan: the plan.
+      meshes: the mesh of each of its stages.
+      count: how many inputs.
+    """
+    out: list[NamedSharding] = []
+    for path in list(plan.shapes or plan.inputs)[:count]:
+        stage = plan.home(path)
+        where = PartitionSpec(*(axes or None for axes in plan.home_spec(path)))
+        out.append(NamedSharding(meshes[stage], where))
+    return out
 
 
 def even_shardings(

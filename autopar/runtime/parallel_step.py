@@ -281,6 +281,8 @@ class ParallelStep(Generic[P, R]):
         """The plan that runs, if the state is to stay where it lies."""
         if self._current is None or self._setting.plan is not None:
             return None
+        if len(self._current.planned.plan.stages) > 1:
+            return None
         running, count = self._current.planned, self.world.process_count
         return last_batch.plan_beside(call, running, count)
 

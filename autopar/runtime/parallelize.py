@@ -57,6 +57,10 @@ def parallelize(
     compression: str = ...,
     error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
+    microbatches: int | str | None = ...,
+    coupled: str = ...,
+    stages: int | str | None = ...,
+    schedule: str | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
@@ -82,6 +86,10 @@ def parallelize(
     compression: str = ...,
     error_budget: float | None = ...,
     layouts: Plan | str | os.PathLike[str] | None = ...,
+    microbatches: int | str | None = ...,
+    coupled: str = ...,
+    stages: int | str | None = ...,
+    schedule: str | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
@@ -108,6 +116,10 @@ def parallelize(
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
+    microbatches: int | str | None = None,
+    coupled: str = "refuse",
+    stages: int | str | None = None,
+    schedule: str | None = None,
     static_argnames: Sequence[str] = (),
     last_batch: str = "run",
     cache: str | os.PathLike[str] | None = None,
@@ -145,6 +157,11 @@ def parallelize(
       compression: how gradients are sent: ``none``, ``auto``, or a codec as text.
       error_budget: for ``auto``, the largest relative error of the gradients.
       layouts: a plan whose layouts are kept, or its JSON file.
+      microbatches: into how many microbatches the batch is split, or ``auto``.
+      coupled: whether to ``refuse`` where the loss of a row depends on the others, or
+        to take each ``microbatch`` for the batch.
+      stages: into how many pipeline stages the step is cut, or ``auto``.
+      schedule: in which order stages run their microbatches.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       last_batch: what a batch of fewer rows than the planned one does, such as the
@@ -171,6 +188,10 @@ def parallelize(
         compression=compression,
         error_budget=error_budget,
         layouts=None if layouts is None else as_plan(layouts, "layouts"),
+        microbatches=microbatches,
+        coupled=coupled,
+        stages=stages,
+        schedule=schedule,
     )
     if given is not None:
         _check_given(named, options)
@@ -271,11 +292,15 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
         "compression": options.compression != "none",
         "error_budget": options.error_budget is not None,
         "layouts": options.layouts is not None,
+        "microbatches": options.microbatches is not None,
+        "coupled": options.coupled != "refuse",
+        "stages": options.stages is not None,
+        "schedule": options.schedule is not None,
     }
     if ignored := [f"{name}=" for name, given in said.items() if given]:
         raise PlanError(
             f"parallelize: {', '.join(ignored)} has no effect with plan=, which has "
-            "its own codecs. For other codecs on its layouts, leave plan= out and "
+            "its own codecs and microbatches. For others, leave plan= out and "
             "give layouts=plan."
         )
 

@@ -69,7 +69,7 @@ class PlannedStep:
     """The flat step under a plan.
 
     Attributes:
-      analysis: the step.
+      analysis: the step, its batch split into the plan's microbatches.
       plan: the plan.
       assignment: the plan as layouts.
       mesh: the mesh it runs on (abstract when only lowered).
@@ -88,6 +88,11 @@ class PlannedStep:
     function: Any
     sums: GradientSums | None = None
     gradients: Any = None
+
+    @property
+    def meshes(self) -> tuple[Any, ...]:
+        """The mesh of each stage; there is one."""
+        return (self.mesh,)
 
     @property
     def in_shardings(self) -> list[NamedSharding]:
@@ -159,6 +164,7 @@ def planned_step(
         name = analysis.traced.name if analysis.traced else "step"
         check_runnable(name, analysis.graph, mesh.devices.flat)
     assignment = restore(analysis, plan)
+    analysis = assignment.analysis
     run = _named(replay(analysis.program, analysis.graph, assignment, mesh), analysis)
     carried = tuple(sorted(analysis.carried)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)

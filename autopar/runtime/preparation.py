@@ -22,6 +22,7 @@ from autopar.runtime.planned import PlannedStep, device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting
+from autopar.runtime.stages.planned import check_world, stage_meshes
 from autopar.runtime.state_mover import DevicePut, move, state_layout
 from autopar.runtime.step_planner import Analysed, StepPlanner
 from autopar.runtime.world import World
@@ -143,6 +144,9 @@ class Preparation:
                 self._world(), plan, step, lambda: program_text.lines(analysed.analysis)
             )
         with exchange.told(self._world(), "building the program"):
+            if len(plan.stages) > 1:
+                check_world(self._world(), plan)
+                return self._store.program(analysed, plan, devices)
             check_plan(analysed.analysis, plan)
             self._world().check_mesh(list(device_mesh(plan, devices).devices.flat))
             return self._store.program(analysed, plan, devices)
@@ -236,8 +240,8 @@ class Preparation:
         devices = self.devices(setting)
         if (given := setting.plan) is not None:
             arguments.check_shapes(name, given, leaves)
-            mesh = device_mesh(given, devices)
-            return creation.plan_shardings(given, mesh, len(leaves))
+            meshes = stage_meshes(given, devices)
+            return creation.plan_shardings(given, meshes, len(leaves))
         if setting.devices is None:
             devices = devices[: (setting.cluster or self._cluster()).num_devices]
         return creation.even_shardings(leaves, devices)
@@ -252,4 +256,4 @@ def moved_state(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> li
     )
     source = state_layout(old.analysis, old.plan, count) if lies else None
     target = state_layout(new.analysis, new.plan, count)
-    return list(move(state, source, target, DevicePut((new.mesh,))).values())
+    return list(move(state, source, target, DevicePut(new.meshes)).values())

@@ -10,6 +10,7 @@ from typing import Any
 
 from autopar.compression.fallback import Fallback
 from autopar.planner.codecs.adjusted import program_plan
+from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.agreement import content_digest
 from autopar.runtime.planned import (
@@ -19,6 +20,7 @@ from autopar.runtime.planned import (
     with_inputs_of,
 )
 from autopar.runtime.recent import Recent
+from autopar.runtime.stages.planned import PipelinedStep, pipelined_step
 from autopar.runtime.step_planner import Analysed
 
 # Enough for a policy that switches codecs, or for a cluster that shrinks and grows.
@@ -90,6 +92,8 @@ class ProgramStore:
         Raises:
           PlanError: the plan belongs to another step, or there are too few devices.
         """
+        if len(plan.stages) > 1:
+            return self._pipelined(analysed, plan, devices)
         mesh = device_mesh(plan, devices)
         key = _key(analysed, plan, mesh)
         found = self._programs.get(key)
@@ -107,6 +111,21 @@ class ProgramStore:
             )
         if found.plan.gradients != plan.gradients:
             return with_inputs_of(found, plan)
+        return found
+
+    def _pipelined(
+        self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
+    ) -> PipelinedStep:
+        """The program of a plan of several stages."""
+        used = tuple(devices[d].id for stage in plan.stages for d in stage.devices)
+        key = analysed.key, analysed.weak, content_digest(plan), used
+        found = self._programs.get(key)
+        if found is None:
+            cut = cut_as(analysed.analysis, plan)
+            made = pipelined_step(
+                analysed.analysis, cut, plan, devices, donate=self.donate
+            )
+            found = self._programs.put(key, made)
         return found
 
     def is_compiled(self, analysed: Analysed, plan: Plan, mesh: Any) -> bool:

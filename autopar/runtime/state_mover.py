@@ -145,13 +145,18 @@ def state_layout(
     leaves: dict[str, LeafLayout] = {}
     for given in (graph.inputs[k] for k in chosen):
         value = graph.values[given.value]
+        stage = plan.home(given.path)
         leaves[given.path] = LeafLayout(
             shape=tuple(value.shape),
             dtype=str(value.dtype),
-            spec=plan.inputs[given.path],
+            spec=plan.home_spec(given.path),
+            stage=stage,
         )
-    axes = tuple(zip(plan.axis_names, plan.axis_sizes, strict=True))
-    return StateLayout(leaves=leaves, meshes=(axes,))
+    meshes = tuple(
+        tuple(zip(stage.axis_names, stage.axis_sizes, strict=True))
+        for stage in plan.stages
+    )
+    return StateLayout(leaves=leaves, meshes=meshes)
 
 
 def move(

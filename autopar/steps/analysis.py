@@ -27,8 +27,10 @@ from autopar.steps.work import (
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
+from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program
+from autopar_passes.program.static_leaves import struct_of
 from autopar_passes.program.trace import (
     TracedStep,
     opened,
@@ -38,6 +40,19 @@ from autopar_passes.program.trace import (
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Origin:
+    """What a step was traced from.
+
+    Attributes:
+      step: the train step.
+      call: a call of it, with structs in the place of arrays.
+    """
+
+    step: Callable[..., Any]
+    call: Call
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +70,9 @@ class Analysis:
       deferrals: the paths along which sums over devices may stay partial.
       output_paths: a readable path for each flat output.
       traced: the pytrees of a traced step; None for a program without any.
+      origin: the step and the shapes that it was traced with; None likewise.
+      split: into which microbatches the program splits its batch; None: it does not.
+      whole: of a step that was split, the analysis of the step as it is written.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -66,8 +84,26 @@ class Analysis:
     deferrals: tuple[Deferral, ...]
     output_paths: tuple[str, ...]
     traced: TracedStep | None = None
+    origin: Origin | None = None
+    split: Microbatched | None = None
+    whole: Analysis | None = None
     trace_s: float = 0.0
     graph_s: float = 0.0
+
+    @property
+    def microbatches(self) -> int:
+        """Into how many microbatches the program splits its batch."""
+        return 1 if self.split is None else self.split.microbatches
+
+    @functools.cached_property
+    def splits(self) -> dict[tuple[int, bool], Analysis]:
+        """What `autopar.steps.microbatches.in_microbatches` has made of it."""
+        return {}
+
+    @functools.cached_property
+    def single(self) -> dict[tuple[int, bool], Analysis]:
+        """What `autopar.steps.microbatches.one_microbatch` has made of it."""
+        return {}
 
     @property
     def pytrees(self) -> TracedStep:
@@ -230,9 +266,11 @@ def analyse_call(step: Callable[..., Any], call: Call) -> Analysis:
     made = analyse_program(
         traced.program, step_graph(traced), output_paths=traced.output_paths
     )
+    structs = [struct_of(x) for x in call.arrays]
     return dataclasses.replace(
         made,
         traced=traced,
+        origin=Origin(step, dataclasses.replace(call, arrays=structs)),
         trace_s=traced_at - start,
         graph_s=time.perf_counter() - traced_at,
     )

@@ -1,4 +1,4 @@
-"""The analysis of a step that runs once for each microbatch.
+"""The analysis of a step that runs for each of its microbatches.
 
 The forward and the backward pass of such a step run for each microbatch; its update
 runs once. Gradients are added up, so their sums over devices are due once a step.
@@ -7,13 +7,202 @@ runs once. Gradients are added up, so their sums over devices are due once a ste
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections import Counter
+from collections.abc import Iterator
 
-from autopar.steps.analysis import Analysis
+import jax
+
+from autopar.errors import PlanError
+from autopar.progress import say
+from autopar.steps.analysis import Analysis, analyse_program
+from autopar.steps.batch import batch_shape
 from autopar.steps.uses import collect
+from autopar_passes import jax_compat
+from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
-from autopar_passes.microbatches.microbatched import Microbatched
-from autopar_passes.program.equations import Program, walk
+from autopar_passes.graph.roles import InputRole
+from autopar_passes.microbatches.accumulate import accumulated
+from autopar_passes.microbatches.find import microbatched, unsplit
+from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchError
+from autopar_passes.program.calls import Call
+from autopar_passes.program.equations import Program, Value, walk
+from autopar_passes.program.trace import TracedStep, TraceError, trace_call
 from autopar_passes.sums.deferral import Deferral
+
+# Shapes of raw random keys, which are no rows.
+_RAW_KEYS = ((2,), (4,))
+
+
+def in_microbatches(
+    analysis: Analysis, count: int, *, couple: bool = False
+) -> Analysis:
+    """Returns the analysis of a step that adds up over its microbatches, then updates.
+
+    Its program takes the whole batch, and is planned and run as any other.
+
+    Args:
+      analysis: of the step; one that is split already stands for the step as written.
+      count: number of microbatches.
+      couple: whether what couples the rows of a batch may be computed from each
+        microbatch alone.
+
+    Raises:
+      PlanError: the step cannot be split so, with the reason.
+    """
+    whole = analysis.whole or analysis
+    if count == 1:
+        return whole
+    known = whole.splits.get((count, couple))
+    if known is None:
+        start = time.perf_counter()
+        say(f"splitting the batch into {count} microbatches")
+        found = split(whole, count, couple=couple)
+        traced = accumulated(whole.pytrees, found)
+        made = analyse_program(
+            traced.program, step_graph(traced), output_paths=traced.output_paths
+        )
+        known = whole.splits[count, couple] = dataclasses.replace(
+            made,
+            traced=traced,
+            origin=whole.origin,
+            split=found,
+            whole=whole,
+            trace_s=whole.trace_s,
+            graph_s=whole.graph_s + time.perf_counter() - start,
+        )
+    return known
+
+
+def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> Analysis:
+    """Returns the analysis of one microbatch's program, with its ``split``.
+
+    Args:
+      analysis: of the step; one that is split already stands for the step as written.
+      count: number of microbatches; with one, the program is the step's.
+      couple: as of `in_microbatches`.
+
+    Raises:
+      PlanError: the step cannot be split so, with the reason.
+    """
+    whole = analysis.whole or analysis
+    known = whole.single.get((count, couple))
+    if known is None:
+        start = time.perf_counter()
+        if count == 1:
+            found, made = unsplit(whole.pytrees, whole.graph, batch_dims(whole)), whole
+        else:
+            split_as = whole.splits.get((count, couple))
+            held = None if split_as is None else split_as.split
+            found = held or split(whole, count, couple=couple)
+            made = analyse_program(
+                found.traced.program,
+                step_graph(found.traced),
+                output_paths=found.traced.output_paths,
+            )
+        known = whole.single[count, couple] = dataclasses.replace(
+            made,
+            traced=found.traced,
+            origin=whole.origin,
+            split=found,
+            whole=whole,
+            trace_s=whole.trace_s,
+            graph_s=whole.graph_s + time.perf_counter() - start,
+        )
+    return known
+
+
+def numbers_of_microbatches(analysis: Analysis) -> Iterator[int]:
+    """Yields 1, 2, 4 ... as long as they divide the rows of the batch."""
+    whole = analysis.whole or analysis
+    rows = [
+        whole.graph.values[whole.graph.inputs[k].value].shape[dim]
+        for k, dim in batch_dims(whole).items()
+    ]
+    count = 1
+    while count == 1 or (rows and rows[0] % count == 0):
+        yield count
+        count *= 2
+
+
+def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatched:
+    """Says how a step is split into microbatches.
+
+    Args:
+      analysis: of the step on the whole batch.
+      count: number of microbatches.
+      couple: as of `in_microbatches`.
+
+    Raises:
+      PlanError: it cannot be split so, with the reason.
+    """
+    name = analysis.pytrees.name
+    try:
+        micro = _traced(analysis, count)
+        return microbatched(
+            analysis.pytrees, micro, analysis.graph, count, couple=couple
+        )
+    except (MicrobatchError, TraceError) as error:
+        raise PlanError(
+            f"{name}: the batch cannot be split into {count} microbatches with the "
+            f"meaning of the step kept: {error}"
+        ) from error
+
+
+def _traced(analysis: Analysis, count: int) -> TracedStep:
+    """The step on the rows of one microbatch."""
+    origin = analysis.origin
+    if origin is None:
+        raise MicrobatchError("it was not traced from a step.")
+    dims = batch_dims(analysis)
+    arrays = list(origin.call.arrays)
+    for k, dim in dims.items():
+        shape = list(arrays[k].shape)
+        if shape[dim] % count:
+            raise MicrobatchError(
+                f"'{analysis.graph.inputs[k].path}' has {shape[dim]} rows, which "
+                f"{count} does not divide."
+            )
+        shape[dim] //= count
+        arrays[k] = jax.ShapeDtypeStruct(tuple(shape), arrays[k].dtype)
+    call: Call = dataclasses.replace(origin.call, arrays=arrays)
+    return trace_call(origin.step, call)
+
+
+def batch_dims(analysis: Analysis) -> dict[int, int]:
+    """Finds the flat inputs that hold the batch, each with the dimension of its rows.
+
+    They are not carried, and have the same number of rows: that of the arguments with
+    most bytes whose arrays all have it. A tree of other arrays, such as those of a
+    teacher, has several sizes.
+    """
+    graph = analysis.graph
+    sizes: dict[str, Counter[int]] = {}
+    found: dict[int, tuple[str, int, int]] = {}
+    for k, given in enumerate(graph.inputs):
+        value = graph.values[given.value]
+        shape = batch_shape(graph, given.value)
+        if given.role is not InputRole.BATCH or not shape or shape[0] == 1:
+            continue
+        if jax_compat.is_extended(value.dtype) or _is_raw_key(value):
+            continue
+        name = given.path.partition("/")[0]
+        found[k] = name, len(value.shape) - len(shape), shape[0]
+        sizes.setdefault(name, Counter())[shape[0]] += value.nbytes
+    even = {name: c for name, c in sizes.items() if len(c) == 1}
+    total = sum((even or sizes).values(), Counter[int]())
+    if not total:
+        return {}
+    rows = max(total, key=lambda size: (total[size], size))
+    return {
+        k: dim
+        for k, (name, dim, size) in found.items()
+        if size == rows and name in (even or sizes)
+    }
+
+
+def _is_raw_key(value: Value) -> bool:
+    return str(value.dtype) == "uint32" and tuple(value.shape) in _RAW_KEYS
 
 
 def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:

@@ -32,6 +32,16 @@ def plan(
     ] = None,
     pin: options.PinOptions = None,
     axis_names: options.AxisNames = None,
+    microbatches: options.Microbatches = None,
+    coupled: options.Coupled = "refuse",
+    stages: options.Stages = None,
+    schedule: options.Schedule = None,
+    trace: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            help="Where to write the predicted schedule of stages, for Perfetto."
+        ),
+    ] = None,
 ) -> Result:
     """Finds the fastest plan of a train step on a cluster, and prints it.
 
@@ -41,7 +51,7 @@ def plan(
     # They import JAX, which help must not.
     from autopar.cli import common, planning
 
-    for path in (out, html):
+    for path in (out, html, trace):
         common.check_folder(path)
     return planning.plan(
         target,
@@ -55,8 +65,13 @@ def plan(
             layouts=layouts,
             pin=pin or [],
             axis_names=axis_names,
+            microbatches=microbatches,
+            coupled=coupled,
+            stages=stages,
+            schedule=schedule,
         ),
         out=out,
         html=html,
+        trace=trace,
         as_json=as_json,
     )

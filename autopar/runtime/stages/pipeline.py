@@ -93,6 +93,8 @@ class Pipeline:
         self.stages = tuple(stages)
         self.order = tuple(order)
         self.crossed = crossed
+        leaving = cut.program.body.outputs
+        self.outputs = frozenset(v for v in leaving if isinstance(v, int))
         self.microbatches = 1 + max(issue.microbatch for issue in order)
         self._given = {v: i for i, v in cut.parts.flow.carried.items()}
         self._donated = self._donations() if donate else {}
@@ -172,7 +174,7 @@ class Pipeline:
 
     def _leaving(self, stage: int, values: Iterable[int]) -> Iterator[Sent]:
         """The values that leave the step, as they lie between steps."""
-        outputs = set(self.cut.program.body.outputs)
+        outputs = self.outputs
         found = tuple(v for v in values if v in outputs)
         if found:
             where = [self._place(stage, v) for v in found]
@@ -313,7 +315,7 @@ class Pipeline:
     def unsummed(self, step: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
         """The results of microbatches that are not summed, as they lie afterwards."""
         out: dict[int, Any] = {}
-        outputs = set(self.cut.program.body.outputs)
+        outputs = self.outputs
         for value in outputs & {*self.crossed.same, *self.crossed.rows}:
             for stage, arrays in enumerate(step):
                 if value in arrays and value not in out:
@@ -328,6 +330,13 @@ class Pipeline:
         """Compiles all tasks."""
         for call in self.calls.values():
             call.code.compile()
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        for call in self.calls.values():
+            call.code.function.clear_cache()
+        for code in (*self.zeros.values(), *self.finish.values()):
+            code.clear_cache()
 
     def run(
         self, step: Mapping[int, Any], microbatches: Sequence[Mapping[int, Any]]
@@ -378,8 +387,7 @@ class _Run:
             s: dict(zip(pipeline.sums[s], code(), strict=True))
             for s, code in pipeline.zeros.items()
         }
-        outputs = pipeline.cut.program.body.outputs
-        self.results = {v: step[v] for v in outputs if v in step}
+        self.results = {v: step[v] for v in pipeline.outputs if v in step}
 
     def copy(self, copy: _Copy, places: Sequence[dict[int, Any]]) -> None:
         """Sends what a stage has to another one."""

@@ -30,12 +30,13 @@ class Combine(enum.Enum):
 class Rows:
     """Where the rows of the batch are in an array.
 
-    The dimension ``dim`` is made of ``outer`` parts, each of which has all the rows in
-    their order, with ``inner`` elements of each.
+    Dimension ``dim`` is dealt out in groups of ``inner`` elements: with M microbatches,
+    microbatch m has the groups m, m + M, m + 2 M ... of them, in this order
+    (`autopar_passes.microbatches.rows`). So a batch that is split over devices stays
+    where it is.
     """
 
     dim: int
-    outer: int = 1
     inner: int = 1
 
 
@@ -68,9 +69,6 @@ class Microbatched:
       once: indices of the top-level equations that run once, after all microbatches.
       crossings: the values that the others hand to them, or to the caller.
       batch: flat input -> where its rows are; other inputs are the same for all.
-      unit: rows that stay together. Rows are dealt out in turn: with M microbatches,
-        microbatch m has the units m, m + M, m + 2 M ... of them
-        (`autopar_passes.microbatches.rows`).
       number: the flat input that takes the number of the microbatch, int32; None: it
         draws no random numbers for rows.
       ahead: from the step's flat inputs, with the whole batch, to the values of
@@ -85,11 +83,16 @@ class Microbatched:
     once: frozenset[int]
     crossings: tuple[Crossing, ...]
     batch: dict[int, Rows]
-    unit: int = 1
     number: int | None = None
     ahead: Program | None = None
     given: tuple[int, ...] = ()
     local: tuple[str, ...] = ()
+
+    @property
+    def own(self) -> int:
+        """The number of the step's own flat inputs, which come first."""
+        added = len(self.given) + (self.number is not None)
+        return self.traced.program.num_arguments - added
 
     @property
     def accumulated(self) -> frozenset[int]:

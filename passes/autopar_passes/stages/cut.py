@@ -128,15 +128,18 @@ def cut(
       crossings: values of microbatches that what runs once reads, or that leave the
         step.
       split_backward: whether gradients of weights are tasks of their own.
-      recomputed: parts whose backward pass computes the forward pass again.
+      recomputed: forward equations whose results the backward pass of their part
+        computes again.
 
     Raises:
       CutError: stages are not numbered from 0, or a task would wait for a later one.
     """
     if len(stage_of) != parts.count or set(stage_of) != set(range(max(stage_of) + 1)):
         raise CutError(f"{parts.count} parts cannot be on stages {tuple(stage_of)}.")
-    cutter = _Cutter(parts, tuple(stage_of), frozenset(crossings))
-    tasks = cutter.tasks(split_backward, frozenset(recomputed))
+    cutter = _Cutter(
+        parts, tuple(stage_of), frozenset(crossings), frozenset(recomputed)
+    )
+    tasks = cutter.tasks(split_backward)
     return Cut(parts, tuple(stage_of), frozenset(crossings), tasks)
 
 
@@ -144,29 +147,29 @@ class _Cutter:
     """Groups equations into tasks, and finds what tasks read of each other."""
 
     def __init__(
-        self, parts: Parts, stage_of: tuple[int, ...], crossings: frozenset[int]
+        self,
+        parts: Parts,
+        stage_of: tuple[int, ...],
+        crossings: frozenset[int],
+        recomputed: frozenset[int],
     ) -> None:
         self.parts = parts
         self.flow = parts.flow
         self.stage_of = stage_of
         self.crossings = crossings
+        self.recomputed = recomputed
         self.order = {index: k for k, index in enumerate(self.flow.equations)}
         # Equation -> the task that runs it; free equations are in none.
         self.owner: dict[int, TaskKey] = {}
         # Free equation -> the forward tasks whose results others take over.
         self.kept: dict[int, set[TaskKey]] = defaultdict(set)
 
-    def tasks(
-        self, split_backward: bool, recomputed: frozenset[int]
-    ) -> dict[TaskKey, Task]:
+    def tasks(self, split_backward: bool) -> dict[TaskKey, Task]:
         groups = self.groups(split_backward)
         full: dict[TaskKey, list[int]] = {}
         for key, group in groups.items():
-            own = [*group]
-            if key.phase in _BACKWARD and key.number in recomputed:
-                own.extend(groups.get(self.forward_key(key.number), ()))
-            full[key] = self.with_free(key, own)
-        inputs = {key: self.inputs(key, full[key], recomputed) for key in full}
+            full[key] = self.with_free(key, group)
+        inputs = {key: self.inputs(key, full[key]) for key in full}
         wanted: dict[TaskKey, dict[int, None]] = defaultdict(dict)
         for found in inputs.values():
             for value, maker in found:
@@ -175,14 +178,12 @@ class _Cutter:
         leaving = {v for v in self.flow.program.body.outputs if isinstance(v, int)}
         out: dict[TaskKey, Task] = {}
         for key, equations in full.items():
-            made = self.made(key, equations, recomputed)
+            made = self.made(key, equations)
             outputs = (v for v in made if v in leaving or v in wanted[key])
             out[key] = Task(key, tuple(equations), tuple(inputs[key]), tuple(outputs))
         return out
 
-    def made(
-        self, key: TaskKey, equations: Iterable[int], recomputed: frozenset[int]
-    ) -> list[int]:
+    def made(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
         """The values that a task makes for others, in program order."""
         found: list[int] = []
         for index in equations:
@@ -292,7 +293,7 @@ class _Cutter:
             self.owner[maker] = key
 
     def with_free(self, key: TaskKey, equations: Iterable[int]) -> list[int]:
-        """The equations of a task with the free ones that they read, in order."""
+        """The equations of a task with those that it runs besides, in order."""
         found = set(equations)
         left = list(found)
         while left:
@@ -309,9 +310,10 @@ class _Cutter:
         return sorted(found, key=self.order.__getitem__)
 
     def runs_here(self, key: TaskKey, maker: int) -> bool:
-        """Whether a task makes the results of a free equation itself."""
+        """Whether a task makes the results of another's equation itself."""
         if maker in self.parts.part:
-            return False
+            again = key.phase in _BACKWARD and maker in self.recomputed
+            return again and self.parts.part[maker] == key.number
         value = self.flow.equations[maker].outputs[0]
         if key.phase is Phase.UPDATE and value in self.crossings:
             return False
@@ -327,7 +329,7 @@ class _Cutter:
         return index in self.flow.free and (inner or eqn.primitive in _COSTLY)
 
     def inputs(
-        self, key: TaskKey, equations: Sequence[int], recomputed: frozenset[int]
+        self, key: TaskKey, equations: Sequence[int]
     ) -> list[tuple[int, TaskKey | None]]:
         """What a task reads and does not make, with the tasks that make it."""
         flow = self.flow

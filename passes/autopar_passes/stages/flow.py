@@ -12,7 +12,7 @@ import functools
 from collections.abc import Iterator
 
 from autopar_passes import jax_compat
-from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.operators import GraphInput, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.equations import Equation, Program, Region, Value
 
@@ -80,12 +80,22 @@ class Flow:
 
     @functools.cached_property
     def state(self) -> frozenset[int]:
-        """The carried inputs that one part holds; small ones go to all that read."""
-        return frozenset(
-            given.value
-            for given in self.graph.inputs
-            if given.role is not InputRole.BATCH and not self.small(given.value)
-        )
+        """The inputs that one part holds: parameters, their moments, what is large.
+
+        Counters, keys, learning rates and loss scales go to all that read them.
+        """
+        return frozenset(g.value for g in self.graph.inputs if self._held(g))
+
+    def _held(self, given: GraphInput) -> bool:
+        match given.role:
+            case InputRole.BATCH:
+                return False
+            case InputRole.PARAMETER:
+                return True
+            case InputRole.OPTIMIZER_STATE:
+                return self.value(given.value).size > 1
+            case _:
+                return not self.small(given.value)
 
     @functools.cached_property
     def carried(self) -> dict[int, int]:

@@ -268,7 +268,7 @@ class _Placer:
         nbytes: Counter[int] = Counter()
         for value in reads(self.flow.equations[index]):
             part = self.place(value)
-            if part is not None and not self.flow.small(value):
+            if part is not None and self.flow.value(value).size > 1:
                 nbytes[part] += self.flow.value(value).nbytes
         if nbytes:
             most = max(nbytes.values())
@@ -278,7 +278,7 @@ class _Placer:
         """What nobody's bytes place runs where it is read."""
         flow = self.flow
         eqn = flow.equations[index]
-        large = any(not flow.small(v) for v in (*reads(eqn), *eqn.outputs))
+        large = any(flow.value(v).size > 1 for v in (*reads(eqn), *eqn.outputs))
         if index in self.part or not large:
             return
         found = {

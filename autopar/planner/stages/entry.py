@@ -1,0 +1,311 @@
+"""Plans a step as a pipeline, as the options ask for it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.cluster.slices import shapes
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.options import PlanOptions
+from autopar.planner.record import another_step
+from autopar.planner.stages.layer_map import LayerMap
+from autopar.planner.stages.placement import place
+from autopar.planner.stages.plan import (
+    PipelineChoice,
+    layers_of,
+    microbatch_counts,
+    plan_stages,
+)
+from autopar.planner.stages.staged import StageSite, Wanted, staged_plan
+from autopar.plans import NO_SCHEDULE, Plan
+from autopar.steps.analysis import Analysis
+from autopar.steps.microbatches import one_microbatch, over_microbatches
+from autopar.steps.stages import CutStep, cut_step
+from autopar_passes.stages.parts import CutError
+from autopar_solver import Schedule, ScheduleKind
+
+# Chunks of a stage under the interleaved schedule.
+_CHUNKS = 2
+# Microbatches for each stage where nobody says how many: the bubble of 1F1B is then
+# less than a fifth of a step.
+_PER_STAGE = 4
+
+
+def plan_pipeline(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
+) -> Plan:
+    """Plans a step in so many stages of as many devices each.
+
+    Args:
+      analysis: the step on the whole batch.
+      cluster: what to plan for.
+      options: hints and limits.
+      stages: how many stages; 2 or more.
+
+    Raises:
+      InfeasibleError: a stage does not fit the memory of its devices.
+      PlanError: the step cannot be cut or split so.
+    """
+    whole = analysis.whole or analysis
+    _check_options(options)
+    schedule = _schedule(options.schedule or ScheduleKind.ONE_F_ONE_B.value)
+    count = _microbatches(whole, options, stages)
+    layers = layers_of(whole, cluster)
+    parts = stages * schedule.chunks
+    if parts > layers.count:
+        raise PlanError(
+            f"stages={stages}: the step has {layers.count} layers, and schedule "
+            f"{schedule.name} needs {parts} parts of at least one layer each. Ask for "
+            "fewer stages."
+        )
+    wanted = Wanted(
+        layers=tuple(layers.starts),
+        parts=_balanced(_weights(layers), parts),
+        schedule=schedule,
+        sites=_sites(cluster, stages),
+    )
+    return _planned(whole, cluster, options, wanted, count)
+
+
+def best_pipeline(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions
+) -> Plan | None:
+    """Finds the best pipeline of a step; None: one stage is better, or needed.
+
+    Args:
+      analysis: the step on the whole batch.
+      cluster: what to plan for.
+      options: hints and limits; what they say of microbatches and schedule holds.
+
+    Raises:
+      InfeasibleError: no pipeline fits, and no plan of one stage either.
+      PlanError: the step cannot be cut into layers.
+    """
+    whole = analysis.whole or analysis
+    _check_options(options)
+    asked = options.microbatches
+    counts = [asked] if isinstance(asked, int) else None
+    schedules = None if options.schedule is None else [_schedule(options.schedule)]
+    choice = plan_stages(
+        whole,
+        cluster,
+        microbatches=counts,
+        seconds=options.seconds,
+        **({} if schedules is None else {"schedules": schedules}),
+    )
+    if len(choice.stages) == 1:
+        return None
+    return _planned(whole, cluster, options, _wanted(choice), choice.microbatches)
+
+
+def _planned(
+    whole: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    wanted: Wanted,
+    count: int,
+) -> Plan:
+    couple = options.coupled == "microbatch"
+    micro = one_microbatch(whole, count, couple=couple)
+    cut = _cut(micro, wanted)
+    return staged_plan(cut, cluster, wanted, seconds=options.seconds)
+
+
+def _cut(micro: Analysis, wanted: Wanted) -> CutStep:
+    assert micro.split is not None
+    try:
+        return cut_step(
+            micro,
+            micro.split,
+            layers=wanted.layers,
+            parts=wanted.parts,
+            stages=len(wanted.sites),
+            recomputed=wanted.recomputed,
+            split_backward=wanted.schedule.splits_backward,
+        )
+    except CutError as error:
+        raise PlanError(f"the step cannot be cut into stages: {error}") from error
+
+
+def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
+    """The step, cut into the stages of a plan.
+
+    Args:
+      analysis: the step on the whole batch.
+      plan: a plan of several stages.
+
+    Raises:
+      PlanError: the plan is of another step.
+    """
+    whole, data = analysis.whole or analysis, plan.pipeline
+    if data is None or plan.schedule == NO_SCHEDULE:
+        raise PlanError("the plan has several stages, and does not say what they run.")
+    micro = one_microbatch(whole, plan.microbatches, couple=bool(plan.local))
+    assert micro.split is not None
+    counted = over_microbatches(micro, micro.split)
+    if plan.fingerprint != counted.fingerprint:
+        raise another_step(counted, plan)
+    split = plan.schedule == ScheduleKind.ZERO_BUBBLE.value
+    try:
+        return cut_step(
+            micro,
+            micro.split,
+            layers=data.layers,
+            parts=data.parts,
+            stages=len(plan.stages),
+            recomputed=data.recomputed,
+            split_backward=split,
+        )
+    except CutError as error:
+        raise PlanError(f"the plan does not fit the step: {error}") from error
+
+
+def _check_options(options: PlanOptions) -> None:
+    """Raises `PlanError` for what plans of several stages cannot hold yet."""
+    said = {
+        "pins=": bool(options.pins),
+        "layouts=": options.layouts is not None,
+        "compression=": options.compression != "none",
+        "axis_names=": options.axis_names is not None,
+    }
+    if given := [name for name, there in said.items() if there]:
+        raise PlanError(
+            f"stages={options.stages}: {', '.join(given)} is for plans of one stage. "
+            "Leave it out, or plan with stages=1."
+        )
+
+
+def _schedule(name: str) -> Schedule:
+    kind = ScheduleKind(name)
+    return Schedule(kind, _CHUNKS if kind is ScheduleKind.INTERLEAVED else 1)
+
+
+def _microbatches(analysis: Analysis, options: PlanOptions, stages: int) -> int:
+    """As many microbatches as are asked for, or a few for each stage."""
+    asked = options.microbatches
+    if isinstance(asked, int):
+        return asked
+    possible = microbatch_counts(analysis)
+    enough = [n for n in possible if n >= _PER_STAGE * stages]
+    return min(enough, default=max(possible))
+
+
+def _sites(cluster: Cluster, stages: int) -> tuple[StageSite, ...]:
+    """Equal slices of a cluster, next to each other.
+
+    Raises:
+      PlanError: the cluster has no such slices.
+    """
+    if cluster.groups:
+        raise PlanError(
+            f"stages={stages}: {cluster} has devices of several kinds; plan with "
+            "stages='auto', which gives each kind its own share."
+        )
+    each = cluster.num_devices // stages
+    found = [s for s in shapes(cluster.levels) if int(np.prod(s)) == each]
+    if each * stages != cluster.num_devices or not found:
+        raise PlanError(
+            f"stages={stages}: {cluster} cannot be cut into so many equal slices. Ask "
+            "for a number that divides its hosts or the devices of a host."
+        )
+    placed = place(cluster, [(0, found[0])] * stages)
+    inside = {m: k for k, m in enumerate(cluster.ids)}
+    first = [min(devices) for devices in placed]
+    return tuple(
+        StageSite(devices=devices, cluster=cluster.slice(found[0], inside[first_id]))
+        for devices, first_id in zip(
+            placed, (cluster.ids[k] for k in first), strict=True
+        )
+    )
+
+
+def _wanted(choice: PipelineChoice) -> Wanted:
+    """What a choice of the planner of stages asks for."""
+    return Wanted(
+        layers=choice.layer_starts,
+        parts=choice.cuts[:-1],
+        recomputed=tuple(sorted(k for s in choice.stages for k in s.recomputed)),
+        schedule=choice.schedule,
+        sites=tuple(
+            StageSite(
+                devices=s.devices,
+                cluster=s.submesh.pricer.cluster,
+                mesh=s.submesh.pricer.mesh,
+            )
+            for s in choice.stages
+        ),
+    )
+
+
+def _weights(layers: LayerMap) -> list[float]:
+    """The work of each layer, by floating-point operations."""
+    out = [0.0] * layers.count
+    for op in layers.analysis.graph.operators:
+        layer = int(layers.layer[op.index])
+        if layer >= 0:
+            out[layer] += op.flops * op.trips
+    return out
+
+
+def _balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
+    """The layers at which parts begin, the heaviest as light as can be.
+
+    >>> _balanced([1, 1, 1, 3], 2)
+    (0, 3)
+    """
+    count = len(weights)
+    before = [0.0, *itertools.accumulate(weights)]
+    best = [[float("inf")] * (count + 1) for _ in range(parts + 1)]
+    cut = [[0] * (count + 1) for _ in range(parts + 1)]
+    best[0][0] = 0.0
+    for k in range(1, parts + 1):
+        for end in range(k, count + 1):
+            for begin in range(k - 1, end):
+                worst = max(best[k - 1][begin], before[end] - before[begin])
+                if worst < best[k][end]:
+                    best[k][end], cut[k][end] = worst, begin
+    out: list[int] = []
+    end = count
+    for k in range(parts, 0, -1):
+        end = cut[k][end]
+        out.append(end)
+    return tuple(reversed(out))
+
+
+def plan_with_stages(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, one_stage: Plan | None
+) -> Plan | None:
+    """The pipeline that the options ask for; None: one stage is as good.
+
+    Args:
+      analysis: the step on the whole batch.
+      cluster: what to plan for.
+      options: of which ``stages`` is a number above 1, or ``auto``.
+      one_stage: the best plan of one stage; None: none fits.
+
+    Raises:
+      InfeasibleError: neither fits.
+      PlanError: the step cannot be cut or split so.
+    """
+    if isinstance(options.stages, int):
+        return plan_pipeline(analysis, cluster, options, options.stages)
+    try:
+        found = best_pipeline(analysis, cluster, options)
+    except InfeasibleError:
+        if one_stage is None:
+            raise
+        return None
+    if found is None or one_stage is None:
+        return found
+    better = found.predicted.step_s < one_stage.predicted.step_s
+    return found if better else None
+
+
+def without_stages(options: PlanOptions) -> PlanOptions:
+    """The options of a plan of one stage."""
+    return dataclasses.replace(options, stages=None, schedule=None)

@@ -1,0 +1,234 @@
+"""What the tasks of planned stages cost: seconds and bytes of each part."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from autopar.cluster import Cluster, LinkSpec
+from autopar.cost.items import CostItem, Paid
+from autopar.layouts.layout import shards
+from autopar.planner.candidate import Candidate
+from autopar.steps.stages import CutStep
+from autopar_passes.program.equations import walk
+from autopar_passes.stages.cut import Phase, Task, TaskKey
+from autopar_solver import TaskKind, TaskSeconds
+
+_KINDS = {
+    Phase.FORWARD: TaskKind.FORWARD,
+    Phase.BACKWARD: TaskKind.BACKWARD,
+    Phase.BACKWARD_INPUT: TaskKind.BACKWARD_INPUT,
+    Phase.BACKWARD_WEIGHT: TaskKind.BACKWARD_WEIGHT,
+}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StageCosts:
+    """What a pipeline costs.
+
+    Attributes:
+      tasks: seconds of each part's tasks and links, as a schedule is played with.
+      step_bytes: by stage, what a device holds whatever the schedule: state, gradients,
+        and one microbatch.
+      activation_bytes: by part, what a device keeps of one microbatch.
+      sent_bytes: bytes that one device of each stage sends in a step, within the stage
+        and to others.
+    """
+
+    tasks: TaskSeconds
+    step_bytes: tuple[float, ...]
+    activation_bytes: tuple[float, ...]
+    sent_bytes: tuple[float, ...]
+
+
+def stage_costs(
+    cut: CutStep,
+    cluster: Cluster,
+    devices: Sequence[Sequence[int]],
+    found: Sequence[Candidate],
+) -> StageCosts:
+    """Adds up the cost of each task.
+
+    Args:
+      cut: the step as stages.
+      cluster: all devices.
+      devices: by stage, its positions in the cluster.
+      found: by stage, its layouts with what they cost.
+    """
+    parts, count = cut.cut.parts.count, cut.found.microbatches
+    task_s = np.zeros((parts, len(TaskKind)))
+    step_s = np.zeros(len(found))
+    for stage, candidate in enumerate(found):
+        seconds = _task_seconds(cut, stage, candidate)
+        for key, value in seconds.items():
+            if key.phase is Phase.UPDATE:
+                step_s[stage] += value
+            else:
+                task_s[key.number, _KINDS[key.phase]] += value / count
+    links = [_link(cut, cluster, devices, found, k) for k in range(parts - 1)]
+    held = [_activation_bytes(cut, k, found) for k in range(parts)]
+    tasks = TaskSeconds(
+        task_s=task_s,
+        forward_link_s=np.array([link[0] for link in links]),
+        backward_link_s=np.array([link[1] for link in links]),
+        latency_s=np.array([link[2] for link in links]),
+        step_s=step_s,
+        held_bytes=np.array(held),
+        pending_bytes=np.array(held),
+    )
+    return StageCosts(
+        tasks,
+        tuple(float(c.peak_memory_bytes) for c in found),
+        tuple(held),
+        tuple(c.communication_bytes for c in found),
+    )
+
+
+def _task_seconds(
+    cut: CutStep, stage: int, candidate: Candidate
+) -> dict[TaskKey, float]:
+    """Seconds of each task in a step, all microbatches together.
+
+    The operators of a class cost the same each, in every task that runs them: what is
+    computed again costs as often. What is hidden beside work is shared out by seconds.
+    """
+    graph = candidate.assignment.graph
+    tasks = _tasks_of(cut, stage)
+    members: dict[int, list[int]] = defaultdict(list)
+    for op in graph.operators:
+        members[op.class_index].append(op.equation)
+    out: dict[TaskKey, float] = defaultdict(float)
+    once = TaskKey(Phase.UPDATE, stage, 0)
+    for item in candidate.items:
+        seconds = item.cost.work_s + item.cost.communication_s + item.cost.codec_s
+        if not seconds:
+            continue
+        if _once(item):
+            out[once] += seconds
+            continue
+        equations = members[graph.operators[item.operator].class_index]
+        for index in equations:
+            for key in tasks.get(index, (once,)):
+                out[key] += seconds / len(equations)
+    whole = sum(out.values())
+    cost = candidate.cost
+    hidden_s = cost.cover_s - cost.contention_s
+    return {k: s * (1 - hidden_s / whole) if whole else s for k, s in out.items()}
+
+
+def _once(item: CostItem) -> bool:
+    """Whether an item is paid once a step."""
+    return item.paid is Paid.SYNCHRONISATION
+
+
+def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
+    """Equation, also one of a region -> the tasks of the stage that run it."""
+    out: dict[int, list[TaskKey]] = defaultdict(list)
+    for task in cut.cut.of_stage(stage):
+        for index in task.equations:
+            for inner in (index, *_inside(cut, index)):
+                out[inner].append(task.key)
+    return dict(out)
+
+
+def _inside(cut: CutStep, index: int) -> Iterable[int]:
+    eqn = cut.cut.parts.flow.equations[index]
+    return [e.index for region in eqn.regions for e in walk(region)]
+
+
+def _device_bytes(cut: CutStep, values: Iterable[int], candidate: Candidate) -> float:
+    """Bytes of values on one device of a stage."""
+    assignment = candidate.assignment
+    return sum(
+        cut.analysis.graph.values[v].nbytes
+        / shards(assignment.home_layout(v), assignment.sizes)
+        for v in values
+    )
+
+
+def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> float:
+    """What a device keeps of a microbatch from its forward to its backward pass."""
+    stage = cut.cut.stage_of[part]
+    batch = cut.cut.parts.flow.batch
+    kept = {
+        value
+        for key, task in cut.cut.tasks.items()
+        if key.phase in _KINDS and key.phase is not Phase.FORWARD and key.number == part
+        for value, maker in task.inputs
+        if (maker is None and value in batch)
+        or (maker is not None and maker.phase is Phase.FORWARD)
+    }
+    return _device_bytes(cut, kept, found[stage])
+
+
+def _sent(cut: CutStep, part: int, other: int, *, forward: bool) -> set[int]:
+    """The values that tasks of a part send to another part."""
+    source, target = _of_part(cut, part, forward), _of_part(cut, other, None)
+    keys = {t.key for t in source}
+    return {v for task in target for v, maker in task.inputs if maker in keys}
+
+
+def _of_part(cut: CutStep, part: int, forward: bool | None) -> list[Task]:
+    return [
+        t
+        for key, t in cut.cut.tasks.items()
+        if key.phase is not Phase.UPDATE
+        and key.number == part
+        and (forward is None or (key.phase is Phase.FORWARD) is forward)
+    ]
+
+
+def _link(
+    cut: CutStep,
+    cluster: Cluster,
+    devices: Sequence[Sequence[int]],
+    found: Sequence[Candidate],
+    part: int,
+) -> tuple[float, float, float]:
+    """Seconds of activations and cotangents between a part and the next, and latency.
+
+    What skips parts is counted with the last one that it reaches.
+    """
+    one, two = cut.cut.stage_of[part], cut.cut.stage_of[part + 1]
+    if one == two:
+        return 0.0, 0.0, 0.0
+    link = link_between(cluster, devices[one], devices[two])
+    ahead: set[int] = set()
+    back: set[int] = set()
+    for k in range(part + 1):
+        ahead |= _sent(cut, k, part + 1, forward=True)
+        back |= _sent(cut, part + 1, k, forward=False)
+    rate = link.bandwidth_bytes_per_s
+    forward_s = _device_bytes(cut, ahead, found[one]) / rate
+    backward_s = _device_bytes(cut, back, found[two]) / rate
+    return forward_s, backward_s, link.latency_s
+
+
+def link_between(
+    cluster: Cluster, first: Sequence[int], second: Sequence[int]
+) -> LinkSpec:
+    """The slowest link that messages between two sets of devices take.
+
+    Each device of one sends to one of the other, all at once.
+    """
+    parts = cluster.groups or (cluster,)
+    begin = 0
+    group_of: dict[int, tuple[int, int]] = {}
+    for number, part in enumerate(parts):
+        for k in range(part.num_devices):
+            group_of[begin + k] = (number, k)
+        begin += part.num_devices
+    (a, x), (b, y) = group_of[first[0]], group_of[second[0]]
+    if a != b:
+        assert cluster.between is not None
+        return cluster.between
+    levels = parts[a].levels
+    block = parts[a].num_devices
+    for level in levels:
+        block //= level.size
+        if x // block != y // block:
+            return level.link
+    return levels[-1].link

@@ -1,0 +1,249 @@
+"""Makes a plan of a pipeline: plans each stage's program and writes all down."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Sequence
+
+import msgspec
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.errors import InfeasibleError
+from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.record import make_plan
+from autopar.planner.search import search
+from autopar.planner.stages.stage_costs import StageCosts, stage_costs
+from autopar.plans import PipelineData, Plan, StagePlan
+from autopar.progress import say
+from autopar.steps.analysis import Analysis
+from autopar.steps.microbatches import over_microbatches
+from autopar.steps.stages import CutStep
+from autopar_solver import (
+    Schedule,
+    ScheduleKind,
+    ScheduleTable,
+    Timeline,
+    make_table,
+    play,
+)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSite:
+    """Where a stage runs.
+
+    Attributes:
+      devices: positions in the cluster, in the order of the mesh.
+      cluster: these devices as a cluster.
+      mesh: its logical mesh; None: the best one.
+    """
+
+    devices: tuple[int, ...]
+    cluster: Cluster
+    mesh: MeshShape | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The pipeline that is wanted.
+
+    Attributes:
+      layers: the forward equation at which each layer begins.
+      parts: the layer at which each part begins.
+      recomputed: layers whose activations are computed again.
+      schedule: in which order stages run microbatches.
+      sites: where the stages run.
+    """
+
+    layers: tuple[int, ...]
+    parts: tuple[int, ...]
+    schedule: Schedule
+    sites: tuple[StageSite, ...]
+    recomputed: tuple[int, ...] = ()
+
+
+def staged_plan(
+    cut: CutStep, cluster: Cluster, wanted: Wanted, *, seconds: float | None = None
+) -> Plan:
+    """Plans every stage of a step that is cut, and writes the plan down.
+
+    Args:
+      cut: the step as stages, cut as wanted.
+      cluster: all devices.
+      wanted: the pipeline.
+      seconds: time limit of the search of a stage.
+
+    Raises:
+      InfeasibleError: a stage does not fit the memory of its devices.
+    """
+    start = time.perf_counter()
+    table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
+    known: dict[object, SearchResult] = {}
+    found: list[Candidate] = []
+    for number, (site, analysis) in enumerate(
+        zip(wanted.sites, cut.stages, strict=True), 1
+    ):
+        say(f"planning stage {number} of {len(wanted.sites)}")
+        key = (analysis.fingerprint, site.cluster.fingerprint(), site.mesh)
+        if key not in known:
+            known[key] = _searched(analysis, site, seconds)
+            found.append(known[key].best)
+        else:
+            found.append(_alike(analysis, known[key].best))
+    costs = stage_costs(cut, cluster, [s.devices for s in wanted.sites], found)
+    memory = _memory_bytes(table, costs)
+    _check_memory(wanted, found, memory)
+    timeline = play(table, costs.tasks)
+    return _written(
+        cut,
+        cluster,
+        wanted,
+        found,
+        costs,
+        memory,
+        timeline,
+        time.perf_counter() - start,
+    )
+
+
+def _searched(
+    analysis: Analysis, site: StageSite, seconds: float | None
+) -> SearchResult:
+    meshes = None if site.mesh is None else [site.mesh]
+    return search(analysis, site.cluster, meshes=meshes, seconds=seconds)
+
+
+def _alike(analysis: Analysis, other: Candidate) -> Candidate:
+    """The layouts of a stage for another one with the same program."""
+    assignment = dataclasses.replace(other.assignment, analysis=analysis)
+    return dataclasses.replace(other, assignment=assignment)
+
+
+def _memory_bytes(table: ScheduleTable, costs: StageCosts) -> list[float]:
+    """By stage, what a device holds at most.
+
+    What the search of a stage counts has the activations of one microbatch of each of
+    its parts; the schedule keeps those of several.
+    """
+    peaks = play(table, costs.tasks).peak_bytes
+    stages = len(peaks)
+    out: list[float] = []
+    for stage in range(stages):
+        once = sum(costs.activation_bytes[stage::stages])
+        out.append(costs.step_bytes[stage] + max(0.0, float(peaks[stage]) - once))
+    return out
+
+
+def _check_memory(
+    wanted: Wanted, found: Sequence[Candidate], memory: Sequence[float]
+) -> None:
+    for number, (site, nbytes) in enumerate(zip(wanted.sites, memory, strict=True)):
+        limit = site.cluster.device.memory_bytes
+        if nbytes > limit:
+            raise InfeasibleError(
+                f"stage {number} of {len(found)} does not fit: a device holds "
+                f"{nbytes / 1e9:.2f} GB with the activations that the schedule "
+                f"{wanted.schedule.name} keeps, and has {limit / 1e9:.2f} GB.\n"
+                "  try: more stages or microbatches, schedule='1f1b', or layers that "
+                "compute their activations again"
+            )
+
+
+def _written(
+    cut: CutStep,
+    cluster: Cluster,
+    wanted: Wanted,
+    found: Sequence[Candidate],
+    costs: StageCosts,
+    memory: Sequence[float],
+    timeline: Timeline,
+    seconds: float,
+) -> Plan:
+    """The plan as data: that of the first stage, with all stages in it."""
+    plans = [
+        make_plan(analysis, SearchResult(c, ((c.pricer.mesh, c),), seconds))
+        for analysis, c in zip(cut.stages, found, strict=True)
+    ]
+    whole = over_microbatches(cut.analysis, cut.found)
+    first, step_s = plans[0], timeline.makespan_s
+    compute_s = max(p.predicted.compute_s for p in plans)
+    predicted = msgspec.structs.replace(
+        first.predicted,
+        step_s=step_s,
+        compute_s=min(compute_s, step_s),
+        communication_s=max(0.0, step_s - min(compute_s, step_s)),
+        hidden_s=0.0,
+        communication_bytes=max(costs.sent_bytes),
+        peak_memory_bytes=max(memory),
+    )
+    gaps = [p.solver.gap for p in plans]
+    solver = msgspec.structs.replace(
+        first.solver,
+        status="stages as they were given",
+        gap=max(gaps),
+        seconds=seconds,
+        cost=step_s,
+        bound=0.0,
+        meshes={},
+    )
+    inputs = whole.graph.inputs
+    return msgspec.structs.replace(
+        first,
+        cluster=type(first.cluster).of(cluster),
+        stages=tuple(
+            _named(p.stage, number, site)
+            for number, (p, site) in enumerate(zip(plans, wanted.sites, strict=True))
+        ),
+        predicted=predicted,
+        solver=solver,
+        seconds=msgspec.structs.replace(
+            first.seconds,
+            trace=cut.analysis.trace_s,
+            graph=cut.analysis.graph_s,
+            solve=seconds,
+            total=cut.analysis.trace_s + cut.analysis.graph_s + seconds,
+        ),
+        roles={i.path: i.role.value for i in inputs},
+        shapes={i.path: tuple(whole.graph.values[i.value].shape) for i in inputs},
+        unsupported_ops=whole.graph.unsupported,
+        assumed=(*whole.graph.assumed_trips, *cut.found.local),
+        fingerprint=whole.fingerprint,
+        structure=whole.structure,
+        microbatches=cut.found.microbatches,
+        schedule=wanted.schedule.kind.value,
+        pipeline=_pipeline(cut, wanted, costs, memory),
+        worth=None,
+        checks={},
+    ).stamped()
+
+
+def _named(stage: StagePlan, number: int, site: StageSite) -> StagePlan:
+    return msgspec.structs.replace(stage, name=f"stage {number}", devices=site.devices)
+
+
+def _pipeline(
+    cut: CutStep, wanted: Wanted, costs: StageCosts, memory: Sequence[float]
+) -> PipelineData:
+    tasks = costs.tasks
+    split = wanted.schedule.kind is ScheduleKind.ZERO_BUBBLE
+    columns = tasks.task_s.T
+    forward, backward, first_half, second_half = (tuple(map(float, c)) for c in columns)
+    return PipelineData(
+        layers=wanted.layers,
+        parts=wanted.parts,
+        homes={
+            given.path: cut.cut.owners[given.value]
+            for given in cut.analysis.graph.inputs[: cut.found.own]
+        },
+        recomputed=wanted.recomputed,
+        forward_s=forward,
+        backward_s=first_half if split else backward,
+        weight_s=second_half if split else (),
+        forward_link_s=tuple(map(float, tasks.forward_link_s)),
+        backward_link_s=tuple(map(float, tasks.backward_link_s)),
+        latency_s=tuple(map(float, tasks.latency_s)),
+        step_s=tuple(map(float, tasks.step_s)),
+        memory_bytes=tuple(memory),
+        activation_bytes=costs.activation_bytes,
+    )

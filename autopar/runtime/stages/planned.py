@@ -1,0 +1,325 @@
+"""A step under a plan of several stages, as a function of its flat arguments."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import msgspec
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from autopar.errors import PlanError
+from autopar.planner.record import assignment_of
+from autopar.plans import NO_SCHEDULE, Plan
+from autopar.runtime.stages.order import issue_order
+from autopar.runtime.stages.pipeline import Crossed, Pipeline
+from autopar.runtime.stages.stage import Stage
+from autopar.runtime.world import World, grid
+from autopar.steps.analysis import Analysis
+from autopar.steps.stages import CutStep
+from autopar_passes.microbatches.microbatched import Combine, Microbatched
+from autopar_passes.microbatches.rows import dealt, together
+from autopar_passes.program.equations import Program, Scalar
+from autopar_passes.program.evaluate import evaluate
+from autopar_solver import Schedule, ScheduleKind, make_table
+
+
+@dataclasses.dataclass(frozen=True)
+class PipelinedStep:
+    """The flat step under a plan of several stages.
+
+    Attributes:
+      analysis: the step on the whole batch.
+      plan: the plan.
+      cut: the step as stages.
+      pipeline: its tasks on devices.
+      mesh: all devices of the stages, in their order.
+      in_shardings: where each flat argument lies before a step: state at home on its
+        stage, the batch on the first stage that reads it.
+      sums: None; stages sum gradients themselves.
+      gradients: None; see ``sums``.
+    """
+
+    analysis: Analysis
+    plan: Plan
+    cut: CutStep
+    pipeline: Pipeline
+    mesh: Mesh
+    in_shardings: list[NamedSharding]
+    function: Callable[..., list[Any]]
+    sums: None = None
+    gradients: None = None
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """The mesh of each stage."""
+        return tuple(stage.mesh for stage in self.pipeline.stages)
+
+    def compile(self) -> None:
+        """Compiles the tasks of all stages."""
+        self.pipeline.compile()
+
+    def lower(self) -> Any:
+        """There is no one program to lower.
+
+        Raises:
+          PlanError: always; it says what there is.
+        """
+        raise PlanError(
+            f"a plan of {len(self.plan.stages)} stages has no program of the whole "
+            "step to lower: each task is a program of its own."
+        )
+
+
+def stage_meshes(plan: Plan, devices: Sequence[Any]) -> list[Mesh]:
+    """Lays the mesh of each stage over its devices.
+
+    Args:
+      plan: the plan.
+      devices: those of the cluster, by position.
+
+    Raises:
+      PlanError: there are fewer devices than the plan has.
+    """
+    need = 1 + max(d for stage in plan.stages for d in stage.devices)
+    if len(devices) < need:
+        raise PlanError(
+            f"the plan is for {need} devices in {len(plan.stages)} stages, and there "
+            f"are {len(devices)} to run it on. Simulate devices with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={need}."
+        )
+    out: list[Mesh] = []
+    for stage in plan.stages:
+        laid = grid([devices[d] for d in stage.devices], stage.axis_sizes)
+        kinds = (AxisType.Auto,) * laid.ndim
+        out.append(Mesh(laid, stage.axis_names, axis_types=kinds))
+    return out
+
+
+def check_world(world: World, plan: Plan) -> None:
+    """Checks that a plan of several stages can run in a world.
+
+    Raises:
+      PlanError: there are several processes.
+    """
+    if world.process_count > 1:
+        raise PlanError(
+            f"the plan has {len(plan.stages)} stages, and stages run in one process, "
+            f"not in {world.process_count}. Plan with stages=1, or run one process "
+            "with all devices."
+        )
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of a plan, with its chunks.
+
+    Raises:
+      PlanError: the plan has one stage.
+    """
+    if plan.pipeline is None or plan.schedule == NO_SCHEDULE:
+        raise PlanError("a plan of one stage has no schedule.")
+    chunks = len(plan.pipeline.parts) // len(plan.stages)
+    return Schedule(ScheduleKind(plan.schedule), chunks)
+
+
+def pipelined_step(
+    analysis: Analysis,
+    cut: CutStep,
+    plan: Plan,
+    devices: Sequence[Any],
+    *,
+    donate: bool = True,
+) -> PipelinedStep:
+    """Builds a step of several stages; nothing is compiled yet.
+
+    Args:
+      analysis: the step on the whole batch.
+      cut: the step as the plan's stages.
+      plan: the plan.
+      devices: those of the plan's cluster, by position.
+      donate: whether the carried state is consumed by the call.
+
+    Raises:
+      PlanError: there are too few devices.
+    """
+    meshes = stage_meshes(plan, devices)
+    stages = [
+        Stage(program, assignment_of(stage, one_stage(plan, k)), mesh)
+        for k, (program, stage, mesh) in enumerate(
+            zip(cut.programs, cut.stages, meshes, strict=True)
+        )
+    ]
+    found = cut.found
+    table = make_table(schedule_of(plan), len(stages), found.microbatches)
+    pipeline = Pipeline(
+        cut.cut, stages, issue_order(table), _crossed(found), donate=donate
+    )
+    feed = _Feed(analysis, cut, pipeline)
+    flat = [d for mesh in meshes for d in mesh.devices.flat]
+    return PipelinedStep(
+        analysis,
+        plan,
+        cut,
+        pipeline,
+        Mesh(np.array(flat), ("device",)),
+        feed.in_shardings,
+        feed,
+    )
+
+
+def one_stage(plan: Plan, number: int) -> Plan:
+    """A stage of a plan as a plan of its own.
+
+    Args:
+      plan: the plan.
+      number: of the stage, from 0.
+    """
+    return msgspec.structs.replace(
+        plan, stages=(plan.stages[number],), schedule=NO_SCHEDULE, pipeline=None
+    )
+
+
+def _crossed(found: Microbatched) -> Crossed:
+    """How the values of microbatches are put together."""
+    scales: dict[int, float] = {}
+    same: set[int] = set()
+    rows: dict[int, Any] = {}
+    for crossing in found.crossings:
+        match crossing.combine:
+            case Combine.SUM:
+                scales[crossing.value] = 1.0
+            case Combine.MEAN:
+                scales[crossing.value] = 1.0 / found.microbatches
+            case Combine.SAME:
+                same.add(crossing.value)
+            case Combine.ROWS:
+                assert crossing.rows is not None
+                rows[crossing.value] = jax.jit(
+                    functools.partial(_joined, crossing.rows)
+                )
+    return Crossed(scales=scales, same=frozenset(same), rows=rows)
+
+
+def _joined(rows: Any, arrays: list[Any]) -> Any:
+    return together(jax.numpy.stack(arrays), rows)
+
+
+class _Feed:
+    """Hands the flat arguments of a step to a pipeline, and its results back."""
+
+    def __init__(self, analysis: Analysis, cut: CutStep, pipeline: Pipeline) -> None:
+        """Resolves where each argument goes.
+
+        Args:
+          analysis: the step on the whole batch.
+          cut: the step as stages.
+          pipeline: its tasks on devices.
+        """
+        self.found = cut.found
+        self.program: Program = cut.cut.program
+        self.pipeline = pipeline
+        arguments = self.program.body.inputs
+        self.values = arguments[: len(analysis.graph.inputs)]
+        self.owners = pipeline.cut.owners
+        shapes = [analysis.graph.values[i.value].shape for i in analysis.graph.inputs]
+        self.in_shardings = [
+            self._lies(k, value, shapes[k]) for k, value in enumerate(self.values)
+        ]
+        # Stage -> the flat arguments that it deals out to microbatches.
+        self.dealt: dict[int, list[int]] = defaultdict(list)
+        for k in self.found.batch:
+            self.dealt[self.owners[self.values[k]]].append(k)
+        self.deal = {s: self._deal_code(s, ks) for s, ks in self.dealt.items()}
+        self.numbers = self._numbers(arguments)
+        self.ahead = None if self.found.ahead is None else self._ahead_code()
+
+    def _lies(self, k: int, value: int, shape: tuple[int, ...]) -> NamedSharding:
+        """Where an argument lies: rows are split as those of a microbatch are."""
+        stage = self.pipeline.stages[self.owners[value]]
+        where = stage.sharding(value)
+        if k not in self.found.batch:
+            return where
+        spec = [*where.spec, *(None,) * (len(shape) - len(where.spec))]
+        for dim, names in enumerate(spec):
+            if names and shape[dim] % _size(stage.mesh, names):
+                spec[dim] = None
+        return NamedSharding(stage.mesh, PartitionSpec(*spec))
+
+    def _deal_code(self, stage: int, positions: Sequence[int]) -> Any:
+        """A jitted function from whole batches to those of all microbatches."""
+        where = self.pipeline.stages[stage]
+        count = self.found.microbatches
+        shardings = [where.sharding(self.values[k]) for k in positions]
+
+        def deal(*arrays: Any) -> list[list[Any]]:
+            parts = [
+                dealt(x, self.found.batch[k], count)
+                for k, x in zip(positions, arrays, strict=True)
+            ]
+            return [[p[m] for p in parts] for m in range(count)]
+
+        return jax.jit(deal, out_shardings=[shardings] * count)
+
+    def _numbers(self, arguments: Sequence[int]) -> list[dict[int, Any]]:
+        """The number of each microbatch, where the program takes it."""
+        count, place = self.found.microbatches, self.found.number
+        if place is None:
+            return [{} for _ in range(count)]
+        value = arguments[place]
+        where = self.pipeline.stages[self.owners[value]].sharding(value)
+        return [{value: jax.device_put(np.int32(m), where)} for m in range(count)]
+
+    def _ahead_code(self) -> Any:
+        """A jitted function from the whole batch to what all microbatches take."""
+        ahead = self.found.ahead
+        assert ahead is not None
+        return jax.jit(functools.partial(evaluate, ahead))
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        """Runs one step."""
+        split = set(self.found.batch)
+        known = {
+            v: x
+            for k, (v, x) in enumerate(zip(self.values, flat, strict=True))
+            if k not in split
+        }
+        known.update(self._given(flat))
+        micro = [dict(given) for given in self.numbers]
+        for stage, positions in self.dealt.items():
+            parts = self.deal[stage](*(flat[k] for k in positions))
+            for given, arrays in zip(micro, parts, strict=True):
+                values = (self.values[k] for k in positions)
+                given.update(zip(values, arrays, strict=True))
+        made = self.pipeline.run(known, micro)
+        return [
+            atom.value if isinstance(atom, Scalar) else made[atom]
+            for atom in self.program.body.outputs
+        ]
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        self.pipeline.clear_cache()
+        for code in self.deal.values():
+            code.clear_cache()
+
+    def _given(self, flat: Sequence[Any]) -> dict[int, Any]:
+        """What depends on the whole batch and goes to all microbatches."""
+        if self.ahead is None:
+            return {}
+        first = jax.local_devices()[0]
+        made = self.ahead(*(jax.device_put(x, first) for x in flat))
+        values = [self.program.body.inputs[k] for k in self.found.given]
+        return {
+            v: jax.device_put(x, self.pipeline.stages[self.owners[v]].sharding(v))
+            for v, x in zip(values, made, strict=True)
+        }
+
+
+def _size(mesh: Mesh, names: Any) -> int:
+    group = (names,) if isinstance(names, str) else names
+    return int(np.prod([mesh.shape[n] for n in group]))

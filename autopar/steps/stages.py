@@ -1,0 +1,112 @@
+"""A step cut into stages: programs and analyses that know no cluster."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from autopar.steps.analysis import Analysis, analyse_program
+from autopar.steps.microbatches import over_microbatches
+from autopar.steps.names import operator_name
+from autopar_passes import debug
+from autopar_passes.graph.build import build_graph
+from autopar_passes.graph.operators import producers
+from autopar_passes.graph.roles import Role
+from autopar_passes.microbatches.microbatched import Microbatched
+from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
+from autopar_passes.stages.hoist import hoisted
+from autopar_passes.stages.parts import parts_of
+from autopar_passes.stages.verify import verify_cut
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CutStep:
+    """A step as stages of a pipeline.
+
+    Attributes:
+      found: how the step is split into microbatches.
+      analysis: of one microbatch's program.
+      cut: its tasks.
+      programs: the program of each stage.
+      stages: their analyses; the part that runs for each microbatch counts as often.
+    """
+
+    found: Microbatched
+    analysis: Analysis
+    cut: Cut
+    programs: tuple[StageProgram, ...]
+    stages: tuple[Analysis, ...]
+
+
+def cut_step(
+    analysis: Analysis,
+    found: Microbatched,
+    *,
+    layers: Sequence[int],
+    parts: Sequence[int],
+    stages: int,
+    recomputed: Sequence[int] = (),
+    split_backward: bool = False,
+) -> CutStep:
+    """Cuts a step into stages.
+
+    Args:
+      analysis: of one microbatch's program, ``found.traced.program``.
+      found: how the step is split into microbatches.
+      layers: the forward equation at which each layer begins.
+      parts: the layer at which each part begins; part ``k`` is on stage ``k % stages``.
+      stages: how many stages there are.
+      recomputed: layers whose activations the backward pass computes again.
+      split_backward: whether gradients of weights are tasks of their own.
+
+    Raises:
+      CutError: the parts do not begin at different equations of the forward pass.
+    """
+    program, graph = analysis.program, analysis.graph
+    arguments = program.body.inputs
+    split = [*found.batch, *([] if found.number is None else [found.number])]
+    batch = [arguments[k] for k in split]
+    starts = [layers[k] for k in parts]
+    stage_of = [k % stages for k in range(len(parts))]
+    placed = parts_of(program, graph, starts, batch=batch, once=found.once)
+    found = hoisted(found, placed, stage_of)
+    placed = parts_of(program, graph, starts, batch=batch, once=found.once)
+    again: set[int] = set()
+    if recomputed:
+        by_layer = parts_of(program, graph, layers, batch=batch, once=found.once)
+        flow, wanted = by_layer.flow, set(recomputed)
+        again = {
+            index
+            for index, layer in by_layer.part.items()
+            if layer in wanted and flow.roles[index] is Role.FORWARD
+        }
+    tasks = cut(
+        placed,
+        stage_of,
+        [c.value for c in found.crossings],
+        split_backward=split_backward,
+        recomputed=again,
+    )
+    if debug.verifies():
+        verify_cut(tasks)
+    programs = tuple(stage_program(tasks, k) for k in range(stages))
+    made = tuple(_analysed(analysis, found, p) for p in programs)
+    return CutStep(
+        found=found, analysis=analysis, cut=tasks, programs=programs, stages=made
+    )
+
+
+def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> Analysis:
+    """The analysis of a stage over its microbatches."""
+    paths = analysis.input_paths
+    makers = producers(analysis.graph.operators)
+    received = [
+        f"received/{operator_name(analysis, makers[v].index)}:{v}"
+        for v in stage.received
+    ]
+    graph = build_graph(
+        stage.program,
+        input_paths=[*(paths[v] for v in stage.given), *received],
+        carried=stage.carried,
+    )
+    return over_microbatches(analyse_program(stage.program, graph), found)

@@ -1,0 +1,248 @@
+"""A step over microbatches as one program: a loop that adds up, then the update.
+
+The program has the inputs and outputs of the step on the whole batch. What each
+microbatch makes and is added up is carried by the loop, in single precision where it
+is in half; rows are stacked. Equations that run once stay as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar_passes.microbatches.microbatched import Combine, Crossing, Microbatched
+from autopar_passes.microbatches.rows import dealt, together
+from autopar_passes.program.building import Builder, needed, next_index, renumbered
+from autopar_passes.program.equations import Atom, Equation, Program, Region
+from autopar_passes.program.trace import TracedStep
+
+_ADDED = (Combine.SUM, Combine.MEAN)
+
+
+def accumulated(whole: TracedStep, found: Microbatched) -> TracedStep:
+    """Returns the step that goes through its microbatches and then updates its state.
+
+    Args:
+      whole: the step on the whole batch.
+      found: how it is split.
+    """
+    return dataclasses.replace(whole, program=_Joiner(whole.program, found).run())
+
+
+class _Joiner:
+    def __init__(self, whole: Program, found: Microbatched) -> None:
+        self.whole = whole
+        self.found = found
+        self.micro = found.traced.program
+        self.builder = Builder(whole.values, next_index(whole))
+        # The values and equations of the loop's body follow those of the whole step.
+        self.first_value = len(whole.values)
+        self.builder.values.extend(self.micro.values)
+        self.first_index = self.builder.next_index
+        self.builder.next_index += next_index(self.micro)
+
+    def run(self) -> Program:
+        before = self.before()
+        self.builder.equations.extend(before)
+        self.loop()
+        once = {*self.found.once} - {e.index for e in before}
+        self.builder.equations.extend(
+            e for e in self.whole.body.equations if e.index in once
+        )
+        body = self.whole.body
+        region = Region(body.inputs, tuple(self.builder.equations), body.outputs)
+        return Program(tuple(self.builder.values), region, self.whole.constants)
+
+    def before(self) -> tuple[Equation, ...]:
+        """What is the same in all microbatches, or needs the whole batch."""
+        same = [c.value for c in self.found.crossings if c.combine is Combine.SAME]
+        return needed(self.whole.body.equations, [*same, *self.ahead()])
+
+    def ahead(self) -> list[int]:
+        program = self.found.ahead
+        return (
+            []
+            if program is None
+            else [v for v in program.body.outputs if isinstance(v, int)]
+        )
+
+    def number(self, value: int) -> int:
+        """The number of a microbatch's value in the program."""
+        return self.first_value + value
+
+    def loop(self) -> None:
+        """Adds the loop over the microbatches, and what follows it directly."""
+        added = [c for c in self.found.crossings if c.combine in _ADDED]
+        stacked = [c for c in self.found.crossings if c.combine is Combine.ROWS]
+        body = self.body([*added, *stacked])
+        consts, sliced = self.inputs(body)
+        carries = [self.zero(c) for c in added]
+        inner = self.sums(added)
+        outer, self.builder.equations = self.builder.equations, list(body)
+        ends = [self.add(c, v) for c, v in zip(added, inner, strict=True)]
+        body = tuple(self.builder.equations)
+        self.builder.equations = outer
+        region = Region(
+            (*consts.values(), *inner, *sliced.values()),
+            body,
+            (*ends, *(self.number(c.value) for c in stacked)),
+        )
+        self.close(region, consts, carries, sliced, added, stacked)
+
+    def close(
+        self,
+        region: Region,
+        consts: dict[int, int],
+        carries: list[Atom],
+        sliced: dict[int, int],
+        added: list[Crossing],
+        stacked: list[Crossing],
+    ) -> None:
+        """Adds the loop itself, and hands its results on."""
+        count = self.found.microbatches
+        ends = self.sums(added)
+        rows = [self.micro.values[c.value] for c in stacked]
+        stacks = [self.builder.value((count, *v.shape), v.dtype) for v in rows]
+        source = _scan_source(count, len(consts), len(carries))
+        self.builder.equations.append(
+            Equation(
+                self.builder.index(),
+                source,
+                (*consts, *carries, *sliced),
+                (*ends, *stacks),
+                "",
+                (region,),
+            )
+        )
+        for crossing, value in zip(added, ends, strict=True):
+            self.hand_on(crossing, value)
+        for crossing, value in zip(stacked, stacks, strict=True):
+            self.hand_on(crossing, value)
+
+    def sums(self, added: list[Crossing]) -> list[int]:
+        """Values in which others are added up."""
+        like = [self.micro.values[c.value] for c in added]
+        return [self.builder.value(v.shape, _wide(v.dtype)) for v in like]
+
+    def hand_on(self, crossing: Crossing, value: int) -> None:
+        """Makes the whole value of what a loop returns, under its number."""
+        dtype = self.whole.values[crossing.value].dtype
+        count, rows = self.found.microbatches, crossing.rows
+
+        def whole(x: Any) -> Any:
+            if crossing.combine is Combine.ROWS:
+                assert rows is not None
+                return together(x, rows)
+            if crossing.combine is Combine.MEAN:
+                x = x * (1 / count)
+            return x.astype(dtype)
+
+        last = self.builder.call(whole, [value])
+        assert isinstance(last, int)
+        self.rename(last, crossing.value)
+
+    def rename(self, value: int, to: int) -> None:
+        """Lets the equation that made a value last make another one instead."""
+        for k in range(len(self.builder.equations) - 1, -1, -1):
+            eqn = self.builder.equations[k]
+            if value in eqn.outputs:
+                outputs = tuple(to if v == value else v for v in eqn.outputs)
+                self.builder.equations[k] = dataclasses.replace(eqn, outputs=outputs)
+                return
+
+    def body(self, crossings: list[Crossing]) -> tuple[Equation, ...]:
+        """The equations of one microbatch, under the program's numbers."""
+        repeated = [
+            e for e in self.micro.body.equations if e.index not in self.found.once
+        ]
+        read = [c.value for c in crossings]
+        kept = {e.index for e in needed(repeated, read)}
+        return tuple(
+            renumbered(e, self.number, lambda k: self.first_index + k)
+            for e in repeated
+            if e.index in kept or e.source.effects
+        )
+
+    def inputs(
+        self, body: tuple[Equation, ...]
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """What the body reads of the program: values -> those of the body.
+
+        First what is the same in all microbatches, then what is dealt out.
+        """
+        read = _read(body)
+        consts: dict[int, int] = {}
+        sliced: dict[int, int] = {}
+        count = self.found.microbatches
+        for position, (value, source) in enumerate(self.sources()):
+            inner = self.number(value)
+            if inner not in read:
+                continue
+            if position == self.found.number:
+                numbers = self.builder.call(lambda: jax.lax.iota(jnp.int32, count), [])
+                assert isinstance(numbers, int)
+                sliced[numbers] = inner
+            elif (rows := self.found.batch.get(position)) is not None:
+                parts = self.builder.call(
+                    lambda x, rows=rows: dealt(x, rows, count), [source]
+                )
+                assert isinstance(parts, int)
+                sliced[parts] = inner
+            else:
+                consts[source] = inner
+        return consts, sliced
+
+    def sources(self) -> list[tuple[int, int]]:
+        """The inputs of the microbatch's program, with the values they come from."""
+        own = self.whole.body.inputs
+        arguments = list(own[: self.whole.num_arguments])
+        constants = list(own[self.whole.num_arguments :])
+        number = [] if self.found.number is None else [-1]
+        given = [*arguments, *number, *self.ahead(), *constants]
+        return list(zip(self.micro.body.inputs, given, strict=True))
+
+    def zero(self, crossing: Crossing) -> Atom:
+        """The beginning of a sum."""
+        value = self.micro.values[crossing.value]
+        dtype = _wide(value.dtype)
+        return self.builder.call(lambda: jax.lax.full(value.shape, 0, dtype), [])
+
+    def add(self, crossing: Crossing, carry: int) -> Atom:
+        """Adds a microbatch's value to a sum, within the loop's body."""
+        dtype = self.builder.values[carry].dtype
+        stack = _stack_of(self.builder.equations, self.number(crossing.value))
+        return self.builder.call(
+            lambda total, x: jax.lax.add(total, x.astype(dtype)),
+            [carry, self.number(crossing.value)],
+            stack,
+        )
+
+
+def _stack_of(equations: list[Equation], value: int) -> str:
+    return next((e.name_stack for e in reversed(equations) if value in e.outputs), "")
+
+
+def _wide(dtype: Any) -> Any:
+    """The dtype in which values are added up: half precision would lose parts."""
+    half = jnp.issubdtype(dtype, jnp.floating) and jnp.dtype(dtype).itemsize < 4
+    return jnp.dtype("float32") if half else dtype
+
+
+def _read(equations: tuple[Equation, ...]) -> set[int]:
+    """The values that equations read, also those inside of regions."""
+    return {a for e in equations for a in e.inputs if isinstance(a, int)}
+
+
+def _scan_source(length: int, consts: int, carries: int) -> Any:
+    """JAX's equation of a loop: of it only the parameters count."""
+
+    def run(start: Any) -> Any:
+        return jax.lax.scan(lambda c, _: (c, None), start, None, length=length)
+
+    (eqn,) = jax.make_jaxpr(run)(0).jaxpr.eqns
+    return eqn.replace(
+        params={**eqn.params, "num_consts": consts, "num_carry": carries}
+    )

@@ -1,0 +1,176 @@
+"""Facts of a step that decide how it may be split into microbatches."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.microbatches.pairs import Pair
+from autopar_passes.program.equations import Equation, walk
+from autopar_passes.sums.linear import ADDITIVE, UNARY
+
+# They draw random numbers, or make keys for that.
+RANDOM = frozenset(
+    {"random_bits", "random_gamma", "random_split", "rng_bit_generator", "rng_uniform"}
+)
+# What they make of a statistic alone is one, too: a variance and an epsilon.
+_HANDING = UNARY | ADDITIVE | {"broadcast_in_dim", "mul"}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Facts:
+    """Facts of a step.
+
+    Attributes:
+      operators: the operator of each equation without regions.
+      roles: the role of each top-level equation.
+      back: top-level equations whose results the backward pass needs.
+      given: values that depend on the batch alone, not on state or random numbers.
+      statistics: statistics of the batch that normalise its rows and that carried
+        state keeps.
+    """
+
+    operators: dict[int, Operator]
+    roles: dict[int, Role]
+    back: frozenset[int]
+    given: frozenset[int]
+    statistics: frozenset[int]
+
+
+def facts(pair: Pair, graph: OperatorGraph) -> Facts:
+    """Finds the facts of a step.
+
+    Args:
+      pair: its programs.
+      graph: the operator graph of the whole batch.
+    """
+    operators: dict[int, Operator] = {}
+    roles: dict[int, set[Role]] = {}
+    outermost = _outermost(pair.whole.body.equations)
+    for op in graph.operators:
+        if op.equation >= 0:
+            operators[op.equation] = op
+            roles.setdefault(outermost[op.equation], set()).add(op.role)
+    found = _roles(pair.whole.body.equations, roles)
+    return Facts(
+        operators,
+        found,
+        _needed_back(pair.whole.body.equations, found),
+        _given(pair, graph),
+        _statistics(pair, graph),
+    )
+
+
+def _outermost(equations: Iterable[Equation]) -> dict[int, int]:
+    """Each equation -> the one outside of all regions that it is in."""
+    out: dict[int, int] = {}
+    for eqn in equations:
+        out[eqn.index] = eqn.index
+        for region in eqn.regions:
+            out.update((inner.index, eqn.index) for inner in walk(region))
+    return out
+
+
+def _roles(
+    equations: Sequence[Equation], roles: Mapping[int, set[Role]]
+) -> dict[int, Role]:
+    """The role of each top-level equation: of its operators, the innermost ones too.
+
+    What the backward pass reads is none of the update: zeros, to which a loop adds.
+    """
+    found = {index: _role(of) for index, of in roles.items()}
+    read: set[int] = set()
+    for eqn in reversed(equations):
+        if found[eqn.index] is Role.UPDATE and not read.isdisjoint(eqn.outputs):
+            found[eqn.index] = Role.FORWARD
+        if found[eqn.index] is not Role.UPDATE:
+            read.update(a for a in eqn.inputs if isinstance(a, int))
+    return found
+
+
+def _role(roles: set[Role]) -> Role:
+    if Role.BACKWARD in roles:
+        return Role.BACKWARD
+    return Role.UPDATE if roles == {Role.UPDATE} else Role.FORWARD
+
+
+def _needed_back(
+    equations: tuple[Equation, ...], roles: dict[int, Role]
+) -> frozenset[int]:
+    """The equations of which an equation of the backward pass reads, or which are one."""
+    read: set[int] = set()
+    found: set[int] = set()
+    for eqn in reversed(equations):
+        backward = roles.get(eqn.index) is Role.BACKWARD
+        if backward or not read.isdisjoint(eqn.outputs):
+            found.add(eqn.index)
+            read.update(a for a in eqn.inputs if isinstance(a, int))
+    return frozenset(found)
+
+
+def _given(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
+    """The values outside of loops that depend on what is not carried alone."""
+    body = pair.whole.body
+    found = {i.value for i in graph.inputs if i.output < 0}
+    found.update(body.inputs[pair.whole.num_arguments :])
+    for eqn in body.equations:
+        inner = {e.primitive for region in eqn.regions for e in walk(region)}
+        drawn = not RANDOM.isdisjoint({eqn.primitive, *inner})
+        if not drawn and all(a in found for a in eqn.inputs if isinstance(a, int)):
+            found.update(eqn.outputs)
+    return frozenset(found)
+
+
+def _statistics(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
+    kept = _kept(pair, graph)
+    found = kept & _normalising(pair, graph)
+    for op in graph.operators:
+        if op.role is not Role.FORWARD or op.kind not in _HANDING:
+            continue
+        if not found.isdisjoint(op.inputs):
+            found.update(v for v in op.outputs if not pair.has_rows(v))
+    return frozenset(found)
+
+
+def _kept(pair: Pair, graph: OperatorGraph) -> set[int]:
+    """The values without rows that new carried arrays are made of in the forward pass.
+
+    Through other values without rows, or element by element through those with.
+    """
+    made_by = producers(graph.operators)
+    left = [
+        graph.outputs[i.output]
+        for i in graph.inputs
+        if i.output >= 0
+        and i.role is InputRole.OTHER
+        and graph.values[i.value].floating
+        and graph.values[i.value].shape
+    ]
+    seen: set[int] = set()
+    while left:
+        value = left.pop()
+        op = None if value is None else made_by.get(value)
+        if value is None or op is None or value in seen:
+            continue
+        seen.add(value)
+        if op.role is not Role.FORWARD or op.kind == "input":
+            continue
+        if pair.has_rows(value) and op.rule.reduced:
+            continue
+        left.extend(op.inputs)
+    return {v for v in seen if not pair.has_rows(v)}
+
+
+def _normalising(pair: Pair, graph: OperatorGraph) -> set[int]:
+    """The values without rows of which the forward pass makes values with rows."""
+    found: set[int] = set()
+    for _ in range(2):  # A loop hands its first values in behind the last of them.
+        for op in reversed(graph.operators):
+            if op.role is not Role.FORWARD:
+                continue
+            if any(pair.has_rows(v) or v in found for v in op.outputs):
+                arrays = (v for v in op.inputs if v is not None)
+                found.update(v for v in arrays if not pair.has_rows(v))
+    return found

@@ -1,0 +1,202 @@
+"""Finds how a step is split into microbatches, or why it cannot be."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+
+from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.roles import Role
+from autopar_passes.microbatches.classes import SAME, Kind, Split
+from autopar_passes.microbatches.facts import facts
+from autopar_passes.microbatches.follow import Follower
+from autopar_passes.microbatches.microbatched import (
+    Combine,
+    Crossing,
+    Microbatched,
+    MicrobatchError,
+    Rows,
+)
+from autopar_passes.microbatches.operators import Grouped, is_float
+from autopar_passes.microbatches.pairs import Pair, paired, place
+from autopar_passes.microbatches.rewrite import Rewritten, rewritten
+from autopar_passes.program.building import needed
+from autopar_passes.program.equations import Program, Region
+from autopar_passes.program.trace import TracedStep
+
+_COMBINED = {
+    Kind.SAME: Combine.SAME,
+    Kind.LOCAL: Combine.MEAN,
+    Kind.SUM: Combine.SUM,
+    Kind.ROWS: Combine.ROWS,
+}
+
+
+def microbatched(
+    whole: TracedStep,
+    micro: TracedStep,
+    graph: OperatorGraph,
+    count: int,
+    *,
+    couple: bool = False,
+) -> Microbatched:
+    """Says how a step is split into microbatches with its meaning kept.
+
+    Args:
+      whole: the step on the whole batch.
+      micro: the same step on the rows of one microbatch.
+      graph: the operator graph of the whole step.
+      count: number of microbatches.
+      couple: whether what couples the rows of a batch may be computed from those of
+        each microbatch alone. Statistics of batch normalisation always are.
+
+    Raises:
+      MicrobatchError: it cannot be split.
+    """
+    pair = paired(whole.program, micro.program, count)
+    _check_inputs(pair, whole)
+    known = facts(pair, graph)
+    unit = 1
+    while True:
+        follower = Follower(pair, known, couple=couple)
+        follower.classes.update(_given(pair, unit))
+        try:
+            follower.run()
+            break
+        except Grouped as grouped:
+            unit *= grouped.args[0]
+            _check_unit(pair, unit)
+    made = rewritten(pair, follower.edits)
+    return Microbatched(
+        microbatches=count,
+        traced=_traced(micro, made),
+        once=frozenset(follower.once),
+        crossings=_crossings(pair, follower),
+        batch=_batch(pair, unit),
+        number=pair.micro.num_arguments if made.number else None,
+        ahead=_ahead(pair, made),
+        given=tuple(
+            pair.micro.num_arguments + made.number + k for k in range(len(made.ahead))
+        ),
+        local=tuple(follower.local),
+    )
+
+
+def unsplit(
+    whole: TracedStep, graph: OperatorGraph, dims: Mapping[int, int]
+) -> Microbatched:
+    """A step whose batch is one microbatch.
+
+    Args:
+      whole: the step.
+      graph: its operator graph.
+      dims: flat input of the batch -> the dimension of its rows.
+    """
+    body = whole.program.body
+    top = {e.index for e in body.equations}
+    once = {op.equation for op in graph.operators if op.role is Role.UPDATE} & top
+    made = {v for e in body.equations if e.index not in once for v in e.outputs}
+    read = [*body.outputs]
+    for eqn in body.equations:
+        if eqn.index in once:
+            read.extend(eqn.inputs)
+    crossings = tuple(
+        Crossing(v, Combine.SUM if whole.program.values[v].floating else Combine.SAME)
+        for v in dict.fromkeys(a for a in read if isinstance(a, int) and a in made)
+    )
+    return Microbatched(
+        microbatches=1,
+        traced=whole,
+        once=frozenset(once),
+        crossings=crossings,
+        batch={k: Rows(dim) for k, dim in dims.items()},
+    )
+
+
+def _check_inputs(pair: Pair, whole: TracedStep) -> None:
+    body = pair.whole.body
+    for k, value in enumerate(body.inputs[: pair.whole.num_arguments]):
+        if pair.has_rows(value) and k in whole.carried:
+            raise MicrobatchError(
+                f"'{whole.input_paths[k]}' is carried from step to step and has a part "
+                "for each row of the batch."
+            )
+    if not any(pair.has_rows(v) for v in body.inputs):
+        raise MicrobatchError("no argument has rows of a batch.")
+
+
+def _given(pair: Pair, unit: int) -> dict[int, Split]:
+    """The classes of the inputs."""
+    return {
+        v: Split(Kind.ROWS, unit) if pair.has_rows(v) else SAME
+        for v in pair.micro.body.inputs
+    }
+
+
+def _check_unit(pair: Pair, unit: int) -> None:
+    for value in pair.micro.body.inputs:
+        rows = (
+            pair.micro.values[value].shape[pair.dims[value]]
+            if pair.has_rows(value)
+            else 0
+        )
+        if rows % unit:
+            raise MicrobatchError(
+                f"{unit} rows belong together, and a microbatch would have {rows}."
+            )
+
+
+def _batch(pair: Pair, unit: int) -> dict[int, Rows]:
+    return {
+        k: Rows(pair.dims[v], unit)
+        for k, v in enumerate(pair.micro.body.inputs[: pair.micro.num_arguments])
+        if pair.has_rows(v)
+    }
+
+
+def _traced(micro: TracedStep, made: Rewritten) -> TracedStep:
+    """The step on one microbatch, with names for the inputs that were added."""
+    number = ("microbatch",) if made.number else ()
+    given = tuple(f"whole batch/{k}" for k in range(len(made.ahead)))
+    return dataclasses.replace(
+        micro, program=made.program, input_paths=(*micro.input_paths, *number, *given)
+    )
+
+
+def _ahead(pair: Pair, made: Rewritten) -> Program | None:
+    """The program of what is computed from the whole batch."""
+    if not made.ahead:
+        return None
+    whole = pair.whole
+    equations = needed(whole.body.equations, made.ahead)
+    region = Region(whole.body.inputs, equations, made.ahead)
+    return Program(whole.values, region, whole.constants)
+
+
+def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
+    """The values of microbatches that are used after all of them."""
+    made = {
+        v: eqn
+        for eqn in pair.micro.body.equations
+        if eqn.index not in follower.once
+        for v in eqn.outputs
+    }
+    read = list(pair.micro.body.outputs)
+    for eqn in pair.micro.body.equations:
+        if eqn.index in follower.once:
+            read.extend(eqn.inputs)
+    found: list[Crossing] = []
+    for value in dict.fromkeys(a for a in read if isinstance(a, int) and a in made):
+        split = follower.classes[value]
+        combine = _COMBINED.get(split.kind)
+        dtype = pair.micro.values[value].dtype
+        if combine is None or (combine is Combine.MEAN and not is_float(dtype)):
+            raise MicrobatchError(
+                f"{place(made[value])} makes a result of each microbatch that is no "
+                "part of one of the whole batch."
+            )
+        rows = Rows(pair.dims[value], max(1, split.inner))
+        found.append(
+            Crossing(value, combine, rows if combine is Combine.ROWS else None)
+        )
+    return tuple(found)

@@ -1,0 +1,286 @@
+"""What operators make of rows, of sums over the batch and of the numbers of rows."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+
+from autopar_passes import jax_compat
+from autopar_passes.microbatches.classes import POSITION, SUM, Kind, Split
+from autopar_passes.microbatches.microbatched import Rows
+from autopar_passes.microbatches.pairs import Pair
+from autopar_passes.microbatches.rows import regrouped
+from autopar_passes.program.equations import Atom, Equation, Scalar
+from autopar_passes.rules.factor_rule import FactorKind, FactorRule
+from autopar_passes.sums.linear import ADDITIVE, UNARY
+
+
+class Grouped(Exception):  # no error: the rows are dealt out anew
+    """So many groups of rows must stay together."""
+
+
+Look = Callable[[Equation], list[Split]]
+
+# Keys that can be folded are their first operand.
+FOLDED = frozenset({"random_bits", "random_split", "random_gamma"})
+# They make rows that are all equal of values without rows.
+SPREADING = frozenset({"broadcast_in_dim", "empty"})
+
+_ADDING = ADDITIVE | {"pad", "scatter-add", "dynamic_update_slice"}
+_PASSING = UNARY | {
+    "broadcast_in_dim", "cumsum", "dynamic_slice", "gather", "reduce_precision",
+    "reduce_window_sum", "real", "imag", "copy_p",
+}  # fmt: skip
+_PRODUCTS = frozenset({"mul", "dot_general", "conv_general_dilated"})
+
+
+def is_float(dtype: Any) -> bool:
+    """Whether a dtype is of floating-point numbers."""
+    return not jax_compat.is_extended(dtype) and jnp.issubdtype(dtype, jnp.inexact)
+
+
+def is_integer(dtype: Any) -> bool:
+    """Whether a dtype is of whole numbers."""
+    return not jax_compat.is_extended(dtype) and jnp.issubdtype(dtype, jnp.integer)
+
+
+def is_zero(made_by: Mapping[int, Equation], atom: Atom) -> bool:
+    """Whether a value is made of zeros only."""
+    if isinstance(atom, Scalar):
+        return bool(atom.value == 0)
+    eqn = made_by.get(atom)
+    kinds = ("broadcast_in_dim", "convert_element_type", "copy")
+    if eqn is None or eqn.primitive not in kinds:
+        return False
+    return is_zero(made_by, eqn.inputs[0])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linear:
+    """How an operator is linear in sums.
+
+    Attributes:
+      sums: the operands that may be sums.
+      parts: the operands that are added up: those that are no sums must count once.
+    """
+
+    sums: tuple[int, ...]
+    parts: tuple[int, ...] = ()
+
+
+def linear_in(pair: Pair, eqn: Equation, sums: Sequence[int]) -> Linear | None:
+    """How an operator is linear in those of its operands that are sums; None: not.
+
+    Args:
+      pair: the programs.
+      eqn: the equation, none of whose values has rows.
+      sums: the operands that are sums.
+    """
+    kind, count = eqn.primitive, len(eqn.inputs)
+    if not all(is_float(pair.micro.values[v].dtype) for v in eqn.outputs):
+        whole = all(is_integer(pair.micro.values[v].dtype) for v in eqn.outputs)
+        read = [a for a in eqn.inputs if isinstance(a, int)]
+        exact = all(is_integer(pair.micro.values[v].dtype) for v in read)
+        if not whole or not exact or kind == "div":
+            return None
+    if kind == "select_n":
+        return Linear(tuple(range(1, count)), tuple(range(1, count)))
+    if kind == "scatter-add":
+        return Linear((0, 2), (0, 2))
+    if kind == "dynamic_update_slice":
+        return Linear((0, 1), (0, 1))
+    if kind == "pad":
+        return Linear((0, 1), (0, 1))
+    if kind in _ADDING:
+        return Linear(tuple(range(count)), tuple(range(count)))
+    if kind in _PASSING:
+        return Linear((0,)) if 0 in sums else None
+    if kind in _PRODUCTS and len(sums) == 1:
+        return Linear((sums[0],))
+    return None
+
+
+def rows(
+    pair: Pair, eqn: Equation, given: Sequence[Split], rule: FactorRule
+) -> list[Split] | str:
+    """The classes of the results of an operator that reads rows.
+
+    Args:
+      pair: the programs.
+      eqn: the equation.
+      given: classes of its operands, none of them a sum.
+      rule: its sharding rule, on the whole batch.
+
+    Returns:
+      The classes, or what the operator does with several rows.
+    """
+    inners = {c.inner for c in given if c.kind is Kind.ROWS} - {0}
+    if len(inners) > 1:
+        return "reads rows in two orders"
+    inner = inners.pop() if inners else 0
+    if eqn.primitive == "reshape":
+        return _reshaped(pair, eqn, inner)
+    if eqn.primitive == "slice" and _rows_cut(pair, eqn):
+        return _sliced(pair, eqn, inner)
+    if eqn.primitive == "concatenate":
+        if eqn.params["dimension"] == pair.dims[eqn.outputs[0]]:
+            return _concatenated(pair, eqn, given, inner)
+    elif eqn.primitive == "select_and_gather_add":
+        return "reads rows in a window"
+    factors: set[int] = set()
+    for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
+        if isinstance(atom, int) and pair.has_rows(atom):
+            factors.update(dims[pair.dims[atom]])
+    if len(factors) != 1:
+        return "brings rows together"
+    (factor,) = factors
+    out: list[Split] = []
+    for value, dims in zip(eqn.outputs, rule.results, strict=True):
+        if pair.has_rows(value):
+            own = dims[pair.dims[value]]
+            if own != (factor,) or rule.kinds[factor] is not FactorKind.PASS:
+                return "brings rows together"
+            out.append(Split(Kind.ROWS, inner))
+        elif rule.kinds[factor] is FactorKind.REDUCE and rule.reduction == "sum":
+            out.append(SUM)
+        else:
+            return "brings rows together"
+    return out
+
+
+def _reshaped(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+    (value,) = (a for a in eqn.inputs if isinstance(a, int))
+    (made,) = eqn.outputs
+    if not pair.has_rows(made):
+        return "makes rows a part of each other"
+    before, after = (pair.micro.values[v].shape for v in (value, made))
+    if not inner:
+        return [Split(Kind.ROWS, 0)]
+    rows = Rows(pair.dims[value], inner)
+    found = regrouped(before, rows, after, pair.dims[made])
+    if found is not None:
+        return [Split(Kind.ROWS, found)]
+    more = math.prod(after[pair.dims[made] + 1 :])
+    held = inner * math.prod(before[rows.dim + 1 :])
+    if more % held == 0:
+        raise Grouped(more // held)
+    return "groups rows"
+
+
+def _rows_cut(pair: Pair, eqn: Equation) -> bool:
+    (value,) = (a for a in eqn.inputs if isinstance(a, int))
+    dim = pair.dims[value]
+    shape = pair.micro.values[value].shape
+    return pair.micro.values[eqn.outputs[0]].shape[dim] != shape[dim]
+
+
+def _sliced(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+    """A part of the rows: the same part of each microbatch's rows."""
+    (value,) = (a for a in eqn.inputs if isinstance(a, int))
+    (made,) = eqn.outputs
+    dim, params = pair.dims[value], eqn.params
+    start = params["start_indices"][dim]
+    whole = pair.sources[eqn.index].params["start_indices"][dim]
+    strides = params["strides"]
+    step = 1 if strides is None else strides[dim]
+    if pair.dims[made] != dim or step != 1 or whole != start * pair.count:
+        return "takes some of the rows"
+    size = pair.micro.values[made].shape[dim]
+    if inner and (start % inner or size % inner):
+        return "takes some of the rows"
+    return [Split(Kind.ROWS, inner)]
+
+
+def _concatenated(
+    pair: Pair, eqn: Equation, given: Sequence[Split], inner: int
+) -> list[Split] | str:
+    """Rows behind rows: those of each microbatch behind each other."""
+    for atom, split in zip(eqn.inputs, given, strict=True):
+        if split.kind is not Kind.ROWS or not isinstance(atom, int):
+            return "puts something beside the rows"
+        size = pair.micro.values[atom].shape[pair.dims[atom]]
+        if inner and size % inner:
+            return "puts something beside the rows"
+    return [Split(Kind.ROWS, inner)]
+
+
+def positions(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
+    """The class of a result that is made of the numbers of rows; None: coupled.
+
+    Known is what ``x[arange(rows), column]`` does: it counts rows, wraps negative
+    numbers, puts columns beside each other, and gathers or scatters row by row.
+    """
+    kind = eqn.primitive
+    if kind == "iota":
+        at = pair.dims[eqn.outputs[0]]
+        if at < 0:
+            return Split(Kind.SAME)
+        return POSITION if eqn.params["dimension"] == at else Split(Kind.ROWS, 0)
+    if kind in ("gather", "scatter-add", "scatter"):
+        return _by_position(pair, eqn, given)
+    if kind == "concatenate":
+        return _columns(pair, eqn, given)
+    found = next(c for c in given if c.kind is Kind.POSITION)
+    if found.columns:
+        return found if kind in ("convert_element_type", "copy") else None
+    others = [a for a, c in zip(eqn.inputs, given, strict=True) if c != found]
+    if kind in ("convert_element_type", "copy"):
+        return found
+    if kind in ("broadcast_in_dim", "reshape", "expand_dims"):
+        same = pair.micro.values[eqn.outputs[0]].size == _size(pair, eqn.inputs[0])
+        return found if same else None
+    if kind == "select_n":
+        return found if not others else None
+    if kind == "lt":
+        return found if [_number(a) for a in others] == [0] else None
+    if kind == "add":
+        rows = pair.micro.values[eqn.outputs[0]].shape[pair.dims[eqn.outputs[0]]]
+        return found if [_number(a) for a in others] == [rows] else None
+    return None
+
+
+def _number(atom: Atom) -> Any:
+    return int(atom.value) if isinstance(atom, Scalar) else None
+
+
+def _size(pair: Pair, atom: Atom) -> int:
+    return 1 if isinstance(atom, Scalar) else pair.micro.values[atom].size
+
+
+def _columns(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
+    """Indices of several dimensions, some of which are positions."""
+    shape = pair.micro.values[eqn.outputs[0]].shape
+    if eqn.params["dimension"] != len(shape) - 1:
+        return None
+    found: set[int] = set()
+    at = 0
+    for atom, split in zip(eqn.inputs, given, strict=True):
+        width = pair.micro.values[atom].shape[-1] if isinstance(atom, int) else 1
+        if split.kind is Kind.POSITION:
+            found.update(range(at, at + width))
+        elif split.inner > 1:
+            return None
+        at += width
+    return Split(Kind.POSITION, 0, frozenset(found))
+
+
+def _by_position(pair: Pair, eqn: Equation, given: Sequence[Split]) -> Split | None:
+    """A gather or scatter that stays in the row whose number it has as an index."""
+    numbers = eqn.params["dimension_numbers"]
+    operand, indices = eqn.inputs[0], given[1]
+    if not isinstance(operand, int) or indices.kind is not Kind.POSITION:
+        return None
+    if given[0].kind is not Kind.ROWS or given[0].inner > 1:
+        return None
+    gathers = eqn.primitive == "gather"
+    map_ = numbers.start_index_map if gathers else numbers.scatter_dims_to_operand_dims
+    columns = indices.columns or frozenset({0})
+    dims = {map_[c] for c in columns}
+    inserted = numbers.collapsed_slice_dims if gathers else numbers.inserted_window_dims
+    if dims != {pair.dims[operand]} or pair.dims[operand] not in inserted:
+        return None
+    return Split(Kind.ROWS, 1)

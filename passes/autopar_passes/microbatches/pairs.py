@@ -1,0 +1,177 @@
+"""Compares the program of a microbatch with that of the whole batch.
+
+Both are traced from one step, so a value has the same number in both. They may differ
+in the sizes of dimensions, and in scalars that are made of such sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from autopar_passes import jax_compat
+from autopar_passes.microbatches.microbatched import MicrobatchError
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    walk,
+)
+
+# Parameters of primitives that say sizes, or that follow from their operands.
+_SIZES = frozenset(
+    {
+        "shape", "new_sizes", "sizes", "slice_sizes", "limit_indices", "start_indices",
+        "sharding", "out_sharding", "jaxpr", "cond_jaxpr", "body_jaxpr", "branches",
+        "operand_shape", "updates_shape", "mesh", "in_names", "out_names",
+    }
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pair:
+    """The program of a whole batch and of one microbatch.
+
+    Attributes:
+      whole: of the whole batch.
+      micro: of one microbatch.
+      count: number of microbatches.
+      dims: of each value, the dimension with the rows of the batch; -1: none.
+      sources: the equations of the whole batch, also those of regions, by index.
+      made_by: the equation of a microbatch that makes each value.
+    """
+
+    whole: Program
+    micro: Program
+    count: int
+    dims: tuple[int, ...]
+    sources: dict[int, Equation]
+    made_by: dict[int, Equation]
+
+    def has_rows(self, value: int) -> bool:
+        """Whether a value has a dimension with the rows of the batch."""
+        return self.dims[value] >= 0
+
+
+def paired(whole: Program, micro: Program, count: int) -> Pair:
+    """Compares two programs.
+
+    Raises:
+      MicrobatchError: they differ in more than the number of rows.
+    """
+    if len(whole.values) != len(micro.values):
+        raise _depends("it has other operators for other numbers of rows")
+    _compare(whole.body, micro.body)
+    _compare_constants(whole, micro)
+    dims = tuple(
+        _dim(a.shape, b.shape, count)
+        for a, b in zip(whole.values, micro.values, strict=True)
+    )
+    made_by = {v: e for e in walk(micro.body) for v in e.outputs}
+    pair = Pair(whole, micro, count, dims, whole.by_index(), made_by)
+    _check_dims(pair, whole.body)
+    return pair
+
+
+# What `_dim` gives for shapes that no single dimension of rows tells apart.
+_SEVERAL, _OTHER = -2, -3
+
+
+def _dim(whole: tuple[int, ...], micro: tuple[int, ...], count: int) -> int:
+    if len(whole) != len(micro):
+        return _OTHER
+    differ = [d for d, (a, b) in enumerate(zip(whole, micro, strict=True)) if a != b]
+    if any(whole[d] != count * micro[d] for d in differ):
+        return _OTHER
+    return _SEVERAL if len(differ) > 1 else differ[0] if differ else -1
+
+
+def _check_dims(pair: Pair, region: Region) -> None:
+    for eqn in region.equations:
+        for value in eqn.outputs:
+            if pair.dims[value] < -1:
+                raise MicrobatchError(_wrong_dims(pair, eqn, value))
+        for inner in eqn.regions:
+            _check_dims(pair, inner)
+
+
+def _wrong_dims(pair: Pair, eqn: Equation, value: int) -> str:
+    shape = "x".join(map(str, pair.whole.values[value].shape))
+    if pair.dims[value] == _SEVERAL:
+        why = (
+            f"makes an array of {shape} with two dimensions of the batch: it compares "
+            "each row with the others, as a contrastive loss does"
+        )
+    else:
+        small = "x".join(map(str, pair.micro.values[value].shape))
+        why = (
+            f"makes an array of {shape} for the whole batch and of {small} for a "
+            "microbatch, which is no part of it"
+        )
+    return f"{place(eqn)} {why}."
+
+
+def place(eqn: Equation) -> str:
+    """Where an equation stands, for people: ``'reduce_max' (train.py:12)``."""
+    source = jax_compat.source_line(eqn.source)
+    return f"'{eqn.primitive}'" + (f" ({source})" if source else "")
+
+
+def _depends(why: str) -> MicrobatchError:
+    return MicrobatchError(f"the program depends on the number of rows: {why}.")
+
+
+def _compare(whole: Region, micro: Region) -> None:
+    same = (
+        whole.inputs == micro.inputs
+        and len(whole.equations) == len(micro.equations)
+        and _alike(whole.outputs, micro.outputs)
+    )
+    if not same:
+        raise _depends("it has other operators for other numbers of rows")
+    for a, b in zip(whole.equations, micro.equations, strict=True):
+        if a.primitive != b.primitive or not _alike(a.inputs, b.inputs):
+            raise _depends(f"it runs {place(a)} there, and {place(b)} here")
+        for key, value in a.params.items():
+            if key not in _SIZES and not _equal(value, b.params.get(key)):
+                raise _depends(f"{place(a)} has another '{key}'")
+        for inner in zip(a.regions, b.regions, strict=True):
+            _compare(*inner)
+
+
+def _alike(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
+    """Whether atoms are the same values, or scalars of any value."""
+    if len(a) != len(b):
+        return False
+    pairs = zip(a, b, strict=True)
+    return all(
+        x == y if isinstance(x, int) else isinstance(y, Scalar) for x, y in pairs
+    )
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    try:
+        return bool(np.all(a == b))
+    except (TypeError, ValueError):
+        return False
+
+
+def _compare_constants(whole: Program, micro: Program) -> None:
+    for a, b in zip(whole.constants, micro.constants, strict=True):
+        if np.shape(a) != np.shape(b) or not _same_array(a, b):
+            shape = "x".join(map(str, np.shape(a)))
+            raise _depends(f"it holds an array of {shape} that is made of it")
+
+
+def _same_array(a: Any, b: Any) -> bool:
+    if a is b:
+        return True
+    if jax_compat.is_extended(getattr(a, "dtype", np.dtype("float32"))):
+        return False
+    return bool(np.array_equal(np.asarray(a), np.asarray(b)))

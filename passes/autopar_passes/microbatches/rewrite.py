@@ -1,0 +1,167 @@
+"""Writes the program of a microbatch with what was found out about it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from autopar_passes import jax_compat
+from autopar_passes.microbatches.classes import Edits
+from autopar_passes.microbatches.pairs import Pair
+from autopar_passes.program.building import Builder, needed, next_index
+from autopar_passes.program.equations import Atom, Equation, Program, Region, Scalar
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Rewritten:
+    """The program of a microbatch that counts as its part of the whole batch.
+
+    Attributes:
+      program: behind the step's own inputs it has one for the microbatch's number, if
+        it needs that, and those for what is computed from the whole batch.
+      number: whether it takes the number.
+      ahead: the values of the whole batch that it takes.
+    """
+
+    program: Program
+    number: bool
+    ahead: tuple[int, ...]
+
+
+def rewritten(pair: Pair, edits: Edits) -> Rewritten:
+    """Writes the program of a microbatch."""
+    return _Writer(pair, edits).run()
+
+
+class _Writer:
+    def __init__(self, pair: Pair, edits: Edits) -> None:
+        self.pair = pair
+        self.edits = edits
+        self.builder = Builder(pair.micro.values, next_index(pair.micro))
+        self.number: int | None = None
+        self.given: dict[int, int] = {}
+
+    def run(self) -> Rewritten:
+        micro = self.pair.micro
+        if self.edits.first or self.edits.folded:
+            self.number = self.builder.value((), jnp.dtype("int32"))
+        for value in sorted({*self.edits.ahead.values(), *self.edits.replaced}):
+            of = self.pair.whole.values[value]
+            self.given[value] = self.builder.value(of.shape, of.dtype)
+        region = self.region(self.pair.whole.body, micro.body)
+        read = [v for v in region.outputs if isinstance(v, int)]
+        for eqn in region.equations:
+            if eqn.source.effects:
+                read.extend(
+                    (*eqn.outputs, *(a for a in eqn.inputs if isinstance(a, int)))
+                )
+        kept = {e.index for e in needed(region.equations, read)}
+        equations = tuple(
+            e for e in region.equations if e.index in kept or e.source.effects
+        )
+        body = Region(self.inputs(), equations, region.outputs)
+        program = Program(tuple(self.builder.values), body, micro.constants)
+        return Rewritten(program, self.number is not None, tuple(self.given))
+
+    def inputs(self) -> tuple[int, ...]:
+        micro = self.pair.micro
+        own = micro.body.inputs[: micro.num_arguments]
+        number = () if self.number is None else (self.number,)
+        return (
+            *own, *number, *self.given.values(), *micro.body.inputs[micro.num_arguments :]
+        )  # fmt: skip
+
+    def region(self, whole: Region, micro: Region) -> Region:
+        outer, self.builder.equations = self.builder.equations, []
+        for a, b in zip(whole.equations, micro.equations, strict=True):
+            self.equation(a, b)
+        equations = tuple(self.builder.equations)
+        self.builder.equations = outer
+        outputs = _scalars_of(whole.outputs, micro.outputs)
+        return Region(micro.inputs, equations, tuple(map(self.read, outputs)))
+
+    def read(self, atom: Atom) -> Atom:
+        """An atom, or what is computed from the whole batch in its place."""
+        replaced = isinstance(atom, int) and atom in self.edits.replaced
+        return self.given[atom] if isinstance(atom, int) and replaced else atom
+
+    def equation(self, whole: Equation, micro: Equation) -> None:
+        inputs = list(micro.inputs)
+        if micro.index not in self.edits.kept:
+            inputs = _scalars_of(whole.inputs, micro.inputs)
+        read = [
+            self.operand(micro, slot, self.read(atom))
+            for slot, atom in enumerate(inputs)
+        ]
+        regions = tuple(
+            self.region(a, b) for a, b in zip(whole.regions, micro.regions, strict=True)
+        )
+        made = dataclasses.replace(micro, inputs=tuple(read), regions=regions)
+        self.builder.equations.append(made)
+
+    def operand(self, eqn: Equation, slot: int, atom: Atom) -> Atom:
+        """What an equation reads, with what is to be done to it before."""
+        key = (eqn.index, slot)
+        if key in self.edits.ahead:
+            return self.given[self.edits.ahead[key]]
+        if key in self.edits.scaled:
+            factor = self.edits.scaled[key]
+            if isinstance(atom, Scalar):
+                scaled = np.asarray(atom.value, atom.aval.dtype) * factor
+                return Scalar(scaled.astype(atom.aval.dtype)[()], atom.aval)
+            number = np.asarray(factor, self.builder.values[atom].dtype)[()]
+            return self.builder.call(lambda x: x * number, [atom], eqn.name_stack)
+        if key in self.edits.first:
+            return self.first(eqn, atom)
+        if key in self.edits.folded:
+            assert isinstance(atom, int)
+            assert self.number is not None
+            return self.builder.call(_folded, [atom, self.number], eqn.name_stack)
+        return atom
+
+    def first(self, eqn: Equation, atom: Atom) -> int:
+        """An operand in the first microbatch, and zero in others."""
+        assert self.number is not None
+        if isinstance(atom, Scalar):
+            value = np.asarray(atom.value, atom.aval.dtype)[()]
+            return self.builder.call(
+                lambda n: jax.lax.select(n == 0, value, np.zeros_like(value)),
+                [self.number],
+                eqn.name_stack,
+            )
+        return self.builder.call(
+            lambda x, n: jax.lax.mul(
+                x, jax.lax.broadcast((n == 0).astype(x.dtype), x.shape)
+            ),
+            [atom, self.number],
+            eqn.name_stack,
+        )
+
+
+def _folded(key: Any, number: Any) -> Any:
+    """Keys that differ in each microbatch; ``key`` may be raw, ``(..., words)``."""
+    if jax_compat.is_extended(key.dtype):
+        fold, rank = jax.random.fold_in, key.ndim
+    else:
+        fold, rank = _folded_raw, key.ndim - 1
+    for _ in range(rank):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, number)
+
+
+def _folded_raw(key: Any, number: Any) -> Any:
+    return jax.random.key_data(
+        jax.random.fold_in(jax.random.wrap_key_data(key), number)
+    )
+
+
+def _scalars_of(whole: Sequence[Atom], micro: Sequence[Atom]) -> list[Atom]:
+    """What the microbatch reads, with the scalars of the whole batch."""
+    return [
+        a if isinstance(a, Scalar) else b for a, b in zip(whole, micro, strict=True)
+    ]
