@@ -34,8 +34,8 @@ from autopar.planner.stages.costs import Priced, priced, stage_problem
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.plan import (
     PipelineChoice,
+    divisors,
     layers_of,
-    microbatch_counts,
     plan_stages,
 )
 from autopar.planner.stages.submeshes import Submesh, Weights, layouts_within
@@ -167,9 +167,9 @@ def priced_run(
     # them: the last one is not computed again.
     layers = layers_of(analysis, cluster, row["model"]["layers"] + 1)
     counts = [
-        rows
-        for rows in microbatch_counts(analysis, apart=1.0)
-        if row["global_batch"] // rows % row["data"] == 0
+        count
+        for count in divisors(row["global_batch"])
+        if row["global_batch"] // count % row["data"] == 0
     ]
     scales = np.array([1 / count for count in counts])
     found: list[tuple[Pipeline, PipelineCost, Submesh]] = []

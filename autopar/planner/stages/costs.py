@@ -19,7 +19,7 @@ from autopar.planner.stages.crossings import (
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.memory import BytesPricer, LayerBytes
 from autopar.planner.stages.seconds import LayerSeconds, SecondsPricer
-from autopar.planner.stages.submeshes import Submesh, splits_batch
+from autopar.planner.stages.submeshes import Submesh, batch_splits, divides
 from autopar_solver import (
     DeviceGroup,
     LayerCosts,
@@ -101,12 +101,13 @@ def _priced(
         device_bytes(layers, values, submesh, scales)
         for values in (across.forward, across.backward, across.entering)
     )
+    splits = batch_splits(submesh.assignment)
     return Priced(
         submesh,
         seconds.price(submesh),
         held,
         held.accumulated / bandwidth,
-        np.array([splits_batch(submesh.assignment, float(x)) for x in scales]),
+        np.array([divides(splits, float(x)) for x in scales]),
         sent,
         returned,
         entering,
@@ -241,7 +242,7 @@ def _layer_costs(
         ),
         activation_bytes=table([one.nbytes.activations[:, scale] for one in found]),
         boundary_bytes=np.stack([one.entering[:, scale] for one in found], 1),
-        recompute_s=forward,
+        recompute_s=table([one.seconds.again[:, scale] for one in found]),
         transient_bytes=table([one.nbytes.transient[:, scale] for one in found]),
         forward_link_s=links.seconds(scale, backward=False),
         backward_link_s=links.seconds(scale, backward=True),

@@ -13,7 +13,13 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.stages.costs import Priced, priced, stage_problem
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
 from autopar.planner.stages.placement import place
-from autopar.planner.stages.submeshes import Submesh, Weights, submeshes
+from autopar.planner.stages.submeshes import (
+    Submesh,
+    Weights,
+    batch_splits,
+    divides,
+    submeshes,
+)
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_shape
 from autopar_passes.stages.layers import cluster_layers
@@ -36,11 +42,11 @@ from autopar_solver import (
 SCHEDULES = (
     Schedule(ScheduleKind.GPIPE),
     Schedule(ScheduleKind.ONE_F_ONE_B),
-    Schedule(ScheduleKind.INTERLEAVED, 2),
+    *(Schedule(ScheduleKind.INTERLEAVED, chunks) for chunks in (2, 3, 4)),
     Schedule(ScheduleKind.ZERO_BUBBLE),
 )
 # Numbers of microbatches are tried that are at least this far apart.
-APART = 1.4
+_APART = 1.4
 # The number of microbatches at which the search of layouts counts gathers of
 # parameters.
 _TYPICAL = 16
@@ -140,11 +146,12 @@ def plan_stages(
     spent = _Spent()
     layers = layers_of(analysis, cluster)
     spent.on("layers")
-    counts = list(microbatches or microbatch_counts(analysis, analysed))
-    typical = min(_TYPICAL, max(counts))
+    every = list(microbatches or divisors(batch_rows(analysis) * analysed))
+    typical = min(_TYPICAL, max(every))
     weights = Weights(gathers=typical / analysed, sums=1.0 / analysed)
     found = submeshes(analysis, cluster, weights)
     spent.on("layouts")
+    counts = list(microbatches or covering(every, found, analysed))
     scales = np.array([analysed / count for count in counts])
     prices = priced(layers, found, scales)
     problem = stage_problem(layers, cluster, prices, counts, schedules, stages)
@@ -214,22 +221,54 @@ def batch_rows(analysis: Analysis) -> int:
     return min(rows)
 
 
-def microbatch_counts(
-    analysis: Analysis, analysed: int = 1, apart: float = APART
-) -> list[int]:
+def divisors(rows: int) -> list[int]:
+    """The numbers that divide some rows, ascending.
+
+    >>> divisors(6)
+    [1, 2, 3, 6]
+    """
+    return [count for count in range(1, rows + 1) if rows % count == 0]
+
+
+def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
     """Numbers of microbatches to try: some of those that divide the rows.
 
     Args:
       analysis: of the whole batch, or of one of ``analysed`` microbatches.
       analysed: into how many microbatches the batch was cut for the analysis.
-      apart: each is at least so many times the one before.
     """
-    rows = batch_rows(analysis) * analysed
     out: list[int] = []
-    for count in range(1, rows + 1):
-        far = not out or count >= apart * out[-1] or count == rows
-        if rows % count == 0 and far:
+    every = divisors(batch_rows(analysis) * analysed)
+    for count in every:
+        if not out or count >= _APART * out[-1] or count == every[-1]:
             out.append(count)
+    return out
+
+
+def covering(
+    counts: Sequence[int], found: Sequence[Submesh], analysed: int = 1
+) -> list[int]:
+    """Some numbers of microbatches, such that each submesh has some of any size.
+
+    Of numbers that are less than `_APART` apart, the first is taken; others where
+    submeshes can split their microbatches that cannot split the first one's.
+
+    Args:
+      counts: those to choose from, ascending.
+      found: the submeshes with their layouts.
+      analysed: into how many microbatches the batch was cut for the analysis.
+    """
+    splits = [batch_splits(submesh.assignment) for submesh in found]
+    out: list[int] = []
+    first, covered = 0.0, set[int]()
+    for count in counts:
+        able = {k for k, s in enumerate(splits) if divides(s, analysed / count)}
+        if count >= _APART * first:
+            first, covered = count, set()
+            out.append(count)
+        elif able - covered:
+            out.append(count)
+        covered |= able
     return out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -100,7 +101,7 @@ def test_layers_that_do_not_repeat_have_about_equal_work() -> None:
             x = jnp.tanh(x @ w)
         return jnp.mean(x**2)
 
-    params = [struct(a, b) for a, b in zip(widths, widths[1:], strict=False)]
+    params = [struct(a, b) for a, b in itertools.pairwise(widths)]
     step = trained(uneven)
     traced = trace(step, (params, struct(ROWS, 8)))
     graph = step_graph(traced)

@@ -64,3 +64,23 @@ def test_a_cast_that_several_layers_read_counts_in_the_first() -> None:
         and op.role is Role.FORWARD
     ]
     assert [int(found.layer[op.index]) for op in casts] == [0] * len(casts) != []
+
+
+def test_what_only_the_next_layer_reads_is_not_computed_again() -> None:
+    """The product down and the sum behind it are not; the product up and its tanh are."""
+    found = layers_of("mlp")
+    again = [
+        op.kind
+        for op in found.analysis.graph.operators
+        if int(found.layer[op.index]) == 2
+        and op.role is Role.FORWARD
+        and found.again(op.index)
+    ]
+    assert again.count("dot_general") == 1
+    assert again.count("tanh") == 1
+    forward = [
+        op.kind
+        for op in found.analysis.graph.operators
+        if int(found.layer[op.index]) == 2 and op.role is Role.FORWARD
+    ]
+    assert forward.count("dot_general") == 2
