@@ -69,7 +69,7 @@ def plan_pipeline(
         schedule=schedule,
         sites=_sites(cluster, stages),
     )
-    return _planned(whole, cluster, options, wanted, count)
+    return planned(whole, cluster, options, wanted, count)
 
 
 def best_pipeline(
@@ -100,16 +100,29 @@ def best_pipeline(
     )
     if len(choice.stages) == 1:
         return None
-    return _planned(whole, cluster, options, _wanted(choice), choice.microbatches)
+    return planned(whole, cluster, options, wanted_of(choice), choice.microbatches)
 
 
-def _planned(
+def planned(
     whole: Analysis,
     cluster: Cluster,
     options: PlanOptions,
     wanted: Wanted,
     count: int,
 ) -> Plan:
+    """Plans the stages that are wanted.
+
+    Args:
+      whole: the step on the whole batch.
+      cluster: all devices.
+      options: hints and limits.
+      wanted: the pipeline.
+      count: the number of microbatches.
+
+    Raises:
+      InfeasibleError: a stage does not fit the memory of its devices.
+      PlanError: the step cannot be cut or split so.
+    """
     couple = options.coupled == "microbatch"
     micro = one_microbatch(whole, count, couple=couple)
     cut = _cut(micro, wanted)
@@ -224,7 +237,7 @@ def _sites(cluster: Cluster, stages: int) -> tuple[StageSite, ...]:
     )
 
 
-def _wanted(choice: PipelineChoice) -> Wanted:
+def wanted_of(choice: PipelineChoice) -> Wanted:
     """What a choice of the planner of stages asks for."""
     return Wanted(
         layers=choice.layer_starts,

@@ -157,7 +157,9 @@ def plan_stages(
     problem = stage_problem(layers, cluster, prices, counts, schedules, stages)
     spent.on("costs")
     solution = solve_stages(problem, seconds=seconds, gap=gap)
-    single = solve_stages(dataclasses.replace(problem, max_stages=1), gap=gap)
+    single = solution
+    if solution.pipeline is not None and solution.pipeline.stages > 1:
+        single = solve_stages(dataclasses.replace(problem, max_stages=1), gap=gap)
     spent.on("stages")
     return _choice(layers, cluster, prices, problem, solution, single, spent.seconds)
 

@@ -51,18 +51,23 @@ class Rule:
       name: what people call it.
       parameters: mesh axes over which parameters are split between steps.
       optimizer: the same of optimizer state.
-      tensor: axes that split the model: never the batch, nor the sequence of a
-        product, so that each device sums gradients of its own part.
+      tensor: axes that split the model, and never the batch.
+      sequence: whether they may split the sequence of products, too. Where not, each
+        device sums gradients of its own part of the weights.
     """
 
     name: str
     parameters: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
     tensor: tuple[int, ...] = ()
+    sequence: bool = False
 
-    def tensor_free(self, axes: Sequence[int]) -> bool:
-        """Whether none of these axes splits the model."""
-        return not set(self.tensor).intersection(axes)
+    def allows(self, kind: str, label: str, axes: Sequence[int]) -> bool:
+        """Whether axes may split what has a label in a node of a kind."""
+        if not set(self.tensor).intersection(axes):
+            return True
+        whole = kind == "contraction" and not self.sequence
+        return label != BATCH and not (whole and label == SEQUENCE)
 
 
 def rules(mesh: MeshShape) -> list[Rule]:
@@ -70,8 +75,8 @@ def rules(mesh: MeshShape) -> list[Rule]:
 
     The fastest layouts; those that split optimizer state, and all state, over all
     devices; and for each axis of the innermost level those that split the model over
-    it, and optimizer state over all devices. Where a level has several axes, only
-    rules that make a difference between them.
+    it, or the sequence, and optimizer state over all devices. Where a level has several
+    axes, only rules that make a difference between them.
     """
     every = tuple(k for k, axis in enumerate(mesh.axes) if axis.size > 1)
     levels = [mesh.axes[k].level for k in every]
@@ -85,8 +90,10 @@ def rules(mesh: MeshShape) -> list[Rule]:
     innermost = max(levels, default=0)
     for k in every:
         if mesh.axes[k].level == innermost:
-            name = f"tensor {mesh.axes[k].size}"
-            out.append(Rule(name, (k,), every, (k,)))
+            size = mesh.axes[k].size
+            out.append(Rule(f"tensor {size}", (k,), every, (k,)))
+            if len(set(levels)) == len(levels):
+                out.append(Rule(f"sequence {size}", (k,), every, (k,), sequence=True))
     return out
 
 
@@ -483,8 +490,7 @@ def _keeping(
     def allowed(node: Node, strategy: Strategy) -> bool:
         named = labels.get(node.index, {})
         for factor, axes in enumerate(strategy):
-            kept = (BATCH, SEQUENCE) if node.kind == "contraction" else (BATCH,)
-            if named.get(factor) in kept and not rule.tensor_free(axes):
+            if not rule.allows(node.kind, named.get(factor, ""), axes):
                 return False
         wanted, most = split.get(node.index, (frozenset[int](), 0))
         return sum(a in wanted for axes in strategy for a in axes) >= most

@@ -38,11 +38,13 @@ def test_state_and_its_update_are_in_the_layer_that_reads_it() -> None:
     for given in state:
         if given.value in blocks:
             assert place[given.value] == blocks[given.value]
-            assert place[graph.outputs[given.output]] == blocks[given.value]
+            made = graph.outputs[given.output]
+            assert made is not None
+            assert place[made] == blocks[given.value]
 
 
 def test_only_gradients_that_others_wait_for_are_of_inputs() -> None:
-    """The first layer sends nothing back; the others send the gradient of their input."""
+    """The first layer sends nothing back; others send what their input gets."""
     found = layers_of("mlp")
     columns: dict[int, set[int]] = {}
     for op in found.analysis.graph.operators:
@@ -67,7 +69,7 @@ def test_a_cast_that_several_layers_read_counts_in_the_first() -> None:
 
 
 def test_what_only_the_next_layer_reads_is_not_computed_again() -> None:
-    """The product down and the sum behind it are not; the product up and its tanh are."""
+    """The product up and its tanh are; the product down is not."""
     found = layers_of("mlp")
     again = [
         op.kind

@@ -10,12 +10,17 @@ from stage_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.options import PlanOptions
+from autopar.planner.stages.entry import planned, wanted_of
 from autopar.planner.stages.plan import (
     SCHEDULES,
     batch_rows,
+    covering,
+    divisors,
     microbatch_counts,
     plan_stages,
 )
+from autopar.planner.stages.submeshes import Weights, batch_splits, divides, submeshes
 from autopar_solver import Schedule, ScheduleKind
 
 SLOW = "2x2:cpu,network=100Mb/s"
@@ -104,3 +109,43 @@ def test_a_step_without_layers_is_refused() -> None:
 
 def test_every_schedule_is_in_the_space() -> None:
     assert {schedule.kind for schedule in SCHEDULES} == set(ScheduleKind)
+
+
+def test_layers_predict_what_planning_each_stage_comes_to() -> None:
+    """Stages are planned anew, one by one; their costs are those of their layers."""
+    wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
+    cluster = Cluster.parse(SLOW)
+    found = plan_stages(wide, cluster, microbatches=[4])
+    plan = planned(wide, cluster, PlanOptions(), wanted_of(found), 4)
+    assert len(plan.stages) == len(found.stages) > 1
+    assert plan.predicted.step_s == pytest.approx(found.step_s, rel=0.03)
+    most = max(stage.memory_bytes for stage in found.stages)
+    assert plan.predicted.peak_memory_bytes == pytest.approx(most, rel=0.15)
+
+
+def test_computing_again_fits_where_keeping_does_not() -> None:
+    """Just under the memory of the plan that keeps all activations."""
+    tall = analysed(residual, blocks(6, 64), struct(4096, 64))
+    roomy = plan_stages(tall, Cluster.parse("1x1:cpu"), microbatches=[1])
+    limit = round(0.7 * roomy.stages[0].memory_bytes)
+    tight = Cluster.parse(f"1x1:cpu,memory={limit}B")
+    found = plan_stages(tall, tight, microbatches=[1])
+    assert not roomy.stages[0].recomputed
+    assert found.stages[0].recomputed
+    assert found.stages[0].memory_bytes <= limit
+    # One product of two again, and the tanh.
+    assert roomy.step_s < found.step_s < 1.4 * roomy.step_s
+
+
+def test_every_size_of_a_microbatch_is_tried_on_every_submesh() -> None:
+    """Batches of 48: three devices need rows that three divides, four that four does."""
+    batch = analysed(residual, blocks(6), struct(48, 64))
+    found = submeshes(batch, Cluster.parse("6x1:cpu"), Weights())
+    counts = covering(divisors(48), found)
+    assert set(counts) <= set(divisors(48))
+    for submesh in found:
+        splits = batch_splits(submesh.assignment)
+        able = [n for n in divisors(48) if divides(splits, 1 / n)]
+        tried = [n for n in counts if divides(splits, 1 / n)]
+        for n in able:
+            assert any(n / 1.4 < t < 1.4 * n for t in tried)

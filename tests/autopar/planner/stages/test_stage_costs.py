@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 
-import numpy as np
 import pytest
 from stage_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
 
