@@ -47,6 +47,7 @@ _HOMES = {
     "ParallelStep": "autopar.runtime.parallel_step",
     "Plan": "autopar.plans.schema",
     "PlanError": "autopar.errors",
+    "StageError": "autopar.errors",
     "TargetError": "autopar.errors",
     "TraceError": "autopar.errors",
     "audit": "autopar.api",

@@ -9,7 +9,8 @@ All are ``ValueError``s::
         ├── PlanError         a plan is wrong, or belongs to another step
         │   └── InfeasibleError   no plan fits the memory of a device
         ├── TargetError       a command-line target cannot be loaded
-        └── CompileError      the compiler of an accelerator refuses a step
+        ├── CompileError      the compiler of an accelerator refuses a step
+        └── StageError        a task of a pipeline failed
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ __all__ = [
     "CompileError",
     "InfeasibleError",
     "PlanError",
+    "StageError",
     "TargetError",
     "TraceError",
     "user_line",
@@ -60,6 +62,10 @@ class TargetError(AutoparError):
 
 class CompileError(AutoparError):
     """The compiler of an accelerator refuses a program, or ends without a word."""
+
+
+class StageError(AutoparError):
+    """A task of a pipeline failed; the state is as before the step."""
 
 
 def user_line(error: BaseException) -> str:

@@ -61,7 +61,7 @@ def row(*cells: object) -> None:
     print("| " + " | ".join(str(c) for c in cells) + " |", flush=True)
 
 
-def nudged(state: Any) -> Any:
+def nudged(state: Any, seed: int = 0) -> Any:
     """The state with every float changed by about one unit in the last place.
 
     How far the losses of one device move under this says how far apart two
@@ -71,7 +71,7 @@ def nudged(state: Any) -> Any:
     import numpy as np
     from flax import nnx
 
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
 
     def change(leaf: Any) -> Any:
         if not jax.numpy.issubdtype(jax.numpy.result_type(leaf), jax.numpy.floating):

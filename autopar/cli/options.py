@@ -58,6 +58,22 @@ ErrorBudget = Annotated[
         min=0.0, help="With auto: the largest relative error of the gradients."
     ),
 ]
+Microbatches = Annotated[
+    str | None,
+    typer.Option(
+        metavar="{auto,N}",
+        help="Into how many microbatches the batch is split; auto: as is fastest of "
+        "what fits.",
+    ),
+]
+Coupled = Annotated[
+    str,
+    typer.Option(
+        metavar="{refuse,microbatch}",
+        help="Where the loss of a row depends on the others: refuse to split the "
+        "batch, or take each microbatch for it.",
+    ),
+]
 Devices = Annotated[
     int | None, typer.Option(min=1, help="Simulate this many CPU devices.")
 ]
@@ -73,21 +89,6 @@ PinOptions = Annotated[
 AxisNames = Annotated[
     str | None,
     typer.Option(metavar="NAME,...", help="Names of the mesh axes, outermost first."),
-]
-Microbatches = Annotated[
-    str | None,
-    typer.Option(
-        metavar="{N,auto}",
-        help="Split the batch into so many microbatches, one after the other.",
-    ),
-]
-Coupled = Annotated[
-    str,
-    typer.Option(
-        metavar="{refuse,microbatch}",
-        help="Where the loss of a row depends on others: refuse to split the batch, or "
-        "take each microbatch for the batch.",
-    ),
 ]
 Stages = Annotated[
     str | None,

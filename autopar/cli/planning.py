@@ -61,10 +61,10 @@ def limits(
     compression: str,
     error_budget: float | None,
     layouts: pathlib.Path | None,
+    microbatches: str | None,
+    coupled: str,
     pin: Sequence[str],
     axis_names: str | None,
-    microbatches: str | None = None,
-    coupled: str = "refuse",
     stages: str | None = None,
     schedule: str | None = None,
 ) -> PlanOptions:

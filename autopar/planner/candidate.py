@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 from autopar.cluster import MeshShape
 from autopar.cost.breakdown import CostBreakdown, step_s
@@ -133,12 +134,40 @@ class SearchResult:
     """The best candidate, and what every mesh tried came to.
 
     Where layouts were given nothing was searched, and there is no bound on others.
+
+    Attributes:
+      best: the fastest candidate.
+      tried: each mesh, and its best candidate; None: no plan was found there.
+      seconds: that the search took.
+      searched: whether others were looked at.
+      floor_s: a lower bound of the seconds of every plan of all meshes; infinite
+        where the best candidate's own bound is all that counts.
     """
 
     best: Candidate
     tried: tuple[tuple[MeshShape, Candidate | None], ...]
     seconds: float
     searched: bool = True
+    floor_s: float = math.inf
+
+    @property
+    def report(self) -> Solution:
+        """What is known of the best candidate beside the plans of all meshes."""
+        return bounded(self.best.report, self.floor_s)
+
+
+def bounded(known: Solution, floor_s: float) -> Solution:
+    """Returns what is known of a plan where others may take as little as a bound.
+
+    Args:
+      known: what is known beside the plans of its own mesh.
+      floor_s: a lower bound of the seconds of other plans.
+    """
+    if floor_s >= known.bound:
+        return known
+    proved = known.status is Status.OPTIMAL and floor_s >= (1 - WORTHWHILE) * known.cost
+    status = Status.OPTIMAL if proved else Status.FEASIBLE
+    return dataclasses.replace(known, bound=floor_s, status=status)
 
 
 def choices_of(formulation: Formulation, assignment: Assignment) -> list[int] | None:

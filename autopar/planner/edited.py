@@ -41,6 +41,7 @@ _WHY_NOT = {
     "compression": "it says why gradients are sent as they are: edit their codecs",
     "microbatches": "other microbatches are another plan: make it with "
     "autopar.plan(..., microbatches=)",
+    "local": "it says what is computed from each microbatch alone",
     "schedule": "there is one stage",
     "rematerialisation": "use jax.checkpoint in the step",
     "name": "it names the only stage",

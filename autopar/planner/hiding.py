@@ -14,11 +14,11 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import scipy.optimize
 
 from autopar.cluster.calibration import Calibration
 from autopar.cost.overlap import Stretch, Timeline
 from autopar.steps.positions import PASSES
+from autopar_solver import highest_minimum
 
 # A solution whose bound is nearer than this part of its time is proved.
 PROVED = 1e-3
@@ -79,17 +79,7 @@ def best_weights(planes: Sequence[Plane], known: Calibration) -> dict[Stretch, f
     stretches = list(dict.fromkeys(s for p in planes for s in p.tightest(known)))
     if not stretches:
         return {}
-    # Variables: a weight for each stretch, and the height; highest is found by least.
     slopes = np.array([[p.slope_s(s, known) for s in stretches] for p in planes])
-    under = np.hstack([-slopes, np.ones((len(planes), 1))])
-    shares = np.array([[float(s.role is role) for s in stretches] for role in PASSES])
-    once = np.hstack([shares, np.zeros((len(PASSES), 1))])
-    scale = max(p.base_s for p in planes) or 1.0
-    found = scipy.optimize.linprog(
-        [*([0.0] * len(stretches)), -1.0],
-        A_ub=np.vstack([under / scale, once]),
-        b_ub=[*(p.base_s / scale for p in planes), *([1.0] * len(PASSES))],
-        bounds=[*([(0.0, 1.0)] * len(stretches)), (None, None)],
-    )
-    weights = zip(stretches, found.x, strict=False)
-    return {s: float(w) for s, w in weights if w > 1e-9}
+    passes = np.array([[s.role is role for s in stretches] for role in PASSES])
+    found = highest_minimum([p.base_s for p in planes], slopes, passes)
+    return {s: float(w) for s, w in zip(stretches, found, strict=True) if w > 1e-9}

@@ -48,8 +48,7 @@ def check_microbatches(microbatches: Any, coupled: Any) -> None:
       PlanError: it is no number of at least 1, or there is no such way.
     """
     whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
-    known = microbatches is None or microbatches == "auto" or whole
-    if not known or (whole and microbatches < 1):
+    if not (microbatches in (None, "auto") or (whole and int(microbatches) >= 1)):
         raise PlanError(
             f"microbatches={microbatches!r}: expected into how many microbatches the "
             "batch is split, a whole number such as 4, or 'auto'."

@@ -29,6 +29,9 @@ from autopar.steps.uses import Source, Use, times_made
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_solver import MemoryTerm, ShardingProblem
 
+# In a program of so few nodes all state may be split: it takes next to no time to
+# consider, and a small array is a larger part of a small step.
+FEW_NODES = 64
 # State that is kept whole takes at most these parts of a device and of all state.
 SMALL_OF_DEVICE = 1e-3
 SMALL_OF_STATE = 1e-2
@@ -56,13 +59,13 @@ class Within:
         )
 
 
-def _allowed(
+def allowed_strategies(
     restriction: Restriction | None,
     node: Node,
     strategies: tuple[Strategy, ...],
     small: bool,
 ) -> tuple[Strategy, ...]:
-    """The strategies that a restriction allows; the first where that is none.
+    """Returns the strategies that a restriction allows; the first where that is none.
 
     Args:
       restriction: says which; None: all.
@@ -71,7 +74,7 @@ def _allowed(
       small: whether nothing is gained by splitting it; it stays whole where it may.
     """
     if isinstance(restriction, Within):
-        outer = _allowed(restriction.outer, node, strategies, small)
+        outer = allowed_strategies(restriction.outer, node, strategies, small)
         return tuple(s for s in outer if restriction.inner(node, s)) or outer
     kept = strategies
     if restriction is not None:
@@ -112,8 +115,10 @@ def small_state(
     Biases and scales are kept whole, the smallest first, as long as all of them
     together stay below `SMALL_OF_DEVICE` of a device's memory and `SMALL_OF_STATE`
     of the state: splitting them saves next to no memory, and one small
-    collective is as slow as another.
+    collective is as slow as another. A program of `FEW_NODES` keeps none whole.
     """
+    if len(contraction.nodes) <= FEW_NODES:
+        return frozenset()
     held: dict[int, int] = {}
     for given in graph.inputs:
         if given.output >= 0 and given.value in contraction.homes:
@@ -198,7 +203,9 @@ def _node_costs(
     small = small_state(graph, contraction, float(pricer.cluster.memory_bytes))
     for node in contraction.nodes:
         space = strategy_space(graph, contraction, node, pricer.sizes)
-        kept = _allowed(restriction, node, space.strategies, node.index in small)
+        kept = allowed_strategies(
+            restriction, node, space.strategies, node.index in small
+        )
         space = Space(kept)
         spaces.append(space)
         costs.append(node_work_s(analysis, node, space, pricer, discounts))

@@ -9,8 +9,9 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from autopar.cost.pricer import Pricer
-from autopar.layouts.strategies import Strategy
-from autopar.planner.problem import Restriction
+from autopar.layouts.layout import shards
+from autopar.layouts.strategies import Strategy, layout_of, strategy_space
+from autopar.planner.problem import Restriction, allowed_strategies, small_state
 from autopar.steps.analysis import Analysis
 from autopar.steps.labels import BATCH, SEQUENCE
 from autopar.steps.nodes import Node
@@ -128,22 +129,41 @@ def _node_roles(analysis: Analysis) -> dict[int, InputRole]:
     }
 
 
-def least_bytes(analysis: Analysis, recipe: Recipe, pricer: Pricer) -> float:
-    """Bytes of state that a device holds at least by a rule, if all of it is split."""
-    masters = masters_of(analysis) if recipe.shard_optimizer else frozenset[int]()
-    homes, graph = analysis.contraction.homes, analysis.graph
-    tensor, shards = pricer.group(recipe.tensor), pricer.group(recipe.shards)
+def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
+    """Returns the bytes of state that a device holds at least under a rule.
+
+    Each input lies as the rule allows that splits it most, whatever the others do.
+
+    Args:
+      analysis: the step.
+      rule: a recipe's, within what the user pinned where something is.
+      pricer: the mesh and cluster.
+    """
+    graph, homes = analysis.graph, analysis.contraction.homes
+    small = small_state(graph, analysis.contraction, pricer.cluster.memory_bytes)
+    kept: dict[int, tuple[Strategy, ...]] = {}
     out = 0.0
     for given in graph.inputs:
-        if given.role in (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE):
-            home = homes.get(given.value)
-            split = recipe.shard_optimizer
-            if given.role is InputRole.PARAMETER:
-                mine = home is not None and home.node in masters
-                split = recipe.shard_parameters or mine
-            parts = tensor * (shards if split else 1)
-            out += graph.values[given.value].nbytes / parts
+        if given.role not in (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE):
+            continue
+        parts, home = 1, homes.get(given.value)
+        if home is not None:
+            number = home.node
+            if number not in kept:
+                kept[number] = _kept(analysis, rule, number, pricer, number in small)
+            layouts = (layout_of(strategy, home.dims) for strategy in kept[number])
+            parts = max(shards(layout, pricer.sizes) for layout in layouts)
+        out += graph.values[given.value].nbytes / parts
     return out
+
+
+def _kept(
+    analysis: Analysis, rule: Restriction, number: int, pricer: Pricer, small: bool
+) -> tuple[Strategy, ...]:
+    """The strategies of a node that a rule leaves."""
+    node = analysis.contraction.nodes[number]
+    space = strategy_space(analysis.graph, analysis.contraction, node, pricer.sizes)
+    return allowed_strategies(rule, node, space.strategies, small)
 
 
 def masters_of(analysis: Analysis) -> frozenset[int]:

@@ -38,7 +38,7 @@ GIVEN = "layouts as they were given"
 def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best
-    solution = best.report
+    solution = result.report
     predicted = Predicted(
         step_s=best.step_s,
         compute_s=best.compute_s,
@@ -175,7 +175,7 @@ def check_plan(analysis: Analysis, plan: Plan) -> None:
 def another_step(analysis: Analysis, plan: Plan) -> PlanError:
     """The error for a plan of another step; it says what differs."""
     have = {i.path for i in analysis.graph.inputs}
-    want = set(plan.inputs)
+    want = set(plan.shapes or plan.inputs)
     differ = sorted(have ^ want)
     what = "the inputs have the same names; shapes, dtypes or operators differ"
     if differ:

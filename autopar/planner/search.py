@@ -20,7 +20,8 @@ from autopar.planner.candidate import (
 )
 from autopar.planner.infeasible import advised
 from autopar.planner.problem import Restriction, formulate
-from autopar.planner.solving import has_plan, solve_mesh
+from autopar.planner.solving import TimeOutError, has_plan, solve_mesh
+from autopar.plans.optimality import optimality_text
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
@@ -139,7 +140,10 @@ def search(
     if not solved:
         raise _no_mesh(analysis, failures, seconds, restriction)
     best = min(solved, key=lambda c: c.step_s)
-    return SearchResult(best, tuple(tried), time.perf_counter() - start)
+    late = any(isinstance(error, TimeOutError) for _, error in failures)
+    floor_s = 0.0 if late else min(c.bound_s for c in solved)
+    spent_s = time.perf_counter() - start
+    return SearchResult(best, tuple(tried), spent_s, floor_s=floor_s)
 
 
 def _least_s(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> float:
@@ -153,8 +157,8 @@ def _best(tried: Sequence[tuple[MeshShape, Candidate | None]]) -> str:
     if not solved:
         return ""
     best = min(solved, key=lambda c: c.step_s)
-    gap = best.report.gap
-    return f"; best so far {best.step_s * 1e3:.3g} ms, gap {100 * gap:.2g} %"
+    near = optimality_text(best.report.status.value, best.report.gap)
+    return f"; best so far {best.step_s * 1e3:.3g} ms, on its mesh {near}"
 
 
 # Most seconds in which a size of memory is checked.

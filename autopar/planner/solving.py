@@ -47,9 +47,9 @@ def solve_mesh(
     """Finds the best assignment on one mesh.
 
     Where communication runs beside work, the problem is solved at some weights of
-    what is hidden, then at better ones (`autopar.planner.hiding`). Where that does not
-    prove a plan, the plans that people write are made too: the search goes on from the
-    best of them.
+    what is hidden, then at better ones (`autopar.planner.hiding`). Where a plan may be
+    faster by more than `WORTHWHILE` then, the plans that people write are made too: the
+    search goes on from the best of them.
 
     The problem of the layouts holds what bytes take; a message that collectives
     share has a latency besides, which is paid once for its group, whoever sends in
@@ -70,7 +70,7 @@ def solve_mesh(
       weights: of what is hidden; None: they are found.
       most_s: seconds of the best plan of other meshes; no more is proved of this mesh
         than that it has none that is faster.
-      experts: whether plans that people write are made where no plan is proved.
+      experts: whether plans that people write are made where they may be faster.
 
     Raises:
       InfeasibleError: nothing fits the memory of a device.
@@ -105,7 +105,7 @@ def _on_mesh(
       most_s: seconds of the best plan of other meshes.
       memory_limit: bytes that terms of memory may use from the first problem on;
         None: problems have such terms where the fastest plan does not fit.
-      experts: whether plans that people write are made where no plan is proved.
+      experts: whether plans that people write are made where they may be faster.
     """
     rounds = _Rounds(task, pricer, start, memory_limit)
     rounds.begin(experts=experts)
@@ -120,7 +120,7 @@ def _on_mesh(
     return dataclasses.replace(best, pricer=pricer)
 
 
-class _TimeOutError(PlanError):
+class TimeOutError(PlanError):
     """Time ran out before any plan was found."""
 
 
@@ -212,10 +212,10 @@ class _Rounds:
         """Whether the last problem was solved to its end."""
         return self.last is not None and self.last.solution.status is Status.OPTIMAL
 
-    def proved(self, most_s: float) -> bool:
-        """Whether no plan is faster than the best, or than ``most_s``."""
+    def proved(self, most_s: float, part: float = PROVED) -> bool:
+        """Whether no plan is faster than the best by a part, or than ``most_s``."""
         assert self.best is not None
-        return self.bound_s >= min(most_s, (1 - PROVED) * self.best.step_s)
+        return self.bound_s >= min(most_s, (1 - part) * self.best.step_s)
 
     def go_on(self) -> bool:
         """Solves at the best weights; False where that would be the same again."""
@@ -240,7 +240,7 @@ class _Rounds:
         """
         try:
             self.solve(self.best_weights())
-        except _TimeOutError:
+        except TimeOutError:
             if not experts:
                 raise
             self.ask_experts()
@@ -271,13 +271,13 @@ class _Rounds:
         for recipe in sorted(rules, key=lambda r: not r.shard_parameters):
             if limit.over and self.best is not None:
                 return
-            least = least_bytes(analysis, recipe, self.pricer)
-            if least > self.pricer.cluster.memory_bytes:
-                continue
             # What the user pinned holds for the plans of experts, too.
             rule = Within(
                 self.task.restriction, restriction_of(analysis, recipe, self.pricer)
             )
+            least = least_bytes(analysis, rule, self.pricer)
+            if least > self.pricer.cluster.memory_bytes:
+                continue
             best_s = self.best.step_s if self.best else math.inf
             part = limit.part(_EXPERT_SHARE)
             task = _Task(analysis, rule, part, below_s=best_s)
@@ -295,14 +295,18 @@ class _Rounds:
 
 
 def _go_on(rounds: _Rounds, most_s: float, experts: bool) -> None:
-    """Solves at better weights, from better plans, until the best plan is proved."""
+    """Solves at better weights, from better plans, until the best plan is proved.
+
+    The plans of experts are asked for where they may be worth their time.
+    """
     while rounds.problems < _ROUNDS and not rounds.proved(most_s):
         if experts and (rounds.problems == 2 or not rounds.certain):
             experts = False
-            rounds.ask_experts()
+            if not rounds.proved(most_s, WORTHWHILE):
+                rounds.ask_experts()
         if not rounds.go_on():
             break
-    if experts and not rounds.proved(most_s):
+    if experts and not rounds.proved(most_s, WORTHWHILE):
         rounds.ask_experts()
         rounds.go_on()
 
@@ -446,7 +450,7 @@ def _failed(
 ) -> PlanError:
     """The error where the solver found no plan that fits."""
     if status is Status.UNKNOWN:
-        return _TimeOutError(
+        return TimeOutError(
             f"no plan found on mesh {pricer.mesh} within {task.limit.seconds:g} s. "
             "Give the solver more time with seconds=."
         )

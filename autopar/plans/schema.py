@@ -14,6 +14,7 @@ from autopar.plans import checks, files
 from autopar.plans.cluster_data import ClusterData
 from autopar.plans.edits import with_layouts
 from autopar.plans.gradients import Compression, GradientDecision
+from autopar.plans.optimality import optimality_text
 from autopar.plans.pipeline import PipelineData
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
@@ -48,7 +49,17 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class SolverReport(
     msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 ):
-    """The solver's result; ``gap`` is (cost - bound) / cost, 0 without a search."""
+    """The solver's result.
+
+    Attributes:
+      status: how the search ended. ``proved optimal`` means that no plan searched is
+        faster by more than ``gap``, at most 0.5 %.
+      gap: (cost - bound) / cost, 0 without a search.
+      seconds: that the search took.
+      cost: what the solver made least, in seconds.
+      bound: a lower bound of it over the plans of all meshes.
+      meshes: mesh -> predicted seconds of a step of its best plan.
+    """
 
     status: str
     gap: float
@@ -56,6 +67,11 @@ class SolverReport(
     cost: float
     bound: float
     meshes: dict[str, float] = {}
+
+    @property
+    def text(self) -> str:
+        """How near the plan is to the optimum, in words."""
+        return optimality_text(self.status, self.gap)
 
 
 class Seconds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -82,8 +82,7 @@ def _text(value: str) -> str:
 def _description(plan: Plan) -> str:
     words = [plan.target, *(f"{k}={v}" for k, v in plan.options.items())]
     step = f"{' '.join(words)}; " if plan.target else ""
-    found = f"{plan.solver.status}, gap {plan.solver.gap:.2%}"
-    return f"{step}{shape_of_plan(plan)}; {found}."
+    return f"{step}{shape_of_plan(plan)}; {plan.solver.text}."
 
 
 def _verdict(plan: Plan) -> list[str]:

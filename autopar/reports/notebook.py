@@ -20,7 +20,6 @@ from autopar.reports.table import (
     mesh_text,
     seconds_text,
     shape_of_plan,
-    solver_text,
     stage_text,
     template,
 )
@@ -44,7 +43,7 @@ def line(plan: Plan) -> str:
         f"<Plan {plan.cluster}, {shape_of_plan(plan)}, "
         f"step {seconds_text(expected.step_s)}, "
         f"{bytes_text(expected.peak_memory_bytes)} on each device, "
-        f"{solver_text(plan)}, {codecs_text(plan)}{f', {unused}' if unused else ''}>"
+        f"{plan.solver.text}, {codecs_text(plan)}{f', {unused}' if unused else ''}>"
     )
 
 
@@ -94,7 +93,7 @@ def facts(plan: Plan) -> list[tuple[str, str]]:
         ("memory", f"{bytes_text(expected.peak_memory_bytes)} on each device"),
         ("sends", f"{bytes_text(expected.communication_bytes)} from each device"),
         *worth_facts(plan.worth),
-        ("solver", solver_text(plan)),
+        ("solver", plan.solver.text),
         ("gradients", codecs_text(plan)),
     ]
 

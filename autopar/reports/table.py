@@ -69,7 +69,7 @@ def summary_lines(plan: Plan) -> list[str]:
     expected = plan.predicted
     return [
         f"plan     {plan.cluster}, {shape_of_plan(plan)}",
-        f"solver   {solver_text(plan)}",
+        f"solver   {plan.solver.text}",
         f"step     {seconds_text(expected.step_s)}: "
         f"compute {seconds_text(expected.compute_s)}, "
         f"communication {communication_text(expected)}",
@@ -92,12 +92,6 @@ def communication_text(expected: Predicted) -> str:
     text = seconds_text(expected.communication_s)
     hidden = expected.hidden_s
     return f"{text} ({seconds_text(hidden)} hidden)" if hidden else text
-
-
-def solver_text(plan: Plan) -> str:
-    """The solver's status, such as ``proved optimal, gap 0.01%``."""
-    gap = plan.solver.gap
-    return f"{plan.solver.status}, gap {gap:.2%}" if gap >= 5e-5 else plan.solver.status
 
 
 def shape_of_plan(plan: Plan) -> str:

@@ -145,5 +145,23 @@ def even_sharding(shape: Sequence[int], mesh: Mesh) -> NamedSharding:
 
 
 def create(function: Callable[..., Any], args: Sequence[Any], shardings: Any) -> Any:
-    """Runs a function that makes a pytree, each leaf created in its own shards."""
-    return jax.jit(function, out_shardings=shardings)(*args)
+    """Runs a function that makes a pytree, each leaf created in its own shards.
+
+    A program runs on one set of devices. Where the leaves lie on several, as those of
+    a pipeline do, the function is compiled for each, without what others keep.
+    """
+    wanted, tree = jax.tree.flatten(shardings)
+    places = list(dict.fromkeys(frozenset(s.device_set) for s in wanted))
+    if len(places) < 2:
+        return jax.jit(function, out_shardings=shardings)(*args)
+    made: dict[int, Any] = {}
+    for place in places:
+        own = [k for k, s in enumerate(wanted) if frozenset(s.device_set) == place]
+
+        def some(*given: Any, own: Sequence[int] = own) -> list[Any]:
+            leaves = jax.tree.leaves(function(*given))
+            return [leaves[k] for k in own]
+
+        run = jax.jit(some, out_shardings=[wanted[k] for k in own])
+        made.update(zip(own, run(*args), strict=True))
+    return jax.tree.unflatten(tree, [made[k] for k in range(len(wanted))])

@@ -142,7 +142,7 @@ def split(analysis: Analysis, count: int, *, couple: bool = False) -> Microbatch
         return microbatched(
             analysis.pytrees, micro, analysis.graph, count, couple=couple
         )
-    except (MicrobatchError, TraceError) as error:
+    except MicrobatchError as error:
         raise PlanError(
             f"{name}: the batch cannot be split into {count} microbatches with the "
             f"meaning of the step kept: {error}"
@@ -166,7 +166,14 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
         shape[dim] //= count
         arrays[k] = jax.ShapeDtypeStruct(tuple(shape), arrays[k].dtype)
     call: Call = dataclasses.replace(origin.call, arrays=arrays)
-    return trace_call(origin.step, call)
+    try:
+        return trace_call(origin.step, call)
+    except TraceError as error:
+        rows = {arrays[k].shape[dim] for k, dim in dims.items()}
+        raise MicrobatchError(
+            f"on a microbatch of {max(rows, default=0)} rows "
+            f"{str(error).splitlines()[0]}"
+        ) from error
 
 
 def batch_dims(analysis: Analysis) -> dict[int, int]:

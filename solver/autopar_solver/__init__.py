@@ -11,6 +11,7 @@
 (1, 0)
 """
 
+from autopar_solver.ilp.planes import highest_minimum
 from autopar_solver.selection.check import (
     check_selection,
     fits_budgets,
@@ -58,7 +59,12 @@ from autopar_solver.stages.problem import (
 )
 from autopar_solver.stages.schedules.check import alive, check_table
 from autopar_solver.stages.schedules.order import make_table
-from autopar_solver.stages.schedules.play import TaskSeconds, Timeline, play
+from autopar_solver.stages.schedules.play import (
+    TaskSeconds,
+    Timeline,
+    equal_parts,
+    play,
+)
 from autopar_solver.stages.schedules.tasks import (
     Schedule,
     ScheduleKind,
@@ -113,10 +119,12 @@ __all__ = [
     "check_stages",
     "check_table",
     "crossing_bytes",
+    "equal_parts",
     "evaluate_choices",
     "evaluate_pipeline",
     "explain_infeasibility",
     "fits_budgets",
+    "highest_minimum",
     "link_seconds",
     "make_table",
     "memory_profile",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Sequence
 
@@ -35,7 +36,10 @@ def with_codecs(
       compression: says why.
     """
     best = choice.candidate
-    found = SearchResult(best, result.tried, result.seconds, result.searched)
+    # Layouts and codecs are chosen in turns: no bound holds for both together.
+    bounded = best is result.best and not any(choice.codecs)
+    floor_s = result.floor_s if bounded else 0.0
+    found = dataclasses.replace(result, best=best, floor_s=floor_s)
     plan = make_plan(analysis, found)
     gradients = gradient_decisions(choice)
     predicted = msgspec.structs.replace(

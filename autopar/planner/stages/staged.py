@@ -165,7 +165,7 @@ def _written(
         make_plan(analysis, SearchResult(c, ((c.pricer.mesh, c),), seconds))
         for analysis, c in zip(cut.stages, found, strict=True)
     ]
-    whole = over_microbatches(cut.analysis, cut.found)
+    whole = over_microbatches(cut.analysis, cut.analysis.split or cut.found)
     first, step_s = plans[0], timeline.makespan_s
     compute_s = max(p.predicted.compute_s for p in plans)
     predicted = msgspec.structs.replace(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor, wait
 
 from autopar_passes.stages.cut import Phase, TaskKey
 from autopar_solver import ScheduleTable, TaskKind
@@ -68,3 +70,55 @@ def _waits_for(
     yield TaskKind.FORWARD, part
     if part + 1 < table.parts:
         yield kind, part + 1
+
+
+def run_in_threads(
+    executor: Executor,
+    by_stage: Sequence[Sequence[Issue]],
+    run: Callable[[Issue], None],
+    waits_for: Mapping[TaskKey, Sequence[TaskKey]],
+) -> None:
+    """Issues the tasks of each stage in a thread of its own.
+
+    A stage keeps its order, and issues a task once the tasks of other stages that it
+    waits for are issued.
+
+    Args:
+      executor: has a thread for each stage.
+      by_stage: the tasks of each stage, in order.
+      run: issues one task.
+      waits_for: task -> tasks of other stages that it reads of, of its microbatch.
+
+    Raises:
+      Exception: the first that a task raised; the others are not issued any more.
+    """
+    issued: set[tuple[TaskKey, int]] = set()
+    failed = False
+    changed = threading.Condition()
+
+    def ready(issue: Issue) -> bool:
+        number = issue.microbatch
+        return failed or all((k, number) in issued for k in waits_for[issue.key])
+
+    def work(issues: Sequence[Issue]) -> None:
+        nonlocal failed
+        for issue in issues:
+            with changed:
+                changed.wait_for(lambda issue=issue: ready(issue))
+                if failed:
+                    return
+            try:
+                run(issue)
+            except BaseException:
+                with changed:
+                    failed = True
+                    changed.notify_all()
+                raise
+            with changed:
+                issued.add((issue.key, issue.microbatch))
+                changed.notify_all()
+
+    futures = [executor.submit(work, issues) for issues in by_stage]
+    wait(futures)
+    for future in futures:
+        future.result()

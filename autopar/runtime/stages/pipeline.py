@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 
-from autopar.runtime.stages.order import Issue
+from autopar.errors import StageError
+from autopar.runtime.stages.order import Issue, run_in_threads
+from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.stage import (
     RESULT,
     Sent,
@@ -79,6 +84,7 @@ class Pipeline:
         crossed: Crossed,
         *,
         donate: bool = True,
+        wait_s: Callable[[TaskKey], float] | None = None,
     ) -> None:
         """Makes the code of all tasks; nothing is compiled yet.
 
@@ -88,7 +94,21 @@ class Pipeline:
           order: the tasks of all microbatches, in the order of issue.
           crossed: how microbatches are put together.
           donate: whether a step takes over the memory of its state.
+          wait_s: seconds that a task takes at least, for experiments with devices that
+            are slower than those at hand.
         """
+        self.recorder: Recorder | None = None
+        # CPUs run small programs and callbacks where they are issued: a thread for
+        # each stage keeps one from waiting for another.
+        platform = stages[0].mesh.devices.flat[0].platform
+        self.threads = (
+            ThreadPoolExecutor(len(stages), "stage") if platform == "cpu" else None
+        )
+        self.by_stage = [
+            [issue for issue in order if issue.key.stage == stage]
+            for stage in range(len(stages))
+        ]
+        self.wait_s = wait_s
         self.cut = cut
         self.stages = tuple(stages)
         self.order = tuple(order)
@@ -118,6 +138,10 @@ class Pipeline:
         }
         self.copies = tuple(self._copied(cut.owners.items(), self._input_readers()))
         self.late_copies = self._late_copies()
+        self.waits_for = {
+            key: tuple({m for _, m in task.inputs if m and m.stage != key.stage})
+            for key, task in cut.tasks.items()
+        }
 
     # What each task takes and gives.
 
@@ -350,13 +374,33 @@ class Pipeline:
         Returns the values that leave the step.
         """
         run = _Run(self, step, microbatches)
-        for issue in self.order:
-            run.task(self.calls[issue.key], issue.microbatch)
+        if self.threads is None:
+            for issue in self.order:
+                run.task(self.calls[issue.key], issue.microbatch)
+        else:
+            run_in_threads(self.threads, self.by_stage, run.issue, self.waits_for)
         run.cross()
         for key, call in self.calls.items():
             if key.phase is Phase.UPDATE:
                 run.update(call)
         return run.results
+
+
+@contextlib.contextmanager
+def told(key: TaskKey, number: int) -> Generator[None]:
+    """Says which task an error came from.
+
+    Raises:
+      StageError: something is raised inside.
+    """
+    try:
+        yield
+    except Exception as error:
+        which = "" if number < 0 else f" of microbatch {number}"
+        raise StageError(
+            f"stage {key.stage}, {key.phase.value}{which} (part {key.number}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 class _Run:
@@ -407,6 +451,10 @@ class _Run:
         place = self.results if sent.stage == RESULT else place
         place.update(zip(sent.values, moved, strict=True))
 
+    def issue(self, issue: Issue) -> None:
+        """Issues a task of the schedule."""
+        self.task(self.pipeline.calls[issue.key], issue.microbatch)
+
     def task(self, call: _Call, number: int) -> None:
         """Issues a task of a microbatch, and sends what others wait for."""
         code, stage = call.code, call.code.task.key.stage
@@ -418,12 +466,30 @@ class _Run:
         if code.accumulated:
             sums = self.sums[stage]
             arguments.extend(sums[v] for v in code.accumulated)
-        made = code.function(*arguments)
+        begin, issued = time.perf_counter(), self.now()
+        with told(code.task.key, number):
+            made = code.function(*arguments)
+        if (wait_s := self.pipeline.wait_s) is not None:
+            jax.block_until_ready(made)
+            rest = begin + wait_s(code.task.key) - time.perf_counter()
+            time.sleep(max(0.0, rest))
+        self.record(code, number, issued, made)
         rest = self.hand_out(code, made, micro, lambda s: self.micro[s][number])
         if code.accumulated:
             self.sums[stage].update(zip(code.accumulated, made[rest:], strict=True))
         for value in call.last:
             micro.pop(value, None)
+
+    def now(self) -> float:
+        """Seconds since the step began, if somebody watches."""
+        recorder = self.pipeline.recorder
+        return 0.0 if recorder is None else recorder.now()
+
+    def record(self, code: TaskCode, number: int, issued_s: float, made: Any) -> None:
+        """Tells whoever watches that a task was issued."""
+        if (recorder := self.pipeline.recorder) is not None:
+            makers = {m for _, m in code.task.inputs if m is not None}
+            recorder.issued(code.task.key, number, issued_s, made, tuple(makers))
 
     def hand_out(
         self,
@@ -445,7 +511,10 @@ class _Run:
     def update(self, call: _Call) -> None:
         """Issues a task that runs once."""
         code, step = call.code, self.step[call.code.task.key.stage]
-        made = code.function(*(step[v] for v in code.inputs))
+        issued = self.now()
+        with told(code.task.key, -1):
+            made = code.function(*(step[v] for v in code.inputs))
+        self.record(code, -1, issued, made)
         for value in code.donated:
             del step[value]
         self.hand_out(code, made, step, lambda s: self.step[s])

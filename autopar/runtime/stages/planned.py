@@ -26,6 +26,7 @@ from autopar_passes.microbatches.microbatched import Combine, Microbatched
 from autopar_passes.microbatches.rows import dealt, together
 from autopar_passes.program.equations import Program, Scalar
 from autopar_passes.program.evaluate import evaluate
+from autopar_passes.stages.cut import TaskKey
 from autopar_solver import Schedule, ScheduleKind, make_table
 
 
@@ -134,6 +135,7 @@ def pipelined_step(
     devices: Sequence[Any],
     *,
     donate: bool = True,
+    wait_s: Callable[[TaskKey], float] | None = None,
 ) -> PipelinedStep:
     """Builds a step of several stages; nothing is compiled yet.
 
@@ -143,6 +145,7 @@ def pipelined_step(
       plan: the plan.
       devices: those of the plan's cluster, by position.
       donate: whether the carried state is consumed by the call.
+      wait_s: seconds that a task takes at least (`Pipeline`).
 
     Raises:
       PlanError: there are too few devices.
@@ -157,7 +160,12 @@ def pipelined_step(
     found = cut.found
     table = make_table(schedule_of(plan), len(stages), found.microbatches)
     pipeline = Pipeline(
-        cut.cut, stages, issue_order(table), _crossed(found), donate=donate
+        cut.cut,
+        stages,
+        issue_order(table),
+        _crossed(found),
+        donate=donate,
+        wait_s=wait_s,
     )
     feed = _Feed(analysis, cut, pipeline)
     flat = [d for mesh in meshes for d in mesh.devices.flat]

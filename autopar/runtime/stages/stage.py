@@ -304,7 +304,11 @@ def finish_code(
             *(stage.sharding(v) for v in held),
             *(where for send in sent for where in send.source),
         ],
-        donate_argnums=tuple(range(len(structs))),
+        donate_argnums=tuple(
+            k
+            for k, (v, struct) in enumerate(structs.items())
+            if v in held and sum_dtype(struct.dtype) == struct.dtype
+        ),
     )
 
 

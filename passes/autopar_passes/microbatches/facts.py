@@ -99,7 +99,7 @@ def _role(roles: set[Role]) -> Role:
 def _needed_back(
     equations: tuple[Equation, ...], roles: dict[int, Role]
 ) -> frozenset[int]:
-    """The equations of which an equation of the backward pass reads, or which are one."""
+    """The equations of the backward pass, and those of which one of them reads."""
     read: set[int] = set()
     found: set[int] = set()
     for eqn in reversed(equations):

@@ -128,6 +128,8 @@ class Follower:
         kinds = {c.kind for c in given}
         if eqn.primitive == "iota" or Kind.POSITION in kinds:
             return self._positions(eqn, given)
+        if Kind.ROWS not in kinds and operators.moved(self.pair, eqn):
+            return self._coupled(eqn, "counts the rows")
         if Kind.SUM in kinds:
             return self._sums(eqn, given)
         if Kind.ROWS in kinds:
@@ -150,7 +152,7 @@ class Follower:
             if eqn.primitive not in operators.FOLDED:
                 return self._coupled(eqn, "draws random numbers for rows")
             if given[0].kind is Kind.SAME:
-                self._fold(eqn)
+                self.edits.folded.add((eqn.index, 0))
         elif eqn.primitive not in operators.SPREADING:
             return self._coupled(eqn, "makes rows that differ")
         return [ANY_ROWS if eqn.primitive not in RANDOM else Split(Kind.ROWS, 1)]
@@ -199,7 +201,7 @@ class Follower:
         value = atom.aval if isinstance(atom, Scalar) else self.pair.micro.values[atom]
         if operators.is_float(value.dtype):
             self.edits.scaled[eqn.index, slot] = 1 / self.pair.count
-        elif operators.is_integer(value.dtype) and not self._inside(eqn):
+        elif operators.is_integer(value.dtype):
             self.edits.first.add((eqn.index, slot))
         else:
             raise MicrobatchError(
@@ -218,7 +220,7 @@ class Follower:
             loop, place_of = origin
             self._forced[loop.index, place_of] = SAME
             self.edits.ahead[loop.index, place_of] = self._source(origin)
-            raise _Again
+            raise _Again(loop.index)
         self._wait_or_accept(eqn, value, "needs a sum over the batch")
         self.edits.scaled[eqn.index, slot] = float(self.pair.count)
         return LOCAL
@@ -257,40 +259,11 @@ class Follower:
                 + (f", in {op.module}" if op.module else "")
                 + ": the loss of one row depends on the others."
             )
-        self._modules.add(op.module)
-        if op.role is Role.FORWARD:
+        if op.role is Role.FORWARD or op.module not in self._modules:
             what = "batch statistics" if value in self.facts.statistics else place(eqn)
             where = op.module or op.source
             self.local.setdefault(f"{what} of {where}" if where else what)
-
-    def _fold(self, eqn: Equation) -> None:
-        """Makes the random numbers of rows differ between microbatches."""
-        key = eqn.inputs[0]
-        assert isinstance(key, int)
-        made_by = self.pair.made_by
-        while key not in self._outer and key in made_by and self._inside(eqn):
-            source = made_by[key].inputs[0] if made_by[key].inputs else None
-            if not isinstance(source, int):
-                raise MicrobatchError(f"{place(eqn)} draws by a key made in a loop.")
-            key = source
-        origin = self._outer.get(key)
-        if origin is None:
-            self.edits.folded.add((eqn.index, 0))
-            return
-        loop, slot = origin
-        if (loop.index, slot) in self._forced:
-            raise MicrobatchError(f"{place(eqn)} draws by a key that no fold reaches.")
-        self._forced[loop.index, slot] = LOCAL
-        outer = self._outer.get(self._source(origin))
-        if outer is not None:
-            self._forced[outer[0].index, outer[1]] = LOCAL
-            self.edits.folded.add((outer[0].index, outer[1]))
-        else:
-            self.edits.folded.add((loop.index, slot))
-        raise _Again
-
-    def _inside(self, eqn: Equation) -> bool:
-        return self._top is not None and eqn.index != self._top.index
+        self._modules.add(op.module)
 
     # -- loops and branches ----------------------------------------------------------
 
@@ -298,10 +271,9 @@ class Follower:
         while True:
             try:
                 return look(eqn)
-            except _Again:
-                if not any(key[0] == eqn.index for key in self._forced):
+            except _Again as again:
+                if again.args != (eqn.index,):
                     raise
-                continue
 
     def _enter(self, eqn: Equation, slots: list[int], inputs: list[int]) -> None:
         for slot, value in zip(slots, inputs, strict=True):
@@ -349,7 +321,7 @@ class Follower:
         found = joined(a, b)
         if found is None:
             raise MicrobatchError(
-                f"{place(eqn)} has results that are rows in one case and not in another."
+                f"{place(eqn)} makes rows in one case, and none in another."
             )
         return found
 

@@ -126,6 +126,8 @@ def rows(
         return _reshaped(pair, eqn, inner)
     if eqn.primitive == "slice" and _rows_cut(pair, eqn):
         return _sliced(pair, eqn, inner)
+    if eqn.primitive == "pad":
+        return _padded(pair, eqn, inner)
     if eqn.primitive == "concatenate":
         if eqn.params["dimension"] == pair.dims[eqn.outputs[0]]:
             return _concatenated(pair, eqn, given, inner)
@@ -187,11 +189,43 @@ def _sliced(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     whole = pair.sources[eqn.index].params["start_indices"][dim]
     strides = params["strides"]
     step = 1 if strides is None else strides[dim]
+    starts = zip(
+        pair.sources[eqn.index].params["start_indices"],
+        params["start_indices"],
+        strict=True,
+    )
+    if any(a != b for k, (a, b) in enumerate(starts) if k != dim):
+        return "takes some of the rows"
     if pair.dims[made] != dim or step != 1 or whole != start * pair.count:
         return "takes some of the rows"
     size = pair.micro.values[made].shape[dim]
     if inner and (start % inner or size % inner):
         return "takes some of the rows"
+    return [Split(Kind.ROWS, inner)]
+
+
+def moved(pair: Pair, eqn: Equation) -> bool:
+    """Whether a part of a whole array lies elsewhere than that of a microbatch."""
+    whole = pair.sources[eqn.index].params
+    if eqn.primitive == "slice":
+        return whole["start_indices"] != eqn.params["start_indices"]
+    key = "padding_config"
+    return eqn.primitive == "pad" and whole[key] != eqn.params[key]
+
+
+def _padded(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+    """Rows with others around them, in each microbatch its part of them."""
+    (made,) = eqn.outputs
+    whole = pair.sources[eqn.index].params["padding_config"]
+    pairs = zip(whole, eqn.params["padding_config"], strict=True)
+    for dim, ((low, high, apart), own) in enumerate(pairs):
+        if dim != pair.dims[made]:
+            if (low, high, apart) != own:
+                return "moves rows"
+        elif apart or (low, high) != (own[0] * pair.count, own[1] * pair.count):
+            return "moves rows"
+        elif inner and (own[0] % inner or own[1] % inner):
+            return "moves rows"
     return [Split(Kind.ROWS, inner)]
 
 

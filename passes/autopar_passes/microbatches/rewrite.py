@@ -12,7 +12,8 @@ import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.microbatches.classes import Edits
-from autopar_passes.microbatches.pairs import Pair
+from autopar_passes.microbatches.microbatched import MicrobatchError
+from autopar_passes.microbatches.pairs import Pair, place
 from autopar_passes.program.building import Builder, needed, next_index
 from autopar_passes.program.equations import Atom, Equation, Program, Region, Scalar
 
@@ -44,6 +45,8 @@ class _Writer:
         self.edits = edits
         self.builder = Builder(pair.micro.values, next_index(pair.micro))
         self.number: int | None = None
+        # Of each open region, values of the program -> what it takes them in as.
+        self.taken: list[dict[int, int]] = []
         self.given: dict[int, int] = {}
 
     def run(self) -> Rewritten:
@@ -71,10 +74,9 @@ class _Writer:
     def inputs(self) -> tuple[int, ...]:
         micro = self.pair.micro
         own = micro.body.inputs[: micro.num_arguments]
+        constants = micro.body.inputs[micro.num_arguments :]
         number = () if self.number is None else (self.number,)
-        return (
-            *own, *number, *self.given.values(), *micro.body.inputs[micro.num_arguments :]
-        )  # fmt: skip
+        return (*own, *number, *self.given.values(), *constants)
 
     def region(self, whole: Region, micro: Region) -> Region:
         outer, self.builder.equations = self.builder.equations, []
@@ -88,7 +90,9 @@ class _Writer:
     def read(self, atom: Atom) -> Atom:
         """An atom, or what is computed from the whole batch in its place."""
         replaced = isinstance(atom, int) and atom in self.edits.replaced
-        return self.given[atom] if isinstance(atom, int) and replaced else atom
+        if not replaced or not isinstance(atom, int):
+            return atom
+        return self.take(self.given[atom])
 
     def equation(self, whole: Equation, micro: Equation) -> None:
         inputs = list(micro.inputs)
@@ -98,17 +102,63 @@ class _Writer:
             self.operand(micro, slot, self.read(atom))
             for slot, atom in enumerate(inputs)
         ]
-        regions = tuple(
-            self.region(a, b) for a, b in zip(whole.regions, micro.regions, strict=True)
+        regions: list[Region] = []
+        taken: list[dict[int, int]] = []
+        for a, b in zip(whole.regions, micro.regions, strict=True):
+            self.taken.append({})
+            regions.append(self.region(a, b))
+            taken.append(self.taken.pop())
+        made = dataclasses.replace(micro, inputs=tuple(read), regions=tuple(regions))
+        self.builder.equations.append(self.with_taken(made, taken))
+
+    def take(self, value: int) -> int:
+        """The value that stands for one of the program in the innermost region."""
+        for region in self.taken:
+            if value not in region:
+                of = self.builder.values[value]
+                region[value] = self.builder.value(of.shape, of.dtype)
+        return self.taken[-1][value] if self.taken else value
+
+    def with_taken(self, eqn: Equation, taken: Sequence[dict[int, int]]) -> Equation:
+        """An equation that hands to its regions what they take of the program."""
+        values = list(dict.fromkeys(v for region in taken for v in region))
+        if not values:
+            return eqn
+        params = dict(eqn.params)
+        at, handing = 0, list(range(len(eqn.regions)))
+        if eqn.primitive == "scan":
+            params["num_consts"] += len(values)
+        elif eqn.primitive == "while":
+            if taken[0]:
+                raise MicrobatchError(f"{place(eqn)} draws random numbers in its test.")
+            at, handing = params["cond_nconsts"], [1]
+            params["body_nconsts"] += len(values)
+        else:
+            at = 1
+        regions = list(eqn.regions)
+        for k in handing:
+            inner = [taken[k].get(v, -1) for v in values]
+            of = [self.builder.values[v] for v in values]
+            inner = [
+                self.builder.value(o.shape, o.dtype) if v < 0 else v
+                for v, o in zip(inner, of, strict=True)
+            ]
+            regions[k] = dataclasses.replace(
+                regions[k], inputs=(*inner, *regions[k].inputs)
+            )
+        given = [self.take(v) for v in values]
+        return dataclasses.replace(
+            eqn,
+            source=eqn.source.replace(params=params),
+            inputs=(*eqn.inputs[:at], *given, *eqn.inputs[at:]),
+            regions=tuple(regions),
         )
-        made = dataclasses.replace(micro, inputs=tuple(read), regions=regions)
-        self.builder.equations.append(made)
 
     def operand(self, eqn: Equation, slot: int, atom: Atom) -> Atom:
         """What an equation reads, with what is to be done to it before."""
         key = (eqn.index, slot)
         if key in self.edits.ahead:
-            return self.given[self.edits.ahead[key]]
+            return self.take(self.given[self.edits.ahead[key]])
         if key in self.edits.scaled:
             factor = self.edits.scaled[key]
             if isinstance(atom, Scalar):
@@ -121,24 +171,26 @@ class _Writer:
         if key in self.edits.folded:
             assert isinstance(atom, int)
             assert self.number is not None
-            return self.builder.call(_folded, [atom, self.number], eqn.name_stack)
+            number = self.take(self.number)
+            return self.builder.call(_folded, [atom, number], eqn.name_stack)
         return atom
 
-    def first(self, eqn: Equation, atom: Atom) -> int:
+    def first(self, eqn: Equation, atom: Atom) -> Atom:
         """An operand in the first microbatch, and zero in others."""
         assert self.number is not None
+        number = self.take(self.number)
         if isinstance(atom, Scalar):
             value = np.asarray(atom.value, atom.aval.dtype)[()]
             return self.builder.call(
                 lambda n: jax.lax.select(n == 0, value, np.zeros_like(value)),
-                [self.number],
+                [number],
                 eqn.name_stack,
             )
         return self.builder.call(
             lambda x, n: jax.lax.mul(
                 x, jax.lax.broadcast((n == 0).astype(x.dtype), x.shape)
             ),
-            [atom, self.number],
+            [atom, number],
             eqn.name_stack,
         )
 

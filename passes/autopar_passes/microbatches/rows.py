@@ -28,7 +28,7 @@ def dealt(array: Any, rows: Rows, count: int) -> Any:
 
 
 def together(array: Any, rows: Rows) -> Any:
-    """Puts the parts of `dealt` together: ``(count, ..., n / count, ...)`` to the whole.
+    """Puts parts as of `dealt` together: ``(count, ..., n / count, ...)``.
 
     Args:
       array: the arrays of all microbatches, one behind the other.

@@ -8,11 +8,14 @@ import math
 import optax
 import pytest
 import step_forms as forms
+from jax.sharding import PartitionSpec
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 from autopar import Cluster
 from autopar.cost.pricer import Pricer
 from autopar.planner.experts import Expert, expert_plans
+from autopar.planner.hints import pin_restriction, pinned_layouts
+from autopar.planner.problem import Within
 from autopar.planner.recipes import Recipe, least_bytes, recipes, restriction_of
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
@@ -167,9 +170,25 @@ def test_state_may_be_split_within_some_axes_alone() -> None:
 def test_no_plan_of_a_rule_holds_less_state_than_is_said() -> None:
     pricer = Pricer(CLUSTER, candidate_meshes(CLUSTER)[-1])
     for rule in recipes(len(pricer.mesh.axes)):
-        found = solve_mesh(analysis(), pricer, restriction_of(analysis(), rule, pricer))
+        limit = restriction_of(analysis(), rule, pricer)
+        found = solve_mesh(analysis(), pricer, limit)
         held = found.cost.parameter_bytes + found.cost.optimizer_bytes
-        assert 0 < least_bytes(analysis(), rule, pricer) <= held * (1 + 1e-9)
+        assert 0 < least_bytes(analysis(), limit, pricer) <= held * (1 + 1e-9)
+
+
+def test_pins_count_in_what_a_rule_must_hold() -> None:
+    """Data parallelism keeps state whole, but for what is pinned to be split."""
+    mesh = candidate_meshes(CLUSTER)[-1]
+    pricer = Pricer(CLUSTER, mesh)
+    spec = PartitionSpec(None, mesh.names[-1])
+    pins = pinned_layouts(analysis(), {"*/up": spec, "*/down": spec}, mesh)
+    rule = restriction_of(analysis(), next(iter(recipes(2))), pricer)
+    pinned = Within(pin_restriction(analysis(), pins), rule)
+    found = solve_mesh(analysis(), pricer, pinned)
+    held = found.cost.parameter_bytes + found.cost.optimizer_bytes
+    least = least_bytes(analysis(), pinned, pricer)
+    assert least == pytest.approx(held)
+    assert least < 0.5 * least_bytes(analysis(), rule, pricer)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import itertools
 import math
 import random
@@ -16,18 +17,26 @@ import jax.numpy as jnp
 import planner_cases
 import pytest
 import step_forms as forms
+from jax.sharding import PartitionSpec
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
 from autopar import Cluster, InfeasibleError, PlanError
 from autopar.cluster.text import parse_quantity
 from autopar.cost.pricer import Pricer
-from autopar.planner.candidate import Candidate, candidate_of, choices_of
+from autopar.planner.candidate import (
+    Candidate,
+    SearchResult,
+    bounded,
+    candidate_of,
+    choices_of,
+)
 from autopar.planner.experts import search_from_experts
+from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.infeasible import size_text
-from autopar.planner.problem import Formulation, formulate
+from autopar.planner.problem import FEW_NODES, Formulation, formulate, small_state
 from autopar.planner.search import candidate_meshes, search
-from autopar.planner.solving import solve_mesh
+from autopar.planner.solving import TimeOutError, solve_mesh
 from autopar.planner.ties import split_batch_inputs
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve
@@ -45,6 +54,11 @@ def analysed(name: str) -> Analysis:
 def mlp(rows: int = 64, layers: int = 2) -> Analysis:
     params = mlp_params(width=32, hidden=128, layers=layers)
     return analyse(*training(mlp_loss, params, mlp_batch(rows, 32)))
+
+
+@functools.cache
+def searched() -> SearchResult:
+    return search(mlp(), CLUSTERS["cpu"], seconds=5)
 
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
@@ -69,11 +83,102 @@ def test_without_warm_starts_neither(cluster: str) -> None:
 
 
 def test_the_best_of_all_meshes_is_taken() -> None:
-    result = search(mlp(), CLUSTERS["cpu"], seconds=5)
+    result = searched()
     assert [str(m) for m, _ in result.tried] == [
         str(m) for m in candidate_meshes(CLUSTERS["cpu"])
     ]
     assert result.best.step_s == min(c.step_s for _, c in result.tried if c)
+
+
+class TestWhatIsProved:
+    """Of the plans of all meshes, not of those of the best one alone."""
+
+    def test_no_plan_of_any_mesh_is_faster_than_the_bound(self) -> None:
+        result = searched()
+        bounds = [c.bound_s for _, c in result.tried if c is not None]
+        assert len(bounds) > 1
+        assert result.floor_s == min(bounds)
+        assert result.report.bound <= min(bounds)
+
+    @pytest.mark.parametrize(
+        ("floor_s", "status", "gap"),
+        [
+            (2.0, Status.OPTIMAL, 0.0),
+            (0.998, Status.OPTIMAL, 0.002),
+            (0.9, Status.FEASIBLE, 0.1),
+            (0.0, Status.FEASIBLE, 1.0),
+        ],
+    )
+    def test_a_lower_bound_elsewhere(
+        self, floor_s: float, status: Status, gap: float
+    ) -> None:
+        known = Solution(
+            choices=(0,), cost=1.0, bound=1.0, status=Status.OPTIMAL, seconds=0.0
+        )
+        found = bounded(known, floor_s)
+        assert found.status is status
+        assert found.gap == pytest.approx(gap)
+        assert found.bound == min(1.0, floor_s)
+
+    def test_what_was_not_proved_stays_so(self) -> None:
+        known = Solution(
+            choices=(0,), cost=1.0, bound=0.98, status=Status.FEASIBLE, seconds=0.0
+        )
+        assert bounded(known, 0.97).status is Status.FEASIBLE
+
+    def test_a_mesh_without_time_proves_nothing(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        late = candidate_meshes(CLUSTERS["cpu"])[-1]
+
+        def solved(analysis: Analysis, pricer: Pricer, *args: Any, **kw: Any) -> Any:
+            if pricer.mesh == late:
+                raise TimeOutError("no time")
+            return solve_mesh(analysis, pricer, *args, **kw)
+
+        monkeypatch.setattr("autopar.planner.search.solve_mesh", solved)
+        result = search(mlp(layers=1), CLUSTERS["cpu"], seconds=5)
+        assert result.best.report.status is Status.OPTIMAL
+        assert result.report.status is Status.FEASIBLE
+        assert result.report.gap == 1.0
+
+
+class TestSmallState:
+    """Biases are split where that is faster, in programs where it may matter."""
+
+    @staticmethod
+    @functools.cache
+    def wide() -> Analysis:
+        """A bias is less than a hundredth of the state."""
+        params = mlp_params(width=128, hidden=256, layers=2)
+        return analyse(*training(mlp_loss, params, mlp_batch(256, 128)))
+
+    @pytest.mark.parametrize("cluster", ["2x4:cpu", "8:cpu"])
+    def test_no_plan_with_split_biases_is_faster(self, cluster: str) -> None:
+        analysis, parsed = self.wide(), Cluster.parse(cluster)
+        mesh = candidate_meshes(parsed)[-1]
+        free = search(analysis, parsed, meshes=[mesh], seconds=5).best
+        pins = {"*/bias": PartitionSpec(mesh.names[-1])}
+        layouts = pinned_layouts(analysis, pins, mesh)
+        assert len(layouts) == 2
+        limit = pin_restriction(analysis, layouts)
+        pinned = solve_mesh(analysis, Pricer(parsed, mesh), limit, 5)
+        assert free.step_s <= (1 + GAP) * pinned.step_s
+
+    def test_in_large_programs_it_stays_whole(self) -> None:
+        analysis = self.wide()
+        nodes = analysis.contraction.nodes
+        assert len(nodes) <= FEW_NODES
+        assert not small_state(analysis.graph, analysis.contraction, 1e9)
+        many = dataclasses.replace(
+            analysis.contraction, nodes=(*nodes, *(nodes[-1:] * FEW_NODES))
+        )
+        small = small_state(analysis.graph, many, 1e9)
+        values = {i.path: i.value for i in analysis.graph.inputs if i.output >= 0}
+        kept = {
+            p for p, v in values.items() if analysis.contraction.homes[v].node in small
+        }
+        assert kept == {"params/0/bias", "params/1/bias"}
 
 
 class TestMaxAxes:

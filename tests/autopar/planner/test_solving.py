@@ -81,6 +81,37 @@ def test_where_time_runs_out_the_search_starts_from_experts(
     assert found.report.bound <= free.step_s * (1 + 1e-9)
 
 
+@pytest.mark.parametrize(
+    ("bound_s", "asked", "solved"),
+    [(0.9, True, 4), (0.994, True, 4), (0.996, False, 4), (0.9995, False, 0)],
+)
+def test_experts_are_asked_where_they_may_be_worth_it(
+    monkeypatch: pytest.MonkeyPatch, bound_s: float, asked: bool, solved: int
+) -> None:
+    """Not where no plan saves more than half a percent; problems go on a little."""
+    calls: list[str] = []
+
+    class Known(solving._Rounds):
+        certain = True
+
+        def go_on(self) -> bool:
+            calls.append("problem")
+            self.problems += 1
+            return True
+
+        def ask_experts(self) -> None:
+            calls.append("experts")
+
+    cluster = Cluster.parse("8:cpu")
+    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+    best = solve_mesh(mlp(), pricer)
+    rounds = Known(solving._Task(mlp(), None, Limit(None)), pricer, best, None)
+    rounds.bound_s, rounds.problems = bound_s * best.step_s, 1
+    solving._go_on(rounds, math.inf, True)
+    assert ("experts" in calls) is asked
+    assert calls.count("problem") == solved
+
+
 def test_the_bound_of_a_restricted_plan_is_none_of_all_plans(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

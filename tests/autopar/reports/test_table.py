@@ -179,7 +179,7 @@ def test_the_text_of_a_plan_says_what_matters() -> None:
     assert text == render(plan)
     for part in ("2:cpu", "data=2", "proved optimal", "3.00 ms", "4.10 kB", "2.50 GB"):
         assert part in text
-    assert "gap" not in text
+    assert "optimum" not in text
     assert "planned replicated" not in text
 
 
@@ -187,7 +187,12 @@ def test_the_gap_is_shown_where_there_is_one() -> None:
     solver = msgspec.structs.replace(
         make_plan().solver, status="best found, not proved", gap=0.031
     )
-    assert "best found, not proved, gap 3.10%" in str(make_plan(solver=solver))
+    text = "best found, proved within 3.10% of the optimum"
+    plan = make_plan(solver=solver)
+    assert f"solver   {text}\n" in str(plan)
+    assert text in repr(plan)
+    assert text in plan._repr_html_()
+    assert text in render_html(plan, [])
 
 
 def test_what_the_planner_could_not_know_is_named() -> None:

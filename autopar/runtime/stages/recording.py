@@ -1,0 +1,173 @@
+"""Records when the tasks of a pipeline run."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+
+from autopar_passes.stages.cut import Phase, TaskKey
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ran:
+    """A task that has run.
+
+    Attributes:
+      key: the task.
+      microbatch: of which microbatch; -1: of the step.
+      issued_s: when it was issued, in seconds since the step began.
+      begin_s: when its devices could begin: what it reads was there, and the task
+        before it on the stage was done.
+      end_s: when its results were there.
+    """
+
+    key: TaskKey
+    microbatch: int
+    issued_s: float
+    begin_s: float
+    end_s: float
+
+
+class Recorder:
+    """Watches the tasks of one step: a thread for each stage waits for its results.
+
+    A task that is done while its stage's thread waits for an earlier one is seen when
+    that one is done, which it follows on the same devices anyway.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        """Has seen nothing yet; the step begins now.
+
+        Args:
+          clock: seconds now.
+        """
+        self._clock = clock
+        self._begin = clock()
+        self._watchers: dict[int, _Watcher] = {}
+        self._lock = threading.Lock()
+
+    def now(self) -> float:
+        """Seconds since the step began."""
+        return self._clock() - self._begin
+
+    def issued(
+        self,
+        key: TaskKey,
+        microbatch: int,
+        issued_s: float,
+        made: Any,
+        makers: Sequence[TaskKey],
+    ) -> None:
+        """Takes a task down that was issued.
+
+        Args:
+          key: the task.
+          microbatch: of which microbatch; -1: of the step.
+          issued_s: when it was issued (`now`).
+          made: its results.
+          makers: the tasks whose results it reads.
+        """
+        with self._lock:
+            if key.stage not in self._watchers:
+                self._watchers[key.stage] = _Watcher(self.now)
+            watcher = self._watchers[key.stage]
+        watcher.todo.put(_Issued(key, microbatch, issued_s, made, tuple(makers)))
+
+    def finished(self) -> list[Ran]:
+        """Waits for all tasks, and returns when each ran, by stage and time."""
+        for watcher in self._watchers.values():
+            watcher.todo.put(None)
+            watcher.thread.join()
+        stages = [self._watchers[k].done for k in sorted(self._watchers)]
+        return _ran(stages)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Issued:
+    key: TaskKey
+    microbatch: int
+    issued_s: float
+    made: Any
+    makers: tuple[TaskKey, ...]
+
+
+class _Watcher:
+    """Waits for the results of one stage's tasks, one after the other."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self.todo: queue.SimpleQueue[_Issued | None] = queue.SimpleQueue()
+        self.done: list[tuple[_Issued, float]] = []
+        self._now = now
+        self.thread = threading.Thread(target=self._watch, daemon=True)
+        self.thread.start()
+
+    def _watch(self) -> None:
+        while (task := self.todo.get()) is not None:
+            # Sums are handed on to the next task, which takes their memory.
+            for array in jax.tree.leaves(task.made):
+                with contextlib.suppress(RuntimeError):
+                    array.block_until_ready()
+            self.done.append((dataclasses.replace(task, made=None), self._now()))
+
+
+def _ran(stages: Sequence[Sequence[tuple[_Issued, float]]]) -> list[Ran]:
+    """When tasks could begin, and when they ended."""
+    ends = {(t.key, t.microbatch): end for done in stages for t, end in done}
+    out: list[Ran] = []
+    for done in stages:
+        free = 0.0
+        for task, end in done:
+            there = [
+                ends[maker, number]
+                for maker in task.makers
+                for number in (task.microbatch, -1)
+                if (maker, number) in ends
+            ]
+            begin = min(end, max([free, task.issued_s, *there]))
+            out.append(Ran(task.key, task.microbatch, task.issued_s, begin, end))
+            free = end
+    return out
+
+
+def trace_events(tasks: Sequence[Ran]) -> dict[str, Any]:
+    """Tasks that ran as a trace of Chrome's format, which Perfetto reads."""
+    stages = sorted({task.key.stage for task in tasks})
+    events: list[dict[str, Any]] = [
+        {
+            "ph": "M",
+            "name": "thread_name",
+            "pid": 0,
+            "tid": stage,
+            "args": {"name": f"stage {stage}"},
+        }
+        for stage in stages
+    ]
+    for task in tasks:
+        once = task.key.phase is Phase.UPDATE
+        number = "" if once else f" {task.microbatch}"
+        events.append(
+            {
+                "ph": "X",
+                "name": f"{task.key.phase.value}{number}",
+                "cat": "task",
+                "pid": 0,
+                "tid": task.key.stage,
+                "ts": task.begin_s * 1e6,
+                "dur": (task.end_s - task.begin_s) * 1e6,
+                "args": {"issued": task.issued_s * 1e6, "part": task.key.number},
+            }
+        )
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def trace_text(tasks: Sequence[Ran]) -> str:
+    """`trace_events` as JSON text."""
+    return json.dumps(trace_events(tasks), indent=1) + "\n"

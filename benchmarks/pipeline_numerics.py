@@ -1,0 +1,205 @@
+"""Training in pipeline stages against one device with the same microbatches.
+
+    python benchmarks/pipeline_numerics.py [example ...] [--stages 2 4] [--steps 20]
+
+Trains each example in float32 in 2 and 4 stages on 8 simulated devices under every
+schedule, and on one device by the program that adds up over the same microbatches.
+Prints a JSON line each: the largest relative difference of the losses; beside it three
+times the largest difference that five runs on one device make whose first parameters
+are changed by one unit in the last place; and the largest difference of the
+parameters' change in the first step in float64, where the example can compute in it.
+``--float64`` runs that part alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import workloads
+
+import autopar
+from autopar.steps.analysis import analyse
+from autopar.steps.microbatches import in_microbatches
+from autopar_passes.program.evaluate import evaluate
+from autopar_passes.program.trace import opened
+
+_SMALL = {"d_model": 32, "heads": 4, "seq": 16, "batch": 16}
+# Example -> its options, small: two cores run them all.
+CASES = {
+    "gpt": {**_SMALL, "layers": 4},
+    "gpt-scan": {**_SMALL, "layers": 4},
+    "gpt-nnx": {**_SMALL, "layers": 4},
+    "llama": {**_SMALL, "layers": 4},
+    "vit": {"d_model": 32, "heads": 4, "layers": 4, "size": 16, "batch": 16},
+    "resnet-slow": {"width": 8, "size": 16, "batch": 16},
+    "moe": {**_SMALL, "layers": 4, "ffn": 64},
+    "lstm": {"d_model": 32, "seq": 16, "batch": 16, "layers": 2},
+}
+# What couples the rows of a batch is computed from each microbatch.
+_COUPLED = {"moe"}
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+
+
+def main() -> None:
+    """Prints a line for each example, number of stages and schedule."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("examples", nargs="*", default=list(CASES))
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--schedules", nargs="+", default=list(SCHEDULES))
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--float64", action="store_true")
+    args = parser.parse_args()
+    if args.float64:
+        jax.config.update("jax_enable_x64", True)
+    sys.path.insert(0, str(workloads.EXAMPLES_DIR))
+    for name in args.examples:
+        options = dict(CASES.get(name, {}))
+        if args.float64:
+            options["dtype"] = "float64"
+        case = _Case(name, options, args)
+        for stages, schedule in itertools.product(args.stages, args.schedules):
+            print(json.dumps(case.row(stages, schedule)), flush=True)
+
+
+class _Case:
+    """An example, and what one device makes of it."""
+
+    def __init__(self, name: str, options: dict, args: argparse.Namespace) -> None:
+        """Trains it on one device.
+
+        Args:
+          name: of the example.
+          options: of its ``training``.
+          args: of the command.
+        """
+        self.name, self.args = name, args
+        self.run = workloads.training(name, **options)
+        steps = 1 if args.float64 else args.steps
+        self.batches = list(itertools.islice(self.run.batches(seed=0), steps))
+        self.analysis = analyse(self.run.step, self.arguments(self.state()))
+        couple = name in _COUPLED
+        split = in_microbatches(self.analysis, args.microbatches, couple=couple)
+        self.one = jax.jit(lambda *flat: evaluate(split.program, *flat))
+        self.before = self.flat(self.state())
+        self.after, self.losses = self.on_one_device(self.state())
+        self.sensitivity = 0.0
+        if not args.float64:
+            nudged = [
+                self.on_one_device(workloads.nudged(self.state(), seed=k))[1]
+                for k in range(5)
+            ]
+            self.sensitivity = max(_difference(n, self.losses) for n in nudged)
+
+    def state(self):
+        """A new state; in float64 if that is what runs."""
+        state = self.run.create_state(jax.random.key(0))
+        return jax.tree.map(_wide, state) if self.args.float64 else state
+
+    def arguments(self, state):
+        """The arguments of the step, with the first batch."""
+        leading = state if type(state) is tuple else (state,)
+        return (*leading, self.batch(0))
+
+    def batch(self, number: int):
+        """A batch; in float64 if that is what runs."""
+        found = self.batches[number]
+        return jax.tree.map(_wide, found) if self.args.float64 else found
+
+    def flat(self, state) -> list[np.ndarray]:
+        """The arrays of a state."""
+        call = opened(self.run.step, self.arguments(state))
+        count = len(self.analysis.carried)
+        return [np.asarray(_plain(x)) for x in call.arrays[:count]]
+
+    def on_one_device(self, state) -> tuple[list[np.ndarray], list[float]]:
+        """Trains on one device; returns the last state and the losses."""
+        call = opened(self.run.step, self.arguments(state))
+        flat, losses = list(call.arrays), list[float]()
+        carried = self.analysis.carried
+        every = range(len(self.analysis.graph.outputs))
+        (loss_at,) = [k for k in every if k not in set(carried.values())][-1:]
+        for number in range(len(self.batches)):
+            leaves = jax.tree.leaves(self.batch(number))
+            flat[len(flat) - len(leaves) :] = [jnp.asarray(x) for x in leaves]
+            made = self.one(*flat)
+            losses.append(float(made[loss_at]))
+            for argument, result in carried.items():
+                flat[argument] = made[result]
+        return [np.asarray(_plain(x)) for x in flat[: len(carried)]], losses
+
+    def row(self, stages: int, schedule: str) -> dict[str, object]:
+        """Trains in stages, and compares."""
+        from example_training import take_step
+
+        out: dict[str, object] = {
+            "example": self.name,
+            "stages": stages,
+            "schedule": schedule,
+        }
+        try:
+            step = autopar.parallelize(
+                self.run.step,
+                cluster=autopar.Cluster.local(8),
+                stages=stages,
+                schedule=schedule,
+                microbatches=self.args.microbatches,
+                coupled="microbatch" if self.name in _COUPLED else "refuse",
+                seconds=2.0,
+            )
+            state, losses = self.state(), list[float]()
+            for number in range(len(self.batches)):
+                state, loss = take_step(step, state, self.batch(number))
+                losses.append(float(loss))
+        except autopar.PlanError as error:
+            return {**out, "refused": str(error).splitlines()[0]}
+        if self.args.float64:
+            return {**out, "gradient_difference": self.moved(state)}
+        difference = _difference(losses, self.losses)
+        allowed = max(1e-5, 3 * self.sensitivity)
+        return {
+            **out,
+            "loss": round(losses[-1], 4),
+            "difference": float(f"{difference:.2e}"),
+            "allowed": float(f"{allowed:.2e}"),
+            "within": difference <= allowed,
+        }
+
+    def moved(self, state) -> float:
+        """How far the first steps differ, relative to the largest change of each."""
+        worst = 0.0
+        rows = zip(self.before, self.after, self.flat(state), strict=True)
+        for before, after, ours in rows:
+            change = np.abs(after.astype(float) - before).max(initial=0.0)
+            off = np.abs(ours.astype(float) - after).max(initial=0.0)
+            worst = max(worst, float(off / max(change, 1e-8)))
+        return float(f"{worst:.2e}")
+
+
+def _plain(x):
+    keys = isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
+    return jax.random.key_data(x) if keys else x
+
+
+def _wide(x):
+    if hasattr(x, "dtype") and jnp.issubdtype(x.dtype, jnp.floating):
+        return jnp.asarray(x, jnp.float64)
+    return x
+
+
+def _difference(one: list[float], other: list[float]) -> float:
+    a, b = np.array(one), np.array(other)
+    return float(np.max(np.abs(a - b) / np.abs(b)))
+
+
+if __name__ == "__main__":
+    main()

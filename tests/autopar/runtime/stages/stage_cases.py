@@ -1,0 +1,110 @@
+"""Small steps in stages, and what one device makes of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+WIDTH, LAYERS, ROWS = 16, 4, 16
+
+Case = tuple[Callable[..., Any], Any, Any]
+
+
+def weights(width: int = WIDTH, layers: int = LAYERS) -> list[dict[str, jax.Array]]:
+    keys = jax.random.split(jax.random.key(0), 2 * layers)
+    return [
+        {
+            "w": jax.random.normal(keys[2 * k], (width, width)) / 4.0,
+            "b": jax.random.normal(keys[2 * k + 1], (width,)) / 4.0,
+        }
+        for k in range(layers)
+    ]
+
+
+def batch(rows: int = ROWS, seed: int = 7) -> dict[str, np.ndarray]:
+    random = np.random.default_rng(seed)
+    x, y = random.standard_normal((2, rows, WIDTH)).astype(np.float32)
+    return {"x": x, "y": y, "mask": (random.random(rows) < 0.7).astype(np.float32)}
+
+
+def chain(params: Any, x: jax.Array) -> jax.Array:
+    for p in params:
+        x = x + jnp.tanh(x @ p["w"] + p["b"])
+    return x
+
+
+def mean_loss(params: Any, batch: Any) -> jax.Array:
+    return jnp.mean((chain(params, batch["x"]) - batch["y"]) ** 2)
+
+
+def masked_loss(params: Any, batch: Any) -> jax.Array:
+    """A mean over the rows that count, with a regularisation."""
+    rows = jnp.mean((chain(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
+    mean = jnp.sum(rows * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1.0)
+    return mean + 0.01 * sum(jnp.sum(p["w"] ** 2) for p in params)
+
+
+def tied_loss(params: Any, batch: Any) -> jax.Array:
+    x = chain(params[1:], batch["x"] @ params[0]["w"])
+    return jnp.mean((x @ params[0]["w"].T - batch["y"]) ** 2)
+
+
+def skip_loss(params: Any, batch: Any) -> jax.Array:
+    x, kept = batch["x"], list[Any]()
+    for p in params[:2]:
+        x = jnp.tanh(x @ p["w"] + p["b"])
+        kept.append(x)
+    for p, other in zip(params[2:], reversed(kept), strict=True):
+        x = jnp.tanh(x @ p["w"] + p["b"]) + other
+    return jnp.mean((x - batch["y"]) ** 2)
+
+
+def adam(loss: Callable[..., Any]) -> Case:
+    """``step(state, batch) -> (state, loss)``, the state with weights and moments."""
+    optimizer = optax.chain(optax.clip_by_global_norm(0.5), optax.adam(1e-2))
+
+    def step(state: Any, batch: Any) -> Any:
+        params = state["params"]
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        updates, moments = optimizer.update(grads, state["moments"], params)
+        params = optax.apply_updates(params, updates)
+        return {"params": params, "moments": moments}, value
+
+    params = weights()
+    return step, {"params": params, "moments": optimizer.init(params)}, batch()
+
+
+LOSSES = {
+    "mean": mean_loss,
+    "masked": masked_loss,
+    "tied": tied_loss,
+    "skip": skip_loss,
+}
+
+
+def train(
+    step: Callable[..., Any], state: Any, count: int = 3
+) -> tuple[Any, list[float]]:
+    losses: list[float] = []
+    for number in range(count):
+        state, loss = step(state, batch(seed=number))
+        losses.append(float(loss))
+    return state, losses
+
+
+def copied(state: Any) -> Any:
+    return jax.tree.map(lambda x: jnp.array(x, copy=True), state)
+
+
+def distance(one: Any, other: Any) -> float:
+    """The largest difference of two states, relative to the largest of each array."""
+    pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
+    return max(
+        float(np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(a).max() + 1e-3))
+        for a, b in pairs
+    )

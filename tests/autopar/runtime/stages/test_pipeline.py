@@ -1,0 +1,199 @@
+"""Steps in stages train as on one device, under every schedule."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import numpy as np
+import pytest
+from stage_cases import LOSSES, adam, batch, copied, distance, mean_loss, train
+
+import autopar
+from autopar.errors import PlanError, StageError
+from autopar.runtime.stages.recording import Recorder, trace_text
+from autopar_passes.stages.cut import Phase
+
+# Of float32 in sums of another order.
+CLOSE = 2e-5
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    known = {}
+
+    def trained(name):
+        if name not in known:
+            step, state, _ = adam(LOSSES[name])
+            known[name] = train(jax.jit(step), state)
+        return known[name]
+
+    return trained
+
+
+def staged(name="mean", **options):
+    step, state, _ = adam(LOSSES[name])
+    asked = {"stages": 2, "microbatches": 4, "cluster": "4:cpu", **options}
+    return autopar.parallelize(step, **asked), copied(state)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_state_are_those_of_one_device(one_device, name):
+    step, state = staged(name)
+    state, losses = train(step, state)
+    expected, expected_losses = one_device(name)
+    np.testing.assert_allclose(losses, expected_losses, rtol=CLOSE)
+    assert distance(expected, state) < CLOSE
+
+
+@pytest.mark.parametrize(
+    ("schedule", "stages", "microbatches"),
+    [("gpipe", 2, 2), ("interleaved", 2, 4), ("zero-bubble", 4, 4), ("1f1b", 4, 1)],
+)
+def test_every_schedule_trains_alike(one_device, schedule, stages, microbatches):
+    step, state = staged(schedule=schedule, stages=stages, microbatches=microbatches)
+    state, losses = train(step, state)
+    np.testing.assert_allclose(losses, one_device("mean")[1], rtol=CLOSE)
+    assert distance(one_device("mean")[0], state) < CLOSE
+    assert step.plan.schedule == schedule
+    assert len(step.plan.stages) == stages
+
+
+def test_a_saved_plan_runs_without_planning(tmp_path, one_device):
+    step, state = staged()
+    train(step, state, 1)
+    step.plan.save(tmp_path / "plan.json")
+    made, state, _ = adam(mean_loss)
+    again = autopar.parallelize(made, plan=str(tmp_path / "plan.json"))
+    _, losses = train(again, copied(state))
+    assert again.plan == step.plan
+    np.testing.assert_allclose(losses, one_device("mean")[1], rtol=CLOSE)
+
+
+def test_state_stays_on_the_devices_of_its_stage():
+    step, state = staged()
+    state, _ = train(step, state, 1)
+    weights = [p["w"].sharding.device_set for p in state["params"]]
+    first, last = weights[0], weights[3]
+    assert first == set(jax.devices()[:2])
+    assert last == set(jax.devices()[2:4])
+
+
+def test_the_state_is_made_on_the_devices_of_its_stage(one_device):
+    step, _ = staged()
+    _, state, example = adam(mean_loss)
+    made = step.init(lambda: state, batch=example)
+    assert made["params"][3]["w"].sharding.device_set == set(jax.devices()[2:4])
+    _, losses = train(step, made)
+    np.testing.assert_allclose(losses, one_device("mean")[1], rtol=CLOSE)
+
+
+def test_state_moves_between_one_stage_and_several(one_device):
+    made, state, _ = adam(mean_loss)
+    step = autopar.parallelize(made, cluster="4:cpu")
+    state, _ = step(copied(state), batch(seed=0))
+    plan = autopar.plan(made, state, batch(), cluster="4:cpu", stages=2, microbatches=4)
+    state = step.replan("4:cpu", state, plan=plan)
+    state, loss = step(state, batch(seed=1))
+    assert len(step.plan.stages) == 2
+    assert float(loss) == pytest.approx(one_device("mean")[1][1], rel=CLOSE)
+    state = step.replan(
+        "4:cpu", state, plan=autopar.plan(made, state, batch(), cluster="4:cpu")
+    )
+    state, loss = step(state, batch(seed=2))
+    assert float(loss) == pytest.approx(one_device("mean")[1][2], rel=CLOSE)
+    assert distance(one_device("mean")[0], state) < CLOSE
+
+
+def test_consumed_state_is_refused_as_always():
+    step, state = staged()
+    step(state, batch())
+    with pytest.raises(PlanError, match="donate=False"):
+        step(state, batch())
+
+
+def test_without_donation_the_state_stays_valid():
+    step, state = staged(donate=False)
+    one, first = step(state, batch())
+    two, second = step(state, batch())
+    assert float(first) == float(second)
+    assert distance(one, two) == 0
+
+
+def test_first_stages_hold_more_activations_under_1f1b():
+    step, state = staged(stages=4, microbatches=8)
+    state, _ = step(state, batch())
+    pipeline = step.prepare(state, batch()).pipeline
+    pipeline.recorder = Recorder()
+    step(state, batch())
+    ran = pipeline.recorder.finished()
+    for stage in range(4):
+        own = [r for r in ran if r.key.stage == stage]
+        order = [r.key.phase for r in own if r.key.phase is not Phase.UPDATE]
+        alive = np.cumsum([1 if p is Phase.FORWARD else -1 for p in order])
+        assert max(alive) == 4 - stage
+        assert all(r.begin_s <= r.end_s for r in own)
+
+
+def test_what_ran_is_a_trace_that_perfetto_reads():
+    step, state = staged()
+    state, _ = step(state, batch())
+    pipeline = step.prepare(state, batch()).pipeline
+    pipeline.recorder = Recorder()
+    jax.block_until_ready(step(state, batch()))
+    events = json.loads(trace_text(pipeline.recorder.finished()))["traceEvents"]
+    tasks = [e for e in events if e["ph"] == "X"]
+    assert len([e for e in tasks if e["name"].startswith("forward")]) == 2 * 4
+    assert {e["tid"] for e in tasks} == {0, 1}
+
+
+def test_a_stage_that_fails_names_itself_and_changes_nothing():
+    step, state = staged(donate=False)
+    after, _ = step(state, batch())
+    pipeline = step.prepare(after, batch()).pipeline
+    key = next(k for k in pipeline.calls if k.stage == 1 and k.phase is Phase.BACKWARD)
+    call = pipeline.calls[key]
+
+    def broken(*_):
+        raise ValueError("the device is gone")
+
+    code = dataclasses.replace(call.code, function=broken)
+    pipeline.calls[key] = dataclasses.replace(call, code=code)
+    with pytest.raises(StageError, match=r"stage 1.*microbatch 0.*device is gone"):
+        step(after, batch())
+    pipeline.calls[key] = call
+    _, loss = step(after, batch())
+    assert math.isfinite(float(loss))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 3}, "equal slices"),
+        ({"stages": 0}, "stages=0"),
+        ({"stages": True}, "stages=True"),
+        ({"stages": 2, "schedule": "dualpipe"}, "there are gpipe"),
+        ({"stages": None, "schedule": "gpipe"}, "say stages="),
+        ({"stages": 2, "compression": "int8"}, "compression= is for plans of one"),
+        ({"stages": 2, "microbatches": 3}, "3 does not divide"),
+        ({"stages": 4, "schedule": "interleaved"}, "8 parts"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(options, message):
+    def asked():
+        step, state = staged(**options)
+        return step(state, batch())
+
+    with pytest.raises(PlanError, match=message):
+        asked()
+
+
+def test_a_loss_that_couples_the_batch_is_refused():
+    def coupled(params, batch):
+        x = batch["x"] @ params[0]["w"]
+        logits = x @ x.T
+        return -jax.nn.log_softmax(logits).trace()
+
+    step, state, example = adam(coupled)
+    with pytest.raises(PlanError, match="compares each row"):
+        autopar.plan(step, state, example, cluster="4:cpu", stages=2, microbatches=2)

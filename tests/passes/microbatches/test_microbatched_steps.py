@@ -1,0 +1,425 @@
+"""Steps over microbatches give what they give on the whole batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import linen as nn
+from flax import nnx
+from flax.training import train_state
+from microbatch_cases import assert_close, each, mean_of, rows_of, run, split
+
+from autopar_passes.microbatches.microbatched import Combine
+
+ROWS, WIDTH, CLASSES, COUNT = 16, 8, 5, 4
+
+
+@pytest.fixture(autouse=True)
+def _double_precision() -> Generator[None]:
+    with jax.enable_x64(True):
+        yield
+
+
+def drawn(*shape: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).standard_normal(shape)
+
+
+W, X = drawn(WIDTH, CLASSES), drawn(ROWS, WIDTH, seed=1)
+Y = np.random.default_rng(2).integers(0, CLASSES, ROWS)
+# Some microbatches have no row that counts, none has as many as another.
+MASK = np.zeros(ROWS)
+MASK[[1, 5, 6, 9, 13, 14]] = 1.0
+
+
+def sgd(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def step(w: Any, batch: Any) -> Any:
+        value, grad = jax.value_and_grad(loss)(w, *batch)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, grad), value
+
+    return step
+
+
+def by_take(w: Any, x: Any, y: Any) -> Any:
+    picked = jnp.take_along_axis(jax.nn.log_softmax(x @ w), y[:, None], -1)
+    return -jnp.mean(picked)
+
+
+def by_position(w: Any, x: Any, y: Any) -> Any:
+    return -jnp.mean(jax.nn.log_softmax(x @ w)[jnp.arange(x.shape[0]), y])
+
+
+def masked(w: Any, x: Any, mask: Any) -> Any:
+    return jnp.sum(jnp.sum((x @ w) ** 2, -1) * mask) / jnp.sum(mask)
+
+
+def guarded(w: Any, x: Any, mask: Any) -> Any:
+    return jnp.sum(jnp.sum(x @ w, -1) ** 2 * mask) / jnp.maximum(jnp.sum(mask), 1)
+
+
+def two_means(w: Any, x: Any, mask: Any) -> Any:
+    return masked(w, x, mask) + 3 * jnp.mean(jnp.tanh(x @ w)) + jnp.sum(x @ w)
+
+
+def decayed(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w) ** 2) + 0.01 * jnp.sum(w**2)
+
+
+def grouped(w: Any, x: Any) -> Any:
+    pairs = (x @ w).reshape(-1, 2, CLASSES)
+    return jnp.mean(jax.nn.softmax(pairs, axis=1)[..., :2] ** 2)
+
+
+def two_views(w: Any, x: Any) -> Any:
+    half = x.shape[0] // 2
+    return jnp.mean((x[:half] @ w) * jnp.tanh(x[half:] @ w))
+
+
+def joined_views(w: Any, x: Any) -> Any:
+    both = jnp.concatenate([x, 2 * x]) @ w
+    return jnp.mean(both[: x.shape[0]] * jnp.tanh(both[x.shape[0] :]))
+
+
+def through_layers(w: Any, x: Any) -> Any:
+    def layer(h: Any, _: Any) -> Any:
+        return jnp.tanh(h @ w @ w.T), jnp.sum(h)
+
+    h, sums = jax.lax.scan(jax.checkpoint(layer), x, None, length=3)
+    return jnp.mean(h**2) + 1e-3 * jnp.sum(sums)
+
+
+def through_time(w: Any, x: Any, mask: Any) -> Any:
+    def turn(h: Any, m: Any) -> Any:
+        h = jnp.where(m[:, None] > 0, jnp.tanh(x @ w + h), h)
+        return h, h
+
+    masks = jnp.stack([mask, 1 - mask, mask])
+    _, hs = jax.lax.scan(turn, jnp.zeros((x.shape[0], CLASSES)), masks)
+    return jnp.sum(hs * masks[..., None]) / jnp.sum(masks)
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {
+    "mean": (lambda w, x: jnp.mean((x @ w) ** 2), (X,)),
+    "sum": (lambda w, x: jnp.sum((x @ w) ** 2), (X,)),
+    "decayed": (decayed, (X,)),
+    "masked": (masked, (X, MASK)),
+    "guarded": (guarded, (X, MASK)),
+    "two means": (two_means, (X, MASK)),
+    "by take": (by_take, (X, Y)),
+    "by position": (by_position, (X, Y)),
+    "grouped": (grouped, (X,)),
+    "two views": (two_views, (X,)),
+    "joined views": (joined_views, (X,)),
+    "through layers": (through_layers, (X,)),
+    "through time": (through_time, (X, MASK)),
+}
+
+
+@pytest.mark.parametrize("count", [2, 4])
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_step_gives_what_it_gives_on_the_whole_batch(name: str, count: int) -> None:
+    loss, batch = LOSSES[name]
+    step = sgd(loss)
+
+    assert_close(run(step, (W, batch), count), jax.jit(step)(W, batch))
+
+
+def test_where_no_row_counts_the_others_are_not_spoilt() -> None:
+    """A mean over no rows is not a number; the mask is taken of the whole batch."""
+    mask = np.zeros(ROWS)
+    mask[0] = 1.0
+    step = sgd(masked)
+    found = run(step, (W, (X, mask)), COUNT)
+
+    assert np.isfinite(found[0]).all()
+    assert_close(found, jax.jit(step)(W, (X, mask)))
+
+
+def test_metrics_are_those_of_the_whole_batch() -> None:
+    def step(w: Any, batch: Any) -> Any:
+        x, y = batch
+
+        def loss_of(w: Any) -> Any:
+            logits = x @ w
+            return by_take(w, x, y), logits
+
+        (loss, logits), grad = jax.value_and_grad(loss_of, has_aux=True)(w)
+        right = jnp.argmax(logits, -1) == y
+        return w - grad, {
+            "loss": loss,
+            "perplexity": jnp.exp(loss),
+            "accuracy": jnp.mean(right),
+            "right": jnp.sum(right),
+            "largest": jnp.max(logits),
+            "each": jnp.max(logits, -1),
+            "sorted": jnp.sort(logits[:, 0]),
+            "flat": logits.reshape(-1),
+            "norm": jnp.linalg.norm(grad),
+            "rows": x.shape[0] * jnp.ones(()),
+        }
+
+    assert_close(run(step, (W, (X, Y)), COUNT), jax.jit(step)(W, (X, Y)))
+
+
+def test_counters_and_averages_are_carried_on() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        w, average, seen, right = state
+        x, y = batch
+        loss, grad = jax.value_and_grad(by_take)(w, x, y)
+        hits = jnp.sum(jnp.argmax(x @ w, -1) == y)
+        average = 0.9 * average + 0.1 * loss
+        return (w - grad, average, seen + x.shape[0], right + hits), loss
+
+    state = (W, jnp.float64(1.0), jnp.int64(3), jnp.int64(5))
+
+    assert_close(run(step, (state, (X, Y)), COUNT), jax.jit(step)(state, (X, Y)))
+
+
+class Net(nn.Module):
+    """Two layers, with or without normalisation and dropout."""
+
+    norm: bool = False
+
+    @nn.compact
+    def __call__(self, x: Any) -> Any:
+        x = nn.Dense(8, param_dtype=jnp.float64)(x)
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=False, param_dtype=jnp.float64)(x)
+        x = nn.Dense(CLASSES, param_dtype=jnp.float64)(nn.gelu(x))
+        if self.norm:
+            x = nn.BatchNorm(use_running_average=False, param_dtype=jnp.float64)(x)
+        return x
+
+
+@pytest.mark.parametrize(
+    "tx",
+    [
+        optax.chain(optax.clip_by_global_norm(0.1), optax.adamw(1e-2)),
+        optax.MultiSteps(optax.adam(1e-2), 2),
+        optax.apply_if_finite(optax.sgd(0.1), 3),
+    ],
+    ids=["clipped", "several steps", "if finite"],
+)
+def test_optimizers_see_the_gradient_of_the_whole_batch(tx: Any) -> None:
+    net = Net()
+    params = net.init(jax.random.key(0), X)["params"]
+    state = train_state.TrainState.create(apply_fn=net.apply, params=params, tx=tx)
+
+    def step(state: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            logits = state.apply_fn({"params": params}, batch["x"])
+            return optax.softmax_cross_entropy_with_integer_labels(
+                logits, batch["y"]
+            ).mean()
+
+        loss, grads = jax.value_and_grad(loss_of)(state.params)
+        return state.apply_gradients(grads=grads), {"loss": loss}
+
+    batch = {"x": X, "y": Y}
+
+    assert_close(run(step, (state, batch), COUNT), jax.jit(step)(state, batch), 1e-9)
+
+
+def test_objects_are_updated() -> None:
+    def made() -> tuple[nnx.Linear, nnx.Optimizer[Any]]:
+        model = nnx.Linear(
+            WIDTH, CLASSES, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
+        )
+        return model, nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
+
+    def step(model: Any, optimizer: Any, batch: Any) -> Any:
+        def loss_of(model: Any) -> Any:
+            return jnp.mean((model(batch) - 1) ** 2)
+
+        loss, grads = nnx.value_and_grad(loss_of)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    args = (*made(), X)
+    found = split(step, args, COUNT)
+    plain, optimizer = made()
+    loss = nnx.jit(step)(plain, optimizer, X)
+
+    assert_close(run(step, args, COUNT), loss)
+    assert found.split is not None
+    kinds = [c.combine for c in found.split.crossings]
+    assert kinds.count(Combine.SUM) == 3
+
+
+def test_a_step_that_adds_up_itself_may_be_split_further() -> None:
+    def step(w: Any, batch: Any) -> Any:
+        def part(total: Any, x: Any) -> Any:
+            found = jax.value_and_grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+            return jax.tree.map(jnp.add, total, found), None
+
+        parts = batch.reshape(2, -1, WIDTH)
+        (loss, grad), _ = jax.lax.scan(part, (0.0, jnp.zeros_like(w)), parts)
+        return w - 0.05 * grad, loss / 2
+
+    assert_close(run(step, (W, X), COUNT), jax.jit(step)(W, X))
+
+
+def test_half_precision_is_added_up_in_single_precision() -> None:
+    """Sixteen parts of 1 and one of 256 lose nothing, as they would in bfloat16."""
+
+    def step(w: Any, batch: Any) -> Any:
+        grad = jax.grad(lambda w: jnp.sum(w * batch[:, None]))(w)
+        return w - grad
+
+    w = jnp.zeros((4,), jnp.bfloat16)
+    rows = jnp.asarray([256.0] + [1.0] * 16 + [0.0] * 47, jnp.bfloat16)
+
+    assert_close(run(step, (w, rows), 32), jnp.full((4,), -272, jnp.bfloat16))
+
+
+# -- batch statistics ------------------------------------------------------------------
+
+
+def normalised(state: Any, batch: Any) -> Any:
+    """Batch normalisation as people write it without a library."""
+    w, running = state
+
+    def loss_of(w: Any) -> Any:
+        h = batch[0] @ w
+        mean, var = h.mean(0), h.var(0)
+        y = (h - mean) * jax.lax.rsqrt(var + 1e-3)
+        return jnp.mean(jnp.tanh(y) * batch[0][:, :CLASSES]), (mean, var)
+
+    (loss, new), grad = jax.value_and_grad(loss_of, has_aux=True)(w)
+    running = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, new)
+    return (w - 0.1 * grad, running), loss
+
+
+def linen_normalised(state: Any, batch: Any) -> Any:
+    params, running = state
+
+    def loss_of(params: Any) -> Any:
+        logits, new = Net(norm=True).apply(
+            {"params": params, "batch_stats": running},
+            batch[0],
+            mutable=["batch_stats"],
+        )
+        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
+        return loss.mean(), new["batch_stats"]
+
+    (loss, new), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
+    return (jax.tree.map(lambda a, b: a - 0.1 * b, params, grads), new), loss
+
+
+def linen_state() -> Any:
+    made = Net(norm=True).init(jax.random.key(0), X)
+    running = jax.tree.map(lambda x: x.astype(jnp.float64), made["batch_stats"])
+    return made["params"], running
+
+
+def test_normalisation_has_the_statistics_of_each_microbatch() -> None:
+    """All results are linear in what the microbatches give, so they are their means."""
+    state = (W, (np.zeros(CLASSES), np.ones(CLASSES)))
+    found = run(normalised, (state, (X,)), COUNT)
+
+    assert_close(found, mean_of(each(normalised, state, (X,), COUNT)))
+    whole = jax.jit(normalised)(state, (X,))
+    assert float(jnp.abs(found[1] - whole[1])) > 1e-6
+
+
+def test_normalisation_of_a_library_has_them_too() -> None:
+    state, batch = linen_state(), (X, Y)
+    found = run(linen_normalised, (state, batch), COUNT)
+
+    assert_close(found, mean_of(each(linen_normalised, state, batch, COUNT)))
+
+
+def test_it_says_whose_statistics_those_are() -> None:
+    found = split(linen_normalised, (linen_state(), (X, Y)), COUNT).split
+
+    assert found is not None
+    assert found.local == (
+        "batch statistics of Net/BatchNorm_0",
+        "batch statistics of Net/BatchNorm_1",
+    )
+
+
+# -- random numbers --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_random_numbers_of_rows_differ_by_microbatch(raw: bool) -> None:
+    def loss(w: Any, x: Any, key: Any) -> Any:
+        kept = jax.random.bernoulli(key, 0.5, (x.shape[0], CLASSES))
+        shift = jax.random.normal(jax.random.fold_in(key, 1), (CLASSES,))
+        return jnp.mean((jnp.where(kept, x @ w, 0) + shift) ** 2)
+
+    def step(state: Any, batch: Any) -> Any:
+        w, key = state
+        key, now = jax.random.split(key)
+        value, grad = jax.value_and_grad(loss)(w, batch, now)
+        return (w - grad, key), value
+
+    key = jax.random.PRNGKey(3) if raw else jax.random.key(3)
+    new, now = jax.random.split(key)
+
+    def by_hand(w: Any, number: int) -> Any:
+        def part(w: Any) -> Any:
+            x = rows_of(X, COUNT, number)
+            draw = jax.random.fold_in(now, number)
+            kept = jax.random.bernoulli(draw, 0.5, (x.shape[0], CLASSES))
+            shift = jax.random.normal(jax.random.fold_in(now, 1), (CLASSES,))
+            return jnp.mean((jnp.where(kept, x @ w, 0) + shift) ** 2)
+
+        return jax.value_and_grad(part)(w)
+
+    loss_, grad = mean_of([by_hand(W, m) for m in range(COUNT)])
+
+    assert_close(run(step, ((W, key), X), COUNT), ((W - grad, new), loss_))
+
+
+def test_so_they_do_inside_of_loops() -> None:
+    """Without it, equal rows of different microbatches would drop the same units."""
+
+    def step(state: Any, batch: Any) -> Any:
+        def layer(h: Any, key: Any) -> Any:
+            kept = jax.random.bernoulli(key, 0.5, h.shape)
+            return jnp.where(kept, h, 0), jnp.sum(kept)
+
+        keys = jax.random.split(state, 3)
+        h, _ = jax.lax.scan(layer, batch, keys)
+        return jax.random.fold_in(state, 1), {"units": h}
+
+    ones = np.ones((ROWS, 64))
+    key, out = run(step, (jax.random.key(0), ones), COUNT)
+    parts = [rows_of(out["units"], COUNT, m) for m in range(COUNT)]
+
+    assert_close(key, jax.random.fold_in(jax.random.key(0), 1))
+    assert all((parts[0] != other).any() for other in parts[1:])
+
+
+# -- coupled batches -------------------------------------------------------------------
+
+
+def spread(w: Any, x: Any) -> Any:
+    return jnp.sum(jax.nn.relu(1 - jnp.std(x @ w, axis=0))) + jnp.mean((x @ w) ** 2)
+
+
+def balanced(w: Any, x: Any) -> Any:
+    """The auxiliary loss of a mixture of experts."""
+    p = jax.nn.softmax(x @ w)
+    chosen = jax.nn.one_hot(jnp.argmax(p, -1), CLASSES)
+    return CLASSES * jnp.sum(chosen.mean(0) * p.mean(0)) + jnp.mean(p**2)
+
+
+@pytest.mark.parametrize("loss", [spread, balanced])
+def test_a_coupled_loss_may_be_that_of_each_microbatch(loss: Any) -> None:
+    step = sgd(loss)
+    (found, _), (expected, _) = (
+        run(step, (W, (X,)), COUNT, couple=True),
+        mean_of(each(step, W, (X,), COUNT)),
+    )
+
+    assert_close(found, expected)
+
+

@@ -1,0 +1,153 @@
+"""Steps that cannot be split into microbatches, and what is said of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+from microbatch_cases import split
+
+from autopar.errors import PlanError
+
+ROWS, WIDTH, CLASSES = 8, 6, 5
+
+W = jax.ShapeDtypeStruct((WIDTH, CLASSES), jnp.float32)
+X = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+MORE = jax.ShapeDtypeStruct((3 * ROWS, WIDTH), jnp.float32)
+
+
+def sgd(loss: Callable[..., Any]) -> Callable[..., Any]:
+    def step(w: Any, batch: Any) -> Any:
+        value, grad = jax.value_and_grad(loss)(w, batch)
+        return w - 0.1 * grad, value
+
+    return step
+
+
+def contrastive(w: Any, x: Any) -> Any:
+    a, b = x @ w, jnp.tanh(x @ w)
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(a @ b.T)))
+
+
+def by_the_batch(w: Any, x: Any) -> Any:
+    return jnp.mean(jax.nn.softmax(x @ w, axis=0) ** 2)
+
+
+def variance(w: Any, x: Any) -> Any:
+    return jnp.sum(jax.nn.relu(1 - jnp.std(x @ w, axis=0)))
+
+
+def running(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.cumsum(x @ w, axis=0) ** 2)
+
+
+def mirrored(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w) * (x[::-1] @ w))
+
+
+def ordered(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.sort(x @ w, axis=0)[:2])
+
+
+def neighbours(w: Any, x: Any) -> Any:
+    h = x @ w
+    return jnp.mean(h * h[(jnp.arange(x.shape[0]) + 1) % x.shape[0]])
+
+
+def weighed_by_row(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.sum(x @ w, -1) * jnp.arange(x.shape[0]))
+
+
+def root(w: Any, x: Any) -> Any:
+    return jnp.sqrt(jnp.mean((x @ w) ** 2))
+
+
+def experts(w: Any, x: Any) -> Any:
+    p = jax.nn.softmax(x @ w)
+    chosen = jax.nn.one_hot(jnp.argmax(p, -1), CLASSES)
+    return jnp.sum(chosen.mean(0) * p.mean(0))
+
+
+LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
+    "contrastive": (contrastive, "two dimensions of the batch"),
+    "softmax along the batch": (by_the_batch, "the loss of one row depends on"),
+    "variance": (variance, "needs a sum over the batch"),
+    "cumulative sum": (running, "'cumsum'"),
+    "mirrored": (mirrored, "'rev'"),
+    "sorted": (ordered, "'sort'"),
+    "neighbours": (neighbours, "the numbers of the rows"),
+    "weighed by row": (weighed_by_row, "the numbers of the rows"),
+    "root": (root, "'sqrt'"),
+    "mixture of experts": (experts, "needs a sum over the batch"),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_coupled_loss_is_refused(name: str) -> None:
+    loss, reason = LOSSES[name]
+    with pytest.raises(PlanError, match=reason) as raised:
+        split(sgd(loss), (W, X), 2)
+
+    assert "test_refusals.py" in str(raised.value) or "backward" in str(raised.value)
+
+
+def test_two_dimensions_of_the_batch_are_refused_always() -> None:
+    with pytest.raises(PlanError, match="two dimensions of the batch"):
+        split(sgd(contrastive), (W, X), 2, couple=True)
+
+
+def test_a_number_that_does_not_divide_the_rows_is_refused() -> None:
+    with pytest.raises(PlanError, match="has 8 rows, which 3 does not divide"):
+        split(sgd(root), (W, X), 3)
+
+
+def test_groups_of_rows_stay_together_or_are_refused() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        return jnp.mean(jax.nn.softmax((x @ w).reshape(-1, 4, CLASSES), axis=1) ** 2)
+
+    found = split(sgd(loss), (W, MORE), 3).split
+    assert found is not None
+    assert [rows.inner for rows in found.batch.values()] == [4]
+    with pytest.raises(PlanError, match="microbatch of 6 rows.* cannot be traced"):
+        split(sgd(loss), (W, MORE), 4)
+
+
+def test_state_with_rows_is_refused() -> None:
+    def step(state: Any, x: Any) -> Any:
+        w, memory = state
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w + memory) ** 2))(w)
+        return (w - grad, x @ w), loss
+
+    memory = jax.ShapeDtypeStruct((ROWS, CLASSES), jnp.float32)
+    with pytest.raises(PlanError, match="cannot be split"):
+        split(step, ((W, memory), X), 2)
+
+
+def test_a_second_update_is_refused() -> None:
+    def step(w: Any, x: Any) -> Any:
+        once = w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+        return once - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(once)
+
+    with pytest.raises(PlanError, match="needs a sum over the batch"):
+        split(step, (W, X), 2)
+
+
+def test_a_program_of_its_own_for_a_number_of_rows_is_refused() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        h = jnp.tanh(x @ w) if x.shape[0] > 4 else x @ w
+        return jnp.mean(h**2)
+
+    with pytest.raises(PlanError, match="depends on the number of rows"):
+        split(sgd(loss), (W, X), 2)
+
+
+def test_a_constant_of_the_batch_is_refused() -> None:
+    def loss(w: Any, x: Any) -> Any:
+        weights = jnp.asarray([float(k) for k in range(x.shape[0])])
+        return jnp.mean(jnp.sum(x @ w, -1) * weights)
+
+    with pytest.raises(PlanError, match="depends on the number of rows|rows"):
+        split(sgd(loss), (W, X), 2)
