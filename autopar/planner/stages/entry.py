@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from autopar.cluster import Cluster
@@ -16,6 +17,7 @@ from autopar.planner.record import another_step
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.placement import place
 from autopar.planner.stages.plan import (
+    SCHEDULES,
     PipelineChoice,
     layers_of,
     microbatch_counts,
@@ -90,17 +92,36 @@ def best_pipeline(
     _check_options(options)
     asked = options.microbatches
     counts = [asked] if isinstance(asked, int) else None
-    schedules = None if options.schedule is None else [_schedule(options.schedule)]
+    schedules = SCHEDULES
+    if options.schedule is not None:
+        schedules = (_schedule(options.schedule),)
     choice = plan_stages(
         whole,
         cluster,
         microbatches=counts,
+        schedules=schedules,
         seconds=options.seconds,
-        **({} if schedules is None else {"schedules": schedules}),
     )
     if len(choice.stages) == 1:
         return None
-    return planned(whole, cluster, options, wanted_of(choice), choice.microbatches)
+    made = planned(whole, cluster, options, wanted_of(choice), choice.microbatches)
+    return _reported(made, choice)
+
+
+def _reported(plan: Plan, choice: PipelineChoice) -> Plan:
+    """The plan with what is known of other pipelines.
+
+    Stages are planned anew, so that the step differs a little from the choice's.
+    """
+    step_s = plan.predicted.step_s
+    bound_s = min(choice.bound_s, step_s)
+    solver = msgspec.structs.replace(
+        plan.solver,
+        status=choice.status,
+        gap=max(0.0, 1.0 - bound_s / step_s) if step_s else 0.0,
+        bound=bound_s,
+    )
+    return msgspec.structs.replace(plan, solver=solver)
 
 
 def planned(

@@ -159,7 +159,8 @@ def plan_stages(
     solution = solve_stages(problem, seconds=seconds, gap=gap)
     single = solution
     if solution.pipeline is not None and solution.pipeline.stages > 1:
-        single = solve_stages(dataclasses.replace(problem, max_stages=1), gap=gap)
+        alone = dataclasses.replace(problem, max_stages=1)
+        single = solve_stages(alone, seconds=seconds, gap=gap)
     spent.on("stages")
     return _choice(layers, cluster, prices, problem, solution, single, spent.seconds)
 

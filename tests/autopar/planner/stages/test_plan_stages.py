@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
@@ -11,7 +12,12 @@ from stage_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.options import PlanOptions
-from autopar.planner.stages.entry import planned, wanted_of
+from autopar.planner.stages.entry import (
+    best_pipeline,
+    plan_pipeline,
+    planned,
+    wanted_of,
+)
 from autopar.planner.stages.plan import (
     SCHEDULES,
     batch_rows,
@@ -138,7 +144,7 @@ def test_computing_again_fits_where_keeping_does_not() -> None:
 
 
 def test_every_size_of_a_microbatch_is_tried_on_every_submesh() -> None:
-    """Batches of 48: three devices need rows that three divides, four that four does."""
+    """Of 48 rows, three devices need a multiple of three, four one of four."""
     batch = analysed(residual, blocks(6), struct(48, 64))
     found = submeshes(batch, Cluster.parse("6x1:cpu"), Weights())
     counts = covering(divisors(48), found)
@@ -149,3 +155,50 @@ def test_every_size_of_a_microbatch_is_tried_on_every_submesh() -> None:
         tried = [n for n in counts if divides(splits, 1 / n)]
         for n in able:
             assert any(n / 1.4 < t < 1.4 * n for t in tried)
+
+
+def test_stages_split_state_where_the_schedule_keeps_many_activations() -> None:
+    """One microbatch fits beside whole state, all of them do not."""
+    wide = analysed(residual, blocks(4, 128), struct(1024, 128))
+    options = PlanOptions(stages=2, schedule="gpipe", microbatches=4)
+    roomy = plan_pipeline(wide, Cluster.parse("2x2:cpu"), options, 2)
+    most = roomy.predicted.peak_memory_bytes
+    limit = round(0.92 * most)
+    tight = plan_pipeline(wide, Cluster.parse(f"2x2:cpu,memory={limit}B"), options, 2)
+    assert tight.predicted.peak_memory_bytes <= limit < most
+
+
+def test_a_plan_says_how_near_it_is_to_the_best_pipeline() -> None:
+    wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
+    plan = best_pipeline(wide, Cluster.parse(SLOW), PlanOptions(stages="auto"))
+    assert plan is not None
+    assert plan.solver.status == "proved optimal"
+    # The bound is of layers, of which the plan differs a little.
+    assert 0 <= plan.solver.gap < 0.2
+    assert plan.edited == ()
+
+
+def test_a_schedule_that_keeps_too_much_is_an_error_that_names_the_stage() -> None:
+    wide = analysed(residual, blocks(4, 128), struct(256, 128))
+    options = PlanOptions(stages=2, schedule="gpipe", microbatches=4)
+    with pytest.raises(InfeasibleError, match="stage 0 of 2 does not fit: a device"):
+        plan_pipeline(wide, Cluster.parse("2x2:cpu,memory=3600000B"), options, 2)
+
+
+def test_computing_again_costs_what_the_backward_pass_needs() -> None:
+    """Layers and planned stages agree where all activations are computed again."""
+    wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
+    cluster = Cluster.parse(SLOW)
+    found = plan_stages(wide, cluster, microbatches=[4])
+    whole = Schedule(ScheduleKind.ONE_F_ONE_B)
+    wanted = dataclasses.replace(wanted_of(found), schedule=whole, recomputed=())
+    again = dataclasses.replace(wanted, recomputed=tuple(range(len(wanted.layers))))
+    kept, anew = (
+        planned(wide, cluster, PlanOptions(), w, 4).pipeline for w in (wanted, again)
+    )
+    assert kept is not None
+    assert anew is not None
+    forward_s, more_s = sum(kept.forward_s), sum(anew.backward_s) - sum(kept.backward_s)
+    # Of a block's two products, the first one.
+    assert 0.4 * forward_s < more_s < 0.6 * forward_s
+    assert max(anew.activation_bytes) < 0.5 * max(kept.activation_bytes)
