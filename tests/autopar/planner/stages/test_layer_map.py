@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import numpy as np
-from stage_cases import BLOCKS, layers_of
+from layer_cases import BLOCKS, layers_of
 
 from autopar_passes.graph.roles import InputRole, Role
 

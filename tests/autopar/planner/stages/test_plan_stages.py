@@ -7,7 +7,7 @@ import math
 
 import numpy as np
 import pytest
-from stage_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
+from layer_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from stage_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
+from layer_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
 
 from autopar.cost.memory import input_bytes, peak_memory_bytes
 from autopar.cost.scaling import batch_curve
