@@ -109,7 +109,10 @@ def _unchecked(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
     factor = max(2, -(-int(need) // max(1, limit)))
     fixes = [f"{factor * cluster.num_devices} or more devices"]
     if need > 1.5 * inputs / cluster.num_devices:
-        fixes.append("a smaller batch or jax.checkpoint around the layers")
+        fixes.append(
+            "microbatches='auto', stages='auto', a smaller batch, or jax.checkpoint "
+            "around the layers"
+        )
     if state / cluster.num_devices > limit / 2:
         fixes.append("an optimizer with less state, such as adafactor or lion")
     return fixes

@@ -27,6 +27,10 @@ from autopar.runtime.step_planner import Analysed
 PROGRAMS = 8
 
 
+# The program of a plan of one stage, or of several.
+AnyStep = PlannedStep | PipelinedStep
+
+
 class ProgramStore:
     """Programs by what they are made of: step, plan, devices.
 
@@ -61,7 +65,7 @@ class ProgramStore:
         self._compiled = weakref.WeakKeyDictionary()
         self.fallback = fallback
         self._capacity = capacity
-        self._programs: Recent[Hashable, PlannedStep] = Recent(capacity, self._release)
+        self._programs: Recent[Hashable, AnyStep] = Recent(capacity, self._release)
 
     def empty(self) -> ProgramStore:
         """A store of the same kind that holds nothing yet."""
@@ -79,7 +83,7 @@ class ProgramStore:
         plan: Plan,
         devices: Sequence[Any],
         like: PlannedStep | None = None,
-    ) -> PlannedStep:
+    ) -> AnyStep:
         """Returns the program of a plan on these devices, made if it is not held.
 
         Args:
@@ -115,7 +119,7 @@ class ProgramStore:
 
     def _pipelined(
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
-    ) -> PipelinedStep:
+    ) -> AnyStep:
         """The program of a plan of several stages."""
         used = tuple(devices[d].id for stage in plan.stages for d in stage.devices)
         key = analysed.key, analysed.weak, content_digest(plan), used

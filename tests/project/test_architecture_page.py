@@ -110,8 +110,9 @@ def keywords(name: str) -> set[str | None]:
     return {node.arg for node in ast.walk(tree) if isinstance(node, ast.keyword)}
 
 
-def test_there_are_three_ways_of_at_most_ten_hops() -> None:
-    assert list(WAYS) == [f"The way of a {x}" for x in ("step", "gradient", "cluster")]
+def test_there_are_four_ways_of_at_most_ten_hops() -> None:
+    what = ("step", "gradient", "cluster", "stage")
+    assert list(WAYS) == [f"The way of a {x}" for x in what]
     for found in WAYS.values():
         assert [hop.number for hop in found] == list(range(1, len(found) + 1))
         assert 2 <= len(found) <= MOST_HOPS

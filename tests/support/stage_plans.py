@@ -1,4 +1,4 @@
-"""Plans of several stages, put together by hand: nothing plans them yet."""
+"""Plans of several stages, put together by hand."""
 
 from __future__ import annotations
 

@@ -92,14 +92,12 @@ def best_pipeline(
     _check_options(options)
     asked = options.microbatches
     counts = [asked] if isinstance(asked, int) else None
-    schedules = SCHEDULES
-    if options.schedule is not None:
-        schedules = (_schedule(options.schedule),)
+    asked_for = options.schedule
     choice = plan_stages(
         whole,
         cluster,
         microbatches=counts,
-        schedules=schedules,
+        schedules=SCHEDULES if asked_for is None else (_schedule(asked_for),),
         seconds=options.seconds,
     )
     if len(choice.stages) == 1:

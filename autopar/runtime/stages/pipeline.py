@@ -231,7 +231,7 @@ class Pipeline:
         here = self.stages[task.key.stage]
         out: dict[int, Any] = {}
         for value, maker in task.inputs:
-            source = self.cut.owners[value] if maker is None else maker.stage
+            source = maker.stage if maker else self.cut.owners[value]
             if source != task.key.stage:
                 out[value] = here.wire(value, self.stages[source])
         return out

@@ -42,6 +42,7 @@ class PipelinedStep:
       mesh: all devices of the stages, in their order.
       in_shardings: where each flat argument lies before a step: state at home on its
         stage, the batch on the first stage that reads it.
+      function: runs a step on the flat arguments.
       sums: None; stages sum gradients themselves.
       gradients: None; see ``sums``.
     """
