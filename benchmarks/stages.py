@@ -6,18 +6,17 @@
 ``planning`` plans GPTs on A100s and prints the CPU seconds of each part.
 
 ``published`` reads a JSON list of measured runs: ``id``, ``cluster``, ``model``,
-``sequence``, ``global_batch``, ``dtype``, ``remat``, ``tensor``, ``pipeline`` and ``data`` of
-the run, its ``schedule``, and ``step_s``. Each row's own plan is priced: tensor parallel
-layouts with sequence parallelism or without, replicas over the data axis, equal stages,
-full rematerialisation. The size of a microbatch and the number of chunks are the
-fastest that fit, for the source does not give them. Beside it stands our own plan for
-the same cluster by the same model.
+``sequence``, ``global_batch``, ``dtype``, ``remat``, ``tensor``, ``pipeline`` and
+``data`` of the run, its ``schedule``, and ``step_s``. Each row's own plan is priced:
+tensor parallel layouts with sequence parallelism or without, replicas over the data
+axis, equal stages, full rematerialisation of all layers. The size of a microbatch and
+the number of chunks are the fastest that fit, for the source does not give them.
+Beside it stands our own plan for the same cluster by the same model.
 """
 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import pathlib
@@ -30,14 +29,13 @@ import numpy as np
 import autopar
 from autopar.cluster import MeshShape
 from autopar.cost.pricer import Pricer
-from autopar.errors import PlanError
 from autopar.planner.recipes import Recipe, restriction_of
 from autopar.planner.stages.costs import Priced, priced, stage_problem
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.plan import (
     PipelineChoice,
+    divisors,
     layers_of,
-    microbatch_counts,
     plan_stages,
 )
 from autopar.planner.stages.submeshes import Submesh, Weights, layouts_within
@@ -165,11 +163,13 @@ def priced_run(
     analysis: Analysis, cluster: autopar.Cluster, row: dict[str, Any]
 ) -> tuple[Pipeline, PipelineCost, Submesh] | None:
     """The fastest microbatch, chunks and layouts of a row's plan that fit; or None."""
-    layers = layers_of(analysis, cluster)
+    # One layer for each of the model's, and one for the logits, as the run's stages had
+    # them: the last one is not computed again.
+    layers = layers_of(analysis, cluster, row["model"]["layers"] + 1)
     counts = [
-        rows
-        for rows in microbatch_counts(analysis, apart=1.0)
-        if row["global_batch"] // rows % row["data"] == 0
+        count
+        for count in divisors(row["global_batch"])
+        if row["global_batch"] // count % row["data"] == 0
     ]
     scales = np.array([1 / count for count in counts])
     found: list[tuple[Pipeline, PipelineCost, Submesh]] = []
@@ -219,28 +219,29 @@ def _pipelines(
     prices: list[Priced],
     counts: list[int],
 ) -> list[tuple[Pipeline, PipelineCost, Submesh]]:
-    schedule = Schedule(ScheduleKind.ONE_F_ONE_B)
-    problem = stage_problem(layers, cluster, prices, counts, [schedule])
+    several = [Schedule(ScheduleKind.INTERLEAVED, k) for k in CHUNKS if k > 1]
+    known = [Schedule(ScheduleKind.ONE_F_ONE_B), *several]
+    problem = stage_problem(layers, cluster, prices, counts, known)
     out: list[tuple[Pipeline, PipelineCost, Submesh]] = []
     stages = row["pipeline"]
     for chunks in CHUNKS if row["schedule"] else (1,):
         parts = stages * chunks
-        if parts > layers.count or layers.count // parts * parts != layers.count:
+        blocks = layers.count - 1
+        if blocks % parts:
             continue
-        each = layers.count // parts
+        cuts = (*range(0, blocks, blocks // parts), layers.count)
         kind = ScheduleKind.INTERLEAVED if chunks > 1 else ScheduleKind.ONE_F_ONE_B
         for count in counts:
             pipeline = Pipeline(
                 microbatches=count,
                 schedule=Schedule(kind, chunks),
                 options=(0,) * stages,
-                cuts=tuple(range(0, layers.count + 1, each)),
-                recomputed=tuple(range(layers.count)),
+                cuts=cuts,
+                recomputed=tuple(range(blocks)),
             )
-            try:
-                cost = evaluate_pipeline(problem, pipeline)
-            except ValueError:
+            if not prices[0].possible[counts.index(count)]:
                 continue
+            cost = evaluate_pipeline(problem, pipeline)
             if cost.fits:
                 out.append((pipeline, cost, prices[0].submesh))
     return out

@@ -98,9 +98,9 @@ def traffic(
     last = assignment.graph.operators[-1]
     for position, value in enumerate(assignment.graph.outputs):
         layout = assignment.output(position)
-        if value is not None and layout is not None:
-            if made is None or value in made:
-                _read(assignment, forms, last, value, layout, 1.0)
+        counts = value is not None and (made is None or value in made)
+        if counts and layout is not None:
+            _read(assignment, forms, last, value, layout, 1.0)
     due = _due(assignment, forms)
     if only is not None:
         counted = frozenset(only)

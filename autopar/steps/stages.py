@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.microbatches import over_microbatches
@@ -15,7 +15,7 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
 from autopar_passes.stages.hoist import hoisted
-from autopar_passes.stages.parts import parts_of
+from autopar_passes.stages.parts import Parts, parts_of
 from autopar_passes.stages.verify import verify_cut
 
 
@@ -74,12 +74,7 @@ def cut_step(
     again: set[int] = set()
     if recomputed:
         by_layer = parts_of(program, graph, layers, batch=batch, once=found.once)
-        flow, wanted = by_layer.flow, set(recomputed)
-        again = {
-            index
-            for index, layer in by_layer.part.items()
-            if layer in wanted and flow.roles[index] is Role.FORWARD
-        }
+        again = _computed_again(by_layer, set(recomputed))
     tasks = cut(
         placed,
         stage_of,
@@ -94,6 +89,30 @@ def cut_step(
     return CutStep(
         found=found, analysis=analysis, cut=tasks, programs=programs, stages=made
     )
+
+
+def _computed_again(layers: Parts, wanted: Collection[int]) -> set[int]:
+    """The forward equations that the backward pass of some layers runs again.
+
+    What another layer reads is kept, so that each layer starts from what it was given.
+
+    Args:
+      layers: the layer of each equation.
+      wanted: the layers whose activations are computed again.
+    """
+    flow = layers.flow
+    return {
+        index
+        for index, layer in layers.part.items()
+        if layer in wanted
+        and flow.roles[index] is Role.FORWARD
+        and all(
+            layers.part.get(reader, layer) == layer
+            for value in flow.equations[index].outputs
+            for reader in flow.readers.get(value, ())
+            if flow.roles[reader] is Role.FORWARD
+        )
+    }
 
 
 def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> Analysis:

@@ -19,7 +19,7 @@ from autopar.planner.stages.crossings import (
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.memory import BytesPricer, LayerBytes
 from autopar.planner.stages.seconds import LayerSeconds, SecondsPricer
-from autopar.planner.stages.submeshes import Submesh, splits_batch
+from autopar.planner.stages.submeshes import Submesh, batch_splits, divides
 from autopar_solver import (
     DeviceGroup,
     LayerCosts,
@@ -32,8 +32,6 @@ from autopar_solver import (
 # A submesh is left out where another one of its size costs no more than this in
 # anything.
 _WORSE = 1.001
-# Times that a gradient is read or written where it is added to a sum.
-_PASSES = 3.0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -103,12 +101,13 @@ def _priced(
         device_bytes(layers, values, submesh, scales)
         for values in (across.forward, across.backward, across.entering)
     )
+    splits = batch_splits(submesh.assignment)
     return Priced(
         submesh,
         seconds.price(submesh),
         held,
-        _PASSES * held.gradients / bandwidth,
-        np.array([splits_batch(submesh.assignment, float(x)) for x in scales]),
+        held.accumulated / bandwidth,
+        np.array([divides(splits, float(x)) for x in scales]),
         sent,
         returned,
         entering,
@@ -192,7 +191,7 @@ class _Links:
         self, cluster: Cluster, found: Sequence[Priced], ends: Sequence[int]
     ) -> None:
         """One submesh stands for each end."""
-        first = {end: one for end, one in reversed(list(zip(ends, found, strict=True)))}
+        first = dict(zip(reversed(ends), reversed(found), strict=True))
         self.examples = [first[end] for end in range(len(first))]
         count = len(self.examples)
         self.rate = np.zeros((count, count))
@@ -243,7 +242,7 @@ def _layer_costs(
         ),
         activation_bytes=table([one.nbytes.activations[:, scale] for one in found]),
         boundary_bytes=np.stack([one.entering[:, scale] for one in found], 1),
-        recompute_s=forward,
+        recompute_s=table([one.seconds.again[:, scale] for one in found]),
         transient_bytes=table([one.nbytes.transient[:, scale] for one in found]),
         forward_link_s=links.seconds(scale, backward=False),
         backward_link_s=links.seconds(scale, backward=True),

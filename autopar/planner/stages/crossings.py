@@ -112,7 +112,7 @@ class Shared:
 
 
 def shared_parameters(layers: LayerMap) -> Iterator[Shared]:
-    """The parameters that the forward passes of several layers read, as they are or cast.
+    """The parameters that forward passes of several layers read, cast or not.
 
     Small ones are sent to whoever reads them without a thought.
     """

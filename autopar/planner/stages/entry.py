@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
 from autopar.cluster import Cluster
@@ -70,7 +71,7 @@ def plan_pipeline(
         schedule=schedule,
         sites=_sites(cluster, stages),
     )
-    return _planned(whole, cluster, options, wanted, count)
+    return planned(whole, cluster, options, wanted, count)
 
 
 def best_pipeline(
@@ -101,16 +102,46 @@ def best_pipeline(
     )
     if len(choice.stages) == 1:
         return None
-    return _planned(whole, cluster, options, _wanted(choice), choice.microbatches)
+    made = planned(whole, cluster, options, wanted_of(choice), choice.microbatches)
+    return _reported(made, choice)
 
 
-def _planned(
+def _reported(plan: Plan, choice: PipelineChoice) -> Plan:
+    """The plan with what is known of other pipelines.
+
+    Stages are planned anew, so that the step differs a little from the choice's.
+    """
+    step_s = plan.predicted.step_s
+    bound_s = min(choice.bound_s, step_s)
+    solver = msgspec.structs.replace(
+        plan.solver,
+        status=choice.status,
+        gap=max(0.0, 1.0 - bound_s / step_s) if step_s else 0.0,
+        bound=bound_s,
+    )
+    return msgspec.structs.replace(plan, solver=solver)
+
+
+def planned(
     whole: Analysis,
     cluster: Cluster,
     options: PlanOptions,
     wanted: Wanted,
     count: int,
 ) -> Plan:
+    """Plans the stages that are wanted.
+
+    Args:
+      whole: the step on the whole batch.
+      cluster: all devices.
+      options: hints and limits.
+      wanted: the pipeline.
+      count: the number of microbatches.
+
+    Raises:
+      InfeasibleError: a stage does not fit the memory of its devices.
+      PlanError: the step cannot be cut or split so.
+    """
     couple = options.coupled == "microbatch"
     micro = one_microbatch(whole, count, couple=couple)
     cut = _cut(micro, wanted)
@@ -225,7 +256,7 @@ def _sites(cluster: Cluster, stages: int) -> tuple[StageSite, ...]:
     )
 
 
-def _wanted(choice: PipelineChoice) -> Wanted:
+def wanted_of(choice: PipelineChoice) -> Wanted:
     """What a choice of the planner of stages asks for."""
     return Wanted(
         layers=choice.layer_starts,

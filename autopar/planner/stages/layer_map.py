@@ -65,10 +65,9 @@ class LayerMap:
 
     @functools.cached_property
     def _columns(self) -> np.ndarray:
-        """``[operators]``: forward 0, gradients others wait for 1, others 2, update 3."""
+        """``[operators]``, as `column` says."""
         operators = self.analysis.graph.operators
-        ahead = sent_back(self)
-        above = top_level(self.analysis.program)
+        ahead, above = sent_back(self), self._above
         out = np.zeros(len(operators), int)
         for op in operators:
             if op.role is Role.BACKWARD:
@@ -76,6 +75,15 @@ class LayerMap:
             elif op.role is Role.UPDATE or op.kind == "return":
                 out[op.index] = 3
         return out
+
+    @functools.cached_property
+    def of_equation(self) -> dict[int, int]:
+        """Top-level equation -> its layer; the first, of those that several make."""
+        return {
+            self._above[op.equation]: int(self.layer[op.index])
+            for op in self.analysis.graph.operators
+            if op.equation in self._above
+        }
 
     @functools.cached_property
     def in_passes(self) -> np.ndarray:
@@ -95,6 +103,19 @@ class LayerMap:
             for value in ends
             if value in deferral.gradients
         }
+
+    @functools.cached_property
+    def _again(self) -> frozenset[int]:
+        return needed_again(self)
+
+    @functools.cached_property
+    def _above(self) -> dict[int, int]:
+        return top_level(self.analysis.program)
+
+    def again(self, operator: int) -> bool:
+        """Whether an operator runs again where its layer computes activations again."""
+        op = self.analysis.graph.operators[operator]
+        return self._above.get(op.equation) in self._again
 
     def column(self, operator: int) -> int:
         """The task of an operator: 0 is forward, 1 gradients of inputs, 2 of weights.
@@ -119,12 +140,7 @@ class LayerMap:
 def sent_back(layers: LayerMap) -> frozenset[int]:
     """The backward equations that an earlier layer waits for."""
     flow = layers.parts.flow
-    above = top_level(layers.analysis.program)
-    layer = {
-        above[op.equation]: int(layers.layer[op.index])
-        for op in layers.analysis.graph.operators
-        if op.equation in above
-    }
+    layer = layers.of_equation
     out: set[int] = set()
     for index in reversed(flow.equations):
         if flow.roles[index] is not Role.BACKWARD:
@@ -135,6 +151,25 @@ def sent_back(layers: LayerMap) -> frozenset[int]:
                     continue
                 earlier = layer.get(reader, NOWHERE) < layer.get(index, NOWHERE)
                 if earlier or reader in out:
+                    out.add(index)
+    return frozenset(out)
+
+
+def needed_again(layers: LayerMap) -> frozenset[int]:
+    """The forward equations whose results the backward pass of their layer needs.
+
+    What only the next layer reads is not computed again.
+    """
+    flow = layers.parts.flow
+    layer = layers.of_equation
+    out: set[int] = set()
+    for index in reversed(flow.equations):
+        if flow.roles[index] is not Role.FORWARD:
+            continue
+        for value in flow.equations[index].outputs:
+            for reader in flow.readers.get(value, ()):
+                needs = reader in out or flow.roles[reader] is Role.BACKWARD
+                if needs and layer.get(reader) == layer.get(index):
                     out.add(index)
     return frozenset(out)
 

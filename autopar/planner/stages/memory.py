@@ -28,12 +28,15 @@ class LayerBytes:
     Attributes:
       state: float64 ``[examples]``, parameters, moments and the batch.
       gradients: ``[examples]``, sums of gradients over microbatches.
+      accumulated: ``[examples]``, what is read and written to add a microbatch's
+        gradients to their sums.
       activations: ``[examples, scales]``, from the forward to the backward pass.
       transient: ``[examples, scales]``, beside that while a layer runs.
     """
 
     state: np.ndarray
     gradients: np.ndarray
+    accumulated: np.ndarray
     activations: np.ndarray
     transient: np.ndarray
 
@@ -64,7 +67,7 @@ class BytesPricer:
         overhead = known.calibrated.memory_overhead
         return LayerBytes(
             self.state(submesh),
-            self.gradients(submesh),
+            *self.gradients(submesh),
             overhead * activations,
             overhead * self.transient(rest),
         )
@@ -76,7 +79,7 @@ class BytesPricer:
 
     @functools.cached_property
     def around(self) -> tuple[int, ...]:
-        """The operators of example layers, those that read of them, and their makers."""
+        """The operators of example layers, their readers, and the makers they read."""
         graph = self.layers.analysis.graph
         producer = self.layers.analysis.contraction.producer
         within = set(self.layers.operators)
@@ -136,10 +139,16 @@ class BytesPricer:
                 out[self.layers.row[layer]] += item.cost.held_bytes
         return out
 
-    def gradients(self, submesh: Submesh) -> np.ndarray:
-        """Bytes of the sums of gradients, as their products leave them."""
-        out = np.zeros(len(self.layers.examples))
+    def gradients(self, submesh: Submesh) -> tuple[np.ndarray, np.ndarray]:
+        """Bytes of the sums of gradients, and of adding to them, by example layer.
+
+        Sums are as products leave them. A product is read, and the sum read and
+        written; what lies between the two is fused into the addition.
+        """
+        held = np.zeros(len(self.layers.examples))
+        moved = np.zeros(len(self.layers.examples))
         assignment = submesh.assignment
+        values = assignment.graph.values
         for value, maker in self.layers.gradients.items():
             layer = int(self.layers.layer[maker])
             if layer not in self.layers.row:
@@ -149,5 +158,8 @@ class BytesPricer:
             if op.class_index in assignment.contraction.node_of:
                 layout = assignment.layout(op, op.rule.results[0])
             split = shards(layout, assignment.sizes)
-            out[self.layers.row[layer]] += assignment.graph.values[value].nbytes / split
-        return out
+            row = self.layers.row[layer]
+            held[row] += values[value].nbytes / split
+            made = values[op.outputs[0]].nbytes
+            moved[row] += (made + 2 * values[value].nbytes) / split
+        return held, moved

@@ -13,7 +13,13 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.stages.costs import Priced, priced, stage_problem
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs, layer_map
 from autopar.planner.stages.placement import place
-from autopar.planner.stages.submeshes import Submesh, Weights, submeshes
+from autopar.planner.stages.submeshes import (
+    Submesh,
+    Weights,
+    batch_splits,
+    divides,
+    submeshes,
+)
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_shape
 from autopar_passes.stages.layers import cluster_layers
@@ -36,11 +42,11 @@ from autopar_solver import (
 SCHEDULES = (
     Schedule(ScheduleKind.GPIPE),
     Schedule(ScheduleKind.ONE_F_ONE_B),
-    Schedule(ScheduleKind.INTERLEAVED, 2),
+    *(Schedule(ScheduleKind.INTERLEAVED, chunks) for chunks in (2, 3, 4)),
     Schedule(ScheduleKind.ZERO_BUBBLE),
 )
 # Numbers of microbatches are tried that are at least this far apart.
-APART = 1.4
+_APART = 1.4
 # The number of microbatches at which the search of layouts counts gathers of
 # parameters.
 _TYPICAL = 16
@@ -140,17 +146,21 @@ def plan_stages(
     spent = _Spent()
     layers = layers_of(analysis, cluster)
     spent.on("layers")
-    counts = list(microbatches or microbatch_counts(analysis, analysed))
-    typical = min(_TYPICAL, max(counts))
+    every = list(microbatches or divisors(batch_rows(analysis) * analysed))
+    typical = min(_TYPICAL, max(every))
     weights = Weights(gathers=typical / analysed, sums=1.0 / analysed)
     found = submeshes(analysis, cluster, weights)
     spent.on("layouts")
+    counts = list(microbatches or covering(every, found, analysed))
     scales = np.array([analysed / count for count in counts])
     prices = priced(layers, found, scales)
     problem = stage_problem(layers, cluster, prices, counts, schedules, stages)
     spent.on("costs")
     solution = solve_stages(problem, seconds=seconds, gap=gap)
-    single = solve_stages(dataclasses.replace(problem, max_stages=1), gap=gap)
+    single = solution
+    if solution.pipeline is not None and solution.pipeline.stages > 1:
+        alone = dataclasses.replace(problem, max_stages=1)
+        single = solve_stages(alone, seconds=seconds, gap=gap)
     spent.on("stages")
     return _choice(layers, cluster, prices, problem, solution, single, spent.seconds)
 
@@ -169,8 +179,15 @@ class _Spent:
         self.seconds[what], self.last = now - self.last, now
 
 
-def layers_of(analysis: Analysis, cluster: Cluster) -> LayerMap:
+def layers_of(
+    analysis: Analysis, cluster: Cluster, layers: int | None = None
+) -> LayerMap:
     """The layers of a step, a few for each device at most.
+
+    Args:
+      analysis: the step.
+      cluster: the devices.
+      layers: how many; None: as many as are found.
 
     Raises:
       PlanError: no forward equation depends on both state and batch.
@@ -180,6 +197,7 @@ def layers_of(analysis: Analysis, cluster: Cluster) -> LayerMap:
         analysis.program,
         analysis.graph,
         batch=batch,
+        layers=layers,
         most=max(_LAYERS * cluster.num_devices, 2 * _LAYERS),
     )
     if not starts:
@@ -206,22 +224,54 @@ def batch_rows(analysis: Analysis) -> int:
     return min(rows)
 
 
-def microbatch_counts(
-    analysis: Analysis, analysed: int = 1, apart: float = APART
-) -> list[int]:
+def divisors(rows: int) -> list[int]:
+    """The numbers that divide some rows, ascending.
+
+    >>> divisors(6)
+    [1, 2, 3, 6]
+    """
+    return [count for count in range(1, rows + 1) if rows % count == 0]
+
+
+def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
     """Numbers of microbatches to try: some of those that divide the rows.
 
     Args:
       analysis: of the whole batch, or of one of ``analysed`` microbatches.
       analysed: into how many microbatches the batch was cut for the analysis.
-      apart: each is at least so many times the one before.
     """
-    rows = batch_rows(analysis) * analysed
     out: list[int] = []
-    for count in range(1, rows + 1):
-        far = not out or count >= apart * out[-1] or count == rows
-        if rows % count == 0 and far:
+    every = divisors(batch_rows(analysis) * analysed)
+    for count in every:
+        if not out or count >= _APART * out[-1] or count == every[-1]:
             out.append(count)
+    return out
+
+
+def covering(
+    counts: Sequence[int], found: Sequence[Submesh], analysed: int = 1
+) -> list[int]:
+    """Some numbers of microbatches, such that each submesh has some of any size.
+
+    Of numbers that are less than `_APART` apart, the first is taken; others where
+    submeshes can split their microbatches that cannot split the first one's.
+
+    Args:
+      counts: those to choose from, ascending.
+      found: the submeshes with their layouts.
+      analysed: into how many microbatches the batch was cut for the analysis.
+    """
+    splits = [batch_splits(submesh.assignment) for submesh in found]
+    out: list[int] = []
+    first, covered = 0.0, set[int]()
+    for count in counts:
+        able = {k for k, s in enumerate(splits) if divides(s, analysed / count)}
+        if count >= _APART * first:
+            first, covered = count, set()
+            out.append(count)
+        elif able - covered:
+            out.append(count)
+        covered |= able
     return out
 
 

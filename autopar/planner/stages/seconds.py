@@ -23,7 +23,7 @@ from autopar.cost.items import Paid, collective_item
 from autopar.cost.pieces import Pieces, value_at
 from autopar.cost.products import rates_of
 from autopar.cost.scaling import collective_pieces_of, tabled_at, work_pieces
-from autopar.cost.traffic import joined, traffic
+from autopar.cost.traffic import Collective, joined, traffic
 from autopar.layouts.assignment import Assignment
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
@@ -31,8 +31,8 @@ from autopar.steps.work import OperatorWork
 from autopar_passes.graph.roles import Role
 
 # Columns of a table of seconds.
-FORWARD, INPUT, WEIGHT, STEP = range(4)
-_COLUMNS = 4
+FORWARD, INPUT, WEIGHT, STEP, AGAIN = range(5)
+_COLUMNS = 5
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -44,12 +44,14 @@ class LayerSeconds:
       backward_input: gradients that an earlier layer waits for.
       backward_weight: the other gradients.
       step: once a step.
+      again: of computing activations again, before the backward pass of a microbatch.
     """
 
     forward: np.ndarray
     backward_input: np.ndarray
     backward_weight: np.ndarray
     step: np.ndarray
+    again: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -92,9 +94,10 @@ class SecondsPricer:
             op = layers.analysis.graph.operators[index]
             if op.class_index not in layers.analysis.works or layers.layer[index] < 0:
                 continue
-            place = layers.column(index), layers.row[int(layers.layer[index])]
+            row = layers.row[int(layers.layer[index])]
             runs = out.setdefault(op.class_index, {})
-            runs[place] = runs.get(place, 0.0) + op.trips
+            for column in self._columns(index):
+                runs[column, row] = runs.get((column, row), 0.0) + op.trips
         return out
 
     def _run_s(
@@ -125,13 +128,10 @@ class SecondsPricer:
         self, submesh: Submesh, waiting: np.ndarray, free: np.ndarray
     ) -> None:
         layers, assignment, pricer = self.layers, submesh.assignment, submesh.pricer
-        for c in joined(pricer, traffic(assignment, layers.operators)):
-            layer = layers.layer_of(c.operator, c.value)
-            if layer not in layers.row:
-                continue
+        for c, layer in self._collectives(submesh):
             item = collective_item(assignment, pricer, c)
             once = item.paid is Paid.SYNCHRONISATION
-            column = STEP if once else layers.column(c.operator)
+            columns = (STEP,) if once else self._columns(c.operator)
             scales = self.scales
             if once:
                 # Sums of gradients are as large whatever the microbatch is.
@@ -139,7 +139,36 @@ class SecondsPricer:
             seconds = _at(collective_pieces_of(assignment, pricer, c), scales)
             summed = c.place is not None and c.step.kind in SUMS
             hides = c.place is not None and (summed or not once)
-            (free if hides else waiting)[column, layers.row[layer]] += seconds
+            for column in columns:
+                (free if hides else waiting)[column, layers.row[layer]] += seconds
+
+    def _columns(self, operator: int) -> tuple[int, ...]:
+        """The columns in which an operator counts."""
+        again = self.layers.again(operator)
+        return (self.layers.column(operator), AGAIN)[: 2 if again else 1]
+
+    def _collectives(self, submesh: Submesh) -> list[tuple[Collective, int]]:
+        """The collectives of example layers, each with its layer.
+
+        Messages are those of all layers: a collective travels with those of the layers
+        that are like its own.
+        """
+        layers = self.layers
+        found = [
+            (c, layers.layer_of(c.operator, c.value))
+            for c in traffic(submesh.assignment, layers.operators)
+        ]
+        found = [(c, layer) for c, layer in found if layer in layers.row]
+        times = np.bincount(layers.kept, minlength=layers.count)
+        whole = [c for c, layer in found for _ in range(times[layer])]
+        sent = joined(submesh.pricer, whole)
+        middles = np.cumsum([0] + [int(times[layer]) for _, layer in found])
+        return [
+            (sent[(first + last) // 2], layer)
+            for (_, layer), first, last in zip(
+                found, middles[:-1].tolist(), middles[1:].tolist(), strict=True
+            )
+        ]
 
 
 def _parts_of(submesh: Submesh, work: OperatorWork) -> tuple[int, ...]:
@@ -177,6 +206,7 @@ def _overlapped(
     gathers = free[INPUT] + free[WEIGHT]
     beside = {
         FORWARD: np.minimum(free[FORWARD], share * work[FORWARD]),
+        AGAIN: np.minimum(free[AGAIN], share * work[AGAIN]),
         STEP: np.minimum(free[STEP], np.maximum(0.0, share * backward - gathers)),
     }
     hidden = np.minimum(gathers, share * backward)
@@ -185,4 +215,4 @@ def _overlapped(
     for column, seconds in beside.items():
         saved[column] = (1.0 - contention) * seconds
     total = work + waiting + free - saved
-    return LayerSeconds(total[FORWARD], total[INPUT], total[WEIGHT], total[STEP])
+    return LayerSeconds(*total)

@@ -15,6 +15,7 @@ from autopar.planner.candidate import Candidate
 from autopar.steps.stages import CutStep
 from autopar_passes.program.equations import walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey
+from autopar_passes.stages.flow import reads
 from autopar_solver import TaskKind, TaskSeconds
 
 _KINDS = {
@@ -128,10 +129,26 @@ def _tasks_of(cut: CutStep, stage: int) -> dict[int, list[TaskKey]]:
     """Equation, also one of a region -> the tasks of the stage that run it."""
     out: dict[int, list[TaskKey]] = defaultdict(list)
     for task in cut.cut.of_stage(stage):
-        for index in task.equations:
+        for index in _needed(cut, task):
             for inner in (index, *_inside(cut, index)):
                 out[inner].append(task.key)
     return dict(out)
+
+
+def _needed(cut: CutStep, task: Task) -> list[int]:
+    """The equations of a task whose results somebody needs; compilers drop others.
+
+    What computes activations again has some that only the next part reads.
+    """
+    equations = cut.cut.parts.flow.equations
+    wanted = set(task.outputs)
+    out: list[int] = []
+    for index in reversed(task.equations):
+        eqn = equations[index]
+        if wanted.intersection(eqn.outputs) or eqn.source.effects:
+            out.append(index)
+            wanted.update(reads(eqn))
+    return out[::-1]
 
 
 def _inside(cut: CutStep, index: int) -> Iterable[int]:

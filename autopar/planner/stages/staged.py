@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Sequence
 
@@ -27,6 +28,9 @@ from autopar_solver import (
     make_table,
     play,
 )
+
+# How often stages are searched anew with less memory, to fit what a schedule keeps.
+_ROUNDS = 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,19 +83,23 @@ def staged_plan(
     """
     start = time.perf_counter()
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
-    known: dict[object, SearchResult] = {}
-    found: list[Candidate] = []
-    for number, (site, analysis) in enumerate(
-        zip(wanted.sites, cut.stages, strict=True), 1
-    ):
-        say(f"planning stage {number} of {len(wanted.sites)}")
-        key = (analysis.fingerprint, site.cluster.fingerprint(), site.mesh)
-        if key not in known:
-            known[key] = _searched(analysis, site, seconds)
-            found.append(known[key].best)
-        else:
-            found.append(_alike(analysis, known[key].best))
-    costs = stage_costs(cut, cluster, [s.devices for s in wanted.sites], found)
+    devices = [site.devices for site in wanted.sites]
+    known: dict[object, Candidate] = {}
+    # What each stage may hold while one microbatch runs.
+    rooms = [float(site.cluster.device.memory_bytes) for site in wanted.sites]
+    found = _all_searched(cut, wanted, rooms, known, seconds)
+    for _ in range(_ROUNDS):
+        costs = stage_costs(cut, cluster, devices, found)
+        memory = _memory_bytes(table, costs)
+        if not (over := _over(wanted, memory)):
+            break
+        left = _rooms(wanted, costs, memory)
+        rooms = [left[k] if k in over else room for k, room in enumerate(rooms)]
+        try:
+            found = _all_searched(cut, wanted, rooms, known, seconds)
+        except InfeasibleError:
+            break  # the check below says what does not fit
+    costs = stage_costs(cut, cluster, devices, found)
     memory = _memory_bytes(table, costs)
     _check_memory(wanted, found, memory)
     timeline = play(table, costs.tasks)
@@ -107,11 +115,63 @@ def staged_plan(
     )
 
 
+def _all_searched(
+    cut: CutStep,
+    wanted: Wanted,
+    rooms: Sequence[float],
+    known: dict[object, Candidate],
+    seconds: float | None,
+) -> list[Candidate]:
+    """The best layouts of each stage; those of equal stages are searched once.
+
+    Args:
+      cut: the step as stages.
+      wanted: the pipeline.
+      rooms: by stage, what a device may hold while one microbatch runs.
+      known: what was searched before.
+      seconds: time limit of each search.
+    """
+    found: list[Candidate] = []
+    for number, (site, analysis) in enumerate(
+        zip(wanted.sites, cut.stages, strict=True)
+    ):
+        say(f"planning stage {number + 1} of {len(wanted.sites)}")
+        room = rooms[number]
+        key = (analysis.fingerprint, site.cluster.fingerprint(), site.mesh, room)
+        if key not in known:
+            known[key] = _searched(analysis, site, room, seconds)
+        found.append(_alike(analysis, known[key]))
+    return found
+
+
 def _searched(
-    analysis: Analysis, site: StageSite, seconds: float | None
-) -> SearchResult:
+    analysis: Analysis, site: StageSite, room: float, seconds: float | None
+) -> Candidate:
     meshes = None if site.mesh is None else [site.mesh]
-    return search(analysis, site.cluster, meshes=meshes, seconds=seconds)
+    device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
+    limited = dataclasses.replace(site.cluster, device=device)
+    best = search(analysis, limited, meshes=meshes, seconds=seconds).best
+    pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
+    return dataclasses.replace(best, pricer=pricer)
+
+
+def _over(wanted: Wanted, memory: Sequence[float]) -> list[int]:
+    """The stages that hold more than their devices can."""
+    return [
+        k
+        for k, (site, nbytes) in enumerate(zip(wanted.sites, memory, strict=True))
+        if nbytes > site.cluster.device.memory_bytes
+    ]
+
+
+def _rooms(wanted: Wanted, costs: StageCosts, memory: Sequence[float]) -> list[float]:
+    """By stage, what is left for one microbatch beside what the schedule keeps."""
+    return [
+        max(1.0, site.cluster.device.memory_bytes - (nbytes - once))
+        for site, nbytes, once in zip(
+            wanted.sites, memory, costs.step_bytes, strict=True
+        )
+    ]
 
 
 def _alike(analysis: Analysis, other: Candidate) -> Candidate:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -31,7 +31,7 @@ from autopar.planner.problem import (
 from autopar.planner.recipes import most_split
 from autopar.planner.search import candidate_meshes
 from autopar.steps.analysis import Analysis
-from autopar.steps.batch import BATCH
+from autopar.steps.batch import BATCH, SEQUENCE
 from autopar.steps.nodes import Node
 from autopar_passes.graph.roles import InputRole
 from autopar_solver import ShardingProblem, Status, solve
@@ -51,17 +51,23 @@ class Rule:
       name: what people call it.
       parameters: mesh axes over which parameters are split between steps.
       optimizer: the same of optimizer state.
-      tensor: axes that never split the batch.
+      tensor: axes that split the model, and never the batch.
+      sequence: whether they may split the sequence of products, too. Where not, each
+        device sums gradients of its own part of the weights.
     """
 
     name: str
     parameters: tuple[int, ...] = ()
     optimizer: tuple[int, ...] = ()
     tensor: tuple[int, ...] = ()
+    sequence: bool = False
 
-    def tensor_free(self, axes: Sequence[int]) -> bool:
-        """Whether none of these axes is kept from the batch."""
-        return not set(self.tensor).intersection(axes)
+    def allows(self, kind: str, label: str, axes: Sequence[int]) -> bool:
+        """Whether axes may split what has a label in a node of a kind."""
+        if not set(self.tensor).intersection(axes):
+            return True
+        whole = kind == "contraction" and not self.sequence
+        return label != BATCH and not (whole and label == SEQUENCE)
 
 
 def rules(mesh: MeshShape) -> list[Rule]:
@@ -69,8 +75,8 @@ def rules(mesh: MeshShape) -> list[Rule]:
 
     The fastest layouts; those that split optimizer state, and all state, over all
     devices; and for each axis of the innermost level those that split the model over
-    it, and optimizer state over all devices. Where a level has several axes, only
-    rules that make a difference between them.
+    it, or the sequence, and optimizer state over all devices. Where a level has several
+    axes, only rules that make a difference between them.
     """
     every = tuple(k for k, axis in enumerate(mesh.axes) if axis.size > 1)
     levels = [mesh.axes[k].level for k in every]
@@ -84,8 +90,10 @@ def rules(mesh: MeshShape) -> list[Rule]:
     innermost = max(levels, default=0)
     for k in every:
         if mesh.axes[k].level == innermost:
-            name = f"tensor {mesh.axes[k].size}"
-            out.append(Rule(name, (k,), every, (k,)))
+            size = mesh.axes[k].size
+            out.append(Rule(f"tensor {size}", (k,), every, (k,)))
+            if len(set(levels)) == len(levels):
+                out.append(Rule(f"sequence {size}", (k,), every, (k,), sequence=True))
     return out
 
 
@@ -260,22 +268,29 @@ def fits(assignment: Assignment, sizes: Sequence[int]) -> bool:
     return True
 
 
-def splits_batch(assignment: Assignment, scale: float) -> bool:
-    """Whether the layouts split a batch of another size without a rest.
+def batch_splits(assignment: Assignment) -> frozenset[tuple[int, int]]:
+    """The sizes of the batch's factors, each with the parts that it is split into."""
+    labels = assignment.analysis.node_labels
+    return frozenset(
+        (node.factors[factor][0], math.prod(assignment.sizes[a] for a in axes))
+        for node, strategy in _pairs(assignment)
+        for factor, axes in enumerate(strategy)
+        if axes and labels.get(node.index, {}).get(factor) == BATCH
+    )
+
+
+def divides(splits: Iterable[tuple[int, int]], scale: float) -> bool:
+    """Whether a batch of another size can be split so without a rest.
 
     Args:
-      assignment: the layouts.
+      splits: sizes and parts (`batch_splits`).
       scale: the rows of a microbatch over those of the program.
     """
-    labels = assignment.analysis.node_labels
-    for node, strategy in _pairs(assignment):
-        named = labels.get(node.index, {})
-        for factor, axes in enumerate(strategy):
-            if axes and named.get(factor) == BATCH:
-                rows = node.factors[factor][0] * scale
-                parts = math.prod(assignment.sizes[a] for a in axes)
-                if rows < 1 or rows != round(rows) or round(rows) % parts:
-                    return False
+    for size, parts in splits:
+        rows = size * scale
+        whole = round(rows)
+        if whole < 1 or abs(rows - whole) > 1e-6 * rows or whole % parts:
+            return False
     return True
 
 
@@ -475,7 +490,7 @@ def _keeping(
     def allowed(node: Node, strategy: Strategy) -> bool:
         named = labels.get(node.index, {})
         for factor, axes in enumerate(strategy):
-            if named.get(factor) == BATCH and not rule.tensor_free(axes):
+            if not rule.allows(node.kind, named.get(factor, ""), axes):
                 return False
         wanted, most = split.get(node.index, (frozenset[int](), 0))
         return sum(a in wanted for axes in strategy for a in axes) >= most

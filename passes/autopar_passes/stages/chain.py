@@ -12,6 +12,8 @@ imbalance.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 # Between 0, where only the work counts, and 2, where two stretches may become one to
@@ -34,6 +36,20 @@ def boundary_cost(crossing: np.ndarray) -> np.ndarray:
     known = known[known > 0]
     typical = float(np.median(known)) if known.size else 1.0
     return WEIGHT * crossing / typical
+
+
+def chain_cost(work: np.ndarray, crossing: np.ndarray, starts: Sequence[int]) -> float:
+    """What is minimised, for given stretches.
+
+    Args:
+      work: float64 ``[units]``, of each unit.
+      crossing: float64 ``[units]``, bytes that cross the boundary before each.
+      starts: the unit at which each stretch begins; the first is 0.
+    """
+    mean = float(work.sum()) / len(starts) or 1.0
+    stretches = np.add.reduceat(np.asarray(work, np.float64), list(starts))
+    cuts = boundary_cost(np.asarray(crossing, np.float64))[list(starts[1:])]
+    return float(stretch_cost(stretches, mean).sum() + cuts.sum())
 
 
 def cut_chain(

@@ -130,12 +130,20 @@ def cluster_layers(
         return ()
     wanted = min(most, layer_count(chain, most) if layers is None else layers)
     units = _boundaries(chain, wanted)
+    repeats = _repeats(chain)
+    if repeats is not None:
+        units = _aligned(chain, units, _phase(chain, repeats))
+    return tuple(chain.equations[k] for k in _cut(chain, units, wanted))
+
+
+def _cut(chain: ForwardChain, units: np.ndarray, layers: int) -> list[int]:
+    """The places at which layers begin, of those in ``units``."""
     starts = cut_chain(
         np.add.reduceat(chain.work, units),
         chain.crossing[units],
-        max(1, min(wanted, len(units))),
+        max(1, min(layers, len(units))),
     )
-    return tuple(chain.equations[units[s]] for s in starts)
+    return [int(units[s]) for s in starts]
 
 
 def layer_count(chain: ForwardChain, most: int) -> int:
@@ -149,7 +157,7 @@ def layer_count(chain: ForwardChain, most: int) -> int:
     heavy = int((chain.work > chain.work.sum() / (4 * _DEFAULT)).sum())
     if repeats is None:
         return max(1, min(most, _DEFAULT, heavy))
-    count, inside = repeats
+    count, inside = repeats.count, repeats.inside
     each = float(chain.work[inside].sum()) / count
     here = np.flatnonzero(inside)
     beside = (chain.work[: here[0]], chain.work[here[-1] + 1 :])
@@ -158,12 +166,21 @@ def layer_count(chain: ForwardChain, most: int) -> int:
     return -(-count // together) + extra
 
 
-def _repeats(chain: ForwardChain) -> tuple[int, np.ndarray] | None:
-    """How often the stretch repeats that has most work, and its equations.
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Repeats:
+    """The repeated stretch that has most work.
 
-    The second array says of each equation whether a class of its operators occurs as
-    often. None: no repeated stretch has `_REPEATED` of the work.
+    Attributes:
+      count: how often it repeats.
+      inside: of each equation, whether it belongs to a repeat.
     """
+
+    count: int
+    inside: np.ndarray
+
+
+def _repeats(chain: ForwardChain) -> _Repeats | None:
+    """Finds what repeats; None: no repeated stretch has `_REPEATED` of the work."""
     runs = Counter(c for found in chain.classes for c in set(found))
     times = np.array(
         [max((runs[c] for c in found), default=1) for found in chain.classes]
@@ -175,7 +192,35 @@ def _repeats(chain: ForwardChain) -> tuple[int, np.ndarray] | None:
     count = max(counts, key=lambda c: work[c])
     if work[count] < _REPEATED * chain.work.sum():
         return None
-    return count, times == count
+    return _Repeats(count, times == count)
+
+
+def _phase(chain: ForwardChain, repeats: _Repeats) -> np.ndarray:
+    """Where to cut all repeats, each at the same place.
+
+    Where least crosses; of several such places the first, so that no repeat is parted.
+    What stands behind the last repeat may begin as a repeat does.
+    """
+    places: dict[int, list[int]] = {}
+    for k, found in enumerate(chain.classes):
+        places.setdefault(min(found, default=-1), []).append(k)
+    among = (repeats.count, repeats.count + 1)
+    whole = [np.array(p) for p in places.values() if len(p) in among]
+    return min(whole, key=lambda p: (float(chain.crossing[p[1:]].mean()), p[0]))
+
+
+def _aligned(chain: ForwardChain, units: np.ndarray, phase: np.ndarray) -> np.ndarray:
+    """Boundaries that cut repeats at one place only.
+
+    Args:
+      chain: the forward pass.
+      units: the boundaries that may be tried elsewhere.
+      phase: where repeats are cut.
+    """
+    length = int(np.diff(phase).max(initial=1))
+    elsewhere = (units <= phase[0]) | (units >= phase[-1] + length)
+    behind = np.array([k for k in (phase[-1] + length,) if k < len(chain.work)], int)
+    return np.unique(np.concatenate(([0], units[elsewhere], phase, behind)))
 
 
 def _boundaries(chain: ForwardChain, layers: int) -> np.ndarray:

@@ -5,6 +5,7 @@ import json
 import math
 
 import jax
+import msgspec
 import numpy as np
 import pytest
 from stage_cases import LOSSES, adam, batch, copied, distance, mean_loss, train
@@ -197,3 +198,17 @@ def test_a_loss_that_couples_the_batch_is_refused():
     step, state, example = adam(coupled)
     with pytest.raises(PlanError, match="compares each row"):
         autopar.plan(step, state, example, cluster="4:cpu", stages=2, microbatches=2)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
+def test_activations_that_are_computed_again_are_the_same(schedule, one_device):
+    made, state, example = adam(mean_loss)
+    asked = {"cluster": "4:cpu", "stages": 2, "microbatches": 4, "schedule": schedule}
+    plan = autopar.plan(made, state, example, **asked)
+    every = tuple(range(len(plan.pipeline.layers)))
+    again = msgspec.structs.replace(plan.pipeline, recomputed=every)
+    plan = msgspec.structs.replace(plan, pipeline=again).stamped()
+    step = autopar.parallelize(made, plan=plan)
+    state, losses = train(step, copied(state))
+    np.testing.assert_allclose(losses, one_device("mean")[1], rtol=CLOSE)
+    assert distance(one_device("mean")[0], state) < CLOSE

@@ -1,0 +1,91 @@
+"""Tests of the seconds and bytes of layers."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from layer_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
+
+from autopar.cost.memory import input_bytes, peak_memory_bytes
+from autopar.cost.scaling import batch_curve
+from autopar.planner.stages.memory import BytesPricer
+from autopar.planner.stages.seconds import LayerSeconds, SecondsPricer
+
+
+def whole_s(case: str, found: LayerSeconds) -> list[float]:
+    """Seconds of a step on one stage, for each number of microbatches."""
+    layers = layers_of(case)
+    tables = (found.forward, found.backward_input, found.backward_weight)
+    each = [
+        sum(layers.spread(t)[:, k].sum() for t in tables) for k in range(len(COUNTS))
+    ]
+    once = layers.spread(found.step).sum(axis=0)
+    return [m * e + float(o) for m, e, o in zip(COUNTS, each, once, strict=True)]
+
+
+@pytest.mark.parametrize("case", ["mlp", "tied"])
+def test_layers_together_take_what_the_program_takes(case: str) -> None:
+    """Without overlap nothing is lost or counted twice, at any size of a microbatch."""
+    pricer = SecondsPricer(layers_of(case), SCALES)
+    for submesh in on(case, "2x4:cpu"):
+        curve = batch_curve(submesh.assignment, submesh.pricer)
+        assert curve.hidden is None
+        alone = dataclasses.replace(curve, accumulate_s=0.0)
+        expected = [alone.step_s(1.0, count) for count in COUNTS]
+        found = whole_s(case, pricer.price(submesh))
+        # A message has fewer arrays in it where only some layers are priced.
+        assert found == pytest.approx(expected, rel=5e-3)
+
+
+def test_what_is_hidden_of_layers_is_about_what_is_hidden_of_the_program() -> None:
+    case = "mlp"
+    pricer = SecondsPricer(layers_of(case), SCALES)
+    for submesh in on(case, "2x4:a100"):
+        curve = batch_curve(submesh.assignment, submesh.pricer)
+        alone = dataclasses.replace(curve, accumulate_s=0.0)
+        expected = [alone.step_s(1.0, count) for count in COUNTS]
+        found = whole_s(case, pricer.price(submesh))
+        assert found == pytest.approx(expected, rel=0.05)
+
+
+@pytest.mark.parametrize("case", ["mlp", "tied"])
+def test_bytes_of_layers_cover_the_peak_of_the_program(case: str) -> None:
+    """State is exact; the neediest layer's transient bytes make it a little more."""
+    layers = layers_of(case)
+    pricer = BytesPricer(layers, SCALES)
+    for submesh in on(case, "2x4:cpu"):
+        found = pricer.price(submesh)
+        state = float(layers.spread(found.state).sum())
+        assert state == pytest.approx(input_bytes(submesh.assignment))
+        kept = float(layers.spread(found.activations)[:, 0].sum())
+        most = float(found.transient[:, 0].max())
+        device = submesh.pricer.cluster.device
+        peak = peak_memory_bytes(
+            submesh.assignment,
+            pricer.life(device.kind),
+            device.calibrated.memory_overhead,
+        )
+        assert peak <= (state + kept + most) * (1 + 1e-9)
+        assert state + kept + most <= 1.5 * peak
+
+
+def test_activations_shrink_with_the_microbatch() -> None:
+    found = BytesPricer(layers_of("mlp"), SCALES).price(on("mlp", "2x4:cpu")[0])
+    assert found.activations[1, 1] == pytest.approx(found.activations[1, 0] / 2)
+    # The hidden array, before and behind the tanh perhaps, and the block's input.
+    assert found.activations[1, 0] >= 4 * 32 * 64
+
+
+def test_sums_of_gradients_are_as_large_as_partial_products() -> None:
+    """Data parallel products are whole on each device, whatever the update splits."""
+    layers = layers_of("mlp")
+    pricer = BytesPricer(layers, SCALES)
+    weights = 4 * 2 * 4 * WIDTH * WIDTH * BLOCKS
+    found = {
+        (s.devices, s.rule): float(layers.spread(pricer.price(s).gradients).sum())
+        for s in on("mlp", "2x4:cpu")
+    }
+    assert found[1, "fastest"] == weights
+    # The model is split four ways, and the two replicas have sums of their own.
+    assert found[8, "fastest"] == weights / 4
