@@ -19,12 +19,12 @@ import time
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
-import jax  # noqa: E402
-import jax.numpy as jnp  # noqa: E402
-import workloads  # noqa: E402
+import jax
+import jax.numpy as jnp
+import workloads
 
-import autopar  # noqa: E402
-from autopar_passes.stages.cut import Phase  # noqa: E402
+import autopar
+from autopar_passes.stages.cut import Phase
 
 
 def main() -> None:
