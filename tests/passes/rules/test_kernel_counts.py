@@ -50,8 +50,14 @@ BINARY: dict[str, tuple[Callable[..., Scalar], Callable[[int, int], int]]] = {
     "min": (jnp.minimum, min),
     "or": (lambda a, b: lax.select(a < b, a, b + 1), lambda a, b: (b + 1, a)[a < b]),
     "equal": (lambda a, b: (a == b).astype(jnp.int32), lambda a, b: int(a == b)),
-    "rest": (lambda a, _: lax.rem(a, jnp.int32(3)), lambda a, _: int(math.fmod(a, 3))),
-    "parts": (lambda a, _: lax.div(a, jnp.int32(2)), lambda a, _: int(a / 2)),
+    "rest": (
+        lambda a, b: 2 + lax.rem(a - b, jnp.int32(3)),
+        lambda a, b: 2 + int(math.fmod(a - b, 3)),
+    ),
+    "parts": (
+        lambda a, b: 3 + lax.div(a - b, jnp.int32(2)),
+        lambda a, b: 3 + int((a - b) / 2),
+    ),
 }  # fmt: skip
 
 
@@ -95,7 +101,7 @@ def points(grid: tuple[int, int]) -> list[list[int]]:
 @given(EXPRESSIONS)
 def test_loops_run_as_often_as_their_points_say(trips: Expression) -> None:
     def body(place: list[Scalar], x: Any) -> Any:
-        end = jnp.clip(trips.kernel(place), 0, MOST)
+        end = jnp.minimum(trips.kernel(place), MOST)
         return lax.fori_loop(0, end, lambda _, y: y + 1.0, x)
 
     grid = (3, 4)
@@ -126,7 +132,7 @@ def test_points_of_a_long_dimension_stand_for_their_neighbours(size: int) -> Non
 
     found = counted(body, (size, 1))
     assert found.exact
-    assert found.vector == pytest.approx(size * (size - 1) / 2 * ONCE, rel=1 / POINTS)
+    assert found.vector == pytest.approx(size * (size - 1) / 2 * ONCE, rel=0.02)
 
 
 def test_where_data_decide_the_longest_branch_counts_and_it_is_said() -> None:
