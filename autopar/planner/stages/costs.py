@@ -31,7 +31,7 @@ from autopar_solver import (
 
 # A submesh is left out where another one of its size costs no more than this in
 # anything.
-_WORSE = 1.001
+_WORSE = 1.01
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
