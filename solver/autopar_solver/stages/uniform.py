@@ -21,7 +21,6 @@ from autopar_solver.stages.problem import LayerCosts, StageProblem
 from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
 from autopar_solver.stages.solution import Pipeline
 
-
 LATE = 500
 """How many pipelines are tried after the time limit, until one fits."""
 
