@@ -212,6 +212,21 @@ def _is_raw_key(value: Value) -> bool:
     return str(value.dtype) == "uint32" and tuple(value.shape) in _RAW_KEYS
 
 
+def of_one_microbatch(found: Microbatched) -> Analysis:
+    """Returns the analysis of the program of one microbatch, which runs for each.
+
+    A part of a pipeline is planned so: `over_microbatches` of its own analysis.
+
+    Args:
+      found: how the step is split.
+    """
+    traced = found.traced
+    made = analyse_program(
+        traced.program, step_graph(traced), output_paths=traced.output_paths
+    )
+    return over_microbatches(made, found)
+
+
 def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:
     """Returns the analysis of a step that runs for each of its microbatches.
 

@@ -39,10 +39,11 @@ def rows_of(array: Any, count: int, number: int, unit: int = 1) -> Any:
 
 def each(step: Step, state: Any, batch: Any, count: int) -> list[Any]:
     """What the step returns for each microbatch by itself."""
-    return [
-        jax.jit(step)(state, jax.tree.map(lambda x: rows_of(x, count, m), batch))
-        for m in range(count)
-    ]
+
+    def one(number: int) -> Any:
+        return jax.tree.map(lambda x: rows_of(x, count, number), batch)
+
+    return [jax.jit(step)(state, one(m)) for m in range(count)]
 
 
 def mean_of(results: Sequence[Any]) -> Any:

@@ -340,5 +340,6 @@ def plan_with_stages(
 
 
 def without_stages(options: PlanOptions) -> PlanOptions:
-    """The options of a plan of one stage."""
-    return dataclasses.replace(options, stages=None, schedule=None)
+    """The options of a plan of one stage, with as many microbatches as are best."""
+    count = options.microbatches or "auto"
+    return dataclasses.replace(options, stages=None, schedule=None, microbatches=count)

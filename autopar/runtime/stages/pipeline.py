@@ -98,6 +98,8 @@ class Pipeline:
             are slower than those at hand.
         """
         self.recorder: Recorder | None = None
+        # Seconds in which the last step issued the tasks of its microbatches.
+        self.issuing_s = 0.0
         # CPUs run small programs and callbacks where they are issued: a thread for
         # each stage keeps one from waiting for another.
         platform = stages[0].mesh.devices.flat[0].platform
@@ -374,11 +376,13 @@ class Pipeline:
         Returns the values that leave the step.
         """
         run = _Run(self, step, microbatches)
+        begin = time.perf_counter()
         if self.threads is None:
             for issue in self.order:
                 run.task(self.calls[issue.key], issue.microbatch)
         else:
             run_in_threads(self.threads, self.by_stage, run.issue, self.waits_for)
+        self.issuing_s = time.perf_counter() - begin
         run.cross()
         for key, call in self.calls.items():
             if key.phase is Phase.UPDATE:

@@ -23,7 +23,7 @@ from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.microbatched import Combine, Microbatched
-from autopar_passes.microbatches.rows import dealt, together
+from autopar_passes.microbatches.rows import part, together
 from autopar_passes.program.equations import Program, Scalar
 from autopar_passes.program.evaluate import evaluate
 from autopar_passes.stages.cut import TaskKey
@@ -266,11 +266,13 @@ class _Feed:
         shardings = [where.sharding(self.values[k]) for k in positions]
 
         def deal(*arrays: Any) -> list[list[Any]]:
-            parts = [
-                dealt(x, self.found.batch[k], count)
-                for k, x in zip(positions, arrays, strict=True)
+            return [
+                [
+                    part(x, self.found.batch[k], count, np.int32(m))
+                    for k, x in zip(positions, arrays, strict=True)
+                ]
+                for m in range(count)
             ]
-            return [[p[m] for p in parts] for m in range(count)]
 
         return jax.jit(deal, out_shardings=[shardings] * count)
 

@@ -13,8 +13,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from autopar_passes.microbatches.microbatched import Combine, Crossing, Microbatched
-from autopar_passes.microbatches.rows import dealt, together
+from autopar_passes.microbatches.microbatched import (
+    Combine,
+    Crossing,
+    Microbatched,
+    Rows,
+)
+from autopar_passes.microbatches.rows import part, together
 from autopar_passes.program.building import Builder, needed, next_index, renumbered
 from autopar_passes.program.equations import Atom, Equation, Program, Region
 from autopar_passes.program.trace import TracedStep
@@ -77,27 +82,30 @@ class _Joiner:
         """Adds the loop over the microbatches, and what follows it directly."""
         added = [c for c in self.found.crossings if c.combine in _ADDED]
         stacked = [c for c in self.found.crossings if c.combine is Combine.ROWS]
-        body = self.body([*added, *stacked])
-        consts, sliced = self.inputs(body)
+        repeated = self.body([*added, *stacked])
         carries = [self.zero(c) for c in added]
-        inner = self.sums(added)
-        outer, self.builder.equations = self.builder.equations, list(body)
+        count = self.found.microbatches
+        numbers = self.builder.call(lambda: jax.lax.iota(jnp.int32, count), [])
+        inner, number = self.sums(added), self.number_inside()
+        outer, self.builder.equations = self.builder.equations, []
+        consts = self.inputs(repeated, number)
+        self.builder.equations.extend(repeated)
         ends = [self.add(c, v) for c, v in zip(added, inner, strict=True)]
         body = tuple(self.builder.equations)
         self.builder.equations = outer
         region = Region(
-            (*consts.values(), *inner, *sliced.values()),
+            (*consts.values(), *inner, number),
             body,
             (*ends, *(self.number(c.value) for c in stacked)),
         )
-        self.close(region, consts, carries, sliced, added, stacked)
+        self.close(region, consts, carries, numbers, added, stacked)
 
     def close(
         self,
         region: Region,
         consts: dict[int, int],
         carries: list[Atom],
-        sliced: dict[int, int],
+        numbers: Atom,
         added: list[Crossing],
         stacked: list[Crossing],
     ) -> None:
@@ -111,7 +119,7 @@ class _Joiner:
             Equation(
                 self.builder.index(),
                 source,
-                (*consts, *carries, *sliced),
+                (*consts, *carries, numbers),
                 (*ends, *stacks),
                 "",
                 (region,),
@@ -166,34 +174,42 @@ class _Joiner:
             if e.index in kept or e.source.effects
         )
 
-    def inputs(
-        self, body: tuple[Equation, ...]
-    ) -> tuple[dict[int, int], dict[int, int]]:
-        """What the body reads of the program: values -> those of the body.
+    def inputs(self, body: tuple[Equation, ...], number: int) -> dict[int, int]:
+        """What the body reads of the program: values -> what it takes them in as.
 
-        First what is the same in all microbatches, then what is dealt out.
+        Takes the rows of the microbatch out of those of the batch.
+
+        Args:
+          body: the equations.
+          number: the value inside that is the number of the microbatch.
         """
         read = _read(body)
         consts: dict[int, int] = {}
-        sliced: dict[int, int] = {}
-        count = self.found.microbatches
         for position, (value, source) in enumerate(self.sources()):
             inner = self.number(value)
-            if inner not in read:
+            rows = self.found.batch.get(position)
+            if inner not in read or position == self.found.number:
                 continue
-            if position == self.found.number:
-                numbers = self.builder.call(lambda: jax.lax.iota(jnp.int32, count), [])
-                assert isinstance(numbers, int)
-                sliced[numbers] = inner
-            elif (rows := self.found.batch.get(position)) is not None:
-                parts = self.builder.call(
-                    lambda x, rows=rows: dealt(x, rows, count), [source]
-                )
-                assert isinstance(parts, int)
-                sliced[parts] = inner
-            else:
+            if rows is None:
                 consts[source] = inner
-        return consts, sliced
+            else:
+                of = self.builder.values[source]
+                consts[source] = self.builder.value(of.shape, of.dtype)
+                self.take(rows, [consts[source], number], inner)
+        return consts
+
+    def number_inside(self) -> int:
+        """The value of the loop's body that is the number of the microbatch."""
+        if self.found.number is None:
+            return self.builder.value((), jnp.dtype("int32"))
+        return self.number(self.micro.body.inputs[self.found.number])
+
+    def take(self, rows: Rows, values: list[int], inner: int) -> None:
+        """Takes the rows of a microbatch out of an array of the batch."""
+        count = self.found.microbatches
+        last = self.builder.call(lambda x, n: part(x, rows, count, n), values)
+        assert isinstance(last, int)
+        self.rename(last, inner)
 
     def sources(self) -> list[tuple[int, int]]:
         """The inputs of the microbatch's program, with the values they come from."""

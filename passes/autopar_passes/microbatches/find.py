@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.classes import SAME, Kind, Split
-from autopar_passes.microbatches.facts import facts
+from autopar_passes.microbatches.facts import Facts, facts
 from autopar_passes.microbatches.follow import Follower
 from autopar_passes.microbatches.microbatched import (
     Combine,
@@ -55,29 +55,18 @@ def microbatched(
     """
     pair = paired(whole.program, micro.program, count)
     _check_inputs(pair, whole)
-    known = facts(pair, graph)
-    unit = 1
-    while True:
-        follower = Follower(pair, known, couple=couple)
-        follower.classes.update(_given(pair, unit))
-        try:
-            follower.run()
-            break
-        except Grouped as grouped:
-            unit *= grouped.args[0]
-            _check_unit(pair, unit)
+    follower, unit = _followed(pair, facts(pair, graph), couple=couple)
     made = rewritten(pair, follower.edits)
+    first = pair.micro.num_arguments
     return Microbatched(
         microbatches=count,
         traced=_traced(micro, made),
         once=frozenset(follower.once),
         crossings=_crossings(pair, follower),
         batch=_batch(pair, unit),
-        number=pair.micro.num_arguments if made.number else None,
+        number=first if made.number else None,
         ahead=_ahead(pair, made),
-        given=tuple(
-            pair.micro.num_arguments + made.number + k for k in range(len(made.ahead))
-        ),
+        given=tuple(first + made.number + k for k in range(len(made.ahead))),
         local=tuple(follower.local),
     )
 
@@ -111,6 +100,21 @@ def unsplit(
         crossings=crossings,
         batch={k: Rows(dim) for k, dim in dims.items()},
     )
+
+
+def _followed(pair: Pair, known: Facts, *, couple: bool) -> tuple[Follower, int]:
+    """The classes of all values, and how many rows are dealt out together."""
+    unit = 1
+    while True:
+        follower = Follower(pair, known, couple=couple)
+        follower.classes.update(_given(pair, unit))
+        try:
+            follower.run()
+        except Grouped as grouped:
+            unit *= grouped.args[0]
+            _check_unit(pair, unit)
+        else:
+            return follower, unit
 
 
 def _check_inputs(pair: Pair, whole: TracedStep) -> None:

@@ -80,7 +80,7 @@ class Follower:
                     f"{place(eqn)} of the backward pass needs what the update has "
                     "made: the step updates its state more than once."
                 )
-            if not late and role is not Role.UPDATE:
+            if not late and (role is not Role.UPDATE or self._reads_rows(eqn)):
                 self._top = eqn
                 try:
                     self.equation(eqn)
@@ -89,6 +89,13 @@ class Follower:
                     self._forget(eqn)
             self.once.add(eqn.index)
             after.update(eqn.outputs)
+
+    def _reads_rows(self, eqn: Equation) -> bool:
+        """Whether an equation reads rows, such as the gradient of each of them."""
+        read = [a for a in eqn.inputs if isinstance(a, int)]
+        return any(
+            v in self.classes and self.classes[v].kind is Kind.ROWS for v in read
+        )
 
     def _forget(self, eqn: Equation) -> None:
         self.edits.forget(eqn.index)

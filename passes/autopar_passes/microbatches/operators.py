@@ -11,12 +11,13 @@ import jax.numpy as jnp
 
 from autopar_passes import jax_compat
 from autopar_passes.microbatches.classes import POSITION, SUM, Kind, Split
+from autopar_passes.microbatches.indexing import indexes_rows
 from autopar_passes.microbatches.microbatched import Rows
 from autopar_passes.microbatches.pairs import Pair
 from autopar_passes.microbatches.rows import regrouped
 from autopar_passes.program.equations import Atom, Equation, Scalar
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
-from autopar_passes.sums.linear import ADDITIVE, UNARY
+from autopar_passes.sums.linear import ADDITIVE, CONTRACTIONS, UNARY
 
 
 class Grouped(Exception):  # no error: the rows are dealt out anew
@@ -122,17 +123,34 @@ def rows(
     if len(inners) > 1:
         return "reads rows in two orders"
     inner = inners.pop() if inners else 0
-    if eqn.primitive == "reshape":
-        return _reshaped(pair, eqn, inner)
-    if eqn.primitive == "slice" and _rows_cut(pair, eqn):
-        return _sliced(pair, eqn, inner)
-    if eqn.primitive == "pad":
-        return _padded(pair, eqn, inner)
-    if eqn.primitive == "concatenate":
-        if eqn.params["dimension"] == pair.dims[eqn.outputs[0]]:
+    own = _in_their_way(pair, eqn, given, inner)
+    return _by_rule(pair, eqn, rule, inner) if own is None else own
+
+
+def _in_their_way(
+    pair: Pair, eqn: Equation, given: Sequence[Split], inner: int
+) -> list[Split] | str | None:
+    """What operators do that their rules do not tell; None: their rules do."""
+    dim = max(pair.dims[a] for a in eqn.inputs if isinstance(a, int))
+    match eqn.primitive:
+        case "reshape":
+            return _reshaped(pair, eqn, inner)
+        case "slice" if _rows_cut(pair, eqn):
+            return _sliced(pair, eqn, inner)
+        case "pad":
+            return _padded(pair, eqn, inner)
+        case "concatenate" if eqn.params["dimension"] == dim:
             return _concatenated(pair, eqn, given, inner)
-    elif eqn.primitive == "select_and_gather_add":
-        return "reads rows in a window"
+        case "split" if eqn.params["axis"] == dim:
+            return _split(pair, eqn, inner)
+        case _:
+            return "picks rows by an index" if indexes_rows(pair, eqn) else None
+
+
+def _by_rule(
+    pair: Pair, eqn: Equation, rule: FactorRule, inner: int
+) -> list[Split] | str:
+    """What an operator does with the factor that its rule has for the rows."""
     factors: set[int] = set()
     for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
         if isinstance(atom, int) and pair.has_rows(atom):
@@ -147,11 +165,20 @@ def rows(
             if own != (factor,) or rule.kinds[factor] is not FactorKind.PASS:
                 return "brings rows together"
             out.append(Split(Kind.ROWS, inner))
-        elif rule.kinds[factor] is FactorKind.REDUCE and rule.reduction == "sum":
+        elif _adds_up(eqn, rule, factor):
             out.append(SUM)
         else:
             return "brings rows together"
     return out
+
+
+def _adds_up(eqn: Equation, rule: FactorRule, factor: int) -> bool:
+    """Whether an operator adds up over a factor of all that it reads of the rows."""
+    return (
+        eqn.primitive in CONTRACTIONS
+        and rule.kinds[factor] is FactorKind.REDUCE
+        and rule.reduction == "sum"
+    )
 
 
 def _reshaped(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
@@ -213,6 +240,17 @@ def moved(pair: Pair, eqn: Equation) -> bool:
     return eqn.primitive == "pad" and whole[key] != eqn.params[key]
 
 
+def _split(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+    """Rows apart from rows: the same parts of each microbatch's."""
+    dim = eqn.params["axis"]
+    sizes = [pair.micro.values[v].shape[dim] for v in eqn.outputs]
+    if any(pair.dims[v] != dim for v in eqn.outputs) or (
+        inner and any(size % inner for size in sizes)
+    ):
+        return "takes some of the rows"
+    return [Split(Kind.ROWS, inner)] * len(eqn.outputs)
+
+
 def _padded(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
     """Rows with others around them, in each microbatch its part of them."""
     (made,) = eqn.outputs
@@ -222,9 +260,11 @@ def _padded(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
         if dim != pair.dims[made]:
             if (low, high, apart) != own:
                 return "moves rows"
-        elif apart or (low, high) != (own[0] * pair.count, own[1] * pair.count):
-            return "moves rows"
-        elif inner and (own[0] % inner or own[1] % inner):
+        elif (
+            apart
+            or (low, high) != (own[0] * pair.count, own[1] * pair.count)
+            or (inner and (own[0] % inner or own[1] % inner))
+        ):
             return "moves rows"
     return [Split(Kind.ROWS, inner)]
 

@@ -6,29 +6,35 @@ import math
 from typing import Any
 
 import jax
+import numpy as np
 
 from autopar_passes.microbatches.microbatched import Rows
 
 
-def dealt(array: Any, rows: Rows, count: int) -> Any:
-    """Deals an array out: ``(..., n, ...)`` becomes ``(count, ..., n / count, ...)``.
+def part(array: Any, rows: Rows, count: int, number: Any) -> Any:
+    """Takes the rows of one microbatch out of an array: ``(..., n / count, ...)``.
 
     Args:
       array: the array of the whole batch.
       rows: where its rows are.
       count: number of microbatches.
+      number: of the microbatch, int32.
     """
     shape, dim = array.shape, rows.dim
     groups = shape[dim] // (rows.inner * count)
     apart = (*shape[:dim], groups, count, rows.inner, *shape[dim + 1 :])
-    order = (dim + 1, *range(dim + 1), *range(dim + 2, len(apart)))
-    split = jax.lax.transpose(jax.lax.reshape(array, apart), order)
+    sizes = (*apart[: dim + 1], 1, *apart[dim + 2 :])
+    zero = np.int32(0)
+    starts = [number if d == dim + 1 else zero for d in range(len(apart))]
+    taken = jax.lax.dynamic_slice(
+        jax.lax.reshape(array, apart), starts, sizes, allow_negative_indices=False
+    )
     each = (*shape[:dim], groups * rows.inner, *shape[dim + 1 :])
-    return jax.lax.reshape(split, (count, *each))
+    return jax.lax.reshape(taken, each)
 
 
 def together(array: Any, rows: Rows) -> Any:
-    """Puts parts as of `dealt` together: ``(count, ..., n / count, ...)``.
+    """Puts parts as of `part` together: ``(count, ..., n / count, ...)``.
 
     Args:
       array: the arrays of all microbatches, one behind the other.

@@ -66,7 +66,7 @@ class _Hoister:
         return flow.equations[index] if late else None
 
     def spans(self, eqn: Equation) -> bool:
-        """Whether an equation adds up values of several stages, or only passes it on."""
+        """Whether an equation adds up values of several stages, or passes that on."""
         made = [self.behind(a) for a in eqn.inputs if isinstance(a, int)]
         if any(m is None for m in made):
             return False

@@ -31,7 +31,7 @@ from autopar.planner.candidate import (
     candidate_of,
     choices_of,
 )
-from autopar.planner.experts import search_from_experts
+from autopar.planner.experts import expert_plans, search_from_experts
 from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.infeasible import size_text
 from autopar.planner.problem import FEW_NODES, Formulation, formulate, small_state
@@ -51,14 +51,16 @@ def analysed(name: str) -> Analysis:
     return analyse(*planner_cases.workload(name))
 
 
+@functools.cache
 def mlp(rows: int = 64, layers: int = 2) -> Analysis:
     params = mlp_params(width=32, hidden=128, layers=layers)
     return analyse(*training(mlp_loss, params, mlp_batch(rows, 32)))
 
 
 @functools.cache
-def searched() -> SearchResult:
-    return search(mlp(), CLUSTERS["cpu"], seconds=5)
+def searched(cluster: str) -> SearchResult:
+    """From a cold start."""
+    return search(mlp(), CLUSTERS[cluster], seconds=5)
 
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
@@ -75,15 +77,14 @@ def test_never_slower_than_an_expert(name: str, cluster: str) -> None:
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))
 def test_without_warm_starts_neither(cluster: str) -> None:
     """Up to the gap: every expert plan is a point of the search's own space."""
-    analysis = mlp()
-    _, experts = search_from_experts(analysis, CLUSTERS[cluster], seconds=5)
+    experts = expert_plans(mlp(), CLUSTERS[cluster], seconds=5)
     known = [e.candidate.step_s for e in experts if e.candidate is not None]
-    found = search(analysis, CLUSTERS[cluster], seconds=5).best
+    found = searched(cluster).best
     assert found.step_s <= (1 + GAP) * min(known)
 
 
 def test_the_best_of_all_meshes_is_taken() -> None:
-    result = searched()
+    result = searched("cpu")
     assert [str(m) for m, _ in result.tried] == [
         str(m) for m in candidate_meshes(CLUSTERS["cpu"])
     ]
@@ -94,7 +95,7 @@ class TestWhatIsProved:
     """Of the plans of all meshes, not of those of the best one alone."""
 
     def test_no_plan_of_any_mesh_is_faster_than_the_bound(self) -> None:
-        result = searched()
+        result = searched("cpu")
         bounds = [c.bound_s for _, c in result.tried if c is not None]
         assert len(bounds) > 1
         assert result.floor_s == min(bounds)
@@ -466,7 +467,7 @@ class TestWarmStarts:
     def test_the_result_is_at_least_as_good(self) -> None:
         analysis = mlp()
         cluster = CLUSTERS["cpu"]
-        best = search(analysis, cluster, seconds=5).best
+        best = searched("cpu").best
         warm = search(analysis, cluster, seconds=5, starts=[best]).best
         assert warm.step_s <= best.step_s
 

@@ -14,7 +14,12 @@ from autopar.cost.traffic import traffic
 from autopar.planner.candidate import Candidate
 from autopar.planner.search import candidate_meshes, search
 from autopar.steps.analysis import Analysis, analyse
-from autopar.steps.microbatches import over_microbatches
+from autopar.steps.microbatches import (
+    in_microbatches,
+    of_one_microbatch,
+    over_microbatches,
+    split,
+)
 from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.microbatched import (
     Combine,
@@ -48,14 +53,14 @@ def repeated(count: int = COUNT) -> Analysis:
     found = analysis()
     update = {op.equation for op in found.graph.operators if op.role is Role.UPDATE}
     (gradient,) = found.deferrals[0].ends
-    split = Microbatched(
+    known = Microbatched(
         microbatches=count,
         traced=found.pytrees,
         once=frozenset(update),
         crossings=(Crossing(gradient, Combine.SUM),),
         batch={1: Rows(0)},
     )
-    return over_microbatches(found, split)
+    return over_microbatches(found, known)
 
 
 def test_the_update_runs_once() -> None:
@@ -104,3 +109,19 @@ def test_what_is_added_to_is_kept_from_the_first_microbatch_on() -> None:
 
     assert [b.nbytes for b in kept] == [4 * WIDTH * WIDTH]
     assert kept[0].end > 0
+
+
+def test_it_costs_what_the_loop_over_microbatches_costs() -> None:
+    """The program of one microbatch, counted, and the one with the loop."""
+    whole = analysis()
+    looped = data_parallel(in_microbatches(whole, COUNT))
+    counted = data_parallel(of_one_microbatch(split(whole, COUNT)))
+
+    # The loop deals the rows out and adds the gradients up, too.
+    assert 0.85 * looped.step_s < counted.step_s < looped.step_s
+    assert counted.communication_bytes == pytest.approx(looped.communication_bytes)
+    # It holds the whole batch beside the rows of a microbatch.
+    batch_bytes = 4 * ROWS * WIDTH / 4
+    assert counted.peak_memory_bytes == pytest.approx(
+        looped.peak_memory_bytes - batch_bytes, rel=0.01
+    )

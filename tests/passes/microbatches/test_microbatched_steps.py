@@ -227,9 +227,7 @@ def test_optimizers_see_the_gradient_of_the_whole_batch(tx: Any) -> None:
 
 def test_objects_are_updated() -> None:
     def made() -> tuple[nnx.Linear, nnx.Optimizer[Any]]:
-        model = nnx.Linear(
-            WIDTH, CLASSES, param_dtype=jnp.float64, rngs=nnx.Rngs(0)
-        )
+        model = nnx.Linear(WIDTH, CLASSES, param_dtype=jnp.float64, rngs=nnx.Rngs(0))
         return model, nnx.Optimizer(model, optax.sgd(0.1, 0.9), wrt=nnx.Param)
 
     def step(model: Any, optimizer: Any, batch: Any) -> Any:
@@ -421,5 +419,3 @@ def test_a_coupled_loss_may_be_that_of_each_microbatch(loss: Any) -> None:
     )
 
     assert_close(found, expected)
-
-

@@ -111,7 +111,7 @@ def test_groups_of_rows_stay_together_or_are_refused() -> None:
     found = split(sgd(loss), (W, MORE), 3).split
     assert found is not None
     assert [rows.inner for rows in found.batch.values()] == [4]
-    with pytest.raises(PlanError, match="microbatch of 6 rows.* cannot be traced"):
+    with pytest.raises(PlanError, match=r"microbatch of 6 rows.* cannot be traced"):
         split(sgd(loss), (W, MORE), 4)
 
 
@@ -149,5 +149,5 @@ def test_a_constant_of_the_batch_is_refused() -> None:
         weights = jnp.asarray([float(k) for k in range(x.shape[0])])
         return jnp.mean(jnp.sum(x @ w, -1) * weights)
 
-    with pytest.raises(PlanError, match="depends on the number of rows|rows"):
+    with pytest.raises(PlanError, match="depends on the number of rows"):
         split(sgd(loss), (W, X), 2)

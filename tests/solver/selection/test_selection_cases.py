@@ -268,7 +268,11 @@ def test_nothing_to_choose():
     result = solve_selection(problem)
     check_selection(problem, result)
     assert (result.status, result.cost_s) == (Status.OPTIMAL, 0.0)
-    assert solve_relaxation(problem).wire_weights == ()
+    assert result.bound_s == 0.0
+    relaxed = solve_relaxation(problem)
+    assert relaxed.wire_weights == ()
+    prices = (relaxed.seconds_per_error, relaxed.seconds_per_byte, relaxed.bound_s)
+    assert (*prices, relaxed.status) == (0.0, 0.0, 0.0, Status.OPTIMAL)
 
 
 # PuLP 3.3 warns of its own way to start CBC, which `autopar_solver.ilp.cbc` uses.

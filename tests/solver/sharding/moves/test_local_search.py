@@ -156,3 +156,23 @@ def test_a_position_owns_its_choices():
     position.move(0, 0)
     assert choices.tolist() == [1]
     assert position.over == -np.inf
+
+
+def test_savings_of_less_than_a_unit_count():
+    """Bytes are scaled: what a move saves may be a small number."""
+    memory = {0: term(0, 1, 0.5, 0.25), 1: term(0, 1, 0.5, 0.25)}
+    graph = graph_of([[0.0, 5.0], [0.0, 3.0]], {}, memory, [0.75])
+    position = position_of(flatten(graph), np.array([0, 0]))
+    assert mend(position, position.field.costs, 10)
+    assert position.choices.tolist() == [0, 1]
+
+
+def test_only_as_much_is_moved_as_is_needed():
+    """Three of six nodes save what a row lacks, the cheapest ones."""
+    memory = {k: term(0, 1, 2.0, 1.0) for k in range(6)}
+    costs = [[0.0, float(cost)] for cost in (6, 1, 5, 2, 4, 3)]
+    position = position_of(
+        flatten(graph_of(costs, {}, memory, [9.0])), np.zeros(6, int)
+    )
+    assert mend(position, position.field.costs, UNLIMITED)
+    assert position.choices.tolist() == [0, 1, 0, 1, 0, 1]

@@ -88,3 +88,45 @@ def test_a_backend_that_finds_nothing_leaves_the_choices():
     found = search.improve(start, math.inf, Clock(0.0, None).within(0.5))
     assert field.cost(found) <= field.cost(start)
     assert LEAST_PAIRS <= search.pairs <= MOST_PAIRS
+
+
+def counting(calls):
+    """HiGHS, which notes the size of every part that it is given."""
+
+    def solve(program, stop, start):
+        calls.append(len(program.costs))
+        return HIGHS(program, stop, start)
+
+    return solve
+
+
+def test_parts_that_are_solved_fast_grow():
+    calls = []
+    field = binding_field(4, length=8, strategies=4)
+    search = search_of(field, counting(calls))
+    search.pairs = 30
+    search.improve(fitting_choices(field), math.inf, Clock(0.0, None).within(0.2))
+    assert len(calls) > 3
+    assert search.pairs > 30
+
+
+def test_one_part_after_another_is_chosen_again():
+    """The search goes on after a part that is not the whole field."""
+    calls = []
+    field = binding_field(5, length=8, strategies=4)
+    search = search_of(field, counting(calls))
+    search.pairs = LEAST_PAIRS // 10
+    start = fitting_choices(field)
+    found = search.improve(start, math.inf, Clock(0.0, None).within(1.0))
+    assert len(calls) > 1
+    assert len(set(calls)) > 1
+    changed = np.flatnonzero(found != start)
+    assert len(changed) > 1
+
+
+def test_a_field_that_is_one_part_is_solved_once():
+    calls = []
+    field = binding_field(6, length=3)
+    search = search_of(field, counting(calls))
+    search.improve(fitting_choices(field), math.inf, Clock(0.0, None).within(2.0))
+    assert len(calls) == 1

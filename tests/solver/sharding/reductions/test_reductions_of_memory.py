@@ -9,6 +9,8 @@ from solver_graphs import graph_of, term
 from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.memory import NodeMemory
 from autopar_solver.sharding.reductions.capacity import (
+    _range_min,
+    _range_minima,
     drop_loose_rows,
     drop_oversized,
     settle_memory,
@@ -122,3 +124,29 @@ def test_memory_on_loose_rows_alone_is_forgotten():
     graph = graph_of([[0, 0]], {}, {0: term(0, 1, 0.0, 5.0)}, [9.0])
     drop_loose_rows(graph)
     assert (len(graph.rows), graph.memory) == (0, {})
+
+
+def test_what_is_over_by_rounding_still_fits():
+    """Neither a strategy goes nor a row, where sums differ by rounding alone."""
+    memory = {0: term(0, 1, 0.0, 4.0), 1: term(0, 1, 0.0, 0.5)}
+    graph = graph_of([[0, 0], [0, 0]], {}, memory, [4.0 - 1e-9])
+    graph.slack = 1e-8
+    drop_oversized(graph)
+    assert len(graph.costs[0]) == 2
+    drop_loose_rows(graph)
+    assert len(graph.rows) == 1
+    graph.slack = 0.0
+    drop_oversized(graph)
+    assert len(graph.costs[0]) == 1
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_least_of_any_stretch(seed):
+    random = np.random.default_rng(seed)
+    values = random.integers(0, 99, random.integers(1, 40)).astype(float)
+    starts = random.integers(0, len(values), 12)
+    ends = starts + random.integers(1, len(values) + 1 - starts)
+    found = _range_min(_range_minima(values), starts, ends)
+    pairs = zip(starts.tolist(), ends.tolist(), strict=True)
+    assert found.tolist() == [values[low:high].min() for low, high in pairs]

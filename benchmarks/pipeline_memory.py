@@ -1,0 +1,148 @@
+"""A GPT that fits in stages only: planned, run, and its memory measured.
+
+    python benchmarks/pipeline_memory.py [--share 0.7] [layers=8 d_model=128 ...]
+
+Finds the least memory of a device in which a plan of one stage on whole batches fits 8
+simulated devices, and takes a share of it as the limit. Then it asks for any plan
+(``stages="auto"``) or one with stages, runs two steps, and prints a JSON line: the
+limit, what plans of one stage and of several are predicted to hold, and the most that a
+device held: arrays that are alive after a task, and the task's own temporaries, by the
+compiler.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from collections import Counter
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import workloads
+
+import autopar
+from autopar.errors import InfeasibleError
+from autopar.runtime.stages.pipeline import Pipeline
+
+_OPTIONS = {"layers": 8, "d_model": 128, "seq": 128, "batch": 32}
+
+
+def main() -> None:
+    """Plans, runs and measures."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--share", type=float, default=0.7)
+    parser.add_argument("--stages", default="auto")
+    parser.add_argument("--microbatches", type=int)
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_args()
+    given = {k: int(v) for k, v in (word.split("=") for word in args.words)}
+    training = workloads.training("gpt", **{**_OPTIONS, **given})
+    state = training.create_state(jax.random.key(0))
+    batch = next(training.batches(seed=0))
+    local = autopar.Cluster.local(8)
+    least = least_bytes(training.step, state, batch, local)
+    limit = int(args.share * least)
+    tight = with_memory(local, limit)
+    out: dict[str, object] = {"least_of_one_stage": least, "limit": limit}
+    for count in (1, "auto"):
+        try:
+            plan = autopar.plan(
+                training.step, state, batch, cluster=tight, microbatches=count
+            )
+            out[f"one_stage_of_{count}"] = plan.predicted.peak_memory_bytes
+        except InfeasibleError:
+            out[f"one_stage_of_{count}"] = "does not fit"
+    stages = args.stages if args.stages == "auto" else int(args.stages)
+    step = autopar.parallelize(
+        training.step, cluster=tight, stages=stages, microbatches=args.microbatches
+    )
+    state, _ = step(state, batch)
+    plan = step.plan
+    out |= {
+        "plan": f"{len(plan.stages)} stages, {plan.schedule}, "
+        f"{plan.microbatches} microbatches",
+        "predicted": plan.predicted.peak_memory_bytes,
+    }
+    pipeline = getattr(step.prepare(state, batch), "pipeline", None)
+    if pipeline is not None:
+        state, loss = measured(pipeline, lambda: step(state, batch), out)
+        out["loss"] = float(loss)
+        out["fits"] = out["held"] <= limit
+    print(json.dumps(out))
+
+
+def least_bytes(step, state, batch, cluster) -> float:
+    """The least memory in which a plan of one stage on whole batches is found."""
+    plan = autopar.plan(step, state, batch, cluster=cluster)
+    fits = plan.predicted.peak_memory_bytes
+    low, high = 0.0, fits
+    while high - low > 0.02 * fits:
+        middle = (low + high) / 2
+        try:
+            autopar.plan(
+                step, state, batch, cluster=with_memory(cluster, int(middle)), seconds=3
+            )
+            high = middle
+        except InfeasibleError:
+            low = middle
+    return high
+
+
+def with_memory(cluster: autopar.Cluster, nbytes: int) -> autopar.Cluster:
+    """The cluster with so much memory on each device."""
+    device = dataclasses.replace(cluster.device, memory_bytes=nbytes)
+    return dataclasses.replace(cluster, device=device)
+
+
+def measured(pipeline: Pipeline, run, out: dict[str, object]):
+    """Runs a step, and looks at what is alive after each task."""
+    temporaries = {
+        key: call.code.function.lower(*call.code.in_structs)
+        .compile()
+        .memory_analysis()
+        .temp_size_in_bytes
+        for key, call in pipeline.calls.items()
+    }
+    most: Counter[int] = Counter()
+    devices = {
+        k: [d.id for d in stage.mesh.devices.flat]
+        for k, stage in enumerate(pipeline.stages)
+    }
+
+    def watching(key, function):
+        def call(*arguments):
+            made = function(*arguments)
+            jax.block_until_ready(made)
+            held = alive()
+            for device in devices[key.stage]:
+                most[device] = max(most[device], held[device] + temporaries[key])
+            return made
+
+        return call
+
+    calls = dict(pipeline.calls)
+    for key, call in calls.items():
+        code = dataclasses.replace(
+            call.code, function=watching(key, call.code.function)
+        )
+        pipeline.calls[key] = dataclasses.replace(call, code=code)
+    result = run()
+    pipeline.calls.update(calls)
+    out["held"] = max(most.values())
+    return result
+
+
+def alive() -> Counter[int]:
+    """Bytes of all arrays on each device."""
+    found: Counter[int] = Counter()
+    for array in jax.live_arrays():
+        for shard in array.addressable_shards:
+            found[shard.device.id] += shard.data.nbytes
+    return found
+
+
+if __name__ == "__main__":
+    main()
