@@ -2,6 +2,7 @@
 
     python benchmarks/stages.py planning
     python benchmarks/stages.py published [--rows FILE] [--only TEXT]
+    python benchmarks/stages.py mixed
 
 ``planning`` plans GPTs on A100s and prints the CPU seconds of each part.
 
@@ -12,39 +13,53 @@ tensor parallel layouts with sequence parallelism or without, replicas over the 
 axis, equal stages, full rematerialisation of all layers. The size of a microbatch and
 the number of chunks are the fastest that fit, for the source does not give them.
 Beside it stands our own plan for the same cluster by the same model.
+
+``mixed`` plans a GPT on two groups of hosts, one of them half as fast, and prices the
+best pipeline that gives all stages as many layers and devices.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import itertools
 import json
+import math
 import os
 import pathlib
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import decoder
 import numpy as np
 
 import autopar
-from autopar.cluster import MeshShape
+from autopar.cluster import DeviceSpec, MeshShape
 from autopar.cost.pricer import Pricer
 from autopar.planner.recipes import Recipe, restriction_of
 from autopar.planner.stages.costs import Priced, priced, stage_problem
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.plan import (
+    SCHEDULES,
     PipelineChoice,
     divisors,
     layers_of,
     plan_stages,
 )
-from autopar.planner.stages.submeshes import Submesh, Weights, layouts_within
+from autopar.planner.stages.submeshes import (
+    Submesh,
+    Weights,
+    layouts_within,
+    submeshes,
+)
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import (
     Pipeline,
     PipelineCost,
     Schedule,
     ScheduleKind,
+    StageProblem,
     evaluate_pipeline,
 )
 
@@ -56,6 +71,8 @@ CASES = (
     (8192, 48, 1024, 2048, "64x8:a100"),
     (12288, 96, 1536, 2048, "128x8:a100"),
 )
+# As many devices again are half as fast.
+MIXED = (4096, 32, 256, 1024, "2x8:a100")
 HEAD, VOCAB = 128, 51200
 CHUNKS = (1, 2, 3, 4, 5)
 
@@ -145,6 +162,71 @@ def published(rows: list[dict[str, Any]], seconds: float, *, ours: bool) -> None
             found = plan_stages(analysis, cluster, seconds=seconds)
             out |= {"ours_s": found.step_s, "ours": described(found)}
         print(json.dumps(out), flush=True)
+
+
+def mixed(seconds: float) -> None:
+    """Plans for devices of two speeds, against the best even split."""
+    width, depth, batch, sequence, text = MIXED
+    fast = autopar.Cluster.parse(text)
+    slow = dataclasses.replace(fast, device=halved(fast.device))
+    cluster = autopar.Cluster(groups=(fast, slow))
+    analysis = gpt(width, depth, batch, sequence)
+    found = plan_stages(analysis, cluster, seconds=seconds)
+    layers = layers_of(analysis, cluster)
+    counts = divisors(batch)
+    scales = np.array([1 / count for count in counts])
+    prices = priced(layers, submeshes(analysis, cluster, Weights(16.0)), scales)
+    problem = stage_problem(layers, cluster, prices, counts, SCHEDULES)
+    even_s = min(even_split_s(problem, prices, stages) for stages in (2, 4, 8))
+    row = {
+        "cluster": f"{text}, and as many half as fast",
+        "even_s": even_s,
+        "ratio": even_s / found.step_s,
+    }
+    print(json.dumps({**row, **described(found)}))
+
+
+def halved(device: DeviceSpec) -> DeviceSpec:
+    """A device of half the speed."""
+    return dataclasses.replace(
+        device,
+        name=f"half {device.name}",
+        peak_flops_per_s=tuple((k, v / 2) for k, v in device.peak_flops_per_s),
+        vector_flops_per_s=device.vector_flops_per_s / 2,
+        memory_bandwidth_bytes_per_s=device.memory_bandwidth_bytes_per_s / 2,
+    )
+
+
+def even_split_s(problem: StageProblem, prices: Sequence[Priced], stages: int) -> float:
+    """Seconds of the best pipeline whose stages have equal shares; inf without one."""
+    best = math.inf
+    layers, half = problem.num_layers, stages // 2
+    cuts = tuple(round(k * layers / stages) for k in range(stages + 1))
+    for a, first in enumerate(prices):
+        for b, second in enumerate(prices):
+            one, other = first.submesh, second.submesh
+            alike = (one.shape, one.rule, one.pricer.sizes) == (
+                other.shape,
+                other.rule,
+                other.pricer.sizes,
+            )
+            room = problem.groups[0].devices
+            if not alike or one.group >= other.group or half * one.devices > room:
+                continue
+            for costs, schedule in itertools.product(problem.costs, problem.schedules):
+                possible = first.possible & second.possible
+                if schedule.chunks > 1 or not possible[problem.costs.index(costs)]:
+                    continue
+                pipeline = Pipeline(
+                    microbatches=costs.microbatches,
+                    schedule=schedule,
+                    options=(a,) * half + (b,) * half,
+                    cuts=cuts,
+                )
+                cost = evaluate_pipeline(problem, pipeline)
+                if cost.fits:
+                    best = min(best, cost.step_s)
+    return best
 
 
 def analysed(row: dict[str, Any]) -> Analysis:
@@ -250,7 +332,7 @@ def _pipelines(
 def main() -> None:
     """Runs one of the two."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("what", choices=("planning", "published"))
+    parser.add_argument("what", choices=("planning", "published", "mixed"))
     default = DEFAULT / "published" / "pipelines.json"
     parser.add_argument("--rows", type=pathlib.Path, default=default)
     parser.add_argument("--only", default="", help="cases whose name holds this text")
@@ -259,6 +341,9 @@ def main() -> None:
     chosen = parser.parse_args()
     if chosen.what == "planning":
         planning(chosen.limit, chosen.only)
+        return
+    if chosen.what == "mixed":
+        mixed(chosen.limit)
         return
     if not chosen.rows.exists():
         print(f"skipped: {chosen.rows} is absent; give --rows FILE.")

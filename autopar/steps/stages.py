@@ -29,6 +29,7 @@ class CutStep:
       cut: its tasks.
       programs: the program of each stage.
       stages: their analyses; the part that runs for each microbatch counts as often.
+      again: the forward equations that the backward pass runs again.
     """
 
     found: Microbatched
@@ -36,6 +37,7 @@ class CutStep:
     cut: Cut
     programs: tuple[StageProgram, ...]
     stages: tuple[Analysis, ...]
+    again: frozenset[int] = frozenset()
 
 
 def cut_step(
@@ -87,7 +89,12 @@ def cut_step(
     programs = tuple(stage_program(tasks, k) for k in range(stages))
     made = tuple(_analysed(analysis, found, p) for p in programs)
     return CutStep(
-        found=found, analysis=analysis, cut=tasks, programs=programs, stages=made
+        found=found,
+        analysis=analysis,
+        cut=tasks,
+        programs=programs,
+        stages=made,
+        again=frozenset(again),
     )
 
 

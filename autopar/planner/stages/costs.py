@@ -31,7 +31,7 @@ from autopar_solver import (
 
 # A submesh is left out where another one of its size costs no more than this in
 # anything.
-_WORSE = 1.001
+_WORSE = 1.01
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -134,6 +134,8 @@ def stage_problem(
     microbatches: Sequence[int],
     schedules: Sequence[Schedule],
     max_stages: int | None = None,
+    *,
+    alone_again: bool = True,
 ) -> StageProblem:
     """The problem that `autopar_solver.solve_stages` solves.
 
@@ -144,6 +146,8 @@ def stage_problem(
       microbatches: the numbers of microbatches, one for each scale of the prices.
       schedules: those that are allowed.
       max_stages: most stages; None for no limit.
+      alone_again: whether stages on more than half of the devices may compute
+        activations again. No plan of one stage can, so that the choice is then a plan.
     """
     groups = tuple(
         DeviceGroup(devices=part.num_devices, memory_bytes=float(part.memory_bytes))
@@ -160,12 +164,15 @@ def stage_problem(
         for one, end in zip(found, ends, strict=True)
     )
     links = _Links(cluster, found, ends)
+    again = np.array(
+        [alone_again or 2 * o.devices <= cluster.num_devices for o in options]
+    )
     return StageProblem(
         name="stages",
         groups=groups,
         options=options,
         costs=tuple(
-            _layer_costs(layers, found, links, k, count)
+            _layer_costs(layers, found, links, k, count, again)
             for k, count in enumerate(microbatches)
         ),
         schedules=tuple(schedules),
@@ -217,7 +224,18 @@ def _layer_costs(
     links: _Links,
     scale: int,
     microbatches: int,
+    again: np.ndarray,
 ) -> LayerCosts:
+    """The costs at one number of microbatches.
+
+    Args:
+      layers: the layers.
+      found: the submeshes with their prices.
+      links: seconds between them.
+      scale: place of the number among those of the prices.
+      microbatches: the number.
+      again: bool ``[options]``, whether layers may compute activations again.
+    """
     several = 1.0 if microbatches > 1 else 0.0
 
     def table(rows: Sequence[np.ndarray]) -> np.ndarray:
@@ -242,7 +260,9 @@ def _layer_costs(
         ),
         activation_bytes=table([one.nbytes.activations[:, scale] for one in found]),
         boundary_bytes=np.stack([one.entering[:, scale] for one in found], 1),
-        recompute_s=table([one.seconds.again[:, scale] for one in found]),
+        recompute_s=np.where(
+            again[None], table([one.seconds.again[:, scale] for one in found]), np.inf
+        ),
         transient_bytes=table([one.nbytes.transient[:, scale] for one in found]),
         forward_link_s=links.seconds(scale, backward=False),
         backward_link_s=links.seconds(scale, backward=True),

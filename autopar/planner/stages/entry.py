@@ -99,6 +99,7 @@ def best_pipeline(
         microbatches=counts,
         schedules=SCHEDULES if asked_for is None else (_schedule(asked_for),),
         seconds=options.seconds,
+        alone_again=False,
     )
     if len(choice.stages) == 1:
         return None

@@ -126,6 +126,7 @@ def plan_stages(
     stages: int | None = None,
     seconds: float | None = None,
     gap: float = 1e-3,
+    alone_again: bool = True,
 ) -> PipelineChoice:
     """Plans a step as a pipeline; one stage is a pipeline, too.
 
@@ -138,6 +139,7 @@ def plan_stages(
       stages: most stages; None for no limit.
       seconds: time limit of the stage solver.
       gap: share of the step that a better pipeline may save without being looked for.
+      alone_again: as for `stage_problem`.
 
     Raises:
       InfeasibleError: no pipeline fits the memory of the devices.
@@ -154,7 +156,9 @@ def plan_stages(
     counts = list(microbatches or covering(every, found, analysed))
     scales = np.array([analysed / count for count in counts])
     prices = priced(layers, found, scales)
-    problem = stage_problem(layers, cluster, prices, counts, schedules, stages)
+    problem = stage_problem(
+        layers, cluster, prices, counts, schedules, stages, alone_again=alone_again
+    )
     spent.on("costs")
     solution = solve_stages(problem, seconds=seconds, gap=gap)
     single = solution

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import numpy as np
 
 from autopar.cluster import Cluster, LinkSpec
 from autopar.cost.items import CostItem, Paid
+from autopar.cost.memory import habits_of
 from autopar.layouts.layout import shards
 from autopar.planner.candidate import Candidate
 from autopar.steps.stages import CutStep
+from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 from autopar_passes.stages.flow import reads
@@ -249,3 +252,36 @@ def link_between(
         if x // block != y // block:
             return level.link
     return levels[-1].link
+
+
+def saved_bytes(
+    cut: CutStep, layers: Sequence[int], recomputed: Collection[int], found: Candidate
+) -> float:
+    """What computing again saves a device of one microbatch's activations.
+
+    The search of a stage counts the activations of all of its layers at once. Those
+    that are computed again are there for one layer at a time; the neediest one stays.
+
+    Args:
+      cut: the step as stages.
+      layers: the forward equation at which each layer begins.
+      recomputed: the layers of the stage whose activations are computed again.
+      found: the stage's layouts.
+    """
+    flow = cut.cut.parts.flow
+    order = {index: k for k, index in enumerate(flow.equations)}
+    begins = [order[start] for start in layers]
+    analysis, device = found.assignment.analysis, found.pricer.cluster.device
+    written = analysis.life(habits_of(device.kind)).written
+    known = {i.value for i in analysis.graph.inputs}
+    held: dict[int, list[int]] = {}
+    for value, maker in flow.maker.items():
+        layer = max(0, bisect.bisect_right(begins, order[maker]) - 1)
+        if layer not in recomputed or maker not in cut.again:
+            continue
+        read = any(flow.roles[r] is Role.BACKWARD for r in flow.readers.get(value, ()))
+        if read and value in written and value not in known:
+            held.setdefault(layer, []).append(value)
+    sizes = [_device_bytes(cut, values, found) for values in held.values()]
+    overhead = device.calibrated.memory_overhead
+    return overhead * (sum(sizes) - max(sizes, default=0.0))

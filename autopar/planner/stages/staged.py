@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.record import make_plan
 from autopar.planner.search import search
-from autopar.planner.stages.stage_costs import StageCosts, stage_costs
+from autopar.planner.stages.stage_costs import StageCosts, saved_bytes, stage_costs
 from autopar.plans import PipelineData, Plan, StagePlan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
@@ -86,11 +86,17 @@ def staged_plan(
     devices = [site.devices for site in wanted.sites]
     known: dict[object, Candidate] = {}
     # What each stage may hold while one microbatch runs.
-    rooms = [float(site.cluster.device.memory_bytes) for site in wanted.sites]
+    again = [_again(cut, wanted, k) for k in range(len(wanted.sites))]
+    # The search knows of nothing that is computed again.
+    rooms = [
+        1e18 if again[k] else float(site.cluster.device.memory_bytes)
+        for k, site in enumerate(wanted.sites)
+    ]
     found = _all_searched(cut, wanted, rooms, known, seconds)
     for _ in range(_ROUNDS):
         costs = stage_costs(cut, cluster, devices, found)
-        memory = _memory_bytes(table, costs)
+        saved = _saved(cut, wanted, again, found)
+        memory = _memory_bytes(table, costs, saved)
         if not (over := _over(wanted, memory)):
             break
         left = _rooms(wanted, costs, memory)
@@ -100,7 +106,7 @@ def staged_plan(
         except InfeasibleError:
             break  # the check below says what does not fit
     costs = stage_costs(cut, cluster, devices, found)
-    memory = _memory_bytes(table, costs)
+    memory = _memory_bytes(table, costs, _saved(cut, wanted, again, found))
     _check_memory(wanted, found, memory)
     timeline = play(table, costs.tasks)
     return _written(
@@ -180,7 +186,34 @@ def _alike(analysis: Analysis, other: Candidate) -> Candidate:
     return dataclasses.replace(other, assignment=assignment)
 
 
-def _memory_bytes(table: ScheduleTable, costs: StageCosts) -> list[float]:
+def _again(cut: CutStep, wanted: Wanted, stage: int) -> frozenset[int]:
+    """The layers of a stage whose activations are computed again."""
+    ends = (*wanted.parts[1:], len(wanted.layers))
+    own = {
+        layer
+        for part, (begin, end) in enumerate(zip(wanted.parts, ends, strict=True))
+        for layer in range(begin, end)
+        if cut.cut.stage_of[part] == stage
+    }
+    return frozenset(own.intersection(wanted.recomputed))
+
+
+def _saved(
+    cut: CutStep,
+    wanted: Wanted,
+    again: Sequence[frozenset[int]],
+    found: Sequence[Candidate],
+) -> list[float]:
+    """By stage, what computing again saves (`saved_bytes`)."""
+    return [
+        saved_bytes(cut, wanted.layers, layers, candidate) if layers else 0.0
+        for layers, candidate in zip(again, found, strict=True)
+    ]
+
+
+def _memory_bytes(
+    table: ScheduleTable, costs: StageCosts, saved: Sequence[float]
+) -> list[float]:
     """By stage, what a device holds at most.
 
     What the search of a stage counts has the activations of one microbatch of each of
@@ -191,7 +224,8 @@ def _memory_bytes(table: ScheduleTable, costs: StageCosts) -> list[float]:
     out: list[float] = []
     for stage in range(stages):
         once = sum(costs.activation_bytes[stage::stages])
-        out.append(costs.step_bytes[stage] + max(0.0, float(peaks[stage]) - once))
+        more = max(0.0, float(peaks[stage]) - once)
+        out.append(costs.step_bytes[stage] - saved[stage] + more)
     return out
 
 

@@ -8,6 +8,7 @@ from autopar_solver.clock import Clock
 from autopar_solver.stages.exhaust import Allowance, exhaust_space
 from autopar_solver.stages.incumbent import Incumbent
 from autopar_solver.stages.infeasibility import binding_memory
+from autopar_solver.stages.mixed import offer_mixed
 from autopar_solver.stages.polish import polish
 from autopar_solver.stages.problem import StageProblem
 from autopar_solver.stages.schedules.tasks import ScheduleKind
@@ -46,6 +47,7 @@ def solve_stages(
     incumbent = Incumbent(problem)
     candidates = uniform_pipelines(problem, most_stages(problem))
     bound = offer_uniform(problem, incumbent, candidates, clock)
+    offer_mixed(problem, incumbent, clock)
     bound = min(bound, _search(problem, incumbent, gap, clock))
     bound = min(bound, incumbent.step_s * (1 - gap))
     if incumbent.pipeline is None:

@@ -21,6 +21,9 @@ from autopar_solver.stages.problem import LayerCosts, StageProblem
 from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
 from autopar_solver.stages.solution import Pipeline
 
+LATE = 500
+"""How many pipelines are tried after the time limit, until one fits."""
+
 
 class UniformPipeline(NamedTuple):
     """A pipeline without the choice of what is computed again.
@@ -72,16 +75,19 @@ def offer_uniform(
         problem: whose pipelines they are.
         incumbent: gets them.
         candidates: the least bound first.
-        clock: when to stop; the first one is played anyway.
+        clock: when to stop; while there is no pipeline yet, `LATE` are tried anyway.
 
     Returns:
         A bound of those that were not played; ``inf`` if none can be better.
     """
-    for number, candidate in enumerate(candidates):
+    late = 0
+    for candidate in candidates:
         if candidate.bound_s >= incumbent.step_s:
             return math.inf
-        if number and clock.left <= 0:
-            return candidate.bound_s
+        if clock.left <= 0:
+            if incumbent.pipeline is not None or late == LATE:
+                return candidate.bound_s
+            late += 1
         pipeline = completed(
             problem,
             Pipeline(

@@ -363,3 +363,34 @@ def test_interleaved_parts_share_devices_in_what_binds():
 
     assert binding is not None
     assert 8.0 < binding.least_bytes <= 10.0
+
+
+def test_a_pipeline_is_found_after_the_time_limit_where_the_first_do_not_fit():
+    """The faster option needs more than there is while a layer runs."""
+    ones = np.ones((4, 2))
+    link = np.zeros((3, 1, 1))
+    problem = StageProblem(
+        groups=(DeviceGroup(devices=2, memory_bytes=10.0),),
+        options=(SubmeshOption(group=0, devices=1), SubmeshOption(group=0, devices=1)),
+        costs=(
+            LayerCosts(
+                microbatches=2,
+                forward_s=ones * [1.0, 2.0],
+                backward_input_s=ones * [1.0, 2.0],
+                backward_weight_s=ones * [1.0, 2.0],
+                step_s=0 * ones,
+                resident_bytes=0 * ones,
+                activation_bytes=0.1 * ones,
+                boundary_bytes=0 * ones,
+                recompute_s=ones,
+                transient_bytes=ones * [99.0, 1.0],
+                forward_link_s=link,
+                backward_link_s=link,
+                latency_s=np.zeros((1, 1)),
+            ),
+        ),
+        schedules=(ONE_F_ONE_B,),
+    )
+    found = solve_stages(problem, seconds=0.0)
+    assert found.pipeline is not None
+    assert set(found.pipeline.options) == {1}

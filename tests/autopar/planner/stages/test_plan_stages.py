@@ -202,3 +202,18 @@ def test_computing_again_costs_what_the_backward_pass_needs() -> None:
     # Of a block's two products, the first one.
     assert 0.4 * forward_s < more_s < 0.6 * forward_s
     assert max(anew.activation_bytes) < 0.5 * max(kept.activation_bytes)
+
+
+def test_stages_are_found_where_one_stage_fits_only_by_computing_again() -> None:
+    """No plan of one stage computes again, so that the choice has several."""
+    tall = analysed(residual, blocks(6, 64), struct(4096, 64))
+    roomy = plan_stages(tall, Cluster.parse("1x2:cpu"), stages=1, microbatches=[1])
+    limit = round(0.85 * roomy.stages[0].memory_bytes)
+    tight = Cluster.parse(f"1x2:cpu,memory={limit}B")
+    options = PlanOptions(stages="auto", microbatches=1)
+    alone = plan_stages(tall, tight, stages=1, microbatches=[1])
+    assert alone.stages[0].recomputed
+    plan = best_pipeline(tall, tight, options)
+    assert plan is not None
+    assert len(plan.stages) == 2
+    assert plan.predicted.peak_memory_bytes <= limit
