@@ -131,6 +131,14 @@ def _in_stages(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Pl
         return found
     one: Plan | None = None
     failed: InfeasibleError | None = None
+    if cluster.groups:
+        found = plan_with_stages(analysis, cluster, options, None)
+        if found is None:
+            raise PlanError(
+                f"one kind of devices alone trains fastest on {cluster}: plan for a "
+                "part of it, cluster.groups[0] and so on."
+            )
+        return found
     try:
         one = plan_analysis(analysis, cluster, without_stages(options))
     except InfeasibleError as error:
