@@ -16,6 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from autopar.errors import StageError
+from autopar.runtime import ending
 from autopar.runtime.exchange import exchanged, told
 from autopar.runtime.world import World
 from autopar_passes import jax_compat
@@ -254,6 +255,7 @@ class Links:
         try:
             return self.world.channel.gather(data)
         except jax.errors.JaxRuntimeError as error:
+            ending.leave_at_end()
             raise StageError(
                 f"process {self.index} has lost another process while {what}: it has "
                 "ended or cannot be reached. The stages of a pipeline need all "
