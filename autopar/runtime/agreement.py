@@ -166,19 +166,39 @@ def check_equal(
     """
     if world.process_count == 1 or not leaves:
         return
-    digests = {path: _digest(leaf) for path, leaf in leaves.items()}
+    digests = digests_of(leaves)
     key = hashlib.sha256(repr(digests).encode()).digest()
     gather = (
         (lambda: exchanged(world, "comparing values", key))
         if first
         else (lambda: world.channel.gather(key))
     )
-    if len(set(gather())) == 1:
-        return
+    if len(set(gather())) > 1:
+        refuse_different(world, digests)
+
+
+def digests_of(leaves: Mapping[str, Any]) -> dict[str, str]:
+    """Path -> digest of an array that this process has all of."""
+    return {path: _digest(leaf) for path, leaf in leaves.items()}
+
+
+def refuse_different(world: World, digests: Mapping[str, str]) -> None:
+    """Says which arrays differ between processes; all must call it.
+
+    Args:
+      world: the processes.
+      digests: path -> digest of this process's array.
+
+    Raises:
+      PlanError: the digests of some arrays differ.
+    """
     data = msgspec.json.encode(digests)
     every = exchanged(world, "comparing values: what differs", data)
     found = [msgspec.json.decode(had) for had in every]
-    differ = [p for p in digests if len({had.get(p, "") for had in found}) > 1]
+    paths = dict.fromkeys(path for had in found for path in had)
+    differ = [p for p in paths if len({had.get(p, "") for had in found}) > 1]
+    if not differ:
+        return
     more = f" and {len(differ) - _MOST} more" if len(differ) > _MOST else ""
     raise PlanError(
         f"{', '.join(map(repr, differ[:_MOST]))}{more}: different values on the "

@@ -33,6 +33,12 @@ def announce() -> None:
         atexit.register(_end)
 
 
+def leave_at_end() -> None:
+    """From now on this process ends without waiting for the others: one is lost."""
+    atexit.unregister(jax_compat.leave_coordination)
+    atexit.register(jax_compat.leave_coordination)
+
+
 def _end() -> None:
     """Runs at exit, before `jax.distributed` does: the last one registered is first."""
     found = jax_compat.coordination()

@@ -60,7 +60,7 @@ def separate(given: Sequence[Any], placed: list[Any], donated: Iterable[int]) ->
     """
     seen: set[int] = set()
     for k in sorted(donated):
-        if id(given[k]) in seen:
+        if id(given[k]) in seen and placed[k].sharding.addressable_devices:
             placed[k] = jax.numpy.copy(placed[k])
         seen.add(id(given[k]))
 
@@ -122,6 +122,18 @@ def is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
+def absent(struct: Any, sharding: NamedSharding) -> Any:
+    """An array of which this process has nothing, as its devices hold none.
+
+    Args:
+      struct: its shape and dtype.
+      sharding: where it lies, on devices of other processes.
+    """
+    shape, dtype = jax_compat.bits_struct(tuple(struct.shape), struct.dtype)
+    bits = jax.make_array_from_single_device_arrays(shape, sharding, [], dtype=dtype)
+    return jax_compat.with_dtype(bits, struct.dtype)
+
+
 def _row_mesh(mesh: Any) -> Mesh:
     """The same devices as rows of processes, in the order of process numbers."""
     devices = sorted(mesh.devices.flat, key=lambda d: (d.process_index, d.id))
@@ -148,12 +160,14 @@ def create(function: Callable[..., Any], args: Sequence[Any], shardings: Any) ->
     """Runs a function that makes a pytree, each leaf created in its own shards.
 
     A program runs on one set of devices. Where the leaves lie on several, as those of
-    a pipeline do, the function is compiled for each, without what others keep.
+    a pipeline do, the function is compiled for each, without what others keep. Of what
+    lies on devices of other processes alone, this one has no part.
     """
     wanted, tree = jax.tree.flatten(shardings)
     places = list(dict.fromkeys(frozenset(s.device_set) for s in wanted))
     if len(places) < 2:
         return jax.jit(function, out_shardings=shardings)(*args)
+    structs = jax.tree.leaves(jax.eval_shape(function, *args))
     made: dict[int, Any] = {}
     for place in places:
         own = [k for k, s in enumerate(wanted) if frozenset(s.device_set) == place]
@@ -162,6 +176,9 @@ def create(function: Callable[..., Any], args: Sequence[Any], shardings: Any) ->
             leaves = jax.tree.leaves(function(*given))
             return [leaves[k] for k in own]
 
+        if not wanted[own[0]].addressable_devices:
+            made.update((k, absent(structs[k], wanted[k])) for k in own)
+            continue
         run = jax.jit(some, out_shardings=[wanted[k] for k in own])
         made.update(zip(own, run(*args), strict=True))
     return jax.tree.unflatten(tree, [made[k] for k in range(len(wanted))])

@@ -90,6 +90,11 @@ class PlannedStep:
     gradients: Any = None
 
     @property
+    def links(self) -> None:
+        """None: collectives of the program join processes."""
+        return
+
+    @property
     def meshes(self) -> tuple[Any, ...]:
         """The mesh of each stage; there is one."""
         return (self.mesh,)

@@ -22,7 +22,9 @@ from autopar.runtime.planned import PlannedStep, device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting
+from autopar.runtime.stages.placing import moved_between, placed_on_stages
 from autopar.runtime.stages.planned import check_world, stage_meshes
+from autopar.runtime.stages.transport import Links
 from autopar.runtime.state_mover import DevicePut, move, state_layout
 from autopar.runtime.step_planner import Analysed, StepPlanner
 from autopar.runtime.world import World
@@ -75,6 +77,7 @@ class Preparation:
         self._plans: Recent[Hashable, Plan] = Recent(PLANS)
         # The functions that have run: the first call of one compiles it.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._links: Links | None = None
 
     def analysed(self, structs: Call) -> Analysed:
         """The step on the arguments of a call, structs of global shapes.
@@ -143,13 +146,28 @@ class Preparation:
             agreement.check_same(
                 self._world(), plan, step, lambda: program_text.lines(analysed.analysis)
             )
+        if len(plan.stages) > 1:
+            return self._pipelined(analysed, plan, devices)
         with exchange.told(self._world(), "building the program"):
-            if len(plan.stages) > 1:
-                check_world(self._world(), plan)
-                return self._store.program(analysed, plan, devices)
             check_plan(analysed.analysis, plan)
             self._world().check_mesh(list(device_mesh(plan, devices).devices.flat))
             return self._store.program(analysed, plan, devices)
+
+    def _pipelined(
+        self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
+    ) -> PlannedStep:
+        """The program of a plan of several stages."""
+        with exchange.told(self._world(), "building the program"):
+            check_world(self._world(), plan, devices)
+        links = self._linked()
+        with exchange.told(self._world(), "building the program"):
+            return self._store.program(analysed, plan, devices, links=links)
+
+    def _linked(self) -> Links | None:
+        """The links to the other processes, from the first pipeline on."""
+        if self._links is None and self._world().process_count > 1:
+            self._links = Links(self._world())
+        return self._links
 
     def is_compiled(self, planned: PlannedStep) -> bool:
         """Whether a program has run before."""
@@ -184,6 +202,8 @@ class Preparation:
         Raises:
           PlanError: arrays that each process holds alone differ.
         """
+        if planned.links is not None:
+            return placed_on_stages(planned, leaves, first=first)
         graph, shardings = planned.analysis.graph, planned.in_shardings
         whole: dict[str, Any] = {}
         placed: list[Any] = []
@@ -249,6 +269,9 @@ class Preparation:
 
 def moved_state(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> list[Any]:
     """The leaves of a state, where another plan wants them."""
+    links = new.links or old.links
+    if links is not None:
+        return moved_between(links, new, state)
     count = len(state)
     lies = all(
         isinstance(x, jax.Array) and x.sharding.is_equivalent_to(s, x.ndim)

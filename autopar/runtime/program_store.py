@@ -21,6 +21,7 @@ from autopar.runtime.planned import (
 )
 from autopar.runtime.recent import Recent
 from autopar.runtime.stages.planned import PipelinedStep, pipelined_step
+from autopar.runtime.stages.transport import Links
 from autopar.runtime.step_planner import Analysed
 
 # Enough for a policy that switches codecs, or for a cluster that shrinks and grows.
@@ -83,6 +84,7 @@ class ProgramStore:
         plan: Plan,
         devices: Sequence[Any],
         like: PlannedStep | None = None,
+        links: Links | None = None,
     ) -> AnyStep:
         """Returns the program of a plan on these devices, made if it is not held.
 
@@ -92,12 +94,13 @@ class ProgramStore:
           devices: at least as many as the plan's mesh has; the first are used.
           like: a program of the same plan but for its codecs: probes of gradients
             are not compiled again.
+          links: to the other processes, for a plan of several stages.
 
         Raises:
           PlanError: the plan belongs to another step, or there are too few devices.
         """
         if len(plan.stages) > 1:
-            return self._pipelined(analysed, plan, devices)
+            return self._pipelined(analysed, plan, devices, links)
         mesh = device_mesh(plan, devices)
         key = _key(analysed, plan, mesh)
         found = self._programs.get(key)
@@ -118,7 +121,11 @@ class ProgramStore:
         return found
 
     def _pipelined(
-        self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
+        self,
+        analysed: Analysed,
+        plan: Plan,
+        devices: Sequence[Any],
+        links: Links | None,
     ) -> AnyStep:
         """The program of a plan of several stages."""
         used = tuple(devices[d].id for stage in plan.stages for d in stage.devices)
@@ -127,7 +134,12 @@ class ProgramStore:
         if found is None:
             cut = cut_as(analysed.analysis, plan)
             made = pipelined_step(
-                analysed.analysis, cut, plan, devices, donate=self.donate
+                analysed.analysis,
+                cut,
+                plan,
+                devices,
+                donate=self.donate,
+                links=links,
             )
             found = self._programs.put(key, made)
         return found

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import socket
 import threading
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -37,6 +38,7 @@ from jax._src.cudnn import fused_attention_stablehlo as _fused_attention
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.lib import xla_client as _xc  # pyright: ignore[reportPrivateImportUsage]
+from jax._src.random import prng as _prng
 from jax.experimental import topologies as _topologies
 from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
@@ -205,6 +207,57 @@ def leave_coordination() -> None:
     for kept in (state.client, state.service):
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(kept))
     state.client = state.service = None
+
+
+def transfer_server() -> Any:
+    """Starts a server that hands this process's arrays to others, and takes theirs.
+
+    ``jax.experimental.transfer`` is public, but neither documented nor stable (0.10.2).
+    It listens where the coordination service sees this process from: of JAX, only its
+    address tells which network the processes share.
+    """
+    from jax.experimental import transfer
+
+    host = _own_address(_distributed.global_state.coordinator_address)
+    client = jax.local_devices()[0].client
+    return transfer.start_transfer_server(client, f"{host}:0", [f"{host}:0"])
+
+
+def _own_address(coordinator: str | None) -> str:
+    """The address of this process on the network of the coordination service."""
+    host, _, port = (coordinator or "127.0.0.1:1").rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = sorted(found)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # a datagram socket sends nothing here
+        own = probe.getsockname()[0]
+    return f"[{own}]" if family == socket.AF_INET6 else own
+
+
+def key_bits(keys: Any) -> Any:
+    """The numbers of typed keys; other arrays as they are.
+
+    Unlike ``jax.random.key_data`` this runs no program, which a process could not that
+    has no part of the keys. What it reads is private (0.10.2).
+    """
+    return keys._base_array if is_extended(keys.dtype) else keys
+
+
+def bits_struct(shape: tuple[int, ...], dtype: Any) -> tuple[tuple[int, ...], Any]:
+    """Shape and dtype of `key_bits` of an array.
+
+    What a dtype of keys is made of is private (0.10.2).
+    """
+    if not is_extended(dtype):
+        return shape, dtype
+    return (*shape, *dtype._impl.key_shape), np.dtype(np.uint32)
+
+
+def with_dtype(bits: Any, dtype: Any) -> Any:
+    """The array of which `key_bits` gave the numbers; it runs no program either."""
+    if not is_extended(dtype):
+        return bits
+    return _prng.PRNGKeyArray(dtype._impl, bits)
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:

@@ -1,19 +1,14 @@
-"""A pipeline on devices: issues a step's tasks, and moves values between stages."""
+"""A pipeline on devices: the code of its tasks, and what they hand to each other."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import time
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-
-from autopar.errors import StageError
-from autopar.runtime.stages.order import Issue, run_in_threads
+from autopar.runtime.stages.order import Issue
 from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.stage import (
     RESULT,
@@ -25,6 +20,7 @@ from autopar.runtime.stages.stage import (
     task_code,
     zeros_code,
 )
+from autopar.runtime.stages.transport import Links
 from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey
 
 
@@ -44,7 +40,7 @@ class Crossed:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Call:
+class Call:
     """A task with what a step does around it, resolved once.
 
     Attributes:
@@ -59,7 +55,7 @@ class _Call:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Copy:
+class Copy:
     """What a stage sends of what it has: inputs of the step, or crossings.
 
     Attributes:
@@ -74,7 +70,7 @@ class _Copy:
 
 
 class Pipeline:
-    """The tasks of a cut on stages; runs a step of them."""
+    """The tasks of a cut on stages; `run.run_step` runs a step of them."""
 
     def __init__(
         self,
@@ -85,6 +81,8 @@ class Pipeline:
         *,
         donate: bool = True,
         wait_s: Callable[[TaskKey], float] | None = None,
+        links: Links | None = None,
+        shown: Collection[int] = (),
     ) -> None:
         """Makes the code of all tasks; nothing is compiled yet.
 
@@ -96,7 +94,12 @@ class Pipeline:
           donate: whether a step takes over the memory of its state.
           wait_s: seconds that a task takes at least, for experiments with devices that
             are slower than those at hand.
+          links: to the other processes that have stages; None: there are none.
+          shown: results that every process is told; others stay on their stage.
         """
+        self.links = links
+        self.shown = frozenset(shown)
+        self.processes = tuple(s.mesh.devices.flat[0].process_index for s in stages)
         self.recorder: Recorder | None = None
         # Seconds in which the last step issued the tasks of its microbatches.
         self.issuing_s = 0.0
@@ -118,7 +121,7 @@ class Pipeline:
         leaving = cut.program.body.outputs
         self.outputs = frozenset(v for v in leaving if isinstance(v, int))
         self.microbatches = 1 + max(issue.microbatch for issue in order)
-        self._given = {v: i for i, v in cut.parts.flow.carried.items()}
+        self.given = {v: i for i, v in cut.parts.flow.carried.items()}
         self._donated = self._donations() if donate else {}
         self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
         self.sums = self._summed()
@@ -145,9 +148,13 @@ class Pipeline:
             for key, task in cut.tasks.items()
         }
 
+    def here(self, stage: int) -> bool:
+        """Whether a stage runs in this process."""
+        return self.links is None or self.processes[stage] == self.links.index
+
     # What each task takes and gives.
 
-    def _call(self, task: Task) -> _Call:
+    def _call(self, task: Task) -> Call:
         key = task.key
         summed = tuple(v for v in task.outputs if v in self.crossed.scales)
         code = task_code(
@@ -164,7 +171,7 @@ class Pipeline:
         of_step = tuple(
             update or (maker is None and v not in batch) for v, maker in task.inputs
         )
-        return _Call(code, of_step, self._last(task))
+        return Call(code, of_step, self._last(task))
 
     def _readers(self, task: Task, stage: int) -> set[int]:
         """What tasks of a stage read of a task, microbatch by microbatch or once."""
@@ -203,13 +210,13 @@ class Pipeline:
         outputs = self.outputs
         found = tuple(v for v in values if v in outputs)
         if found:
-            where = [self._place(stage, v) for v in found]
+            where = [self.place(stage, v) for v in found]
             source, target = zip(*where, strict=True)
             yield Sent(RESULT, found, source, target)
 
-    def _place(self, stage: int, value: int) -> tuple[Any, Any]:
+    def place(self, stage: int, value: int) -> tuple[Any, Any]:
         """Where a result lies on the stage that makes it, and between steps."""
-        given = self._given.get(value)
+        given = self.given.get(value)
         if given is None:
             where = self.stages[stage].home(value)
             return where, where
@@ -317,45 +324,43 @@ class Pipeline:
 
     def _copied(
         self, owners: Iterable[tuple[int, int]], readers: Mapping[int, set[int]]
-    ) -> list[_Copy]:
+    ) -> list[Copy]:
         """What goes from the stages that have values to others that read them."""
         wanted: dict[tuple[int, int], list[int]] = defaultdict(list)
         for value, owner in owners:
             for stage in sorted(readers.get(value, set()) - {owner}):
                 wanted[owner, stage].append(value)
-        out: list[_Copy] = []
+        out: list[Copy] = []
         for (owner, stage), values in wanted.items():
             sent = self._sent(owner, stage, values)
-            out.append(_Copy(owner, sent, layout_code(sent.source)))
+            out.append(Copy(owner, sent, layout_code(sent.source)))
         return out
 
-    def _late_copies(self) -> tuple[_Copy, ...]:
+    def _late_copies(self) -> tuple[Copy, ...]:
         """Crossings that are not summed and that updates of other stages read."""
-        out: list[_Copy] = []
+        out: list[Copy] = []
         for stage in range(len(self.stages)):
             readers = self._crossing_readers(stage)
             rest = {v: r for v, r in readers.items() if v not in self.crossed.scales}
             out.extend(self._copied([(v, stage) for v in rest], rest))
         return tuple(out)
 
-    def unsummed(self, step: Sequence[Mapping[int, Any]]) -> dict[int, Any]:
-        """The results of microbatches that are not summed, as they lie afterwards."""
-        out: dict[int, Any] = {}
-        outputs = self.outputs
-        for value in outputs & {*self.crossed.same, *self.crossed.rows}:
-            for stage, arrays in enumerate(step):
-                if value in arrays and value not in out:
-                    if value in self._given:
-                        _, where = self._place(stage, value)
-                        out[value] = jax.device_put(arrays[value], where)
-                    else:
-                        out[value] = arrays[value]
-        return out
+    def unsummed(self) -> Iterator[tuple[int, int]]:
+        """Results of microbatches that are not summed, each with its stage."""
+        found: set[int] = set()
+        wanted = self.outputs & {*self.crossed.same, *self.crossed.rows}
+        for key, task in self.cut.tasks.items():
+            if key.phase is not Phase.UPDATE:
+                for value in task.outputs:
+                    if value in wanted and value not in found:
+                        found.add(value)
+                        yield value, key.stage
 
     def compile(self) -> None:
-        """Compiles all tasks."""
-        for call in self.calls.values():
-            call.code.compile()
+        """Compiles the tasks of this process's stages."""
+        for key, call in self.calls.items():
+            if self.here(key.stage):
+                call.code.compile()
 
     def clear_cache(self) -> None:
         """Frees compiled code."""
@@ -363,189 +368,3 @@ class Pipeline:
             call.code.function.clear_cache()
         for code in (*self.zeros.values(), *self.finish.values()):
             code.clear_cache()
-
-    def run(
-        self, step: Mapping[int, Any], microbatches: Sequence[Mapping[int, Any]]
-    ) -> dict[int, Any]:
-        """Runs one step.
-
-        Args:
-          step: value of each input that is not split -> its array, on its owner.
-          microbatches: for each, value of each split input -> its array, on its owner.
-
-        Returns the values that leave the step.
-        """
-        run = _Run(self, step, microbatches)
-        begin = time.perf_counter()
-        if self.threads is None:
-            for issue in self.order:
-                run.task(self.calls[issue.key], issue.microbatch)
-        else:
-            run_in_threads(self.threads, self.by_stage, run.issue, self.waits_for)
-        self.issuing_s = time.perf_counter() - begin
-        run.cross()
-        for key, call in self.calls.items():
-            if key.phase is Phase.UPDATE:
-                run.update(call)
-        return run.results
-
-
-@contextlib.contextmanager
-def told(key: TaskKey, number: int) -> Generator[None]:
-    """Says which task an error came from.
-
-    Raises:
-      StageError: something is raised inside.
-    """
-    try:
-        yield
-    except Exception as error:
-        which = "" if number < 0 else f" of microbatch {number}"
-        raise StageError(
-            f"stage {key.stage}, {key.phase.value}{which} (part {key.number}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
-
-
-class _Run:
-    """One step: the arrays of each stage by microbatch."""
-
-    def __init__(
-        self,
-        pipeline: Pipeline,
-        step: Mapping[int, Any],
-        microbatches: Sequence[Mapping[int, Any]],
-    ) -> None:
-        self.pipeline = pipeline
-        stages, owners = range(len(pipeline.stages)), pipeline.cut.owners
-        self.step: list[dict[int, Any]] = [{} for _ in stages]
-        self.micro: list[list[dict[int, Any]]] = [
-            [{} for _ in microbatches] for _ in stages
-        ]
-        for value, array in step.items():
-            self.step[owners[value]][value] = array
-        for number, given in enumerate(microbatches):
-            for value, array in given.items():
-                self.micro[owners[value]][number][value] = array
-        for copy in pipeline.copies:
-            self.copy(copy, self.step)
-            for number in range(len(microbatches)):
-                self.copy(copy, [arrays[number] for arrays in self.micro])
-        self.sums = {
-            s: dict(zip(pipeline.sums[s], code(), strict=True))
-            for s, code in pipeline.zeros.items()
-        }
-        self.results = {v: step[v] for v in pipeline.outputs if v in step}
-
-    def copy(self, copy: _Copy, places: Sequence[dict[int, Any]]) -> None:
-        """Sends what a stage has to another one."""
-        source, sent = places[copy.stage], copy.sent
-        here = [k for k, v in enumerate(sent.values) if v in source]
-        if len(here) == len(sent.values):
-            laid = copy.layout(*(source[v] for v in sent.values))
-            self.send(sent, laid, places[sent.stage])
-            return
-        for k in here:
-            moved = jax.device_put(source[sent.values[k]], sent.target[k])
-            places[sent.stage][sent.values[k]] = moved
-
-    def send(self, sent: Sent, arrays: Sequence[Any], place: dict[int, Any]) -> None:
-        """Moves arrays to another stage, or to where they lie between steps."""
-        moved = jax.device_put(list(arrays), list(sent.target))
-        place = self.results if sent.stage == RESULT else place
-        place.update(zip(sent.values, moved, strict=True))
-
-    def issue(self, issue: Issue) -> None:
-        """Issues a task of the schedule."""
-        self.task(self.pipeline.calls[issue.key], issue.microbatch)
-
-    def task(self, call: _Call, number: int) -> None:
-        """Issues a task of a microbatch, and sends what others wait for."""
-        code, stage = call.code, call.code.task.key.stage
-        step, micro = self.step[stage], self.micro[stage][number]
-        arguments = [
-            step[v] if whole else micro[v]
-            for v, whole in zip(code.inputs, call.of_step, strict=True)
-        ]
-        if code.accumulated:
-            sums = self.sums[stage]
-            arguments.extend(sums[v] for v in code.accumulated)
-        begin, issued = time.perf_counter(), self.now()
-        with told(code.task.key, number):
-            made = code.function(*arguments)
-        if (wait_s := self.pipeline.wait_s) is not None:
-            jax.block_until_ready(made)
-            rest = begin + wait_s(code.task.key) - time.perf_counter()
-            time.sleep(max(0.0, rest))
-        self.record(code, number, issued, made)
-        rest = self.hand_out(code, made, micro, lambda s: self.micro[s][number])
-        if code.accumulated:
-            self.sums[stage].update(zip(code.accumulated, made[rest:], strict=True))
-        for value in call.last:
-            micro.pop(value, None)
-
-    def now(self) -> float:
-        """Seconds since the step began, if somebody watches."""
-        recorder = self.pipeline.recorder
-        return 0.0 if recorder is None else recorder.now()
-
-    def record(self, code: TaskCode, number: int, issued_s: float, made: Any) -> None:
-        """Tells whoever watches that a task was issued."""
-        if (recorder := self.pipeline.recorder) is not None:
-            makers = {m for _, m in code.task.inputs if m is not None}
-            recorder.issued(code.task.key, number, issued_s, made, tuple(makers))
-
-    def hand_out(
-        self,
-        code: TaskCode,
-        made: Sequence[Any],
-        own: dict[int, Any],
-        other: Callable[[int], dict[int, Any]],
-    ) -> int:
-        """Keeps and sends results; returns where the running sums begin."""
-        count = len(code.outputs)
-        own.update(zip(code.outputs, made, strict=False))
-        for sent in code.sent:
-            end = count + len(sent.values)
-            place = other(sent.stage) if sent.stage != RESULT else {}
-            self.send(sent, made[count:end], place)
-            count = end
-        return count
-
-    def update(self, call: _Call) -> None:
-        """Issues a task that runs once."""
-        code, step = call.code, self.step[call.code.task.key.stage]
-        issued = self.now()
-        with told(code.task.key, -1):
-            made = code.function(*(step[v] for v in code.inputs))
-        self.record(code, -1, issued, made)
-        for value in code.donated:
-            del step[value]
-        self.hand_out(code, made, step, lambda s: self.step[s])
-
-    def cross(self) -> None:
-        """Puts the values of microbatches together."""
-        pipeline, crossed = self.pipeline, self.pipeline.crossed
-        for stage, totals in self.sums.items():
-            made = pipeline.finish[stage](*totals.values())
-            held = pipeline.held[stage]
-            self.step[stage].update(zip(held, made, strict=False))
-            count = len(held)
-            for sent in pipeline.finish_sent[stage]:
-                end = count + len(sent.values)
-                place = self.step[sent.stage] if sent.stage != RESULT else {}
-                self.send(sent, made[count:end], place)
-                count = end
-        self.sums = {}
-        for stage, numbers in enumerate(self.micro):
-            self.step[stage].update(
-                (v, numbers[-1][v]) for v in crossed.same if v in numbers[-1]
-            )
-            for value, together in crossed.rows.items():
-                if all(value in arrays for arrays in numbers):
-                    found = [arrays[value] for arrays in numbers]
-                    self.step[stage][value] = together(found)
-        self.micro = []
-        for copy in pipeline.late_copies:
-            self.copy(copy, self.step)
-        self.results.update(pipeline.unsummed(self.step))

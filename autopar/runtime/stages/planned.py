@@ -18,13 +18,16 @@ from autopar.planner.record import assignment_of
 from autopar.plans import NO_SCHEDULE, Plan
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, Pipeline
+from autopar.runtime.stages.run import run_step
 from autopar.runtime.stages.stage import Stage
+from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
+from autopar_passes import jax_compat
 from autopar_passes.microbatches.microbatched import Combine, Microbatched
 from autopar_passes.microbatches.rows import part, together
-from autopar_passes.program.equations import Program, Scalar
+from autopar_passes.program.equations import Program, Scalar, walk
 from autopar_passes.program.evaluate import evaluate
 from autopar_passes.stages.cut import TaskKey
 from autopar_solver import Schedule, ScheduleKind, make_table
@@ -56,6 +59,11 @@ class PipelinedStep:
     function: Callable[..., list[Any]]
     sums: None = None
     gradients: None = None
+
+    @property
+    def links(self) -> Links | None:
+        """Links to the other processes that have stages; None: there are none."""
+        return self.pipeline.links
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
@@ -103,17 +111,33 @@ def stage_meshes(plan: Plan, devices: Sequence[Any]) -> list[Mesh]:
     return out
 
 
-def check_world(world: World, plan: Plan) -> None:
+def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
     """Checks that a plan of several stages can run in a world.
 
+    Args:
+      world: the processes.
+      plan: the plan.
+      devices: those of the plan's cluster, by position.
+
     Raises:
-      PlanError: there are several processes.
+      PlanError: a stage lies on devices of several processes, there are too few
+        devices, or the processes have no coordination service.
     """
-    if world.process_count > 1:
+    if world.process_count == 1:
+        return
+    for number, mesh in enumerate(stage_meshes(plan, devices)):
+        owners = sorted({d.process_index for d in mesh.devices.flat})
+        if len(owners) > 1:
+            raise PlanError(
+                f"stage {number} of the plan lies on devices of processes "
+                f"{', '.join(map(str, owners))}. A stage runs in one process: plan "
+                "with stages= a multiple of the number of processes, or run one "
+                "process with all devices."
+            )
+    if jax_compat.coordination() is None:
         raise PlanError(
-            f"the plan has {len(plan.stages)} stages, and stages run in one process, "
-            f"not in {world.process_count}. Plan with stages=1, or run one process "
-            "with all devices."
+            "stages in several processes find each other by jax.distributed, which "
+            "was not started: call jax.distributed.initialize first."
         )
 
 
@@ -137,6 +161,7 @@ def pipelined_step(
     *,
     donate: bool = True,
     wait_s: Callable[[TaskKey], float] | None = None,
+    links: Links | None = None,
 ) -> PipelinedStep:
     """Builds a step of several stages; nothing is compiled yet.
 
@@ -147,6 +172,7 @@ def pipelined_step(
       devices: those of the plan's cluster, by position.
       donate: whether the carried state is consumed by the call.
       wait_s: seconds that a task takes at least (`Pipeline`).
+      links: to the other processes, where there are several.
 
     Raises:
       PlanError: there are too few devices.
@@ -167,6 +193,8 @@ def pipelined_step(
         _crossed(found),
         donate=donate,
         wait_s=wait_s,
+        links=links,
+        shown=_shown(analysis, cut),
     )
     feed = _Feed(analysis, cut, pipeline)
     flat = [d for mesh in meshes for d in mesh.devices.flat]
@@ -191,6 +219,13 @@ def one_stage(plan: Plan, number: int) -> Plan:
     return msgspec.structs.replace(
         plan, stages=(plan.stages[number],), schedule=NO_SCHEDULE, pipeline=None
     )
+
+
+def _shown(analysis: Analysis, cut: CutStep) -> set[int]:
+    """The values of results that are not state."""
+    state = set(analysis.carried.values())
+    atoms = enumerate(cut.cut.program.body.outputs)
+    return {a for k, a in atoms if k not in state and isinstance(a, int)}
 
 
 def _crossed(found: Microbatched) -> Crossed:
@@ -244,6 +279,7 @@ class _Feed:
         for k in self.found.batch:
             self.dealt[self.owners[self.values[k]]].append(k)
         self.deal = {s: self._deal_code(s, ks) for s, ks in self.dealt.items()}
+        self.state = set(analysis.carried.values())
         self.numbers = self._numbers(arguments)
         self.ahead = None if self.found.ahead is None else self._ahead_code()
 
@@ -282,8 +318,20 @@ class _Feed:
         if place is None:
             return [{} for _ in range(count)]
         value = arguments[place]
-        where = self.pipeline.stages[self.owners[value]].sharding(value)
+        owner = self.owners[value]
+        if not self.pipeline.here(owner):
+            return [{value: None} for _ in range(count)]
+        where = self.pipeline.stages[owner].sharding(value)
         return [{value: jax.device_put(np.int32(m), where)} for m in range(count)]
+
+    @functools.cached_property
+    def read(self) -> frozenset[int]:
+        """The arguments that are read ahead of the microbatches."""
+        assert self.found.ahead is not None
+        body = self.found.ahead.body
+        read = {a for eqn in walk(body) for a in eqn.inputs} | {*body.outputs}
+        arguments = body.inputs[: len(self.values)]
+        return frozenset(k for k, value in enumerate(arguments) if value in read)
 
     def _ahead_code(self) -> Any:
         """A jitted function from the whole batch to what all microbatches take."""
@@ -302,14 +350,20 @@ class _Feed:
         known.update(self._given(flat))
         micro = [dict(given) for given in self.numbers]
         for stage, positions in self.dealt.items():
+            values = [self.values[k] for k in positions]
+            if not self.pipeline.here(stage):
+                for given in micro:
+                    given.update(dict.fromkeys(values))
+                continue
             parts = self.deal[stage](*(flat[k] for k in positions))
             for given, arrays in zip(micro, parts, strict=True):
-                values = (self.values[k] for k in positions)
                 given.update(zip(values, arrays, strict=True))
-        made = self.pipeline.run(known, micro)
+        state, told = run_step(self.pipeline, known, micro)
         return [
-            atom.value if isinstance(atom, Scalar) else made[atom]
-            for atom in self.program.body.outputs
+            atom.value
+            if isinstance(atom, Scalar)
+            else (state if k in self.state else told)[atom]
+            for k, atom in enumerate(self.program.body.outputs)
         ]
 
     def clear_cache(self) -> None:
@@ -322,13 +376,27 @@ class _Feed:
         """What depends on the whole batch and goes to all microbatches."""
         if self.ahead is None:
             return {}
-        first = jax.local_devices()[0]
-        made = self.ahead(*(jax.device_put(x, first) for x in flat))
+        made = self.ahead(*self._whole(flat))
         values = [self.program.body.inputs[k] for k in self.found.given]
-        return {
-            v: jax.device_put(x, self.pipeline.stages[self.owners[v]].sharding(v))
-            for v, x in zip(values, made, strict=True)
-        }
+        return {v: self._on_owner(v, x) for v, x in zip(values, made, strict=True)}
+
+    def _on_owner(self, value: int, array: Any) -> Any:
+        owner = self.owners[value]
+        if not self.pipeline.here(owner):
+            return None
+        return jax.device_put(array, self.pipeline.stages[owner].sharding(value))
+
+    def _whole(self, flat: Sequence[Any]) -> list[Any]:
+        """The arguments on one device; None for those that are not read."""
+        links, first = self.pipeline.links, jax.local_devices()[0]
+        out: list[Any] = [None for _ in flat]
+        for k in sorted(self.read):
+            if links is None:
+                out[k] = jax.device_put(flat[k], first)
+            else:
+                owner = self.pipeline.processes[self.owners[self.values[k]]]
+                out[k] = links.spread(("ahead", k), owner, flat[k])
+        return out
 
 
 def _size(mesh: Mesh, names: Any) -> int:

@@ -1,0 +1,74 @@
+"""Steps in stages over two processes train as on one device, and fail together."""
+
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+from processes import run_processes, start_processes
+from stage_cases import LOSSES, adam, train
+
+CLOSE = 2e-5
+WORKER = "stages_worker.py"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory):
+    out = tmp_path_factory.mktemp("stages") / "trained"
+    run_processes(WORKER, 2, [str(out), "train"])
+    return [json.loads(out.with_name(f"trained_{k}.json").read_text()) for k in (0, 1)]
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    def losses(name):
+        step, state, _ = adam(LOSSES[name])
+        return train(jax.jit(step), state)[1]
+
+    return {name: losses(name) for name in ("mean", "masked")}
+
+
+@pytest.mark.parametrize("name", ["mean", "masked"])
+def test_both_processes_are_told_the_losses_of_one_device(found, one_device, name):
+    for process in found:
+        np.testing.assert_allclose(process[name], one_device[name], rtol=CLOSE)
+
+
+def test_state_moves_between_plans_of_one_stage_and_of_several(found, one_device):
+    for number, process in enumerate(found):
+        losses, held = process["moved"]
+        np.testing.assert_allclose(losses, one_device["mean"], rtol=CLOSE)
+        # The first layer lies on the first stage, which is the first process's.
+        assert held == [2, (2, 0)[number], 2]
+
+
+def test_a_failure_of_one_process_reaches_all_and_consumes_nothing(found, one_device):
+    first, second = (process["refused"] for process in found)
+    told = "PlanError: process 1 has failed while running a step: ZeroDivisionError"
+    assert [said.startswith(told) for said in first["said"]] == [True]
+    assert second["said"] == ["ZeroDivisionError: division by zero"]
+    for process in (first, second):
+        assert process["seconds"] < 10
+        assert process["loss"] == pytest.approx(one_device["mean"][1], rel=CLOSE)
+
+
+def test_a_stage_of_two_processes_is_refused(found):
+    for process in found:
+        assert "on devices of processes 0, 1" in process["uneven"]
+
+
+def test_a_killed_process_is_an_error_of_the_other(tmp_path):
+    first, second = start_processes(WORKER, 2, [str(tmp_path / "out"), "killed"])
+    try:
+        log, _ = first.communicate(timeout=120)
+        second.communicate(timeout=10)
+        assert second.returncode == -signal.SIGKILL
+        assert first.returncode == 0, log
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+    said = json.loads((tmp_path / "out_0.json").read_text())
+    assert "process 0 has lost another process while running a step" in said["said"]
+    assert said["seconds"] < 10

@@ -1,0 +1,168 @@
+"""One process of a pipeline over several; run by test_processes.py.
+
+Usage: python stages_worker.py PROCESS COUNT PORT OUT CASE
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import sys
+import time
+import unittest.mock
+from typing import Any
+
+import jax
+from checkout import ROOT
+
+import autopar
+from autopar.errors import AutoparError, PlanError
+from autopar.runtime.stages import run
+
+sys.path.append(str(ROOT / "tests" / "autopar" / "runtime" / "stages"))
+
+DEVICES = 4
+ASKED: dict[str, Any] = {"stages": 2, "microbatches": 4, "cluster": f"{DEVICES}:cpu"}
+
+
+def rows(seed: int) -> dict[str, Any]:
+    """This process's rows of a batch."""
+    from stage_cases import ROWS, batch
+
+    count, process = ROWS // jax.process_count(), jax.process_index()
+    mine = slice(process * count, (process + 1) * count)
+    return {name: array[mine] for name, array in batch(seed=seed).items()}
+
+
+def train(name: str) -> list[float]:
+    """The losses of a few steps, from a state that is made on its stages."""
+    from stage_cases import LOSSES, adam, batch
+
+    made, state, _ = adam(LOSSES[name])
+    step, losses = autopar.parallelize(made, **ASKED), list[float]()
+    state = step.init(lambda: state, batch=batch())
+    for seed in range(3):
+        state, loss = step(state, rows(seed))
+        losses.append(float(loss))
+    return losses
+
+
+def moved() -> tuple[list[float], list[int]]:
+    """Losses under a plan of one stage, of two and of one, and devices held here."""
+    from stage_cases import adam, batch, mean_loss
+
+    made, state, _ = adam(mean_loss)
+    whole = batch()
+    plans = [
+        autopar.plan(made, state, whole, **asked)
+        for asked in (ASKED, {"cluster": ASKED["cluster"]})
+    ]
+    step = autopar.parallelize(made, cluster=ASKED["cluster"])
+    losses, held = list[float](), list[int]()
+    for seed, plan in enumerate([None, *plans]):
+        if plan is not None:
+            state = step.replan(ASKED["cluster"], state, plan=plan)
+        state, loss = step(state, rows(seed))
+        losses.append(float(loss))
+        held.append(len(state["params"][0]["w"].addressable_shards))
+    return losses, held
+
+
+def stopped_at(number: int, work: Any) -> Any:
+    """Does something in place of the tasks of a microbatch."""
+    task = run._Run.task
+
+    def stopping(self: Any, call: Any, microbatch: int) -> None:
+        if microbatch == number:
+            work()
+        task(self, call, microbatch)
+
+    return unittest.mock.patch.object(run._Run, "task", stopping)
+
+
+def refused() -> dict[str, Any]:
+    """What a process says, and how soon, where process 1 fails; then it goes on."""
+    from stage_cases import adam, mean_loss
+
+    made, state, _ = adam(mean_loss)
+    step = autopar.parallelize(made, **ASKED)
+    other = jax.tree.map(lambda x: x + jax.process_index(), state)
+    said: list[str] = []
+    with contextlib.suppress(PlanError):
+        step(other, rows(0))
+        said.append("not refused")
+    state, _ = step(state, rows(0))
+    failing = jax.process_index() == 1
+    begin = time.monotonic()
+    with stopped_at(2, lambda: 1 / 0) if failing else contextlib.nullcontext():
+        try:
+            step(state, rows(1))
+        except (AutoparError, ZeroDivisionError) as error:
+            said.append(f"{type(error).__name__}: {error}")
+    seconds = time.monotonic() - begin
+    _, loss = step(state, rows(1))
+    return {"said": said, "seconds": seconds, "loss": float(loss)}
+
+
+def uneven() -> str:
+    """What is said of a stage that lies in two processes."""
+    from stage_cases import adam, mean_loss
+
+    made, state, _ = adam(mean_loss)
+    try:
+        mixed = [jax.devices()[k] for k in (0, 2, 1, 3)]
+        autopar.parallelize(made, devices=mixed, **ASKED)(state, rows(0))
+    except PlanError as error:
+        return str(error)
+    return "not refused"
+
+
+def killed() -> dict[str, Any]:
+    """What a process says, and how soon, when process 1 is killed in a step."""
+    from stage_cases import adam, mean_loss
+
+    made, state, _ = adam(mean_loss)
+    step = autopar.parallelize(made, **ASKED)
+    state, loss = step(state, rows(0))
+    float(loss)
+    begin = time.monotonic()
+    dies = jax.process_index() == 1
+    kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    with stopped_at(2, kill) if dies else contextlib.nullcontext():
+        try:
+            step(state, rows(1))
+        except AutoparError as error:
+            seconds = time.monotonic() - begin
+            return {"said": str(error), "seconds": seconds}
+    return {"said": "nothing"}
+
+
+def results(case: str) -> Any:
+    """What a process finds."""
+    if case == "killed":
+        return killed()
+    return {
+        "mean": train("mean"),
+        "masked": train("masked"),
+        "moved": moved(),
+        "refused": refused(),
+        "uneven": uneven(),
+    }
+
+
+def main() -> None:
+    process, count, port = map(int, sys.argv[1:4])
+    out, case = sys.argv[4:]
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", DEVICES // count)
+    jax.distributed.initialize(
+        f"localhost:{port}", count, process, initialization_timeout=30
+    )
+    pathlib.Path(f"{out}_{process}.json").write_text(json.dumps(results(case)))
+
+
+if __name__ == "__main__":
+    main()
