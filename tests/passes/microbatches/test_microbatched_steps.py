@@ -13,7 +13,7 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from flax.training import train_state
-from microbatch_cases import assert_close, each, mean_of, rows_of, run, split
+from microbatch_cases import assert_close, run, split
 
 from autopar_passes.microbatches.microbatched import Combine
 
@@ -223,19 +223,12 @@ def test_counters_and_averages_are_carried_on() -> None:
 
 
 class Net(nn.Module):
-    """Two layers, with or without normalisation and dropout."""
-
-    norm: bool = False
+    """Two layers."""
 
     @nn.compact
     def __call__(self, x: Any) -> Any:
-        x = nn.Dense(8, param_dtype=jnp.float64)(x)
-        if self.norm:
-            x = nn.BatchNorm(use_running_average=False, param_dtype=jnp.float64)(x)
-        x = nn.Dense(CLASSES, param_dtype=jnp.float64)(nn.gelu(x))
-        if self.norm:
-            x = nn.BatchNorm(use_running_average=False, param_dtype=jnp.float64)(x)
-        return x
+        x = nn.gelu(nn.Dense(8, param_dtype=jnp.float64)(x))
+        return nn.Dense(CLASSES, param_dtype=jnp.float64)(x)
 
 
 @pytest.mark.parametrize(
@@ -317,98 +310,6 @@ def test_half_precision_is_added_up_in_single_precision() -> None:
     assert_close(run(step, (w, rows), 32), jnp.full((4,), -272, jnp.bfloat16))
 
 
-# -- batch statistics ------------------------------------------------------------------
-
-
-def normalised(state: Any, batch: Any) -> Any:
-    """Batch normalisation as people write it without a library."""
-    w, running = state
-
-    def loss_of(w: Any) -> Any:
-        h = batch[0] @ w
-        mean, var = h.mean(0), h.var(0)
-        y = (h - mean) * jax.lax.rsqrt(var + 1e-3)
-        return jnp.mean(jnp.tanh(y) * batch[0][:, :CLASSES]), (mean, var)
-
-    (loss, new), grad = jax.value_and_grad(loss_of, has_aux=True)(w)
-    running = jax.tree.map(lambda a, b: 0.9 * a + 0.1 * b, running, new)
-    return (w - 0.1 * grad, running), loss
-
-
-def linen_normalised(state: Any, batch: Any) -> Any:
-    params, running = state
-
-    def loss_of(params: Any) -> Any:
-        logits, new = Net(norm=True).apply(
-            {"params": params, "batch_stats": running},
-            batch[0],
-            mutable=["batch_stats"],
-        )
-        loss = optax.softmax_cross_entropy_with_integer_labels(logits, batch[1])
-        return loss.mean(), new["batch_stats"]
-
-    (loss, new), grads = jax.value_and_grad(loss_of, has_aux=True)(params)
-    return (jax.tree.map(lambda a, b: a - 0.1 * b, params, grads), new), loss
-
-
-def linen_state() -> Any:
-    made = Net(norm=True).init(jax.random.key(0), X)
-    running = jax.tree.map(lambda x: x.astype(jnp.float64), made["batch_stats"])
-    return made["params"], running
-
-
-def test_normalisation_has_the_statistics_of_each_microbatch() -> None:
-    """All results are linear in what the microbatches give, so they are their means."""
-    state = (W, (np.zeros(CLASSES), np.ones(CLASSES)))
-    found = run(normalised, (state, (X,)), COUNT)
-
-    assert_close(found, mean_of(each(normalised, state, (X,), COUNT)))
-    whole = jax.jit(normalised)(state, (X,))
-    assert float(jnp.abs(found[1] - whole[1])) > 1e-6
-
-
-def test_normalisation_of_a_library_has_them_too() -> None:
-    state, batch = linen_state(), (X, Y)
-    found = run(linen_normalised, (state, batch), COUNT)
-
-    assert_close(found, mean_of(each(linen_normalised, state, batch, COUNT)))
-
-
-def test_it_says_whose_statistics_those_are() -> None:
-    found = split(linen_normalised, (linen_state(), (X, Y)), COUNT).split
-
-    assert found is not None
-    assert found.local == (
-        "batch statistics of Net/BatchNorm_0",
-        "batch statistics of Net/BatchNorm_1",
-    )
-
-
-def test_statistics_inside_of_loops_are_found() -> None:
-    def step(state: Any, batch: Any) -> Any:
-        w, running = state
-
-        def layer(h: Any, given: Any) -> Any:
-            weight, old = given
-            h = h @ weight
-            mean = h.mean(0)
-            var = (h**2).mean(0) - mean**2
-            y = jnp.tanh((h - mean) * jax.lax.rsqrt(var + 1e-3))
-            return y, (0.9 * old[0] + 0.1 * mean, 0.9 * old[1] + 0.1 * var)
-
-        def loss_of(w: Any) -> Any:
-            h, new = jax.lax.scan(layer, batch, (w, running))
-            return jnp.mean(h * batch), new
-
-        (loss, new), grad = jax.value_and_grad(loss_of, has_aux=True)(w)
-        return (w - 0.1 * grad, new), loss
-
-    running = (np.zeros((3, WIDTH)), np.ones((3, WIDTH)))
-    state = (drawn(3, WIDTH, WIDTH), running)
-
-    assert_close(run(step, (state, X), COUNT), mean_of(each(step, state, X, COUNT)))
-
-
 def test_gradients_of_single_rows_are_clipped_in_each_microbatch() -> None:
     """They never cross as rows: only their sum does."""
 
@@ -442,82 +343,3 @@ def test_a_teacher_is_no_batch() -> None:
     args = (W, teacher, X)
 
     assert_close(run(step, args, COUNT), jax.jit(step)(*args))
-
-
-# -- random numbers --------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("raw", [False, True])
-def test_random_numbers_of_rows_differ_by_microbatch(raw: bool) -> None:
-    def loss(w: Any, x: Any, key: Any) -> Any:
-        kept = jax.random.bernoulli(key, 0.5, (x.shape[0], CLASSES))
-        shift = jax.random.normal(jax.random.fold_in(key, 1), (CLASSES,))
-        return jnp.mean((jnp.where(kept, x @ w, 0) + shift) ** 2)
-
-    def step(state: Any, batch: Any) -> Any:
-        w, key = state
-        key, now = jax.random.split(key)
-        value, grad = jax.value_and_grad(loss)(w, batch, now)
-        return (w - grad, key), value
-
-    key = jax.random.PRNGKey(3) if raw else jax.random.key(3)
-    new, now = jax.random.split(key)
-
-    def by_hand(w: Any, number: int) -> Any:
-        def part(w: Any) -> Any:
-            x = rows_of(X, COUNT, number)
-            draw = jax.random.fold_in(now, number)
-            kept = jax.random.bernoulli(draw, 0.5, (x.shape[0], CLASSES))
-            shift = jax.random.normal(jax.random.fold_in(now, 1), (CLASSES,))
-            return jnp.mean((jnp.where(kept, x @ w, 0) + shift) ** 2)
-
-        return jax.value_and_grad(part)(w)
-
-    loss_, grad = mean_of([by_hand(W, m) for m in range(COUNT)])
-
-    assert_close(run(step, ((W, key), X), COUNT), ((W - grad, new), loss_))
-
-
-def test_so_they_do_inside_of_loops() -> None:
-    """Without it, equal rows of different microbatches would drop the same units."""
-
-    def step(state: Any, batch: Any) -> Any:
-        def layer(h: Any, key: Any) -> Any:
-            kept = jax.random.bernoulli(key, 0.5, h.shape)
-            return jnp.where(kept, h, 0), jnp.sum(kept)
-
-        keys = jax.random.split(state, 3)
-        h, _ = jax.lax.scan(layer, batch, keys)
-        return jax.random.fold_in(state, 1), {"units": h}
-
-    ones = np.ones((ROWS, 64))
-    key, out = run(step, (jax.random.key(0), ones), COUNT)
-    parts = [rows_of(out["units"], COUNT, m) for m in range(COUNT)]
-
-    assert_close(key, jax.random.fold_in(jax.random.key(0), 1))
-    assert all((parts[0] != other).any() for other in parts[1:])
-
-
-# -- coupled batches -------------------------------------------------------------------
-
-
-def spread(w: Any, x: Any) -> Any:
-    return jnp.sum(jax.nn.relu(1 - jnp.std(x @ w, axis=0))) + jnp.mean((x @ w) ** 2)
-
-
-def balanced(w: Any, x: Any) -> Any:
-    """The auxiliary loss of a mixture of experts."""
-    p = jax.nn.softmax(x @ w)
-    chosen = jax.nn.one_hot(jnp.argmax(p, -1), CLASSES)
-    return CLASSES * jnp.sum(chosen.mean(0) * p.mean(0)) + jnp.mean(p**2)
-
-
-@pytest.mark.parametrize("loss", [spread, balanced])
-def test_a_coupled_loss_may_be_that_of_each_microbatch(loss: Any) -> None:
-    step = sgd(loss)
-    (found, _), (expected, _) = (
-        run(step, (W, (X,)), COUNT, couple=True),
-        mean_of(each(step, W, (X,), COUNT)),
-    )
-
-    assert_close(found, expected)
