@@ -13,8 +13,10 @@ compiler.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
+import math
 import os
 from collections import Counter
 
@@ -132,6 +134,7 @@ def measured(pipeline: Pipeline, run, out: dict[str, object]):
     result = run()
     pipeline.calls.update(calls)
     out["held"] = max(most.values())
+    out["held_by_device"] = [most[d] for d in sorted(most)]
     return result
 
 
@@ -139,8 +142,12 @@ def alive() -> Counter[int]:
     """Bytes of all arrays on each device."""
     found: Counter[int] = Counter()
     for array in jax.live_arrays():
-        for shard in array.addressable_shards:
-            found[shard.device.id] += shard.data.nbytes
+        # Other stages' threads may consume it just now.
+        with contextlib.suppress(RuntimeError):
+            shape = array.sharding.shard_shape(array.shape)
+            nbytes = math.prod(shape) * array.dtype.itemsize
+            for device in array.sharding.addressable_devices:
+                found[device.id] += nbytes
     return found
 
 

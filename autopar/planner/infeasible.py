@@ -96,6 +96,12 @@ def _sizes(start: float) -> Iterator[int]:
         yield round(math.ceil(wanted / unit / digits) * digits * unit)
 
 
+_FEWER_ACTIVATIONS = (
+    "a smaller batch, microbatches='auto', stages='auto' or jax.checkpoint around the "
+    "layers"
+)
+
+
 def _unchecked(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
     """What lowers the memory that is needed; nobody has tried it."""
     cluster = pricer.cluster
@@ -109,10 +115,7 @@ def _unchecked(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
     factor = max(2, -(-int(need) // max(1, limit)))
     fixes = [f"{factor * cluster.num_devices} or more devices"]
     if need > 1.5 * inputs / cluster.num_devices:
-        fixes.append(
-            "microbatches='auto', stages='auto', a smaller batch, or jax.checkpoint "
-            "around the layers"
-        )
+        fixes.append(_FEWER_ACTIVATIONS)
     if state / cluster.num_devices > limit / 2:
         fixes.append("an optimizer with less state, such as adafactor or lion")
     return fixes

@@ -198,11 +198,11 @@ def _fastest_split(
         except InfeasibleError as error:
             failed = error
             continue
-        except PlanError:
+        except PlanError as error:
             # More microbatches do not divide the rows either, nor keep the meaning.
-            if best is None and failed is None:
-                raise
-            break
+            if best is not None:
+                break
+            raise (failed or error) from error
         if best is not None and found.predicted.step_s >= best.predicted.step_s:
             break
         best = found

@@ -71,6 +71,48 @@ def experts(w: Any, x: Any) -> Any:
     return jnp.sum(chosen.mean(0) * p.mean(0))
 
 
+def picked(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w)[jnp.argsort(w[:, 0])[:2]])
+
+
+def changed(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w).at[0].set(0.0) ** 2)
+
+
+def added_to(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w).at[jnp.array([1, 2])].add(1.0) ** 2)
+
+
+def overwritten(w: Any, x: Any) -> Any:
+    new = jnp.ones((2, CLASSES))
+    return jnp.mean(jax.lax.dynamic_update_slice(x @ w, new, (0, 0)) ** 2)
+
+
+def other_rows(w: Any, x: Any) -> Any:
+    h = x @ w
+    return jnp.mean(h[jnp.arange(x.shape[0]) // 2, jnp.argmax(h, 1)])
+
+
+def every_second(w: Any, x: Any) -> Any:
+    return jnp.mean((x @ w)[::2])
+
+
+def beside_each_other(w: Any, x: Any) -> Any:
+    both = jnp.concatenate([x @ w, 2 * x @ w])
+    return jnp.mean(jnp.prod(both.reshape(-1, 2, CLASSES), 1))
+
+
+def of_segments(w: Any, x: Any) -> Any:
+    sums = jax.ops.segment_sum(x @ w, jnp.argmax(x, -1), WIDTH)
+    return jnp.mean(sums**2)
+
+
+def sharpened(w: Any, x: Any) -> Any:
+    """Sharpness-aware: the gradient at a point that a gradient leads to."""
+    step_ = jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
+    return jnp.mean((x @ (w + jax.lax.stop_gradient(step_))) ** 2)
+
+
 LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "contrastive": (contrastive, "two dimensions of the batch"),
     "softmax along the batch": (by_the_batch, "the loss of one row depends on"),
@@ -81,6 +123,15 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "neighbours": (neighbours, "the numbers of the rows"),
     "weighed by row": (weighed_by_row, "the numbers of the rows"),
     "root": (root, "'sqrt'"),
+    "picked": (picked, "picks rows by an index"),
+    "changed": (changed, "picks rows by an index"),
+    "added to": (added_to, "picks rows by an index"),
+    "overwritten": (overwritten, "picks rows by an index"),
+    "other rows": (other_rows, "the numbers of the rows"),
+    "every second": (every_second, "'pad'"),
+    "beside each other": (beside_each_other, "reads rows in two orders"),
+    "of segments": (of_segments, "needs a sum over the batch"),
+    "sharpened": (sharpened, "needs a sum over the batch"),
     "mixture of experts": (experts, "needs a sum over the batch"),
 }
 
