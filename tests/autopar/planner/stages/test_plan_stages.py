@@ -95,7 +95,9 @@ def test_unequal_devices_get_unequal_layers() -> None:
 
 def test_nothing_that_fits_is_an_error_that_names_layers() -> None:
     wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
-    with pytest.raises(InfeasibleError, match=r"no pipeline fits: layers \d[^\\]*\n  try: more"):
+    with pytest.raises(
+        InfeasibleError, match=r"no pipeline fits: layers \d[^\\]*\n  try: more"
+    ):
         plan_stages(wide, Cluster.parse("1x2:cpu,memory=1MB"))
 
 
