@@ -30,6 +30,7 @@ from autopar_solver import (
     ScheduleKind,
     StageProblem,
     StageSolution,
+    Status,
     TaskSeconds,
     Timeline,
     make_table,
@@ -339,15 +340,22 @@ def _infeasible(
     layers: LayerMap, prices: Sequence[Priced], solution: StageSolution
 ) -> PlanError:
     known = solution.binding
-    if known is None:
+    if solution.status is Status.UNKNOWN:
         return PlanError(
-            "no pipeline was found: no number of microbatches can be split by any "
-            "layouts, or time ran out. Give a batch that more devices divide."
+            "no pipeline was found in time. Give the solver more of it with seconds=, "
+            "or fewer choices with microbatches= and schedule=."
+        )
+    if known is None:
+        return InfeasibleError(
+            f"no pipeline fits: no cut of the {layers.count} layers, number of "
+            "microbatches and schedule fits the memory of the devices with layouts "
+            "that split its microbatches.\n"
+            "  try: more devices, a batch that more numbers divide, or more memory"
         )
     where = prices[known.option].submesh.name
     return InfeasibleError(
         f"no pipeline fits: layers {known.first} to {known.last} of {layers.count} "
         f"need {known.least_bytes / 1e9:.1f} GB a device on {where}, which has "
-        f"{known.limit_bytes / 1e9:.1f} GB.\\n"
+        f"{known.limit_bytes / 1e9:.1f} GB.\n"
         "  try: more devices, a smaller batch, or more memory"
     )

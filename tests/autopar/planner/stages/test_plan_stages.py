@@ -12,9 +12,12 @@ from layer_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.options import PlanOptions
+from autopar.planner.record import make_plan
+from autopar.planner.search import search
 from autopar.planner.stages.entry import (
     best_pipeline,
     plan_pipeline,
+    plan_with_stages,
     planned,
     wanted_of,
 )
@@ -92,7 +95,9 @@ def test_unequal_devices_get_unequal_layers() -> None:
 
 def test_nothing_that_fits_is_an_error_that_names_layers() -> None:
     wide = analysed(residual, blocks(6, 512), struct(ROWS, 512))
-    with pytest.raises(InfeasibleError, match=r"no pipeline fits: layers \d"):
+    with pytest.raises(
+        InfeasibleError, match=r"no pipeline fits: layers \d[^\\]*\n  try: more"
+    ):
         plan_stages(wide, Cluster.parse("1x2:cpu,memory=1MB"))
 
 
@@ -217,3 +222,14 @@ def test_stages_are_found_where_one_stage_fits_only_by_computing_again() -> None
     assert plan is not None
     assert len(plan.stages) == 2
     assert plan.predicted.peak_memory_bytes <= limit
+
+
+def test_no_pipeline_is_no_error_where_a_plan_of_one_stage_is_known() -> None:
+    """Every pipeline needs more; the plan of one stage is kept."""
+    tall = analysed(residual, blocks(6, 64), struct(4096, 64))
+    tight = Cluster.parse("1x2:cpu,memory=20MB")
+    options = PlanOptions(stages="auto", microbatches=1)
+    with pytest.raises(InfeasibleError, match="no pipeline fits"):
+        best_pipeline(tall, tight, options)
+    known = make_plan(tall, search(tall, Cluster.parse("1x2:cpu")))
+    assert plan_with_stages(tall, tight, options, known) is None
