@@ -12,10 +12,12 @@ from autopar_passes import debug
 from autopar_passes.graph.build import build_graph
 from autopar_passes.graph.operators import producers
 from autopar_passes.graph.roles import Role
-from autopar_passes.microbatches.microbatched import Microbatched
+from autopar_passes.jax_compat import source_line
+from autopar_passes.microbatches.microbatched import Combine, Microbatched
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
+from autopar_passes.stages.flow import reads
 from autopar_passes.stages.hoist import hoisted
-from autopar_passes.stages.parts import Parts, parts_of
+from autopar_passes.stages.parts import CutError, Parts, parts_of
 from autopar_passes.stages.verify import verify_cut
 
 
@@ -64,6 +66,7 @@ def cut_step(
     Raises:
       CutError: the parts do not begin at different equations of the forward pass.
     """
+    _check_rows(analysis, found)
     program, graph = analysis.program, analysis.graph
     arguments = program.body.inputs
     split = [*found.batch, *([] if found.number is None else [found.number])]
@@ -120,6 +123,21 @@ def _computed_again(layers: Parts, wanted: Collection[int]) -> set[int]:
             if flow.roles[reader] is Role.FORWARD
         )
     }
+
+
+def _check_rows(analysis: Analysis, found: Microbatched) -> None:
+    """Raises `CutError` where the update reads rows of the whole batch.
+
+    One microbatch's program has it with the rows of one microbatch.
+    """
+    rows = {c.value for c in found.crossings if c.combine is Combine.ROWS}
+    for eqn in analysis.program.body.equations:
+        if eqn.index in found.once and rows.intersection(reads(eqn)):
+            raise CutError(
+                f"'{eqn.primitive}' ({source_line(eqn.source)}) reads rows of the "
+                "whole batch after all microbatches. Compute it from results, or "
+                "plan with stages=1."
+            )
 
 
 def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> Analysis:
