@@ -43,6 +43,7 @@ _WHY_NOT = {
     "autopar.plan(..., microbatches=)",
     "local": "it says what is computed from each microbatch alone",
     "schedule": "there is one stage",
+    "pipeline": "there is one stage",
     "rematerialisation": "use jax.checkpoint in the step",
     "name": "it names the only stage",
 }
@@ -69,6 +70,12 @@ def carried_out(
     parts = plan.edited
     if not parts:
         return plan
+    if len(plan.stages) > 1:
+        raise PlanError(
+            f"the plan's {', '.join(parts)} was edited, and edits of plans of several "
+            "stages are not carried out. Make another plan with autopar.plan(..., "
+            "stages=, schedule=, microbatches=)."
+        )
     _check_parts(parts)
     analysis = split_as(analysis, plan)
     if plan.fingerprint != analysis.fingerprint:

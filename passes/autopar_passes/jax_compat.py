@@ -216,6 +216,7 @@ def transfer_server() -> Any:
     It listens where the coordination service sees this process from: of JAX, only its
     address tells which network the processes share.
     """
+    # Only pipelines over several processes need it.
     from jax.experimental import transfer
 
     host = _own_address(_distributed.global_state.coordinator_address)
