@@ -97,9 +97,10 @@ def traffic(
                     _read(assignment, forms, op, value, layout, op.input_trips[slot])
     last = assignment.graph.operators[-1]
     for position, value in enumerate(assignment.graph.outputs):
+        if value is None or (made is not None and value not in made):
+            continue
         layout = assignment.output(position)
-        counts = value is not None and (made is None or value in made)
-        if counts and layout is not None:
+        if layout is not None:
             _read(assignment, forms, last, value, layout, 1.0)
     due = _due(assignment, forms)
     if only is not None:

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.runtime import arguments, placement
+from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
@@ -41,7 +42,7 @@ class Evaluation(Generic[P, R]):
     def __init__(
         self,
         function: Callable[P, R],
-        running: Callable[[], PlannedStep],
+        running: Callable[[], AnyStep],
         world: Callable[[], World],
         static: str | Collection[str] = (),
     ) -> None:
@@ -114,6 +115,12 @@ class Evaluation(Generic[P, R]):
     def _placed(self, call: Call) -> list[Any]:
         """The arrays of a call, those of a batch split over the batch's axes."""
         running, world = self._running(), self._world()
+        if not isinstance(running, PlannedStep):
+            raise PlanError(
+                f"{self.__name__}: step.jit runs one program on all devices, and the "
+                "state is on those of several stages. Evaluate a copy of it, "
+                "jax.device_get(state), or move it to a plan of one stage with replan."
+            )
         devices = set(running.mesh.devices.flat)
         axes = batch_axes(running)
         placed: list[Any] = []

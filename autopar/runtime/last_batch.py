@@ -12,7 +12,7 @@ import numpy as np
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import placement
-from autopar.runtime.planned import PlannedStep
+from autopar.runtime.any_step import AnyStep
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call
 
@@ -51,7 +51,7 @@ class Rows:
     arrays: tuple[int, ...]
 
 
-def fewer_rows(call: Call, running: PlannedStep, process_count: int) -> Rows | None:
+def fewer_rows(call: Call, running: AnyStep, process_count: int) -> Rows | None:
     """The rows of a call that has fewer than the running step; None: it has not.
 
     Nothing but the leading dimension of the batch's arrays may differ, and that of all
@@ -82,18 +82,14 @@ def fewer_rows(call: Call, running: PlannedStep, process_count: int) -> Rows | N
     return Rows(given, planned, tuple(differ))
 
 
-def plan_beside(
-    call: Call, running: PlannedStep | None, process_count: int
-) -> Plan | None:
+def plan_beside(call: Call, running: AnyStep | None, process_count: int) -> Plan | None:
     """The plan that runs, if a call has fewer rows of the batch; else None."""
     if running is None or fewer_rows(call, running, process_count) is None:
         return None
     return running.plan
 
 
-def fitted(
-    call: Call, running: PlannedStep, how: LastBatch, process_count: int
-) -> Call:
+def fitted(call: Call, running: AnyStep, how: LastBatch, process_count: int) -> Call:
     """The call with rows dropped or repeated where it has fewer than were planned.
 
     Args:

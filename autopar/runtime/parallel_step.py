@@ -30,12 +30,12 @@ from autopar.runtime import (
     last_batch,
     placement,
 )
+from autopar.runtime.any_step import AnyStep
 from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.adopting import CodecChange
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
-from autopar.runtime.planned import PlannedStep
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.setting import Setting, moved_setting
@@ -245,7 +245,7 @@ class ParallelStep(Generic[P, R]):
         else:
             self._use(recoding.changed(plan, codecs, often=often))
 
-    def _use(self, plan: Plan) -> PlannedStep:
+    def _use(self, plan: Plan) -> AnyStep:
         """Runs steps by a plan that differs from the current one in its codecs."""
         assert self._current is not None
         analysed, current = self._current.analysed, self._current.planned
@@ -258,13 +258,13 @@ class ParallelStep(Generic[P, R]):
         self._current = Running(analysed, planned)
         return planned
 
-    def prepare(self, *args: Any, **kwargs: Any) -> PlannedStep:
+    def prepare(self, *args: Any, **kwargs: Any) -> AnyStep:
         """Plans for these arguments without running; arrays or structs."""
         with exchange.told(self.world, "reading the arguments"), updating():
             call = opened_within(self._parameters, args, kwargs)
         return self._prepare(call)
 
-    def _prepare(self, call: Call) -> PlannedStep:
+    def _prepare(self, call: Call) -> AnyStep:
         """Plans for the arguments of a call."""
         structs = self._batches.structs(call, self.world)
         if self._current is None or not self._current.analysed.fits(structs):
@@ -384,7 +384,7 @@ class ParallelStep(Generic[P, R]):
         """
         return Evaluation(function, self._running, lambda: self.world, static_argnames)
 
-    def _running(self) -> PlannedStep:
+    def _running(self) -> AnyStep:
         if self._current is None:
             raise PlanError(
                 f"{self.__name__}: no plan yet: call the step first, or make the state "

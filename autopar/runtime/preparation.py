@@ -18,7 +18,8 @@ from autopar.planner.edited import carried_out
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, exchange, placement
-from autopar.runtime.planned import PlannedStep, device_mesh
+from autopar.runtime.any_step import AnyStep
+from autopar.runtime.planned import device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting
@@ -44,7 +45,7 @@ class Running:
     """
 
     analysed: Analysed
-    planned: PlannedStep
+    planned: AnyStep
     ready: bool = False
 
 
@@ -137,7 +138,7 @@ class Preparation:
             lambda: self.planner.plan(analysed, cluster, asked, errors=self._errors()),
         )
 
-    def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> PlannedStep:
+    def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> AnyStep:
         """The program of a plan, once all processes have checked that it fits."""
         devices = self.devices(setting)
         if self._world().process_count > 1:
@@ -155,7 +156,7 @@ class Preparation:
 
     def _pipelined(
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
-    ) -> PlannedStep:
+    ) -> AnyStep:
         """The program of a plan of several stages."""
         with exchange.told(self._world(), "building the program"):
             check_world(self._world(), plan, devices)
@@ -169,17 +170,17 @@ class Preparation:
             self._links = Links(self._world())
         return self._links
 
-    def is_compiled(self, planned: PlannedStep) -> bool:
+    def is_compiled(self, planned: AnyStep) -> bool:
         """Whether a program has run before."""
         return planned.function in self._started
 
-    def compile(self, planned: PlannedStep) -> None:
+    def compile(self, planned: AnyStep) -> None:
         """Compiles a program, and takes the time."""
         with self._store.compiling(planned):
             planned.compile()
 
     @contextlib.contextmanager
-    def compiling(self, planned: PlannedStep, name: str) -> Generator[None]:
+    def compiling(self, planned: AnyStep, name: str) -> Generator[None]:
         """Says so where a program runs for the first time, which compiles it."""
         if self.is_compiled(planned):
             yield
@@ -190,7 +191,7 @@ class Preparation:
         self._started.add(planned.function)
 
     def placed(
-        self, planned: PlannedStep, leaves: Sequence[Any], *, first: bool
+        self, planned: AnyStep, leaves: Sequence[Any], *, first: bool
     ) -> list[Any]:
         """The flat arguments where a program wants them.
 
@@ -267,7 +268,7 @@ class Preparation:
         return creation.even_shardings(leaves, devices)
 
 
-def moved_state(state: dict[str, Any], old: PlannedStep, new: PlannedStep) -> list[Any]:
+def moved_state(state: dict[str, Any], old: AnyStep, new: AnyStep) -> list[Any]:
     """The leaves of a state, where another plan wants them."""
     links = new.links or old.links
     if links is not None:

@@ -13,6 +13,7 @@ from autopar.planner.codecs.adjusted import program_plan
 from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.agreement import content_digest
+from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import (
     PlannedStep,
     device_mesh,
@@ -20,16 +21,12 @@ from autopar.runtime.planned import (
     with_inputs_of,
 )
 from autopar.runtime.recent import Recent
-from autopar.runtime.stages.planned import PipelinedStep, pipelined_step
+from autopar.runtime.stages.planned import pipelined_step
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.step_planner import Analysed
 
 # Enough for a policy that switches codecs, or for a cluster that shrinks and grows.
 PROGRAMS = 8
-
-
-# The program of a plan of one stage, or of several.
-AnyStep = PlannedStep | PipelinedStep
 
 
 class ProgramStore:
@@ -66,7 +63,7 @@ class ProgramStore:
         self._compiled = weakref.WeakKeyDictionary()
         self.fallback = fallback
         self._capacity = capacity
-        self._programs: Recent[Hashable, AnyStep] = Recent(capacity, self._release)
+        self._programs = Recent[Hashable, AnyStep](capacity, self._release)
 
     def empty(self) -> ProgramStore:
         """A store of the same kind that holds nothing yet."""
@@ -83,7 +80,7 @@ class ProgramStore:
         analysed: Analysed,
         plan: Plan,
         devices: Sequence[Any],
-        like: PlannedStep | None = None,
+        like: AnyStep | None = None,
         links: Links | None = None,
     ) -> AnyStep:
         """Returns the program of a plan on these devices, made if it is not held.
@@ -116,7 +113,7 @@ class ProgramStore:
                     fallback=self.fallback,
                 ),
             )
-        if found.plan.gradients != plan.gradients:
+        if isinstance(found, PlannedStep) and found.plan.gradients != plan.gradients:
             return with_inputs_of(found, plan)
         return found
 
@@ -153,7 +150,7 @@ class ProgramStore:
         return found.mesh == mesh and found.function in self._compiled
 
     @contextlib.contextmanager
-    def compiling(self, program: PlannedStep) -> Generator[None]:
+    def compiling(self, program: AnyStep) -> Generator[None]:
         """Takes the time in which a program is compiled, by its first call perhaps."""
         begin = self._clock()
         yield
@@ -166,7 +163,7 @@ class ProgramStore:
         gone = set(devices)
         self._programs.discard(lambda p: not gone.isdisjoint(p.mesh.devices.flat))
 
-    def _release(self, program: PlannedStep) -> None:
+    def _release(self, program: AnyStep) -> None:
         """Frees compiled code, but for what another program shares."""
         held = [self._programs.peek(key) for key in self._programs]
         program.function.clear_cache()

@@ -292,8 +292,9 @@ class Pipeline:
             if task.key.phase is not Phase.UPDATE:
                 continue
             for value, maker in task.inputs:
-                micro = maker is not None and maker.phase is not Phase.UPDATE
-                if micro and maker.stage == stage:
+                if maker is None or maker.phase is Phase.UPDATE:
+                    continue
+                if maker.stage == stage:
                     out[value].add(task.key.stage)
         return out
 

@@ -56,9 +56,9 @@ class PipelinedStep:
     pipeline: Pipeline
     mesh: Mesh
     in_shardings: list[NamedSharding]
-    function: Callable[..., list[Any]]
+    function: Any
     sums: None = None
-    gradients: None = None
+    gradients: Any = None
 
     @property
     def links(self) -> Links | None:

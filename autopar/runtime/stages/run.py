@@ -435,8 +435,9 @@ class _Run:
         pipeline, held = self.pipeline, self.pipeline.held[stage]
         made: Sequence[Any] | None = None
         if pipeline.here(stage):
-            made = pipeline.finish[stage](*self.sums[stage].values())
-            self.step[stage].update(zip(held, made, strict=False))
+            found: list[Any] = pipeline.finish[stage](*self.sums[stage].values())
+            self.step[stage].update(zip(held, found, strict=False))
+            made = found
         count = len(held)
         for sent in pipeline.finish_sent[stage]:
             end = count + len(sent.values)

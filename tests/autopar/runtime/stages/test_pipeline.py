@@ -212,3 +212,10 @@ def test_activations_that_are_computed_again_are_the_same(schedule, one_device):
     state, losses = train(step, copied(state))
     np.testing.assert_allclose(losses, one_device("mean")[1], rtol=CLOSE)
     assert distance(one_device("mean")[0], state) < CLOSE
+
+
+def test_evaluation_of_state_on_several_stages_is_refused():
+    step, state = staged(donate=False)
+    state, _ = step(state, batch())
+    with pytest.raises(PlanError, match="device_get"):
+        step.jit(lambda state, batch: mean_loss(state["params"], batch))(state, batch())
