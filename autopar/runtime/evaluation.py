@@ -76,7 +76,7 @@ class Evaluation(Generic[P, R]):
         """Runs the function; NNX objects among its arguments are updated.
 
         Raises:
-          PlanError: the step has no plan yet.
+          PlanError: the step has no plan yet, or one of stages in several processes.
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._function(*args, **kwargs)
@@ -114,6 +114,12 @@ class Evaluation(Generic[P, R]):
     def _placed(self, call: Call) -> list[Any]:
         """The arrays of a call, those of a batch split over the batch's axes."""
         running, world = self._running(), self._world()
+        if running.links is not None:
+            raise PlanError(
+                f"{self.__name__}: step.jit runs one program on all devices, and the "
+                "state is on those of stages in several processes. Save the state and "
+                "evaluate it apart, or move it to a plan of one stage with replan."
+            )
         devices = set(running.mesh.devices.flat)
         axes = batch_axes(running)
         placed: list[Any] = []

@@ -34,8 +34,15 @@ class _Lies(enum.StrEnum):
 class Step(Protocol):
     """A planned step, as far as its arguments go."""
 
-    analysis: Any
-    in_shardings: list[NamedSharding]
+    @property
+    def analysis(self) -> Any:
+        """The step on the whole batch."""
+        ...
+
+    @property
+    def in_shardings(self) -> list[NamedSharding]:
+        """Where each flat argument lies before a step."""
+        ...
 
     @property
     def links(self) -> Links | None:
