@@ -77,7 +77,7 @@ class Evaluation(Generic[P, R]):
         """Runs the function; NNX objects among its arguments are updated.
 
         Raises:
-          PlanError: the step has no plan yet.
+          PlanError: the step has no plan yet, or one of stages in several processes.
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._function(*args, **kwargs)

@@ -40,6 +40,7 @@ from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.lib import xla_client as _xc  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.random import prng as _prng
 from jax.experimental import topologies as _topologies
+from jax.experimental import transfer as _transfer
 from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
 from jaxlib.mlir import ir as _ir
@@ -216,12 +217,9 @@ def transfer_server() -> Any:
     It listens where the coordination service sees this process from: of JAX, only its
     address tells which network the processes share.
     """
-    # Only pipelines over several processes need it.
-    from jax.experimental import transfer
-
     host = _own_address(_distributed.global_state.coordinator_address)
     client = jax.local_devices()[0].client
-    return transfer.start_transfer_server(client, f"{host}:0", [f"{host}:0"])
+    return _transfer.start_transfer_server(client, f"{host}:0", [f"{host}:0"])
 
 
 def _own_address(coordinator: str | None) -> str:

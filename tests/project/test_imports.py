@@ -21,7 +21,6 @@ LATE = {
     "InfeasibleError, TraceError",
     "autopar/cli/failures.py: from autopar.errors import user_line",
     "autopar/cluster/local.py: import jax",
-    "passes/autopar_passes/jax_compat.py: from jax.experimental import transfer",
     "solver/autopar_solver/sharding/bounds/compiled.py: "
     'numba: Any = importlib.import_module("numba")',
 }

@@ -50,6 +50,13 @@ def train(name: str) -> list[float]:
     return losses
 
 
+def mixed() -> float:
+    """How far all that steps tell this process is from what one device finds."""
+    from stage_cases import mixed_distance, mixed_step
+
+    return mixed_distance(autopar.parallelize(mixed_step, **ASKED), rows)
+
+
 def moved() -> tuple[list[float], list[int]]:
     """Losses under a plan of one stage, of two and of one, and devices held here."""
     from stage_cases import adam, batch, mean_loss
@@ -103,7 +110,10 @@ def refused() -> dict[str, Any]:
         except (AutoparError, ZeroDivisionError) as error:
             said.append(f"{type(error).__name__}: {error}")
     seconds = time.monotonic() - begin
-    _, loss = step(state, rows(1))
+    state, loss = step(state, rows(1))
+    with contextlib.suppress(PlanError):
+        step.jit(lambda state: state["params"][0]["b"])(state)
+        said.append("not refused")
     return {"said": said, "seconds": seconds, "loss": float(loss)}
 
 
@@ -145,8 +155,8 @@ def results(case: str) -> Any:
     if case == "killed":
         return killed()
     return {
-        "mean": train("mean"),
         "masked": train("masked"),
+        "mixed": mixed(),
         "moved": moved(),
         "refused": refused(),
         "uneven": uneven(),

@@ -34,8 +34,15 @@ class _Lies(enum.StrEnum):
 class Step(Protocol):
     """A planned step, as far as its arguments go."""
 
-    analysis: Any
-    in_shardings: list[NamedSharding]
+    @property
+    def analysis(self) -> Any:
+        """The step on the whole batch."""
+        ...
+
+    @property
+    def in_shardings(self) -> list[NamedSharding]:
+        """Where each flat argument lies before a step."""
+        ...
 
     @property
     def links(self) -> Links | None:
@@ -143,15 +150,11 @@ def _by_process(links: Links, lies: Mapping[str, _Lies]) -> dict[str, list[_Lies
 def _lies(leaf: Any, sharding: NamedSharding) -> _Lies:
     if not isinstance(leaf, jax.Array):
         return _Lies.OWN
-    if leaf.committed and leaf.sharding == sharding and not _weak(leaf):
+    if leaf.committed and leaf.sharding == sharding:
         return _Lies.PLACED
     if leaf.is_fully_addressable:
         return _Lies.OWN
     return _Lies.SPREAD if leaf.sharding.addressable_devices else _Lies.OTHER
-
-
-def _weak(leaf: jax.Array) -> bool:
-    return bool(jax.typeof(leaf).weak_type)
 
 
 def _put(
@@ -168,7 +171,10 @@ def _put(
     """
     how = set(lies)
     if how == {_Lies.PLACED}:
-        return leaf
+        # Of weak type at most on the process that has it, which makes it strong.
+        return (
+            leaf if not leaf.is_fully_addressable else placement.place(leaf, sharding)
+        )
     if how == {_Lies.SPREAD}:
         return _here(_gathered(leaf), sharding)
     if how == {_Lies.OTHER}:

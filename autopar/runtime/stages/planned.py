@@ -359,12 +359,26 @@ class _Feed:
             for given, arrays in zip(micro, parts, strict=True):
                 given.update(zip(values, arrays, strict=True))
         state, told = run_step(self.pipeline, known, micro)
+        told.update(self._passed(flat))
         return [
             atom.value
             if isinstance(atom, Scalar)
             else (state if k in self.state else told)[atom]
             for k, atom in enumerate(self.program.body.outputs)
         ]
+
+    def _passed(self, flat: Sequence[Any]) -> dict[int, Any]:
+        """The arrays of the batch that the step returns as they are."""
+        out: dict[int, Any] = {}
+        for k in sorted(self.found.batch):
+            value, links = self.values[k], self.pipeline.links
+            if value in self.pipeline.outputs:
+                owner = self.pipeline.processes[self.owners[value]]
+                whole = flat[k]
+                if links is not None:
+                    whole = links.spread(("passed", k), owner, whole)
+                out[value] = whole
+        return out
 
     def clear_cache(self) -> None:
         """Frees compiled code."""

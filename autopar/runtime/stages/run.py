@@ -435,9 +435,9 @@ class _Run:
         pipeline, held = self.pipeline, self.pipeline.held[stage]
         made: Sequence[Any] | None = None
         if pipeline.here(stage):
-            found: list[Any] = pipeline.finish[stage](*self.sums[stage].values())
-            self.step[stage].update(zip(held, found, strict=False))
-            made = found
+            ended: list[Any] = pipeline.finish[stage](*self.sums[stage].values())
+            self.step[stage].update(zip(held, ended, strict=False))
+            made = ended
         count = len(held)
         for sent in pipeline.finish_sent[stage]:
             end = count + len(sent.values)

@@ -91,17 +91,20 @@ class Links:
     once it is.
     """
 
-    def __init__(self, world: World) -> None:
+    def __init__(
+        self, world: World, serve: Callable[[], Any] = jax_compat.transfer_server
+    ) -> None:
         """Starts this process's server; all processes do so together.
 
         Args:
           world: the processes.
+          serve: starts the server.
 
         Raises:
           PlanError: another process has failed.
         """
         with told(world, "connecting the stages"):
-            self._server = jax_compat.transfer_server()
+            self._server = serve()
         own = self._server.address().encode()
         found = exchanged(world, "connecting the stages", own)
         self.world = world

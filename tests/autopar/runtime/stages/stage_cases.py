@@ -79,6 +79,44 @@ def adam(loss: Callable[..., Any]) -> Case:
     return step, {"params": params, "moments": optimizer.init(params)}, batch()
 
 
+def mixed_step(state: Any, batch: Any, scale: Any) -> Any:
+    """State with a key and a count, and results of every kind beside the loss."""
+    params, (key, new) = state["params"], jax.random.split(state["key"])
+
+    def loss(params: Any) -> Any:
+        x = batch["x"]
+        for k, p in enumerate(params):
+            kept = jax.random.bernoulli(jax.random.fold_in(key, k), 0.8, (WIDTH,))
+            x = x + kept * jnp.tanh(x @ p["w"] + p["b"])
+        rows = jnp.mean((x - batch["y"]) ** 2, axis=-1)
+        return scale * jnp.mean(rows), (rows, x)
+
+    (value, (rows, x)), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    norm = sum(jnp.sum(g**2) for g in jax.tree.leaves(grads))
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    count = state["count"] + 1
+    told = {"loss": value, "rows": rows, "x": x, "norm": norm}
+    told |= {"count": count, "passed": batch["y"], "weight": params[0]["w"]}
+    return {"params": params, "key": new, "count": count}, told
+
+
+def mixed_state() -> Any:
+    return {"params": weights(), "key": jax.random.key(5), "count": jnp.int32(0)}
+
+
+def mixed_distance(
+    step: Callable[..., Any], rows_of: Callable[[int], Any] = lambda k: batch(seed=k)
+) -> float:
+    """How far what steps tell is from what one device finds."""
+    state, same, most = mixed_state(), mixed_state(), 0.0
+    for k in range(2):
+        scale = np.float32(0.5 + k)
+        state, told = step(state, rows_of(k), scale)
+        same, expected = jax.jit(mixed_step)(same, batch(seed=k), scale)
+        most = max(most, distance(expected, told))
+    return most
+
+
 LOSSES = {
     "mean": mean_loss,
     "masked": masked_loss,

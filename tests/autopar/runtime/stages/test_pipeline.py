@@ -8,7 +8,17 @@ import jax
 import msgspec
 import numpy as np
 import pytest
-from stage_cases import LOSSES, adam, batch, copied, distance, mean_loss, train
+from stage_cases import (
+    LOSSES,
+    adam,
+    batch,
+    copied,
+    distance,
+    mean_loss,
+    mixed_distance,
+    mixed_step,
+    train,
+)
 
 import autopar
 from autopar.errors import PlanError, StageError
@@ -69,6 +79,12 @@ def test_a_saved_plan_runs_without_planning(tmp_path, one_device):
     _, losses = train(again, copied(state))
     assert again.plan == step.plan
     np.testing.assert_allclose(losses, one_device("mean")[1], rtol=CLOSE)
+
+
+def test_results_of_every_kind_are_those_of_one_device():
+    asked = {"stages": 2, "microbatches": 4, "cluster": "4:cpu"}
+    step = autopar.parallelize(mixed_step, **asked)
+    assert mixed_distance(step) < CLOSE
 
 
 def test_state_stays_on_the_devices_of_its_stage():
