@@ -9,7 +9,9 @@ import msgspec
 import numpy as np
 import pytest
 from stage_cases import (
+    LAYERS,
     LOSSES,
+    WIDTH,
     adam,
     batch,
     copied,
@@ -18,6 +20,7 @@ from stage_cases import (
     mixed_distance,
     mixed_step,
     train,
+    weights,
 )
 
 import autopar
@@ -235,3 +238,54 @@ def test_evaluation_of_state_on_several_stages_is_refused():
     state, _ = step(state, batch())
     with pytest.raises(PlanError, match="device_get"):
         step.jit(lambda state, batch: mean_loss(state["params"], batch))(state, batch())
+
+
+def dropout_step(state, batch):
+    """Masks drawn for rows; they differ from microbatch to microbatch."""
+    key, now = jax.random.split(state["key"])
+
+    def loss_of(params):
+        x = batch["x"]
+        for k, p in enumerate(params):
+            x = x + jax.numpy.tanh(x @ p["w"] + p["b"])
+            kept = jax.random.bernoulli(jax.random.fold_in(now, k), 0.7, x.shape)
+            x = jax.numpy.where(kept, x, 0)
+        return jax.numpy.mean((x - batch["y"]) ** 2)
+
+    loss, grads = jax.value_and_grad(loss_of)(state["params"])
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    return {"params": params, "key": key}, loss
+
+
+def statistics_step(state, batch):
+    """Batch normalisation, whose averages are carried."""
+
+    def loss_of(params):
+        x, means = batch["x"], []
+        for p, old in zip(params, state["means"], strict=True):
+            x = jax.numpy.tanh(x @ p["w"])
+            mean, var = x.mean(0), x.var(0)
+            means.append(0.9 * old + 0.1 * jax.numpy.stack([mean, var]))
+            x = (x - mean) * jax.lax.rsqrt(var + 1e-3) + p["b"]
+        return jax.numpy.mean((x - batch["y"]) ** 2), means
+
+    (loss, means), grads = jax.value_and_grad(loss_of, has_aux=True)(state["params"])
+    params = jax.tree.map(lambda p, g: p - 0.1 * g, state["params"], grads)
+    return {"params": params, "means": means}, loss
+
+
+@pytest.mark.parametrize("step", [dropout_step, statistics_step])
+def test_what_is_of_each_microbatch_is_that_of_one_stage(step):
+    rest = {"key": jax.random.key(5)}
+    if step is statistics_step:
+        rest = {"means": [jax.numpy.zeros((2, WIDTH)) for _ in range(LAYERS)]}
+    found = []
+    for stages in (1, 2):
+        made = autopar.parallelize(step, cluster="4:cpu", stages=stages, microbatches=4)
+        state, losses = train(made, copied({"params": weights(), **rest}))
+        found.append((state["params"], losses, state.get("means")))
+    (one, expected, means), (two, losses, others) = found
+    np.testing.assert_allclose(losses, expected, rtol=CLOSE)
+    assert distance(one, two) < CLOSE
+    if means is not None:
+        assert distance(means, others) < CLOSE
