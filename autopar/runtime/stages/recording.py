@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 
+from autopar.reports.schedule import row_name
 from autopar_passes.stages.cut import Phase, TaskKey
 
 
@@ -140,16 +141,7 @@ def _ran(stages: Sequence[Sequence[tuple[_Issued, float]]]) -> list[Ran]:
 def trace_events(tasks: Sequence[Ran]) -> dict[str, Any]:
     """Tasks that ran as a trace of Chrome's format, which Perfetto reads."""
     stages = sorted({task.key.stage for task in tasks})
-    events: list[dict[str, Any]] = [
-        {
-            "ph": "M",
-            "name": "thread_name",
-            "pid": 0,
-            "tid": stage,
-            "args": {"name": f"stage {stage}"},
-        }
-        for stage in stages
-    ]
+    events = [row_name(stage, f"stage {stage}") for stage in stages]
     for task in tasks:
         once = task.key.phase is Phase.UPDATE
         number = "" if once else f" {task.microbatch}"
