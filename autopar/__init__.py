@@ -25,6 +25,7 @@ __all__ = [
     "ParallelStep",
     "Plan",
     "PlanError",
+    "StageError",
     "TargetError",
     "TraceError",
     "__version__",

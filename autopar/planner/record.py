@@ -166,6 +166,7 @@ def check_plan(analysis: Analysis, plan: Plan) -> None:
       PlanError: it was made for another one; the message says what differs. Or it
         is inconsistent.
     """
+    plan.check_one_stage()
     analysis = split_as(analysis, plan)
     if plan.fingerprint != analysis.fingerprint:
         raise another_step(analysis, plan)

@@ -173,13 +173,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         Raises:
           PlanError: there are several.
         """
-        if len(self.stages) == 1:
-            return self.stages[0]
-        names = ", ".join(f"'{stage.name}'" for stage in self.stages)
-        raise PlanError(
-            f"this plan has {len(self.stages)} stages; what was asked for works on "
-            f"plans of one stage. Look at them one by one in plan.stages: {names}."
-        )
+        self.check_one_stage()
+        return self.stages[0]
+
+    def check_one_stage(self) -> None:
+        """Checks that there is one stage.
+
+        Raises:
+          PlanError: there are several.
+        """
+        if len(self.stages) > 1:
+            names = ", ".join(f"'{stage.name}'" for stage in self.stages)
+            raise PlanError(
+                f"this plan has {len(self.stages)} stages; what was asked for works on "
+                f"plans of one stage. Look at them one by one in plan.stages: {names}."
+            )
 
     def home(self, path: str) -> int:
         """The number of the stage that has an input of the step between steps."""

@@ -11,13 +11,13 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.runtime import agreement, placement
 from autopar.runtime.exchange import by_process, exchanged
 from autopar.runtime.stages.transport import Links, on_device
+from autopar.runtime.world import whole_array
 from autopar_passes import jax_compat
 from autopar_passes.graph.roles import InputRole
 
@@ -190,7 +190,7 @@ def _gathered(leaf: Any) -> Any:
     if bits.is_fully_replicated:
         found = np.asarray(bits.addressable_shards[0].data)
     else:
-        found = multihost_utils.process_allgather(bits, tiled=True)
+        found = whole_array(bits)
     return jax_compat.with_dtype(jnp.asarray(found), leaf.dtype)
 
 

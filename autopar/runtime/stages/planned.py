@@ -402,7 +402,9 @@ class _Feed:
 
     def _whole(self, flat: Sequence[Any]) -> list[Any]:
         """The arguments on one device; None for those that are not read."""
-        links, first = self.pipeline.links, jax.local_devices()[0]
+        links, stages = self.pipeline.links, self.pipeline.stages
+        here = next(k for k in range(len(stages)) if self.pipeline.here(k))
+        first = stages[here].mesh.devices.flat[0]
         out: list[Any] = [None for _ in flat]
         for k in sorted(self.read):
             if links is None:

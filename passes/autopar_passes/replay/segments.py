@@ -107,7 +107,7 @@ def replay_segment(
       program: the whole program.
       graph: its operator graph.
       plan: its layouts.
-      mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
+      mesh: as for `autopar_passes.replay.run.replay`.
       equations: those of the segment, in program order.
       inputs: the values that it is called with; constants of the program are there.
       outputs: the values that it returns.
@@ -118,19 +118,12 @@ def replay_segment(
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
     within = _Within(plan, inputs)
-    constants = dict(
-        zip(
-            program.body.inputs[program.num_arguments :], program.constants, strict=True
-        )
-    )
+    held = program.body.inputs[program.num_arguments :]
+    constants = dict(zip(held, program.constants, strict=True))
 
     def run(*arguments: Any, synchroniser: Synchroniser | None = None) -> list[Any]:
-        arrays = dict(constants)
-        arrays.update(zip(inputs, arguments, strict=True))
-        for value in inputs:
-            partial = plan.stacked(value)
-            if partial is not None:
-                arrays[value] = stacked.stack(arrays[value], *partial, mesh)
+        pairs = zip(inputs, arguments, strict=True)
+        arrays = constants | {v: _stated(plan, mesh, v, x) for v, x in pairs}
         values = Values(made_by, sources, within, mesh, synchroniser or Later(), arrays)
         replayer = Replayer(program, operators, values)
         for eqn in equations:
@@ -138,6 +131,12 @@ def replay_segment(
         return [_as_array(values, v) for v in outputs]
 
     return run
+
+
+def _stated(plan: LayoutPlan, mesh: Any, value: int, array: Any) -> Any:
+    """An input of a segment, as a partial value where it is one."""
+    partial = plan.stacked(value)
+    return array if partial is None else stacked.stack(array, *partial, mesh)
 
 
 def _as_array(values: Values, value: int) -> Any:

@@ -234,7 +234,9 @@ class _Grid:
         major: dict[int, tuple[int, ...]] = {}
         minor: dict[int, tuple[int, ...]] = {}
         for g in free:
-            repeat = max(b.indices[d].repeat for b in arrays for d in b.along(g))
+            # No array goes along a dimension that all of its programs share.
+            repeats = (b.indices[d].repeat for b in arrays for d in b.along(g))
+            repeat = max(repeats, default=self.grid[g])
             major[g] = new(self.grid[g] // repeat, FactorKind.PASS)
             minor[g] = new(repeat, FactorKind.BLOCKED)
 

@@ -52,6 +52,18 @@ def chain_cost(work: np.ndarray, crossing: np.ndarray, starts: Sequence[int]) ->
     return float(stretch_cost(stretches, mean).sum() + cuts.sum())
 
 
+def _costs(work: np.ndarray, crossing: np.ndarray, stretches: int) -> np.ndarray:
+    """``[i, j]``: the cost of the units from i up to j, with the cut before them."""
+    running = np.concatenate(([0.0], np.cumsum(work, dtype=np.float64)))
+    mean = running[-1] / stretches or 1.0
+    costs = stretch_cost(running[None, :] - running[:, None], mean)
+    begin = np.append(boundary_cost(np.asarray(crossing, np.float64)), 0.0)
+    begin[0] = 0.0
+    costs += begin[:, None]
+    costs[np.tril_indices(len(work) + 1)] = np.inf
+    return costs
+
+
 def cut_chain(
     work: np.ndarray, crossing: np.ndarray, stretches: int
 ) -> tuple[int, ...]:
@@ -77,14 +89,7 @@ def cut_chain(
         raise ValueError(
             f"cut_chain: {units} units make 1 to {units} stretches, not {stretches}."
         )
-    running = np.concatenate(([0.0], np.cumsum(work, dtype=np.float64)))
-    mean = running[-1] / stretches or 1.0
-    # costs[i, j]: of the units from i up to j, with the cut before them.
-    costs = stretch_cost(running[None, :] - running[:, None], mean)
-    begin = np.append(boundary_cost(np.asarray(crossing, np.float64)), 0.0)
-    begin[0] = 0.0
-    costs += begin[:, None]
-    costs[np.tril_indices(units + 1)] = np.inf
+    costs = _costs(work, crossing, stretches)
     best = costs[0].copy()
     chosen: list[np.ndarray] = []
     for _ in range(stretches - 1):

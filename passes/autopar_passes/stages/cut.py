@@ -386,11 +386,8 @@ def stage_program(found: Cut, stage: int) -> StageProgram:
       stage: which stage.
     """
     flow, whole = found.parts.flow, found.program
-    tasks = found.of_stage(stage)
-    indices = sorted(
-        {i for t in tasks for i in t.equations}, key=_positions(whole).__getitem__
-    )
-    equations = tuple(flow.equations[i] for i in indices)
+    wanted = {i for t in found.of_stage(stage) for i in t.equations}
+    equations = tuple(e for e in whole.body.equations if e.index in wanted)
     made = {v for e in equations for v in e.outputs}
     read = {v for e in equations for v in reads(e)} - made
     arguments = whole.body.inputs[: whole.num_arguments]
@@ -412,18 +409,8 @@ def stage_program(found: Cut, stage: int) -> StageProgram:
         for k, v in enumerate(given)
         if flow.carried.get(v) in places and found.owners[v] == stage
     }
-    return StageProgram(
-        stage,
-        Program(whole.values, body, tuple(x for _, x in held)),
-        given,
-        received,
-        carried,
-        flow.once & set(indices),
-    )
-
-
-def _positions(program: Program) -> dict[int, int]:
-    return {e.index: k for k, e in enumerate(program.body.equations)}
+    program = Program(whole.values, body, tuple(x for _, x in held))
+    return StageProgram(stage, program, given, received, carried, flow.once & wanted)
 
 
 def _leaving(found: Cut, stage: int, made: Collection[int]) -> tuple[int, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
@@ -87,21 +87,25 @@ def forward_chain(
         if k is not None:
             work[k] += op.flops * op.trips
             classes[k].append(op.class_index)
-    change = np.zeros(len(chain) + 1)
-    for k, index in enumerate(chain):
-        for value in flow.equations[index].outputs:
-            last = max(
-                (place.get(r, -1) for r in flow.readers.get(value, ())), default=-1
-            )
-            if last > k:
-                change[k + 1] += program.values[value].nbytes
-                change[last + 1] -= program.values[value].nbytes
     return ForwardChain(
         tuple(chain),
         work,
-        np.cumsum(change)[:-1],
+        _crossing(flow, chain, place),
         tuple(tuple(found) for found in classes),
     )
+
+
+def _crossing(flow: Flow, chain: Sequence[int], place: Mapping[int, int]) -> np.ndarray:
+    """Bytes that cross the boundary before each equation of a chain."""
+    change = np.zeros(len(chain) + 1)
+    for k, index in enumerate(chain):
+        for value in flow.equations[index].outputs:
+            readers = flow.readers.get(value, ())
+            last = max((place.get(r, -1) for r in readers), default=-1)
+            if last > k:
+                change[k + 1] += flow.value(value).nbytes
+                change[last + 1] -= flow.value(value).nbytes
+    return np.cumsum(change)[:-1]
 
 
 def cluster_layers(
