@@ -8,6 +8,7 @@ from autopar.errors import ClusterError as ClusterError
 from autopar.errors import CompileError as CompileError
 from autopar.errors import InfeasibleError as InfeasibleError
 from autopar.errors import PlanError as PlanError
+from autopar.errors import StageError as StageError
 from autopar.errors import TargetError as TargetError
 from autopar.errors import TraceError as TraceError
 from autopar.plans.schema import Plan as Plan
