@@ -13,8 +13,9 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from autopar.steps.analysis import Analysis
+from autopar.steps.microbatches import batch_dims
 from autopar_passes.graph.operators import Operator
-from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.graph.roles import Role
 from autopar_passes.stages.layers import top_level
 from autopar_passes.stages.parts import Parts, parts_of
 
@@ -176,9 +177,8 @@ def needed_again(layers: LayerMap) -> frozenset[int]:
 
 def batch_inputs(analysis: Analysis) -> frozenset[int]:
     """The inputs that are split into microbatches."""
-    return frozenset(
-        i.value for i in analysis.graph.inputs if i.role is InputRole.BATCH
-    )
+    inputs = analysis.graph.inputs
+    return frozenset(inputs[k].value for k in batch_dims(analysis))
 
 
 def layer_map(

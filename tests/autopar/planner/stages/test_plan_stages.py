@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from layer_cases import ROWS, analysed, blocks, mlp, residual, struct, tied
@@ -30,6 +33,7 @@ from autopar.planner.stages.plan import (
     plan_stages,
 )
 from autopar.planner.stages.submeshes import Weights, batch_splits, divides, submeshes
+from autopar.steps.analysis import analyse
 from autopar_solver import Schedule, ScheduleKind
 
 SLOW = "2x2:cpu,network=100Mb/s"
@@ -233,3 +237,21 @@ def test_no_pipeline_is_no_error_where_a_plan_of_one_stage_is_known() -> None:
         best_pipeline(tall, tight, options)
     known = make_plan(tall, search(tall, Cluster.parse("1x2:cpu")))
     assert plan_with_stages(tall, tight, options, known) is None
+
+
+def test_a_random_key_is_no_part_of_the_batch() -> None:
+    """Neither are other arguments with another number of rows."""
+
+    def step(params: Any, key: Any, batch: Any) -> Any:
+        def loss_of(params: Any) -> Any:
+            x = batch + 0.1 * jax.random.normal(key, batch.shape)
+            for w in params:
+                x = jnp.tanh(x @ w)
+            return jnp.mean(x**2)
+
+        loss, grads = jax.value_and_grad(loss_of)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), loss
+
+    key = jax.ShapeDtypeStruct((2,), jnp.uint32)
+    known = analyse(step, ([struct(8, 8)] * 2, key, struct(12, 8)))
+    assert batch_rows(known) == 12
