@@ -9,11 +9,11 @@ from typing import Any
 
 import numpy as np
 
+from autopar.planner.stages.staged import schedule_of
 from autopar.plans import PipelineData, Plan
 from autopar.reports.units import bytes_text, seconds_text
 from autopar_solver import (
     Schedule,
-    ScheduleKind,
     ScheduleTable,
     TaskKind,
     TaskSeconds,
@@ -51,9 +51,8 @@ def played(plan: Plan) -> tuple[ScheduleTable, TaskSeconds, Timeline]:
     """
     data = plan.pipeline
     assert data is not None
-    stages = len(plan.stages)
-    schedule = Schedule(ScheduleKind(plan.schedule), len(data.parts) // stages)
-    table = make_table(schedule, stages, plan.microbatches)
+    schedule = schedule_of(plan)
+    table = make_table(schedule, len(plan.stages), plan.microbatches)
     seconds = _seconds(data, schedule)
     return table, seconds, play(table, seconds)
 

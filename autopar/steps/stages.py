@@ -74,8 +74,10 @@ def cut_step(
     starts = [layers[k] for k in parts]
     stage_of = [k % stages for k in range(len(parts))]
     placed = parts_of(program, graph, starts, batch=batch, once=found.once)
-    found = hoisted(found, placed, stage_of)
-    placed = parts_of(program, graph, starts, batch=batch, once=found.once)
+    late = hoisted(found, placed, stage_of)
+    if late is not found:
+        found = late
+        placed = parts_of(program, graph, starts, batch=batch, once=found.once)
     again: set[int] = set()
     if recomputed:
         by_layer = parts_of(program, graph, layers, batch=batch, once=found.once)

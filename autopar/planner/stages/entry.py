@@ -23,8 +23,13 @@ from autopar.planner.stages.plan import (
     microbatch_counts,
     plan_stages,
 )
-from autopar.planner.stages.staged import StageSite, Wanted, staged_plan
-from autopar.plans import NO_SCHEDULE, Plan
+from autopar.planner.stages.staged import (
+    StageSite,
+    Wanted,
+    schedule_of,
+    staged_plan,
+)
+from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import one_microbatch, over_microbatches
 from autopar.steps.stages import CutStep, cut_step
@@ -145,24 +150,38 @@ def planned(
     """
     couple = options.coupled == "microbatch"
     micro = one_microbatch(whole, count, couple=couple)
-    cut = _cut(micro, wanted)
-    return staged_plan(cut, cluster, wanted, seconds=options.seconds)
-
-
-def _cut(micro: Analysis, wanted: Wanted) -> CutStep:
-    assert micro.split is not None
     try:
-        return cut_step(
+        cut = _cut(
             micro,
-            micro.split,
-            layers=wanted.layers,
-            parts=wanted.parts,
-            stages=len(wanted.sites),
-            recomputed=wanted.recomputed,
-            split_backward=wanted.schedule.splits_backward,
+            wanted.layers,
+            wanted.parts,
+            wanted.recomputed,
+            wanted.schedule,
+            len(wanted.sites),
         )
     except CutError as error:
         raise PlanError(f"the step cannot be cut into stages: {error}") from error
+    return staged_plan(cut, cluster, wanted, seconds=options.seconds)
+
+
+def _cut(
+    micro: Analysis,
+    layers: Sequence[int],
+    parts: Sequence[int],
+    recomputed: Sequence[int],
+    schedule: Schedule,
+    stages: int,
+) -> CutStep:
+    assert micro.split is not None
+    return cut_step(
+        micro,
+        micro.split,
+        layers=layers,
+        parts=parts,
+        stages=stages,
+        recomputed=recomputed,
+        split_backward=schedule.splits_backward,
+    )
 
 
 def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
@@ -176,24 +195,16 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
       PlanError: the plan is of another step.
     """
     whole, data = analysis.whole or analysis, plan.pipeline
-    if data is None or plan.schedule == NO_SCHEDULE:
+    if data is None:
         raise PlanError("the plan has several stages, and does not say what they run.")
     micro = one_microbatch(whole, plan.microbatches, couple=bool(plan.local))
     assert micro.split is not None
     counted = over_microbatches(micro, micro.split)
     if plan.fingerprint != counted.fingerprint:
         raise another_step(counted, plan)
-    split = plan.schedule == ScheduleKind.ZERO_BUBBLE.value
+    schedule, stages = schedule_of(plan), len(plan.stages)
     try:
-        return cut_step(
-            micro,
-            micro.split,
-            layers=data.layers,
-            parts=data.parts,
-            stages=len(plan.stages),
-            recomputed=data.recomputed,
-            split_backward=split,
-        )
+        return _cut(micro, data.layers, data.parts, data.recomputed, schedule, stages)
     except CutError as error:
         raise PlanError(f"the plan does not fit the step: {error}") from error
 
@@ -246,14 +257,9 @@ def _sites(cluster: Cluster, stages: int) -> tuple[StageSite, ...]:
             f"stages={stages}: {cluster} cannot be cut into so many equal slices. Ask "
             "for a number that divides its hosts or the devices of a host."
         )
-    placed = place(cluster, [(0, found[0])] * stages)
-    inside = {m: k for k, m in enumerate(cluster.ids)}
-    first = [min(devices) for devices in placed]
     return tuple(
-        StageSite(devices=devices, cluster=cluster.slice(found[0], inside[first_id]))
-        for devices, first_id in zip(
-            placed, (cluster.ids[k] for k in first), strict=True
-        )
+        StageSite(devices=devices, cluster=cluster.slice(found[0], min(devices)))
+        for devices in place(cluster, [(0, found[0])] * stages)
     )
 
 

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 import msgspec
 
 from autopar.cluster import Cluster, MeshShape
-from autopar.errors import InfeasibleError
+from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.record import make_plan
 from autopar.planner.search import search
 from autopar.planner.stages.stage_costs import StageCosts, saved_bytes, stage_costs
-from autopar.plans import PipelineData, Plan, StagePlan
+from autopar.plans import NO_SCHEDULE, PipelineData, Plan, StagePlan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import over_microbatches
@@ -65,6 +65,18 @@ class Wanted:
     schedule: Schedule
     sites: tuple[StageSite, ...]
     recomputed: tuple[int, ...] = ()
+
+
+def schedule_of(plan: Plan) -> Schedule:
+    """The schedule of a plan, with its chunks.
+
+    Raises:
+      PlanError: the plan has one stage.
+    """
+    if plan.pipeline is None or plan.schedule == NO_SCHEDULE:
+        raise PlanError("a plan of one stage has no schedule.")
+    chunks = len(plan.pipeline.parts) // len(plan.stages)
+    return Schedule(ScheduleKind(plan.schedule), chunks)
 
 
 def staged_plan(

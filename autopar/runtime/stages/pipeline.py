@@ -147,6 +147,11 @@ class Pipeline:
             key: tuple({m for _, m in task.inputs if m and m.stage != key.stage})
             for key, task in cut.tasks.items()
         }
+        self.waits_here = {
+            key: tuple(m for m in makers if self.here(m.stage))
+            for key, makers in self.waits_for.items()
+        }
+        self.unsummed = tuple(self._unsummed())
 
     def here(self, stage: int) -> bool:
         """Whether a stage runs in this process."""
@@ -346,7 +351,7 @@ class Pipeline:
             out.extend(self._copied([(v, stage) for v in rest], rest))
         return tuple(out)
 
-    def unsummed(self) -> Iterator[tuple[int, int]]:
+    def _unsummed(self) -> Iterator[tuple[int, int]]:
         """Results of microbatches that are not summed, each with its stage."""
         found: set[int] = set()
         wanted = self.outputs & {*self.crossed.same, *self.crossed.rows}

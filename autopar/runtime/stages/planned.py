@@ -15,6 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.planner.record import assignment_of
+from autopar.planner.stages.staged import schedule_of
 from autopar.plans import NO_SCHEDULE, Plan
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, Pipeline
@@ -30,7 +31,7 @@ from autopar_passes.microbatches.rows import part, together
 from autopar_passes.program.equations import Program, Scalar, walk
 from autopar_passes.program.evaluate import evaluate
 from autopar_passes.stages.cut import TaskKey
-from autopar_solver import Schedule, ScheduleKind, make_table
+from autopar_solver import make_table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,18 +140,6 @@ def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
             "stages in several processes find each other by jax.distributed, which "
             "was not started: call jax.distributed.initialize first."
         )
-
-
-def schedule_of(plan: Plan) -> Schedule:
-    """The schedule of a plan, with its chunks.
-
-    Raises:
-      PlanError: the plan has one stage.
-    """
-    if plan.pipeline is None or plan.schedule == NO_SCHEDULE:
-        raise PlanError("a plan of one stage has no schedule.")
-    chunks = len(plan.pipeline.parts) // len(plan.stages)
-    return Schedule(ScheduleKind(plan.schedule), chunks)
 
 
 def pipelined_step(

@@ -125,12 +125,8 @@ class _Run:
                     self.issue(issue)
             return
         own = [k for k in range(len(pipeline.stages)) if pipeline.here(k)]
-        waits_for = {
-            key: tuple(m for m in makers if pipeline.here(m.stage))
-            for key, makers in pipeline.waits_for.items()
-        }
         by_stage = [pipeline.by_stage[k] for k in own]
-        run_in_threads(pipeline.threads, by_stage, self.issue, waits_for)
+        run_in_threads(pipeline.threads, by_stage, self.issue, pipeline.waits_here)
 
     # What moves between stages.
 
@@ -412,7 +408,7 @@ class _Run:
         self.micro = []
         for k, copy in enumerate(pipeline.late_copies):
             self.copy(("late", k), copy, self.step, copy.sent.values)
-        for value, stage in pipeline.unsummed():
+        for value, stage in pipeline.unsummed:
             self.leave_unsummed(value, stage)
 
     def leave_unsummed(self, value: int, stage: int) -> None:
