@@ -22,6 +22,7 @@ from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.work import (
     OperatorWork,
     class_trips,
+    in_memory,
     operator_work,
 )
 from autopar_passes.graph.build import step_graph
@@ -167,10 +168,9 @@ class Analysis:
     @functools.cached_property
     def works(self) -> dict[int, OperatorWork]:
         """The work of the operators of each class that has a choice."""
+        memory = in_memory(self.graph, self.fusion)
         return {
-            member: operator_work(
-                self.graph, self.graph.operators[member], self.fusion.in_memory
-            )
+            member: operator_work(self.graph, self.graph.operators[member], memory)
             for node in self.contraction.nodes
             for member in node.members
             if self.graph.operators[member].kind not in BOUNDARY
