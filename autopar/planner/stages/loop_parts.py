@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs
 from autopar.steps.analysis import Analysis
@@ -39,7 +39,7 @@ def _heaviest(whole: Analysis, stages: int) -> list[int]:
     }
     batch = frozenset(batch_inputs(whole))
     flow = Flow(whole.program, graph, batch, frozenset(once))
-    work: Counter[int] = Counter()
+    work: dict[int, float] = defaultdict(float)
     above = top_level(whole.program)
     for op in graph.operators:
         work[above.get(op.equation, -1)] += op.flops * op.trips

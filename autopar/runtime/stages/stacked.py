@@ -76,7 +76,8 @@ class StackedArray:
     ) -> Any:
         """An array of shards that lie on its devices; this process has some of them."""
         struct, bits = jax_compat.bits_struct(shape, dtype)
-        mine = [shards[d] for d in sharding.mesh.devices.flat if d in shards]
+        devices = list(sharding.mesh.devices.flat)  # type: ignore[union-attr]
+        mine = [shards[d] for d in devices if d in shards]
         if not mine:
             return placement.absent(jax.ShapeDtypeStruct(shape, dtype), sharding)
         made = jax.make_array_from_single_device_arrays(

@@ -431,7 +431,7 @@ class Splitter:
         carry = [self.read(a) for a in eqn.inputs[params["num_consts"] : first]]
         given = [self.piece(a, 0, own) for a in eqn.inputs[first:]]
         stacked = [self.fresh(v, 0, own) for v in eqn.outputs[params["num_carry"] :]]
-        order = list(range(len(own)))
+        order, ends = list(range(len(own))), list[int]()
         for k in reversed(order) if params["reverse"] else order:
             ends = [
                 self.builder.value(
@@ -449,7 +449,7 @@ class Splitter:
             )
             self.builder.equations.append(made)
             carry = list(ends)
-        self.whole.update(zip(eqn.outputs, carry, strict=False))
+        self.whole.update(zip(eqn.outputs, ends, strict=False))
         self.pieces.update(
             zip(eqn.outputs[params["num_carry"] :], stacked, strict=True)
         )
