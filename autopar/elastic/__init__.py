@@ -1,0 +1,1 @@
+"""Training loops that go on when devices go and come."""
