@@ -10,7 +10,8 @@ All are ``ValueError``s::
         │   └── InfeasibleError   no plan fits the memory of a device
         ├── TargetError       a command-line target cannot be loaded
         ├── CompileError      the compiler of an accelerator refuses a step
-        └── StageError        a task of a pipeline failed
+        ├── StageError        a task of a pipeline failed
+        └── EventError        an event of an elastic run is wrong
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ __all__ = [
     "AutoparError",
     "ClusterError",
     "CompileError",
+    "EventError",
     "InfeasibleError",
     "PlanError",
     "StageError",
@@ -66,6 +68,10 @@ class CompileError(AutoparError):
 
 class StageError(AutoparError):
     """A task of a pipeline failed; the state is as before the step."""
+
+
+class EventError(AutoparError):
+    """An event of an elastic run is wrong; the run goes on without it."""
 
 
 def user_line(error: BaseException) -> str:

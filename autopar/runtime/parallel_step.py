@@ -15,11 +15,7 @@ from autopar.cluster import Cluster
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
-from autopar.planner.options import (
-    PlanOptions,
-    as_cluster,
-    as_plan,
-)
+from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 from autopar.runtime import (
     agreement,
@@ -38,7 +34,7 @@ from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
-from autopar.runtime.setting import Setting, moved_setting
+from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
@@ -468,31 +464,38 @@ class ParallelStep(Generic[P, R]):
           PlanError: the step has not been planned before, the state or the plan is
             of another step, or a device is missing.
         """
-        if self._current is None:
-            raise PlanError(
-                f"{self.__name__}: replan needs a step that ran, or "
-                "init(..., batch=...)."
-            )
-        given = None if plan is None else as_plan(plan)
-        wanted, options = as_cluster(cluster), self._preparation.planner.options
-        taken = None if devices is None else self.world.take(devices)
-        setting = moved_setting(self._setting, options, wanted, taken, given)
-        analysed, old = self._current.analysed, self._current.planned
+        analysed, old = self.running.analysed, self._running()
+        made = self._preparation.made_for(
+            analysed, self._setting, cluster, devices, plan
+        )
         with exchange.told(self.world, "moving the state"):
             arrays = named(self.__name__, analysed.analysis, state)
-        chosen = given or self._preparation.plan(analysed, setting)
-        planned = self._preparation.program(analysed, chosen, setting)
-        compiling = functools.partial(self._preparation.compile, planned)
-        exchange.together(self.world, "compiling", compiling)
 
         def moving() -> list[Any]:
-            self._codecs.check(planned.sums)
-            return moved_state(arrays, old, planned)
+            self._codecs.check(made.planned.sums)
+            return moved_state(arrays, old, made.planned)
 
         moved = exchange.together(self.world, "moving the state", moving)
         new = creation.replaced(state, moved)
-        self._setting = setting
+        self._setting = made.setting
         self._codecs.adoption.withdrawn()
-        self._current = Running(analysed, planned, ready=True)
-        self._preparation.remember(analysed, setting, chosen)
+        self._current = Running(analysed, made.planned, ready=True)
+        self._preparation.remember(analysed, made.setting, made.plan)
         return new
+
+    @property
+    def running(self) -> Running:
+        """The step on the arguments that it was planned for last, and its program."""
+        self._running()
+        assert self._current is not None
+        return self._current
+
+    @property
+    def preparation(self) -> Preparation:
+        """What analyses, plans and builds this step."""
+        return self._preparation
+
+    @property
+    def setting(self) -> Setting:
+        """The cluster, the plan and the devices that it is planned for."""
+        return self._setting
