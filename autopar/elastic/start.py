@@ -8,6 +8,8 @@ from typing import Any
 
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
+from autopar.elastic.processes.team import Team
+from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples, others_of
 from autopar.errors import PlanError
 from autopar.runtime.parallel_step import ParallelStep
@@ -23,8 +25,9 @@ def elastic(
     args: Sequence[Any] = (),
     others: Callable[[int], Any] | Sequence[Any] | Mapping[str, Any] | None = None,
     ledger: str | os.PathLike[str] | None = None,
+    survive: int = 0,
     progress: bool | None = None,
-) -> ElasticRun:
+) -> ElasticRun | TeamRun:
     """Starts a run of a train step that goes on when devices go and come.
 
     Iterate over what it returns: each turn runs one step.
@@ -46,6 +49,9 @@ def elastic(
       others: what the step takes after the batch, in order or by name; or a function
         from the number of the step to it.
       ledger: path of the file in which events and re-plans are written down.
+      survive: how many processes may die at once without loss of state, where
+        `autopar run` started several. The state of the step before is kept as long as
+        a step runs, and what lies on one process alone is copied to others.
       progress: whether a line of progress is shown; None: on a terminal.
 
     Raises:
@@ -55,6 +61,19 @@ def elastic(
     """
     _check(step, create_state, source, batch, steps)
     samples = Samples(source, batch, others_of(others))
+    team = Team.of_environment(survive)
+    if team is not None:
+        return TeamRun(
+            step,
+            create_state,
+            args,
+            samples,
+            steps=steps,
+            ledger=Ledger(ledger),
+            team=team,
+            donate=survive == 0,
+            shows=progress,
+        )
     run = ElasticRun(step, samples, steps=steps, ledger=Ledger(ledger), shows=progress)
     run.create(create_state, args)
     return run

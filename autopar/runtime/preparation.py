@@ -89,6 +89,19 @@ class Preparation:
         # The functions that have run: the first call of one compiles it.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._links: Links | None = None
+        # Of worlds that were left.
+        self._earlier: dict[Hashable, Plan] = {}
+
+    def enter(self) -> None:
+        """Prepares for another world, whose processes know different plans.
+
+        The plans of this process are used again where it is the one that plans.
+        """
+        kept = {key: self._plans.peek(key) for key in self._plans}
+        self._earlier = {**self._earlier, **kept}
+        self._plans = Recent(PLANS)
+        self._started = weakref.WeakSet()
+        self._links = None
 
     def analysed(self, structs: Call) -> Analysed:
         """The step on the arguments of a call, structs of global shapes.
@@ -130,9 +143,11 @@ class Preparation:
                     analysed, cluster, beside, setting.codecs, setting.sent
                 ),
             )
+        place = self._place(analysed, setting)
         return agreement.agree(
             self._world(),
-            lambda: self.planner.plan(
+            lambda: self._earlier.get(place)
+            or self.planner.plan(
                 analysed, cluster, setting.codecs, setting.sent, self._errors()
             ),
         )

@@ -71,6 +71,10 @@ class ProgramStore:
             donate=self.donate, fallback=self.fallback, capacity=self._capacity
         )
 
+    def clear(self) -> None:
+        """Drops all programs."""
+        self._programs.discard(lambda _: True)
+
     def __len__(self) -> int:
         """The number of programs."""
         return len(self._programs)

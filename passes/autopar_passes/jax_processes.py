@@ -117,7 +117,7 @@ def local_device_count() -> int:
 
     From the settings, as long as no backend has been started.
     """
-    asked = jax.config.read("jax_num_cpu_devices")
+    asked = jax.config.jax_num_cpu_devices
     if asked >= 0:
         return int(asked)
     found = re.search(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))

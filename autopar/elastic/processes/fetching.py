@@ -61,6 +61,11 @@ class Fetcher:
         self._peers: dict[int, Peer] = {}
         self._turn = 0
 
+    @property
+    def paths(self) -> tuple[str, ...]:
+        """The paths of the arrays."""
+        return tuple(self._source.shapes)
+
     def __call__(self, path: str, wanted: Tile) -> np.ndarray:
         """The elements of a tile.
 

@@ -89,7 +89,9 @@ def shapes_of(arrays: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str
 
 
 def _shards(array: Any) -> dict[Tile, np.ndarray]:
-    """The distinct shards of this process."""
+    """The distinct shards of this process; of an array of the host, all of it."""
+    if isinstance(array, np.ndarray):
+        return {tiles.whole(array.shape): array}
     found: dict[Tile, np.ndarray] = {}
     for shard in array.addressable_shards:
         tile = tiles.tile_of(shard.index, array.shape)
@@ -103,6 +105,8 @@ def only_here(arrays: Mapping[str, Any]) -> dict[str, dict[Tile, np.ndarray]]:
     found: Tiles = {}
     for path, array in arrays.items():
         bits = jax_compat.key_bits(array)
+        if isinstance(bits, np.ndarray):
+            continue  # every process has it
         owners: dict[Tile, set[int]] = {}
         for device, index in bits.sharding.devices_indices_map(bits.shape).items():
             tile = tiles.tile_of(index, bits.shape)

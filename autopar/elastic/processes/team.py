@@ -201,6 +201,10 @@ class Team:
         """Waits until all processes have done the last step; False: leave the world."""
         return self._link.finished(step)
 
+    def resize(self, processes: int) -> None:
+        """Asks the supervisor for another number of processes."""
+        self._link.say("resize", processes=processes)
+
     def broken(self, error: BaseException) -> bool:
         """Whether an error came from the loss of a process, or from leaving."""
         return isinstance(error, Exception) and self._link.verdict(error, _VERDICT_S)
@@ -210,6 +214,8 @@ class Team:
         assert self._form is not None
         generation = self._form["generation"]
         for step, arrays, extra in self._recent:
+            if any(x.is_deleted() for x in arrays.values() if hasattr(x, "is_deleted")):
+                continue  # consumed by a step that broke
             self._offers.put(
                 holding.hold(arrays, step=step, generation=generation, extra=extra)
             )
