@@ -25,7 +25,9 @@ from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
+from autopar.cli.commands.run import run
 from autopar.cli.commands.sweep import sweep
+from autopar.cli.commands.workers import workers
 from autopar.cli.interrupts import STOPPED, stoppable
 from autopar.cli.output import Result, Stdout
 from autopar.version import __version__
@@ -42,7 +44,13 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     profile,
     doctor,
     demo,
+    run,
+    workers,
 )
+# Words after the script of a command are the script's own.
+_SETTINGS = {run: {"allow_interspersed_args": False}}
+# These show what happens while they run.
+_SHOWN = (demo, run)
 _CODES = "; ".join(f"{code} {meaning}" for code, meaning in failures.EXIT_CODES)
 
 
@@ -59,7 +67,9 @@ def commands(stdout: Stdout) -> typer.Typer:
     for command in _COMMANDS:
         name = command.__name__
         epilog = f"Example: {options.EXAMPLES[name]}"
-        app.command(name, epilog=epilog)(_reporting(stdout, command))
+        settings = _SETTINGS.get(command)
+        reporting = _reporting(stdout, command)
+        app.command(name, epilog=epilog, context_settings=settings)(reporting)
     return app
 
 
@@ -88,10 +98,9 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
     """A command that prints its result, and has the option ``--traceback``."""
 
     @functools.wraps(command)
-    def run(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
+    def reporting(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
         del traceback  # `main` reads it: a failure may come before any option is read
-        # The demonstration shows what it does while it runs.
-        shown = contextlib.nullcontext() if command is demo else stdout.kept()
+        shown = contextlib.nullcontext() if command in _SHOWN else stdout.kept()
         try:
             with shown:
                 result = _last(stdout, command(*args, **kwargs))
@@ -112,9 +121,10 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
         annotation=options.Traceback,
     )
     parameters = [*signature.parameters.values(), option]
-    run.__dict__["__signature__"] = signature.replace(parameters=parameters)
-    run.__annotations__ = command.__annotations__ | {"traceback": options.Traceback}
-    return run
+    reporting.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    types = command.__annotations__ | {"traceback": options.Traceback}
+    reporting.__annotations__ = types
+    return reporting
 
 
 def _last(stdout: Stdout, returned: _Returned) -> Result | None:

@@ -117,4 +117,6 @@ EXAMPLES = {
     "profile": "autopar profile --devices 8",
     "doctor": "autopar doctor --json",
     "demo": "autopar demo --devices 8 --steps 20",
+    "run": "autopar run --processes 4 train.py --rate 0.1",
+    "workers": "autopar workers runs/gpt --processes 3",
 }

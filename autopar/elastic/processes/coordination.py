@@ -17,6 +17,8 @@ import threading
 import time
 from typing import Any
 
+from autopar_passes import jax_processes
+
 _POLL_S = 1.0
 
 
@@ -31,8 +33,6 @@ class Services:
 
     def open(self, generation: int, count: int, pids: list[int]) -> str:
         """Starts a service and returns its address."""
-        from autopar_passes import jax_processes  # half a second that nobody waits for
-
         self._pids |= set(pids)
         for attempt in range(8):
             with socket.socket() as probe:
@@ -50,8 +50,6 @@ class Services:
 
     def fill(self, generation: int, ranks: list[int]) -> None:
         """Connects in the place of processes that are gone, without waiting."""
-        from autopar_passes import jax_processes
-
         if generation not in self._running:
             return
         address = self._running[generation][0]

@@ -17,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from autopar.elastic.processes.link import VARIABLE, Address
@@ -51,18 +51,17 @@ class Job:
 class Runner:
     """Starts and ends processes, and brings messages to the supervisor."""
 
-    def __init__(self, job: Job, say: Callable[[str], None] = print) -> None:
+    def __init__(self, job: Job) -> None:
         """Listens; a run whose supervisor died is taken up again.
 
         Args:
           job: what is run.
-          say: shows a line to the user.
 
         Raises:
           OSError: the port of the earlier supervisor is taken.
         """
         job.folder.mkdir(parents=True, exist_ok=True)
-        self._job, self._say = job, say
+        self._job = job
         self._state_file = job.folder / "run.json"
         known = _read(self._state_file)
         self._token = known.get("token") or secrets.token_hex(16)
@@ -80,19 +79,41 @@ class Runner:
     def run(self) -> int:
         """Runs until the script has ended in all processes; returns the exit code."""
         threading.Thread(target=self._accept, daemon=True).start()
+        self._hosting()
         if not self.supervisor.members:
             self.supervisor.begin()
         self._write()
-        with contextlib.suppress(KeyboardInterrupt):
+        with self._signals():
             while self.supervisor.result is None:
                 self._turn()
-        if self.supervisor.result is None:
-            self.supervisor.stop("interrupted", 130)
-        self._end()
+            self._end()
         code = self.supervisor.result
-        if self.supervisor.reason:
-            self._say(f"autopar run: {self.supervisor.reason}")
         return code if code is not None else 1
+
+    def summary(self) -> str:
+        """How the run ended, in a line."""
+        reason = self.supervisor.reason or "the script has ended in all processes."
+        return f"autopar run: {reason}"
+
+    @contextlib.contextmanager
+    def _signals(self) -> Generator[None]:
+        """SIGINT and SIGTERM end the run and its workers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: Any) -> None:
+            del number, frame
+            self._events.put(lambda: self.supervisor.stop("interrupted.", 130))
+
+        wakeup = signal.set_wakeup_fd(-1)  # who listens there would end this process
+        before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
 
     def _turn(self) -> None:
         with contextlib.suppress(queue.Empty):

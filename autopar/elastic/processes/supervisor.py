@@ -96,6 +96,7 @@ class Member:
       broken: what went wrong, as it said; '' otherwise.
       step: the last step it is known to have started.
       leave_by_s: when it must have left its world.
+      dismissed: whether it was told to end.
     """
 
     phase: str = "starting"
@@ -109,6 +110,7 @@ class Member:
     broken: str = ""
     step: int = -1
     leave_by_s: float = math.inf
+    dismissed: bool = False
 
 
 class Supervisor:
@@ -233,7 +235,7 @@ class Supervisor:
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
         if self.result is not None:
             return
-        left = worker in self._leaving
+        left = worker in self._leaving or member.dismissed
         self._leaving -= {worker}
         if code == 0 and member.phase == "in" and not left:
             self._early_s = min(self._early_s, self._clock())
@@ -316,7 +318,7 @@ class Supervisor:
         if all(w in self.members and self.members[w].finished for w in self.world):
             self._do.log("finished", step=message["step"])
             self._to_world("end", code=0)
-            self._dismiss(all_others=True)
+            self._dismiss(everybody=True)
             self.state = "end"
             for other, state in self.members.items():
                 if state.phase == "starting":
@@ -344,7 +346,7 @@ class Supervisor:
         current = [self.members.get(w) for w in self.world]
         if not all(m is not None and m.formed and not m.finished for m in current):
             return False
-        ready = [w for w, m in self.members.items() if m.phase == "ready"]
+        ready = self._ready()
         new = chosen([*self.world, *ready], self.wanted, self._leaving)
         return new != sorted(self.world)
 
@@ -354,7 +356,7 @@ class Supervisor:
             return
         if not self._ever and waiting:
             return  # a run begins with all
-        ready = [w for w, m in self.members.items() if m.phase == "ready"]
+        ready = self._ready()
         new = chosen(ready, self.wanted, self._leaving)
         if len(new) >= max(1, self.limits.least):
             self._form(new)
@@ -442,23 +444,33 @@ class Supervisor:
             code or 1,
         )
 
-    def _dismiss(self, *, all_others: bool = False) -> None:
+    def _dismiss(self, *, everybody: bool = False) -> None:
         """Sends those home that have no place in the world."""
         for worker, member in self.members.items():
-            spare = worker not in self.world and member.phase == "ready"
-            if all_others or worker in self._leaving:
-                if spare:
-                    reason = f"worker {worker}: the run ends without it"
-                    self._do.send(worker, "end", code=0, reason=reason)
-            elif spare and len(self.world) >= self.wanted:
-                self._do.send(worker, "end", code=0, reason=f"worker {worker} leaves")
+            if worker in self.world or member.phase != "ready" or member.dismissed:
+                continue
+            if everybody or worker in self._leaving or len(self.world) >= self.wanted:
+                member.dismissed = True
+                reason = f"worker {worker} has no place in the run any more"
+                self._do.send(worker, "end", code=0, reason=reason)
 
     def _fill_up(self) -> None:
         for _ in range(self.wanted - len(self._staying())):
             self._spawn()
 
+    def _ready(self) -> list[int]:
+        return [
+            w
+            for w, m in self.members.items()
+            if m.phase == "ready" and not m.dismissed
+        ]
+
     def _staying(self) -> list[int]:
-        return [w for w in self.members if w not in self._leaving]
+        return [
+            w
+            for w, m in self.members.items()
+            if w not in self._leaving and not m.dismissed
+        ]
 
     def _spawn(self) -> None:
         now = self._clock()
