@@ -8,10 +8,13 @@ from typing import Any
 
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
-from autopar.elastic.processes.team import Team
-from autopar.elastic.processes.training import TeamRun
+from autopar.elastic.processes import ahead
+from autopar.elastic.processes.link import AHEAD_VARIABLE
+from autopar.elastic.processes.team import Team, local_devices, run_folder
+from autopar.elastic.processes.training import TeamRun, rest_structs
 from autopar.elastic.samples import Samples, others_of
 from autopar.errors import PlanError
+from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 
 
@@ -61,6 +64,10 @@ def elastic(
     """
     _check(step, create_state, source, batch, steps)
     samples = Samples(source, batch, others_of(others))
+    if text := os.environ.get(AHEAD_VARIABLE):
+        ahead.prepare_and_exit(
+            lambda: _ahead(step, create_state, args, samples, donate=survive == 0), text
+        )
     team = Team.of_environment(survive)
     if team is not None:
         return TeamRun(
@@ -77,6 +84,27 @@ def elastic(
     run = ElasticRun(step, samples, steps=steps, ledger=Ledger(ledger), shows=progress)
     run.create(create_state, args)
     return run
+
+
+def _ahead(
+    step: ParallelStep[..., Any],
+    create_state: Callable[..., Any],
+    args: Sequence[Any],
+    samples: Samples,
+    *,
+    donate: bool,
+) -> ahead.Ahead:
+    """What the process needs that prepares programs for other worlds."""
+    shapes = state_shapes(create_state, args)
+    rest = rest_structs(step, samples, shapes, 0)
+    return ahead.Ahead(
+        step=step,
+        base=step.setting.cluster,
+        structs=(*shapes.arguments(), *rest),
+        local_devices=local_devices(),
+        donate=donate,
+        folder=run_folder(),
+    )
 
 
 def _check(step: Any, create_state: Any, source: Any, batch: Any, steps: Any) -> None:

@@ -494,7 +494,14 @@ class ParallelStep(Generic[P, R]):
             call = opened_within(self._parameters, args, kwargs)
         self._preparation.analysed(arguments.abstract(call))
 
-    def enter(self, world: World, cluster: Cluster, *, donate: bool) -> None:
+    def enter(
+        self,
+        world: World,
+        cluster: Cluster,
+        *,
+        donate: bool,
+        cache: PlanCache | None = None,
+    ) -> None:
         """Goes on in another world, with no plan yet; the old world's devices are gone.
 
         Analyses and plans are kept. Codecs start anew, unless their state is assigned.
@@ -503,6 +510,7 @@ class ParallelStep(Generic[P, R]):
           world: its processes and devices.
           cluster: what to plan for.
           donate: whether calls consume the carried state.
+          cache: where plans are kept, unless they are kept elsewhere.
         """
         if self._current is not None:
             self._codecs.start_anew()
@@ -512,8 +520,19 @@ class ParallelStep(Generic[P, R]):
         )
         self._store.clear()
         self._store.donate = donate
-        self._preparation.enter()
+        self._preparation.enter(cache)
         self._batches.enter()
+
+    def load(self, function: Any) -> None:
+        """Runs a compiled program in the place of the one that is prepared.
+
+        Args:
+          function: of the same arguments in the same places; all processes have it.
+        """
+        current = self.running
+        planned = dataclasses.replace(current.planned, function=function)
+        self._preparation.loaded(planned)
+        self._current = dataclasses.replace(current, planned=planned, ready=True)
 
     @property
     def running(self) -> Running:

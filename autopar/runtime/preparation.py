@@ -13,6 +13,7 @@ import numpy as np
 
 from autopar import progress
 from autopar.cluster import Cluster
+from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.choose import Errors
 from autopar.planner.edited import carried_out
 from autopar.planner.options import as_cluster, as_plan
@@ -92,11 +93,15 @@ class Preparation:
         # Of worlds that were left.
         self._earlier: dict[Hashable, Plan] = {}
 
-    def enter(self) -> None:
+    def enter(self, cache: PlanCache | None) -> None:
         """Prepares for another world, whose processes know different plans.
 
         The plans of this process are used again where it is the one that plans.
+
+        Args:
+          cache: where plans are kept, unless they are kept elsewhere.
         """
+        self.planner.cache = self.planner.cache or cache
         kept = {key: self._plans.peek(key) for key in self._plans}
         self._earlier = {**self._earlier, **kept}
         self._plans = Recent(PLANS)
@@ -237,6 +242,10 @@ class Preparation:
     def is_compiled(self, planned: AnyStep) -> bool:
         """Whether a program has run before."""
         return planned.function in self._started
+
+    def loaded(self, planned: AnyStep) -> None:
+        """Takes a program for one that has been compiled."""
+        self._started.add(planned.function)
 
     def compile(self, planned: AnyStep) -> None:
         """Compiles a program, and takes the time."""

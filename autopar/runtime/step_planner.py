@@ -72,7 +72,7 @@ class StepPlanner:
           capacity: most analyses to keep.
           cache: where plans are kept on disk; None: nowhere.
         """
-        self._cache = cache
+        self.cache = cache
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
@@ -125,9 +125,9 @@ class StepPlanner:
         find = functools.partial(
             plan_analysis, analysed.analysis, cluster, options, sent, errors
         )
-        if self._cache is None or sent is not None or errors:
+        if self.cache is None or sent is not None or errors:
             return find()
-        return self._cache.plan(analysed.analysis, cluster, options, find)
+        return self.cache.plan(analysed.analysis, cluster, options, find)
 
     def plan_beside(
         self,

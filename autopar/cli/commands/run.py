@@ -47,6 +47,10 @@ def run(
         float,
         typer.Option(min=0, help="Seconds that processes go on without a supervisor."),
     ] = 60.0,
+    ahead: Annotated[
+        bool,
+        typer.Option(help="Prepare programs of likely next worlds in a process more."),
+    ] = True,
 ) -> Result:
     """Runs a training script in several processes, which may go and come.
 
@@ -74,6 +78,7 @@ def run(
         folder=folder,
         devices=devices,
         grace_s=grace,
+        ahead=ahead,
     )
     made = runner.Runner(job)
     code = made.run()

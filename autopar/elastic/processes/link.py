@@ -19,6 +19,10 @@ from autopar.errors import PlanError
 
 # Where `autopar run` tells its workers how to reach it.
 VARIABLE = "AUTOPAR_SUPERVISOR"
+# And where the run keeps plans and programs.
+FOLDER_VARIABLE = "AUTOPAR_RUN"
+# Set in the process that prepares programs, to the fewest and most processes.
+AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 
 _BEAT_S = 0.5
 _RETRY_S = 0.2

@@ -20,7 +20,12 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
-from autopar.elastic.processes.link import VARIABLE, Address
+from autopar.elastic.processes.link import (
+    AHEAD_VARIABLE,
+    FOLDER_VARIABLE,
+    VARIABLE,
+    Address,
+)
 from autopar.elastic.processes.messages import Connection, Message, knows, listen
 from autopar.elastic.processes.supervisor import Limits, Supervisor
 
@@ -39,6 +44,7 @@ class Job:
       folder: where the run keeps its state, log and programs.
       devices: number of devices of each process; None: as JAX finds them.
       grace_s: how long workers go on without a supervisor.
+      ahead: whether a process prepares programs of likely next worlds.
     """
 
     command: tuple[str, ...]
@@ -46,6 +52,7 @@ class Job:
     folder: pathlib.Path
     devices: int | None = None
     grace_s: float = 60.0
+    ahead: bool = True
 
 
 class Runner:
@@ -72,6 +79,7 @@ class Runner:
         self._pids: dict[int, int] = {}
         self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._host: subprocess.Popen[str] | None = None
+        self._ahead: subprocess.Popen[bytes] | None = None
         self._log = open(job.folder / "log.jsonl", "a")  # noqa: SIM115 (kept open)
         self.supervisor = Supervisor(job.limits, self)
         self._adopt(known)
@@ -127,19 +135,35 @@ class Runner:
     def spawn(self, worker: int) -> None:
         """See `Actions`."""
         address = Address(self._port, self._token, worker, self._job.grace_s)
-        env = {**os.environ, VARIABLE: str(address)}
-        env["AUTOPAR_RUN"] = str(self._job.folder.absolute())
-        if self._job.devices is not None:
-            env["JAX_NUM_CPU_DEVICES"] = str(self._job.devices)
-        # Collectives need a thread for each device and its peer.
-        devices = self._job.devices or 1
-        env.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
+        env = {**self._environment(), VARIABLE: str(address)}
         child = subprocess.Popen(
             self._job.command, env=env, stdin=subprocess.DEVNULL, start_new_session=True
         )
         self._children[worker] = child
         self.log("start", worker=worker, pid=child.pid)
         self._watch(worker, child.pid)
+
+    def _environment(self) -> dict[str, str]:
+        env = {**os.environ, FOLDER_VARIABLE: str(self._job.folder.absolute())}
+        if self._job.devices is not None:
+            env["JAX_NUM_CPU_DEVICES"] = str(self._job.devices)
+        # Collectives need a thread for each device and its peer.
+        devices = self._job.devices or 1
+        env.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
+        return env
+
+    def _prepare(self) -> None:
+        """Starts the process that prepares programs, once a world has formed."""
+        limits = self._job.limits
+        env = {**self._environment(), AHEAD_VARIABLE: f"{limits.least}:{limits.most}"}
+        self._ahead = subprocess.Popen(
+            ["nice", "-n", "19", *self._job.command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
 
     def send(self, worker: int, kind: str, **data: Any) -> None:
         """See `Actions`."""
@@ -182,6 +206,8 @@ class Runner:
         self._log.flush()
         if event in ("form", "start"):
             self._write()
+        if event == "formed" and self._job.ahead and self._ahead is None:
+            self._prepare()
 
     # Processes.
 
@@ -241,9 +267,10 @@ class Runner:
             while self._pids and (time.monotonic() < end or how == signal.SIGKILL):
                 with contextlib.suppress(queue.Empty):
                     self._events.get(timeout=_TICK_S)()
-        if self._host is not None:
-            self._host.kill()
-            self._host.wait()
+        for helper in (self._host, self._ahead):
+            if helper is not None:
+                helper.kill()
+                helper.wait()
         self._state_file.unlink(missing_ok=True)
         self._server.close()
         self._log.close()

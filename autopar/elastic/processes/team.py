@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import os
+import pathlib
 import sys
 import threading
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,12 @@ from autopar.elastic.processes import holding
 from autopar.elastic.processes.channel import WorldChannel
 from autopar.elastic.processes.copies import Copier
 from autopar.elastic.processes.fetching import Fetcher, Source
-from autopar.elastic.processes.link import VARIABLE, Address, Link
+from autopar.elastic.processes.link import (
+    FOLDER_VARIABLE,
+    VARIABLE,
+    Address,
+    Link,
+)
 from autopar.elastic.processes.messages import Message
 from autopar.elastic.processes.offers import Offers
 from autopar.elastic.processes.sockets import break_connections
@@ -91,6 +97,11 @@ class Team:
         """The team that `autopar run` started this process for, or None."""
         text = os.environ.get(VARIABLE)
         return Team(Address.parse(text), survive) if text else None
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder of the run."""
+        return run_folder()
 
     def join(self) -> Joined:
         """Waits for a world and joins it; until it forms, again.
@@ -273,6 +284,11 @@ def _groups(members: Sequence[Mapping[str, Any]]) -> list[list[int]]:
 def _older(held: holding.Holding, generation: int, step: int) -> bool:
     """Whether a holding is of this generation and of an earlier step."""
     return held.step < step and int(held.version.split(".")[1]) == generation
+
+
+def run_folder() -> pathlib.Path:
+    """The folder that `autopar run` gave its workers."""
+    return pathlib.Path(os.environ.get(FOLDER_VARIABLE, "autopar-run"))
 
 
 def local_devices() -> int:

@@ -17,10 +17,12 @@ from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
 from autopar.elastic.processes import hosting
 from autopar.elastic.processes.holding import place
+from autopar.elastic.processes.programs import Programs
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
 from autopar.elastic.samples import Samples, batch_structs
 from autopar.errors import PlanError
+from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
@@ -75,6 +77,7 @@ class TeamRun:
         self._create, self._args = create_state, hosting.hosted(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
         self._base = step.setting.cluster
+        self._folder = team.folder
         self.state: Any = None
         self.step = 0
         self._yielded = -1
@@ -252,7 +255,9 @@ class TeamRun:
         world = joined.world
         local = len(world.devices) // world.process_count
         cluster = cluster_of(self._base, world.process_count, local)
-        self._train_step.enter(world, cluster, donate=self._donate)
+        self._train_step.enter(
+            world, cluster, donate=self._donate, cache=PlanCache(self._folder / "plans")
+        )
         if joined.lost_step is not None:
             raise PlanError(
                 f"the state after step {joined.lost_step} was lost with the processes "
@@ -262,14 +267,24 @@ class TeamRun:
         assert self._shapes is not None
         self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
         planned_s = time.perf_counter() - begin
+        program = Programs(self._folder / "programs").ready(
+            self._train_step.running.planned, world, donate=self._donate
+        )
+        if program.function is not None:
+            self._train_step.load(program.function)
         if joined.fetch is None:
             self._begin()
         else:
             self._take_up(joined)
-        placed_s = time.perf_counter() - begin - planned_s
+        placed_s = time.perf_counter() - begin - planned_s - program.seconds
         self.step = joined.step
         self._keep(self.state, self.step, placed=True)
-        self._write(joined, planned_s, placed_s)
+        seconds = {
+            "plan_s": planned_s,
+            "compile_s": program.seconds,
+            "place_s": placed_s,
+        }
+        self._write(joined, program.how, seconds)
 
     def _begin(self) -> None:
         """Creates the state of a run that begins."""
@@ -307,21 +322,15 @@ class TeamRun:
         fetch.close()
 
     def _rest(self, step: int) -> list[Any]:
-        """Structs of what a step takes after the state, over all processes."""
-        rest, named = self._samples.arguments(step, self._train_step.world)
-        if named:
-            assert self._shapes is not None
-            names = list(inspect.signature(self._train_step).parameters)
-            count = len(self._shapes.arguments()) + len(rest)
-            rest = (*rest, *(named[n] for n in names[count:] if n in named))
-        return [jax.tree.map(struct_of, x) for x in rest]
+        assert self._shapes is not None
+        return rest_structs(self._train_step, self._samples, self._shapes, step)
 
     def _study(self) -> None:
         """Analyses the step before there is a world, which then waits less."""
         self._shapes = state_shapes(self._create, hosting.unhosted(self._args))
         self._train_step.study(*self._shapes.arguments(), *self._rest(0))
 
-    def _write(self, joined: Joined, planned_s: float, placed_s: float) -> None:
+    def _write(self, joined: Joined, how: str, seconds: dict[str, float]) -> None:
         """Writes a world down, and how long its forming took."""
         pause = None
         if self._broke_s is not None:
@@ -337,10 +346,10 @@ class TeamRun:
             processes=joined.world.process_count,
             step=self.step,
             position=self.position,
+            program=how,
             measured={
                 "pause_s": pause,
-                "plan_s": planned_s,
-                "place_s": placed_s,
+                **seconds,
                 "moved_bytes": 0 if fetch is None else fetch.remote_bytes,
                 "kept_bytes": 0 if fetch is None else fetch.local_bytes,
                 "step_before_s": self._median(),
@@ -351,3 +360,22 @@ class TeamRun:
     def _median(self) -> float | None:
         return statistics.median(self._seconds) if self._seconds else None
 
+
+
+def rest_structs(
+    train_step: ParallelStep[..., Any], samples: Samples, shapes: StateShapes, step: int
+) -> list[Any]:
+    """Structs of what a step takes after the state, over all processes.
+
+    Args:
+      train_step: the step.
+      samples: what it is trained on.
+      shapes: of the state.
+      step: its number.
+    """
+    rest, named = samples.arguments(step, train_step.world)
+    if named:
+        names = list(inspect.signature(train_step).parameters)
+        count = len(shapes.arguments()) + len(rest)
+        rest = (*rest, *(named[n] for n in names[count:] if n in named))
+    return [jax.tree.map(struct_of, x) for x in rest]
