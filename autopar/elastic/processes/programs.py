@@ -75,13 +75,17 @@ class Programs:
 
     folder: pathlib.Path
 
-    def ready(self, planned: AnyStep, world: World, *, donate: bool) -> Found:
+    def ready(
+        self, planned: AnyStep, world: World, *, donate: bool, anew: bool = False
+    ) -> Found:
         """The compiled program of a planned step, in every process of a world.
 
         Args:
           planned: the step.
           world: its processes; all call this.
           donate: whether the program consumes the carried state.
+          anew: whether this process wants every process to compile its own: a program
+            that was loaded has failed.
 
         Raises:
           PlanError: another process cannot compile it.
@@ -90,6 +94,10 @@ class Programs:
         if not isinstance(planned, PlannedStep):
             return Found(None, "compiled", 0.0)
         path = self._path(planned, donate)
+        if _any(world, anew):
+            made = LoadedProgram(planned.lower().compile(), planned.function)
+            exchange.together(world, "compiling", lambda: None)
+            return Found(made, "compiled", time.perf_counter() - begin)
         found, how = None, "loaded"
         with exchange.told(world, "compiling"):
             if world.process_index == 0:
@@ -166,3 +174,11 @@ class Programs:
         with os.fdopen(handle, "wb") as file:
             file.write(blob)
         os.replace(name, path)
+
+
+def _any(world: World, wanted: bool) -> bool:
+    """Whether any process wants something."""
+    if world.process_count == 1:
+        return wanted
+    told = exchange.exchanged(world, "finding the program", bytes([wanted]))
+    return any(x == bytes([True]) for x in told)

@@ -430,7 +430,7 @@ class Supervisor:
             self._restarts -= 1
             self._spawn()
         elif replace:
-            self.wanted = max(self.limits.least, self.wanted - 1)
+            self.wanted = max(self.limits.least, min(self.wanted, len(self._staying())))
 
     def _failed(self, worker: int, code: int) -> None:
         """A worker's script raised an error; the others would do the same."""

@@ -31,6 +31,7 @@ from autopar_passes.program.static_leaves import struct_of
 
 # Paths of the codecs' arrays among those of the state.
 _CODEC = "codecs/"
+_NOT_FOUND = "NOT_FOUND: Function"
 
 
 class TeamRun:
@@ -81,6 +82,7 @@ class TeamRun:
         self.state: Any = None
         self.step = 0
         self._yielded = -1
+        self._distrusts = False
         self._stopped = self._finished = False
         self._seconds: list[float] = []
         self._display = display.Display(steps, shows)
@@ -171,6 +173,8 @@ class TeamRun:
             result = self._run()
         except Exception as error:
             self._broke_s = self._broke_s or begin
+            # XLA:CPU may fail to find a function of a program that it loaded.
+            self._distrusts = self._distrusts or _NOT_FOUND in str(error)
             if not self._team.broken(error):
                 raise
             self._reform()
@@ -268,7 +272,10 @@ class TeamRun:
         self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
         planned_s = time.perf_counter() - begin
         program = Programs(self._folder / "programs").ready(
-            self._train_step.running.planned, world, donate=self._donate
+            self._train_step.running.planned,
+            world,
+            donate=self._donate,
+            anew=self._distrusts,
         )
         if program.function is not None:
             self._train_step.load(program.function)
