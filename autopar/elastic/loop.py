@@ -21,6 +21,7 @@ from autopar.elastic.ledger import Ledger, event_data
 from autopar.elastic.membership import Alone, Change, Membership
 from autopar.elastic.resolve import Resolved
 from autopar.elastic.samples import Samples, batch_structs
+from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, EventError
 from autopar.plans import Plan
 from autopar.runtime.creation import state_shapes
@@ -57,6 +58,7 @@ class ElasticRun:
       state: the carried state.
       step: number of the next step.
       ledger: what was written of events and re-plans.
+      sources: of events.
     """
 
     def __init__(
@@ -67,6 +69,7 @@ class ElasticRun:
         steps: int,
         ledger: Ledger,
         membership: Callable[[Inbox], Membership] | None = None,
+        sources: Sequence[Source] = (),
         shows: bool | None = None,
     ) -> None:
         """See `autopar.elastic`, which makes these.
@@ -77,6 +80,7 @@ class ElasticRun:
           steps: how many steps there are.
           ledger: what events and re-plans are written to.
           membership: makes the membership; None: this process alone.
+          sources: of events; they listen from now on.
           shows: whether progress is shown; None: on a terminal.
         """
         self._train_step, self._samples, self._steps = step, samples, steps
@@ -85,13 +89,25 @@ class ElasticRun:
         self.step = 0
         self._stopped = False
         own = range(len(step.world.devices))
-        self._inbox = Inbox(step.cluster, tuple(own), self._check, ledger.note)
+        self._inbox = Inbox(step.cluster, tuple(own), self._check, ledger)
         make = membership or (lambda inbox: Alone(step.world, inbox))
         self._membership = make(self._inbox)
         self._display = display.Display(steps, shows)
         self._seconds: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._replans = 0
         self._before_s: float | None = None
+        self.sources: tuple[Source, ...] = ()
+        for source in sources:
+            self._listen(source)
+
+    def _listen(self, source: Source) -> None:
+        """Starts a source; where it cannot start, those before it are stopped."""
+        try:
+            source.start(self._inbox)
+        except AutoparError:
+            self.close()
+            raise
+        self.sources = (*self.sources, source)
 
     @property
     def position(self) -> int:
@@ -151,6 +167,8 @@ class ElasticRun:
     def close(self) -> None:
         """Ends the run and its sources; once is enough, and more do no harm."""
         self._stopped = True
+        for source in self.sources:
+            source.stop()
         self._display.close()
 
     def __iter__(self) -> ElasticRun:
