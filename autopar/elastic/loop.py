@@ -14,6 +14,7 @@ import jax
 
 from autopar.cluster import Cluster
 from autopar.elastic import display
+from autopar.elastic.ahead import Ahead, likely_next
 from autopar.elastic.carrying import carried_out, splat
 from autopar.elastic.events import Event
 from autopar.elastic.inbox import Inbox
@@ -32,6 +33,8 @@ from autopar.runtime.parallel_step import ParallelStep
 # Steps whose median is the seconds of a step, and how many must have run after a
 # re-plan before they are written down.
 _STEPS, _AFTER = 20, 5
+# Steps after a change before others are prepared, and clusters that are remembered.
+_SETTLED, _VISITED = 3, 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +64,7 @@ class ElasticRun:
       step: number of the next step.
       ledger: what was written of events and re-plans.
       sources: of events.
+      ahead: prepares likely next clusters; None: nothing does.
     """
 
     def __init__(
@@ -72,6 +76,7 @@ class ElasticRun:
         ledger: Ledger,
         membership: Callable[[Inbox], Membership] | None = None,
         sources: Sequence[Source] = (),
+        ahead: bool = False,
         shows: bool | None = None,
     ) -> None:
         """See `autopar.elastic`, which makes these.
@@ -83,6 +88,7 @@ class ElasticRun:
           ledger: what events and re-plans are written to.
           membership: makes the membership; None: this process alone.
           sources: of events; they listen from now on.
+          ahead: whether likely next clusters are prepared in the background.
           shows: whether progress is shown; None: on a terminal.
         """
         self._train_step, self._samples, self._steps = step, samples, steps
@@ -91,7 +97,9 @@ class ElasticRun:
         self.step = 0
         self._stopped = False
         self._cluster = step.cluster
+        self._visited: tuple[Cluster, ...] = ()
         self._replanner = Replanner(step, samples.batch)
+        self.ahead = Ahead(step, samples.batch) if ahead else None
         own = range(len(step.world.devices))
         self._inbox = Inbox(step.cluster, tuple(own), self._check, ledger)
         make = membership or (lambda inbox: Alone(step.world, inbox))
@@ -173,6 +181,8 @@ class ElasticRun:
         self._stopped = True
         for source in self.sources:
             source.stop()
+        if self.ahead is not None:
+            self.ahead.close()
         self._display.close()
 
     def __iter__(self) -> ElasticRun:
@@ -257,6 +267,8 @@ class ElasticRun:
             self._membership.settled(self._cluster)
             self.ledger.write("refused", **fields, reason=str(error))
             return None
+        self._visited = (*(x for x in self._visited if x != cluster), self._cluster)
+        self._visited = self._visited[-_VISITED:]
         self.state, self._cluster = found.state, cluster
         self._membership.settled(cluster)
         self._replans += 1
@@ -280,6 +292,8 @@ class ElasticRun:
     def _measured(self, seconds: float) -> None:
         """Takes the seconds of a step, and writes those after a re-plan down."""
         self._seconds.append(seconds)
+        if self.ahead is not None and len(self._seconds) == _SETTLED:
+            self.ahead.prepare(likely_next(self._cluster, self._visited, self._check))
         if self._replans and len(self._seconds) == _AFTER:
             self.ledger.write(
                 "measured",
@@ -290,7 +304,9 @@ class ElasticRun:
             )
 
     def _median(self) -> float | None:
-        return statistics.median(self._seconds) if self._seconds else None
+        """Seconds of a step; None until enough have run, as the first compiles."""
+        enough = len(self._seconds) >= _SETTLED
+        return statistics.median(self._seconds) if enough else None
 
     def _check(self, cluster: Cluster) -> None:
         """Checks that this world has the devices of a cluster.

@@ -18,7 +18,7 @@ from autopar.elastic.options import (
     Horizon,
     Option,
     best_option,
-    dividing_parts,
+    dividing_part,
 )
 from autopar.errors import AutoparError, ClusterError
 from autopar.planner.codecs.adjusted import program_plan
@@ -174,8 +174,10 @@ class Replanner:
         planner, analysed = step.preparation, step.running.analysed
         if set(step.cluster.ids) <= set(cluster.ids):
             yield from self._staying(cluster)
-        parts = [("fewer", x) for x in dividing_parts(cluster, self._rows)]
-        for name, part in (("new", cluster), *parts):
+        fewer = dividing_part(cluster, self._rows)
+        for name, part in (("new", cluster), ("fewer", fewer)):
+            if part is None:
+                continue
             setting = planner.moved(step.setting, part)
             known = planner.known(analysed, setting)
             if known is not None:

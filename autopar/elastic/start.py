@@ -26,6 +26,7 @@ def elastic(
     others: Callable[[int], Any] | Sequence[Any] | Mapping[str, Any] | None = None,
     events: Sequence[str | Source] = (),
     ledger: str | os.PathLike[str] | None = None,
+    ahead: bool = True,
     progress: bool | None = None,
 ) -> ElasticRun:
     """Starts a run of a train step that goes on when devices go and come.
@@ -51,6 +52,8 @@ def elastic(
       events: where events come from besides `ElasticRun.change`: ``file:PATH``,
         ``http:PORT``, ``signal``, or a source of one's own (docs/elastic.md).
       ledger: path of the file in which events and re-plans are written down.
+      ahead: whether plans and programs of likely next clusters are prepared in the
+        background, with low priority.
       progress: whether a line of progress is shown; None: on a terminal.
 
     Raises:
@@ -66,6 +69,7 @@ def elastic(
         steps=steps,
         ledger=Ledger(ledger),
         sources=sources_of(events),
+        ahead=ahead and step.world.process_count == 1,
         shows=progress,
     )
     try:
