@@ -8,13 +8,12 @@ from typing import Any
 
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
-from autopar.elastic.processes import ahead
-from autopar.elastic.processes.link import AHEAD_VARIABLE
-from autopar.elastic.processes.team import Team, local_devices, run_folder
-from autopar.elastic.processes.training import TeamRun, rest_structs
+from autopar.elastic.processes.joining import join_run
+from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples, others_of
+from autopar.elastic.sources.named import sources_of
+from autopar.elastic.sources.source import Source
 from autopar.errors import PlanError
-from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 
 
@@ -27,7 +26,9 @@ def elastic(
     steps: int,
     args: Sequence[Any] = (),
     others: Callable[[int], Any] | Sequence[Any] | Mapping[str, Any] | None = None,
+    events: Sequence[str | Source] = (),
     ledger: str | os.PathLike[str] | None = None,
+    ahead: bool = True,
     survive: int = 0,
     progress: bool | None = None,
 ) -> ElasticRun | TeamRun:
@@ -51,10 +52,15 @@ def elastic(
       args: arguments of ``create_state``, such as a key.
       others: what the step takes after the batch, in order or by name; or a function
         from the number of the step to it.
+      events: where events come from besides `ElasticRun.change`: ``file:PATH``,
+        ``http:PORT``, ``signal``, or a source of one's own (docs/elastic.md).
       ledger: path of the file in which events and re-plans are written down.
+      ahead: whether plans and programs of likely next clusters are prepared in the
+        background, with low priority.
       survive: how many processes may die at once without loss of state, where
-        `autopar run` started several. The state of the step before is kept as long as
-        a step runs, and what lies on one process alone is copied to others.
+        `autopar run` started several (docs/elastic_processes.md). The state before a
+        step is kept as long as the step runs, and what lies on one process alone is
+        copied to others.
       progress: whether a line of progress is shown; None: on a terminal.
 
     Raises:
@@ -64,47 +70,33 @@ def elastic(
     """
     _check(step, create_state, source, batch, steps)
     samples = Samples(source, batch, others_of(others))
-    if text := os.environ.get(AHEAD_VARIABLE):
-        ahead.prepare_and_exit(
-            lambda: _ahead(step, create_state, args, samples, donate=survive == 0), text
-        )
-    team = Team.of_environment(survive)
-    if team is not None:
-        return TeamRun(
-            step,
-            create_state,
-            args,
-            samples,
-            steps=steps,
-            ledger=Ledger(ledger),
-            team=team,
-            donate=survive == 0,
-            shows=progress,
-        )
-    run = ElasticRun(step, samples, steps=steps, ledger=Ledger(ledger), shows=progress)
-    run.create(create_state, args)
-    return run
-
-
-def _ahead(
-    step: ParallelStep[..., Any],
-    create_state: Callable[..., Any],
-    args: Sequence[Any],
-    samples: Samples,
-    *,
-    donate: bool,
-) -> ahead.Ahead:
-    """What the process needs that prepares programs for other worlds."""
-    shapes = state_shapes(create_state, args)
-    rest = rest_structs(step, samples, shapes, 0)
-    return ahead.Ahead(
-        step=step,
-        base=step.setting.cluster,
-        structs=(*shapes.arguments(), *rest),
-        local_devices=local_devices(),
-        donate=donate,
-        folder=run_folder(),
+    together = join_run(
+        step,
+        create_state,
+        args,
+        samples,
+        steps=steps,
+        ledger=ledger,
+        survive=survive,
+        shows=progress,
     )
+    if together is not None:
+        return together
+    run = ElasticRun(
+        step,
+        samples,
+        steps=steps,
+        ledger=Ledger(ledger),
+        sources=sources_of(events),
+        ahead=ahead and step.world.process_count == 1,
+        shows=progress,
+    )
+    try:
+        run.create(create_state, args)
+    except BaseException:
+        run.close()
+        raise
+    return run
 
 
 def _check(step: Any, create_state: Any, source: Any, batch: Any, steps: Any) -> None:

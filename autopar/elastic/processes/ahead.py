@@ -14,8 +14,8 @@ import pathlib
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from autopar.cluster import Cluster
 from autopar.elastic.processes.programs import Programs
@@ -149,8 +149,8 @@ def _write(folder: pathlib.Path, line: dict[str, Any]) -> None:
         file.write(json.dumps({"time_s": time.time(), **line}) + "\n")
 
 
-def prepare_and_exit(make: Callable[[], Ahead], text: str) -> None:
+def prepare_and_exit(ahead: Ahead, text: str) -> NoReturn:
     """What the process does that prepares programs, in the place of training."""
     least, most = map(int, text.split(":"))
-    make().follow(least, most)
+    ahead.follow(least, most)
     sys.exit(0)
