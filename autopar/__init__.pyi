@@ -2,8 +2,10 @@
 
 from autopar.api import audit as audit
 from autopar.api import plan as plan
+from autopar.checkpoint.checkpoints import Checkpoints as Checkpoints
 from autopar.cluster import Cluster as Cluster
 from autopar.errors import AutoparError as AutoparError
+from autopar.errors import CheckpointError as CheckpointError
 from autopar.errors import ClusterError as ClusterError
 from autopar.errors import CompileError as CompileError
 from autopar.errors import InfeasibleError as InfeasibleError
@@ -21,6 +23,8 @@ from autopar_passes.rules.registry import register_rule as register_rule
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "CompileError",

@@ -10,7 +10,8 @@ All are ``ValueError``s::
         │   └── InfeasibleError   no plan fits the memory of a device
         ├── TargetError       a command-line target cannot be loaded
         ├── CompileError      the compiler of an accelerator refuses a step
-        └── StageError        a task of a pipeline failed
+        ├── StageError        a task of a pipeline failed
+        └── CheckpointError   a checkpoint cannot be written, read or used
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from autopar_passes.program.trace import TraceError
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
     "ClusterError",
     "CompileError",
     "InfeasibleError",
@@ -66,6 +68,10 @@ class CompileError(AutoparError):
 
 class StageError(AutoparError):
     """A task of a pipeline failed; the state is as before the step."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, or is damaged, or of another model."""
 
 
 def user_line(error: BaseException) -> str:

@@ -15,11 +15,7 @@ from autopar.cluster import Cluster
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
-from autopar.planner.options import (
-    PlanOptions,
-    as_cluster,
-    as_plan,
-)
+from autopar.planner.options import PlanOptions, as_cluster, as_plan
 from autopar.plans import Plan
 from autopar.runtime import (
     agreement,
@@ -119,7 +115,7 @@ class ParallelStep(Generic[P, R]):
         """
         if self._current is None and self._setting.plan is not None:
             return self._setting.plan
-        return self._running().plan
+        return self.running.plan
 
     @property
     def cluster(self) -> Cluster:
@@ -382,9 +378,12 @@ class ParallelStep(Generic[P, R]):
           PlanError: the function is a ``jax.pmap``; on a call, if the step has not
             been planned yet.
         """
-        return Evaluation(function, self._running, lambda: self.world, static_argnames)
+        world, running = (lambda: self.world), (lambda: self.running)
+        return Evaluation(function, running, world, static_argnames)
 
-    def _running(self) -> AnyStep:
+    @property
+    def running(self) -> AnyStep:
+        """The planned step in use; a ``PlanError`` before there is one."""
         if self._current is None:
             raise PlanError(
                 f"{self.__name__}: no plan yet: call the step first, or make the state "
@@ -405,7 +404,7 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: the step has not been planned, or the state is of another step.
         """
-        running = self._running()
+        running = self.running
         named(self.__name__, running.analysis, state, structs=True)
         return creation.with_leaves(state, running.in_shardings)
 
@@ -443,6 +442,7 @@ class ParallelStep(Generic[P, R]):
         devices: Sequence[Any] | None = None,
         *,
         plan: Plan | str | None = None,
+        consume: bool = False,
     ) -> Any:
         """Plans for another cluster, moves the state there and returns it.
 
@@ -461,6 +461,8 @@ class ParallelStep(Generic[P, R]):
             cluster names, or the first of the world.
           plan: a plan for the new cluster, or its JSON file, used instead of planning
             for the arguments of the last call.
+          consume: whether each old array is freed as soon as it has been moved: both
+            states never lie in memory together, and an error half-way costs the state.
 
         Raises:
           ClusterError: the text describes no cluster.
@@ -487,7 +489,7 @@ class ParallelStep(Generic[P, R]):
 
         def moving() -> list[Any]:
             self._codecs.check(planned.sums)
-            return moved_state(arrays, old, planned)
+            return moved_state(arrays, old, planned, consume=consume)
 
         moved = exchange.together(self.world, "moving the state", moving)
         new = creation.replaced(state, moved)
