@@ -16,7 +16,7 @@ from autopar.checkpoint import folders, manifest, restoring, store, trees
 from autopar.checkpoint.manifest import ArrayEntry, Manifest, PlanEntry
 from autopar.checkpoint.saving import Background, Save
 from autopar.checkpoint.snapshot import num_bytes, snapshot
-from autopar.errors import CheckpointError, PlanError
+from autopar.errors import CheckpointError
 from autopar.runtime import creation, exchange
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.parallel_step import ParallelStep
@@ -182,8 +182,7 @@ class Checkpoints:
           CheckpointError: there is none, it is damaged, or of another model.
           PlanError: the step has not been planned.
         """
-        if batch is not None and others is not None:
-            raise PlanError("restore takes batch= or others=, not both.")
+        creation.check_creation(train_step.__name__, create_state, batch, others)
         shapes = creation.state_shapes(create_state, args)
         rest = others if batch is None else (batch,)
         if rest is not None:
@@ -226,7 +225,7 @@ class Checkpoints:
                     raise CheckpointError(self._advice(str(error), folder)) from error
                 damaged.append(str(error))
                 continue
-            train_step.compression_state = codecs
+            train_step.hold_compression_state(codecs)
             for text in damaged:
                 warnings.warn(f"{text} Restored {folder} instead.", stacklevel=3)
             return Restored(

@@ -153,17 +153,7 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: both ``batch`` and ``others`` are given.
         """
-        if not callable(create_state):
-            raise PlanError(
-                f"{self.__name__}: init expects a function that makes the state, got "
-                f"{type(create_state).__name__}. For a state that is there already, "
-                "just call the step."
-            )
-        if batch is not None and others is not None:
-            raise PlanError(
-                f"{self.__name__}: init takes batch= or others=, not both: others= "
-                "holds the batch as well."
-            )
+        creation.check_creation(self.__name__, create_state, batch, others)
         with exchange.told(self.world, "creating the state"):
             shapes = creation.state_shapes(create_state, args)
         rest = others if batch is None else (batch,)
@@ -196,6 +186,14 @@ class ParallelStep(Generic[P, R]):
     @compression_state.setter
     def compression_state(self, state: Any) -> None:
         self._codecs.restore(state)
+
+    def hold_compression_state(self, state: Any) -> None:
+        """Takes a saved state for a later plan, if the one in use compresses nothing.
+
+        After `replan` to such a plan, too, residuals wait for the next that has codecs.
+        """
+        held = self._current is not None and self._current.planned.sums is None
+        self._codecs.restore(state, held=held)
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:
