@@ -4,10 +4,12 @@ from autopar.api import audit as audit
 from autopar.api import plan as plan
 from autopar.checkpoint.checkpoints import Checkpoints as Checkpoints
 from autopar.cluster import Cluster as Cluster
+from autopar.elastic.start import elastic as elastic
 from autopar.errors import AutoparError as AutoparError
 from autopar.errors import CheckpointError as CheckpointError
 from autopar.errors import ClusterError as ClusterError
 from autopar.errors import CompileError as CompileError
+from autopar.errors import EventError as EventError
 from autopar.errors import InfeasibleError as InfeasibleError
 from autopar.errors import PlanError as PlanError
 from autopar.errors import StageError as StageError
@@ -28,6 +30,7 @@ __all__ = [
     "Cluster",
     "ClusterError",
     "CompileError",
+    "EventError",
     "FactorKind",
     "FactorRule",
     "InfeasibleError",
@@ -38,6 +41,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "audit",
+    "elastic",
     "parallelize",
     "plan",
     "register_rule",

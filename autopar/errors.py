@@ -11,7 +11,8 @@ All are ``ValueError``s::
         ├── TargetError       a command-line target cannot be loaded
         ├── CompileError      the compiler of an accelerator refuses a step
         ├── StageError        a task of a pipeline failed
-        └── CheckpointError   a checkpoint cannot be written, read or used
+        ├── CheckpointError   a checkpoint cannot be written, read or used
+        └── EventError        an event of an elastic run is wrong
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointError",
     "ClusterError",
     "CompileError",
+    "EventError",
     "InfeasibleError",
     "PlanError",
     "StageError",
@@ -72,6 +74,10 @@ class StageError(AutoparError):
 
 class CheckpointError(AutoparError):
     """A checkpoint cannot be written, or is damaged, or of another model."""
+
+
+class EventError(AutoparError):
+    """An event of an elastic run is wrong; the run goes on without it."""
 
 
 def user_line(error: BaseException) -> str:

@@ -189,7 +189,7 @@ class Checkpoints:
             by_name = dict(rest) if isinstance(rest, Mapping) else {}
             in_order = () if by_name else tuple(rest)
             train_step.prepare(*shapes.arguments(), *in_order, **by_name)
-        wanted = _structs(train_step.running, shapes.structs)
+        wanted = _structs(train_step.running.planned, shapes.structs)
         return self._restored(train_step, wanted, shapes.state, step)
 
     def restore_into(
@@ -203,7 +203,7 @@ class Checkpoints:
           step: which checkpoint.
         """
         leaves, _ = creation.flat_state(state)
-        wanted = _structs(train_step.running, leaves)
+        wanted = _structs(train_step.running.planned, leaves)
         return self._restored(
             train_step, wanted, lambda new: creation.replaced(state, new), step
         )
@@ -275,7 +275,7 @@ def _held(
     train_step: ParallelStep[..., Any], state: Any, step: int, position: int
 ) -> tuple[dict[str, Any], Manifest]:
     """The arrays to save, and the manifest without their checksums."""
-    running = train_step.running
+    running = train_step.running.planned
     arrays = named(train_step.__name__, running.analysis, state)
     codecs, tree = train_step.compression_state, None
     named_codecs: dict[str, Any] = {}
@@ -325,7 +325,7 @@ def _read(
       _Damaged: it cannot be read.
       CheckpointError: it is of another model.
     """
-    world, running = train_step.world, train_step.running
+    world, running = train_step.world, train_step.running.planned
     try:
         held = manifest.read(folder)
     except CheckpointError as error:

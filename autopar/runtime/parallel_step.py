@@ -15,7 +15,7 @@ from autopar.cluster import Cluster
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
-from autopar.planner.options import PlanOptions, as_cluster, as_plan
+from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 from autopar.runtime import (
     agreement,
@@ -34,7 +34,7 @@ from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
-from autopar.runtime.setting import Setting, moved_setting
+from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
@@ -115,7 +115,7 @@ class ParallelStep(Generic[P, R]):
         """
         if self._current is None and self._setting.plan is not None:
             return self._setting.plan
-        return self.running.plan
+        return self._running().plan
 
     @property
     def cluster(self) -> Cluster:
@@ -188,10 +188,7 @@ class ParallelStep(Generic[P, R]):
         self._codecs.restore(state)
 
     def hold_compression_state(self, state: Any) -> None:
-        """Takes a saved state for a later plan, if the one in use compresses nothing.
-
-        After `replan` to such a plan, too, residuals wait for the next that has codecs.
-        """
+        """Takes a saved state; it waits for a later plan if this one has no codecs."""
         held = self._current is not None and self._current.planned.sums is None
         self._codecs.restore(state, held=held)
 
@@ -376,12 +373,9 @@ class ParallelStep(Generic[P, R]):
           PlanError: the function is a ``jax.pmap``; on a call, if the step has not
             been planned yet.
         """
-        world, running = (lambda: self.world), (lambda: self.running)
-        return Evaluation(function, running, world, static_argnames)
+        return Evaluation(function, self._running, lambda: self.world, static_argnames)
 
-    @property
-    def running(self) -> AnyStep:
-        """The planned step in use; a ``PlanError`` before there is one."""
+    def _running(self) -> AnyStep:
         if self._current is None:
             raise PlanError(
                 f"{self.__name__}: no plan yet: call the step first, or make the state "
@@ -402,7 +396,7 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: the step has not been planned, or the state is of another step.
         """
-        running = self.running
+        running = self._running()
         named(self.__name__, running.analysis, state, structs=True)
         return creation.with_leaves(state, running.in_shardings)
 
@@ -468,31 +462,38 @@ class ParallelStep(Generic[P, R]):
           PlanError: the step has not been planned before, the state or the plan is
             of another step, or a device is missing.
         """
-        if self._current is None:
-            raise PlanError(
-                f"{self.__name__}: replan needs a step that ran, or "
-                "init(..., batch=...)."
-            )
-        given = None if plan is None else as_plan(plan)
-        wanted, options = as_cluster(cluster), self._preparation.planner.options
-        taken = None if devices is None else self.world.take(devices)
-        setting = moved_setting(self._setting, options, wanted, taken, given)
-        analysed, old = self._current.analysed, self._current.planned
+        analysed, old = self.running.analysed, self._running()
+        made = self._preparation.made_for(
+            analysed, self._setting, cluster, devices, plan
+        )
         with exchange.told(self.world, "moving the state"):
             arrays = named(self.__name__, analysed.analysis, state)
-        chosen = given or self._preparation.plan(analysed, setting)
-        planned = self._preparation.program(analysed, chosen, setting)
-        compiling = functools.partial(self._preparation.compile, planned)
-        exchange.together(self.world, "compiling", compiling)
 
         def moving() -> list[Any]:
-            self._codecs.check(planned.sums)
-            return moved_state(arrays, old, planned, consume=consume)
+            self._codecs.check(made.planned.sums)
+            return moved_state(arrays, old, made.planned, consume=consume)
 
         moved = exchange.together(self.world, "moving the state", moving)
         new = creation.replaced(state, moved)
-        self._setting = setting
+        self._setting = made.setting
         self._codecs.adoption.withdrawn()
-        self._current = Running(analysed, planned, ready=True)
-        self._preparation.remember(analysed, setting, chosen)
+        self._current = Running(analysed, made.planned, ready=True)
+        self._preparation.remember(analysed, made.setting, made.plan)
         return new
+
+    @property
+    def running(self) -> Running:
+        """The step on the arguments that it was planned for last, and its program."""
+        self._running()
+        assert self._current is not None
+        return self._current
+
+    @property
+    def preparation(self) -> Preparation:
+        """What analyses, plans and builds this step."""
+        return self._preparation
+
+    @property
+    def setting(self) -> Setting:
+        """The cluster, the plan and the devices that it is planned for."""
+        return self._setting

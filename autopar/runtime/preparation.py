@@ -15,6 +15,7 @@ from autopar import progress
 from autopar.cluster import Cluster
 from autopar.planner.codecs.choose import Errors
 from autopar.planner.edited import carried_out
+from autopar.planner.options import as_cluster, as_plan
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, exchange, placement
@@ -22,7 +23,7 @@ from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
-from autopar.runtime.setting import Setting
+from autopar.runtime.setting import Setting, moved_setting
 from autopar.runtime.stages.placing import moved_between, placed_on_stages
 from autopar.runtime.stages.planned import check_world, stage_meshes
 from autopar.runtime.stages.transport import Links
@@ -47,6 +48,15 @@ class Running:
     analysed: Analysed
     planned: AnyStep
     ready: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Made:
+    """What is made for a setting: its plan, and the compiled program of it."""
+
+    setting: Setting
+    plan: Plan
+    planned: AnyStep
 
 
 class Preparation:
@@ -126,6 +136,45 @@ class Preparation:
                 analysed, cluster, setting.codecs, setting.sent, self._errors()
             ),
         )
+
+    def made_for(
+        self,
+        analysed: Analysed,
+        setting: Setting,
+        cluster: Cluster | str,
+        devices: Sequence[Any] | None = None,
+        plan: Plan | str | None = None,
+    ) -> Made:
+        """The plan and the compiled program of a step on another cluster.
+
+        Args:
+          analysed: the step.
+          setting: that it runs under.
+          cluster: to move to.
+          devices: to run on there, or their ids.
+          plan: to use there instead of planning, or its file.
+
+        Raises:
+          AutoparError: as of `autopar.ParallelStep.replan`.
+        """
+        given = None if plan is None else as_plan(plan)
+        moved = self.moved(setting, cluster, devices, given)
+        chosen = given or self.plan(analysed, moved)
+        planned = self.program(analysed, chosen, moved)
+        exchange.together(self._world(), "compiling", lambda: self.compile(planned))
+        return Made(moved, chosen, planned)
+
+    def moved(
+        self,
+        setting: Setting,
+        cluster: Cluster | str,
+        devices: Sequence[Any] | None = None,
+        given: Plan | None = None,
+    ) -> Setting:
+        """A setting on another cluster; arguments are those of `made_for`."""
+        taken = None if devices is None else self._world().take(devices)
+        options = self.planner.options
+        return moved_setting(setting, options, as_cluster(cluster), taken, given)
 
     def recoded(self, analysed: Analysed, setting: Setting, plan: Plan) -> Plan:
         """The layouts of a plan with the codecs that ``auto`` chooses for them."""

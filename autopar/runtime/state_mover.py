@@ -186,8 +186,8 @@ def move(
         at a time. Otherwise the given state stays valid.
 
     Raises:
-      PlanError: state, source and target are not of the same arrays, or a move failed
-        after arrays were consumed.
+      PlanError: state, source and target are not of the same arrays.
+      RuntimeError: a move failed after arrays were consumed.
     """
     check_alike(layout_of(state), target)
     if source is not None:
@@ -202,7 +202,7 @@ def move(
             out[path] = transport.carry(state[path], given, leaf)
         except Exception as error:
             if moving is not None and moving.count:
-                raise PlanError(
+                raise RuntimeError(
                     f"moving '{path}' failed after {moving.count} arrays of the state "
                     f"had been moved and freed: {error} Restore a checkpoint."
                 ) from error

@@ -1,0 +1,83 @@
+"""`autopar.elastic`: checks what it is given, and starts a run."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.elastic.ledger import Ledger
+from autopar.elastic.loop import ElasticRun
+from autopar.elastic.samples import Samples, others_of
+from autopar.errors import PlanError
+from autopar.runtime.parallel_step import ParallelStep
+
+
+def elastic(
+    step: ParallelStep[..., Any],
+    create_state: Callable[..., Any],
+    source: Callable[[int, int], Any],
+    *,
+    batch: int,
+    steps: int,
+    args: Sequence[Any] = (),
+    others: Callable[[int], Any] | Sequence[Any] | Mapping[str, Any] | None = None,
+    ledger: str | os.PathLike[str] | None = None,
+    progress: bool | None = None,
+) -> ElasticRun:
+    """Starts a run of a train step that goes on when devices go and come.
+
+    Iterate over what it returns: each turn runs one step.
+
+    >>> for done in autopar.elastic(  # doctest: +SKIP
+    ...     train_step, create_state, source, batch=32, steps=1000
+    ... ):
+    ...     print(done.step, done.result)
+
+    Args:
+      step: what `autopar.parallelize` returned; its first arguments are the state, the
+        next one is the batch.
+      create_state: makes the state. A plain tuple holds several leading arguments.
+      source: ``source(position, rows)`` returns ``rows`` samples as arrays, the first
+        of which has the number ``position``.
+      batch: samples of a step, over all devices and processes.
+      steps: how many steps there are, those before a restart included.
+      args: arguments of ``create_state``, such as a key.
+      others: what the step takes after the batch, in order or by name; or a function
+        from the number of the step to it.
+      ledger: path of the file in which events and re-plans are written down.
+      progress: whether a line of progress is shown; None: on a terminal.
+
+    Raises:
+      PlanError: an argument is wrong.
+      TraceError: JAX cannot trace the step.
+      InfeasibleError: no plan fits the memory of a device.
+    """
+    _check(step, create_state, source, batch, steps)
+    samples = Samples(source, batch, others_of(others))
+    run = ElasticRun(step, samples, steps=steps, ledger=Ledger(ledger), shows=progress)
+    run.create(create_state, args)
+    return run
+
+
+def _check(step: Any, create_state: Any, source: Any, batch: Any, steps: Any) -> None:
+    """Checks the arguments before any work is done.
+
+    Raises:
+      PlanError: one is wrong.
+    """
+    if not isinstance(step, ParallelStep):
+        raise PlanError(
+            f"elastic: step is {type(step).__name__}; pass what "
+            "autopar.parallelize(step) returns."
+        )
+    for name, given in (("create_state", create_state), ("source", source)):
+        if not callable(given):
+            raise PlanError(
+                f"elastic: {name} must be a function, got {type(given).__name__}."
+            )
+    for name, given, least in (("batch", batch, 1), ("steps", steps, 0)):
+        if not isinstance(given, int) or isinstance(given, bool) or given < least:
+            raise PlanError(
+                f"elastic: {name}={given!r} must be a whole number, at least {least}."
+            )
