@@ -99,15 +99,11 @@ def _bits(
         path: store.struct_of(entry.shape, dtypes[path], shardings[path])
         for path, entry in entries.items()
     }
-    # An array without elements has no folder.
-    names = {path: entry.file or path for path, entry in entries.items()}
+    files = {path: entry.file for path, entry in entries.items()}
     try:
-        read = store.read(
-            folder / folders.ARRAYS, {names[p]: s for p, s in structs.items()}
-        )
+        bits = store.read(folder / folders.ARRAYS, structs, files)
     except CheckpointError as error:
         return {}, {}, str(error)
-    bits = {path: read[names[path]] for path in entries}
     return bits, {path: str(digest_of(x)) for path, x in bits.items()}, ""
 
 

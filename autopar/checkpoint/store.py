@@ -7,9 +7,13 @@ device needs. Nothing here waits for other processes: what they agree on is in
 
 from __future__ import annotations
 
+import asyncio
+import concurrent.futures
+import contextlib
+import logging
 import pathlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -25,6 +29,10 @@ from autopar_passes import jax_compat
 _TAKEN = ("_METADATA", "_sharding", "array_metadatas")
 # Longer names are cut: a file system allows 255 bytes.
 _LONGEST = 120
+# Arrays that are read at a time.
+_AT_A_TIME = 8
+# How long reads that were begun may take to end after one has failed.
+_SETTLE_S = 0.2
 
 
 def file_names(paths: Iterable[str]) -> dict[str, str]:
@@ -46,13 +54,10 @@ def file_names(paths: Iterable[str]) -> dict[str, str]:
     return out
 
 
-def _handler() -> ocp.PyTreeCheckpointHandler:
-    """One folder an array: damage to a file then has the array's name on it."""
-    return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
-
-
 def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
-    """Writes arrays by name; those without elements are left out.
+    """Writes arrays by name, each in a folder; those without elements are left out.
+
+    Damage to a file then has the name of its array on it.
 
     Raises:
       CheckpointError: they cannot be written, as on a full disk.
@@ -61,9 +66,10 @@ def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
     folder.mkdir(exist_ok=True)
     if not some:
         return
-    handler = _handler()
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False)
     try:
-        handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(some))
+        with _quiet():
+            handler.save(epath.Path(folder), args=ocp.args.PyTreeSave(some))
     except Exception as error:
         raise CheckpointError(
             f"{folder}: the arrays cannot be written: {_reason(error)}"
@@ -72,53 +78,96 @@ def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
         handler.close()
 
 
-def read(folder: pathlib.Path, wanted: Mapping[str, Any]) -> dict[str, jax.Array]:
-    """Reads arrays by name into their shards.
+def read(
+    folder: pathlib.Path, wanted: Mapping[str, Any], files: Mapping[str, str]
+) -> dict[str, jax.Array]:
+    """Reads arrays into their shards.
 
     Args:
       folder: where they were written.
-      wanted: name -> ``ShapeDtypeStruct`` with a sharding. What lies on devices of
+      wanted: path -> ``ShapeDtypeStruct`` with a sharding. What lies on devices of
         other processes alone is not read here.
+      files: path -> the name that it was written by.
 
     Raises:
       CheckpointError: a file is missing, cut or changed.
     """
     out: dict[str, jax.Array] = {}
     args: dict[str, Any] = {}
-    for name, struct in wanted.items():
+    for path, struct in wanted.items():
         if not struct.sharding.addressable_devices:
-            out[name] = placement.absent(struct, struct.sharding)
+            out[path] = placement.absent(struct, struct.sharding)
         elif not struct.size:
-            out[name] = _empty(struct)
+            out[path] = _empty(struct)
         else:
-            args[name] = ocp.ArrayRestoreArgs(
+            args[path] = ocp.ArrayRestoreArgs(
                 sharding=_read_into(struct.sharding),
                 global_shape=struct.shape,
                 dtype=struct.dtype,
             )
-    out.update(_read(folder, args))
-    return {name: out[name] for name in wanted}
+    out.update(_read(folder, args, files))
+    return {path: out[path] for path in wanted}
 
 
-def _read(folder: pathlib.Path, args: Mapping[str, Any]) -> dict[str, jax.Array]:
+def _read(
+    folder: pathlib.Path, args: Mapping[str, Any], files: Mapping[str, str]
+) -> dict[str, jax.Array]:
+    """Reads arrays side by side; those that fail do not stop the others.
+
+    In a thread of its own, because the caller may run in an event loop.
+    """
     if not args:
         return {}
-    if not folder.is_dir():
-        raise CheckpointError(f"{folder}: the arrays are missing.")
-    handler = _handler()
-    try:
-        return handler.restore(
-            epath.Path(folder),
-            args=ocp.args.PyTreeRestore(
-                item=dict.fromkeys(args, 0), restore_args=dict(args)
-            ),
-        )
-    except Exception as error:
+    with concurrent.futures.ThreadPoolExecutor(1) as pool, _quiet():
+        found = pool.submit(asyncio.run, _every(folder, args, files)).result()
+    bad = {path: x for path, x in found.items() if isinstance(x, BaseException)}
+    if bad:
+        path, error = next(iter(bad.items()))
+        more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
         raise CheckpointError(
-            f"{folder}: the arrays cannot be read: {_reason(error)}"
+            f"{folder.parent}: damaged: '{path}'{more} cannot be read: {_reason(error)}"
         ) from error
+    return found
+
+
+async def _every(
+    folder: pathlib.Path, args: Mapping[str, Any], files: Mapping[str, str]
+) -> dict[str, Any]:
+    """Path -> the array, or the error that reading it raised."""
+    handler, turn = ocp.type_handlers.ArrayHandler(), asyncio.Semaphore(_AT_A_TIME)
+
+    async def one(path: str, arg: Any) -> Any:
+        info = ocp.type_handlers.ParamInfo(
+            name=files[path],
+            parent_dir=epath.Path(folder),
+            is_ocdbt_checkpoint=False,
+            use_zarr3=False,
+        )
+        async with turn:
+            (read,) = await handler.deserialize([info], [arg])
+        return read
+
+    work = (one(path, arg) for path, arg in args.items())
+    found = await asyncio.gather(*work, return_exceptions=True)
+    if any(isinstance(x, BaseException) for x in found):
+        # The other blocks of a damaged array are still being read.
+        await asyncio.sleep(_SETTLE_S)
+    return dict(zip(args, found, strict=True))
+
+
+@contextlib.contextmanager
+def _quiet() -> Generator[None]:
+    """Keeps Orbax from printing errors that are raised to the caller as well."""
+
+    def told(record: logging.LogRecord) -> bool:
+        return "orbax" not in record.pathname or record.levelno > logging.ERROR
+
+    logger = logging.getLogger("absl")
+    logger.addFilter(told)
+    try:
+        yield
     finally:
-        handler.close()
+        logger.removeFilter(told)
 
 
 def _read_into(sharding: Any) -> Any:
@@ -150,5 +199,5 @@ def struct_of(
 def _reason(error: BaseException) -> str:
     """What went wrong, without what tensorstore says of itself."""
     text = " ".join(str(error).split())
-    text = re.sub(r"\[(source locations|tensorstore_spec)=.*", "", text).strip()
+    text = re.sub(r" ?(See full TensorStore details|\[source locations=).*", "", text)
     return text[:300].rstrip(".: ") + "."
