@@ -137,7 +137,11 @@ class DevicePut:
 
 def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:
     """The sharding of an array on the mesh of its stage."""
-    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in leaf.spec)))
+    entries = [axes or None for axes in leaf.spec]
+    while entries and entries[-1] is None:
+        entries.pop()  # as the program has it: equal shardings are written alike
+    names = (x[0] if x and len(x) == 1 else x for x in entries)
+    return NamedSharding(mesh, PartitionSpec(*names))
 
 
 def state_layout(
