@@ -14,7 +14,7 @@ import jax
 
 from autopar.checkpoint import folders, manifest, restoring, store, trees
 from autopar.checkpoint.manifest import ArrayEntry, Manifest, PlanEntry
-from autopar.checkpoint.saving import Background, Save
+from autopar.checkpoint.saving import Background, Save, wait_at_end
 from autopar.checkpoint.snapshot import num_bytes, snapshot
 from autopar.errors import CheckpointError
 from autopar.runtime import creation, exchange
@@ -63,6 +63,7 @@ class Checkpoints:
         self.directory = pathlib.Path(directory).absolute()
         self.keep = keep
         self._running: Background | None = None
+        self._waits_at_end = False
 
     def __enter__(self) -> Checkpoints:
         """Waits at the end of the block for what is being written."""
@@ -125,6 +126,9 @@ class Checkpoints:
             folder = self.directory / folders.folder_name(step, time.time_ns())
             if world.process_index == 0:
                 folders.begin(folder)
+        if not self._waits_at_end:
+            wait_at_end(self.wait)
+            self._waits_at_end = True
         name = folder.name.encode()
         told = exchange.exchanged(world, "saving a checkpoint", name)
         self._running = Background(

@@ -109,8 +109,8 @@ def _summed(words: np.ndarray, rows: np.ndarray, columns: np.ndarray) -> Digest:
     """The checksum of some rows; a word's place is that of its row and its column."""
     by_row = words.sum(axis=1, dtype=np.uint64)
     by_column = words.sum(axis=0, dtype=np.uint64)
-    weighted = np.dot(by_row, rows) + np.dot(by_column, columns)
-    return Digest(int(by_row.sum(dtype=np.uint64)), int(weighted))
+    weighted = int(np.dot(by_row, rows)) + int(np.dot(by_column, columns))
+    return Digest(int(by_row.sum(dtype=np.uint64)), weighted & _MASK)
 
 
 def _row_places(

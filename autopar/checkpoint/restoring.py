@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -33,21 +33,31 @@ def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
     Raises:
       CheckpointError: paths, shapes or dtypes differ.
     """
-    told: list[str] = []
-    for path in sorted(manifest.state.keys() | wanted.keys()):
-        have, want = manifest.state.get(path), wanted.get(path)
-        if have is None:
-            told.append(f"'{path}' is in the step alone")
-        elif want is None:
-            told.append(f"'{path}' is in the checkpoint alone")
-        elif have.text != (text := _text(want)):
-            told.append(f"'{path}' is {have.text}, and the step has {text}")
+    have = manifest.state
+    told = [
+        f"'{path}' is {have[path].text}, and the step has {_text(wanted[path])}"
+        for path in sorted(have.keys() & wanted.keys())
+        if have[path].text != _text(wanted[path])
+    ]
+    alone = (
+        ("checkpoint", have.keys() - wanted),
+        ("step", wanted.keys() - have.keys()),
+    )
+    told = [listed("; ".join, told)] if told else []
+    for who, paths in alone:
+        if names := [f"'{path}'" for path in sorted(paths)]:
+            told.append(f"only the {who} has {listed(', '.join, names)}")
     if told:
-        more = f", and {len(told) - _MOST} more differ" if len(told) > _MOST else ""
         raise CheckpointError(
             f"{folder}: a checkpoint of another model ('{manifest.name}', step "
-            f"{manifest.step}): {'; '.join(told[:_MOST])}{more}."
+            f"{manifest.step}): {'; '.join(told)}."
         )
+
+
+def listed(join: Callable[[Sequence[str]], str], items: Sequence[str]) -> str:
+    """The first items, and how many more there are."""
+    more = f" and {len(items) - _MOST} more" if len(items) > _MOST else ""
+    return join(items[:_MOST]) + more
 
 
 def _text(struct: Any) -> str:
@@ -117,10 +127,9 @@ def check_digests(
     """
     bad = [path for path, entry in entries.items() if str(found[path]) != entry.digest]
     if bad:
-        more = f" and {len(bad) - _MOST} more" if len(bad) > _MOST else ""
-        names = ", ".join(f"'{path}'" for path in bad[:_MOST])
+        names = listed(", ".join, [f"'{path}'" for path in bad])
         raise CheckpointError(
-            f"{folder}: damaged: the content of {names}{more} is not what was saved."
+            f"{folder}: damaged: the content of {names} is not what was saved."
         )
 
 

@@ -7,11 +7,13 @@ alone, which all of them must see: no process calls another while the steps run.
 
 from __future__ import annotations
 
+import atexit
 import dataclasses
 import pathlib
+import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -124,6 +126,23 @@ def _await(path: pathlib.Path, stopped: threading.Event) -> None:
                 f"{path}: another process did not write it within {PARTS_S:.0f} s. All "
                 "processes must see the same directory, and save the same steps."
             )
+
+
+def wait_at_end(wait: Callable[[], None]) -> None:
+    """Has a program that ends wait for what is being written.
+
+    Orbax writes in threads of a pool, and Python closes pools before it ends the
+    threads that use them. What Python runs before that has no public name (3.11).
+    """
+
+    def end() -> None:
+        try:
+            wait()
+        except CheckpointError as error:
+            print(f"autopar: {error}", file=sys.stderr)
+
+    register = getattr(threading, "_register_atexit", atexit.register)
+    register(end)
 
 
 class Background:
