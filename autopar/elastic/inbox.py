@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Protocol
 
 from autopar.cluster import Cluster
 from autopar.elastic.events import Event
@@ -19,6 +20,18 @@ from autopar.runtime.recent import Recent
 _IDS, _WAITING = 1024, 256
 
 
+class Notes(Protocol):
+    """Where events that change nothing are written down."""
+
+    def note(self, found: Resolved) -> None:
+        """Writes an event down, and why it changes nothing."""
+        ...
+
+    def wrong(self, source: str, reason: str) -> None:
+        """Writes a message down that is no event."""
+        ...
+
+
 class Inbox:
     """Events that wait for the loop, and the cluster that they lead to."""
 
@@ -27,7 +40,7 @@ class Inbox:
         cluster: Cluster,
         own: tuple[int, ...],
         check: Callable[[Cluster], None],
-        note: Callable[[Resolved], None],
+        notes: Notes,
     ) -> None:
         """Holds no event yet.
 
@@ -35,12 +48,12 @@ class Inbox:
           cluster: on which the run goes on.
           own: ids of this process's devices.
           check: raises an error of autopar where this world cannot be such a cluster.
-          note: is told each event that changes nothing.
+          notes: where events that change nothing are written down.
         """
         self._lock = threading.Lock()
         self._current: Cluster = cluster
         self._next: Cluster | None = cluster
-        self._own, self._check, self._note = own, check, note
+        self._own, self._check, self._notes = own, check, notes
         self._waiting: list[Resolved] = []
         self._ids: Recent[str, bool] = Recent(_IDS)
 
@@ -52,8 +65,12 @@ class Inbox:
                 self._waiting.append(found)
                 self._next = found.cluster
         if found.status != "accepted":
-            self._note(found)
+            self._notes.note(found)
         return found
+
+    def wrong(self, source: str, reason: str) -> None:
+        """Takes note of a message that is no event (`autopar.elastic.sources`)."""
+        self._notes.wrong(source, reason)
 
     def _resolved(self, event: Event) -> Resolved:
         if event.id and self._ids.get(event.id):
@@ -87,7 +104,7 @@ class Inbox:
             return taken
         for found in taken:
             reason = "a later event takes it back before it was carried out."
-            self._note(_same(found.event, "repeated", self._current, reason))
+            self._notes.note(_same(found.event, "repeated", self._current, reason))
         return ()
 
     def settle(self, cluster: Cluster) -> None:
@@ -101,7 +118,7 @@ class Inbox:
             again = [self._again(x.event) for x in waiting]
         for found in again:
             if found.status != "accepted":
-                self._note(found)
+                self._notes.note(found)
 
     def _again(self, event: Event) -> Resolved:
         found = self._checked(event)

@@ -1,9 +1,14 @@
 """The ledger: one JSON object a line for every event and every re-plan of a run.
 
-Three kinds of lines. ``event``: an event that changed nothing, with the reason.
-``replan``: what led to a re-plan, what was compared, what the choice was predicted to
-gain and to cost, and how long its pause was. ``measured``: the seconds of a step before
-and after a re-plan, some steps later.
+Kinds of lines:
+
+* ``replan``: what led to a re-plan, what was compared, what the choice was predicted to
+  gain and to cost, and how long its pause was;
+* ``measured``: the seconds of a step before and after a re-plan, some steps later;
+* ``refused``: a change that could not be planned;
+* ``event``: an event that changed nothing, and why;
+* ``wrong``: a message that is no event;
+* ``stop``: the end of a run whose devices are gone.
 """
 
 from __future__ import annotations
@@ -71,6 +76,10 @@ class Ledger:
     def note(self, found: Resolved) -> None:
         """Adds an event that changes nothing."""
         self.write("event", event=event_data(found))
+
+    def wrong(self, source: str, reason: str) -> None:
+        """Adds a message that is no event."""
+        self.write("wrong", source=source, reason=reason)
 
 
 def event_data(found: Resolved) -> dict[str, Any]:

@@ -13,14 +13,17 @@ from typing import Any
 import jax
 
 from autopar.cluster import Cluster
-from autopar.elastic import display, replanning
+from autopar.elastic import display
 from autopar.elastic.carrying import carried_out, splat
 from autopar.elastic.events import Event
 from autopar.elastic.inbox import Inbox
 from autopar.elastic.ledger import Ledger, event_data
 from autopar.elastic.membership import Alone, Change, Membership
+from autopar.elastic.options import meshes_of
+from autopar.elastic.replanning import Outcome, Replanner
 from autopar.elastic.resolve import Resolved
 from autopar.elastic.samples import Samples, batch_structs
+from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, EventError
 from autopar.plans import Plan
 from autopar.runtime.creation import state_shapes
@@ -57,6 +60,7 @@ class ElasticRun:
       state: the carried state.
       step: number of the next step.
       ledger: what was written of events and re-plans.
+      sources: of events.
     """
 
     def __init__(
@@ -67,6 +71,7 @@ class ElasticRun:
         steps: int,
         ledger: Ledger,
         membership: Callable[[Inbox], Membership] | None = None,
+        sources: Sequence[Source] = (),
         shows: bool | None = None,
     ) -> None:
         """See `autopar.elastic`, which makes these.
@@ -77,6 +82,7 @@ class ElasticRun:
           steps: how many steps there are.
           ledger: what events and re-plans are written to.
           membership: makes the membership; None: this process alone.
+          sources: of events; they listen from now on.
           shows: whether progress is shown; None: on a terminal.
         """
         self._train_step, self._samples, self._steps = step, samples, steps
@@ -84,14 +90,28 @@ class ElasticRun:
         self.state: Any = None
         self.step = 0
         self._stopped = False
+        self._cluster = step.cluster
+        self._replanner = Replanner(step, samples.batch)
         own = range(len(step.world.devices))
-        self._inbox = Inbox(step.cluster, tuple(own), self._check, ledger.note)
+        self._inbox = Inbox(step.cluster, tuple(own), self._check, ledger)
         make = membership or (lambda inbox: Alone(step.world, inbox))
         self._membership = make(self._inbox)
         self._display = display.Display(steps, shows)
         self._seconds: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._replans = 0
         self._before_s: float | None = None
+        self.sources: tuple[Source, ...] = ()
+        for source in sources:
+            self._listen(source)
+
+    def _listen(self, source: Source) -> None:
+        """Starts a source; where it cannot start, those before it are stopped."""
+        try:
+            source.start(self._inbox)
+        except AutoparError:
+            self.close()
+            raise
+        self.sources = (*self.sources, source)
 
     @property
     def position(self) -> int:
@@ -151,6 +171,8 @@ class ElasticRun:
     def close(self) -> None:
         """Ends the run and its sources; once is enough, and more do no harm."""
         self._stopped = True
+        for source in self.sources:
+            source.stop()
         self._display.close()
 
     def __iter__(self) -> ElasticRun:
@@ -224,15 +246,19 @@ class ElasticRun:
             "old": plan_data(old),
         }
         try:
-            found = replanning.change(
-                self._train_step, cluster, self.state, change.deadline_s
+            found = self._replanner.change(
+                cluster,
+                self.state,
+                measured_s=self._median(),
+                left_s=change.deadline_s - time.time(),
+                rest_steps=self._steps - self.step,
             )
         except AutoparError as error:
-            self._membership.settled(self._train_step.cluster)
+            self._membership.settled(self._cluster)
             self.ledger.write("refused", **fields, reason=str(error))
             return None
-        self.state = found.state
-        self._membership.settled(self._train_step.cluster)
+        self.state, self._cluster = found.state, cluster
+        self._membership.settled(cluster)
         self._replans += 1
         self._before_s = self._median()
         self._seconds.clear()
@@ -240,19 +266,16 @@ class ElasticRun:
             "replan",
             number=self._replans,
             **fields,
-            new=plan_data(found.plan),
-            compared=list(found.compared),
-            chosen=found.chosen,
+            **outcome_data(found),
             measured={
                 "pause_s": time.perf_counter() - begin,
                 "plan_s": found.plan_s,
                 "compile_s": found.compile_s,
                 "move_s": found.move_s,
-                "step_before_s": self._before_s,
                 "deadline_kept": time.time() <= change.deadline_s,
             },
         )
-        return found.plan
+        return None if found.chosen.name == "stay" else found.chosen.plan
 
     def _measured(self, seconds: float) -> None:
         """Takes the seconds of a step, and writes those after a re-plan down."""
@@ -283,9 +306,26 @@ def plan_data(plan: Plan) -> dict[str, Any]:
     """What a line of the ledger says of a plan."""
     return {
         "cluster": plan.cluster.text,
-        "meshes": [
-            dict(zip(stage.axis_names, stage.axis_sizes, strict=True))
-            for stage in plan.stages
-        ],
+        "meshes": meshes_of(plan),
         "step_s": plan.predicted.step_s,
+    }
+
+
+def outcome_data(found: Outcome) -> dict[str, Any]:
+    """What a line of the ledger says of a change that was carried out."""
+    horizon_s, chosen = found.horizon_s, found.chosen
+    others = [x.steps(horizon_s) for x in found.compared if x is not chosen]
+    steps = chosen.steps(horizon_s)
+    return {
+        "new": plan_data(chosen.plan),
+        "compared": [x.to_data(horizon_s) for x in found.compared],
+        "chosen": chosen.name,
+        "predicted": {
+            "horizon_s": horizon_s,
+            "step_s": chosen.step_s,
+            "cost_s": chosen.cost_s,
+            "move_bytes": chosen.move_bytes,
+            "compiled": chosen.compiled,
+            "more_steps": steps - max(others) if others else None,
+        },
     }

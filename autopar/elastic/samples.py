@@ -114,7 +114,7 @@ def _global_array(
     if not struct.shape:
         return next(iter(leaves.values()))[k]
 
-    def part(index: tuple[slice, ...]) -> Any:
+    def part(index: Any) -> Any:
         begin, end, _ = index[0].indices(struct.shape[0])
         return np.asarray(leaves[begin, end][k])[(slice(None), *index[1:])]
 

@@ -9,6 +9,8 @@ from typing import Any
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
 from autopar.elastic.samples import Samples, others_of
+from autopar.elastic.sources.named import sources_of
+from autopar.elastic.sources.source import Source
 from autopar.errors import PlanError
 from autopar.runtime.parallel_step import ParallelStep
 
@@ -22,6 +24,7 @@ def elastic(
     steps: int,
     args: Sequence[Any] = (),
     others: Callable[[int], Any] | Sequence[Any] | Mapping[str, Any] | None = None,
+    events: Sequence[str | Source] = (),
     ledger: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> ElasticRun:
@@ -45,6 +48,8 @@ def elastic(
       args: arguments of ``create_state``, such as a key.
       others: what the step takes after the batch, in order or by name; or a function
         from the number of the step to it.
+      events: where events come from besides `ElasticRun.change`: ``file:PATH``,
+        ``http:PORT``, ``signal``, or a source of one's own (docs/elastic.md).
       ledger: path of the file in which events and re-plans are written down.
       progress: whether a line of progress is shown; None: on a terminal.
 
@@ -55,8 +60,19 @@ def elastic(
     """
     _check(step, create_state, source, batch, steps)
     samples = Samples(source, batch, others_of(others))
-    run = ElasticRun(step, samples, steps=steps, ledger=Ledger(ledger), shows=progress)
-    run.create(create_state, args)
+    run = ElasticRun(
+        step,
+        samples,
+        steps=steps,
+        ledger=Ledger(ledger),
+        sources=sources_of(events),
+        shows=progress,
+    )
+    try:
+        run.create(create_state, args)
+    except BaseException:
+        run.close()
+        raise
     return run
 
 

@@ -176,6 +176,65 @@ class Preparation:
         options = self.planner.options
         return moved_setting(setting, options, as_cluster(cluster), taken, given)
 
+    def known(self, analysed: Analysed, setting: Setting) -> Plan | None:
+        """The plan of a setting that was made before, here or on disk; or None."""
+        found = self._plans.get(self._place(analysed, setting))
+        if found is None and setting.sent is None and not self._errors():
+            cluster = setting.cluster or self._cluster()
+            found = self.planner.known(analysed, cluster, setting.codecs)
+        return found
+
+    def warm(self, analysed: Analysed, setting: Setting, running: Plan) -> Plan:
+        """A good plan of a setting in a short time (`StepPlanner.warm`)."""
+        cluster = setting.cluster or self._cluster()
+        return agreement.agree(
+            self._world(),
+            lambda: self.planner.warm(
+                analysed,
+                cluster,
+                running,
+                setting.codecs,
+                setting.sent,
+                self._errors(),
+            ),
+        )
+
+    def repriced(
+        self, analysed: Analysed, setting: Setting, cluster: Cluster, plan: Plan
+    ) -> Plan:
+        """The layouts of a plan on a cluster of the same shape, codecs chosen anew.
+
+        Args:
+          analysed: the step.
+          setting: that it runs under.
+          cluster: the same devices, with other links perhaps.
+          plan: the plan.
+
+        Raises:
+          PlanError: the cluster has not the plan's mesh.
+        """
+        asked = setting.codecs or self.planner.options
+        asked = dataclasses.replace(asked, layouts=plan, microbatches=None)
+        return agreement.agree(
+            self._world(),
+            lambda: self.planner.plan(
+                analysed, cluster, asked, setting.sent, self._errors()
+            ),
+        )
+
+    def has_program(
+        self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
+    ) -> bool:
+        """Whether the program of a plan on these devices is compiled already."""
+        if len(plan.stages) > 1:
+            return False
+        return self._store.is_compiled(analysed, plan, device_mesh(plan, devices))
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that the program took which was compiled last."""
+        return self._store.compile_s
+
     def recoded(self, analysed: Analysed, setting: Setting, plan: Plan) -> Plan:
         """The layouts of a plan with the codecs that ``auto`` chooses for them."""
         asked = dataclasses.replace(
