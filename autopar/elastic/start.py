@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
 from autopar.elastic.samples import Samples, others_of
@@ -25,6 +26,8 @@ def elastic(
     args: Sequence[Any] = (),
     others: Callable[[int], Any] | Sequence[Any] | Mapping[str, Any] | None = None,
     events: Sequence[str | Source] = (),
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
+    every: int | None = None,
     ledger: str | os.PathLike[str] | None = None,
     progress: bool | None = None,
 ) -> ElasticRun:
@@ -50,15 +53,22 @@ def elastic(
         from the number of the step to it.
       events: where events come from besides `ElasticRun.change`: ``file:PATH``,
         ``http:PORT``, ``signal``, or a source of one's own (docs/elastic.md).
+      checkpoint: the directory of the run's checkpoints, or `autopar.Checkpoints`. The
+        last one there is gone on with. The end of the run is saved.
+      every: after how many steps the run is saved besides.
       ledger: path of the file in which events and re-plans are written down.
       progress: whether a line of progress is shown; None: on a terminal.
 
     Raises:
       PlanError: an argument is wrong.
+      CheckpointError: there are checkpoints, and none can be used.
       TraceError: JAX cannot trace the step.
       InfeasibleError: no plan fits the memory of a device.
     """
     _check(step, create_state, source, batch, steps)
+    _check_saves(checkpoint, every)
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
+        checkpoint = Checkpoints(os.fspath(checkpoint))
     samples = Samples(source, batch, others_of(others))
     run = ElasticRun(
         step,
@@ -66,6 +76,8 @@ def elastic(
         steps=steps,
         ledger=Ledger(ledger),
         sources=sources_of(events),
+        checkpoints=checkpoint,
+        every=every,
         shows=progress,
     )
     try:
@@ -74,6 +86,20 @@ def elastic(
         run.close()
         raise
     return run
+
+
+def _check_saves(checkpoint: Any, every: Any) -> None:
+    """Checks what is said of checkpoints.
+
+    Raises:
+      PlanError: it is wrong.
+    """
+    if every is None:
+        return
+    if checkpoint is None:
+        raise PlanError(f"elastic: every={every!r} needs checkpoint=, a directory.")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise PlanError(f"elastic: every={every!r} must be a whole number, at least 1.")
 
 
 def _check(step: Any, create_state: Any, source: Any, batch: Any, steps: Any) -> None:
