@@ -16,6 +16,8 @@ from autopar.version import __version__
 # pyright: reportUnsupportedDunderAll=false
 __all__ = [
     "AutoparError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "CompileError",
@@ -41,6 +43,8 @@ __all__ = [
 # the command line can print its help without JAX. Type checkers read `__init__.pyi`.
 _HOMES = {
     "AutoparError": "autopar.errors",
+    "CheckpointError": "autopar.errors",
+    "Checkpoints": "autopar.checkpoint.checkpoints",
     "Cluster": "autopar.cluster",
     "ClusterError": "autopar.errors",
     "CompileError": "autopar.errors",

@@ -2,9 +2,11 @@
 
 from autopar.api import audit as audit
 from autopar.api import plan as plan
+from autopar.checkpoint.checkpoints import Checkpoints as Checkpoints
 from autopar.cluster import Cluster as Cluster
 from autopar.elastic.start import elastic as elastic
 from autopar.errors import AutoparError as AutoparError
+from autopar.errors import CheckpointError as CheckpointError
 from autopar.errors import ClusterError as ClusterError
 from autopar.errors import CompileError as CompileError
 from autopar.errors import EventError as EventError
@@ -23,6 +25,8 @@ from autopar_passes.rules.registry import register_rule as register_rule
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "CompileError",

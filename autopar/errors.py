@@ -11,6 +11,7 @@ All are ``ValueError``s::
         ├── TargetError       a command-line target cannot be loaded
         ├── CompileError      the compiler of an accelerator refuses a step
         ├── StageError        a task of a pipeline failed
+        ├── CheckpointError   a checkpoint cannot be written, read or used
         └── EventError        an event of an elastic run is wrong
 """
 
@@ -26,6 +27,7 @@ from autopar_passes.program.trace import TraceError
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
     "ClusterError",
     "CompileError",
     "EventError",
@@ -68,6 +70,10 @@ class CompileError(AutoparError):
 
 class StageError(AutoparError):
     """A task of a pipeline failed; the state is as before the step."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, or is damaged, or of another model."""
 
 
 class EventError(AutoparError):

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.cluster import Cluster
 from autopar.elastic import display
 from autopar.elastic.ahead import Ahead, likely_next
@@ -24,6 +25,7 @@ from autopar.elastic.options import meshes_of
 from autopar.elastic.replanning import Outcome, Replanner
 from autopar.elastic.resolve import Resolved
 from autopar.elastic.samples import Samples, batch_structs
+from autopar.elastic.saves import Saves
 from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, EventError
 from autopar.plans import Plan
@@ -77,6 +79,8 @@ class ElasticRun:
         membership: Callable[[Inbox], Membership] | None = None,
         sources: Sequence[Source] = (),
         ahead: bool = False,
+        checkpoints: Checkpoints | None = None,
+        every: int | None = None,
         shows: bool | None = None,
     ) -> None:
         """See `autopar.elastic`, which makes these.
@@ -89,12 +93,15 @@ class ElasticRun:
           membership: makes the membership; None: this process alone.
           sources: of events; they listen from now on.
           ahead: whether likely next clusters are prepared in the background.
+          checkpoints: where the run is saved.
+          every: after how many steps; None: at the end alone.
           shows: whether progress is shown; None: on a terminal.
         """
         self._train_step, self._samples, self._steps = step, samples, steps
         self.ledger = ledger
         self.state: Any = None
         self.step = 0
+        self._saves = Saves(checkpoints, every, step, ledger)
         self._stopped = False
         self._cluster = step.cluster
         self._visited: tuple[Cluster, ...] = ()
@@ -124,7 +131,7 @@ class ElasticRun:
     @property
     def position(self) -> int:
         """Number of the first sample of the next step."""
-        return self.step * self._samples.batch
+        return self._samples.position(self.step)
 
     @property
     def plan(self) -> Plan:
@@ -137,7 +144,7 @@ class ElasticRun:
         return self._train_step.compression_state
 
     def create(self, create_state: Callable[..., Any], args: Sequence[Any]) -> None:
-        """Creates the state in its shards.
+        """Creates the state in its shards, or restores it from the last checkpoint.
 
         Args:
           create_state: makes the state.
@@ -149,7 +156,13 @@ class ElasticRun:
             count = len(state_shapes(create_state, args).arguments())
             names = list(inspect.signature(self._train_step).parameters)
             named = {names[count]: rest[0], **named}
-        self.state = self._train_step.init(create_state, *args, others=named or rest)
+        found = self._saves.restored(create_state, args, named or rest)
+        if found is None:
+            state = self._train_step.init(create_state, *args, others=named or rest)
+            self.state = state
+            return
+        self.state, self.step = found.state, found.step
+        self._samples = self._samples.gone_on(found.step, found.position)
 
     def change(self, event: Event | Cluster | str | Mapping[str, Any]) -> Resolved:
         """Asks for a change before the next step.
@@ -197,12 +210,14 @@ class ElasticRun:
         """
         plan = None if self._ended() else self._changed()
         if self._ended():
+            self._saves.end(self.state, self.step, self.position)
             self.close()
             raise StopIteration
         begin = time.perf_counter()
         step, position, result = self.step, self.position, self._run()
         seconds = time.perf_counter() - begin
         self._measured(seconds)
+        self._saves.after(self.state, self.step, self.position)
         self._display.show(step + 1, seconds, self.plan)
         return Step(
             step=step, position=position, result=result, seconds=seconds, plan=plan

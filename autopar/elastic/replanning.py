@@ -113,7 +113,7 @@ class Replanner:
                 analysed, step.setting, chosen.cluster, plan=chosen.plan
             )
             compiled = self._clock()
-            state = step.replan(chosen.cluster, state, plan=chosen.plan)
+            state = step.replan(chosen.cluster, state, plan=chosen.plan, consume=True)
             jax.block_until_ready(jax.tree.leaves(state))
         end = self._clock()
         self._learn(chosen, end - compiled)

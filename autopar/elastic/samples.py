@@ -31,11 +31,22 @@ class Samples:
       batch: samples of a step, over all processes.
       others: from the number of a step, what the step takes after the batch: in its
         order, or by name.
+      first: what to add to ``step * batch``; not 0 where an earlier run of another
+        batch size was gone on with.
     """
 
     source: Source
     batch: int
     others: Others
+    first: int = 0
+
+    def position(self, step: int) -> int:
+        """Number of the first sample of a step."""
+        return self.first + step * self.batch
+
+    def gone_on(self, step: int, position: int) -> Samples:
+        """The source where a step begins at a sample, as an earlier run left it."""
+        return dataclasses.replace(self, first=position - step * self.batch)
 
     def arguments(
         self, step: int, world: World, structs: Any = None
@@ -48,7 +59,7 @@ class Samples:
           structs: of the batch's arrays over all processes, with shardings
             (`batch_structs`); None: not known yet, and the whole batch is returned.
         """
-        position = step * self.batch
+        position = self.position(step)
         if world.process_count == 1 or structs is None:
             batch = self._asked(position, self.batch)
         else:

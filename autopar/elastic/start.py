@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
 from autopar.elastic.processes.joining import join_run
@@ -27,6 +28,8 @@ def elastic(
     args: Sequence[Any] = (),
     others: Callable[[int], Any] | Sequence[Any] | Mapping[str, Any] | None = None,
     events: Sequence[str | Source] = (),
+    checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
+    every: int | None = None,
     ledger: str | os.PathLike[str] | None = None,
     ahead: bool = True,
     survive: int = 0,
@@ -54,6 +57,9 @@ def elastic(
         from the number of the step to it.
       events: where events come from besides `ElasticRun.change`: ``file:PATH``,
         ``http:PORT``, ``signal``, or a source of one's own (docs/elastic.md).
+      checkpoint: the directory of the run's checkpoints, or `autopar.Checkpoints`. The
+        last one there is gone on with. The end of the run is saved.
+      every: after how many steps the run is saved besides.
       ledger: path of the file in which events and re-plans are written down.
       ahead: whether plans and programs of likely next clusters are prepared in the
         background, with low priority.
@@ -65,10 +71,14 @@ def elastic(
 
     Raises:
       PlanError: an argument is wrong.
+      CheckpointError: there are checkpoints, and none can be used.
       TraceError: JAX cannot trace the step.
       InfeasibleError: no plan fits the memory of a device.
     """
     _check(step, create_state, source, batch, steps)
+    _check_saves(checkpoint, every)
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
+        checkpoint = Checkpoints(os.fspath(checkpoint))
     samples = Samples(source, batch, others_of(others))
     together = join_run(
         step,
@@ -77,6 +87,8 @@ def elastic(
         samples,
         steps=steps,
         ledger=ledger,
+        checkpoints=checkpoint,
+        every=every,
         survive=survive,
         shows=progress,
     )
@@ -89,6 +101,8 @@ def elastic(
         ledger=Ledger(ledger),
         sources=sources_of(events),
         ahead=ahead and step.world.process_count == 1,
+        checkpoints=checkpoint,
+        every=every,
         shows=progress,
     )
     try:
@@ -97,6 +111,20 @@ def elastic(
         run.close()
         raise
     return run
+
+
+def _check_saves(checkpoint: Any, every: Any) -> None:
+    """Checks what is said of checkpoints.
+
+    Raises:
+      PlanError: it is wrong.
+    """
+    if every is None:
+        return
+    if checkpoint is None:
+        raise PlanError(f"elastic: every={every!r} needs checkpoint=, a directory.")
+    if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+        raise PlanError(f"elastic: every={every!r} must be a whole number, at least 1.")
 
 
 def _check(step: Any, create_state: Any, source: Any, batch: Any, steps: Any) -> None:

@@ -153,17 +153,7 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: both ``batch`` and ``others`` are given.
         """
-        if not callable(create_state):
-            raise PlanError(
-                f"{self.__name__}: init expects a function that makes the state, got "
-                f"{type(create_state).__name__}. For a state that is there already, "
-                "just call the step."
-            )
-        if batch is not None and others is not None:
-            raise PlanError(
-                f"{self.__name__}: init takes batch= or others=, not both: others= "
-                "holds the batch as well."
-            )
+        creation.check_creation(self.__name__, create_state, batch, others)
         with exchange.told(self.world, "creating the state"):
             shapes = creation.state_shapes(create_state, args)
         rest = others if batch is None else (batch,)
@@ -196,6 +186,11 @@ class ParallelStep(Generic[P, R]):
     @compression_state.setter
     def compression_state(self, state: Any) -> None:
         self._codecs.restore(state)
+
+    def hold_compression_state(self, state: Any) -> None:
+        """Takes a saved state; it waits for a later plan if this one has no codecs."""
+        held = self._current is not None and self._current.planned.sums is None
+        self._codecs.restore(state, held=held)
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:
@@ -439,6 +434,7 @@ class ParallelStep(Generic[P, R]):
         devices: Sequence[Any] | None = None,
         *,
         plan: Plan | str | None = None,
+        consume: bool = False,
     ) -> Any:
         """Plans for another cluster, moves the state there and returns it.
 
@@ -457,6 +453,8 @@ class ParallelStep(Generic[P, R]):
             cluster names, or the first of the world.
           plan: a plan for the new cluster, or its JSON file, used instead of planning
             for the arguments of the last call.
+          consume: whether each old array is freed as soon as it has been moved: both
+            states never lie in memory together, and an error half-way costs the state.
 
         Raises:
           ClusterError: the text describes no cluster.
@@ -473,7 +471,7 @@ class ParallelStep(Generic[P, R]):
 
         def moving() -> list[Any]:
             self._codecs.check(made.planned.sums)
-            return moved_state(arrays, old, made.planned)
+            return moved_state(arrays, old, made.planned, consume=consume)
 
         moved = exchange.together(self.world, "moving the state", moving)
         new = creation.replaced(state, moved)

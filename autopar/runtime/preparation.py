@@ -408,8 +408,18 @@ def _shape(cluster: Cluster) -> str:
     return dataclasses.replace(cluster, members=None).fingerprint()
 
 
-def moved_state(state: dict[str, Any], old: AnyStep, new: AnyStep) -> list[Any]:
-    """The leaves of a state, where another plan wants them."""
+def moved_state(
+    state: dict[str, Any], old: AnyStep, new: AnyStep, *, consume: bool = False
+) -> list[Any]:
+    """The leaves of a state, where another plan wants them.
+
+    Args:
+      state: path -> array.
+      old: the step under the plan that it was made by.
+      new: the step under the other plan.
+      consume: see `autopar.runtime.state_mover.move`; stages that several processes
+        have keep the given state.
+    """
     links = new.links or old.links
     if links is not None:
         return moved_between(links, new, state)
@@ -420,4 +430,5 @@ def moved_state(state: dict[str, Any], old: AnyStep, new: AnyStep) -> list[Any]:
     )
     source = state_layout(old.analysis, old.plan, count) if lies else None
     target = state_layout(new.analysis, new.plan, count)
-    return list(move(state, source, target, DevicePut(new.meshes)).values())
+    transport = DevicePut(new.meshes)
+    return list(move(state, source, target, transport, consume=consume).values())

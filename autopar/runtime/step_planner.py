@@ -140,9 +140,9 @@ class StepPlanner:
           cluster: what to plan for.
           codecs: as for `plan`.
         """
-        if self._cache is None:
+        if self.cache is None:
             return None
-        return self._cache.find(analysed.analysis, cluster, _options(analysed, codecs))
+        return self.cache.find(analysed.analysis, cluster, _options(analysed, codecs))
 
     def warm(
         self,

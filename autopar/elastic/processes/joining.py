@@ -6,12 +6,14 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.processes.ahead import Ahead, prepare_and_exit
 from autopar.elastic.processes.link import AHEAD_VARIABLE
 from autopar.elastic.processes.team import Team, local_devices, run_folder
 from autopar.elastic.processes.training import TeamRun, rest_structs
 from autopar.elastic.samples import Samples
+from autopar.elastic.saves import Saves
 from autopar.errors import PlanError
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
@@ -25,6 +27,8 @@ def join_run(
     *,
     steps: int,
     ledger: str | os.PathLike[str] | None,
+    checkpoints: Checkpoints | None,
+    every: int | None,
     survive: int,
     shows: bool | None,
 ) -> TeamRun | None:
@@ -37,6 +41,8 @@ def join_run(
       samples: what the step is trained on.
       steps: how many steps there are.
       ledger: path of the ledger.
+      checkpoints: where the run is saved.
+      every: after how many steps; None: at the end alone.
       survive: how many processes may die at once without loss of state.
       shows: whether progress is shown; None: on a terminal.
 
@@ -59,13 +65,15 @@ def join_run(
     team = Team.of_environment(survive)
     if team is None:
         return None
+    written = Ledger(ledger)
     return TeamRun(
         step,
         create_state,
         args,
         samples,
         steps=steps,
-        ledger=Ledger(ledger),
+        ledger=written,
+        saves=Saves(checkpoints, every, step, written),
         team=team,
         donate=donate,
         shows=shows,

@@ -21,6 +21,7 @@ from autopar.elastic.processes.programs import Programs
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
 from autopar.elastic.samples import Samples, batch_structs
+from autopar.elastic.saves import Saves
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
@@ -56,6 +57,7 @@ class TeamRun:
         *,
         steps: int,
         ledger: Ledger,
+        saves: Saves,
         team: Team,
         donate: bool,
         shows: bool | None = None,
@@ -69,6 +71,7 @@ class TeamRun:
           samples: what the step is trained on.
           steps: how many steps there are.
           ledger: what changes are written to.
+          saves: its checkpoints.
           team: this process's part.
           donate: whether steps consume the state, which then is lost with a step that
             breaks.
@@ -81,6 +84,7 @@ class TeamRun:
         self._folder = team.folder
         self.state: Any = None
         self.step = 0
+        self._saves = saves
         self._yielded = -1
         self._distrusts = False
         self._stopped = self._finished = False
@@ -94,7 +98,7 @@ class TeamRun:
     @property
     def position(self) -> int:
         """Number of the first sample of the next step."""
-        return self.step * self._samples.batch
+        return self._samples.position(self.step)
 
     @property
     def plan(self) -> Plan:
@@ -159,7 +163,14 @@ class TeamRun:
         return id(self._train_step.running.planned)
 
     def _end(self) -> None:
-        """Waits for the others at the end of the run."""
+        """Saves the last state, and waits for the others."""
+        try:
+            self._saves.end(self.state, self.step, self.position)
+        except Exception as error:
+            if not self._team.broken(error):
+                raise
+            self._reform()
+            return
         if self._team.finished(self.step):
             self._stopped = True
         else:
@@ -198,6 +209,7 @@ class TeamRun:
         jax.block_until_ready(jax.tree.leaves(result))
         self._keep(state, self.step + 1)
         self.state, self.step = state, self.step + 1
+        self._saves.after(self.state, self.step, self.position)
         return hosting.hosted(result)
 
     def _placed(self, planned: Any, first: int, rest: Sequence[Any]) -> list[Any]:
@@ -217,7 +229,7 @@ class TeamRun:
     def _keep(self, state: Any, step: int, *, placed: bool = False) -> None:
         """Keeps the state after a step for a world to come."""
         arrays = self._named(state)
-        extra: dict[str, Any] = {"position": step * self._samples.batch}
+        extra: dict[str, Any] = {"position": self._samples.position(step)}
         codecs = self._train_step.compression_state
         if codecs is not None:
             extra["codecs"] = hosting.structure_text(codecs)
@@ -238,6 +250,8 @@ class TeamRun:
         self._join()
 
     def _leave(self) -> None:
+        if (checkpoints := self._saves.checkpoints) is not None:
+            checkpoints.abandon()  # it would wait for processes that are gone
         self._team.leave()
 
     def _join(self) -> None:
@@ -262,12 +276,6 @@ class TeamRun:
         self._train_step.enter(
             world, cluster, donate=self._donate, cache=PlanCache(self._folder / "plans")
         )
-        if joined.lost_step is not None:
-            raise PlanError(
-                f"the state after step {joined.lost_step} was lost with the processes "
-                "that held it, and there is no checkpoint. Pass survive=1, so that "
-                "another process keeps a copy, or checkpoint=."
-            )
         assert self._shapes is not None
         self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
         planned_s = time.perf_counter() - begin
@@ -280,11 +288,10 @@ class TeamRun:
         if program.function is not None:
             self._train_step.load(program.function)
         if joined.fetch is None:
-            self._begin()
+            self._begin(joined)
         else:
             self._take_up(joined)
         placed_s = time.perf_counter() - begin - planned_s - program.seconds
-        self.step = joined.step
         self._keep(self.state, self.step, placed=True)
         seconds = {
             "plan_s": planned_s,
@@ -293,16 +300,30 @@ class TeamRun:
         }
         self._write(joined, program.how, seconds)
 
-    def _begin(self) -> None:
-        """Creates the state of a run that begins."""
+    def _begin(self, joined: Joined) -> None:
+        """Creates the state, or restores it where an earlier run has left one."""
         args = hosting.unhosted(self._args)
-        self.state = self._train_step.init(self._create, *args)
+        rest = self._rest(0)
+        found = self._saves.restored(self._create, args, rest)
+        if found is not None:
+            self.state, self.step = found.state, found.step
+            self._samples = self._samples.gone_on(found.step, found.position)
+            return
+        if joined.lost_step is not None:
+            raise PlanError(
+                f"the state after step {joined.lost_step} was lost with the processes "
+                "that held it, and there is no checkpoint. Pass survive=1, so that "
+                "another process keeps a copy, or checkpoint=."
+            )
+        self.state, self.step = self._train_step.init(self._create, *args), 0
 
     def _take_up(self, joined: Joined) -> None:
         """Brings the state that is held into the plan's layout."""
         assert self._shapes is not None
         fetch = joined.fetch
         assert fetch is not None
+        self.step = joined.step
+        self._samples = self._samples.gone_on(joined.step, joined.extra["position"])
         planned = self._train_step.running.planned
         inputs = planned.analysis.graph.inputs
         wanted = {
