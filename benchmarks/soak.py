@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import pathlib
@@ -165,7 +166,7 @@ def pauses(events: list[dict[str, Any]], steps: list[tuple[int, float, float]]) 
     for event, end in zip(events, ends, strict=True):
         gaps = [
             b - a
-            for a, b in zip(times, times[1:], strict=False)
+            for a, b in itertools.pairwise(times)
             if b > event["time_s"] and a < end
         ]
         found.append(max(gaps, default=0.0))

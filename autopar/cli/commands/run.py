@@ -58,7 +58,7 @@ def run(
     their number. A run whose supervisor was killed is taken up by the same command.
     """
     from autopar.elastic.processes import runner
-    from autopar.elastic.processes.supervisor import Limits
+    from autopar.elastic.processes.members import Limits
 
     if not least <= processes <= most:
         raise typer.BadParameter(

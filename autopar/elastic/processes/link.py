@@ -249,7 +249,9 @@ class Link:
         if kind == "settled":
             self._settled(generation)
         if kind == "abort":
-            threading.Thread(target=self._break, args=(generation,), daemon=True).start()
+            threading.Thread(
+                target=self._break, args=(generation,), daemon=True
+            ).start()
 
     def _entered(self, generation: int) -> None:
         """Belongs to a world from now on: what comes next may be its end."""

@@ -26,8 +26,9 @@ from autopar.elastic.processes.link import (
     VARIABLE,
     Address,
 )
+from autopar.elastic.processes.members import Limits
 from autopar.elastic.processes.messages import Connection, Message, knows, listen
-from autopar.elastic.processes.supervisor import Limits, Supervisor
+from autopar.elastic.processes.supervisor import Supervisor
 
 _TICK_S = 0.25
 # How long workers may take to end once they are told to.

@@ -6,13 +6,13 @@ supervisor sends orders to workers. It knows nothing of JAX; `Actions` reach the
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.elastic.processes.formation import chosen, latest_state
+from autopar.elastic.processes.members import Actions, Limits, Member
 from autopar.elastic.processes.messages import Message
 
 # Worlds in a row that may break at one step though nobody died.
@@ -21,96 +21,6 @@ _BREAKS = 3
 _OF_OTHERS = ("RuntimeError", "Connection", "OSError", "TimeoutError", "WorldBroken")
 # How long the others may go on after a worker's script has ended without an error.
 _EARLY_S = 5.0
-
-
-class Actions(Protocol):
-    """What a supervisor does to the world outside."""
-
-    def spawn(self, worker: int) -> None:
-        """Starts a worker."""
-        ...
-
-    def send(self, worker: int, kind: str, **data: Any) -> None:
-        """Sends a worker an order."""
-        ...
-
-    def kill(self, worker: int) -> None:
-        """Ends a worker at once; its end is reported as any other."""
-        ...
-
-    def open(self, generation: int, pids: list[int]) -> str:
-        """Starts the coordination service of a world; returns its address."""
-        ...
-
-    def fill(self, generation: int, ranks: list[int]) -> None:
-        """Lets a world connect whose processes of these ranks are gone."""
-        ...
-
-    def close(self, generation: int) -> None:
-        """Ends the coordination service of a world that all have left."""
-        ...
-
-    def log(self, event: str, **data: Any) -> None:
-        """Writes down what happens."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Numbers of processes and times.
-
-    Attributes:
-      processes: how many a run begins with.
-      least: fewest that it goes on with.
-      most: most that may be asked for.
-      restarts: how many workers that died are replaced, in all.
-      start_s: longest from a worker's start until it is ready.
-      silent_s: longest without a word of a worker that is connected.
-      leave_s: longest from an order to leave until it is followed.
-      stuck_s: longest without progress of a whole world.
-    """
-
-    processes: int
-    least: int = 1
-    most: int = 64
-    restarts: int = 0
-    start_s: float = 300.0
-    silent_s: float = 15.0
-    leave_s: float = 60.0
-    stuck_s: float = 1800.0
-
-
-@dataclasses.dataclass(slots=True)
-class Member:
-    """What the supervisor knows of a worker.
-
-    Attributes:
-      phase: ``starting``, ``ready`` for a world, or ``in`` one.
-      since_s: when the phase began.
-      heard_s: when it was last heard of.
-      connected: whether it has a connection.
-      ready: its last message that it is ready.
-      formed: whether it has the state of its world.
-      started: the last step it started, as it answered to a pause.
-      finished: whether it has done the last step.
-      broken: what went wrong, as it said; '' otherwise.
-      step: the last step it is known to have started.
-      leave_by_s: when it must have left its world.
-      dismissed: whether it was told to end.
-    """
-
-    phase: str = "starting"
-    since_s: float = 0.0
-    heard_s: float = 0.0
-    connected: bool = False
-    ready: Message | None = None
-    formed: bool = False
-    started: int | None = None
-    finished: bool = False
-    broken: str = ""
-    step: int = -1
-    leave_by_s: float = math.inf
-    dismissed: bool = False
 
 
 class Supervisor:
@@ -175,7 +85,7 @@ class Supervisor:
         self.state = "run" if self._ever else "gather"
 
     def resize(self, processes: int) -> str:
-        """Asks for another number of processes; returns what is wrong with it, or ''."""
+        """Asks for another number of processes; returns what is wrong, or ''."""
         if not self.limits.least <= processes <= self.limits.most:
             return (
                 f"{processes} processes: expected {self.limits.least} to "
@@ -434,7 +344,9 @@ class Supervisor:
 
     def _failed(self, worker: int, code: int) -> None:
         """A worker's script raised an error; the others would do the same."""
-        self.stop(f"worker {worker} ended with code {code}; see its output above.", code)
+        self.stop(
+            f"worker {worker} ended with code {code}; see its output above.", code
+        )
 
     def _never_started(self, worker: int, code: int | None) -> None:
         how = f"with code {code}" if code is not None and code >= 0 else "by a signal"
@@ -460,9 +372,7 @@ class Supervisor:
 
     def _ready(self) -> list[int]:
         return [
-            w
-            for w, m in self.members.items()
-            if m.phase == "ready" and not m.dismissed
+            w for w, m in self.members.items() if m.phase == "ready" and not m.dismissed
         ]
 
     def _staying(self) -> list[int]:

@@ -213,7 +213,7 @@ class TeamRun:
         return hosting.hosted(result)
 
     def _placed(self, planned: Any, first: int, rest: Sequence[Any]) -> list[Any]:
-        """Arguments after the batch, of which every process has all, as global arrays."""
+        """Arguments after the batch, which every process has whole, as global arrays."""
         out: list[Any] = []
         for k, given in enumerate(rest):
             structs = batch_structs(planned, first + k)
@@ -387,7 +387,6 @@ class TeamRun:
 
     def _median(self) -> float | None:
         return statistics.median(self._seconds) if self._seconds else None
-
 
 
 def rest_structs(

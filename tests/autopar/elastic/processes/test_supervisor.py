@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from autopar.elastic.processes.supervisor import Limits, Supervisor
+from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.supervisor import Supervisor
 
 
 class Fake:

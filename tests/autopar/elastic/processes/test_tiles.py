@@ -28,7 +28,9 @@ def test_any_split_can_be_put_together_from_any_other(
     old: tuple[int, int], new: tuple[int, int]
 ) -> None:
     whole = np.arange(144).reshape(12, 12)
-    held = {t: whole[tiles.within(t, tiles.whole((12, 12)))] for t in grid((12, 12), old)}
+    held = {
+        t: whole[tiles.within(t, tiles.whole((12, 12)))] for t in grid((12, 12), old)
+    }
     for wanted in grid((12, 12), new):
         out = np.full(tiles.extent(wanted), -1)
         for tile, data in held.items():
