@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 from jax._src import distributed as _distributed
-from jax._src.lib import _jax
-from jax._src.lib import xla_client as _xla_client
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend import backend as _backend
 
 # The supervisor watches processes. JAX's own heartbeats must not end one that is slow.
@@ -117,7 +117,7 @@ def local_device_count() -> int:
 
     From the settings, as long as no backend has been started.
     """
-    asked = jax.config.jax_num_cpu_devices
+    asked = getattr(jax.config, "jax_num_cpu_devices", -1)
     if asked >= 0:
         return int(asked)
     found = re.search(

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar_passes import jax_compat
@@ -41,7 +42,9 @@ def unhosted(tree: Any) -> Any:
     """The tree that `hosted` was given, with keys on the backend there is now."""
     return jax.tree.map(
         lambda x: (
-            jax.random.wrap_key_data(x.words, impl=x.kind) if isinstance(x, _Key) else x
+            jax.random.wrap_key_data(jnp.asarray(x.words), impl=x.kind)
+            if isinstance(x, _Key)
+            else x
         ),
         tree,
         is_leaf=lambda x: isinstance(x, _Key),

@@ -52,8 +52,7 @@ def join_run(
     Raises:
       PlanError: an argument is wrong, or the supervisor is gone.
     """
-    wrong = isinstance(survive, bool) or not isinstance(survive, int)
-    if wrong or survive < 0:
+    if not _is_count(survive):
         raise PlanError(
             f"elastic: survive={survive!r} must be a whole number, at least 0."
         )
@@ -78,6 +77,10 @@ def join_run(
         donate=donate,
         shows=shows,
     )
+
+
+def _is_count(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
 
 
 def _ahead(

@@ -132,7 +132,8 @@ class Offers:
 
 def _raw(array: np.ndarray) -> memoryview:
     """The bytes of a contiguous array."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    plain: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(plain)
 
 
 def _fill(stream: Any, array: np.ndarray) -> None:

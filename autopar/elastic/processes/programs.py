@@ -13,10 +13,10 @@ import pathlib
 import pickle
 import tempfile
 import time
+from importlib import metadata
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 from autopar.planner.codecs.adjusted import program_plan
@@ -138,7 +138,7 @@ class Programs:
         parts = (
             __version__,
             jax.__version__,
-            jaxlib.__version__,
+            metadata.version("jaxlib"),
             os.environ.get("XLA_FLAGS", ""),
             program_text.identity(planned.analysis),
             content_digest(program_plan(planned.plan)),

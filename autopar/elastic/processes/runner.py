@@ -93,11 +93,10 @@ class Runner:
             self.supervisor.begin()
         self._write()
         with self._signals():
-            while self.supervisor.result is None:
+            while (code := self.supervisor.result) is None:
                 self._turn()
             self._end()
-        code = self.supervisor.result
-        return code if code is not None else 1
+        return code
 
     def summary(self) -> str:
         """How the run ended, in a line."""

@@ -213,7 +213,7 @@ class TeamRun:
         return hosting.hosted(result)
 
     def _placed(self, planned: Any, first: int, rest: Sequence[Any]) -> list[Any]:
-        """Arguments after the batch, which every process has whole, as global arrays."""
+        """Arguments after the batch as global arrays; every process has them whole."""
         out: list[Any] = []
         for k, given in enumerate(rest):
             structs = batch_structs(planned, first + k)
