@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.elastic.processes.runner import command
@@ -37,15 +37,30 @@ LIMIT_S = 120.0
 class Soak:
     """A run that events happen to."""
 
-    def __init__(self, folder: pathlib.Path, seed: int, processes: int = 3) -> None:
-        """Starts the run."""
+    def __init__(
+        self,
+        folder: pathlib.Path,
+        seed: int,
+        processes: int = 3,
+        options: Sequence[str] = (),
+        words: Sequence[str] = (),
+    ) -> None:
+        """Starts the run.
+
+        Args:
+          folder: for all files.
+          seed: of the events.
+          processes: to begin with.
+          options: of ``autopar run`` besides.
+          words: of the script besides.
+        """
         self.folder, self.draw = folder, random.Random(seed)
         self.events: list[dict[str, Any]] = []
-        words = [str(SCRIPT), str(folder / "losses"), str(10**7)]
-        options = ["--processes", str(processes), "--folder", str(folder)]
-        options += ["--max", str(MOST + 2), "--silence", "20"]
+        given = [str(SCRIPT), str(folder / "losses"), str(10**7), *words]
+        sizes = ["--processes", str(processes), "--max", str(MOST)]
+        rest = ["--folder", str(folder), "--silence", "20", *options]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "autopar", "run", *options, *words],
+            [sys.executable, "-m", "autopar", "run", *sizes, *rest, *given],
             stdout=open(folder / "output", "w"),  # noqa: SIM115 (for the child)
             stderr=subprocess.STDOUT,
         )

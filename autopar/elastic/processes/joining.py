@@ -61,7 +61,8 @@ def join_run(
         shapes = state_shapes(create_state, args)
         structs = (*shapes.arguments(), *rest_structs(step, samples, shapes, 0))
         prepare_and_exit(_ahead(step, structs, donate=donate), text)
-    team = Team.of_environment(survive)
+    splits = step.preparation.planner.options.split_batch
+    team = Team.of_environment(survive, samples.batch if splits else 0)
     if team is None:
         return None
     written = Ledger(ledger)

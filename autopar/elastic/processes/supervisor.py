@@ -257,7 +257,7 @@ class Supervisor:
         if not all(m is not None and m.formed and not m.finished for m in current):
             return False
         ready = self._ready()
-        new = chosen([*self.world, *ready], self.wanted, self._leaving)
+        new = chosen([*self.world, *ready], self.wanted, self._leaving, self._rows())
         return new != sorted(self.world)
 
     def _form_if_ready(self) -> None:
@@ -267,7 +267,7 @@ class Supervisor:
         if not self._ever and waiting:
             return  # a run begins with all
         ready = self._ready()
-        new = chosen(ready, self.wanted, self._leaving)
+        new = chosen(ready, self.wanted, self._leaving, self._rows())
         if len(new) >= max(1, self.limits.least):
             self._form(new)
         elif not waiting:
@@ -374,6 +374,11 @@ class Supervisor:
         return [
             w for w, m in self.members.items() if m.phase == "ready" and not m.dismissed
         ]
+
+    def _rows(self) -> float:
+        """Rows of a batch for each device of a process; 0: it need not be divided."""
+        told = [m.ready for m in self.members.values() if m.ready]
+        return told[-1]["rows"] / told[-1]["devices"] if told else 0
 
     def _staying(self) -> list[int]:
         return [

@@ -67,13 +67,14 @@ class Joined:
 class Team:
     """This process's part in a run of several."""
 
-    def __init__(self, address: Address, survive: int) -> None:
+    def __init__(self, address: Address, survive: int, rows: int) -> None:
         """Connects to the supervisor.
 
         Args:
           address: of the supervisor.
           survive: how many processes may die at once without loss of state that
             lies on no other one.
+          rows: of a batch, which the devices of a world must divide; 0: any can.
 
         Raises:
           PlanError: there is no supervisor.
@@ -81,7 +82,7 @@ class Team:
         self._form: Message | None = None
         self._client: Any = None
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
-        self._survive = survive
+        self._survive, self._rows = survive, rows
         self._offers = Offers(address.token)
         self._copier = Copier(address.token)
         try:
@@ -93,10 +94,10 @@ class Team:
             ) from error
 
     @classmethod
-    def of_environment(cls, survive: int) -> Team | None:
+    def of_environment(cls, survive: int, rows: int) -> Team | None:
         """The team that `autopar run` started this process for, or None."""
         text = os.environ.get(VARIABLE)
-        return Team(Address.parse(text), survive) if text else None
+        return Team(Address.parse(text), survive, rows) if text else None
 
     @property
     def folder(self) -> pathlib.Path:
@@ -116,6 +117,7 @@ class Team:
                 port=self._offers.port,
                 pid=os.getpid(),
                 devices=local_devices(),
+                rows=self._rows,
             )
             order = self._link.order()
             if order["kind"] == "end":

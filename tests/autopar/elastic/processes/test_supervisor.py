@@ -15,6 +15,7 @@ class Fake:
 
     def __init__(self, **limits: Any) -> None:
         self.now = 0.0
+        self.rows = 0
         self.sent: list[tuple[int, str, dict[str, Any]]] = []
         self.killed: list[int] = []
         self.started: list[int] = []
@@ -57,6 +58,7 @@ class Fake:
                 port=9000 + worker,
                 pid=100 + worker,
                 devices=1,
+                rows=self.rows,
             )
 
     def formed(self, *workers: int, step: int = 0) -> None:
@@ -142,6 +144,21 @@ def test_a_lost_state_is_said_to_be_lost() -> None:
     fake.supervisor.gone(1, -9)
     fake.ready(0, holds=holding(3, 1, LEFT))
     assert fake.of("form")[-1][1]["lost"] == 3
+
+
+def test_a_world_has_as_many_as_divide_the_batch() -> None:
+    """A fifth worker waits, and takes the place of one that dies."""
+    fake = Fake(processes=4)
+    fake.rows = 24
+    fake.ready(0, 1, 2, 3)
+    fake.formed(0, 1, 2, 3)
+    fake.supervisor.resize(5)
+    fake.ready(4)
+    assert not fake.of("pause")
+    assert not fake.of("end")
+    fake.supervisor.gone(2, -9)
+    fake.ready(0, 1, 3, holds=holding(1, 1, WHOLE))
+    assert fake.world() == [0, 1, 3, 4]
 
 
 class TestChangesAtAStep:
