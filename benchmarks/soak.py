@@ -237,7 +237,7 @@ def report(soak: Soak, given: Any) -> int:
                 round(max(own), 3),
             ]
     print(json.dumps(result, indent=1))
-    good = recovered == count == given.events and worst < 1e-4 and not missing
+    good = recovered == count == given.events and worst < 1e-5 and not missing
     return 0 if good else 1
 
 

@@ -83,6 +83,7 @@ class Member:
       step: the last step it is known to have started.
       leave_by_s: when it must have left its world.
       dismissed: whether it was told to end.
+      trained: whether it has had the state of any world.
     """
 
     phase: str = "starting"
@@ -97,3 +98,4 @@ class Member:
     step: int = -1
     leave_by_s: float = math.inf
     dismissed: bool = False
+    trained: bool = False

@@ -81,6 +81,7 @@ class Supervisor:
                 heard_s=now,
                 connected=True,
                 formed=inside,
+                trained=inside,
             )
         self.state = "run" if self._ever else "gather"
 
@@ -153,10 +154,10 @@ class Supervisor:
                 self.stop("", 0)
         elif member.phase == "starting" and not self._ever:
             self._never_started(worker, code)
-        elif code is not None and code > 0 and not left:
+        elif code is not None and code > 0 and not left and not self._new(member):
             self._failed(worker, code)
         else:
-            self._lose(worker, replace=not left)
+            self._lose(worker, replace=not left and not code)
         self._advance()
 
     def tick(self) -> None:
@@ -202,6 +203,8 @@ class Supervisor:
         member.formed = True
         self._progress_s = self._clock()
         if all(w in self.members and self.members[w].formed for w in self.world):
+            for w in self.world:
+                self.members[w].trained = True
             self._do.log("formed", generation=self.generation, step=message["step"])
             if message["step"] > self._done:
                 self._done, self._breaks = message["step"], 0
@@ -220,6 +223,8 @@ class Supervisor:
                 self.stop(f"worker {worker}: {member.broken}", 1)
                 return
             self._abort("broken")
+        elif worker in self.world and self.state == "run" and self._newcomers():
+            self._without_newcomers()
         elif worker in self.world and self.state == "gather":
             self._do.send(worker, "abort", generation=self.generation)
 
@@ -339,8 +344,29 @@ class Supervisor:
         if replace and self._restarts > 0:
             self._restarts -= 1
             self._spawn()
-        elif replace:
+        else:
             self.wanted = max(self.limits.least, min(self.wanted, len(self._staying())))
+
+    def _new(self, member: Member) -> bool:
+        """Whether a worker has never trained, and others have."""
+        return not member.trained and any(m.trained for m in self.members.values())
+
+    def _newcomers(self) -> list[int]:
+        """The workers of a world that forms who have never trained."""
+        current = [(w, self.members[w]) for w in self.world if w in self.members]
+        if all(m.formed for _, m in current):
+            return []
+        return [w for w, m in current if self._new(m)]
+
+    def _without_newcomers(self) -> None:
+        """Goes on without those who joined: with them no world forms."""
+        for worker in self._newcomers():
+            self.members[worker].dismissed = True
+            reason = f"worker {worker} does not fit the others; see the errors above"
+            self._do.log("refused", worker=worker)
+            self._do.send(worker, "end", code=1, reason=reason)
+        self.wanted = max(self.limits.least, len(self._staying()))
+        self._abort("a new worker does not fit")
 
     def _failed(self, worker: int, code: int) -> None:
         """A worker's script raised an error; the others would do the same."""

@@ -143,6 +143,8 @@ class TeamRun:
                 self._end()
                 continue
             if not self._team.may_start(self.step):
+                if self._team.orphaned:
+                    raise self._orphaned()
                 self._reform()
                 continue
             done = self._tried()
@@ -161,6 +163,13 @@ class TeamRun:
 
     def _plan_id(self) -> int:
         return id(self._train_step.running.planned)
+
+    def _orphaned(self) -> PlanError:
+        """Saves, with all other processes, and says that the run has ended."""
+        if self._saves.checkpoints is None:
+            return self._team.gone("There is no checkpoint=.")
+        self._saves.end(self.state, self.step, self.position)
+        return self._team.gone(f"The state after {self.step} steps was saved.")
 
     def _end(self) -> None:
         """Saves the last state, and waits for the others."""

@@ -210,6 +210,30 @@ class TestChangesAtAStep:
         assert "--min" in fake.supervisor.remove(1)
 
 
+class TestNewcomersThatDoNotFit:
+    def test_its_script_fails_before_it_joins(self) -> None:
+        fake = running(2)
+        fake.supervisor.resize(3)
+        fake.supervisor.gone(2, 1)
+        assert fake.supervisor.result is None
+        assert fake.supervisor.wanted == 2
+
+    def test_it_trains_another_model(self) -> None:
+        """Everybody says so while the world forms; the two go on without it."""
+        fake = running(2)
+        fake.supervisor.resize(3)
+        fake.ready(2)
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        fake.ready(0, 1, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [0, 1, 2]
+        fake.tell(1, "broken", generation=2, error="PlanError: different steps")
+        assert sorted(w for w, _ in fake.of("abort")) == [0, 1, 2]
+        fake.ready(0, 1, 2, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [0, 1]
+        assert [w for w, _ in fake.of("end")] == [2]
+
+
 class TestNoHang:
     def test_a_silent_worker_is_killed(self) -> None:
         fake = running(2, silent_s=10)
