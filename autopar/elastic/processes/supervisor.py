@@ -157,7 +157,7 @@ class Supervisor:
         elif code is not None and code > 0 and not left and not self._new(member):
             self._failed(worker, code)
         else:
-            self._lose(worker, replace=not left and not code)
+            self._lose(worker, replace=not left and (code is None or code < 0))
         self._advance()
 
     def tick(self) -> None:
