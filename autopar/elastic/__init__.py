@@ -5,6 +5,7 @@ The package itself can be called: ``autopar.elastic(...)`` is
 package, and importing the package would hide the function.
 """
 
+import importlib
 import sys
 import types
 from typing import Any, final
@@ -16,9 +17,8 @@ class _Callable(types.ModuleType):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """See `autopar.elastic.start.elastic`; imported here, as it needs JAX."""
-        from autopar.elastic.start import elastic
-
-        return elastic(*args, **kwargs)
+        start = importlib.import_module("autopar.elastic.start")
+        return start.elastic(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Callable
