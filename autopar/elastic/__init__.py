@@ -5,7 +5,6 @@ The package itself can be called: ``autopar.elastic(...)`` is
 package, and importing the package would hide the function.
 """
 
-import importlib
 import sys
 import types
 from typing import Any, final
@@ -16,9 +15,11 @@ class _Callable(types.ModuleType):
     """This package, as something that can be called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `autopar.elastic.start.elastic`; imported here, as it needs JAX."""
-        start = importlib.import_module("autopar.elastic.start")
-        return start.elastic(*args, **kwargs)
+        """See `autopar.elastic.start.elastic`."""
+        # It imports JAX, which the package must not: the command line reads ledgers.
+        from autopar.elastic.start import elastic
+
+        return elastic(*args, **kwargs)
 
 
 sys.modules[__name__].__class__ = _Callable
