@@ -116,5 +116,9 @@ EXAMPLES = {
     "diff": "autopar diff plan.json other.json",
     "profile": "autopar profile --devices 8",
     "doctor": "autopar doctor --json",
+    "checkpoint show": "autopar checkpoint show checkpoints",
+    "checkpoint verify": "autopar checkpoint verify checkpoints",
+    "checkpoint convert": "autopar checkpoint convert checkpoints model.safetensors "
+    "--to safetensors",
     "demo": "autopar demo --devices 8 --steps 20",
 }
