@@ -117,6 +117,10 @@ EXAMPLES = {
     "ledger": "autopar ledger ledger.jsonl",
     "profile": "autopar profile --devices 8",
     "doctor": "autopar doctor --json",
+    "checkpoint show": "autopar checkpoint show checkpoints",
+    "checkpoint verify": "autopar checkpoint verify checkpoints",
+    "checkpoint convert": "autopar checkpoint convert checkpoints model.safetensors "
+    "--to safetensors",
     "demo": "autopar demo --devices 8 --steps 20",
     "run": "autopar run --processes 4 train.py --rate 0.1",
     "workers": "autopar workers runs/gpt --processes 3",
