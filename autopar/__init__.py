@@ -16,9 +16,12 @@ from autopar.version import __version__
 # pyright: reportUnsupportedDunderAll=false
 __all__ = [
     "AutoparError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "CompileError",
+    "EventError",
     "FactorKind",
     "FactorRule",
     "InfeasibleError",
@@ -30,6 +33,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "audit",
+    "elastic",
     "parallelize",
     "plan",
     "register_rule",
@@ -39,9 +43,12 @@ __all__ = [
 # the command line can print its help without JAX. Type checkers read `__init__.pyi`.
 _HOMES = {
     "AutoparError": "autopar.errors",
+    "CheckpointError": "autopar.errors",
+    "Checkpoints": "autopar.checkpoint.checkpoints",
     "Cluster": "autopar.cluster",
     "ClusterError": "autopar.errors",
     "CompileError": "autopar.errors",
+    "EventError": "autopar.errors",
     "FactorKind": "autopar_passes.rules.factor_rule",
     "FactorRule": "autopar_passes.rules.factor_rule",
     "InfeasibleError": "autopar.errors",

@@ -2,10 +2,14 @@
 
 from autopar.api import audit as audit
 from autopar.api import plan as plan
+from autopar.checkpoint.checkpoints import Checkpoints as Checkpoints
 from autopar.cluster import Cluster as Cluster
+from autopar.elastic.start import elastic as elastic
 from autopar.errors import AutoparError as AutoparError
+from autopar.errors import CheckpointError as CheckpointError
 from autopar.errors import ClusterError as ClusterError
 from autopar.errors import CompileError as CompileError
+from autopar.errors import EventError as EventError
 from autopar.errors import InfeasibleError as InfeasibleError
 from autopar.errors import PlanError as PlanError
 from autopar.errors import StageError as StageError
@@ -21,9 +25,12 @@ from autopar_passes.rules.registry import register_rule as register_rule
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
+    "Checkpoints",
     "Cluster",
     "ClusterError",
     "CompileError",
+    "EventError",
     "FactorKind",
     "FactorRule",
     "InfeasibleError",
@@ -34,6 +41,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "audit",
+    "elastic",
     "parallelize",
     "plan",
     "register_rule",

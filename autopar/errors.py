@@ -10,7 +10,9 @@ All are ``ValueError``s::
         │   └── InfeasibleError   no plan fits the memory of a device
         ├── TargetError       a command-line target cannot be loaded
         ├── CompileError      the compiler of an accelerator refuses a step
-        └── StageError        a task of a pipeline failed
+        ├── StageError        a task of a pipeline failed
+        ├── CheckpointError   a checkpoint cannot be written, read or used
+        └── EventError        an event of an elastic run is wrong
 """
 
 from __future__ import annotations
@@ -25,8 +27,10 @@ from autopar_passes.program.trace import TraceError
 
 __all__ = [
     "AutoparError",
+    "CheckpointError",
     "ClusterError",
     "CompileError",
+    "EventError",
     "InfeasibleError",
     "PlanError",
     "StageError",
@@ -66,6 +70,14 @@ class CompileError(AutoparError):
 
 class StageError(AutoparError):
     """A task of a pipeline failed; the state is as before the step."""
+
+
+class CheckpointError(AutoparError):
+    """A checkpoint cannot be written, or is damaged, or of another model."""
+
+
+class EventError(AutoparError):
+    """An event of an elastic run is wrong; the run goes on without it."""
 
 
 def user_line(error: BaseException) -> str:

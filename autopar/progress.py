@@ -44,24 +44,31 @@ def stage(what: str) -> Generator[None]:
 @contextlib.contextmanager
 def shown() -> Generator[None]:
     """Within it, messages stand in a line of a terminal."""
-    if _LISTENER.get() is not None or not _wanted():
+    if _LISTENER.get() is not None or not wanted():
         yield
         return
-    token = _LISTENER.set(_write)
+    token = _LISTENER.set(write)
     try:
         yield
     finally:
         _LISTENER.reset(token)
-        sys.stderr.write("\r\x1b[K")
-        sys.stderr.flush()
+        wipe()
 
 
-def _wanted() -> bool:
+def wanted() -> bool:
+    """Whether a line of progress is shown: on a terminal, or as the user said."""
     said = os.environ.get("AUTOPAR_PROGRESS", "")
     return sys.stderr.isatty() if not said else said != "0"
 
 
-def _write(message: str) -> None:
+def write(message: str) -> None:
+    """Shows a message in the line of a terminal."""
     width = shutil.get_terminal_size().columns - 1
     sys.stderr.write("\r\x1b[K" + f"autopar: {message}"[:width])
+    sys.stderr.flush()
+
+
+def wipe() -> None:
+    """Wipes the line of a terminal."""
+    sys.stderr.write("\r\x1b[K")
     sys.stderr.flush()

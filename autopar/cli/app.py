@@ -17,15 +17,19 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli import failures, options
+from autopar.cli.commands import checkpoint
 from autopar.cli.commands.audit import audit
 from autopar.cli.commands.compare import compare
 from autopar.cli.commands.demo import demo
 from autopar.cli.commands.diff import diff
 from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
+from autopar.cli.commands.ledger import ledger
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
+from autopar.cli.commands.run import run
 from autopar.cli.commands.sweep import sweep
+from autopar.cli.commands.workers import workers
 from autopar.cli.interrupts import STOPPED, stoppable
 from autopar.cli.output import Result, Stdout
 from autopar.version import __version__
@@ -39,10 +43,24 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     compare,
     sweep,
     diff,
+    ledger,
     profile,
     doctor,
     demo,
+    run,
+    workers,
 )
+# By name: words after the script of a command are the script's own.
+_SETTINGS = {"run": {"allow_interspersed_args": False}}
+# These show what happens while they run.
+_SHOWN = (demo, run)
+# Commands of several words, such as ``autopar checkpoint show``.
+_GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
+    "checkpoint": (
+        "Shows, verifies and converts checkpoints.",
+        (checkpoint.show, checkpoint.verify, checkpoint.convert),
+    ),
+}
 _CODES = "; ".join(f"{code} {meaning}" for code, meaning in failures.EXIT_CODES)
 
 
@@ -57,10 +75,23 @@ def commands(stdout: Stdout) -> typer.Typer:
     )
     app.callback()(_options)
     for command in _COMMANDS:
-        name = command.__name__
-        epilog = f"Example: {options.EXAMPLES[name]}"
-        app.command(name, epilog=epilog)(_reporting(stdout, command))
+        _add(app, stdout, command, command.__name__)
+    for name, (text, members) in _GROUPS.items():
+        group = typer.Typer(help=text, rich_markup_mode=None)
+        for command in members:
+            _add(group, stdout, command, f"{name} {command.__name__}")
+        app.add_typer(group, name=name)
     return app
+
+
+def _add(
+    app: typer.Typer, stdout: Stdout, command: Callable[..., _Returned], words: str
+) -> None:
+    """Adds a command that is called with these words; its help ends with an example."""
+    epilog = f"Example: {options.EXAMPLES[words]}"
+    made = _reporting(stdout, command)
+    settings = _SETTINGS.get(words)
+    app.command(command.__name__, epilog=epilog, context_settings=settings)(made)
 
 
 def _print_version(wanted: bool) -> None:
@@ -88,10 +119,9 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
     """A command that prints its result, and has the option ``--traceback``."""
 
     @functools.wraps(command)
-    def run(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
+    def reporting(*args: Any, traceback: bool = False, **kwargs: Any) -> int:
         del traceback  # `main` reads it: a failure may come before any option is read
-        # The demonstration shows what it does while it runs.
-        shown = contextlib.nullcontext() if command is demo else stdout.kept()
+        shown = contextlib.nullcontext() if command in _SHOWN else stdout.kept()
         try:
             with shown:
                 result = _last(stdout, command(*args, **kwargs))
@@ -112,9 +142,10 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
         annotation=options.Traceback,
     )
     parameters = [*signature.parameters.values(), option]
-    run.__dict__["__signature__"] = signature.replace(parameters=parameters)
-    run.__annotations__ = command.__annotations__ | {"traceback": options.Traceback}
-    return run
+    reporting.__dict__["__signature__"] = signature.replace(parameters=parameters)
+    types = command.__annotations__ | {"traceback": options.Traceback}
+    reporting.__annotations__ = types
+    return reporting
 
 
 def _last(stdout: Stdout, returned: _Returned) -> Result | None:

@@ -313,6 +313,47 @@ class Cluster:
         """
         return self._rejoin(membership.with_hosts(self, hosts, prefer))
 
+    def with_devices(self, devices: Sequence[int], prefer: Prefer = "devices") -> Self:
+        """The largest regular cluster after devices came back to where they were.
+
+        Args:
+          devices: their `ids`.
+          prefer: as for `without`.
+
+        Raises:
+          ClusterError: a device is there already, or never was.
+
+        >>> Cluster.parse("8:h100").without(devices=(2, 3)).with_devices((3,)).ids
+        (0, 1, 3, 4, 5, 6, 7)
+        """
+        return self._rejoin(membership.with_devices(self, devices, prefer))
+
+    def with_link(
+        self,
+        level: str,
+        *,
+        bandwidth_bytes_per_s: float | None = None,
+        latency_s: float | None = None,
+    ) -> Self:
+        """The same devices, a level of whose links was measured anew.
+
+        Times of collectives that were measured on the link are scaled with it.
+
+        Args:
+          level: its name; of groups, ``between`` or a group and its level.
+          bandwidth_bytes_per_s: as for `LinkSpec`; None: as it was.
+          latency_s: as for `LinkSpec`; None: as it was.
+
+        Raises:
+          ClusterError: there is no such level, or a value is wrong.
+
+        >>> cluster = Cluster.parse("2x4:h100")
+        >>> slow = cluster.with_link("host", bandwidth_bytes_per_s=1e9)
+        >>> slow.levels[0].link.bandwidth_bytes_per_s
+        1000000000.0
+        """
+        return membership.with_link(self, level, bandwidth_bytes_per_s, latency_s)
+
     def _rejoin(self, left: Sequence[Self]) -> Self:
         """The parts as one cluster: again of groups if more than one is left."""
         if len(left) == 1:

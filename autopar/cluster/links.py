@@ -4,7 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from autopar.cluster.presets import PRESETS
-from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
+from autopar.cluster.rates import NCCL_CLASSES
+from autopar.cluster.specs import CollectiveFit, DeviceSpec, Level, LinkSpec
 
 
 def is_torus(level: Level) -> bool:
@@ -61,3 +62,38 @@ def cut_all(
     """Every level cut to its size."""
     pairs = zip(levels, sizes, strict=True)
     return tuple(cut(device, level, size) for level, size in pairs)
+
+
+def at_rate(link: LinkSpec, bandwidth: float, latency: float) -> LinkSpec:
+    """A link with its bandwidth and latency scaled, and what was measured on it too.
+
+    A table of XLA's measurements holds for a link in order only; it gives way to the
+    model of bandwidth and latency.
+
+    Args:
+      link: the link as it was described.
+      bandwidth: new bandwidth as a part of the old one.
+      latency: new latency as a part of the old one.
+
+    >>> from autopar.cluster.presets import PRESETS
+    >>> slow = at_rate(PRESETS["h100"].outer, 0.5, 1.0)
+    >>> slow.bandwidth_bytes_per_s / PRESETS["h100"].outer.bandwidth_bytes_per_s
+    0.5
+    """
+    keeps = link.rates == "" or link.rates in NCCL_CLASSES
+    return dataclasses.replace(
+        link,
+        bandwidth_bytes_per_s=link.bandwidth_bytes_per_s * bandwidth,
+        latency_s=link.latency_s * latency,
+        rates=link.rates if keeps else "nvlink",
+        measured=tuple(_at_rate(fit, bandwidth, latency) for fit in link.measured),
+    )
+
+
+def _at_rate(fit: CollectiveFit, bandwidth: float, latency: float) -> CollectiveFit:
+    return dataclasses.replace(
+        fit,
+        latency_s=fit.latency_s * latency,
+        s_per_byte=fit.s_per_byte / bandwidth,
+        large_s_per_byte=fit.large_s_per_byte / bandwidth,
+    )

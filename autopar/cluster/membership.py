@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.cluster import regular
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.fields import AnyCluster, ClusterFields
-from autopar.cluster.links import cut_all, is_torus
+from autopar.cluster.links import at_rate, cut_all, is_torus
 from autopar.cluster.members import (
     Members,
     default_hosts,
@@ -24,7 +24,7 @@ from autopar.cluster.members import (
     size_of,
 )
 from autopar.cluster.regular import Prefer
-from autopar.cluster.specs import Level
+from autopar.cluster.specs import Level, LinkSpec
 
 
 def members_of(cluster: ClusterFields) -> Members:
@@ -152,6 +152,99 @@ def without(
     if not left:
         raise ClusterError(f"no device is left of {cluster}: keep at least one.")
     return left
+
+
+def with_devices(
+    cluster: AnyCluster, devices: Sequence[int], prefer: Prefer
+) -> list[AnyCluster]:
+    """The parts with devices that came back.
+
+    See `autopar.cluster.Cluster.with_devices`.
+    """
+    regular.check_prefer(prefer)
+    wanted, left = set(devices), list[AnyCluster]()
+    if not devices or len(wanted) < len(devices):
+        raise ClusterError(f"with_devices: {list(devices)} must be different ids.")
+    for part in parts(cluster):
+        of = members_of(part)
+        own = {p for p in range(size_of(of.whole)) if of.start + p in wanted}
+        wanted -= {of.start + p for p in own}
+        if there := sorted(own & _there(of)):
+            raise ClusterError(
+                f"with_devices: {listed(list(of.names(there)))} is there already."
+            )
+        left.append(regrid(part, of, _there(of) | own, prefer) if own else part)
+    if wanted:
+        raise ClusterError(
+            f"with_devices: {sorted(wanted)} are not devices of the whole cluster; "
+            "describe the larger one anew, such as Cluster.parse('2x8:h100')."
+        )
+    return left
+
+
+def with_link(
+    cluster: AnyCluster, level: str, bandwidth: float | None, latency: float | None
+) -> AnyCluster:
+    """A cluster with another rate of a link (`autopar.cluster.Cluster.with_link`)."""
+    if cluster.groups:
+        return _with_link_of_group(cluster, level, bandwidth, latency)
+    found = next((x for x in cluster.levels if x.name == level), None)
+    if found is None:
+        names = [x.name for x in cluster.levels]
+        raise ClusterError(f"no level {level!r} of links; there are {listed(names)}.")
+    faster = _ratio(bandwidth, found.link.bandwidth_bytes_per_s)
+    longer = _ratio(latency, found.link.latency_s)
+
+    def changed(levels: Sequence[Level]) -> tuple[Level, ...]:
+        return tuple(
+            dataclasses.replace(x, link=_exactly(at_rate(x.link, faster, longer), x))
+            if x.name == level
+            else x
+            for x in levels
+        )
+
+    def _exactly(link: LinkSpec, was: Level) -> LinkSpec:
+        """Without rounding: the same measurement twice makes one cluster."""
+        if was.link != found.link:
+            return link
+        return dataclasses.replace(
+            link,
+            bandwidth_bytes_per_s=bandwidth or link.bandwidth_bytes_per_s,
+            latency_s=link.latency_s if latency is None else latency,
+        )
+
+    of = cluster.members
+    if of is not None:
+        of = dataclasses.replace(of, whole=changed(of.whole))
+    return dataclasses.replace(cluster, levels=changed(cluster.levels), members=of)
+
+
+def _ratio(new: float | None, old: float) -> float:
+    return 1.0 if new is None or not old else new / old
+
+
+def _with_link_of_group(
+    cluster: AnyCluster, level: str, bandwidth: float | None, latency: float | None
+) -> AnyCluster:
+    if level == "between" and cluster.between is not None:
+        link = at_rate(
+            cluster.between,
+            _ratio(bandwidth, cluster.between.bandwidth_bytes_per_s),
+            _ratio(latency, cluster.between.latency_s),
+        )
+        return dataclasses.replace(cluster, between=link)
+    group, _, name = level.partition("/")
+    names = [members_of(part).group for part in cluster.groups]
+    if group not in names or not name:
+        raise ClusterError(
+            f"no level {level!r} of links; write between, or a group and its level, "
+            f"such as {names[0]}/{cluster.groups[0].levels[0].name}."
+        )
+    changed = [
+        with_link(part, name, bandwidth, latency) if of == group else part
+        for of, part in zip(names, cluster.groups, strict=True)
+    ]
+    return dataclasses.replace(cluster, groups=tuple(changed))
 
 
 def _missing(of: Members) -> dict[str, set[int]]:

@@ -50,12 +50,21 @@ class PlanCache:
           options: hints and limits.
           make: plans the step.
         """
-        path = self.folder / f"{_key(analysis, cluster, options)}.json"
+        path = self._path(analysis, cluster, options)
         found = _read(path, analysis)
         if found is None:
             found = make()
             _write(path, found)
         return found
+
+    def find(
+        self, analysis: Analysis, cluster: Cluster, options: PlanOptions
+    ) -> Plan | None:
+        """Returns the plan that is kept; None where there is none."""
+        return _read(self._path(analysis, cluster, options), analysis)
+
+    def _path(self, analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Path:
+        return self.folder / f"{_key(analysis, cluster, options)}.json"
 
 
 def _key(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> str:

@@ -43,8 +43,14 @@ class BatchArguments:
 
     def __init__(self, step: Callable[..., Any], capacity: int) -> None:
         """Knows no calls yet; remembers the state of so many forms of them."""
-        self._step = step
+        self._step, self._capacity = step, capacity
         self._state: Recent[Hashable, frozenset[int]] = Recent(capacity)
+        # Whether all processes pass such arguments; they must ask each other as often.
+        self._checked: Recent[Hashable, bool] = Recent(capacity)
+
+    def enter(self) -> None:
+        """Checks anew, in a world of other processes."""
+        self._checked = Recent(self._capacity)
 
     def structs(self, call: Call, world: World) -> Call:
         """The call with structs of global shapes.
@@ -58,8 +64,10 @@ class BatchArguments:
             return local
         key = signature(local)
         state = self._state.get(key)
-        if state is None:
+        if not self._checked.get(key):
             agreement.check_rows(world, named_shapes(local))
+            self._checked.put(key, True)
+        if state is None:
             with exchange.told(world, "tracing the step"):
                 found = state_arrays(self._step, local)
             state = self._state.put(key, found)

@@ -84,9 +84,18 @@ class CodecRun:
         texts = self.recoding.texts(plan, self._state["gradients"])
         return {**jax.tree.map(jnp.copy, self._state), "codecs": texts}
 
-    def restore(self, state: Any) -> None:
-        """Takes a saved state; the next step places it."""
+    def restore(self, state: Any, *, held: bool = False) -> None:
+        """Takes a saved state; the next step places it.
+
+        Args:
+          state: what was saved; None: codecs start anew.
+          held: whether steps without codecs come first, as after a re-plan to a plan
+            that has none.
+        """
         self._saved, self._state, self._owner = state, None, None
+        if held and state is not None:
+            kept = {k: x for k, x in state.items() if k != "codecs"}
+            self._saved, self._state = None, kept
 
     def resumed(self, plan: Plan) -> Plan:
         """The plan with the codecs of a saved state that no step has used yet.

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar_passes.program.nnx_objects import (
@@ -30,6 +31,25 @@ def flat_state(state: Any) -> tuple[list[Any], Fixed]:
     """The arrays of a state in the order of the step's inputs, and what stays fixed."""
     trees = split_objects(splat(state))
     return part([f"state[{k}]" for k in range(len(trees))], trees)
+
+
+def check_creation(name: str, create_state: Any, batch: Any, others: Any) -> None:
+    """Checks the arguments of `autopar.ParallelStep.init`.
+
+    Raises:
+      PlanError: the first makes no state, or both of the others are given.
+    """
+    if not callable(create_state):
+        raise PlanError(
+            f"{name}: init expects a function that makes the state, got "
+            f"{type(create_state).__name__}. For a state that is there already, "
+            "just call the step."
+        )
+    if batch is not None and others is not None:
+        raise PlanError(
+            f"{name}: init takes batch= or others=, not both: others= holds the batch "
+            "as well."
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,10 +17,11 @@ import msgspec
 
 from autopar.errors import PlanError
 
-# How long one request waits; Ctrl-C is noticed in between.
-_POLL_MS = 500
-# After so many requests a warning says that something is waited for.
-_PATIENCE = 120
+# How long one request waits; Ctrl-C is noticed in between. One that may be called off
+# asks more often.
+_POLL_MS, _QUICK_MS = 500, 50
+# After so many seconds a warning says that something is waited for.
+_PATIENCE_S = 60
 _ROOT = "autopar"
 
 
@@ -34,11 +36,13 @@ class KeyValueExchange:
       client: of the coordination service.
       index: number of this process.
       count: number of processes.
+      check: is called while this waits; raises an error to end the wait.
     """
 
     client: Any
     index: int
     count: int
+    check: Callable[[], None] | None = None
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
         """Returns what each process passes; of failed ones alone if any has failed.
@@ -102,8 +106,10 @@ class KeyValueExchange:
 
     def _get(self, key: str) -> bytes | None:
         """A value, once it is there; None if it is not there in time."""
+        if self.check is not None:
+            self.check()
         try:
-            return self.client.blocking_key_value_get_bytes(key, _POLL_MS)
+            return self.client.blocking_key_value_get_bytes(key, self._poll_ms)
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
@@ -112,10 +118,14 @@ class KeyValueExchange:
                 f"jax.distributed: {error}"
             ) from error
 
+    @property
+    def _poll_ms(self) -> int:
+        return _POLL_MS if self.check is None else _QUICK_MS
+
     def _complain(self, turn: int, whom: str, what: str) -> None:
-        if turn + 1 == _PATIENCE:
+        if turn + 1 == _PATIENCE_S * 1000 // self._poll_ms:
             warnings.warn(
-                f"process {self.index} has waited {_PATIENCE * _POLL_MS / 1000:.0f} s "
+                f"process {self.index} has waited {_PATIENCE_S} s "
                 f"for {whom} ({what}). Every process must call the same step, with "
                 "arguments of the same shapes, as often.",
                 stacklevel=2,

@@ -15,11 +15,7 @@ from autopar.cluster import Cluster
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
-from autopar.planner.options import (
-    PlanOptions,
-    as_cluster,
-    as_plan,
-)
+from autopar.planner.options import PlanOptions
 from autopar.plans import Plan
 from autopar.runtime import (
     agreement,
@@ -38,7 +34,7 @@ from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
-from autopar.runtime.setting import Setting, moved_setting
+from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
@@ -157,17 +153,7 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: both ``batch`` and ``others`` are given.
         """
-        if not callable(create_state):
-            raise PlanError(
-                f"{self.__name__}: init expects a function that makes the state, got "
-                f"{type(create_state).__name__}. For a state that is there already, "
-                "just call the step."
-            )
-        if batch is not None and others is not None:
-            raise PlanError(
-                f"{self.__name__}: init takes batch= or others=, not both: others= "
-                "holds the batch as well."
-            )
+        creation.check_creation(self.__name__, create_state, batch, others)
         with exchange.told(self.world, "creating the state"):
             shapes = creation.state_shapes(create_state, args)
         rest = others if batch is None else (batch,)
@@ -200,6 +186,11 @@ class ParallelStep(Generic[P, R]):
     @compression_state.setter
     def compression_state(self, state: Any) -> None:
         self._codecs.restore(state)
+
+    def hold_compression_state(self, state: Any) -> None:
+        """Takes a saved state; it waits for a later plan if this one has no codecs."""
+        held = self._current is not None and self._current.planned.sums is None
+        self._codecs.restore(state, held=held)
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:
@@ -385,12 +376,7 @@ class ParallelStep(Generic[P, R]):
         return Evaluation(function, self._running, lambda: self.world, static_argnames)
 
     def _running(self) -> AnyStep:
-        if self._current is None:
-            raise PlanError(
-                f"{self.__name__}: no plan yet: call the step first, or make the state "
-                "with init(..., batch=...)."
-            )
-        return self._current.planned
+        return self.running.planned
 
     def shardings(self, state: Any) -> Any:
         """The ``NamedSharding`` of each array of a state under the plan in use.
@@ -443,6 +429,7 @@ class ParallelStep(Generic[P, R]):
         devices: Sequence[Any] | None = None,
         *,
         plan: Plan | str | None = None,
+        consume: bool = False,
     ) -> Any:
         """Plans for another cluster, moves the state there and returns it.
 
@@ -461,6 +448,8 @@ class ParallelStep(Generic[P, R]):
             cluster names, or the first of the world.
           plan: a plan for the new cluster, or its JSON file, used instead of planning
             for the arguments of the last call.
+          consume: whether each old array is freed as soon as it has been moved: both
+            states never lie in memory together, and an error half-way costs the state.
 
         Raises:
           ClusterError: the text describes no cluster.
@@ -468,31 +457,93 @@ class ParallelStep(Generic[P, R]):
           PlanError: the step has not been planned before, the state or the plan is
             of another step, or a device is missing.
         """
-        if self._current is None:
-            raise PlanError(
-                f"{self.__name__}: replan needs a step that ran, or "
-                "init(..., batch=...)."
-            )
-        given = None if plan is None else as_plan(plan)
-        wanted, options = as_cluster(cluster), self._preparation.planner.options
-        taken = None if devices is None else self.world.take(devices)
-        setting = moved_setting(self._setting, options, wanted, taken, given)
-        analysed, old = self._current.analysed, self._current.planned
+        running = self.running
+        analysed, old = running.analysed, running.planned
+        made = self._preparation.made_for(
+            analysed, self._setting, cluster, devices, plan
+        )
         with exchange.told(self.world, "moving the state"):
             arrays = named(self.__name__, analysed.analysis, state)
-        chosen = given or self._preparation.plan(analysed, setting)
-        planned = self._preparation.program(analysed, chosen, setting)
-        compiling = functools.partial(self._preparation.compile, planned)
-        exchange.together(self.world, "compiling", compiling)
 
         def moving() -> list[Any]:
-            self._codecs.check(planned.sums)
-            return moved_state(arrays, old, planned)
+            self._codecs.check(made.planned.sums)
+            return moved_state(arrays, old, made.planned, consume=consume)
 
         moved = exchange.together(self.world, "moving the state", moving)
         new = creation.replaced(state, moved)
-        self._setting = setting
+        self._setting = made.setting
         self._codecs.adoption.withdrawn()
-        self._current = Running(analysed, planned, ready=True)
-        self._preparation.remember(analysed, setting, chosen)
+        self._current = Running(analysed, made.planned, ready=True)
+        self._preparation.remember(analysed, made.setting, made.plan)
         return new
+
+    def study(self, *args: Any, **kwargs: Any) -> None:
+        """Analyses the step on these arguments; it is planned and compiled elsewhere.
+
+        Args:
+          args: arrays or structs, those of a batch over all processes.
+          kwargs: those that are given by name.
+        """
+        with updating():
+            call = opened_within(self._parameters, args, kwargs)
+        self._preparation.analysed(arguments.abstract(call))
+
+    def enter(
+        self,
+        world: World,
+        cluster: Cluster,
+        *,
+        donate: bool,
+        cache: PlanCache | None = None,
+    ) -> None:
+        """Goes on in another world, with no plan yet; the old world's devices are gone.
+
+        Analyses and plans are kept. Codecs start anew, unless their state is assigned.
+
+        Args:
+          world: its processes and devices.
+          cluster: what to plan for.
+          donate: whether calls consume the carried state.
+          cache: where plans are kept, unless they are kept elsewhere.
+        """
+        if self._current is not None:
+            self._codecs.start_anew()
+        self._world, self._current = world, None
+        self._setting = dataclasses.replace(
+            self._setting, cluster=cluster, devices=None
+        )
+        self._store.clear()
+        self._store.donate = donate
+        self._preparation.enter(cache)
+        self._batches.enter()
+
+    def load(self, function: Any) -> None:
+        """Runs a compiled program in the place of the one that is prepared.
+
+        Args:
+          function: of the same arguments in the same places; all processes have it.
+        """
+        current = self.running
+        planned = dataclasses.replace(current.planned, function=function)
+        self._preparation.loaded(planned)
+        self._current = dataclasses.replace(current, planned=planned, ready=True)
+
+    @property
+    def running(self) -> Running:
+        """The step on the arguments that it was planned for last, and its program."""
+        if self._current is None:
+            raise PlanError(
+                f"{self.__name__}: no plan yet: call the step first, or make the state "
+                "with init(..., batch=...)."
+            )
+        return self._current
+
+    @property
+    def preparation(self) -> Preparation:
+        """What analyses, plans and builds this step."""
+        return self._preparation
+
+    @property
+    def setting(self) -> Setting:
+        """What it is planned for."""
+        return self._setting

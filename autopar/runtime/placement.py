@@ -122,6 +122,12 @@ def is_global(leaf: Any) -> bool:
     return isinstance(leaf, jax.Array) and not leaf.is_fully_addressable
 
 
+def local_bytes(array: jax.Array) -> int:
+    """Bytes that an array takes on the devices of this process, replicas included."""
+    bits = jax_compat.key_bits(array)
+    return sum(shard.data.nbytes for shard in bits.addressable_shards)
+
+
 def absent(struct: Any, sharding: NamedSharding) -> Any:
     """An array of which this process has nothing, as its devices hold none.
 

@@ -13,8 +13,10 @@ import numpy as np
 
 from autopar import progress
 from autopar.cluster import Cluster
+from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.choose import Errors
 from autopar.planner.edited import carried_out
+from autopar.planner.options import as_cluster, as_plan
 from autopar.planner.record import check_plan
 from autopar.plans import Plan
 from autopar.runtime import agreement, arguments, creation, exchange, placement
@@ -22,7 +24,7 @@ from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import device_mesh
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
-from autopar.runtime.setting import Setting
+from autopar.runtime.setting import Setting, moved_setting
 from autopar.runtime.stages.placing import moved_between, placed_on_stages
 from autopar.runtime.stages.planned import check_world, home_meshes
 from autopar.runtime.stages.transport import Links
@@ -47,6 +49,15 @@ class Running:
     analysed: Analysed
     planned: AnyStep
     ready: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Made:
+    """What is made for a setting: its plan, and the compiled program of it."""
+
+    setting: Setting
+    plan: Plan
+    planned: AnyStep
 
 
 class Preparation:
@@ -79,6 +90,23 @@ class Preparation:
         # The functions that have run: the first call of one compiles it.
         self._started: weakref.WeakSet[Any] = weakref.WeakSet()
         self._links: Links | None = None
+        # Of worlds that were left.
+        self._earlier: dict[Hashable, Plan] = {}
+
+    def enter(self, cache: PlanCache | None) -> None:
+        """Prepares for another world, whose processes know different plans.
+
+        The plans of this process are used again where it is the one that plans.
+
+        Args:
+          cache: where plans are kept, unless they are kept elsewhere.
+        """
+        self.planner.cache = self.planner.cache or cache
+        kept = {key: self._plans.peek(key) for key in self._plans}
+        self._earlier = {**self._earlier, **kept}
+        self._plans = Recent(PLANS)
+        self._started = weakref.WeakSet()
+        self._links = None
 
     def analysed(self, structs: Call) -> Analysed:
         """The step on the arguments of a call, structs of global shapes.
@@ -120,12 +148,114 @@ class Preparation:
                     analysed, cluster, beside, setting.codecs, setting.sent
                 ),
             )
+        place = self._place(analysed, setting)
+        return agreement.agree(
+            self._world(),
+            lambda: (
+                self._earlier.get(place)
+                or self.planner.plan(
+                    analysed, cluster, setting.codecs, setting.sent, self._errors()
+                )
+            ),
+        )
+
+    def made_for(
+        self,
+        analysed: Analysed,
+        setting: Setting,
+        cluster: Cluster | str,
+        devices: Sequence[Any] | None = None,
+        plan: Plan | str | None = None,
+    ) -> Made:
+        """The plan and the compiled program of a step on another cluster.
+
+        Args:
+          analysed: the step.
+          setting: that it runs under.
+          cluster: to move to.
+          devices: to run on there, or their ids.
+          plan: to use there instead of planning, or its file.
+
+        Raises:
+          AutoparError: as of `autopar.ParallelStep.replan`.
+        """
+        given = None if plan is None else as_plan(plan)
+        moved = self.moved(setting, cluster, devices, given)
+        chosen = given or self.plan(analysed, moved)
+        planned = self.program(analysed, chosen, moved)
+        exchange.together(self._world(), "compiling", lambda: self.compile(planned))
+        return Made(moved, chosen, planned)
+
+    def moved(
+        self,
+        setting: Setting,
+        cluster: Cluster | str,
+        devices: Sequence[Any] | None = None,
+        given: Plan | None = None,
+    ) -> Setting:
+        """A setting on another cluster; arguments are those of `made_for`."""
+        taken = None if devices is None else self._world().take(devices)
+        options = self.planner.options
+        return moved_setting(setting, options, as_cluster(cluster), taken, given)
+
+    def known(self, analysed: Analysed, setting: Setting) -> Plan | None:
+        """The plan of a setting that was made before, here or on disk; or None."""
+        found = self._plans.get(self._place(analysed, setting))
+        if found is None and setting.sent is None and not self._errors():
+            cluster = setting.cluster or self._cluster()
+            found = self.planner.known(analysed, cluster, setting.codecs)
+        return found
+
+    def warm(self, analysed: Analysed, setting: Setting, running: Plan) -> Plan:
+        """A good plan of a setting in a short time (`StepPlanner.warm`)."""
+        cluster = setting.cluster or self._cluster()
+        return agreement.agree(
+            self._world(),
+            lambda: self.planner.warm(
+                analysed,
+                cluster,
+                running,
+                setting.codecs,
+                setting.sent,
+                self._errors(),
+            ),
+        )
+
+    def repriced(
+        self, analysed: Analysed, setting: Setting, cluster: Cluster, plan: Plan
+    ) -> Plan:
+        """The layouts of a plan on a cluster of the same shape, codecs chosen anew.
+
+        Args:
+          analysed: the step.
+          setting: that it runs under.
+          cluster: the same devices, with other links perhaps.
+          plan: the plan.
+
+        Raises:
+          PlanError: the cluster has not the plan's mesh.
+        """
+        asked = setting.codecs or self.planner.options
+        asked = dataclasses.replace(asked, layouts=plan, microbatches=None)
         return agreement.agree(
             self._world(),
             lambda: self.planner.plan(
-                analysed, cluster, setting.codecs, setting.sent, self._errors()
+                analysed, cluster, asked, setting.sent, self._errors()
             ),
         )
+
+    def has_program(
+        self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
+    ) -> bool:
+        """Whether the program of a plan on these devices is compiled already."""
+        if len(plan.stages) > 1:
+            return False
+        return self._store.is_compiled(analysed, plan, device_mesh(plan, devices))
+
+    @property
+    def compile_s(self) -> float:
+        """Seconds that the program took which was compiled last."""
+        return self._store.compile_s
 
     def recoded(self, analysed: Analysed, setting: Setting, plan: Plan) -> Plan:
         """The layouts of a plan with the codecs that ``auto`` chooses for them."""
@@ -173,6 +303,10 @@ class Preparation:
     def is_compiled(self, planned: AnyStep) -> bool:
         """Whether a program has run before."""
         return planned.function in self._started
+
+    def loaded(self, planned: AnyStep) -> None:
+        """Takes a program for one that has been compiled."""
+        self._started.add(planned.function)
 
     def compile(self, planned: AnyStep) -> None:
         """Compiles a program, and takes the time."""
@@ -237,13 +371,14 @@ class Preparation:
         if setting.plan is not None:
             return analysed.key, agreement.content_digest(setting.plan)
         cluster = setting.cluster or self._cluster()
-        devices = tuple(d.id for d in self.devices(setting))
+        found = self.devices(setting)
+        devices = tuple(d.id for d in found[: cluster.num_devices])
         asked = setting.codecs or self.planner.options
         plans = [
             p and agreement.content_digest(p) for p in (setting.sent, asked.layouts)
         ]
         codecs = (asked.compression, asked.error_budget, *plans)
-        return analysed.key, cluster.fingerprint(), devices, codecs
+        return analysed.key, _shape(cluster), devices, codecs
 
     def state_shardings(
         self, name: str, leaves: Sequence[Any], setting: Setting
@@ -268,8 +403,25 @@ class Preparation:
         return creation.even_shardings(leaves, devices)
 
 
-def moved_state(state: dict[str, Any], old: AnyStep, new: AnyStep) -> list[Any]:
-    """The leaves of a state, where another plan wants them."""
+def _shape(cluster: Cluster) -> str:
+    """Digits that clusters share which differ only in which devices they are of."""
+    if cluster.groups:
+        return cluster.fingerprint()
+    return dataclasses.replace(cluster, members=None).fingerprint()
+
+
+def moved_state(
+    state: dict[str, Any], old: AnyStep, new: AnyStep, *, consume: bool = False
+) -> list[Any]:
+    """The leaves of a state, where another plan wants them.
+
+    Args:
+      state: path -> array.
+      old: the step under the plan that it was made by.
+      new: the step under the other plan.
+      consume: see `autopar.runtime.state_mover.move`; stages that several processes
+        have keep the given state.
+    """
     links = new.links or old.links
     if links is not None:
         return moved_between(links, new, state)
@@ -280,4 +432,5 @@ def moved_state(state: dict[str, Any], old: AnyStep, new: AnyStep) -> list[Any]:
     )
     source = state_layout(old.analysis, old.plan, count) if lies else None
     target = state_layout(new.analysis, new.plan, count)
-    return list(move(state, source, target, DevicePut(new.meshes)).values())
+    transport = DevicePut(new.meshes)
+    return list(move(state, source, target, transport, consume=consume).values())

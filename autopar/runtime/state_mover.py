@@ -8,8 +8,9 @@ here: its residuals change shape with the number of workers
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 import jax
@@ -20,11 +21,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.plans.schema import Spec
-from autopar.runtime import placement
+from autopar.runtime import placement, ranges
 from autopar.runtime.creation import flat_state
 from autopar.steps.analysis import Analysis
 from autopar_passes.program.static_leaves import StaticError
 
+# Bytes that are moved at a time where the old state is consumed.
+IN_FLIGHT_BYTES = 64 << 20
 # Of each axis of a mesh its name and size, outermost first.
 Axes = tuple[tuple[str, int], ...]
 
@@ -112,7 +115,8 @@ class Transport(Protocol):
 class DevicePut:
     """The transport of ``jax.device_put``.
 
-    In a process it moves any array to any of the process's devices. Between
+    In a process it moves any array to any of the process's devices, without a copy of
+    the whole where devices change (`autopar.runtime.ranges`). Between
     processes it moves an array that lies on all devices of the target's mesh, or one
     of which each process holds a whole copy; it cannot move an array to processes
     that lack it.
@@ -126,12 +130,37 @@ class DevicePut:
     def carry(self, array: Any, source: LeafLayout | None, target: LeafLayout) -> Any:
         """See `Transport`."""
         del source  # JAX knows where an array lies
-        return placement.place(array, sharding(self.meshes[target.stage], target))
+        wanted = sharding(self.meshes[target.stage], target)
+        _check_reachable(array, wanted)
+        if ranges.movable(array, wanted):
+            array = ranges.moved(array, wanted)
+        return placement.place(array, wanted)
+
+
+def _check_reachable(array: Any, wanted: NamedSharding) -> None:
+    """Checks that JAX can move an array of several processes there.
+
+    Raises:
+      PlanError: it cannot.
+    """
+    if not placement.is_global(array) or array.sharding.device_set == wanted.device_set:
+        return
+    raise PlanError(
+        f"the state lies on {len(array.sharding.device_set)} devices of several "
+        f"processes, and the new plan is for {len(wanted.device_set)}: JAX moves it "
+        "between the same devices only. Start the script with `autopar run` and train "
+        "with autopar.elastic, which form a world of other processes; or save a "
+        "checkpoint and restore it (docs/checkpoints.md)."
+    )
 
 
 def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:
     """The sharding of an array on the mesh of its stage."""
-    return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in leaf.spec)))
+    entries = [axes or None for axes in leaf.spec]
+    while entries and entries[-1] is None:
+        entries.pop()  # as the program has it: equal shardings are written alike
+    names = (x[0] if x and len(x) == 1 else x for x in entries)
+    return NamedSharding(mesh, PartitionSpec(*names))
 
 
 def state_layout(
@@ -161,27 +190,84 @@ def move(
     source: StateLayout | None,
     target: StateLayout,
     transport: Transport,
+    *,
+    consume: bool = False,
 ) -> dict[str, Any]:
-    """Returns the state in another layout; the given one stays valid.
+    """Returns the state in another layout.
 
     Args:
       state: path -> array.
       source: how it lies now; None: not known.
       target: how it must lie.
       transport: what carries the arrays.
+      consume: whether arrays are freed as soon as they have been moved: no more than
+        the larger of both states and `IN_FLIGHT_BYTES`, or the largest array, is held
+        at a time. Otherwise the given state stays valid.
 
     Raises:
       PlanError: state, source and target are not of the same arrays.
+      RuntimeError: a move failed after arrays were consumed.
     """
     check_alike(layout_of(state), target)
     if source is not None:
         check_alike(source, target)
-    return {
-        path: transport.carry(
-            state[path], None if source is None else source.leaves[path], leaf
-        )
-        for path, leaf in target.leaves.items()
-    }
+    out: dict[str, Any] = {}
+    moving = _Consumed(state.values()) if consume else None
+    for path, leaf in target.leaves.items():
+        given = None if source is None else source.leaves[path]
+        if moving is not None:
+            moving.make_room(state[path])
+        try:
+            out[path] = transport.carry(state[path], given, leaf)
+        except Exception as error:
+            if moving is not None and moving.count:
+                raise RuntimeError(
+                    f"moving '{path}' failed after {moving.count} arrays of the state "
+                    f"had been moved and freed: {error} Restore a checkpoint."
+                ) from error
+            raise
+        if moving is not None:
+            moving.add(state[path], out[path])
+    if moving is not None:
+        moving.free()
+    return out
+
+
+class _Consumed:
+    """Arrays that were moved, and are freed once their copies are complete."""
+
+    def __init__(self, state: Iterable[Any]) -> None:
+        """Frees none of the state yet, and never what stands in it twice."""
+        counts = collections.Counter(id(x) for x in state)
+        self._kept = {k for k, times in counts.items() if times > 1}
+        self.count = 0
+        self._pairs: list[tuple[jax.Array, Any]] = []
+        self._bytes = 0
+
+    def make_room(self, old: Any) -> None:
+        """Frees what was moved, if an array more would be too much at a time."""
+        if isinstance(old, jax.Array):
+            size = placement.local_bytes(old)
+            if self._bytes + size > IN_FLIGHT_BYTES:
+                self.free()
+
+    def add(self, old: Any, new: Any) -> None:
+        """Takes an array and its copy; an array of NumPy belongs to the caller."""
+        if old is new or not isinstance(old, jax.Array) or id(old) in self._kept:
+            return
+        self._pairs.append((old, new))
+        self._bytes += max(placement.local_bytes(x) for x in (old, new))
+        if self._bytes >= IN_FLIGHT_BYTES:
+            self.free()
+
+    def free(self) -> None:
+        """Waits for the copies, and frees the arrays that share nothing with them."""
+        jax.block_until_ready([new for _, new in self._pairs])
+        for old, new in self._pairs:
+            if not old.is_deleted() and not ranges.shares_memory(old, new):
+                old.delete()
+                self.count += 1
+        self._pairs, self._bytes = [], 0
 
 
 def layout_of(state: Mapping[str, Any]) -> StateLayout:

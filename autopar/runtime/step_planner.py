@@ -16,6 +16,7 @@ from autopar.planner.cache import PlanCache
 from autopar.planner.codecs.choose import Errors
 from autopar.planner.options import PlanOptions, with_logical_pins
 from autopar.planner.plan import plan_analysis, plan_beside
+from autopar.planner.warm import can_be_warm, warm_plan
 from autopar.plans import Plan
 from autopar.runtime.arguments import signature
 from autopar.runtime.recent import Recent
@@ -72,7 +73,7 @@ class StepPlanner:
           capacity: most analyses to keep.
           cache: where plans are kept on disk; None: nowhere.
         """
-        self._cache = cache
+        self.cache = cache
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
@@ -125,9 +126,55 @@ class StepPlanner:
         find = functools.partial(
             plan_analysis, analysed.analysis, cluster, options, sent, errors
         )
-        if self._cache is None or sent is not None or errors:
+        if self.cache is None or sent is not None or errors:
             return find()
-        return self._cache.plan(analysed.analysis, cluster, options, find)
+        return self.cache.plan(analysed.analysis, cluster, options, find)
+
+    def known(
+        self, analysed: Analysed, cluster: Cluster, codecs: PlanOptions | None = None
+    ) -> Plan | None:
+        """The plan that is kept on disk, as `plan` would make it; None: there is none.
+
+        Args:
+          analysed: the step.
+          cluster: what to plan for.
+          codecs: as for `plan`.
+        """
+        if self.cache is None:
+            return None
+        return self.cache.find(analysed.analysis, cluster, _options(analysed, codecs))
+
+    def warm(
+        self,
+        analysed: Analysed,
+        cluster: Cluster,
+        running: Plan,
+        codecs: PlanOptions | None = None,
+        sent: Plan | None = None,
+        errors: Errors | None = None,
+    ) -> Plan:
+        """Finds a good plan on a cluster in a short time, from the running one.
+
+        Where the options ask for what only the whole search knows, it is `plan`.
+
+        Args:
+          analysed: the step.
+          cluster: what to plan for.
+          running: the plan in use.
+          codecs: as for `plan`.
+          sent: as for `plan`.
+          errors: as for `plan`.
+
+        Raises:
+          InfeasibleError: no plan fits the memory of a device.
+          PlanError: a pin does not fit, or the batch cannot be split.
+        """
+        options = _options(analysed, codecs)
+        if not can_be_warm(cluster, options, running):
+            return self.plan(analysed, cluster, codecs, sent, errors)
+        return warm_plan(
+            analysed.analysis, cluster, options, running, sent=sent, errors=errors
+        )
 
     def plan_beside(
         self,

@@ -25,11 +25,16 @@ def test_all_is_sorted_and_resolves(package: ModuleType) -> None:
     assert [name for name in names if not hasattr(package, name)] == []
 
 
+def is_plain_module(found: object) -> bool:
+    """Whether something is a module, and not a package that can be called."""
+    return inspect.ismodule(found) and not callable(found)
+
+
 def test_all_is_what_is_public() -> None:
     public = {
         name
         for name in dir(autopar)
-        if not name.startswith("_") and not inspect.ismodule(getattr(autopar, name))
+        if not name.startswith("_") and not is_plain_module(getattr(autopar, name))
     }
 
     assert {name for name in autopar.__all__ if not name.startswith("_")} == public
@@ -46,7 +51,12 @@ def test_type_checkers_see_the_same() -> None:
 
     assert sorted(map(str, imported)) == autopar.__all__
     for name, home in imported.items():
-        assert getattr(autopar, str(name)) is getattr(home, str(name))
+        found, function = getattr(autopar, str(name)), getattr(home, str(name))
+        if inspect.ismodule(found):
+            with pytest.raises(TypeError, match=f"{function.__name__}\\(\\) missing"):
+                found()
+        else:
+            assert found is function
 
 
 def test_what_the_readme_promises_is_there() -> None:

@@ -102,17 +102,34 @@ def _kept(old: Any, struct: Any, level: int) -> Any:
     found = [old] if level == 0 else []
     if isinstance(old, tuple) and len(old) > level:
         found.append(old[level])
-    return next((x for x in found if _same(x, struct)), None)
+    fitted = (_fitted(x, struct) for x in found)
+    return next((x for x in fitted if x is not None), None)
 
 
-def _same(old: Any, struct: Any) -> bool:
-    """Whether two trees have the same arrays."""
-    if jax.tree.structure(old) != jax.tree.structure(struct):
-        return False
-    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(struct), strict=True)
-    return all(
-        (tuple(a.shape), jnp.dtype(a.dtype)) == (b.shape, b.dtype) for a, b in pairs
-    )
+def _fitted(old: Any, struct: Any) -> Any:
+    """The old tree in the structure of the new; None: it has other arrays.
+
+    A checkpoint knows no named tuples: there they are tuples.
+    """
+    structure = jax.tree.structure
+    if structure(_untyped(old)) != structure(_untyped(struct)):
+        return None
+    leaves, structs = jax.tree.leaves(old), jax.tree.leaves(struct)
+    for a, b in zip(leaves, structs, strict=True):
+        if (tuple(a.shape), jnp.dtype(a.dtype)) != (b.shape, b.dtype):
+            return None
+    return jax.tree.unflatten(structure(struct), leaves)
+
+
+def _untyped(tree: Any) -> Any:
+    """A tree whose named tuples are tuples."""
+    if isinstance(tree, tuple):
+        return tuple(_untyped(x) for x in tree)
+    if isinstance(tree, list):
+        return [_untyped(x) for x in tree]
+    if isinstance(tree, dict):
+        return {k: _untyped(x) for k, x in tree.items()}
+    return tree
 
 
 def _residual(name: str, old: Any, struct: Any) -> Any:

@@ -1,0 +1,346 @@
+"""Checkpoints that any plan saves and any plan restores."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+import time
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from types import TracebackType
+from typing import Any
+
+import jax
+
+from autopar.checkpoint import folders, manifest, restoring, store, trees
+from autopar.checkpoint.manifest import ArrayEntry, Manifest, PlanEntry
+from autopar.checkpoint.saving import Background, Save, wait_at_end
+from autopar.checkpoint.snapshot import num_bytes, snapshot
+from autopar.errors import CheckpointError
+from autopar.runtime import creation, exchange
+from autopar.runtime.any_step import AnyStep
+from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.state_mover import named
+from autopar.version import __version__
+from autopar_passes import jax_compat
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Restored:
+    """What `Checkpoints.restore` returns.
+
+    Attributes:
+      state: of the step, as its plan wants it.
+      step: number of steps done.
+      position: number of samples consumed.
+      folder: the checkpoint.
+      damaged: what was wrong with checkpoints that are newer; they were passed over.
+    """
+
+    state: Any
+    step: int
+    position: int
+    folder: pathlib.Path
+    damaged: tuple[str, ...] = ()
+
+
+class Checkpoints:
+    """The checkpoints of a directory; see docs/checkpoints.md."""
+
+    def __init__(self, directory: str | pathlib.Path, *, keep: int = 3) -> None:
+        """Nothing is read or written yet.
+
+        Args:
+          directory: holds a folder for each checkpoint, and nothing else writes into
+            it. All processes must see it.
+          keep: how many checkpoints stay; 0: all.
+
+        Raises:
+          CheckpointError: ``keep`` is negative.
+        """
+        if keep < 0:
+            raise CheckpointError(f"Checkpoints: keep must be 0 or more, not {keep}.")
+        self.directory = pathlib.Path(directory).absolute()
+        self.keep = keep
+        self._running: Background | None = None
+        self._waits_at_end = False
+
+    def __enter__(self) -> Checkpoints:
+        """Waits at the end of the block for what is being written."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """See `__enter__`."""
+        self.wait()
+
+    def steps(self) -> list[int]:
+        """The steps of the complete checkpoints, in the order of saving."""
+        return [folders.step_of(x) for x in folders.complete(self.directory)]
+
+    def latest(self) -> int | None:
+        """The step of the last complete checkpoint; None: there is none."""
+        return steps[-1] if (steps := self.steps()) else None
+
+    def incomplete(self) -> list[pathlib.Path]:
+        """The folders of saves that did not end; the next save removes them."""
+        return folders.incomplete(self.directory)
+
+    def save(
+        self,
+        train_step: ParallelStep[..., Any],
+        state: Any,
+        *,
+        step: int,
+        position: int = 0,
+    ) -> None:
+        """Saves a state, and what codecs keep, while the next steps run.
+
+        The state is copied before this returns, so the next step may consume it. A
+        save that is under way is waited for first.
+
+        Args:
+          train_step: the step; it has been planned.
+          state: what it returned last: one pytree, or a tuple of the leading arguments.
+          step: number of steps done.
+          position: number of samples consumed.
+
+        Raises:
+          CheckpointError: the directory cannot be written, or the last save failed.
+          PlanError: the step has not been planned, or the state is of another step.
+        """
+        world = train_step.world
+        with exchange.told(world, "saving a checkpoint"):
+            self.wait()
+            if step < 0 or position < 0:
+                raise CheckpointError(
+                    f"save: step={step}, position={position}: both count from 0."
+                )
+            arrays, made = _held(train_step, state, step, position)
+            alone = world.process_count == 1
+            copies = snapshot(arrays, alone=alone)
+            folder = self.directory / folders.folder_name(step, time.time_ns())
+            if world.process_index == 0:
+                folders.begin(folder)
+        if not self._waits_at_end:
+            wait_at_end(self.wait)
+            self._waits_at_end = True
+        name = folder.name.encode()
+        told = exchange.exchanged(world, "saving a checkpoint", name)
+        self._running = Background(
+            Save(
+                folder=self.directory / told[0].decode(),
+                manifest=made,
+                plan=train_step.plan,
+                arrays=copies,
+                process=world.process_index,
+                processes=world.process_count,
+                keep=self.keep,
+            )
+        )
+
+    def wait(self) -> None:
+        """Waits until the last save is complete.
+
+        Raises:
+          CheckpointError: it failed; the checkpoints before it are as they were.
+        """
+        running, self._running = self._running, None
+        if running is not None:
+            running.wait()
+
+    def abandon(self) -> None:
+        """Gives up a save that waits for a process that is lost."""
+        running, self._running = self._running, None
+        if running is not None:
+            running.abandon()
+
+    def restore(
+        self,
+        train_step: ParallelStep[..., Any],
+        create_state: Callable[..., Any],
+        *args: Any,
+        batch: Any = None,
+        others: Sequence[Any] | Mapping[str, Any] | None = None,
+        step: int | None = None,
+    ) -> Restored:
+        """Restores a state where the plan of a step wants it.
+
+        Nothing is created and no device holds more than its part. The arguments
+        are those of `ParallelStep.init`.
+
+        Args:
+          train_step: the step; with ``batch`` or ``others`` it is planned here.
+          create_state: makes the state; only its shapes are looked at.
+          args: its arguments.
+          batch: an example batch, arrays or ``ShapeDtypeStruct``s.
+          others: all arguments after the state, in place of ``batch``.
+          step: which checkpoint; None: the last one that is whole. Damaged ones are
+            passed over with a warning.
+
+        Raises:
+          CheckpointError: there is none, it is damaged, or of another model.
+          PlanError: the step has not been planned.
+        """
+        creation.check_creation(train_step.__name__, create_state, batch, others)
+        shapes = creation.state_shapes(create_state, args)
+        rest = others if batch is None else (batch,)
+        if rest is not None:
+            by_name = dict(rest) if isinstance(rest, Mapping) else {}
+            in_order = () if by_name else tuple(rest)
+            train_step.prepare(*shapes.arguments(), *in_order, **by_name)
+        wanted = _structs(train_step.running.planned, shapes.structs)
+        return self._restored(train_step, wanted, shapes.state, step)
+
+    def restore_into(
+        self, train_step: ParallelStep[..., Any], state: Any, *, step: int | None = None
+    ) -> Restored:
+        """Restores a state in the place of one that is there; see `restore`.
+
+        Args:
+          train_step: the step; it has been planned.
+          state: arrays or structs; NNX objects are updated in place.
+          step: which checkpoint.
+        """
+        leaves, _ = creation.flat_state(state)
+        wanted = _structs(train_step.running.planned, leaves)
+        return self._restored(
+            train_step, wanted, lambda new: creation.replaced(state, new), step
+        )
+
+    def _restored(
+        self,
+        train_step: ParallelStep[..., Any],
+        wanted: dict[str, Any],
+        made: Callable[[list[Any]], Any],
+        step: int | None,
+    ) -> Restored:
+        """Restores the first of the checkpoints that is not damaged."""
+        damaged: list[str] = []
+        for folder in self._candidates(step):
+            try:
+                held, arrays, codecs = _read(folder, train_step, wanted)
+            except _Damaged as error:
+                if step is not None:
+                    raise CheckpointError(self._advice(str(error), folder)) from error
+                damaged.append(str(error))
+                continue
+            train_step.hold_compression_state(codecs)
+            for text in damaged:
+                warnings.warn(f"{text} Restored {folder} instead.", stacklevel=3)
+            return Restored(
+                made(arrays), held.step, held.position, folder, tuple(damaged)
+            )
+        raise CheckpointError(" ".join(damaged) or self._none())
+
+    def _candidates(self, step: int | None) -> list[pathlib.Path]:
+        """The checkpoints that may be restored, the one to try first first."""
+        found = folders.complete(self.directory)[::-1]
+        if step is None:
+            return found
+        chosen = [x for x in found if folders.step_of(x) == step]
+        if not chosen:
+            raise CheckpointError(f"{self._none(f' of step {step}')}")
+        return chosen[:1]
+
+    def _none(self, what: str = "") -> str:
+        found, begun = self.steps(), self.incomplete()
+        have = f"; there are those of steps {', '.join(map(str, found))}"
+        unfinished = ", ".join(x.name for x in begun)
+        ended = f"; these saves did not end: {unfinished}" if begun else ""
+        return f"{self.directory}: no checkpoint{what}{have if found else ''}{ended}."
+
+    def _advice(self, text: str, folder: pathlib.Path) -> str:
+        others = [x.name for x in folders.complete(self.directory) if x != folder]
+        if not others:
+            return f"{text} There is no other."
+        return f"{text} There are others: {', '.join(others)}."
+
+
+class _Damaged(Exception):
+    """A checkpoint cannot be read; an earlier one may be."""
+
+
+def _structs(running: AnyStep, leaves: Sequence[Any]) -> dict[str, Any]:
+    """Path -> struct of each array of a state, with the plan's sharding."""
+    graph = running.analysis.graph
+    paths = [given.path for given in graph.inputs[: len(leaves)]]
+    return {
+        path: jax.ShapeDtypeStruct(jax.numpy.shape(x), jax.typeof(x).dtype, sharding=s)
+        for path, x, s in zip(paths, leaves, running.in_shardings, strict=False)
+    }
+
+
+def _held(
+    train_step: ParallelStep[..., Any], state: Any, step: int, position: int
+) -> tuple[dict[str, Any], Manifest]:
+    """The arrays to save, and the manifest without their checksums."""
+    running = train_step.running.planned
+    arrays = named(train_step.__name__, running.analysis, state)
+    codecs, tree = train_step.compression_state, None
+    named_codecs: dict[str, Any] = {}
+    if codecs is not None:
+        named_codecs, tree = trees.split(codecs, "codecs")
+    files = store.file_names([*arrays, *named_codecs])
+    plan = running.plan
+    made = Manifest(
+        schema=manifest.SCHEMA,
+        version=__version__,
+        step=step,
+        position=position,
+        created=time.time(),
+        name=train_step.__name__,
+        state={path: _entry(x, files[path]) for path, x in arrays.items()},
+        codecs={path: _entry(x, files[path]) for path, x in named_codecs.items()},
+        codec_tree=tree,
+        plan=PlanEntry(
+            digest=plan.digest,
+            fingerprint=plan.fingerprint,
+            structure=plan.structure,
+            text=repr(plan),
+        ),
+    )
+    return {**arrays, **named_codecs}, made
+
+
+def _entry(array: Any, file: str) -> ArrayEntry:
+    kind = jax.typeof(array)
+    bits = jax.ShapeDtypeStruct(*jax_compat.bits_struct(tuple(kind.shape), kind.dtype))
+    size = num_bytes(bits)
+    return ArrayEntry(
+        shape=tuple(kind.shape),
+        dtype=str(kind.dtype),
+        file=file if size else "",
+        digest="",
+        num_bytes=size,
+    )
+
+
+def _read(
+    folder: pathlib.Path, train_step: ParallelStep[..., Any], wanted: dict[str, Any]
+) -> tuple[Manifest, list[Any], Any]:
+    """The manifest, the arrays of the state and the codecs' state of a checkpoint.
+
+    Raises:
+      _Damaged: it cannot be read.
+      CheckpointError: it is of another model.
+    """
+    world, running = train_step.world, train_step.running.planned
+    try:
+        held = manifest.read(folder)
+    except CheckpointError as error:
+        raise _Damaged(str(error)) from error
+    restoring.check_model(folder, held, wanted)
+    shardings = {path: struct.sharding for path, struct in wanted.items()}
+    dtypes = {path: struct.dtype for path, struct in wanted.items()}
+    entries = {path: held.state[path] for path in wanted}
+    try:
+        arrays = restoring.read_arrays(folder, entries, shardings, dtypes, world)
+        codecs = restoring.codec_state(folder, held, running.meshes[0], world)
+    except CheckpointError as error:
+        raise _Damaged(str(error)) from error
+    return held, list(arrays.values()), codecs

@@ -1,0 +1,159 @@
+"""Reads a checkpoint into the layout of any plan, and checks every array."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import msgspec
+
+from autopar.checkpoint import folders, store, trees
+from autopar.checkpoint.digests import Digest, digest_of
+from autopar.checkpoint.manifest import ArrayEntry, Manifest
+from autopar.errors import CheckpointError
+from autopar.runtime import placement
+from autopar.runtime.exchange import exchanged
+from autopar.runtime.world import World
+from autopar_passes import jax_compat
+
+# Differences that an error names.
+_MOST = 4
+
+
+def check_model(folder: pathlib.Path, manifest: Manifest, wanted: Any) -> None:
+    """Checks that a checkpoint is of the model that is trained.
+
+    Args:
+      folder: of the checkpoint.
+      manifest: what it holds.
+      wanted: path -> struct of each array of the state.
+
+    Raises:
+      CheckpointError: paths, shapes or dtypes differ.
+    """
+    have = manifest.state
+    told = [
+        f"'{path}' is {have[path].text}, and the step has {_text(wanted[path])}"
+        for path in sorted(have.keys() & wanted.keys())
+        if have[path].text != _text(wanted[path])
+    ]
+    alone = (
+        ("checkpoint", have.keys() - wanted),
+        ("step", wanted.keys() - have.keys()),
+    )
+    told = [listed("; ".join, told)] if told else []
+    for who, paths in alone:
+        if names := [f"'{path}'" for path in sorted(paths)]:
+            told.append(f"only the {who} has {listed(', '.join, names)}")
+    if told:
+        raise CheckpointError(
+            f"{folder}: a checkpoint of another model ('{manifest.name}', step "
+            f"{manifest.step}): {'; '.join(told)}."
+        )
+
+
+def listed(join: Callable[[Sequence[str]], str], items: Sequence[str]) -> str:
+    """The first items, and how many more there are."""
+    more = f" and {len(items) - _MOST} more" if len(items) > _MOST else ""
+    return join(items[:_MOST]) + more
+
+
+def _text(struct: Any) -> str:
+    return f"{struct.dtype}[{','.join(map(str, struct.shape))}]"
+
+
+def read_arrays(
+    folder: pathlib.Path,
+    entries: Mapping[str, ArrayEntry],
+    shardings: Mapping[str, Any],
+    dtypes: Mapping[str, Any],
+    world: World,
+) -> dict[str, Any]:
+    """Reads arrays into their shards, and checks them together with all processes.
+
+    Args:
+      folder: of the checkpoint.
+      entries: path -> what the manifest says.
+      shardings: path -> where the array must lie.
+      dtypes: path -> its dtype.
+      world: the processes.
+
+    Raises:
+      CheckpointError: a file is missing or damaged, on any process.
+    """
+    bits, digests, said = _bits(folder, entries, shardings, dtypes)
+    total = {path: Digest() for path in entries}
+    data = msgspec.msgpack.encode((said, digests))
+    for other in exchanged(world, "reading a checkpoint", data):
+        what, parts = msgspec.msgpack.decode(other)
+        if what:
+            raise CheckpointError(what)
+        for path, text in parts.items():
+            total[path] += Digest.parse(text)
+    check_digests(folder, entries, total)
+    return {
+        path: _placed(bits.pop(path), shardings[path], dtypes[path]) for path in entries
+    }
+
+
+def _bits(
+    folder: pathlib.Path,
+    entries: Mapping[str, ArrayEntry],
+    shardings: Mapping[str, Any],
+    dtypes: Mapping[str, Any],
+) -> tuple[dict[str, jax.Array], dict[str, str], str]:
+    """The numbers of the arrays, their checksums here, and what went wrong."""
+    structs = {
+        path: store.struct_of(entry.shape, dtypes[path], shardings[path])
+        for path, entry in entries.items()
+    }
+    files = {path: entry.file for path, entry in entries.items()}
+    try:
+        bits = store.read(folder / folders.ARRAYS, structs, files)
+    except CheckpointError as error:
+        return {}, {}, str(error)
+    return bits, {path: str(digest_of(x)) for path, x in bits.items()}, ""
+
+
+def check_digests(
+    folder: pathlib.Path, entries: Mapping[str, ArrayEntry], found: Mapping[str, Digest]
+) -> None:
+    """Compares the checksums of arrays with those that were saved.
+
+    Raises:
+      CheckpointError: some differ.
+    """
+    bad = [path for path, entry in entries.items() if str(found[path]) != entry.digest]
+    if bad:
+        names = listed(", ".join, [f"'{path}'" for path in bad])
+        raise CheckpointError(
+            f"{folder}: damaged: the content of {names} is not what was saved."
+        )
+
+
+def _placed(bits: jax.Array, sharding: Any, dtype: Any) -> Any:
+    """An array in all its places; it was read into the first of each part."""
+    if not sharding.addressable_devices:
+        return jax_compat.with_dtype(bits, dtype)
+    return placement.place(jax_compat.with_dtype(bits, dtype), sharding)
+
+
+def codec_state(
+    folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
+) -> Any:
+    """The codecs' state that a checkpoint holds, split evenly; None: it has none.
+
+    The next step places it for its plan (`autopar.runtime.gradients.codec_state`).
+    """
+    if manifest.codec_tree is None:
+        return None
+    entries = manifest.codecs
+    shardings = {
+        path: placement.even_sharding(entry.shape, mesh)
+        for path, entry in entries.items()
+    }
+    dtypes = {p: jax_compat.dtype_of(entry.dtype) for p, entry in entries.items()}
+    arrays = read_arrays(folder, entries, shardings, dtypes, world)
+    return trees.join(manifest.codec_tree, arrays)

@@ -1,0 +1,67 @@
+"""Trees of arrays as named arrays and a structure that JSON can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.errors import CheckpointError
+
+
+def split(tree: Any, name: str) -> tuple[dict[str, Any], Any]:
+    """The ``jax.Array``s of a tree by name, and all else of it as plain data.
+
+    A named tuple becomes a tuple. An array of NumPy is kept as data, so it should be
+    small.
+
+    Args:
+      tree: dictionaries with names as keys, tuples, lists, arrays, numbers and texts.
+      name: with which the names of the arrays begin.
+    """
+    arrays: dict[str, Any] = {}
+    return arrays, _plain(tree, name, arrays)
+
+
+def _plain(tree: Any, name: str, arrays: dict[str, Any]) -> Any:
+    if isinstance(tree, jax.Array):
+        arrays[name] = tree
+        return {"array": name}
+    if isinstance(tree, Mapping):
+        items = {str(k): _plain(x, f"{name}/{k}", arrays) for k, x in tree.items()}
+        return {"dict": items}
+    if isinstance(tree, (tuple, list)):
+        items = [_plain(x, f"{name}/{k}", arrays) for k, x in enumerate(tree)]
+        return {"list" if isinstance(tree, list) else "tuple": items}
+    if isinstance(tree, (np.ndarray, np.generic)):
+        data = np.asarray(tree)
+        return {"numpy": [str(data.dtype), list(data.shape), data.tobytes().hex()]}
+    return {"value": tree}
+
+
+def join(plain: Any, arrays: Mapping[str, Any]) -> Any:
+    """The tree that was split, with these arrays.
+
+    Raises:
+      CheckpointError: the data is not what `split` makes.
+    """
+    try:
+        ((kind, held),) = plain.items()
+        if kind == "array":
+            return arrays[held]
+        if kind == "dict":
+            return {k: join(x, arrays) for k, x in held.items()}
+        if kind in ("tuple", "list"):
+            items = [join(x, arrays) for x in held]
+            return items if kind == "list" else tuple(items)
+        if kind == "numpy":
+            dtype, shape, text = held
+            data = np.frombuffer(bytes.fromhex(text), np.dtype(dtype))
+            return data.reshape(shape).copy()
+        if kind == "value":
+            return held
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"not the structure of a tree: {error!r}.") from error
+    raise CheckpointError(f"not the structure of a tree: it has a '{kind}'.")

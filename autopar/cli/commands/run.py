@@ -1,0 +1,85 @@
+"""``autopar run``: runs a training script in several processes."""
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from autopar.cli.output import Result
+
+
+def run(
+    script: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="SCRIPT.py [ARGUMENT]...",
+            help="The script, which calls autopar.elastic, and its own arguments.",
+        ),
+    ],
+    processes: Annotated[
+        int, typer.Option("--processes", min=1, help="How many processes to start.")
+    ] = 2,
+    least: Annotated[
+        int, typer.Option("--min", min=1, help="Fewest processes to go on with.")
+    ] = 1,
+    most: Annotated[
+        int, typer.Option("--max", min=1, help="Most processes that may be asked for.")
+    ] = 64,
+    devices: Annotated[
+        int | None,
+        typer.Option(min=1, help="Simulate this many CPU devices in each process."),
+    ] = None,
+    restarts: Annotated[
+        int,
+        typer.Option(min=0, help="How many processes that died are replaced, in all."),
+    ] = 0,
+    folder: Annotated[
+        pathlib.Path,
+        typer.Option(help="Where the run keeps its state, log, plans and programs."),
+    ] = pathlib.Path("autopar-run"),
+    silence: Annotated[
+        float,
+        typer.Option(
+            min=1, help="Seconds without a word after which a process is killed."
+        ),
+    ] = 15.0,
+    grace: Annotated[
+        float,
+        typer.Option(min=0, help="Seconds that processes go on without a supervisor."),
+    ] = 60.0,
+    ahead: Annotated[
+        bool,
+        typer.Option(help="Prepare programs of likely next worlds in a process more."),
+    ] = True,
+) -> Result:
+    """Runs a training script in several processes, which may go and come.
+
+    A process that dies is left out, and the others go on; `autopar workers` changes
+    their number. A run whose supervisor was killed is taken up by the same command.
+    """
+    from autopar.elastic.processes import runner
+    from autopar.elastic.processes.members import Limits
+
+    if not least <= processes <= most:
+        raise typer.BadParameter(
+            f"--processes {processes} is not within --min {least} and --max {most}."
+        )
+    if not pathlib.Path(script[0]).is_file():
+        raise typer.BadParameter(f"there is no script {script[0]}.")
+    job = runner.Job(
+        command=runner.python_command(script),
+        limits=Limits(
+            processes=processes,
+            least=least,
+            most=most,
+            restarts=restarts,
+            silent_s=silence,
+        ),
+        folder=folder,
+        devices=devices,
+        grace_s=grace,
+        ahead=ahead,
+    )
+    made = runner.Runner(job)
+    code = made.run()
+    return Result(made.summary(), code)

@@ -1,0 +1,52 @@
+"""``autopar workers``: shows and changes the processes of a run."""
+
+import json
+import pathlib
+from typing import Annotated
+
+import typer
+
+from autopar.cli import options
+from autopar.cli.output import Result
+
+
+def workers(
+    folder: Annotated[
+        pathlib.Path, typer.Argument(help="The --folder of `autopar run`.")
+    ] = pathlib.Path("autopar-run"),
+    processes: Annotated[
+        int | None,
+        typer.Option("--processes", min=1, help="How many processes there should be."),
+    ] = None,
+    remove: Annotated[
+        int | None, typer.Option(min=0, help="The number of a worker that should go.")
+    ] = None,
+    stop: Annotated[bool, typer.Option("--stop", help="End the run.")] = False,
+    as_json: options.Json = False,
+) -> Result:
+    """Shows the processes of a run, and adds or removes some."""
+    from autopar.elastic.processes.runner import command
+    from autopar.errors import PlanError
+
+    asked = [processes is not None, remove is not None, stop]
+    if sum(asked) > 1:
+        raise typer.BadParameter("give one of --processes, --remove and --stop.")
+    try:
+        if processes is not None:
+            answer = command(folder, command="resize", processes=processes)
+        elif remove is not None:
+            answer = command(folder, command="remove", worker=remove)
+        else:
+            answer = command(folder, command="stop" if stop else "status")
+    except (OSError, ValueError) as error:
+        raise PlanError(f"no run in {folder}: {error}") from error
+    if answer["wrong"]:
+        raise PlanError(answer["wrong"])
+    status = answer["status"]
+    if as_json:
+        return Result(json.dumps(status, indent=1))
+    lines = [
+        f"worker {name}: {found['phase']}, step {found['step']}"
+        for name, found in status["workers"].items()
+    ]
+    return Result("\n".join([f"world of {len(status['world'])} processes", *lines]))

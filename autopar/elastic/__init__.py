@@ -1,0 +1,25 @@
+"""Training loops that go on when devices go and come.
+
+The package itself can be called: ``autopar.elastic(...)`` is
+`autopar.elastic.start.elastic`. A function of this name in ``autopar`` would hide the
+package, and importing the package would hide the function.
+"""
+
+import sys
+import types
+from typing import Any, final
+
+
+@final
+class _Callable(types.ModuleType):
+    """This package, as something that can be called."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """See `autopar.elastic.start.elastic`."""
+        # It imports JAX, which the package must not: the command line reads ledgers.
+        from autopar.elastic.start import elastic
+
+        return elastic(*args, **kwargs)
+
+
+sys.modules[__name__].__class__ = _Callable

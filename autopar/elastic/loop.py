@@ -1,0 +1,362 @@
+"""The training loop that goes on when devices go and come."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar.checkpoint.checkpoints import Checkpoints
+from autopar.cluster import Cluster
+from autopar.elastic import display
+from autopar.elastic.ahead import Ahead, likely_next
+from autopar.elastic.carrying import carried_out, splat
+from autopar.elastic.events import Event
+from autopar.elastic.inbox import Inbox
+from autopar.elastic.ledger import Ledger, event_data
+from autopar.elastic.membership import Alone, Change, Membership
+from autopar.elastic.options import meshes_of
+from autopar.elastic.replanning import Outcome, Replanner
+from autopar.elastic.resolve import Resolved
+from autopar.elastic.samples import Samples, batch_structs
+from autopar.elastic.saves import Saves
+from autopar.elastic.sources.source import Source
+from autopar.errors import AutoparError, EventError
+from autopar.plans import Plan
+from autopar.runtime.creation import state_shapes
+from autopar.runtime.parallel_step import ParallelStep
+
+# Steps whose median is the seconds of a step, and how many must have run after a
+# re-plan before they are written down.
+_STEPS, _AFTER = 20, 5
+# Steps after a change before others are prepared, and clusters that are remembered.
+_SETTLED, _VISITED = 3, 2
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """A step that has run.
+
+    Attributes:
+      step: its number; the first is 0.
+      position: number of its first sample.
+      result: what the step returned besides the state.
+      seconds: how long it took, with its batch and without a change before it.
+      plan: the new plan, where the step is the first under it; else None.
+    """
+
+    step: int
+    position: int
+    result: Any
+    seconds: float
+    plan: Plan | None = None
+
+
+class ElasticRun:
+    """A run of a step over its samples; iterate over it to train.
+
+    Attributes:
+      state: the carried state.
+      step: number of the next step.
+      ledger: what was written of events and re-plans.
+      sources: of events.
+      ahead: prepares likely next clusters; None: nothing does.
+    """
+
+    def __init__(
+        self,
+        step: ParallelStep[..., Any],
+        samples: Samples,
+        *,
+        steps: int,
+        ledger: Ledger,
+        membership: Callable[[Inbox], Membership] | None = None,
+        sources: Sequence[Source] = (),
+        ahead: bool = False,
+        checkpoints: Checkpoints | None = None,
+        every: int | None = None,
+        shows: bool | None = None,
+    ) -> None:
+        """See `autopar.elastic`, which makes these.
+
+        Args:
+          step: the step.
+          samples: what it is trained on.
+          steps: how many steps there are.
+          ledger: what events and re-plans are written to.
+          membership: makes the membership; None: this process alone.
+          sources: of events; they listen from now on.
+          ahead: whether likely next clusters are prepared in the background.
+          checkpoints: where the run is saved.
+          every: after how many steps; None: at the end alone.
+          shows: whether progress is shown; None: on a terminal.
+        """
+        self._train_step, self._samples, self._steps = step, samples, steps
+        self.ledger = ledger
+        self.state: Any = None
+        self.step = 0
+        self._saves = Saves(checkpoints, every, step, ledger)
+        self._stopped = False
+        self._cluster = step.cluster
+        self._visited: tuple[Cluster, ...] = ()
+        self._replanner = Replanner(step, samples.batch)
+        self.ahead = Ahead(step, samples.batch) if ahead else None
+        own = range(len(step.world.devices))
+        self._inbox = Inbox(step.cluster, tuple(own), self._check, ledger)
+        make = membership or (lambda inbox: Alone(step.world, inbox))
+        self._membership = make(self._inbox)
+        self._display = display.Display(steps, shows)
+        self._seconds: collections.deque[float] = collections.deque(maxlen=_STEPS)
+        self._replans = 0
+        self._before_s: float | None = None
+        self.sources: tuple[Source, ...] = ()
+        for source in sources:
+            self._listen(source)
+
+    def _listen(self, source: Source) -> None:
+        """Starts a source; where it cannot start, those before it are stopped."""
+        try:
+            source.start(self._inbox)
+        except AutoparError:
+            self.close()
+            raise
+        self.sources = (*self.sources, source)
+
+    @property
+    def position(self) -> int:
+        """Number of the first sample of the next step."""
+        return self._samples.position(self.step)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self._train_step.plan
+
+    @property
+    def compression_state(self) -> Any:
+        """The state of the codecs (`autopar.ParallelStep.compression_state`)."""
+        return self._train_step.compression_state
+
+    def create(self, create_state: Callable[..., Any], args: Sequence[Any]) -> None:
+        """Creates the state in its shards, or restores it from the last checkpoint.
+
+        Args:
+          create_state: makes the state.
+          args: its arguments.
+        """
+        world = self._membership.world
+        rest, named = self._samples.arguments(self.step, world)
+        if named:
+            count = len(state_shapes(create_state, args).arguments())
+            names = list(inspect.signature(self._train_step).parameters)
+            named = {names[count]: rest[0], **named}
+        found = self._saves.restored(create_state, args, named or rest)
+        if found is None:
+            state = self._train_step.init(create_state, *args, others=named or rest)
+            self.state = state
+            return
+        self.state, self.step = found.state, found.step
+        self._samples = self._samples.gone_on(found.step, found.position)
+
+    def change(self, event: Event | Cluster | str | Mapping[str, Any]) -> Resolved:
+        """Asks for a change before the next step.
+
+        Args:
+          event: an event, its data, or the whole next cluster, such as ``"4:cpu"``.
+
+        Returns:
+          What comes of the event: whether the cluster changes, or why not.
+
+        Raises:
+          EventError: the event makes no sense; the run goes on without it.
+        """
+        if isinstance(event, Cluster):
+            event = Event(kind="cluster", cluster=event)
+        elif not isinstance(event, Event):
+            event = Event.from_data(event)
+        found = self._inbox.put(event)
+        if found.status == "refused":
+            raise EventError(f"{event}: {found.reason}")
+        return found
+
+    def stop(self) -> None:
+        """Ends the run before the next step."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Ends the run and its sources; once is enough, and more do no harm."""
+        self._stopped = True
+        for source in self.sources:
+            source.stop()
+        if self.ahead is not None:
+            self.ahead.close()
+        self._display.close()
+
+    def __iter__(self) -> ElasticRun:
+        """The run itself: it can be left and gone on with."""
+        return self
+
+    def __next__(self) -> Step:
+        """Runs one step.
+
+        Raises:
+          StopIteration: all steps have run, or the run was stopped.
+        """
+        plan = None if self._ended() else self._changed()
+        if self._ended():
+            self._saves.end(self.state, self.step, self.position)
+            self.close()
+            raise StopIteration
+        begin = time.perf_counter()
+        step, position, result = self.step, self.position, self._run()
+        seconds = time.perf_counter() - begin
+        self._measured(seconds)
+        self._saves.after(self.state, self.step, self.position)
+        self._display.show(step + 1, seconds, self.plan)
+        return Step(
+            step=step, position=position, result=result, seconds=seconds, plan=plan
+        )
+
+    def _ended(self) -> bool:
+        return self._stopped or self.step >= self._steps
+
+    def _run(self) -> Any:
+        """Runs one step, and takes its state.
+
+        It waits for the result: what a step costs must be known, and the loss of
+        another process must be seen in the step that it hits.
+        """
+        world = self._membership.world
+        structs = None
+        if world.process_count > 1:
+            planned = self._train_step.running.planned
+            structs = batch_structs(planned, len(splat(self.state)))
+        rest, named = self._samples.arguments(self.step, world, structs)
+        returned = self._train_step(*splat(self.state), *rest, **named)
+        analysis = self._train_step.running.analysed.analysis
+        state, result = carried_out(analysis, self.state, returned)
+        jax.block_until_ready(jax.tree.leaves(result))
+        self.state, self.step = state, self.step + 1
+        return result
+
+    def _changed(self) -> Plan | None:
+        """Carries out a change that waits; returns the new plan, if there is one."""
+        change = self._membership.pending(self.step)
+        if change is None:
+            return None
+        if change.cluster is None:
+            self._leave(change)
+            return None
+        return self._moved(change, change.cluster)
+
+    def _leave(self, change: Change) -> None:
+        """Ends the run, as no device is left."""
+        events = [event_data(x) for x in change.events]
+        self.ledger.write("stop", step=self.step, position=self.position, events=events)
+        self._stopped = True
+
+    def _moved(self, change: Change, cluster: Cluster) -> Plan | None:
+        """Re-plans for another cluster; None where that is refused."""
+        begin, old = time.perf_counter(), self._train_step.plan
+        fields: dict[str, Any] = {
+            "step": self.step,
+            "position": self.position,
+            "events": [event_data(x) for x in change.events],
+            "old": plan_data(old),
+        }
+        try:
+            found = self._replanner.change(
+                cluster,
+                self.state,
+                measured_s=self._median(),
+                left_s=change.deadline_s - time.time(),
+                rest_steps=self._steps - self.step,
+            )
+        except AutoparError as error:
+            self._membership.settled(self._cluster)
+            self.ledger.write("refused", **fields, reason=str(error))
+            return None
+        self._visited = (*(x for x in self._visited if x != cluster), self._cluster)
+        self._visited = self._visited[-_VISITED:]
+        self.state, self._cluster = found.state, cluster
+        self._membership.settled(cluster)
+        self._replans += 1
+        self._before_s = self._median()
+        self._seconds.clear()
+        self.ledger.write(
+            "replan",
+            number=self._replans,
+            **fields,
+            **outcome_data(found),
+            measured={
+                "pause_s": time.perf_counter() - begin,
+                "plan_s": found.plan_s,
+                "compile_s": found.compile_s,
+                "move_s": found.move_s,
+                "deadline_kept": time.time() <= change.deadline_s,
+            },
+        )
+        return None if found.chosen.name == "stay" else found.chosen.plan
+
+    def _measured(self, seconds: float) -> None:
+        """Takes the seconds of a step, and writes those after a re-plan down."""
+        self._seconds.append(seconds)
+        if self.ahead is not None and len(self._seconds) == _SETTLED:
+            self.ahead.prepare(likely_next(self._cluster, self._visited, self._check))
+        if self._replans and len(self._seconds) == _AFTER:
+            self.ledger.write(
+                "measured",
+                number=self._replans,
+                step=self.step,
+                step_before_s=self._before_s,
+                step_after_s=self._median(),
+            )
+
+    def _median(self) -> float | None:
+        """Seconds of a step; None until enough have run, as the first compiles."""
+        enough = len(self._seconds) >= _SETTLED
+        return statistics.median(self._seconds) if enough else None
+
+    def _check(self, cluster: Cluster) -> None:
+        """Checks that this world has the devices of a cluster.
+
+        Raises:
+          PlanError: it has not.
+        """
+        world = self._membership.world
+        world.at(cluster.ids)
+
+
+def plan_data(plan: Plan) -> dict[str, Any]:
+    """What a line of the ledger says of a plan."""
+    return {
+        "cluster": plan.cluster.text,
+        "meshes": meshes_of(plan),
+        "step_s": plan.predicted.step_s,
+    }
+
+
+def outcome_data(found: Outcome) -> dict[str, Any]:
+    """What a line of the ledger says of a change that was carried out."""
+    horizon_s, chosen = found.horizon_s, found.chosen
+    others = [x.steps(horizon_s) for x in found.compared if x is not chosen]
+    steps = chosen.steps(horizon_s)
+    return {
+        "new": plan_data(chosen.plan),
+        "compared": [x.to_data(horizon_s) for x in found.compared],
+        "chosen": chosen.name,
+        "predicted": {
+            "horizon_s": horizon_s,
+            "step_s": chosen.step_s,
+            "cost_s": chosen.cost_s,
+            "move_bytes": chosen.move_bytes,
+            "compiled": chosen.compiled,
+            "more_steps": steps - max(others) if others else None,
+        },
+    }

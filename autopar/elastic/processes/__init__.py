@@ -1,0 +1,1 @@
+"""A run of several processes, which go and come while it trains."""

@@ -1,0 +1,153 @@
+"""What a process holds of a run's state on its host, and how it comes back to devices.
+
+A holding belongs to a step and to the world that made it: two worlds split the state
+of one step differently, and their tiles must not be mixed.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+
+from autopar.elastic.processes import tiles
+from autopar.elastic.processes.tiles import Tile
+from autopar.runtime import placement
+from autopar_passes import jax_compat
+
+# Path of an array -> its tiles that are held.
+Tiles = dict[str, dict[Tile, np.ndarray]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Holding:
+    """Tiles of the state after a step.
+
+    Attributes:
+      version: step and generation of the world, as text; names the holding.
+      step: number of steps done.
+      shapes: path -> shape and dtype of each whole array; keys as their numbers.
+      tiles: path -> tile -> its elements.
+      extra: what goes with the state and is the same everywhere, such as the position
+        of the next sample; plain data.
+    """
+
+    version: str
+    step: int
+    shapes: Mapping[str, tuple[tuple[int, ...], str]]
+    tiles: Tiles
+    extra: Mapping[str, Any]
+
+    def listed(self) -> dict[str, Any]:
+        """The tiles without their elements, for a message."""
+        return {
+            "step": self.step,
+            "shapes": {k: [list(s), d] for k, (s, d) in self.shapes.items()},
+            "tiles": {
+                path: [tiles.to_data(tile) for tile in held]
+                for path, held in self.tiles.items()
+            },
+            "extra": dict(self.extra),
+        }
+
+
+def version(step: int, generation: int) -> str:
+    """The name of what a world holds after a step."""
+    return f"{step}.{generation}"
+
+
+def hold(
+    arrays: Mapping[str, Any], *, step: int, generation: int, extra: Mapping[str, Any]
+) -> Holding:
+    """Takes this process's shards; on CPUs the memory is shared, not copied.
+
+    Args:
+      arrays: path -> global array.
+      step: number of steps done.
+      generation: of the world that made them.
+      extra: see `Holding`.
+    """
+    bits = {path: jax_compat.key_bits(x) for path, x in arrays.items()}
+    return Holding(
+        version=version(step, generation),
+        step=step,
+        shapes=shapes_of(arrays),
+        tiles={path: _shards(x) for path, x in bits.items()},
+        extra=extra,
+    )
+
+
+def shapes_of(arrays: Mapping[str, Any]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Path -> shape and dtype of each whole array; keys as their numbers."""
+    bits = {path: jax_compat.key_bits(x) for path, x in arrays.items()}
+    return {path: (tuple(x.shape), str(x.dtype)) for path, x in bits.items()}
+
+
+def _shards(array: Any) -> dict[Tile, np.ndarray]:
+    """The distinct shards of this process; of an array of the host, all of it."""
+    if isinstance(array, np.ndarray):
+        return {tiles.whole(array.shape): array}
+    found: dict[Tile, np.ndarray] = {}
+    for shard in array.addressable_shards:
+        tile = tiles.tile_of(shard.index, array.shape)
+        if tile not in found:
+            found[tile] = np.asarray(shard.data)
+    return found
+
+
+def only_here(arrays: Mapping[str, Any]) -> dict[str, dict[Tile, np.ndarray]]:
+    """This process's shards that lie on no other process."""
+    found: Tiles = {}
+    for path, array in arrays.items():
+        bits = jax_compat.key_bits(array)
+        if isinstance(bits, np.ndarray):
+            continue  # every process has it
+        owners: dict[Tile, set[int]] = {}
+        for device, index in bits.sharding.devices_indices_map(bits.shape).items():
+            tile = tiles.tile_of(index, bits.shape)
+            owners.setdefault(tile, set()).add(device.process_index)
+        own = {t: x for t, x in _shards(bits).items() if len(owners[t]) == 1}
+        if own:
+            found[path] = own
+    return found
+
+
+Fetch = Callable[[str, Tile], np.ndarray]
+
+
+def place(
+    wanted: Mapping[str, tuple[Any, NamedSharding]], fetch: Fetch
+) -> dict[str, Any]:
+    """Makes the arrays of a state from tiles; only the tiles of this process are read.
+
+    Args:
+      wanted: path -> struct of the whole array, and where it must lie.
+      fetch: returns the elements of a tile.
+    """
+    return {path: _placed(path, *where, fetch) for path, where in wanted.items()}
+
+
+def _placed(path: str, struct: Any, sharding: NamedSharding, fetch: Fetch) -> Any:
+    if not sharding.addressable_devices:
+        return placement.absent(struct, sharding)
+    shape, dtype = jax_compat.bits_struct(tuple(struct.shape), struct.dtype)
+    read: dict[Tile, np.ndarray] = {}
+
+    def at(index: Any) -> np.ndarray:
+        tile = tiles.tile_of(index, shape)
+        if tile not in read:
+            read[tile] = fetch(path, tile)
+        return read[tile]
+
+    bits = jax.make_array_from_callback(shape, sharding, at, dtype=dtype)
+    return jax_compat.with_dtype(bits, struct.dtype)
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    """The dtype of a name, such as ``bfloat16``."""
+    return np.dtype(jnp.dtype(name))

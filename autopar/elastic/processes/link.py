@@ -1,0 +1,312 @@
+"""A worker's side of the connection to the supervisor.
+
+A thread listens, so that the supervisor is answered while the main thread runs a step.
+Processes agree on the last step of a world without a collective: who starts a step
+holds a lock, and who is asked to pause answers with the last step that has started.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from autopar.elastic.processes.messages import Connection, Message, connect
+from autopar.errors import PlanError
+
+# Where `autopar run` tells its workers how to reach it.
+VARIABLE = "AUTOPAR_SUPERVISOR"
+# And where the run keeps plans and programs.
+FOLDER_VARIABLE = "AUTOPAR_RUN"
+# Set in the process that prepares programs, to the fewest and most processes.
+AHEAD_VARIABLE = "AUTOPAR_AHEAD"
+
+# How long workers without a supervisor may take to stop at one step.
+_STOP_S = 20.0
+_BEAT_S = 0.5
+_RETRY_S = 0.2
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Address:
+    """How a worker reaches its supervisor.
+
+    Attributes:
+      port: on loopback.
+      token: proves that it is one of the supervisor's workers.
+      worker: number of this worker in the run; never used twice.
+      grace_s: how long it goes on without a supervisor.
+    """
+
+    port: int
+    token: str
+    worker: int
+    grace_s: float
+
+    def __str__(self) -> str:
+        """The text for `VARIABLE`."""
+        return f"{self.port}:{self.token}:{self.worker}:{self.grace_s:g}"
+
+    @classmethod
+    def parse(cls, text: str) -> Address:
+        """Reads the text.
+
+        Raises:
+          PlanError: it is none.
+        """
+        try:
+            port, token, worker, grace = text.split(":")
+            return cls(int(port), token, int(worker), float(grace))
+        except ValueError as error:
+            raise PlanError(
+                f"{VARIABLE}={text!r} was not set by `autopar run`: unset it, or start "
+                "the script with `autopar run --processes N script.py`."
+            ) from error
+
+
+class Link:
+    """Orders from the supervisor, and what it must know of this worker."""
+
+    def __init__(
+        self,
+        address: Address,
+        broke: Callable[[], None],
+        settled: Callable[[int], None],
+    ) -> None:
+        """Connects.
+
+        Args:
+          address: of the supervisor.
+          broke: ends the waits of this process's world; it is called from a thread,
+            again and again until the main thread has left the world.
+          settled: is told the generation of a world whose processes all have the
+            state; what older ones held is not needed any more.
+
+        Raises:
+          OSError: there is no supervisor.
+        """
+        self.address = address
+        self._broke, self._settled = broke, settled
+        self._changed = threading.Condition()
+        self._orders: list[Message] = []
+        self._generation = self._aborted = -1
+        self._started = -1
+        self._limit: int | None = None
+        self._paused = False
+        self._phase = "starting"
+        self._lost_s: float | None = None
+        self._last_ready: Message | None = None
+        self._connection = self._connected()
+        for work in (self._listen, self._beat):
+            threading.Thread(target=work, daemon=True, name=work.__name__).start()
+
+    @property
+    def ports(self) -> frozenset[int]:
+        """The ports of the connection."""
+        return self._connection.ports
+
+    @property
+    def aborted(self) -> bool:
+        """Whether the world of this process is to be left at once."""
+        with self._changed:
+            return 0 <= self._generation <= self._aborted
+
+    def left(self) -> None:
+        """Says that the main thread belongs to no world any more."""
+        with self._changed:
+            self._generation = -1
+            self._phase = "out"
+
+    def say(self, kind: str, **data: Any) -> None:
+        """Sends a message of this worker; a lost connection is met elsewhere."""
+        with self._changed:
+            generation = self._generation
+        message = {"worker": self.address.worker, "generation": generation, **data}
+        if kind == "ready":
+            self._last_ready = message
+        self._connection.send(kind, **message)
+
+    def order(self) -> Message:
+        """Waits for what to do next: to form a world, or to end.
+
+        Raises:
+          PlanError: the supervisor is gone, and does not come back.
+        """
+        with self._changed:
+            while not self._orders:
+                self._wait()
+            self._last_ready = None
+            return self._orders.pop(0)
+
+    def may_start(self, step: int) -> bool:
+        """Whether a step may start; otherwise the world is to be left before it.
+
+        Raises:
+          PlanError: the supervisor is gone, and does not come back.
+        """
+        with self._changed:
+            while self._paused and not self.aborted:
+                self._wait()
+            if self.aborted or (self._limit is not None and step > self._limit):
+                return False
+            self._check_lost()
+            self._started, self._phase = step, "step"
+            return True
+
+    def finished(self, step: int) -> bool:
+        """Waits until all processes have done the last step.
+
+        Returns:
+          Whether they have; otherwise the world is to be left.
+        """
+        self.say("finished", step=step)
+        with self._changed:
+            self._phase = "finished"
+            while not self._orders and not self.aborted and self._limit is None:
+                self._wait()
+            ended = bool(self._orders) and self._orders[0]["kind"] == "end"
+            return ended and not self.aborted
+
+    def verdict(self, error: BaseException, wait_s: float) -> bool:
+        """Whether the world of this process is broken, which explains an error.
+
+        Args:
+          error: that was raised.
+          wait_s: how long to wait for the supervisor to say so.
+        """
+        self.say("broken", error=f"{type(error).__name__}: {error}"[:2000])
+        end = time.monotonic() + wait_s
+        with self._changed:
+            while not self.aborted and (left := end - time.monotonic()) > 0:
+                self._changed.wait(min(left, _BEAT_S))
+            return self.aborted
+
+    @property
+    def lost(self) -> bool:
+        """Whether the supervisor has been gone for longer than workers wait for it."""
+        lost = self._lost_s
+        return lost is not None and time.monotonic() - lost > self.address.grace_s
+
+    def pause(self, generation: int) -> int | None:
+        """Starts no step for now; returns the last one that has started.
+
+        None where this process is in another world.
+        """
+        with self._changed:
+            if generation != self._generation:
+                return None
+            self._paused = True
+            return self._started
+
+    def limit(self, generation: int, step: int) -> None:
+        """Goes on from a pause up to a step."""
+        with self._changed:
+            if generation == self._generation:
+                self._paused, self._limit = False, step
+                self._changed.notify_all()
+
+    def _wait(self) -> None:
+        self._check_lost()
+        self._changed.wait(_BEAT_S)
+
+    def _check_lost(self) -> None:
+        if self._lost_s is None:
+            return
+        if time.monotonic() - self._lost_s > self.address.grace_s + _STOP_S:
+            raise self.gone("The last checkpoint is the one before.")
+
+    def gone(self, saved: str) -> PlanError:
+        """The error of a run without a supervisor.
+
+        Args:
+          saved: what has become of the state.
+        """
+        return PlanError(
+            "the supervisor (`autopar run`) is gone, and none came back within "
+            f"{self.address.grace_s:g} s. {saved} Start `autopar run` again."
+        )
+
+    def _connected(self) -> Connection:
+        made = connect("127.0.0.1", self.address.port, timeout_s=10.0)
+        made.send(
+            "hello",
+            token=self.address.token,
+            worker=self.address.worker,
+            pid=os.getpid(),
+            generation=self._generation,
+        )
+        return made
+
+    def _listen(self) -> None:
+        """Takes orders for as long as the process lives."""
+        while True:
+            message = self._connection.receive()
+            if message is None:
+                self._reconnect()
+            else:
+                self._obey(message)
+
+    def _reconnect(self) -> None:
+        """Looks for a supervisor that was started again."""
+        with self._changed:
+            self._lost_s = self._lost_s or time.monotonic()
+            self._changed.notify_all()
+        self._connection.close()
+        time.sleep(_RETRY_S)
+        try:
+            self._connection = self._connected()
+        except OSError:
+            return
+        if self._last_ready is not None:
+            self._connection.send("ready", **self._last_ready)
+
+    def _obey(self, message: Message) -> None:
+        kind, generation = message["kind"], message.get("generation", -1)
+        answer: int | None = None
+        with self._changed:
+            self._lost_s = None
+            if kind in ("form", "end"):
+                self._orders.append(message)
+                self._entered(generation if kind == "form" else self._generation)
+            elif kind == "abort":
+                self._aborted = max(self._aborted, generation)
+            elif kind == "pause":
+                answer = self.pause(generation)
+            elif kind == "limit":
+                self.limit(generation, message["step"])
+            self._changed.notify_all()
+        if answer is not None:
+            self.say("started", step=answer)
+        if kind == "settled":
+            self._settled(generation)
+        if kind == "abort":
+            threading.Thread(
+                target=self._break, args=(generation,), daemon=True
+            ).start()
+
+    def _entered(self, generation: int) -> None:
+        """Belongs to a world from now on: what comes next may be its end."""
+        if generation != self._generation:
+            self._generation, self._started = generation, -1
+            self._limit, self._paused = None, False
+            self._phase = "forming"
+
+    def _break(self, generation: int) -> None:
+        """Ends all waits until the main thread has left the world."""
+        while True:
+            with self._changed:
+                if not 0 <= self._generation <= generation:
+                    return
+            self._broke()
+            time.sleep(0.05)
+
+    def _beat(self) -> None:
+        """Tells the supervisor that this process lives, and where it is."""
+        while True:
+            with self._changed:
+                step, phase = self._started, self._phase
+            self.say("beat", step=step, phase=phase)
+            time.sleep(_BEAT_S)

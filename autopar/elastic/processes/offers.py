@@ -1,0 +1,226 @@
+"""Hands tiles to other processes, and takes copies of theirs; over TCP.
+
+A request is a JSON object on a line; elements follow as bytes. Requests are answered by
+threads, also while the main thread waits in a collective that nobody will end.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from autopar.elastic.processes import tiles
+from autopar.elastic.processes.holding import Holding, Tiles, numpy_dtype
+from autopar.elastic.processes.messages import knows, listen
+from autopar.elastic.processes.tiles import Tile
+
+_LONGEST_LINE = 16 << 20
+
+
+class Offers:
+    """The holdings of this process and copies of others, offered on a port."""
+
+    def __init__(
+        self, token: str, obey: Callable[[Mapping[str, Any]], Any] = lambda _: None
+    ) -> None:
+        """Listens, and holds nothing yet.
+
+        Args:
+          token: that requests must have.
+          obey: follows an order of another process, and returns the answer.
+        """
+        self._token, self._obey = token, obey
+        self._lock = threading.Lock()
+        self._held: dict[str, Holding] = {}
+        self._server = listen()
+        threading.Thread(target=self._accept, daemon=True, name="offers").start()
+
+    @property
+    def port(self) -> int:
+        """Where others ask."""
+        return int(self._server.getsockname()[1])
+
+    def put(self, holding: Holding) -> None:
+        """Offers a holding, with what is held of its version already."""
+        with self._lock:
+            known = self._held.get(holding.version)
+            if known is not None:
+                merged = {p: dict(x) for p, x in known.tiles.items()}
+                for path, more in holding.tiles.items():
+                    merged.setdefault(path, {}).update(more)
+                holding = Holding(
+                    version=holding.version,
+                    step=holding.step,
+                    shapes={**known.shapes, **holding.shapes},
+                    tiles=merged,
+                    extra={**known.extra, **holding.extra},
+                )
+            self._held[holding.version] = holding
+
+    def keep(self, wanted: Callable[[Holding], bool]) -> None:
+        """Drops the holdings that are not wanted."""
+        with self._lock:
+            self._held = {k: h for k, h in self._held.items() if wanted(h)}
+
+    def listed(self) -> dict[str, Any]:
+        """Version -> what is held, for a message."""
+        with self._lock:
+            held = dict(self._held)
+        return {name: holding.listed() for name, holding in held.items()}
+
+    def tiles(self, name: str) -> Tiles:
+        """The tiles of a version."""
+        with self._lock:
+            found = self._held.get(name)
+        return {} if found is None else found.tiles
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, _ = self._server.accept()
+            except OSError:
+                return
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            threading.Thread(target=self._serve, args=(end,), daemon=True).start()
+
+    def _serve(self, end: socket.socket) -> None:
+        """Answers one connection until it closes or asks what it must not."""
+        stream = end.makefile("rwb")
+        try:
+            while line := stream.readline(_LONGEST_LINE):
+                request = json.loads(line)
+                if not knows(request, self._token):
+                    return
+                if "order" in request:
+                    answer = json.dumps({"answer": self._obey(request)})
+                    end.sendall(answer.encode() + b"\n")
+                elif "copies" in request:
+                    self._take(request, stream)
+                else:
+                    self._give(request, end)
+        except (OSError, ValueError, KeyError, EOFError):
+            return
+        finally:
+            end.close()
+
+    def _give(self, request: Mapping[str, Any], end: socket.socket) -> None:
+        tile, wanted = (tiles.from_data(request[k]) for k in ("tile", "part"))
+        held = self.tiles(request["version"]).get(request["path"], {})
+        if tile not in held:
+            end.sendall(b'{"bytes": -1}\n')
+            return
+        part = np.ascontiguousarray(held[tile][tiles.within(wanted, tile)])
+        end.sendall(json.dumps({"bytes": part.nbytes}).encode() + b"\n")
+        end.sendall(_raw(part))
+
+    def _take(self, request: Mapping[str, Any], stream: Any) -> None:
+        """Takes another process's tiles; they count once all have come."""
+        shapes = {p: (tuple(s), str(d)) for p, (s, d) in request["shapes"].items()}
+        found: Tiles = {}
+        for path, data in request["copies"]:
+            tile = tiles.from_data(data)
+            array = np.empty(tiles.extent(tile), numpy_dtype(shapes[path][1]))
+            _fill(stream, array)
+            found.setdefault(path, {})[tile] = array
+        self.put(
+            Holding(
+                version=request["version"],
+                step=request["step"],
+                shapes=shapes,
+                tiles=found,
+                extra=request["extra"],
+            )
+        )
+        stream.write(b"{}\n")
+        stream.flush()
+
+
+def _raw(array: np.ndarray) -> memoryview:
+    """The bytes of a contiguous array."""
+    plain: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(plain)
+
+
+def _fill(stream: Any, array: np.ndarray) -> None:
+    """Reads the elements of a contiguous array."""
+    view = _raw(array)
+    while len(view):
+        count = stream.readinto(view)
+        if not count:
+            raise EOFError
+        view = view[count:]
+
+
+class Peer:
+    """A connection to the offers of another process; one thread uses it.
+
+    Raises:
+      OSError: from each method, when the other process is gone.
+    """
+
+    def __init__(self, port: int, token: str, timeout_s: float = 30.0) -> None:
+        """Connects."""
+        self._end = socket.create_connection(("127.0.0.1", port), timeout=timeout_s)
+        self._end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._stream = self._end.makefile("rb")
+        self._token = token
+
+    def fetch(
+        self, version: str, path: str, tile: Tile, part: Tile, into: np.ndarray
+    ) -> None:
+        """Reads a part of a tile into an array.
+
+        Raises:
+          OSError: the other process is gone, or has the tile no longer.
+        """
+        self._ask(
+            version=version,
+            path=path,
+            tile=tiles.to_data(tile),
+            part=tiles.to_data(part),
+        )
+        count = json.loads(self._stream.readline() or b'{"bytes": -1}')["bytes"]
+        buffer = np.empty(tiles.extent(part), into.dtype)
+        if count != buffer.nbytes:
+            raise ConnectionError(f"{path}: another process holds it no longer")
+        try:
+            _fill(self._stream, buffer)
+        except EOFError as error:
+            raise ConnectionError(f"{path}: another process is gone") from error
+        into[...] = buffer
+
+    def copy(self, holding: Holding) -> None:
+        """Gives the other process copies, and waits until it has them."""
+        listed = [(p, tile) for p, held in holding.tiles.items() for tile in held]
+        self._ask(
+            version=holding.version,
+            step=holding.step,
+            shapes={p: [list(s), d] for p, (s, d) in holding.shapes.items()},
+            extra=dict(holding.extra),
+            copies=[[path, tiles.to_data(tile)] for path, tile in listed],
+        )
+        for path, tile in listed:
+            self._end.sendall(_raw(np.ascontiguousarray(holding.tiles[path][tile])))
+        if not self._stream.readline():
+            raise ConnectionError("another process is gone")
+
+    def order(self, order: str, **data: Any) -> Any:
+        """Gives an order, and returns the answer."""
+        self._ask(order=order, **data)
+        line = self._stream.readline()
+        if not line:
+            raise ConnectionError("another process is gone")
+        return json.loads(line)["answer"]
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._end.close()
+
+    def _ask(self, **request: Any) -> None:
+        line = json.dumps({"kind": "ask", "token": self._token, **request})
+        self._end.sendall(line.encode() + b"\n")

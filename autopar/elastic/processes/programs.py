@@ -1,0 +1,184 @@
+"""Compiled programs of worlds, kept in the folder of a run.
+
+The program that the first process of a world compiles runs in all of them: only one
+compiles, and a world that was there before, or that was prepared, compiles nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+import pathlib
+import pickle
+import tempfile
+import time
+from importlib import metadata
+from typing import Any
+
+import jax
+from jax.experimental import serialize_executable
+
+from autopar.planner.codecs.adjusted import program_plan
+from autopar.runtime import exchange
+from autopar.runtime.agreement import content_digest
+from autopar.runtime.any_step import AnyStep
+from autopar.runtime.planned import PlannedStep
+from autopar.runtime.world import World
+from autopar.steps import program_text
+from autopar.version import __version__
+
+
+class LoadedProgram:
+    """A compiled program in the place of the jitted function it was made of."""
+
+    def __init__(self, compiled: Any, jitted: Any) -> None:
+        """Takes both; the function is still there to lower."""
+        self._compiled, self._jitted = compiled, jitted
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs it on arguments in their places."""
+        return self._compiled(*arguments)
+
+    def trace(self, *arguments: Any) -> Any:
+        """Traces the function."""
+        return self._jitted.trace(*arguments)
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        self._compiled = self._jitted
+        self._jitted.clear_cache()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """A program that is ready.
+
+    Attributes:
+      function: to call; None: compiled when it is called.
+      how: ``loaded`` from the folder, or ``compiled``.
+      seconds: that took.
+    """
+
+    function: LoadedProgram | None
+    how: str
+    seconds: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Programs:
+    """The programs in a folder.
+
+    Attributes:
+      folder: only this user may write to it: what is read from it is run.
+    """
+
+    folder: pathlib.Path
+
+    def ready(
+        self, planned: AnyStep, world: World, *, donate: bool, anew: bool = False
+    ) -> Found:
+        """The compiled program of a planned step, in every process of a world.
+
+        Args:
+          planned: the step.
+          world: its processes; all call this.
+          donate: whether the program consumes the carried state.
+          anew: whether this process wants every process to compile its own: a program
+            that was loaded has failed.
+
+        Raises:
+          PlanError: another process cannot compile it.
+        """
+        begin = time.perf_counter()
+        if not isinstance(planned, PlannedStep):
+            return Found(None, "compiled", 0.0)
+        path = self._path(planned, donate)
+        if _any(world, anew):
+            made = LoadedProgram(planned.lower().compile(), planned.function)
+            exchange.together(world, "compiling", lambda: None)
+            return Found(made, "compiled", time.perf_counter() - begin)
+        found, how = None, "loaded"
+        with exchange.told(world, "compiling"):
+            if world.process_index == 0:
+                found, how = self._first(path, planned)
+        if world.process_count > 1:
+            exchange.exchanged(world, "compiling")
+            with exchange.told(world, "loading the program"):
+                if world.process_index:
+                    found = self._read(path, planned)
+                    if found is None:
+                        found, how = planned.lower().compile(), "compiled"
+            exchange.exchanged(world, "loading the program")
+        made = LoadedProgram(found, planned.function)
+        return Found(made, how, time.perf_counter() - begin)
+
+    def prepare(self, planned: AnyStep, *, donate: bool) -> bool:
+        """Compiles a program for a world that is not there; False: it was kept."""
+        if not isinstance(planned, PlannedStep):
+            return False
+        path = self._path(planned, donate)
+        if path.exists():
+            return False
+        self._write(path, planned.lower().compile())
+        return True
+
+    def _first(self, path: pathlib.Path, planned: PlannedStep) -> tuple[Any, str]:
+        found = self._read(path, planned)
+        if found is not None:
+            return found, "loaded"
+        found = planned.lower().compile()
+        self._write(path, found)
+        return found, "compiled"
+
+    def _path(self, planned: PlannedStep, donate: bool) -> pathlib.Path:
+        """A name made of all that a program depends on."""
+        fallback = None if planned.sums is None else planned.sums.fallback
+        devices = [(d.id, d.process_index) for d in planned.mesh.devices.flat]
+        parts = (
+            __version__,
+            jax.__version__,
+            metadata.version("jaxlib"),
+            os.environ.get("XLA_FLAGS", ""),
+            program_text.identity(planned.analysis),
+            content_digest(program_plan(planned.plan)),
+            repr(devices),
+            repr(donate),
+            repr(fallback),
+        )
+        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
+        return self.folder / digest
+
+    def _read(self, path: pathlib.Path, planned: PlannedStep) -> Any:
+        """The program of a file; None where there is none that can be used."""
+        try:
+            blob = pickle.loads(path.read_bytes())  # of this user's run
+        except (OSError, EOFError, pickle.UnpicklingError):
+            return None
+        devices = planned.mesh.devices.flat[0].client.devices()
+        try:
+            return serialize_executable.deserialize_and_load(
+                *blob, backend=devices[0].client, execution_devices=devices
+            )
+        except (ValueError, RuntimeError):
+            return None
+
+    def _write(self, path: pathlib.Path, compiled: Any) -> None:
+        """Writes a program whole, or nothing where JAX cannot save it."""
+        try:
+            blob = pickle.dumps(serialize_executable.serialize(compiled))
+        except (ValueError, NotImplementedError):
+            return
+        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
+        with os.fdopen(handle, "wb") as file:
+            file.write(blob)
+        os.replace(name, path)
+
+
+def _any(world: World, wanted: bool) -> bool:
+    """Whether any process wants something."""
+    if world.process_count == 1:
+        return wanted
+    told = exchange.exchanged(world, "finding the program", bytes([wanted]))
+    return any(x == bytes([True]) for x in told)

@@ -1,0 +1,384 @@
+"""Runs a script in several processes: starts them, and carries out the supervisor's
+orders (`autopar run`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import queue
+import secrets
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator, Sequence
+from typing import Any
+
+from autopar.elastic.processes.link import (
+    AHEAD_VARIABLE,
+    FOLDER_VARIABLE,
+    VARIABLE,
+    Address,
+)
+from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.messages import Connection, Message, knows, listen
+from autopar.elastic.processes.supervisor import Supervisor
+
+_TICK_S = 0.25
+# How long workers may take to end once they are told to.
+_END_S = 10.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is run.
+
+    Attributes:
+      command: of a worker.
+      limits: numbers of processes and times.
+      folder: where the run keeps its state, log and programs.
+      devices: number of devices of each process; None: as JAX finds them.
+      grace_s: how long workers go on without a supervisor.
+      ahead: whether a process prepares programs of likely next worlds.
+    """
+
+    command: tuple[str, ...]
+    limits: Limits
+    folder: pathlib.Path
+    devices: int | None = None
+    grace_s: float = 60.0
+    ahead: bool = True
+
+
+class Runner:
+    """Starts and ends processes, and brings messages to the supervisor."""
+
+    def __init__(self, job: Job) -> None:
+        """Listens; a run whose supervisor died is taken up again.
+
+        Args:
+          job: what is run.
+
+        Raises:
+          OSError: the port of the earlier supervisor is taken.
+        """
+        job.folder.mkdir(parents=True, exist_ok=True)
+        self._job = job
+        self._state_file = job.folder / "run.json"
+        known = _read(self._state_file)
+        self._token = known.get("token") or secrets.token_hex(16)
+        self._server = listen(known.get("port", 0))
+        self._port = int(self._server.getsockname()[1])
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._connections: dict[int, Connection] = {}
+        self._pids: dict[int, int] = {}
+        self._children: dict[int, subprocess.Popen[bytes]] = {}
+        self._host: subprocess.Popen[str] | None = None
+        self._ahead: subprocess.Popen[bytes] | None = None
+        self._log = open(job.folder / "log.jsonl", "a")  # noqa: SIM115 (kept open)
+        self.supervisor = Supervisor(job.limits, self)
+        self._adopt(known)
+
+    def run(self) -> int:
+        """Runs until the script has ended in all processes; returns the exit code."""
+        threading.Thread(target=self._accept, daemon=True).start()
+        self._hosting()
+        if not self.supervisor.members:
+            self.supervisor.begin()
+        self._write()
+        with self._signals():
+            while (code := self.supervisor.result) is None:
+                self._turn()
+            self._end()
+        return code
+
+    def summary(self) -> str:
+        """How the run ended, in a line."""
+        reason = self.supervisor.reason or "the script has ended in all processes."
+        return f"autopar run: {reason}"
+
+    @contextlib.contextmanager
+    def _signals(self) -> Generator[None]:
+        """SIGINT and SIGTERM end the run and its workers."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+
+        def stop(number: int, frame: Any) -> None:
+            del number, frame
+            self._events.put(lambda: self.supervisor.stop("interrupted.", 130))
+
+        wakeup = signal.set_wakeup_fd(-1)  # who listens there would end this process
+        before = {s: signal.signal(s, stop) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+            signal.set_wakeup_fd(wakeup)
+
+    def _turn(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            self._events.get(timeout=_TICK_S)()
+            while True:
+                self._events.get_nowait()()
+        self.supervisor.tick()
+
+    # What the supervisor asks for.
+
+    def spawn(self, worker: int) -> None:
+        """See `Actions`."""
+        address = Address(self._port, self._token, worker, self._job.grace_s)
+        env = {**self._environment(), VARIABLE: str(address)}
+        child = subprocess.Popen(
+            self._job.command, env=env, stdin=subprocess.DEVNULL, start_new_session=True
+        )
+        self._children[worker] = child
+        self.log("start", worker=worker, pid=child.pid)
+        self._watch(worker, child.pid)
+
+    def _environment(self) -> dict[str, str]:
+        env = {**os.environ, FOLDER_VARIABLE: str(self._job.folder.absolute())}
+        if self._job.devices is not None:
+            env["JAX_NUM_CPU_DEVICES"] = str(self._job.devices)
+        # Collectives need a thread for each device and its peer.
+        devices = self._job.devices or 1
+        env.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
+        return env
+
+    def _prepare(self) -> None:
+        """Starts the process that prepares programs, once a world has formed."""
+        limits = self._job.limits
+        env = {**self._environment(), AHEAD_VARIABLE: f"{limits.least}:{limits.most}"}
+        self._ahead = subprocess.Popen(
+            ["nice", "-n", "19", *self._job.command],
+            env=env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def send(self, worker: int, kind: str, **data: Any) -> None:
+        """See `Actions`."""
+        if (connection := self._connections.get(worker)) is not None:
+            connection.send(kind, **data)
+
+    def kill(self, worker: int) -> None:
+        """See `Actions`."""
+        if (pid := self._pids.get(worker)) is not None:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+
+    def open(self, generation: int, pids: list[int]) -> str:
+        """See `Actions`."""
+        for _ in range(2):
+            host = self._hosting()
+            with contextlib.suppress(OSError, ValueError):
+                self._command(
+                    kind="open", generation=generation, count=len(pids), pids=pids
+                )
+                assert host.stdout is not None
+                return json.loads(host.stdout.readline())["address"]
+            host.kill()
+        raise RuntimeError("the coordination service does not start; see above.")
+
+    def fill(self, generation: int, ranks: list[int]) -> None:
+        """See `Actions`."""
+        with contextlib.suppress(OSError):
+            self._command(kind="fill", generation=generation, ranks=ranks)
+
+    def close(self, generation: int) -> None:
+        """See `Actions`."""
+        with contextlib.suppress(OSError):
+            self._command(kind="close", generation=generation)
+
+    def log(self, event: str, **data: Any) -> None:
+        """See `Actions`."""
+        line = json.dumps({"time_s": round(time.time(), 4), "event": event, **data})
+        self._log.write(line + "\n")
+        self._log.flush()
+        if event in ("form", "start"):
+            self._write()
+        if event == "formed" and self._job.ahead and self._ahead is None:
+            self._prepare()
+
+    # Processes.
+
+    def _hosting(self) -> subprocess.Popen[str]:
+        """The process that hosts coordination services."""
+        if self._host is None or self._host.poll() is not None:
+            self._host = subprocess.Popen(
+                [sys.executable, "-m", "autopar.elastic.processes.coordination"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                text=True,
+                start_new_session=True,
+                env={**os.environ, "JAX_PLATFORMS": "cpu"},
+            )
+        return self._host
+
+    def _command(self, **command: Any) -> None:
+        stdin = self._hosting().stdin
+        assert stdin is not None
+        stdin.write(json.dumps(command) + "\n")
+        stdin.flush()
+
+    def _watch(self, worker: int, pid: int) -> None:
+        """Reports the end of a process, of a child or another."""
+        self._pids[worker] = pid
+        try:
+            descriptor = os.pidfd_open(pid)
+        except OSError:
+            self._events.put(lambda: self.supervisor.gone(worker, None))
+            return
+
+        def wait() -> None:
+            select.select([descriptor], [], [])
+            os.close(descriptor)
+            child = self._children.get(worker)
+            code = None if child is None else child.wait()
+            self._events.put(lambda: self._gone(worker, code))
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _gone(self, worker: int, code: int | None) -> None:
+        self._pids.pop(worker, None)
+        if (connection := self._connections.pop(worker, None)) is not None:
+            connection.close()
+        self.supervisor.gone(worker, code)
+
+    def _end(self) -> None:
+        """Ends all processes that are left."""
+        end = time.monotonic() + _END_S
+        code = self.supervisor.result
+        for how in (signal.SIGTERM if code else None, signal.SIGKILL):
+            for pid in list(self._pids.values()):
+                with contextlib.suppress(OSError):
+                    if how is not None:
+                        os.kill(pid, how)
+            while self._pids and (time.monotonic() < end or how == signal.SIGKILL):
+                with contextlib.suppress(queue.Empty):
+                    self._events.get(timeout=_TICK_S)()
+        for helper in (self._host, self._ahead):
+            if helper is not None:
+                helper.kill()
+                helper.wait()
+        self._state_file.unlink(missing_ok=True)
+        self._server.close()
+        self._log.close()
+
+    # Messages.
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                end, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._receive, args=(end,), daemon=True).start()
+
+    def _receive(self, end: socket.socket) -> None:
+        connection = Connection(end)
+        first = connection.receive()
+        if first is None or not knows(first, self._token):
+            connection.send("refused", reason="wrong token")
+            connection.close()
+            return
+        if first["kind"] == "command":
+            self._events.put(lambda: self._obey(first, connection))
+            return
+        worker = int(first["worker"])
+        self._events.put(lambda: self._greet(worker, first, connection))
+        while (message := connection.receive()) is not None:
+            self._events.put(
+                lambda message=message: self.supervisor.take(worker, message)
+            )
+
+    def _greet(self, worker: int, first: Message, connection: Connection) -> None:
+        self._connections[worker] = connection
+        if worker not in self._pids:
+            self._watch(worker, int(first["pid"]))
+        self.supervisor.take(worker, first)
+
+    def _obey(self, message: Message, connection: Connection) -> None:
+        """Carries out a command of `autopar workers`."""
+        command, wrong = message.get("command"), ""
+        if command == "resize":
+            wrong = self.supervisor.resize(int(message["processes"]))
+        elif command == "remove":
+            wrong = self.supervisor.remove(int(message["worker"]))
+        elif command == "stop":
+            self.supervisor.stop("stopped", 0)
+        elif command != "status":
+            wrong = f"no such command: {command}"
+        connection.send("answer", wrong=wrong, status=dict(self.supervisor.status()))
+        connection.close()
+
+    # The state file.
+
+    def _write(self) -> None:
+        data = {
+            "port": self._port,
+            "token": self._token,
+            "pid": os.getpid(),
+            "workers": {str(w): pid for w, pid in self._pids.items()},
+            "generation": self.supervisor.generation,
+            "world": list(self.supervisor.world),
+            "wanted": self.supervisor.wanted,
+            "numbers": self.supervisor.numbers,
+        }
+        temporary = self._state_file.with_suffix(".new")
+        temporary.touch(mode=0o600)
+        temporary.write_text(json.dumps(data))
+        temporary.replace(self._state_file)
+
+    def _adopt(self, known: Message) -> None:
+        """Takes up the workers of a supervisor that is gone."""
+        workers = {int(w): int(pid) for w, pid in known.get("workers", {}).items()}
+        if not workers:
+            return
+        self.supervisor.adopt(known)
+        for worker, pid in workers.items():
+            self._watch(worker, pid)
+
+
+def _read(path: pathlib.Path) -> Message:
+    """What an earlier supervisor wrote down; empty where none left workers."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    pids = found.get("workers", {}).values()
+    alive = any(os.path.exists(f"/proc/{pid}") for pid in pids)
+    return found if alive else {}
+
+
+def command(folder: pathlib.Path, **words: Any) -> Message:
+    """Sends a command to the supervisor of a run.
+
+    Raises:
+      OSError: there is none.
+    """
+    from autopar.elastic.processes.messages import connect
+
+    state = json.loads((folder / "run.json").read_text())
+    connection = connect("127.0.0.1", state["port"], timeout_s=10)
+    connection.send("command", token=state["token"], **words)
+    answer = connection.receive()
+    connection.close()
+    if answer is None:
+        raise ConnectionError("the supervisor did not answer")
+    return answer
+
+
+def python_command(script: Sequence[str]) -> tuple[str, ...]:
+    """The command that runs a script with its arguments."""
+    return (sys.executable, *script)

@@ -1,0 +1,44 @@
+"""The cluster of a world: as many hosts as it has processes."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+
+
+def cluster_of(base: Cluster | None, processes: int, devices: int) -> Cluster:
+    """The cluster that a world of processes is planned for.
+
+    Args:
+      base: the cluster that was asked for, whose links and devices hold; None: this
+        machine's.
+      processes: of the world.
+      devices: of each process.
+
+    Raises:
+      PlanError: the hosts of the cluster have another number of devices.
+
+    >>> cluster_of(Cluster.parse("4x2:h100"), 3, 2).num_devices
+    6
+    """
+    if base is None:
+        return Cluster.local(processes * devices)
+    if base.num_devices == processes * devices:
+        return base
+    levels = list(base.levels)
+    if base.groups or not levels:
+        raise PlanError(
+            "a cluster of groups has no hosts of one kind; leave cluster= out."
+        )
+    inner = math.prod(level.size for level in levels[1:])
+    size, rest = divmod(processes * devices, inner)
+    if rest or (len(levels) > 1 and devices % inner):
+        raise PlanError(
+            f"{processes} processes of {devices} devices are no part of {base}: give "
+            f"each process {inner} devices (--devices), or another cluster=."
+        )
+    outer = dataclasses.replace(levels[0], size=size)
+    return dataclasses.replace(base, levels=(outer, *levels[1:]), members=None)

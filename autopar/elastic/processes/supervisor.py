@@ -1,0 +1,457 @@
+"""The supervisor: forms worlds of the workers that are there, one after another.
+
+It is a machine of states that one thread drives: `take` is given what happened, and the
+supervisor sends orders to workers. It knows nothing of JAX; `Actions` reach the world.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from autopar.elastic.processes.formation import chosen, latest_state
+from autopar.elastic.processes.members import Actions, Limits, Member
+from autopar.elastic.processes.messages import Message
+
+# Worlds in a row that may break at one step though nobody died.
+_BREAKS = 3
+# Errors that the loss of another process may have caused.
+_OF_OTHERS = ("RuntimeError", "Connection", "OSError", "TimeoutError", "WorldBroken")
+# How long the others may go on after a worker's script has ended without an error.
+_EARLY_S = 5.0
+
+
+class Supervisor:
+    """Forms worlds and watches them."""
+
+    def __init__(
+        self,
+        limits: Limits,
+        actions: Actions,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Has no workers yet; see `begin`.
+
+        Args:
+          limits: numbers and times.
+          actions: reaches the workers.
+          clock: seconds now.
+        """
+        self.limits, self._do, self._clock = limits, actions, clock
+        self.members: dict[int, Member] = {}
+        self.generation = self.numbers = 0
+        self.wanted = limits.processes
+        self.world: tuple[int, ...] = ()
+        # What is done now: gather workers, or run a world, or pause it.
+        self.state = "gather"
+        self.result: int | None = None
+        self.reason = ""
+        self._leaving: frozenset[int] = frozenset()
+        self._restarts = limits.restarts
+        self._done = -1
+        self._breaks = 0
+        self._progress_s = clock()
+        self._early_s = math.inf
+        self._ever = False
+
+    # What is told from outside.
+
+    def begin(self) -> None:
+        """Starts the first workers."""
+        for _ in range(self.limits.processes):
+            self._spawn()
+
+    def adopt(self, known: Mapping[str, Any]) -> None:
+        """Takes up the workers of an earlier supervisor; they will connect.
+
+        Args:
+          known: its generation, world, number of processes, and workers.
+        """
+        now = self._clock()
+        self.generation, self.numbers = known["generation"], known["numbers"]
+        self.wanted, self.world = known["wanted"], tuple(known["world"])
+        self._ever = bool(self.world)
+        for worker in map(int, known["workers"]):
+            inside = worker in self.world
+            self.members[worker] = Member(
+                phase="in" if inside else "starting",
+                since_s=now,
+                heard_s=now,
+                connected=True,
+                formed=inside,
+                trained=inside,
+            )
+        self.state = "run" if self._ever else "gather"
+
+    def resize(self, processes: int) -> str:
+        """Asks for another number of processes; returns what is wrong, or ''."""
+        if not self.limits.least <= processes <= self.limits.most:
+            return (
+                f"{processes} processes: expected {self.limits.least} to "
+                f"{self.limits.most} (--min, --max)."
+            )
+        self.wanted = processes
+        self._leaving = frozenset()
+        self._do.log("resize", processes=processes)
+        self._fill_up()
+        self._advance()
+        return ""
+
+    def remove(self, worker: int) -> str:
+        """Asks a worker to go; returns what is wrong with it, or ''."""
+        if worker not in self.members:
+            return f"there is no worker {worker}."
+        if len(self._staying()) - 1 < self.limits.least:
+            return f"at least {self.limits.least} processes must stay (--min)."
+        self._leaving |= {worker}
+        self.wanted = max(self.limits.least, self.wanted - 1)
+        self._do.log("remove", worker=worker)
+        self._advance()
+        return ""
+
+    def stop(self, reason: str, code: int) -> None:
+        """Ends the run."""
+        if self.result is None:
+            self.result, self.reason = code, reason
+            self._do.log("end", code=code, reason=reason)
+            for worker in self.members:
+                self._do.send(worker, "end", code=code, reason="")
+
+    def take(self, worker: int, message: Message) -> None:
+        """Takes a message of a worker."""
+        kind, now = message["kind"], self._clock()
+        member = self.members.get(worker)
+        if member is None:
+            return
+        member.heard_s, member.connected = now, True
+        if message.get("generation", -1) not in (-1, self.generation):
+            return  # of a world that is gone
+        handler = getattr(self, f"_take_{kind}", None)
+        if handler is not None:
+            handler(worker, member, message)
+        self._advance()
+
+    def gone(self, worker: int, code: int | None) -> None:
+        """A worker's process has ended.
+
+        Args:
+          worker: its number.
+          code: its exit status, negative for a signal; None: not known.
+        """
+        member = self.members.pop(worker, None)
+        if member is None:
+            return
+        self._do.log("gone", worker=worker, code=code, phase=member.phase)
+        if self.result is not None:
+            return
+        left = worker in self._leaving or member.dismissed
+        self._leaving -= {worker}
+        if code == 0 and member.phase == "in" and not left:
+            self._early_s = min(self._early_s, self._clock())
+            if not self.members:
+                self.stop("", 0)
+        elif member.phase == "starting" and not self._ever:
+            self._never_started(worker, code)
+        elif code is not None and code > 0 and not left and not self._new(member):
+            self._failed(worker, code)
+        else:
+            self._lose(worker, replace=not left and (code is None or code < 0))
+        self._advance()
+
+    def tick(self) -> None:
+        """Looks for workers that are silent, slow or stuck."""
+        now = self._clock()
+        for worker, member in list(self.members.items()):
+            why = self._overdue(member, now)
+            if why:
+                self._do.log("kill", worker=worker, reason=why)
+                member.heard_s = member.since_s = now
+                self._do.kill(worker)
+        if now - self._early_s > _EARLY_S:
+            self._early_s = math.inf
+            self._abort("a worker's script has ended")
+        if self.state == "run" and now - self._progress_s > self.limits.stuck_s:
+            self._abort("no progress")
+
+    # Messages.
+
+    def _take_ready(self, worker: int, member: Member, message: Message) -> None:
+        self._phase(member, "ready")
+        member.ready, member.started, member.formed = message, None, False
+        member.finished, member.broken = False, ""
+        self._do.log("ready", worker=worker)
+
+    def _take_beat(self, worker: int, member: Member, message: Message) -> None:
+        del worker
+        if message["step"] > member.step:
+            member.step = message["step"]
+            self._progress_s = self._clock()
+
+    def _take_started(self, worker: int, member: Member, message: Message) -> None:
+        member.started = message["step"]
+        current = [self.members[w] for w in self.world if w in self.members]
+        if self.state != "pause" or any(m.started is None for m in current):
+            return
+        limit = max(m.started for m in current if m.started is not None)
+        self._do.log("pause", step=limit)
+        self._to_world("limit", step=limit)
+        self.state = "gather"
+
+    def _take_formed(self, worker: int, member: Member, message: Message) -> None:
+        member.formed = True
+        self._progress_s = self._clock()
+        if all(w in self.members and self.members[w].formed for w in self.world):
+            for w in self.world:
+                self.members[w].trained = True
+            self._do.log("formed", generation=self.generation, step=message["step"])
+            if message["step"] > self._done:
+                self._done, self._breaks = message["step"], 0
+            for other in self.members:
+                self._do.send(other, "settled", generation=self.generation)
+            self._dismiss()
+
+    def _take_broken(self, worker: int, member: Member, message: Message) -> None:
+        member.broken = message["error"]
+        self._do.log("broken", worker=worker, error=message["error"])
+        name = member.broken.partition(":")[0]
+        caused = any(part in name for part in _OF_OTHERS)
+        if worker in self.world and self.state in ("run", "pause") and caused:
+            self._breaks += 1
+            if self._breaks > _BREAKS * max(1, len(self.world)):
+                self.stop(f"worker {worker}: {member.broken}", 1)
+                return
+            self._abort("broken")
+        elif worker in self.world and self.state == "run" and self._newcomers():
+            self._without_newcomers()
+        elif worker in self.world and self.state == "gather":
+            self._do.send(worker, "abort", generation=self.generation)
+
+    def _take_finished(self, worker: int, member: Member, message: Message) -> None:
+        member.finished = True
+        if all(w in self.members and self.members[w].finished for w in self.world):
+            self._do.log("finished", step=message["step"])
+            self._to_world("end", code=0)
+            self._dismiss(everybody=True)
+            self.state = "end"
+            for other, state in self.members.items():
+                if state.phase == "starting":
+                    self._do.kill(other)
+
+    def _take_resize(self, worker: int, member: Member, message: Message) -> None:
+        del worker, member
+        self.resize(int(message["processes"]))
+
+    # What follows.
+
+    def _advance(self) -> None:
+        """Does what the state of the workers asks for now."""
+        if self.result is not None or self.state == "end":
+            if self.state == "end" and not self.members:
+                self.stop("", 0)
+            return
+        if self.state == "run" and self._change_wanted():
+            self.state = "pause"
+            self._to_world("pause")
+        if self.state == "gather":
+            self._form_if_ready()
+
+    def _change_wanted(self) -> bool:
+        current = [self.members.get(w) for w in self.world]
+        if not all(m is not None and m.formed and not m.finished for m in current):
+            return False
+        ready = self._ready()
+        new = chosen([*self.world, *ready], self.wanted, self._leaving, self._rows())
+        return new != sorted(self.world)
+
+    def _form_if_ready(self) -> None:
+        waiting = [m for m in self.members.values() if m.phase != "ready"]
+        if any(m.phase == "in" for m in waiting):
+            return
+        if not self._ever and waiting:
+            return  # a run begins with all
+        ready = self._ready()
+        new = chosen(ready, self.wanted, self._leaving, self._rows())
+        if len(new) >= max(1, self.limits.least):
+            self._form(new)
+        elif not waiting:
+            self.stop(
+                f"{len(new)} of at least {self.limits.least} workers are left (--min)"
+                + (f"; the last error was: {self._last_error()}" if new else "."),
+                1,
+            )
+
+    def _form(self, workers: list[int]) -> None:
+        if self.generation:
+            self._do.close(self.generation - 1)
+        self.generation += 1
+        self.world, self.state, self._ever = tuple(workers), "run", True
+        readies = {w: m.ready for w, m in self.members.items() if m.ready}
+        state = latest_state({r["port"]: r["holds"] for r in readies.values()})
+        known = [
+            {k: readies[w][k] for k in ("port", "pid", "devices")} | {"worker": w}
+            for w in workers
+        ]
+        address = ""
+        if len(workers) > 1:
+            pids = [m["pid"] for m in known]
+            address = self._do.open(self.generation, pids)
+        lost = self._done if state is None and self._done > 0 else None
+        for rank, worker in enumerate(workers):
+            member = self.members[worker]
+            self._phase(member, "in")
+            member.formed = member.finished = False
+            member.started, member.step = None, -1
+            self._do.send(
+                worker,
+                "form",
+                generation=self.generation,
+                rank=rank,
+                members=known,
+                address=address,
+                state=state,
+                lost=lost,
+            )
+        self._progress_s = self._clock()
+        step = None if state is None else state["step"]
+        self._do.log("form", generation=self.generation, workers=workers, step=step)
+
+    def _abort(self, why: str) -> None:
+        """Makes a world be left at once."""
+        if self.state not in ("run", "pause"):
+            return
+        self._do.log("abort", generation=self.generation, reason=why)
+        missing = [k for k, w in enumerate(self.world) if w not in self.members]
+        if missing and len(self.world) > 1:
+            self._do.fill(self.generation, missing)
+        self.state = "gather"
+        self._leave_at_once()
+
+    def _leave_at_once(self) -> None:
+        self._to_world("abort")
+        for worker in self.world:
+            if worker in self.members:
+                by = self._clock() + self.limits.leave_s
+                self.members[worker].leave_by_s = by
+
+    def _lose(self, worker: int, *, replace: bool) -> None:
+        if worker in self.world and self.state in ("run", "pause"):
+            self._abort(f"worker {worker} is gone")
+        elif worker in self.world and self.state == "gather":
+            self._do.fill(self.generation, [self.world.index(worker)])
+            self._leave_at_once()
+        if replace and self._restarts > 0:
+            self._restarts -= 1
+            self._spawn()
+        else:
+            self.wanted = max(self.limits.least, min(self.wanted, len(self._staying())))
+
+    def _new(self, member: Member) -> bool:
+        """Whether a worker has never trained, and others have."""
+        return not member.trained and any(m.trained for m in self.members.values())
+
+    def _newcomers(self) -> list[int]:
+        """The workers of a world that forms who have never trained."""
+        current = [(w, self.members[w]) for w in self.world if w in self.members]
+        if all(m.formed for _, m in current):
+            return []
+        return [w for w, m in current if self._new(m)]
+
+    def _without_newcomers(self) -> None:
+        """Goes on without those who joined: with them no world forms."""
+        for worker in self._newcomers():
+            self.members[worker].dismissed = True
+            reason = f"worker {worker} does not fit the others; see the errors above"
+            self._do.log("refused", worker=worker)
+            self._do.send(worker, "end", code=1, reason=reason)
+        self.wanted = max(self.limits.least, len(self._staying()))
+        self._abort("a new worker does not fit")
+
+    def _failed(self, worker: int, code: int) -> None:
+        """A worker's script raised an error; the others would do the same."""
+        self.stop(
+            f"worker {worker} ended with code {code}; see its output above.", code
+        )
+
+    def _never_started(self, worker: int, code: int | None) -> None:
+        how = f"with code {code}" if code is not None and code >= 0 else "by a signal"
+        self.stop(
+            f"worker {worker} ended {how} before it joined the run: its script must "
+            "call autopar.elastic(...) and take its steps; see its output above.",
+            code or 1,
+        )
+
+    def _dismiss(self, *, everybody: bool = False) -> None:
+        """Sends those home that have no place in the world."""
+        for worker, member in self.members.items():
+            if worker in self.world or member.phase != "ready" or member.dismissed:
+                continue
+            if everybody or worker in self._leaving or len(self.world) >= self.wanted:
+                member.dismissed = True
+                reason = f"worker {worker} has no place in the run any more"
+                self._do.send(worker, "end", code=0, reason=reason)
+
+    def _fill_up(self) -> None:
+        for _ in range(self.wanted - len(self._staying())):
+            self._spawn()
+
+    def _ready(self) -> list[int]:
+        return [
+            w for w, m in self.members.items() if m.phase == "ready" and not m.dismissed
+        ]
+
+    def _rows(self) -> float:
+        """Rows of a batch for each device of a process; 0: it need not be divided."""
+        told = [m.ready for m in self.members.values() if m.ready]
+        return told[-1]["rows"] / told[-1]["devices"] if told else 0
+
+    def _staying(self) -> list[int]:
+        return [
+            w
+            for w, m in self.members.items()
+            if w not in self._leaving and not m.dismissed
+        ]
+
+    def _spawn(self) -> None:
+        now = self._clock()
+        self.members[self.numbers] = Member(since_s=now, heard_s=now)
+        self.numbers += 1
+        self._do.spawn(self.numbers - 1)
+
+    def _phase(self, member: Member, phase: str) -> None:
+        member.phase, member.since_s = phase, self._clock()
+        member.leave_by_s = math.inf
+
+    def _to_world(self, kind: str, **data: Any) -> None:
+        for worker in self.world:
+            if worker in self.members:
+                self._do.send(worker, kind, generation=self.generation, **data)
+
+    def _overdue(self, member: Member, now: float) -> str:
+        """Why a worker is given up; '' otherwise."""
+        if member.connected and now - member.heard_s > self.limits.silent_s:
+            return f"silent for {self.limits.silent_s:g} s"
+        waited = now - member.since_s
+        if member.phase == "starting" and waited > self.limits.start_s:
+            return f"not ready {self.limits.start_s:g} s after its start"
+        if member.phase == "in" and now > member.leave_by_s:
+            return f"did not leave its world within {self.limits.leave_s:g} s"
+        return ""
+
+    def _last_error(self) -> str:
+        errors = [m.broken for m in self.members.values() if m.broken]
+        return errors[-1] if errors else "none"
+
+    def status(self) -> Mapping[str, Any]:
+        """The run in a few words, as plain data."""
+        return {
+            "state": self.state,
+            "generation": self.generation,
+            "world": list(self.world),
+            "wanted": self.wanted,
+            "workers": {
+                str(w): {"phase": m.phase, "step": m.step}
+                for w, m in sorted(self.members.items())
+            },
+        }

@@ -1,0 +1,343 @@
+"""One process among those of a run: joins a world, leaves it, and keeps its state.
+
+A world that breaks leaves every process with the state of the last steps that it
+finished; the supervisor finds the latest step of which all is held by someone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import pathlib
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+
+from autopar.elastic.processes import holding
+from autopar.elastic.processes.channel import WorldChannel
+from autopar.elastic.processes.copies import Copier
+from autopar.elastic.processes.fetching import Fetcher, Source
+from autopar.elastic.processes.link import (
+    FOLDER_VARIABLE,
+    VARIABLE,
+    Address,
+    Link,
+)
+from autopar.elastic.processes.messages import Message
+from autopar.elastic.processes.offers import Offers, Peer
+from autopar.elastic.processes.sockets import break_connections
+from autopar.errors import PlanError
+from autopar.runtime.world import Alone, World
+from autopar_passes import jax_processes
+
+# How long the others may take to connect, and the supervisor to find who broke a world.
+_CONNECT_S, _VERDICT_S = 20, 5.0
+_WATCH_S = 0.2
+
+
+class WorldBroken(Exception):
+    """The world of this process is to be left: a process was lost, or joins."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Joined:
+    """A world that this process has joined.
+
+    Attributes:
+      world: its processes and devices.
+      generation: its number; each world has a higher one.
+      step: number of steps done; 0 in a run that begins.
+      extra: what was held beside the arrays of the state.
+      fetch: reads the state; None: nobody holds one.
+      lost_step: number of steps done when the state was lost; None: it was not.
+    """
+
+    world: World
+    generation: int
+    step: int
+    extra: Mapping[str, Any]
+    fetch: Fetcher | None
+    lost_step: int | None
+
+
+class Team:
+    """This process's part in a run of several."""
+
+    def __init__(self, address: Address, survive: int, rows: int) -> None:
+        """Connects to the supervisor.
+
+        Args:
+          address: of the supervisor.
+          survive: how many processes may die at once without loss of state that
+            lies on no other one.
+          rows: of a batch, which the devices of a world must divide; 0: any can.
+
+        Raises:
+          PlanError: there is no supervisor.
+        """
+        self._form: Message | None = None
+        self._client: Any = None
+        self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
+        self._survive, self._rows = survive, rows
+        self._offers = Offers(address.token, self._obey)
+        self._copier = Copier(address.token)
+        try:
+            self._link = Link(address, self._break, self._settled)
+        except OSError as error:
+            raise PlanError(
+                f"no supervisor at port {address.port} ({error}). Start the script "
+                "with `autopar run --processes N script.py`."
+            ) from error
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the supervisor is gone for good: the run ends at this step."""
+        return self._link.lost
+
+    def gone(self, saved: str) -> PlanError:
+        """The error of a run without a supervisor; says what was saved."""
+        return self._link.gone(saved)
+
+    def _watch(self) -> None:
+        """Makes all processes stop at one step where the supervisor is gone."""
+        while True:
+            time.sleep(_WATCH_S)
+            form = self._form
+            if self._link.lost and form is not None and form["rank"] == 0:
+                with contextlib.suppress(OSError):
+                    self._stop_together(form)
+                return
+
+    def _stop_together(self, form: Message) -> None:
+        """Does what the supervisor does for a pause; the first process calls it."""
+        generation, token = form["generation"], self._link.address.token
+        peers = [Peer(m["port"], token) for m in form["members"][1:]]
+        started = [self._link.pause(generation)]
+        started += [p.order("pause", generation=generation) for p in peers]
+        last = max(k for k in started if k is not None)
+        for peer in peers:
+            peer.order("limit", generation=generation, step=last)
+        self._link.limit(generation, last)
+
+    def _obey(self, request: Mapping[str, Any]) -> int | None:
+        """Follows the first process where there is no supervisor."""
+        if request["order"] == "pause":
+            return self._link.pause(request["generation"])
+        self._link.limit(request["generation"], request["step"])
+        return None
+
+    @classmethod
+    def of_environment(cls, survive: int, rows: int) -> Team | None:
+        """The team that `autopar run` started this process for, or None."""
+        text = os.environ.get(VARIABLE)
+        return Team(Address.parse(text), survive, rows) if text else None
+
+    @property
+    def folder(self) -> pathlib.Path:
+        """The folder of the run."""
+        return run_folder()
+
+    def join(self) -> Joined:
+        """Waits for a world and joins it; until it forms, again.
+
+        Raises:
+          PlanError: the supervisor is gone.
+        """
+        while True:
+            self._link.say(
+                "ready",
+                holds=self._offers.listed(),
+                port=self._offers.port,
+                pid=os.getpid(),
+                devices=local_devices(),
+                rows=self._rows,
+            )
+            order = self._link.order()
+            if order["kind"] == "end":
+                self._dismissed(order)
+            try:
+                return self._joined(order)
+            except Exception as error:  # a process died while the world formed
+                if not self._link.verdict(error, _VERDICT_S):
+                    raise
+                self.leave()
+
+    def _joined(self, form: Message) -> Joined:
+        self._form = form
+        index, count = form["rank"], len(form["members"])
+        address = form["address"]
+        jax_processes.leave_world()
+        if count > 1:
+            client = jax_processes.coordination_client(address, index, _CONNECT_S)
+            self._client = client
+            client.connect()
+            jax_processes.enter_world(client, address, index, count)
+        self._check_alive()
+        devices = tuple(jax.devices())
+        self._check_alive()
+        channel = WorldChannel(self._client, index, count, self._check_alive)
+        world = World(devices, index, count, channel if count > 1 else Alone())
+        source = form.get("state")
+        fetch = None
+        if source is not None:
+            token = self._link.address.token
+            fetch = Fetcher(Source.from_data(source), self._offers, token)
+        members = form["members"]
+        ring = [members[(index + k) % count] for k in range(1, count)]
+        self._copier.aim([m["port"] for m in ring[: self._survive]])
+        return Joined(
+            world=world,
+            generation=form["generation"],
+            step=0 if source is None else source["step"],
+            extra={} if source is None else source["extra"],
+            fetch=fetch,
+            lost_step=form.get("lost"),
+        )
+
+    def _check_alive(self) -> None:
+        if self._link.aborted:
+            raise WorldBroken("the world is left")
+
+    def placed(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
+        """Says that this process has the state of its new world.
+
+        Args:
+          step: number of steps done.
+          arrays: path -> global array.
+          extra: plain data that goes with them.
+        """
+        self._recent = []
+        self.done(step, arrays, extra)
+        self._copier.wait()
+        self._link.say("formed", step=step)
+
+    def done(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
+        """Keeps the state after a step until a later one is safe.
+
+        Args:
+          step: number of steps done.
+          arrays: path -> global array; they must not be consumed by a later step.
+          extra: plain data that goes with them.
+        """
+        assert self._form is not None
+        jax.block_until_ready(arrays)
+        own = holding.only_here(arrays) if len(self._form["members"]) > 1 else {}
+        # A process may be a step ahead, and copies two steps behind.
+        window = 3 if own else 1
+        self._recent = [*self._recent, (step, arrays, extra)][-window:]
+        if own and self._survive:
+            shapes = holding.shapes_of(arrays)
+            self._copier.send(
+                holding.Holding(
+                    version=holding.version(step, self._form["generation"]),
+                    step=step,
+                    shapes=shapes,
+                    tiles=own,
+                    extra=extra,
+                )
+            )
+            generation = self._form["generation"]
+            self._offers.keep(lambda h: not _older(h, generation, step - window))
+
+    def may_start(self, step: int) -> bool:
+        """Whether a step may start; otherwise the world is to be left before it."""
+        return self._link.may_start(step)
+
+    def finished(self, step: int) -> bool:
+        """Waits until all processes have done the last step; False: leave the world."""
+        return self._link.finished(step)
+
+    def resize(self, processes: int) -> None:
+        """Asks the supervisor for another number of processes."""
+        self._link.say("resize", processes=processes)
+
+    def broken(self, error: BaseException) -> bool:
+        """Whether an error came from the loss of a process, or from leaving."""
+        return isinstance(error, Exception) and self._link.verdict(error, _VERDICT_S)
+
+    def leave(self) -> None:
+        """Leaves the world; the state of the last steps stays on the host."""
+        assert self._form is not None
+        generation = self._form["generation"]
+        for step, arrays, extra in self._recent:
+            if any(x.is_deleted() for x in arrays.values() if hasattr(x, "is_deleted")):
+                continue  # consumed by a step that broke
+            self._offers.put(
+                holding.hold(arrays, step=step, generation=generation, extra=extra)
+            )
+        self._recent = []
+        self._copier.aim([])
+        client, self._client = self._client, None
+        jax_processes.leave_world()
+        self._link.left()
+        if client is not None:
+            threading.Thread(target=_shut_down, args=(client,), daemon=True).start()
+        gc.collect()
+
+    def _settled(self, generation: int) -> None:
+        """Drops what older worlds held: every process of a newer one has the state."""
+        self._offers.keep(lambda h: int(h.version.split(".")[1]) >= generation)
+
+    def _break(self) -> None:
+        """Ends the waits of the world; called from a thread."""
+        form = self._form
+        if form is None:
+            return
+        ports = {m["port"] for m in form["members"]} | self._link.ports
+        ports.add(int(form["address"].rpartition(":")[2] or 0))
+        pids = [m["pid"] for m in form["members"] if m["pid"] != os.getpid()]
+        break_connections(pids, ports)
+        client = self._client
+        if client is not None:
+            others = [k for k in range(len(form["members"])) if k != form["rank"]]
+            with contextlib.suppress(Exception):
+                jax_processes.release(client, others, _groups(form["members"]))
+
+    def _dismissed(self, order: Message) -> None:
+        """Ends this process: the run goes on without it, or is over."""
+        reason = order.get("reason", "")
+        if reason:
+            print(f"autopar: {reason}", file=sys.stderr)
+        sys.exit(order.get("code", 0))
+
+
+def _groups(members: Sequence[Mapping[str, Any]]) -> list[list[int]]:
+    """Ids of the devices of each group that meshes of two axes have."""
+    ids = [
+        device
+        for k, member in enumerate(members)
+        for device in jax_processes.device_ids(k, member["devices"])
+    ]
+    found = [ids]
+    for width in range(2, len(ids)):
+        if len(ids) % width == 0:
+            rows = [ids[k : k + width] for k in range(0, len(ids), width)]
+            found += [*rows, *map(list, zip(*rows, strict=True))]
+    return found
+
+
+def _older(held: holding.Holding, generation: int, step: int) -> bool:
+    """Whether a holding is of this generation and of an earlier step."""
+    return held.step < step and int(held.version.split(".")[1]) == generation
+
+
+def run_folder() -> pathlib.Path:
+    """The folder that `autopar run` gave its workers."""
+    return pathlib.Path(os.environ.get(FOLDER_VARIABLE, "autopar-run"))
+
+
+def local_devices() -> int:
+    """The number of this process's devices; JAX need not be started for it."""
+    return jax_processes.local_device_count()
+
+
+def _shut_down(client: Any) -> None:
+    with contextlib.suppress(Exception):
+        client.shutdown()

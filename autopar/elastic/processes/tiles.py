@@ -1,0 +1,89 @@
+"""Parts of arrays: which part a shard is, what parts cover, what two have in common.
+
+A tile is the part of an array between two corners. The tiles of one array under one
+plan form a grid: two of them are equal or have nothing in common.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+# Index of the first element by dimension, and one past the last.
+Tile = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+def tile_of(index: Sequence[slice], shape: Sequence[int]) -> Tile:
+    """The tile of an index of slices, as JAX gives it for a shard.
+
+    >>> tile_of((slice(2, 4), slice(None)), (8, 3))
+    ((2, 0), (4, 3))
+    """
+    ranges = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return tuple(r[0] for r in ranges), tuple(r[1] for r in ranges)
+
+
+def whole(shape: Sequence[int]) -> Tile:
+    """The tile that is all of an array."""
+    return (0,) * len(shape), tuple(shape)
+
+
+def extent(tile: Tile) -> tuple[int, ...]:
+    """The shape of a tile."""
+    return tuple(b - a for a, b in zip(*tile, strict=True))
+
+
+def size(tile: Tile) -> int:
+    """The number of elements of a tile."""
+    return math.prod(extent(tile))
+
+
+def common(first: Tile, second: Tile) -> Tile | None:
+    """What two tiles have in common; None: nothing.
+
+    >>> common(((0,), (4,)), ((2,), (8,)))
+    ((2,), (4,))
+    """
+    start = tuple(map(max, first[0], second[0]))
+    stop = tuple(map(min, first[1], second[1]))
+    empty = any(a >= b for a, b in zip(start, stop, strict=True))
+    return None if empty and size(first) and size(second) else (start, stop)
+
+
+def within(tile: Tile, outer: Tile) -> tuple[Any, ...]:
+    """The index of a tile in an array that begins where another tile does.
+
+    What it gives is a view, also of an array without dimensions.
+    """
+    ranges = zip(tile[0], tile[1], outer[0], strict=True)
+    return (*(slice(a - o, b - o) for a, b, o in ranges), ...)
+
+
+def covers(shape: Sequence[int], tiles: Iterable[Tile]) -> bool:
+    """Whether tiles of one grid are all of an array."""
+    return sum(size(tile) for tile in set(tiles)) >= math.prod(shape)
+
+
+def to_data(tile: Tile) -> list[list[int]]:
+    """A tile as lists, for a message."""
+    return [list(tile[0]), list(tile[1])]
+
+
+def from_data(data: Any) -> Tile:
+    """Reads what `to_data` made."""
+    return tuple(data[0]), tuple(data[1])
+
+
+def complete(shapes: Mapping[str, Sequence[int]], held: Iterable[Any]) -> bool:
+    """Whether holders together have all of every array.
+
+    Args:
+      shapes: path -> shape of the whole array.
+      held: of each holder, path -> tiles as data.
+    """
+    found: dict[str, set[Tile]] = {path: set() for path in shapes}
+    for holder in held:
+        for path, tiles in holder.items():
+            found[path].update(from_data(tile) for tile in tiles)
+    return all(covers(shape, found[path]) for path, shape in shapes.items())

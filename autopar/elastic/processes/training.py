@@ -1,0 +1,417 @@
+"""The training loop of one process among several."""
+
+from __future__ import annotations
+
+import inspect
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.elastic import display
+from autopar.elastic.carrying import carried_out, splat
+from autopar.elastic.ledger import Ledger
+from autopar.elastic.loop import Step
+from autopar.elastic.processes import hosting
+from autopar.elastic.processes.holding import place
+from autopar.elastic.processes.programs import Programs
+from autopar.elastic.processes.sizing import cluster_of
+from autopar.elastic.processes.team import Joined, Team, WorldBroken
+from autopar.elastic.samples import Samples, batch_structs
+from autopar.elastic.saves import Saves
+from autopar.errors import PlanError
+from autopar.planner.cache import PlanCache
+from autopar.plans import Plan
+from autopar.runtime import placement
+from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
+from autopar.runtime.parallel_step import ParallelStep
+from autopar_passes.program.static_leaves import struct_of
+
+# Paths of the codecs' arrays among those of the state.
+_CODEC = "codecs/"
+_NOT_FOUND = "NOT_FOUND: Function"
+
+
+class TeamRun:
+    """A run of a step over its samples, of which this process does its part.
+
+    Iterate over it to train. When processes go or come, the run goes on with the state
+    of the last step that was done. A process yields each step once, though a step that
+    was broken off runs again.
+
+    Attributes:
+      state: the carried state.
+      step: number of the next step.
+      ledger: what was written of changes.
+    """
+
+    def __init__(
+        self,
+        step: ParallelStep[..., Any],
+        create_state: Callable[..., Any],
+        args: Sequence[Any],
+        samples: Samples,
+        *,
+        steps: int,
+        ledger: Ledger,
+        saves: Saves,
+        team: Team,
+        donate: bool,
+        shows: bool | None = None,
+    ) -> None:
+        """Joins the run.
+
+        Args:
+          step: the step.
+          create_state: makes the state of a run that begins.
+          args: its arguments.
+          samples: what the step is trained on.
+          steps: how many steps there are.
+          ledger: what changes are written to.
+          saves: its checkpoints.
+          team: this process's part.
+          donate: whether steps consume the state, which then is lost with a step that
+            breaks.
+          shows: whether progress is shown; None: on a terminal.
+        """
+        self._train_step, self._samples, self._steps = step, samples, steps
+        self._create, self._args = create_state, hosting.hosted(tuple(args))
+        self._team, self._donate, self.ledger = team, donate, ledger
+        self._base = step.setting.cluster
+        self._folder = team.folder
+        self.state: Any = None
+        self.step = 0
+        self._saves = saves
+        self._yielded = -1
+        self._distrusts = False
+        self._stopped = self._finished = False
+        self._seconds: list[float] = []
+        self._display = display.Display(steps, shows)
+        self._shapes: StateShapes | None = None
+        self._study()
+        self._broke_s: float | None = None
+        self._join()
+
+    @property
+    def position(self) -> int:
+        """Number of the first sample of the next step."""
+        return self._samples.position(self.step)
+
+    @property
+    def plan(self) -> Plan:
+        """The plan in use."""
+        return self._train_step.plan
+
+    @property
+    def compression_state(self) -> Any:
+        """The state of the codecs (`autopar.ParallelStep.compression_state`)."""
+        return self._train_step.compression_state
+
+    def change(self, processes: int) -> None:
+        """Asks for another number of processes."""
+        self._team.resize(processes)
+
+    def stop(self) -> None:
+        """Ends this process's part before the next step; all should call it there."""
+        self._stopped = True
+
+    def close(self) -> None:
+        """Ends the run; more than once does no harm."""
+        self._stopped = True
+        self._display.close()
+
+    def __iter__(self) -> TeamRun:
+        """The run itself: it can be left and gone on with."""
+        return self
+
+    def __next__(self) -> Step:
+        """Runs one step.
+
+        Raises:
+          StopIteration: all steps have run, or the run was stopped.
+          PlanError: the state was lost, or the supervisor is gone.
+        """
+        before = self._plan_id()
+        while True:
+            if self._stopped:
+                self.close()
+                raise StopIteration
+            if self.step >= self._steps:
+                self._end()
+                continue
+            if not self._team.may_start(self.step):
+                if self._team.orphaned:
+                    raise self._orphaned()
+                self._reform()
+                continue
+            done = self._tried()
+            if done is not None and done.step > self._yielded:
+                self._yielded = done.step
+                self._display.show(done.step + 1, done.seconds, self.plan)
+                if self._plan_id() != before:
+                    return Step(
+                        step=done.step,
+                        position=done.position,
+                        result=done.result,
+                        seconds=done.seconds,
+                        plan=self.plan,
+                    )
+                return done
+
+    def _plan_id(self) -> int:
+        return id(self._train_step.running.planned)
+
+    def _orphaned(self) -> PlanError:
+        """Saves, with all other processes, and says that the run has ended."""
+        if self._saves.checkpoints is None:
+            return self._team.gone("There is no checkpoint=.")
+        self._saves.end(self.state, self.step, self.position)
+        return self._team.gone(f"The state after {self.step} steps was saved.")
+
+    def _end(self) -> None:
+        """Saves the last state, and waits for the others."""
+        try:
+            self._saves.end(self.state, self.step, self.position)
+        except Exception as error:
+            if not self._team.broken(error):
+                raise
+            self._reform()
+            return
+        if self._team.finished(self.step):
+            self._stopped = True
+        else:
+            self._reform()
+
+    def _tried(self) -> Step | None:
+        """Runs a step; None where the world broke, and another one has been joined."""
+        begin = time.perf_counter()
+        step, position = self.step, self.position
+        try:
+            result = self._run()
+        except Exception as error:
+            self._broke_s = self._broke_s or begin
+            # XLA:CPU may fail to find a function of a program that it loaded.
+            self._distrusts = self._distrusts or _NOT_FOUND in str(error)
+            if not self._team.broken(error):
+                raise
+            self._reform()
+            return None
+        seconds = time.perf_counter() - begin
+        self._seconds = [*self._seconds[-19:], seconds]
+        return Step(step=step, position=position, result=result, seconds=seconds)
+
+    def _run(self) -> Any:
+        """Runs one step, and keeps its state."""
+        world = self._train_step.world
+        planned = self._train_step.running.planned
+        count = len(splat(self.state))
+        structs = None if world.process_count == 1 else batch_structs(planned, count)
+        rest, named = self._samples.arguments(self.step, world, structs)
+        if world.process_count > 1:
+            rest = (rest[0], *self._placed(planned, count + 1, rest[1:]))
+        returned = self._train_step(*splat(self.state), *rest, **named)
+        analysis = self._train_step.running.analysed.analysis
+        state, result = carried_out(analysis, self.state, returned)
+        jax.block_until_ready(jax.tree.leaves(result))
+        self._keep(state, self.step + 1)
+        self.state, self.step = state, self.step + 1
+        self._saves.after(self.state, self.step, self.position)
+        return hosting.hosted(result)
+
+    def _placed(self, planned: Any, first: int, rest: Sequence[Any]) -> list[Any]:
+        """Arguments after the batch as global arrays; every process has them whole."""
+        out: list[Any] = []
+        for k, given in enumerate(rest):
+            structs = batch_structs(planned, first + k)
+            out.append(
+                jax.tree.map(
+                    lambda x, s: placement.place(x, s.sharding) if np.ndim(x) else x,
+                    given,
+                    structs,
+                )
+            )
+        return out
+
+    def _keep(self, state: Any, step: int, *, placed: bool = False) -> None:
+        """Keeps the state after a step for a world to come."""
+        arrays = self._named(state)
+        extra: dict[str, Any] = {"position": self._samples.position(step)}
+        codecs = self._train_step.compression_state
+        if codecs is not None:
+            extra["codecs"] = hosting.structure_text(codecs)
+            for k, x in enumerate(hosting.arrays_of(codecs)):
+                arrays[f"{_CODEC}{k}"] = x
+        (self._team.placed if placed else self._team.done)(step, arrays, extra)
+
+    def _named(self, state: Any) -> dict[str, Any]:
+        """The arrays of a state by path."""
+        leaves, _ = flat_state(state)
+        inputs = self._train_step.running.analysed.analysis.graph.inputs
+        return {given.path: x for given, x in zip(inputs, leaves, strict=False)}
+
+    def _reform(self) -> None:
+        """Leaves the world, and joins the next one that forms."""
+        self._broke_s = self._broke_s or time.perf_counter()
+        self._leave()
+        self._join()
+
+    def _leave(self) -> None:
+        if (checkpoints := self._saves.checkpoints) is not None:
+            checkpoints.abandon()  # it would wait for processes that are gone
+        self._team.leave()
+
+    def _join(self) -> None:
+        """Joins worlds until one has the state."""
+        while True:
+            joined = self._team.join()
+            try:
+                self._settle(joined)
+                return
+            except Exception as error:
+                broken = isinstance(error, WorldBroken) or self._team.broken(error)
+                if not broken:
+                    raise
+                self._leave()
+
+    def _settle(self, joined: Joined) -> None:
+        """Plans for a world, and brings the state into it."""
+        begin = time.perf_counter()
+        world = joined.world
+        local = len(world.devices) // world.process_count
+        cluster = cluster_of(self._base, world.process_count, local)
+        self._train_step.enter(
+            world, cluster, donate=self._donate, cache=PlanCache(self._folder / "plans")
+        )
+        assert self._shapes is not None
+        self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
+        planned_s = time.perf_counter() - begin
+        program = Programs(self._folder / "programs").ready(
+            self._train_step.running.planned,
+            world,
+            donate=self._donate,
+            anew=self._distrusts,
+        )
+        if program.function is not None:
+            self._train_step.load(program.function)
+        if joined.fetch is None:
+            self._begin(joined)
+        else:
+            self._take_up(joined)
+        placed_s = time.perf_counter() - begin - planned_s - program.seconds
+        self._keep(self.state, self.step, placed=True)
+        seconds = {
+            "plan_s": planned_s,
+            "compile_s": program.seconds,
+            "place_s": placed_s,
+        }
+        self._write(joined, program.how, seconds)
+
+    def _begin(self, joined: Joined) -> None:
+        """Creates the state, or restores it where an earlier run has left one."""
+        args = hosting.unhosted(self._args)
+        rest = self._rest(0)
+        found = self._saves.restored(self._create, args, rest)
+        if found is not None:
+            self.state, self.step = found.state, found.step
+            self._samples = self._samples.gone_on(found.step, found.position)
+            return
+        if joined.lost_step is not None:
+            raise PlanError(
+                f"the state after step {joined.lost_step} was lost with the processes "
+                "that held it, and there is no checkpoint. Pass survive=1, so that "
+                "another process keeps a copy, or checkpoint=."
+            )
+        self.state, self.step = self._train_step.init(self._create, *args), 0
+
+    def _take_up(self, joined: Joined) -> None:
+        """Brings the state that is held into the plan's layout."""
+        assert self._shapes is not None
+        fetch = joined.fetch
+        assert fetch is not None
+        self.step = joined.step
+        self._samples = self._samples.gone_on(joined.step, joined.extra["position"])
+        planned = self._train_step.running.planned
+        inputs = planned.analysis.graph.inputs
+        wanted = {
+            given.path: (struct, sharding)
+            for given, struct, sharding in zip(
+                inputs, self._shapes.structs, planned.in_shardings, strict=False
+            )
+        }
+        leaves = list(place(wanted, fetch).values())
+        if self.state is None:
+            self.state = self._shapes.state(leaves)
+        else:
+            self.state = replaced(self.state, leaves)
+        text = joined.extra.get("codecs")
+        if text is not None:
+            paths = sorted(
+                (p for p in fetch.paths if p.startswith(_CODEC)),
+                key=lambda p: int(p.removeprefix(_CODEC)),
+            )
+            arrays = [fetch.whole(path) for path in paths]
+            tree = hosting.with_structure(text, arrays)
+            self._train_step.compression_state = tree
+        jax.block_until_ready(leaves)
+        fetch.close()
+
+    def _rest(self, step: int) -> list[Any]:
+        assert self._shapes is not None
+        return rest_structs(self._train_step, self._samples, self._shapes, step)
+
+    def _study(self) -> None:
+        """Analyses the step before there is a world, which then waits less."""
+        self._shapes = state_shapes(self._create, hosting.unhosted(self._args))
+        self._train_step.study(*self._shapes.arguments(), *self._rest(0))
+
+    def _write(self, joined: Joined, how: str, seconds: dict[str, float]) -> None:
+        """Writes a world down, and how long its forming took."""
+        pause = None
+        if self._broke_s is not None:
+            pause = time.perf_counter() - self._broke_s
+        self._broke_s = None
+        fetch = joined.fetch
+        if joined.world.process_index:
+            return  # one process writes for all
+        self.ledger.write(
+            "world",
+            generation=joined.generation,
+            process=joined.world.process_index,
+            processes=joined.world.process_count,
+            step=self.step,
+            position=self.position,
+            program=how,
+            measured={
+                "pause_s": pause,
+                **seconds,
+                "moved_bytes": 0 if fetch is None else fetch.remote_bytes,
+                "kept_bytes": 0 if fetch is None else fetch.local_bytes,
+                "step_before_s": self._median(),
+            },
+        )
+        self._seconds = []
+
+    def _median(self) -> float | None:
+        return statistics.median(self._seconds) if self._seconds else None
+
+
+def rest_structs(
+    train_step: ParallelStep[..., Any], samples: Samples, shapes: StateShapes, step: int
+) -> list[Any]:
+    """Structs of what a step takes after the state, over all processes.
+
+    Args:
+      train_step: the step.
+      samples: what it is trained on.
+      shapes: of the state.
+      step: its number.
+    """
+    rest, named = samples.arguments(step, train_step.world)
+    if named:
+        names = list(inspect.signature(train_step).parameters)
+        count = len(shapes.arguments()) + len(rest)
+        rest = (*rest, *(named[n] for n in names[count:] if n in named))
+    return [jax.tree.map(struct_of, x) for x in rest]

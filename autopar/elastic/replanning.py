@@ -1,0 +1,267 @@
+"""Carries out a change of the cluster: chooses a plan, compiles it, moves the state."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import msgspec
+
+from autopar.cluster import Cluster
+from autopar.elastic.moving import Move, move_of, slowest_bytes_per_s
+from autopar.elastic.options import (
+    Horizon,
+    Option,
+    best_option,
+    dividing_part,
+)
+from autopar.errors import AutoparError, ClusterError
+from autopar.planner.codecs.adjusted import program_plan
+from autopar.plans import Plan, StagePlan
+from autopar.runtime.creation import flat_state
+from autopar.runtime.parallel_step import ParallelStep
+
+# Fewest bytes of a move whose rate is remembered: latencies hide that of small ones.
+_LARGE_BYTES = 1 << 20
+
+
+# Name, devices and maker of a plan that comes into question.
+_Way = tuple[str, Cluster, Callable[[], Plan]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What came of a change.
+
+    Attributes:
+      state: the state under the plan that was chosen.
+      chosen: the option that was taken.
+      compared: all options.
+      horizon_s: seconds until the next change is expected.
+      plan_s: seconds of planning.
+      compile_s: seconds of compiling.
+      move_s: seconds of moving the state.
+    """
+
+    state: Any
+    chosen: Option
+    compared: tuple[Option, ...]
+    horizon_s: float
+    plan_s: float
+    compile_s: float
+    move_s: float
+
+
+class Replanner:
+    """Re-plans a step; remembers what moving and compiling took."""
+
+    def __init__(
+        self,
+        step: ParallelStep[..., Any],
+        rows: int,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        """Has moved nothing yet.
+
+        Args:
+          step: a step that has a plan.
+          rows: samples of a step.
+          clock: seconds now.
+        """
+        self._step, self._rows, self._clock = step, rows, clock
+        self._begin_s = clock()
+        self._horizon = Horizon()
+        self._bytes_per_s = 0.0
+
+    def change(
+        self,
+        cluster: Cluster,
+        state: Any,
+        *,
+        measured_s: float | None = None,
+        left_s: float = math.inf,
+        rest_steps: int | None = None,
+    ) -> Outcome:
+        """Moves the step and its state to another cluster, where that pays.
+
+        Args:
+          cluster: the devices that are there now.
+          state: the carried state.
+          measured_s: seconds of a step under the running plan; None: not known.
+          left_s: seconds until devices go.
+          rest_steps: steps that are left of the run; None: not known.
+
+        Raises:
+          AutoparError: the step cannot be planned there; nothing has changed.
+        """
+        begin = self._clock()
+        correction = self._correction(measured_s)
+        found = self._options(cluster, state, correction)
+        horizon_s = self._expected_s(found, rest_steps)
+        chosen = best_option(found, horizon_s, left_s - (self._clock() - begin))
+        planned = self._clock()
+        step = self._step
+        compiled = planned
+        if chosen.name != "stay":
+            preparation, analysed = step.preparation, step.running.analysed
+            preparation.made_for(
+                analysed, step.setting, chosen.cluster, plan=chosen.plan
+            )
+            compiled = self._clock()
+            state = step.replan(chosen.cluster, state, plan=chosen.plan, consume=True)
+            jax.block_until_ready(jax.tree.leaves(state))
+        end = self._clock()
+        self._learn(chosen, end - compiled)
+        return Outcome(
+            state=state,
+            chosen=chosen,
+            compared=tuple(found),
+            horizon_s=horizon_s,
+            plan_s=planned - begin,
+            compile_s=compiled - planned,
+            move_s=end - compiled,
+        )
+
+    def _correction(self, measured_s: float | None) -> float:
+        """Measured over predicted seconds of a step of the running plan."""
+        predicted_s = self._step.plan.predicted.step_s
+        if measured_s is None or predicted_s <= 0:
+            return 1.0
+        return measured_s / predicted_s
+
+    def _expected_s(self, found: list[Option], rest_steps: int | None) -> float:
+        """Seconds until the next change, or the end of the run."""
+        rest_s = math.inf
+        if rest_steps is not None:
+            slowest = max(found, key=lambda x: x.step_s)
+            rest_s = slowest.cost_s + rest_steps * slowest.step_s
+        seen_s = self._clock() - self._begin_s
+        return dataclasses.replace(self._horizon, seen_s=seen_s).expected_s(rest_s)
+
+    def _learn(self, chosen: Option, move_s: float) -> None:
+        """Takes what a change took."""
+        horizon = self._horizon
+        self._horizon = dataclasses.replace(horizon, changes=horizon.changes + 1)
+        if chosen.move_bytes >= _LARGE_BYTES and move_s > 0:
+            self._bytes_per_s = chosen.move_bytes / move_s
+
+    def _options(self, cluster: Cluster, state: Any, correction: float) -> list[Option]:
+        """The plans to compare; the first error, where there is none.
+
+        Raises:
+          AutoparError: no plan can be made.
+        """
+        found: list[Option] = []
+        failure: Exception | None = None
+        for name, part, plan in self._ways(cluster):
+            try:
+                found.append(self._priced(name, part, plan(), state, correction))
+            except (AutoparError, ClusterError) as error:
+                failure = failure or error
+        if found:
+            return found
+        assert failure is not None
+        raise failure
+
+    def _ways(self, cluster: Cluster) -> Iterator[_Way]:
+        """Name, devices and maker of each plan that comes into question."""
+        step = self._step
+        planner, analysed = step.preparation, step.running.analysed
+        if set(step.cluster.ids) <= set(cluster.ids):
+            yield from self._staying(cluster)
+        fewer = dividing_part(cluster, self._rows)
+        for name, part in (("new", cluster), ("fewer", fewer)):
+            if part is None:
+                continue
+            setting = planner.moved(step.setting, part)
+            known = planner.known(analysed, setting)
+            if known is not None:
+                yield "known", part, functools.partial(_given, known)
+            else:
+                make = functools.partial(planner.warm, analysed, setting, step.plan)
+                yield name, part, make
+
+    def _staying(self, cluster: Cluster) -> Iterator[_Way]:
+        """Ways to go on where the state lies, as its devices are all there."""
+        step = self._step
+        pipelined = len(step.plan.stages) > 1
+        if pipelined or cluster.groups or step.cluster.groups:
+            if step.cluster == cluster:
+                yield "stay", cluster, functools.partial(_given, step.plan)
+        elif step.cluster.ids != cluster.ids:
+            if step.cluster.device == cluster.device:
+                yield "stay", step.cluster, functools.partial(_given, step.plan)
+        else:
+            repriced = functools.cache(
+                functools.partial(
+                    step.preparation.repriced,
+                    step.running.analysed,
+                    step.setting,
+                    cluster,
+                    step.plan,
+                )
+            )
+            with contextlib.suppress(AutoparError, ClusterError):
+                same = _decides_alike(repriced(), step.plan)
+                yield "stay" if same else "layouts", cluster, repriced
+
+    def _priced(
+        self, name: str, part: Cluster, plan: Plan, state: Any, correction: float
+    ) -> Option:
+        """An option with what it costs."""
+        step = self._step
+        stays = name == "stay"
+        setting = step.preparation.moved(step.setting, part)
+        devices = step.preparation.devices(setting)
+        move = Move(0.0, 0.0) if stays else self._move(plan, devices, state)
+        compiled = stays or step.preparation.has_program(
+            step.running.analysed, plan, devices
+        )
+        return Option(
+            name=name,
+            cluster=part,
+            plan=plan,
+            step_s=max(plan.predicted.step_s * correction, 1e-9),
+            move_bytes=move.nbytes,
+            move_s=self._move_s(move, part),
+            compiled=compiled,
+            compile_s=0.0 if compiled else step.preparation.compile_s,
+        )
+
+    def _move(self, plan: Plan, devices: tuple[Any, ...], state: Any) -> Move:
+        arrays, _ = flat_state(state)
+        shardings = [x.sharding for x in arrays]
+        return move_of(shardings, arrays, plan, devices)
+
+    def _move_s(self, move: Move, part: Cluster) -> float:
+        """Seconds of a move, by the rate of the last large one if there was one."""
+        if self._bytes_per_s:
+            return move.nbytes / self._bytes_per_s
+        return move.most_bytes / slowest_bytes_per_s(part)
+
+
+def _given(plan: Plan) -> Plan:
+    return plan
+
+
+def _decides_alike(one: Plan, other: Plan) -> bool:
+    """Whether two plans run the same program: their predictions may differ."""
+    return _decisions(one) == _decisions(other)
+
+
+def _decisions(plan: Plan) -> tuple[StagePlan, ...]:
+    """What a plan decides, without what its codecs are expected to gain and to lose."""
+
+    def bare(stage: StagePlan) -> StagePlan:
+        gradients = tuple(
+            msgspec.structs.replace(g, error=0.0, saved_s=0.0) for g in stage.gradients
+        )
+        return msgspec.structs.replace(stage, gradients=gradients)
+
+    return tuple(bare(stage) for stage in program_plan(plan).stages)

@@ -1,0 +1,139 @@
+"""Asks the source of samples for the batch of a step.
+
+A source is a function ``source(position, rows)`` that returns ``rows`` samples, the
+first of which has the number ``position``. A run counts samples, not batches, so it
+goes on at the same sample under any plan and with any number of processes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from autopar.errors import PlanError
+from autopar.runtime.any_step import AnyStep
+from autopar.runtime.world import World
+
+Source = Callable[[int, int], Any]
+Others = Callable[[int], Sequence[Any] | Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Samples:
+    """The source of a run.
+
+    Attributes:
+      source: returns samples.
+      batch: samples of a step, over all processes.
+      others: from the number of a step, what the step takes after the batch: in its
+        order, or by name.
+      first: what to add to ``step * batch``; not 0 where an earlier run of another
+        batch size was gone on with.
+    """
+
+    source: Source
+    batch: int
+    others: Others
+    first: int = 0
+
+    def position(self, step: int) -> int:
+        """Number of the first sample of a step."""
+        return self.first + step * self.batch
+
+    def gone_on(self, step: int, position: int) -> Samples:
+        """The source where a step begins at a sample, as an earlier run left it."""
+        return dataclasses.replace(self, first=position - step * self.batch)
+
+    def arguments(
+        self, step: int, world: World, structs: Any = None
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What a step takes after the state, in order and by name.
+
+        Args:
+          step: its number.
+          world: the processes.
+          structs: of the batch's arrays over all processes, with shardings
+            (`batch_structs`); None: not known yet, and the whole batch is returned.
+        """
+        position = self.position(step)
+        if world.process_count == 1 or structs is None:
+            batch = self._asked(position, self.batch)
+        else:
+            batch = self._own(position, structs)
+        rest = self.others(step)
+        if isinstance(rest, Mapping):
+            return (batch,), dict(rest)
+        return (batch, *rest), {}
+
+    def _asked(self, position: int, rows: int) -> Any:
+        """So many samples of the source.
+
+        Raises:
+          PlanError: the source returns another number of them.
+        """
+        batch = self.source(position, rows)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+            if np.ndim(leaf) and np.shape(leaf)[0] != rows:
+                raise PlanError(
+                    f"source({position}, {rows}) returned {np.shape(leaf)[0]} rows in "
+                    f"'{jax.tree_util.keystr(path)}'; it must return {rows}."
+                )
+        return batch
+
+    def _own(self, position: int, structs: Any) -> Any:
+        """The batch as global arrays, of which this process asks for its rows alone."""
+        wanted = jax.tree.leaves(structs)
+        ranges = sorted({r for x in wanted for r in _row_ranges(x)})
+        parts = {r: self._asked(position + r[0], r[1] - r[0]) for r in ranges}
+        leaves = {r: jax.tree.leaves(part) for r, part in parts.items()}
+        made = [_global_array(k, struct, leaves) for k, struct in enumerate(wanted)]
+        return jax.tree.unflatten(jax.tree.structure(structs), made)
+
+
+def batch_structs(planned: AnyStep, argument: int) -> Any:
+    """Shape, dtype and sharding of each array of a batch, over all processes.
+
+    Args:
+      planned: the step under a plan.
+      argument: position of the batch among the step's arguments.
+    """
+    graph, form = planned.analysis.graph, planned.analysis.pytrees.form
+    values = [graph.values[given.value] for given in graph.inputs]
+    structs = [
+        jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=sharding)
+        for v, sharding in zip(values, planned.in_shardings, strict=True)
+    ]
+    return form.fixed.join(structs)[argument]
+
+
+def _row_ranges(struct: Any) -> set[tuple[int, int]]:
+    """The rows that this process's devices hold of an array of the batch."""
+    if not struct.shape:
+        return set()
+    index = struct.sharding.addressable_devices_indices_map(struct.shape)
+    return {x[0].indices(struct.shape[0])[:2] for x in index.values()}
+
+
+def _global_array(
+    k: int, struct: Any, leaves: Mapping[tuple[int, int], Sequence[Any]]
+) -> Any:
+    """One array of the batch, put together from the ranges that were asked for."""
+    if not struct.shape:
+        return next(iter(leaves.values()))[k]
+
+    def part(index: Any) -> Any:
+        begin, end, _ = index[0].indices(struct.shape[0])
+        return np.asarray(leaves[begin, end][k])[(slice(None), *index[1:])]
+
+    return jax.make_array_from_callback(struct.shape, struct.sharding, part)
+
+
+def others_of(given: Any) -> Others:
+    """The further arguments of a step as a function of its number."""
+    if given is None:
+        return lambda step: ()
+    return cast(Others, given) if callable(given) else lambda step: given

@@ -1,0 +1,1 @@
+"""Where events come from. The core knows no source; each is a thin adapter."""

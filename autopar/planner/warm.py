@@ -1,0 +1,186 @@
+"""Plans a step for another cluster in a short time, from the plan that it runs under.
+
+The search of `autopar.planner.plan` proves how good a plan is, which takes most of its
+time. Here each mesh has one problem and little time. The running plan's layouts, as far
+as they fit the new mesh, are a candidate, and the solver begins with them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Sequence
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.cost.pricer import Pricer
+from autopar.errors import PlanError
+from autopar.layouts.strategies import Strategy
+from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.codecs.choose import Errors
+from autopar.planner.hints import (
+    check_pinned,
+    fitting_meshes,
+    pin_restriction,
+    pinned_layouts,
+)
+from autopar.planner.manual import meshes_for_manual
+from autopar.planner.options import PlanOptions
+from autopar.planner.plan import check_batch, plan_analysis
+from autopar.planner.problem import Restriction, Within
+from autopar.planner.record import assignment_of, make_plan, split_as
+from autopar.planner.search import candidate_meshes
+from autopar.planner.solving import solve_mesh
+from autopar.plans import Plan
+from autopar.steps.analysis import Analysis
+from autopar.steps.microbatches import in_microbatches
+from autopar.steps.nodes import Node
+
+# Seconds of the solver on each mesh, and seconds after which no other mesh is tried.
+MESH_S, ALL_S = 0.6, 1.2
+
+
+def can_be_warm(cluster: Cluster, options: PlanOptions, running: Plan) -> bool:
+    """Whether `warm_plan` knows all that the options ask for.
+
+    It plans one stage on equal devices, with layouts of its own.
+    """
+    several = options.stages not in (None, 1) or len(running.stages) > 1
+    return not (several or cluster.groups or options.layouts is not None)
+
+
+def warm_plan(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    running: Plan,
+    *,
+    sent: Plan | None = None,
+    errors: Errors | None = None,
+) -> Plan:
+    """Finds a good plan of a step on a cluster, in a second or two.
+
+    Args:
+      analysis: the step.
+      cluster: what to plan for.
+      options: hints and limits, for which `can_be_warm`.
+      running: the plan in use, of the same step.
+      sent: as for `autopar.planner.plan.plan_analysis`.
+      errors: likewise.
+
+    Raises:
+      InfeasibleError: no plan fits the memory of a device.
+      PlanError: a pin does not fit, or the batch cannot be split.
+    """
+    split = _split(analysis, options, running)
+    meshes = _meshes(split, cluster, options)
+    result = _searched(split, cluster, _ordered(meshes, running), options, running)
+    if result is None:  # the search says why, or takes its time and finds one
+        return plan_analysis(analysis, cluster, options, sent, errors)
+    best = result.best
+    check_pinned(options.pins or {}, split, best.assignment, best.pricer.mesh)
+    plan = make_plan(split, result)
+    if options.compression == "none" and sent is None:
+        return plan
+    kept = dataclasses.replace(options, layouts=plan, microbatches=None)
+    return plan_analysis(analysis, cluster, kept, sent, errors)
+
+
+def _split(analysis: Analysis, options: PlanOptions, running: Plan) -> Analysis:
+    """The step in microbatches; ``auto``: in as many as it runs in."""
+    if options.microbatches == "auto":
+        return split_as(analysis, running)
+    count = int(options.microbatches or 1)
+    return in_microbatches(analysis, count, couple=options.coupled == "microbatch")
+
+
+def _meshes(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions
+) -> list[MeshShape]:
+    """The meshes that a search would try."""
+    meshes = candidate_meshes(cluster, options.max_axes, options.axis_names)
+    meshes = meshes_for_manual(analysis, cluster, meshes)
+    if options.pins:
+        meshes = fitting_meshes(analysis, options.pins, meshes)
+    if options.split_batch:
+        check_batch(analysis, cluster, meshes)
+    return list(meshes)
+
+
+def _ordered(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:
+    """The meshes, those most like the running plan's first."""
+    sizes = dict(zip(running.axis_names, running.axis_sizes, strict=True))
+
+    def unlike(mesh: MeshShape) -> tuple[bool, int]:
+        same = sum(sizes.get(a.name) == a.size for a in mesh.axes)
+        return mesh.names != running.axis_names, -same
+
+    return sorted(meshes, key=unlike)
+
+
+def _searched(
+    analysis: Analysis,
+    cluster: Cluster,
+    meshes: Sequence[MeshShape],
+    options: PlanOptions,
+    running: Plan,
+) -> SearchResult | None:
+    """The best of the meshes that there is time for; None: no plan was found."""
+    start = time.perf_counter()
+    tried: list[tuple[MeshShape, Candidate | None]] = []
+    for mesh in meshes:
+        known = any(found is not None for _, found in tried)
+        if known and time.perf_counter() - start > ALL_S:
+            break
+        tried.append(
+            (mesh, _on_mesh(analysis, Pricer(cluster, mesh), options, running))
+        )
+    solved = [found for _, found in tried if found is not None]
+    if not solved:
+        return None
+    best = min(solved, key=lambda c: c.step_s)
+    floor_s = min(c.bound_s for c in solved) if len(tried) == len(meshes) else 0.0
+    spent_s = time.perf_counter() - start
+    return SearchResult(best, tuple(tried), spent_s, floor_s=floor_s)
+
+
+def _on_mesh(
+    analysis: Analysis, pricer: Pricer, options: PlanOptions, running: Plan
+) -> Candidate | None:
+    """A good plan on one mesh; None where none was found in the time."""
+    limit: Restriction | None = None
+    if options.pins:
+        pinned = pinned_layouts(analysis, options.pins, pricer.mesh)
+        limit = pin_restriction(analysis, pinned)
+    starts: list[Candidate] = []
+    if pricer.mesh.names == running.axis_names:
+        with contextlib.suppress(PlanError):
+            starts.append(carried_plan(analysis, pricer, running, limit))
+    with contextlib.suppress(PlanError):
+        return solve_mesh(analysis, pricer, limit, MESH_S, starts, weights={})
+    return None
+
+
+def carried_plan(
+    analysis: Analysis, pricer: Pricer, running: Plan, limit: Restriction | None = None
+) -> Candidate:
+    """The running plan's layouts on a mesh with the same axes, of other sizes.
+
+    A node whose layout does not fit there is split nowhere.
+
+    Args:
+      analysis: the step, in the plan's microbatches.
+      pricer: the mesh and cluster.
+      running: the plan.
+      limit: strategies that are allowed besides.
+
+    Raises:
+      PlanError: the layouts do not fit the memory of a device.
+    """
+    wanted = assignment_of(analysis, running).strategies
+
+    def same(node: Node, strategy: Strategy) -> bool:
+        return strategy == wanted[node.index]
+
+    rule = Within(limit, same)
+    return solve_mesh(analysis, pricer, rule, MESH_S, weights={})

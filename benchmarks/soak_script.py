@@ -1,0 +1,113 @@
+"""The training script of `soak.py` and `reform.py`: ten lines and a small model.
+
+Usage: autopar run --processes 2 benchmarks/soak_script.py OUT STEPS [WIDTH [DEPTH]]
+Every process appends a line to OUT.PID for each step: [step, loss, time].
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+import autopar
+
+OUT, STEPS = sys.argv[1], int(sys.argv[2])
+WIDTH = int(sys.argv[3]) if len(sys.argv) > 3 else 16
+DEPTH = int(sys.argv[4]) if len(sys.argv) > 4 else 2
+PACE_S = float(os.environ.get("SOAK_PACE_S", "0.01"))
+# Links that cost nothing make plans split even small states, so that processes need
+# each other's shards.
+SPLIT = os.environ.get("SOAK_SPLIT", "1") == "1"
+SURVIVE = int(os.environ.get("SOAK_SURVIVE", "2"))
+# It forgets roundings: other sums in other worlds do not add up.
+TX = optax.chain(optax.add_decayed_weights(1e-3), optax.sgd(0.02, momentum=0.9))
+
+
+def cluster() -> autopar.Cluster | None:
+    """A cluster of one process, which grows with the world; None: this machine's."""
+    if not SPLIT:
+        return None
+    found = autopar.Cluster.parse("2:cpu")
+    links = [
+        dataclasses.replace(x.link, latency_s=1e-12, bandwidth_bytes_per_s=1e15)
+        for x in found.levels
+    ]
+    levels = tuple(
+        dataclasses.replace(x, link=link)
+        for x, link in zip(found.levels, links, strict=True)
+    )
+    return dataclasses.replace(found, levels=levels)
+
+
+@autopar.parallelize(
+    cluster=cluster(), seconds=2, compression=os.environ.get("SOAK_CODEC", "none")
+)
+def train_step(state: Any, batch: Any) -> Any:
+    """One step of a sum of layers, which is linear in its parameters.
+
+    Other sums in other worlds then do not grow as they would in a deep network.
+    """
+
+    def loss(params: Any) -> jax.Array:
+        out = jnp.zeros_like(batch["y"])
+        for k, layer in enumerate(params["layers"]):
+            features = jnp.sin((k + 1) * batch["x"])
+            out = out + features @ layer["weight"] + layer["bias"]
+        return jnp.mean((out - batch["y"]) ** 2)
+
+    value, gradients = jax.value_and_grad(loss)(state["params"])
+    updates, opt = TX.update(gradients, state["opt"], state["params"])
+    return {"params": optax.apply_updates(state["params"], updates), "opt": opt}, value
+
+
+def create_state(key: jax.Array) -> Any:
+    """The state of a run that begins."""
+    params = {
+        "layers": [
+            {
+                "weight": 0.1 * jax.random.normal(own, (WIDTH, WIDTH)),
+                "bias": jnp.zeros(WIDTH),
+            }
+            for own in jax.random.split(key, DEPTH)
+        ]
+    }
+    return {"params": params, "opt": TX.init(params)}
+
+
+def source(position: int, rows: int) -> Any:
+    """Samples by their number, whoever asks for how many."""
+    number = np.arange(position, position + rows, dtype=np.float32)[:, None]
+    x = np.sin(number * np.arange(1, WIDTH + 1, dtype=np.float32)).astype(np.float32)
+    return {"x": x, "y": np.sin(3 * x)}
+
+
+def main() -> None:
+    """Trains, and writes every step down."""
+    run = autopar.elastic(
+        train_step,
+        create_state,
+        source,
+        batch=24,
+        steps=STEPS,
+        args=(jax.random.key(0),),
+        survive=SURVIVE,
+        ledger=f"{OUT}.ledger",
+    )
+    with open(f"{OUT}.{os.getpid()}", "a") as file:
+        for done in run:
+            line = [done.step, float(done.result), time.time()]
+            print(json.dumps(line), file=file, flush=True)
+            time.sleep(PACE_S)
+
+
+if __name__ == "__main__":
+    main()

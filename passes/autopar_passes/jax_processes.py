@@ -1,0 +1,172 @@
+"""The names of JAX that are not public and join or leave a world of processes.
+
+`jax.distributed.initialize` hosts the coordination service in process 0 and joins once.
+Here the service lives in a process of its own, and a process joins one world after
+another (0.10.2).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import threading
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+from jax._src import distributed as _distributed
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax.extend import backend as _backend
+
+# The supervisor watches processes. JAX's own heartbeats must not end one that is slow.
+_HEARTBEAT_S = 24 * 3600
+_SHUTDOWN_S = 2
+
+# XLA numbers the CPU devices of process k from k * _IDS.
+_IDS = 2048
+
+# What makes XLA and gloo give up an address that they wait for.
+_NO_ADDRESS = b"none\xff"
+
+
+def coordination_service(address: str, count: int) -> Any:
+    """Starts the coordination service of a world of ``count`` processes.
+
+    Nobody is told when a process dies, and no process waits for others at the end.
+    """
+    return _jax.get_distributed_runtime_service(
+        address,
+        count,
+        heartbeat_timeout=_HEARTBEAT_S,
+        shutdown_timeout=_SHUTDOWN_S,
+        recoverable=True,
+    )
+
+
+def coordination_client(address: str, index: int, connect_s: int) -> Any:
+    """Returns a client that is not connected yet.
+
+    Args:
+      address: of the service.
+      index: number of the process.
+      connect_s: how long ``connect`` waits for the other processes.
+    """
+    return _jax.get_distributed_runtime_client(
+        address,
+        index,
+        init_timeout=connect_s,
+        heartbeat_timeout=_HEARTBEAT_S,
+        shutdown_timeout=_SHUTDOWN_S,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )
+
+
+def enter_world(client: Any, address: str, index: int, count: int) -> None:
+    """Makes a connected client that of JAX's next backend."""
+    state = _distributed.global_state
+    state.client, state.coordinator_address = client, address
+    state.process_id, state.num_processes = index, count
+
+
+def leave_world() -> Any:
+    """Drops JAX's backend and programs; returns the client, or None without one.
+
+    Arrays of the old backend can still be read. They keep it alive.
+    """
+    state = _distributed.global_state
+    client, state.client = state.client, None
+    state.coordinator_address = None
+    state.process_id, state.num_processes = 0, 1
+    jax.clear_caches()
+    _backend.clear_backends()
+    return client
+
+
+def release(client: Any, processes: Iterable[int], groups: Iterable[Any]) -> None:
+    """Ends the waits of a world that does not form: each then raises an error.
+
+    XLA waits minutes for what dead processes would have written into the store.
+
+    Args:
+      client: of the coordination service, connected.
+      processes: numbers of the processes that may not come.
+      groups: ids of the devices of each group that may be connecting, in the order of
+        the program.
+    """
+    for index in processes:
+        _overwrite(client, f"cpu:local_topology/cpu/{index}")
+    for ids in groups:
+        text = ",".join(map(str, ids))
+        for position in range(len(ids)):
+            _overwrite(client, f"cpu:gloo/{text}/{position}")
+
+
+def _overwrite(client: Any, key: str) -> None:
+    client.key_value_set_bytes(key, _NO_ADDRESS, allow_overwrite=True)
+
+
+def device_ids(process: int, count: int) -> range:
+    """The ids that XLA gives the CPU devices of a process of a world."""
+    return range(process * _IDS, process * _IDS + count)
+
+
+def local_device_count() -> int:
+    """The number of CPU devices that this process will have in any world.
+
+    From the settings, as long as no backend has been started.
+    """
+    asked = getattr(jax.config, "jax_num_cpu_devices", -1)
+    if asked >= 0:
+        return int(asked)
+    found = re.search(
+        r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
+    return int(found[1]) if found else 1
+
+
+def imitated_backend(address: str, count: int, local_devices: int) -> Any:
+    """Returns the backend that process 0 of a world has, without the other processes.
+
+    Programs can be compiled for its devices, and not run. Threads of this process
+    stand for the others while devices are made known.
+
+    Args:
+      address: of a coordination service for ``count`` processes.
+      count: number of processes.
+      local_devices: number of devices of each.
+    """
+    made: list[Any] = [None] * count
+    errors: list[BaseException] = []
+
+    def make(index: int) -> None:
+        try:
+            client = coordination_client(address, index, connect_s=30)
+            client.connect()
+            made[index] = (
+                client,
+                _xla_client.make_cpu_client(
+                    asynchronous=True,
+                    distributed_client=client,
+                    node_id=index,
+                    num_nodes=count,
+                    collectives=_jax.make_gloo_tcp_collectives(
+                        distributed_client=client
+                    ),
+                    num_devices=local_devices,
+                ),
+            )
+        except Exception as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=make, args=(k,)) for k in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    for client, _ in made:
+        client.shutdown()
+    return made[0][1]

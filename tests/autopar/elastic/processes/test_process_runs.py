@@ -1,0 +1,143 @@
+"""Processes die, hang, join and leave; losses are those of one that trains alone."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import elastic_runs
+import jax
+import numpy as np
+import pytest
+import step_forms as forms
+from elastic_processes import Run
+
+import autopar
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: pathlib.Path) -> Iterator[Start]:
+    """Starts runs, and ends what is left of them."""
+    runs: list[Run] = []
+
+    def started(*words: Any, **options: Any) -> Run:
+        folder = tmp_path / "run"
+        runs.append(Run(folder, folder / "losses", *words, **options))
+        return runs[-1]
+
+    yield started
+    for run in runs:
+        run.clean()
+
+
+def check_losses(run: Run, steps: int) -> None:
+    """All steps were done, and each as in a run of one process without changes."""
+    step = autopar.parallelize(forms.plain_step, cluster="1:cpu", split_batch=False)
+    alone = autopar.elastic(
+        step,
+        forms.create_plain,
+        elastic_runs.source,
+        batch=forms.BATCH,
+        steps=steps,
+        args=(jax.random.key(0),),
+    )
+    want = elastic_runs.losses(alone)
+    found = run.steps()
+    assert {k for k, _ in found} == set(range(steps))
+    np.testing.assert_allclose(
+        [loss for _, loss in found], [want[k] for k, _ in found], rtol=2e-5
+    )
+
+
+def test_processes_join_and_leave(start: Start) -> None:
+    """State that is split over processes moves with them; nobody dies."""
+    run = start(150, 0, 0.03, processes=2)
+    run.wait_for_world([0, 1])
+    assert run.ask(command="resize", processes=3)["wrong"] == ""
+    run.wait_for_world([0, 1, 2])
+    assert run.ask(command="remove", worker=0)["wrong"] == ""
+    run.wait_for_world([1, 2])
+    assert "--min" in run.ask(command="resize", processes=0)["wrong"]
+    assert run.wait() == 0, run.output()
+    check_losses(run, 150)
+
+
+def test_processes_are_killed_and_stopped(start: Start) -> None:
+    """The first one too; the third hangs and is given up. Others have its shards."""
+    run = start(120, 1, 0.03, processes=3, silence=3)
+    run.wait_for_world([0, 1, 2])
+    run.kill(0)
+    run.wait_for_world([1, 2])
+    run.kill(2, signal.SIGSTOP)
+    run.wait_for_world([1])
+    assert run.wait() == 0, run.output()
+    assert "finished 120 steps" in run.output()
+    check_losses(run, 120)
+
+
+def test_a_supervisor_is_killed_and_started_again(start: Start) -> None:
+    run = start(200, 1, 0.05, processes=2, grace=60)
+    run.wait_for_world([0, 1])
+    run.process.kill()
+    run.process.wait()
+    run.process = run.started()
+    run.wait_for(lambda: run.supervisor() == run.process.pid)
+    run.wait_for(lambda: run.ask(command="status")["status"]["world"] == [0, 1])
+    run.kill(0)
+    run.wait_for_world([1])
+    assert run.wait() == 0, run.output()
+    check_losses(run, 200)
+
+
+def test_workers_save_and_stop_where_no_supervisor_comes_back(start: Start) -> None:
+    """The next run goes on from there, with another number of processes."""
+    run = start(150, 0, 0.03, "checkpoints", processes=2, grace=0.5)
+    run.wait_for_world([0, 1])
+    pids = [run.pid(0), run.pid(1)]
+    run.process.kill()
+    run.process.wait()
+    for _ in range(1200):
+        if not any(_alive(pid) for pid in pids):
+            break
+        signal.sigtimedwait([], 0.05)
+    assert not any(_alive(pid) for pid in pids)
+    assert run.output().count("steps was saved") == 2
+    saved = run.last_step()
+    assert saved < 120
+    run.options = {"processes": 1}
+    run.process = run.started()
+    assert run.wait() == 0, run.output()
+    check_losses(run, 150)
+
+
+def _alive(pid: int) -> bool:
+    """Whether a process runs; one that nobody waited for does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "says"),
+    [
+        ("raise SystemExit(3)", 3, "ended with code 3 before it joined the run"),
+        ("import nonsense_module", 1, "No module named 'nonsense_module'"),
+        ("print('no training')", 1, "must call autopar.elastic(...)"),
+    ],
+)
+def test_scripts_that_do_not_train(
+    start: Start, tmp_path: pathlib.Path, text: str, code: int, says: str
+) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(text)
+    run = start(script=script, processes=2)
+    assert run.wait() == code
+    assert says in run.output()
+    assert not any(os.path.exists(f"/proc/{run.pid(k)}") for k in (0, 1))

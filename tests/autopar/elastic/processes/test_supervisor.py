@@ -1,0 +1,364 @@
+"""The supervisor's decisions, with workers that are only written down."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.supervisor import Supervisor
+
+
+class Fake:
+    """Workers that do nothing, and a clock that stands still."""
+
+    def __init__(self, **limits: Any) -> None:
+        self.now = 0.0
+        self.rows = 0
+        self.sent: list[tuple[int, str, dict[str, Any]]] = []
+        self.killed: list[int] = []
+        self.started: list[int] = []
+        self.filled: list[tuple[int, list[int]]] = []
+        self.supervisor = Supervisor(Limits(**limits), self, lambda: self.now)
+        self.supervisor.begin()
+
+    def spawn(self, worker: int) -> None:
+        self.started.append(worker)
+
+    def send(self, worker: int, kind: str, **data: Any) -> None:
+        self.sent.append((worker, kind, data))
+
+    def kill(self, worker: int) -> None:
+        self.killed.append(worker)
+
+    def open(self, generation: int, pids: list[int]) -> str:
+        return f"127.0.0.1:{generation}"
+
+    def fill(self, generation: int, ranks: list[int]) -> None:
+        self.filled.append((generation, ranks))
+
+    def close(self, generation: int) -> None:
+        pass
+
+    def log(self, event: str, **data: Any) -> None:
+        pass
+
+    def tell(self, worker: int, kind: str, **data: Any) -> None:
+        """What a worker says."""
+        self.supervisor.take(worker, {"kind": kind, "worker": worker, **data})
+
+    def ready(self, *workers: int, holds: Any = None) -> None:
+        for worker in workers:
+            self.tell(
+                worker,
+                "ready",
+                generation=-1,
+                holds=holds or {},
+                port=9000 + worker,
+                pid=100 + worker,
+                devices=1,
+                rows=self.rows,
+            )
+
+    def formed(self, *workers: int, step: int = 0) -> None:
+        generation = self.supervisor.generation
+        for worker in workers:
+            self.tell(worker, "formed", generation=generation, step=step)
+
+    def of(self, kind: str) -> list[tuple[int, dict[str, Any]]]:
+        """Who was sent such an order, and with what."""
+        return [(w, data) for w, k, data in self.sent if k == kind]
+
+    def world(self) -> list[int]:
+        """The workers of the last world, by rank."""
+        return [m["worker"] for m in self.of("form")[-1][1]["members"]]
+
+
+def holding(step: int, generation: int, *tiles: Any, size: int = 4) -> dict[str, Any]:
+    return {
+        f"{step}.{generation}": {
+            "step": step,
+            "shapes": {"w": [[size], "float32"]},
+            "tiles": {"w": list(tiles)},
+            "extra": {"position": 8 * step},
+        }
+    }
+
+
+WHOLE, LEFT, RIGHT = [[0], [4]], [[0], [2]], [[2], [4]]
+
+
+def running(count: int = 2, **limits: Any) -> Fake:
+    """A run whose first world trains."""
+    fake = Fake(processes=count, **limits)
+    fake.ready(*range(count))
+    fake.formed(*range(count))
+    return fake
+
+
+def test_a_run_begins_with_all() -> None:
+    fake = Fake(processes=2)
+    fake.ready(1)
+    assert not fake.of("form")
+    fake.ready(0)
+    assert [(w, d["rank"]) for w, d in fake.of("form")] == [(0, 0), (1, 1)]
+    assert fake.of("form")[0][1]["state"] is None
+
+
+def test_survivors_go_on_without_the_dead() -> None:
+    fake = running(3)
+    fake.supervisor.gone(0, -9)
+    assert [w for w, _ in fake.of("abort")] == [1, 2]
+    assert fake.filled == [(1, [0])]
+    fake.ready(1, holds=holding(5, 1, WHOLE))
+    assert len(fake.of("form")) == 3
+    fake.ready(2, holds=holding(6, 1, WHOLE))
+    assert fake.world() == [1, 2]
+    state = fake.of("form")[-1][1]["state"]
+    assert (state["step"], list(state["holders"])) == (6, [9002])
+
+
+def test_the_latest_step_of_which_all_is_held() -> None:
+    fake = running(2)
+    fake.tell(0, "broken", generation=1, error="JaxRuntimeError: gloo")
+    own = holding(6, 1, LEFT) | holding(5, 1, LEFT)
+    fake.ready(0, holds=own)
+    fake.ready(1, holds=holding(5, 1, RIGHT))
+    state = fake.of("form")[-1][1]["state"]
+    assert (state["step"], sorted(state["holders"])) == (5, [9000, 9001])
+
+
+def test_tiles_of_two_worlds_are_not_mixed() -> None:
+    """Both hold half of step 5, but as different worlds split it."""
+    fake = running(2)
+    fake.tell(0, "broken", generation=1, error="JaxRuntimeError: gloo")
+    fake.ready(0, holds=holding(5, 1, LEFT))
+    fake.ready(1, holds=holding(5, 2, RIGHT))
+    assert fake.of("form")[-1][1]["state"] is None
+
+
+def test_a_lost_state_is_said_to_be_lost() -> None:
+    fake = running(2)
+    fake.formed(0, 1, step=3)
+    fake.supervisor.gone(1, -9)
+    fake.ready(0, holds=holding(3, 1, LEFT))
+    assert fake.of("form")[-1][1]["lost"] == 3
+
+
+def test_a_world_has_as_many_as_divide_the_batch() -> None:
+    """A fifth worker waits, and takes the place of one that dies."""
+    fake = Fake(processes=4)
+    fake.rows = 24
+    fake.ready(0, 1, 2, 3)
+    fake.formed(0, 1, 2, 3)
+    fake.supervisor.resize(5)
+    fake.ready(4)
+    assert not fake.of("pause")
+    assert not fake.of("end")
+    fake.supervisor.gone(2, -9)
+    fake.ready(0, 1, 3, holds=holding(1, 1, WHOLE))
+    assert fake.world() == [0, 1, 3, 4]
+
+
+class TestChangesAtAStep:
+    def test_a_worker_joins(self) -> None:
+        fake = running(2)
+        assert fake.supervisor.resize(3) == ""
+        assert fake.started == [0, 1, 2]
+        assert not fake.of("pause")
+        fake.ready(2)
+        assert [w for w, _ in fake.of("pause")] == [0, 1]
+        fake.tell(0, "started", generation=1, step=7)
+        assert not fake.of("limit")
+        fake.tell(1, "started", generation=1, step=8)
+        assert [(w, d["step"]) for w, d in fake.of("limit")] == [(0, 8), (1, 8)]
+        fake.ready(0, 1, holds=holding(9, 1, WHOLE))
+        assert fake.world() == [0, 1, 2]
+
+    def test_one_leaves_once_the_others_have_its_state(self) -> None:
+        fake = running(3)
+        assert fake.supervisor.remove(0) == ""
+        for worker in range(3):
+            fake.tell(worker, "started", generation=1, step=2)
+        fake.ready(0, 1, 2, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [1, 2]
+        assert not fake.of("end")
+        fake.formed(1, 2, step=3)
+        assert [w for w, _ in fake.of("end")] == [0]
+        fake.supervisor.gone(0, 0)
+        assert fake.supervisor.wanted == 2
+        assert len(fake.of("form")) == 3 + 2
+
+    def test_a_death_while_all_pause(self) -> None:
+        fake = running(3)
+        fake.supervisor.resize(2)
+        fake.tell(0, "started", generation=1, step=4)
+        fake.supervisor.gone(1, -9)
+        assert sorted(w for w, _ in fake.of("abort")) == [0, 2]
+        fake.ready(0, 2, holds=holding(4, 1, WHOLE))
+        assert fake.world() == [0, 2]
+
+    @pytest.mark.parametrize("count", [0, 9])
+    def test_a_size_that_may_not_be(self, count: int) -> None:
+        fake = running(2, most=8)
+        assert "--min, --max" in fake.supervisor.resize(count)
+        assert not fake.of("pause")
+
+    def test_too_few_would_stay(self) -> None:
+        fake = running(2, least=2)
+        assert "--min" in fake.supervisor.remove(1)
+
+
+class TestNewcomersThatDoNotFit:
+    def test_its_script_fails_before_it_joins(self) -> None:
+        fake = running(2)
+        fake.supervisor.resize(3)
+        fake.supervisor.gone(2, 1)
+        assert fake.supervisor.result is None
+        assert fake.supervisor.wanted == 2
+
+    def test_it_trains_another_model(self) -> None:
+        """Everybody says so while the world forms; the two go on without it."""
+        fake = running(2)
+        fake.supervisor.resize(3)
+        fake.ready(2)
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        fake.ready(0, 1, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [0, 1, 2]
+        fake.tell(1, "broken", generation=2, error="PlanError: different steps")
+        assert sorted(w for w, _ in fake.of("abort")) == [0, 1, 2]
+        fake.ready(0, 1, 2, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [0, 1]
+        assert [w for w, _ in fake.of("end")] == [2]
+
+
+class TestNoHang:
+    def test_a_silent_worker_is_killed(self) -> None:
+        fake = running(2, silent_s=10)
+        fake.now = 9.0
+        fake.tell(1, "beat", generation=1, step=3, phase="step")
+        fake.now = 11.0
+        fake.supervisor.tick()
+        assert fake.killed == [0]
+
+    def test_one_that_does_not_leave_is_killed(self) -> None:
+        fake = running(2, leave_s=30)
+        fake.supervisor.gone(0, -9)
+        for now in (10.0, 20.0, 31.0):
+            fake.now = now
+            fake.tell(1, "beat", generation=1, step=3, phase="step")
+            fake.supervisor.tick()
+        assert fake.killed == [1]
+
+    def test_a_world_without_progress_is_formed_again(self) -> None:
+        fake = running(2, stuck_s=100)
+        fake.now = 101.0
+        fake.tell(0, "beat", generation=1, step=-1, phase="step")
+        fake.tell(1, "beat", generation=1, step=-1, phase="step")
+        fake.supervisor.tick()
+        assert sorted(w for w, _ in fake.of("abort")) == [0, 1]
+
+    def test_a_death_while_a_world_forms(self) -> None:
+        fake = Fake(processes=3)
+        fake.ready(0, 1, 2)
+        fake.supervisor.gone(1, -9)
+        assert sorted(w for w, _ in fake.of("abort")) == [0, 2]
+        fake.ready(0, 2)
+        assert fake.world() == [0, 2]
+
+    def test_an_error_that_comes_again_and_again_ends_the_run(self) -> None:
+        fake = running(1)
+        for _ in range(4):
+            generation = fake.supervisor.generation
+            fake.tell(0, "broken", generation=generation, error="JaxRuntimeError: oom")
+            if fake.supervisor.result is None:
+                fake.ready(0, holds=holding(1, generation, WHOLE))
+        assert fake.supervisor.result == 1
+        assert "oom" in fake.supervisor.reason
+
+
+class TestEnds:
+    def test_all_have_finished(self) -> None:
+        fake = running(2)
+        fake.tell(0, "finished", generation=1, step=9)
+        assert not fake.of("end")
+        fake.tell(1, "finished", generation=1, step=9)
+        assert sorted(w for w, _ in fake.of("end")) == [0, 1]
+        fake.supervisor.gone(0, 0)
+        fake.supervisor.gone(1, 0)
+        assert (fake.supervisor.result, fake.supervisor.reason) == (0, "")
+
+    def test_a_death_before_all_have_finished(self) -> None:
+        fake = running(2)
+        fake.tell(0, "finished", generation=1, step=9)
+        fake.supervisor.gone(1, -9)
+        assert [w for w, _ in fake.of("abort")] == [0]
+        fake.ready(0, holds=holding(9, 1, WHOLE))
+        assert fake.world() == [0]
+
+    def test_a_script_that_exits_at_once(self) -> None:
+        fake = Fake(processes=2)
+        fake.supervisor.gone(1, 3)
+        assert fake.supervisor.result == 3
+        assert "before it joined the run" in fake.supervisor.reason
+
+    def test_a_script_that_fails(self) -> None:
+        fake = running(2)
+        fake.supervisor.gone(1, 1)
+        assert fake.supervisor.result == 1
+        assert "worker 1 ended with code 1" in fake.supervisor.reason
+
+    def test_scripts_that_leave_their_loop(self) -> None:
+        fake = running(2)
+        fake.supervisor.gone(1, 0)
+        assert not fake.of("abort")
+        fake.supervisor.gone(0, 0)
+        assert fake.supervisor.result == 0
+
+    def test_one_alone_that_leaves_its_loop(self) -> None:
+        """The other would wait for it in a collective."""
+        fake = running(2)
+        fake.supervisor.gone(1, 0)
+        fake.now = 6.0
+        fake.tell(0, "beat", generation=1, step=3, phase="step")
+        fake.supervisor.tick()
+        assert [w for w, _ in fake.of("abort")] == [0]
+
+    def test_too_few_are_left(self) -> None:
+        fake = running(2, least=2)
+        fake.supervisor.gone(1, -9)
+        fake.ready(0, holds=holding(1, 1, WHOLE))
+        assert fake.supervisor.result == 1
+        assert "1 of at least 2" in fake.supervisor.reason
+
+    def test_the_dead_are_replaced(self) -> None:
+        fake = running(2, restarts=1)
+        fake.supervisor.gone(1, -9)
+        assert fake.started == [0, 1, 2]
+        fake.ready(0, holds=holding(1, 1, WHOLE))
+        assert fake.world() == [0]
+        fake.formed(0, step=1)
+        fake.ready(2)
+        assert [w for w, _ in fake.of("pause")] == [0, 1, 0][2:]
+
+
+def test_workers_of_a_supervisor_that_died() -> None:
+    first = running(2)
+    known = {
+        "generation": first.supervisor.generation,
+        "numbers": 2,
+        "wanted": 2,
+        "world": [0, 1],
+        "workers": {"0": 100, "1": 101},
+    }
+    fake = Fake(processes=0)
+    fake.supervisor.adopt(known)
+    fake.tell(0, "hello", generation=1, pid=100)
+    fake.tell(1, "hello", generation=1, pid=101)
+    assert not fake.of("pause")
+    fake.supervisor.gone(1, None)
+    assert [w for w, _ in fake.of("abort")] == [0]
+    fake.ready(0, holds=holding(4, 1, WHOLE))
+    assert fake.world() == [0]

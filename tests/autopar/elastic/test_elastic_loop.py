@@ -1,0 +1,170 @@
+"""A run goes on with the same losses when its devices change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import elastic_runs
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import step_forms as forms
+from step_forms import FORMS
+
+import autopar
+from autopar import Cluster, PlanError
+from autopar.errors import EventError
+
+CHANGES = {2: forms.cheap("6:cpu"), 4: forms.cheap("4:cpu"), 6: forms.cheap("8:cpu")}
+
+
+def devices_of(run: Any) -> int:
+    leaves = jax.tree.leaves(run.state)
+    return max(len(x.sharding.device_set) for x in leaves)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_losses_are_those_of_the_uninterrupted_run(name: str) -> None:
+    plain = elastic_runs.losses(elastic_runs.started(FORMS[name], 8))
+    run = elastic_runs.started(FORMS[name], 8)
+    np.testing.assert_allclose(elastic_runs.losses(run, CHANGES), plain, rtol=1e-5)
+    assert [x["new"]["cluster"] for x in run.ledger.lines if x["kind"] == "replan"] == [
+        str(c) for c in CHANGES.values()
+    ]
+    assert (run.step, run.position) == (8, 8 * forms.BATCH)
+
+
+def test_the_program_runs_on_the_devices_that_are_left() -> None:
+    run = elastic_runs.started(FORMS["plain"], 3)
+    next(run)
+    run.change({"kind": "gone", "devices": [0, 3]})
+    done = next(run)
+    assert done.plan is run.plan
+    assert run.plan.cluster.read().ids == (1, 2, 4, 5, 6, 7)
+    used = {d.id for x in jax.tree.leaves(run.state) for d in x.sharding.device_set}
+    assert used == {1, 2, 4, 5, 6, 7}
+    assert next(run).plan is None
+
+
+def test_what_is_returned_besides_the_state() -> None:
+    """Whatever the form of the result: the state goes on, the rest is given."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss = jnp.mean((batch["x"] * state["w"]) ** 2)
+        new = {"w": state["w"] * 0.5, "count": state["count"] + 1}
+        return {"state": new, "loss": loss, "norm": jnp.sum(new["w"])}
+
+    def create() -> Any:
+        return {"w": jnp.ones(forms.WIDTH), "count": jnp.zeros((), jnp.int32)}
+
+    planned = autopar.parallelize(step, cluster="2:cpu", split_batch=False)
+    run = autopar.elastic(planned, create, elastic_runs.source, batch=4, steps=3)
+    found = [done.result for done in run]
+    assert [sorted(x) for x in found] == [["loss", "norm"]] * 3
+    assert int(run.state["count"]) == 3
+    assert [float(x["norm"]) for x in found] == [8.0, 4.0, 2.0]
+
+
+@pytest.mark.parametrize("named", [False, True])
+def test_keys_that_follow_the_step(named: bool) -> None:
+    """Arguments after the batch, in order or by name, depend on the step alone."""
+
+    def step(w: jax.Array, batch: Any, key: jax.Array) -> Any:
+        kept = jax.random.bernoulli(key, 0.5, batch["x"].shape)
+        return w * 0.9, jnp.sum(batch["x"] * kept) + jnp.sum(w)
+
+    key = jax.random.key(3)
+
+    def others(k: int) -> Any:
+        own = jax.random.fold_in(key, k)
+        return {"key": own} if named else (own,)
+
+    def run(changes: Any) -> list[float]:
+        planned = autopar.parallelize(step, cluster=forms.cheap("8:cpu"))
+        made = autopar.elastic(
+            planned,
+            lambda: jnp.ones(forms.WIDTH),
+            elastic_runs.source,
+            batch=24,
+            steps=5,
+            others=others,
+        )
+        return elastic_runs.losses(made, changes)
+
+    plain = run({})
+    assert len(set(plain)) == 5
+    changed = run({2: forms.cheap("6:cpu"), 3: forms.cheap("4:cpu")})
+    np.testing.assert_allclose(changed, plain, rtol=1e-5)
+
+
+class TestRefusals:
+    def test_more_devices_than_the_world_has(self) -> None:
+        run = elastic_runs.started(FORMS["plain"], 2)
+        next(run)
+        with pytest.raises(EventError, match=r"not among the 8 of this world"):
+            run.change("16:cpu")
+        assert next(run).plan is None
+
+    def test_a_change_without_a_plan(self) -> None:
+        """No plan fits the memory: the run goes on as it was, and says why."""
+        run = elastic_runs.started(FORMS["plain"], 3)
+        next(run)
+        run.change(forms.with_memory(forms.cheap("4:cpu"), 100))
+        done = next(run)
+        assert done.plan is None
+        assert devices_of(run) == 8
+        (line,) = [x for x in run.ledger.lines if x["kind"] == "refused"]
+        assert "fits" in line["reason"]
+        run.change(forms.cheap("4:cpu"))
+        assert next(run).plan is not None
+
+    def test_nothing_is_left(self) -> None:
+        run = elastic_runs.started(FORMS["plain"], 9)
+        next(run)
+        run.change({"kind": "gone", "hosts": [0], "deadline_s": 30})
+        assert list(run) == []
+        assert run.step == 1
+        assert run.ledger.lines[-1]["kind"] == "stop"
+
+
+def test_stop_and_close() -> None:
+    run = elastic_runs.started(FORMS["plain"], 9)
+    steps = [(done.step, run.stop() if done.step == 1 else None) for done in run]
+    assert [number for number, _ in steps] == [0, 1]
+    run.close()
+    run.close()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"step": forms.plain_step}, "autopar.parallelize"),
+        ({"source": 3}, "source must be a function"),
+        ({"batch": 0}, "batch=0"),
+        ({"steps": 1.5}, "steps=1.5"),
+    ],
+)
+def test_wrong_arguments(wrong: dict[str, Any], text: str) -> None:
+    given: dict[str, Any] = {
+        "step": autopar.parallelize(forms.plain_step, cluster="2:cpu"),
+        "create_state": forms.create_plain,
+        "source": elastic_runs.source,
+        "batch": 8,
+        "steps": 2,
+    }
+    with pytest.raises(PlanError, match=text):
+        autopar.elastic(**{**given, **wrong})
+
+
+def test_a_source_that_returns_too_few_rows() -> None:
+    step = autopar.parallelize(forms.plain_step, cluster=Cluster.parse("2:cpu"))
+    with pytest.raises(PlanError, match=r"source\(0, 8\) returned 4 rows"):
+        autopar.elastic(
+            step,
+            forms.create_plain,
+            lambda position, rows: elastic_runs.source(position, 4),
+            batch=8,
+            steps=2,
+            args=(jax.random.key(0),),
+        )

@@ -1,0 +1,126 @@
+"""Runs of several processes that tests start, disturb and look at."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+from checkout import ROOT
+from processes import FLAGS
+
+from autopar.elastic.processes.runner import command
+
+SCRIPT = ROOT / "tests" / "support" / "elastic_script.py"
+LIMIT_S = 120.0
+
+
+class Run:
+    """A run of `elastic_script.py`, or of another script."""
+
+    def __init__(self, folder: pathlib.Path, *words: Any, **options: Any) -> None:
+        self.folder, self.words, self.options = folder, words, options
+        self.process = self.started()
+
+    def started(self) -> subprocess.Popen[str]:
+        """Starts `autopar run`; once more where its supervisor was killed."""
+        given = {"folder": self.folder, "no-ahead": None, **self.options}
+        script = given.pop("script", SCRIPT)
+        options = [f"--{k}" if v is None else f"--{k}={v}" for k, v in given.items()]
+        places = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
+        env = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(map(str, places)),
+            "XLA_FLAGS": FLAGS,
+            "JAX_PLATFORMS": "cpu",
+            "NPROC": "4",
+        }
+        self.folder.mkdir(exist_ok=True)
+        with open(self.folder / "output", "a") as output:
+            return subprocess.Popen(
+                [sys.executable, "-m", "autopar", "run", *options, str(script)]
+                + [str(word) for word in self.words],
+                env=env,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def output(self) -> str:
+        return (self.folder / "output").read_text()
+
+    def log(self) -> list[dict[str, Any]]:
+        try:
+            lines = (self.folder / "log.jsonl").read_text().splitlines()
+        except OSError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def worlds(self) -> list[list[int]]:
+        """The worlds that formed and have the state, by their workers."""
+        found: list[list[int]] = []
+        for line in self.log():
+            if line["event"] == "form":
+                forming = line["workers"]
+            elif line["event"] == "formed":
+                found.append(forming)
+        return found
+
+    def pid(self, worker: int) -> int:
+        return {x["worker"]: x["pid"] for x in self.log() if x["event"] == "start"}[
+            worker
+        ]
+
+    def supervisor(self) -> int:
+        """The process id that the last supervisor wrote down."""
+        return int(json.loads((self.folder / "run.json").read_text())["pid"])
+
+    def kill(self, worker: int, how: int = signal.SIGKILL) -> None:
+        os.kill(self.pid(worker), how)
+
+    def ask(self, **words: Any) -> Any:
+        return command(self.folder, **words)
+
+    def wait_for(self, done: Callable[[], bool]) -> None:
+        end = time.monotonic() + LIMIT_S
+        while not done():
+            assert time.monotonic() < end, self.output()
+            assert self.process.poll() is None, self.output()
+            time.sleep(0.02)
+
+    def wait_for_world(self, workers: list[int], steps: int = 3) -> None:
+        """Waits until these train together, and have done some steps."""
+        self.wait_for(lambda: bool(self.worlds()) and self.worlds()[-1] == workers)
+        there = self.last_step()
+        self.wait_for(lambda: self.last_step() >= there + steps)
+
+    def steps(self) -> list[tuple[int, float]]:
+        """Every step and loss that any process wrote."""
+        found: list[tuple[int, float]] = []
+        for path in self.folder.glob("losses.*"):
+            if path.is_file() and path.suffix != ".ledger":
+                for line in path.read_text().splitlines():
+                    with contextlib.suppress(ValueError):
+                        found.append(tuple(json.loads(line)))
+        return found
+
+    def last_step(self) -> int:
+        return max((k for k, _ in self.steps()), default=-1)
+
+    def wait(self) -> int:
+        return self.process.wait(LIMIT_S)
+
+    def clean(self) -> None:
+        """Ends all that is left."""
+        pids = [x["pid"] for x in self.log() if x["event"] == "start"]
+        for pid in [self.process.pid, *pids]:
+            with contextlib.suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()

@@ -1,0 +1,48 @@
+"""A training script of the tests of several processes.
+
+Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE PACE_S [CHECKPOINTS [CODEC]]
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import elastic_runs
+import jax
+import step_forms as forms
+
+import autopar
+
+
+def main() -> None:
+    """Trains, and writes each step and its loss to OUT.PID."""
+    out, steps, survive, pace_s, *more = sys.argv[1:]
+    folder = f"{out}.{more[0]}" if more and more[0] else None
+    codec = more[1] if len(more) > 1 else "none"
+    cluster = forms.cheap("2:cpu")
+    step = autopar.parallelize(
+        forms.plain_step, cluster=cluster, seconds=2, compression=codec
+    )
+    run = autopar.elastic(
+        step,
+        forms.create_plain,
+        elastic_runs.source,
+        batch=forms.BATCH,
+        steps=int(steps),
+        args=(jax.random.key(0),),
+        survive=int(survive),
+        checkpoint=folder,
+        ledger=f"{out}.ledger",
+    )
+    with open(f"{out}.{os.getpid()}", "a") as file:
+        for done in run:
+            print(json.dumps([done.step, float(done.result)]), file=file, flush=True)
+            time.sleep(float(pace_s))
+    print(f"finished {run.step} steps", flush=True)
+
+
+if __name__ == "__main__":
+    main()
