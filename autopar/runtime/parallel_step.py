@@ -36,6 +36,8 @@ from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.adopting import CodecChange
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
+from autopar.runtime.noise.averages import NoiseScale
+from autopar.runtime.noise_run import NoiseRun
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.setting import Setting, moved_setting
@@ -99,6 +101,7 @@ class ParallelStep(Generic[P, R]):
         )
         ending.announce()
         self._codecs = codecs
+        self._noise = NoiseRun()
         self._batches = arguments.BatchArguments(step, ANALYSES)
         self._current: Running | None = None
 
@@ -200,6 +203,27 @@ class ParallelStep(Generic[P, R]):
     @compression_state.setter
     def compression_state(self, state: Any) -> None:
         self._codecs.restore(state)
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How noisy gradients are, averaged over the steps so far.
+
+        Raises:
+          PlanError: no step has measured it; it takes ``noise_scale=True``.
+        """
+        return self._noise.scale()
+
+    @property
+    def noise_state(self) -> Any:
+        """The averages behind `noise_scale`; None: none yet.
+
+        Save them with the train state. After a restart, assign what was saved.
+        """
+        return self._noise.saved
+
+    @noise_state.setter
+    def noise_state(self, state: Any) -> None:
+        self._noise.restore(state)
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:
@@ -314,11 +338,15 @@ class ParallelStep(Generic[P, R]):
         placement.separate(call.arrays, placed, carried)
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
+        noise = self._noise.states(planned)
         with self._preparation.compiling(planned, self.__name__):
-            if planned.sums is None:
-                flat = planned.function(*placed)
+            if planned.sums is not None:
+                flat, *made = self._codecs.run(planned, placed, noise)
+            elif noise:
+                flat, *made = planned.function(*placed, *noise)
             else:
-                flat = self._codecs.run(planned, placed)
+                flat, made = planned.function(*placed), []
+        self._noise.take(made)
         placement.consume(call.arrays, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)

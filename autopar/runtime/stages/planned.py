@@ -49,6 +49,7 @@ class PipelinedStep:
       function: runs a step on the flat arguments.
       sums: None; stages sum gradients themselves.
       gradients: None; see ``sums``.
+      noise: None.
     """
 
     analysis: Analysis
@@ -60,6 +61,7 @@ class PipelinedStep:
     function: Any
     sums: None = None
     gradients: Any = None
+    noise: None = None
 
     @property
     def links(self) -> Links | None:
