@@ -171,6 +171,8 @@ class NoiseMeter:
         self.codecs = codecs
         self._arguments = arguments
         self._by_value = {s.value: s for s in spec.sources.found}
+        # The sums that were due, before they were taken.
+        self._partial: dict[int, Stacked] = {}
         self._parts: dict[int, Norm] = {}
         self._whole: dict[int, Norm] = {}
         # Rows of gradients that codecs send, by gradient: (devices, 2).
@@ -196,7 +198,7 @@ class NoiseMeter:
             return self.codecs.take(partials)
         found: dict[int, Any] = {}
         for value, partial in partials.items():
-            self._parts[value] = self._parts_of(self._by_value[value], partial)
+            self._partial[value] = partial
             array = stacked.total(partial)
             for layout in self.spec.assignment.due(value) or ():
                 array = constrain(array, self.spec.mesh, layout)
@@ -235,17 +237,19 @@ class NoiseMeter:
         sources = self._of_loop(equation)
         if not sources:
             return ()
-        wanted: list[Norm] = []
-        for source in sources:
-            assert source.micro is not None
-            array = read(source.micro)
-            if isinstance(array, Stacked):
-                wanted.append(self._parts_of(source, array))
-            else:
-                layout = self.spec.assignment.home_layout(source.micro)
-                array = constrain(array, self.spec.mesh, layout)
-                wanted.append(Norm(array, layout, (), self._moment(source)))
+        wanted = [self._read(source, read) for source in sources]
         return device_norms(self.spec.mesh, wanted)
+
+    def _read(self, source: Source, read: Read) -> Norm:
+        """The parts of a gradient's groups."""
+        moment = self._moment(source)
+        value = source.bare if moment is None else source.parts
+        array = self._partial.get(value)
+        array = read(value) if array is None else array
+        if isinstance(array, Stacked):
+            return self._parts_of(source, array)
+        layout = self.spec.assignment.home_layout(value)
+        return Norm(constrain(array, self.spec.mesh, layout), layout, (), moment)
 
     def after(self, equation: int, seen: Any) -> None:
         """See `autopar_passes.replay.layout_plan.Watch`."""
@@ -267,6 +271,8 @@ class NoiseMeter:
             array = constrain(array, self.spec.mesh, layout)
             self._values[source.value] = array
             self._whole[source.value] = Norm(array, layout, (), self._moment(source))
+            if source.loop < 0 and source.groups > 1:
+                self._parts[source.value] = self._read(source, read)
 
     # After the step.
 

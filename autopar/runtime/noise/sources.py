@@ -32,17 +32,19 @@ class Source:
       value: the gradient.
       replicas: mesh axes whose devices hold partial gradients of their own rows.
       groups: number of groups whose partial gradients are seen, n.
-      micro: the value that each microbatch makes; None: there is one microbatch, or
-        its part is not seen.
-      loop: the equation that goes through the microbatches; -1 without `micro`.
-      share: what a microbatch's value is multiplied by in the gradient.
+      parts: the value whose partial sums, or microbatches, are the groups' parts.
+      bare: the value that ``parts`` only transposes or reshapes: of the same norm, and
+        there before.
+      loop: the equation whose iterations make it, one for each microbatch; -1: none.
+      share: what a microbatch's part is multiplied by in the gradient.
     """
 
     name: str
     value: int
     replicas: Axes
     groups: int
-    micro: int | None = None
+    parts: int
+    bare: int
     loop: int = -1
     share: float = 1.0
 
@@ -163,10 +165,31 @@ def _source(
     if rows % (workers * count):
         # Devices share rows, so that no device has a gradient of its own rows.
         replicas, workers = (), 1
-    if value not in micro:
-        return Source(name, value, replicas, workers)
-    inner, loop, share = micro[value]
-    return Source(name, value, replicas, workers * count, inner, loop, share)
+    parts, loop, share = micro.get(value, (value, -1, 1.0))
+    bare = _bare(assignment, parts)
+    return Source(name, value, replicas, workers * count, parts, bare, loop, share)
+
+
+# Operators that only lay elements out anew.
+_LAYING = ("copy", "reshape", "squeeze", "transpose")
+
+
+def _bare(assignment: Assignment, value: int) -> int:
+    """The first value of which another has the elements, held in as many parts.
+
+    A compiler that adds up a transposed array reads it as it is. If its transposed
+    form were read too, it would have to be made.
+    """
+    held = assignment.stacked(value)
+    while True:
+        op = assignment.contraction.producer[value]
+        before = op.inputs[0] if op.kind in _LAYING and len(op.inputs) == 1 else None
+        if before is None or assignment.floating(before):
+            return value
+        found = assignment.stacked(before)
+        if (held and held[0]) != (found and found[0]):
+            return value
+        value = before
 
 
 def _replicas(assignment: Assignment, value: int) -> Axes:
