@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
-from autopar.planner.codecs.sites import gradients_of, parameter_names
+from autopar.planner.codecs.sites import gradients_of, updated_parameters
 from autopar.steps.analysis import Analysis
 from autopar.steps.labels import BATCH
 from autopar.steps.microbatches import batch_dims
@@ -91,18 +92,24 @@ def find_sources(assignment: Assignment) -> Sources:
     parameters = [
         i.path for i in analysis.graph.inputs if i.role is InputRole.PARAMETER
     ]
-    names = parameter_names(
-        analysis.graph, analysis.contraction, list(_candidates(analysis))
-    )
-    wanted = set(parameters)
+    names = updated_parameters(analysis.graph, list(_candidates(analysis)))
+    alone = alone_in(names)
     micro = _micro_values(analysis)
-    found: list[Source] = []
-    for value, name in names.items():
-        if name in wanted:
-            wanted.remove(name)
-            found.append(_source(assignment, value, name, micro, rows))
-    left = tuple(name for name in parameters if name in wanted)
+    found = [_source(assignment, v, name, micro, rows) for v, name in alone.items()]
+    left = tuple(name for name in parameters if name not in alone.values())
     return Sources(tuple(found), left, rows)
+
+
+def alone_in(names: dict[int, str]) -> dict[int, str]:
+    """The values that alone update their parameter, with its name.
+
+    Where several do, each is but a part of the gradient.
+
+    Args:
+      names: of `updated_parameters`.
+    """
+    counts = Counter(names.values())
+    return {v: name for v, name in names.items() if name and counts[name] == 1}
 
 
 def _candidates(analysis: Analysis) -> Iterator[int]:
