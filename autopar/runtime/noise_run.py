@@ -116,7 +116,7 @@ def carried_over(state: State, spec: NoiseSpec) -> State:
     if len(fits) < len(known["previous"]):
         made["compared"] = known["compared"]
     if bool(before) != bool(known["previous"]):
-        made.update({k: known[k] for k in ("weight", "sqr", "var", "steps")})
+        made.update({k: known[k] for k in ("weight", "sqr", "var", "excess", "steps")})
     if spec.options.base_batch is not None:
         made["base_batch"] = known["base_batch"]
     return jax.tree.map(

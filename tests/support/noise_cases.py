@@ -82,5 +82,10 @@ def expected(parts: Sequence[np.ndarray], rows: int = ROWS, seed: int = 1) -> No
 
 def parallel(**options: Any) -> Any:
     """The step under a plan for 8 devices, its noise measured."""
-    kept = {"cluster": "8:cpu", "noise_scale": True, "seconds": None, **options}
+    kept: dict[str, Any] = {
+        "cluster": "8:cpu",
+        "noise_scale": True,
+        "seconds": None,
+        **options,
+    }
     return autopar.parallelize(step, **kept)

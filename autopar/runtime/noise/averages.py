@@ -42,6 +42,8 @@ class NoiseScale:
       skipped: steps that they do not, as a gradient was not finite.
       biased: whether a gradient was seen in one group alone and compared with that of
         the step before, or not at all.
+      excess: by how much codecs enlarge the squared norm of the gradient, on average:
+        for unbiased codecs the squared error of the sum that they make.
       local: mean of the groups' squared norms in the step measured last.
       total: squared norm of their mean in it.
       left_out: parameters whose gradients were not found.
@@ -54,13 +56,20 @@ class NoiseScale:
     steps: int
     skipped: int
     biased: bool
+    excess: float
     local: float
     total: float
     left_out: tuple[str, ...] = ()
 
     @property
     def phi(self) -> float:
-        """The noise scale in rows; infinite where no mean gradient is seen."""
+        """The noise scale in rows, var / sqr.
+
+        Infinite where noise hides the mean gradient; not a number before the first step
+        that was measured.
+        """
+        if math.isnan(self.sqr):
+            return math.nan
         if self.var <= 0:
             return 0.0
         return self.var / self.sqr if self.sqr > 0 else math.inf
@@ -88,9 +97,10 @@ def estimates(norms: Any, groups: Groups) -> tuple[Any, Any]:
     """Returns ``sqr`` and ``var`` of one step.
 
     Args:
-      norms: (gradients, 2): the sum over the groups of the squared norms of their
-        partial gradients, which add up to the gradient, and its squared norm. One that
-        is seen in one group alone counts as the halves of two steps' gradients.
+      norms: (gradients, 3): the sum over the groups of the squared norms of their
+        partial gradients, which add up to the gradient; its squared norm; and that of
+        what codecs made of it. One that is seen in one group alone counts as the halves
+        of two steps' gradients.
       groups: the groups.
     """
     alone = groups.alone
@@ -110,6 +120,7 @@ def fresh(base_batch: float) -> State:
         "weight": zero,
         "sqr": zero,
         "var": zero,
+        "excess": zero,
         "local": zero,
         "total": zero,
         "step": none,
@@ -144,6 +155,8 @@ def updated(
         "weight": keep * state["weight"] + (1 - keep),
         "sqr": keep * state["sqr"] + (1 - keep) * sqr,
         "var": keep * state["var"] + (1 - keep) * var,
+        "excess": keep * state["excess"]
+        + (1 - keep) * jnp.sum(norms[:, 2] - norms[:, 1]),
         "local": jnp.sum(n * norms[:, 0]),
         "total": jnp.sum(norms[:, 1]),
         "last": state["step"] + 1,
@@ -178,6 +191,7 @@ def noise_scale(
         steps=int(read["steps"]),
         skipped=int(read["skipped"]),
         biased=bool(groups.alone.any() or left_out),
+        excess=read["excess"] / weight if weight else math.nan,
         local=read["local"],
         total=read["total"],
         left_out=tuple(left_out),

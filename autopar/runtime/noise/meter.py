@@ -175,7 +175,7 @@ class NoiseMeter:
         self._partial: dict[int, Stacked] = {}
         self._parts: dict[int, Norm] = {}
         self._whole: dict[int, Norm] = {}
-        # Rows of gradients that codecs send, by gradient: (devices, 2).
+        # Rows of gradients that codecs send, by gradient: (devices, 3).
         self._sent: dict[int, jax.Array] = {}
         # Of each gradient its microbatches' rows: (microbatches, devices).
         self._micro: dict[int, jax.Array] = {}
@@ -194,8 +194,9 @@ class NoiseMeter:
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
         """See `autopar_passes.replay.layout_plan.Synchroniser`."""
         if self.codecs is not None and all(self.codecs.takes(v) for v in partials):
-            self._send(partials)
-            return self.codecs.take(partials)
+            made = self.codecs.take(partials)
+            self._send(partials, made)
+            return made
         found: dict[int, Any] = {}
         for value, partial in partials.items():
             self._partial[value] = partial
@@ -205,19 +206,30 @@ class NoiseMeter:
             found[value] = array
         return found
 
-    def _send(self, partials: dict[int, Stacked]) -> None:
-        """Measures gradients that codecs send, before they do."""
+    def _send(self, partials: dict[int, Stacked], made: dict[int, Any]) -> None:
+        """Measures gradients that codecs send, before they do and after."""
         known = {v: x for v, x in partials.items() if v in self._by_value}
         wanted: list[Norm] = []
         for value, partial in known.items():
-            parts = self._parts_of(self._by_value[value], partial)
-            wanted += [parts, dataclasses.replace(parts, summed=partial.axes)]
+            source = self._by_value[value]
+            parts = self._parts_of(source, partial)
+            wanted += [
+                parts,
+                dataclasses.replace(parts, summed=partial.axes),
+                self._as_kept(source, made[value]),
+            ]
         if not wanted:
             return
         when = None if self.spec.every == 1 else self.measured
         rows = device_norms(self.spec.mesh, wanted, when)
         for k, value in enumerate(known):
-            self._sent[value] = rows[:, 2 * k : 2 * k + 2]
+            self._sent[value] = rows[:, 3 * k : 3 * k + 3]
+
+    def _as_kept(self, source: Source, array: Any) -> Norm:
+        """A gradient in the layout in which it is kept."""
+        layout = self.spec.assignment.home_layout(source.value)
+        array = constrain(array, self.spec.mesh, layout)
+        return Norm(array, layout, (), self._moment(source))
 
     def _parts_of(self, source: Source, partial: Stacked) -> Norm:
         """The partial gradients of the replicas."""
@@ -267,10 +279,8 @@ class NoiseMeter:
             array = read(source.value)
             if isinstance(array, Stacked):
                 array = stacked.total(array)
-            layout = self.spec.assignment.home_layout(source.value)
-            array = constrain(array, self.spec.mesh, layout)
-            self._values[source.value] = array
-            self._whole[source.value] = Norm(array, layout, (), self._moment(source))
+            self._whole[source.value] = whole = self._as_kept(source, array)
+            self._values[source.value] = whole.array
             if source.loop < 0 and source.groups > 1:
                 self._parts[source.value] = self._read(source, read)
 
@@ -298,7 +308,7 @@ class NoiseMeter:
         return jnp.all(jnp.stack([jnp.all(jnp.isfinite(x)) for x in arrays] or [True]))
 
     def _norms(self) -> jax.Array:
-        """The norms of all gradients, float32 (gradients, 2)."""
+        """The norms of all gradients, float32 (gradients, 3)."""
         wanted: list[Norm] = []
         for source in self.spec.sources.found:
             wanted.extend(self._asked(source))
@@ -311,7 +321,7 @@ class NoiseMeter:
             columns.extend(self._columns(source, rows, place))
             place += own
         found = jnp.sum(jnp.stack(columns, axis=1), axis=0)
-        return found.reshape(-1, 2)
+        return found.reshape(-1, 3)
 
     def _asked(self, source: Source) -> list[Norm]:
         """The norms that are still to be taken of a gradient."""
@@ -336,18 +346,16 @@ class NoiseMeter:
         ]
 
     def _columns(self, source: Source, rows: Any, place: int) -> list[jax.Array]:
-        """A gradient's two columns of device norms, each (devices,)."""
+        """A gradient's columns of device norms, each (devices,)."""
         value = source.value
         if value in self._sent:
             sent = self._sent[value]
             parts = self._micro.get(value)
             first = sent[:, 0] if parts is None else parts.sum(0)
-            return [first, sent[:, 1]]
+            return [first, sent[:, 1], sent[:, 2]]
         if source.groups == 1:
-            return [
-                0.25 * (rows[:, place] + rows[:, place + 1]),
-                rows[:, place + 2],
-            ]
+            halves = 0.25 * (rows[:, place] + rows[:, place + 1])
+            return [halves, rows[:, place + 2], rows[:, place + 2]]
         if value in self._micro:
-            return [self._micro[value].sum(0), rows[:, place]]
-        return [rows[:, place], rows[:, place + 1]]
+            return [self._micro[value].sum(0), rows[:, place], rows[:, place]]
+        return [rows[:, place], rows[:, place + 1], rows[:, place + 1]]

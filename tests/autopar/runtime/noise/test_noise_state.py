@@ -98,7 +98,7 @@ def test_codecs_are_measured_one_step_in_so_many() -> None:
 
 def test_averages_forget_by_rows_and_are_corrected() -> None:
     """A batch four times as large forgets like four steps with the base batch."""
-    norms = [jnp.asarray([[2.0, 1.0]]), jnp.asarray([[4.0, 3.0]])]
+    norms = [jnp.asarray([[2.0, 1.0, 1.5]]), jnp.asarray([[4.0, 3.0, 3.0]])]
     groups = Groups((4,), 64)
     state = {**fresh(16.0)}
     for found in norms:
@@ -111,6 +111,7 @@ def test_averages_forget_by_rows_and_are_corrected() -> None:
 
     assert found.sqr == pytest.approx(max(0, (weights * sqr).sum() / weights.sum()))
     assert found.var == pytest.approx((weights * var).sum() / weights.sum())
+    assert found.excess == pytest.approx(0.5 * keep / weights.sum())
 
 
 @pytest.mark.parametrize("given", [0, 1, "yes", None])
