@@ -73,8 +73,11 @@ class Norms:
     total: float
 
 
-def expected(parts: Sequence[np.ndarray], rows: int = ROWS, seed: int = 1) -> Norms:
-    by_row = _row_gradients(rows, seed)
+def expected(
+    parts: Sequence[np.ndarray], rows: int = ROWS, seed: int = 1, scale: Any = 1.0
+) -> Norms:
+    """Norms of the gradients of groups, each element divided by its scale."""
+    by_row = _row_gradients(rows, seed) / scale
     means = np.stack([by_row[part].mean(0) for part in parts])
     local = float(np.square(means).sum(1).mean())
     return Norms(local, float(np.square(means.mean(0)).sum()))

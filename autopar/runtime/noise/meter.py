@@ -23,6 +23,7 @@ from autopar.runtime.noise.averages import Groups, State, fresh, updated
 from autopar.runtime.noise.norms import Norm, device_norms
 from autopar.runtime.noise.options import SPARSE, NoiseOptions
 from autopar.runtime.noise.sources import Source, Sources, find_sources
+from autopar.steps.moments import second_moments
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.replay.layout_plan import Read
 from autopar_passes.sums import stacked
@@ -116,7 +117,6 @@ def noise_spec(
     mesh: Any,
     options: NoiseOptions,
     coded: frozenset[int] = frozenset(),
-    moments: Mapping[int, int] | None = None,
 ) -> NoiseSpec:
     """Says what is measured in a planned step.
 
@@ -125,10 +125,10 @@ def noise_spec(
       mesh: its mesh.
       options: how.
       coded: gradients that codecs send.
-      moments: as of `NoiseSpec`.
 
     Raises:
-      PlanError: the step has no batch, or no gradient of a parameter is found.
+      PlanError: the step has no batch, or no gradient of a parameter is found, or one
+        without a second moment is to be preconditioned.
     """
     sources = _without(find_sources(assignment), coded)
     if not sources.rows or not sources.found:
@@ -137,7 +137,25 @@ def noise_spec(
             f"noise_scale: no {what} is found in the step, so the noise of its "
             "gradients cannot be measured. Leave noise_scale= out."
         )
-    return NoiseSpec(assignment, mesh, sources, options, coded, moments or {})
+    moments = _moments(assignment, sources) if options.preconditioned else {}
+    return NoiseSpec(assignment, mesh, sources, options, coded, moments)
+
+
+def _moments(assignment: Assignment, sources: Sources) -> dict[int, int]:
+    """The second moment of each gradient.
+
+    Raises:
+      PlanError: one has none.
+    """
+    values = {s.value: s.name for s in sources.found}
+    found = second_moments(assignment.analysis, list(values))
+    if without := [name for value, name in values.items() if value not in found]:
+        raise PlanError(
+            "noise_scale: preconditioned=True needs an optimizer that keeps second "
+            f"moments, as Adam does; the state has none for {', '.join(without[:3])}"
+            f"{' and others' if len(without) > 3 else ''}. Leave preconditioned= out."
+        )
+    return found
 
 
 def _without(sources: Sources, coded: frozenset[int]) -> Sources:
