@@ -13,6 +13,10 @@ from autopar.runtime import placement
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.noise.averages import NoiseScale, State, fresh, noise_scale
 from autopar.runtime.noise.meter import NoiseSpec
+from autopar.runtime.noise.staged import StagedNoise
+
+# What a program measures, in one stage or several.
+Measured = NoiseSpec | StagedNoise
 
 
 class NoiseRun:
@@ -22,7 +26,7 @@ class NoiseRun:
         """Has measured nothing yet."""
         self._state: State | None = None
         self._saved: Any = None
-        self._owner: NoiseSpec | None = None
+        self._owner: Measured | None = None
 
     def states(self, planned: AnyStep) -> tuple[State, ...]:
         """What a program takes behind its other arguments: the averages, if any.
@@ -92,7 +96,7 @@ def check(state: Any) -> None:
         )
 
 
-def carried_over(state: State, spec: NoiseSpec) -> State:
+def carried_over(state: State, spec: Measured) -> State:
     """The averages for a plan, from those under another plan of the same step.
 
     They are independent of the plan: the same parameters and rows are measured. Where

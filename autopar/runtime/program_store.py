@@ -145,6 +145,7 @@ class ProgramStore:
                 devices,
                 donate=self.donate,
                 links=links,
+                noise=self.noise,
             )
             found = self._programs.put(key, made)
         return found

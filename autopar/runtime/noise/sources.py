@@ -166,14 +166,14 @@ def _source(
     micro: dict[int, tuple[int, int, float]],
     rows: int,
 ) -> Source:
-    replicas = _replicas(assignment, value)
+    replicas = replicas_of(assignment, value)
     workers = math.prod(assignment.sizes[a] for a in replicas)
     count = assignment.analysis.microbatches if value in micro else 1
     if rows % (workers * count):
         # Devices share rows, so that no device has a gradient of its own rows.
         replicas, workers = (), 1
     parts, loop, share = micro.get(value, (value, -1, 1.0))
-    bare = _bare(assignment, parts)
+    bare = bare_of(assignment, parts)
     return Source(name, value, replicas, workers * count, parts, bare, loop, share)
 
 
@@ -181,7 +181,7 @@ def _source(
 _LAYING = ("copy", "reshape", "squeeze", "transpose")
 
 
-def _bare(assignment: Assignment, value: int) -> int:
+def bare_of(assignment: Assignment, value: int) -> int:
     """The first value of which another has the elements, held in as many parts.
 
     A compiler that adds up a transposed array reads it as it is. If its transposed
@@ -199,7 +199,7 @@ def _bare(assignment: Assignment, value: int) -> int:
         value = before
 
 
-def _replicas(assignment: Assignment, value: int) -> Axes:
+def replicas_of(assignment: Assignment, value: int) -> Axes:
     """The mesh axes over which a gradient is partial because they split the rows."""
     held = assignment.stackings.get(value)
     if held is None or value not in held.deferral.ends:
