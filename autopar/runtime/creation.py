@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar_passes.program.nnx_objects import (
@@ -54,6 +55,25 @@ class StateShapes:
     def arguments(self) -> tuple[Any, ...]:
         """The step's leading arguments, of structs."""
         return merge_objects(self.fixed.join(self.structs))
+
+
+def check_init(name: str, create_state: Any, batch: Any, others: Any) -> None:
+    """Checks what `ParallelStep.init` is given.
+
+    Raises:
+      PlanError: it makes no state, or both ``batch`` and ``others`` are given.
+    """
+    if not callable(create_state):
+        raise PlanError(
+            f"{name}: init expects a function that makes the state, got "
+            f"{type(create_state).__name__}. For a state that is there already, "
+            "just call the step."
+        )
+    if batch is not None and others is not None:
+        raise PlanError(
+            f"{name}: init takes batch= or others=, not both: others= holds the batch "
+            "as well."
+        )
 
 
 def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> StateShapes:

@@ -11,9 +11,11 @@ import jax.numpy as jnp
 from autopar.errors import PlanError
 from autopar.runtime import placement
 from autopar.runtime.any_step import AnyStep
+from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.noise.averages import NoiseScale, State, fresh, noise_scale
 from autopar.runtime.noise.meter import NoiseSpec
 from autopar.runtime.noise.staged import StagedNoise
+from autopar.runtime.planned import PlannedStep
 
 # What a program measures, in one stage or several.
 Measured = NoiseSpec | StagedNoise
@@ -28,12 +30,29 @@ class NoiseRun:
         self._saved: Any = None
         self._owner: Measured | None = None
 
-    def states(self, planned: AnyStep) -> tuple[State, ...]:
-        """What a program takes behind its other arguments: the averages, if any.
+    def run(
+        self, planned: AnyStep, placed: Sequence[Any], codecs: CodecRun
+    ) -> list[Any]:
+        """Runs one step that was prepared; returns its flat results.
 
-        Raises:
-          PlanError: an assigned state does not fit, or nothing is measured.
+        Args:
+          planned: the program.
+          placed: its flat arguments.
+          codecs: runs the steps whose gradients have codecs.
         """
+        states = self._states(planned)
+        if isinstance(planned, PlannedStep) and planned.sums is not None:
+            flat, *made = codecs.run(planned, placed, states)
+        elif states:
+            flat, *made = planned.function(*placed, *states)
+        else:
+            return planned.function(*placed)
+        if made:
+            (self._state,) = made
+        return flat
+
+    def _states(self, planned: AnyStep) -> tuple[State, ...]:
+        """What a program takes behind its other arguments: the averages, if any."""
         spec = planned.noise
         if spec is None:
             return ()
@@ -43,11 +62,6 @@ class NoiseRun:
             self._state, self._saved, self._owner = made, None, spec
         assert self._state is not None
         return (self._state,)
-
-    def take(self, made: Sequence[Any]) -> None:
-        """Takes what a program returned behind its other results."""
-        if made:
-            (self._state,) = made
 
     @property
     def saved(self) -> Any:

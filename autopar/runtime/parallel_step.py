@@ -15,11 +15,7 @@ from autopar.cluster import Cluster
 from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
-from autopar.planner.options import (
-    PlanOptions,
-    as_cluster,
-    as_plan,
-)
+from autopar.planner.options import PlanOptions, as_cluster, as_plan
 from autopar.plans import Plan
 from autopar.runtime import (
     agreement,
@@ -160,17 +156,7 @@ class ParallelStep(Generic[P, R]):
         Raises:
           PlanError: both ``batch`` and ``others`` are given.
         """
-        if not callable(create_state):
-            raise PlanError(
-                f"{self.__name__}: init expects a function that makes the state, got "
-                f"{type(create_state).__name__}. For a state that is there already, "
-                "just call the step."
-            )
-        if batch is not None and others is not None:
-            raise PlanError(
-                f"{self.__name__}: init takes batch= or others=, not both: others= "
-                "holds the batch as well."
-            )
+        creation.check_init(self.__name__, create_state, batch, others)
         with exchange.told(self.world, "creating the state"):
             shapes = creation.state_shapes(create_state, args)
         rest = others if batch is None else (batch,)
@@ -206,19 +192,12 @@ class ParallelStep(Generic[P, R]):
 
     @property
     def noise_scale(self) -> NoiseScale:
-        """How noisy gradients are, averaged over the steps so far.
-
-        Raises:
-          PlanError: no step has measured it; it takes ``noise_scale=True``.
-        """
+        """How noisy gradients are, averaged over steps with ``noise_scale=``."""
         return self._noise.scale()
 
     @property
     def noise_state(self) -> Any:
-        """The averages behind `noise_scale`; None: none yet.
-
-        Save them with the train state. After a restart, assign what was saved.
-        """
+        """The averages behind `noise_scale`, to be saved with the train state."""
         return self._noise.saved
 
     @noise_state.setter
@@ -338,15 +317,8 @@ class ParallelStep(Generic[P, R]):
         placement.separate(call.arrays, placed, carried)
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
-        noise = self._noise.states(planned)
         with self._preparation.compiling(planned, self.__name__):
-            if planned.sums is not None:
-                flat, *made = self._codecs.run(planned, placed, noise)
-            elif noise:
-                flat, *made = planned.function(*placed, *noise)
-            else:
-                flat, made = planned.function(*placed), []
-        self._noise.take(made)
+            flat = self._noise.run(planned, placed, self._codecs)
         placement.consume(call.arrays, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
