@@ -11,10 +11,10 @@ Rules multiply the step that an optimizer tuned for M0 rows takes with M = s M0 
   1901.08256).
 * ``none``: 1.
 
-`scaled` wraps an `optax` optimizer. Its state holds the batch, the noise scale and the
-progress in rows of the base batch; `told` writes the first two before a step. Each step
-adds gain * M0 rows. Schedules of the optimizer read progress / M0 as their count, so
-one that was written for M0 keeps its meaning while the batch changes.
+`scaled` wraps an `optax` optimizer. Its state holds the batch, the gain of a step and
+the progress in rows of the base batch; `told` writes the first two before a step. Each
+step adds gain * M0 rows. Schedules of the optimizer read progress / M0 as their count,
+so one that was written for M0 keeps its meaning while the batch changes.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import optax
 
 from autopar.errors import PlanError
+from autopar.goodput.efficiency import EXACT, CodecError, gain
 
 # The states of `optax` whose count is the argument of a schedule: that of a schedule in
 # a chain, and that of one in `optax.inject_hyperparams`.
@@ -39,24 +40,22 @@ _SCHEDULED = (
 Rule = Literal["adascale", "adascale-root", "sqrt", "linear", "legw", "none"]
 
 
-# In place of a noise scale that was not measured yet.
-UNKNOWN = -1.0
-
-
 class ScaledState(NamedTuple):
     """The state of `scaled`.
 
     Attributes:
-      batch: rows of the batch, M, a float32 scalar.
-      phi: the noise scale in rows, float32; -1 until it is known.
+      base_batch: rows of the base batch, M0, a float32 scalar.
+      batch: rows of the batch, M, float32.
+      gain: steps with the base batch that a step is worth, float32.
       progress: rows of the base batch so far, float32.
       rest: what float32 could not add to it.
       steps: number of steps, int32.
       inner: state of the optimizer.
     """
 
+    base_batch: Any
     batch: Any
-    phi: Any
+    gain: Any
     progress: Any
     rest: Any
     steps: Any
@@ -69,25 +68,14 @@ class _Scaling:
     base_batch: int
     warmup: float
 
-    def gain(self, batch: Any, phi: Any) -> Any:
-        """Steps with the base batch that a step is worth.
-
-        One while the noise scale is not known; s where noise hides the mean gradient.
-        """
-        scale = batch / self.base_batch
-        known = jnp.where(jnp.isfinite(phi), jnp.maximum(phi, 0.0), 0.0)
-        found = scale * (known + self.base_batch) / (known + batch)
-        found = jnp.where(jnp.isfinite(phi), found, scale)
-        return jnp.where(phi < 0, 1.0, found)
-
     def factor(self, state: ScaledState) -> Any:
         """What a step is multiplied by."""
         scale = state.batch / self.base_batch
         match self.rule:
             case "adascale":
-                return self.gain(state.batch, state.phi)
+                return state.gain
             case "adascale-root":
-                return jnp.sqrt(self.gain(state.batch, state.phi))
+                return jnp.sqrt(state.gain)
             case "linear":
                 return scale
             case "sqrt":
@@ -129,8 +117,9 @@ def scaled(
     def init(params: Any) -> ScaledState:
         zero = jnp.zeros((), jnp.float32)
         return ScaledState(
+            base_batch=jnp.asarray(base_batch, jnp.float32),
             batch=jnp.asarray(base_batch, jnp.float32),
-            phi=jnp.asarray(UNKNOWN, jnp.float32),
+            gain=jnp.ones((), jnp.float32),
             progress=zero,
             rest=zero,
             steps=jnp.zeros((), jnp.int32),
@@ -145,7 +134,7 @@ def scaled(
         made, after = wrapped.update(updates, inner, params, **extra)
         factor = scaling.factor(state)
         made = jax.tree.map(lambda x: (x * factor).astype(x.dtype), made)
-        rows = base_batch * scaling.gain(state.batch, state.phi)
+        rows = base_batch * state.gain
         progress, rest = _added(state.progress, rows + state.rest)
         return made, state._replace(
             progress=progress, rest=rest, steps=state.steps + 1, inner=after
@@ -176,36 +165,38 @@ def with_schedule_count(state: Any, count: jax.Array) -> Any:
     return jax.tree.map(counted, state, is_leaf=lambda x: isinstance(x, _SCHEDULED))
 
 
-def told(state: Any, *, batch: int, phi: float | None = None) -> Any:
-    """The train state with the batch, and the noise scale, of the steps to come.
+def told(
+    state: Any, *, batch: int, phi: float | None = None, error: CodecError = EXACT
+) -> Any:
+    """The train state with the batch, and the gain, of the steps to come.
 
     Args:
       state: any tree that holds a `ScaledState`, such as Flax's ``TrainState``.
       batch: rows of the batch, M.
-      phi: the noise scale (`ParallelStep.noise_scale`), not a number where it is not
-        known yet; None: it stays as it is.
+      phi: the noise scale (`ParallelStep.noise_scale`); None, or not a number: it is
+        not known yet, and a step is worth one with the base batch.
+      error: of the codecs.
 
     Raises:
       PlanError: the tree holds no `ScaledState`, or a number is out of its range.
     """
-    if not batch > 0 or (phi is not None and phi < 0):
-        raise PlanError(
-            "told: expected a batch of more than 0 rows and a noise scale of at least "
-            f"0, got batch={batch}, phi={phi}."
-        )
-    if not scaled_states(state):
+    found = scaled_states(state)
+    if not found:
         raise PlanError(
             "told: the state holds no autopar.goodput.ScaledState. Wrap its optimizer "
             "in autopar.goodput.scaled(optimizer, rule, base_batch=...)."
         )
+    base = float(found[0].base_batch)
+    known = phi is not None and not math.isnan(phi)
+    worth = gain(0.0 if phi is None or not known else phi, batch, base, error)
 
     def written(node: Any) -> Any:
         if not isinstance(node, ScaledState):
             return node
-        changed = {"batch": _like(node.batch, batch)}
-        if phi is not None:
-            changed["phi"] = _like(node.phi, UNKNOWN if math.isnan(phi) else phi)
-        return node._replace(**changed)
+        return node._replace(
+            batch=_like(node.batch, batch),
+            gain=_like(node.gain, worth if known else 1.0),
+        )
 
     return jax.tree.map(written, state, is_leaf=_is_scaled)
 

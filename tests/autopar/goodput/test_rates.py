@@ -12,6 +12,7 @@ import optax
 import pytest
 
 from autopar.errors import PlanError
+from autopar.goodput.efficiency import CodecError
 from autopar.goodput.rates import progress, scaled, told
 
 BASE = 16
@@ -51,6 +52,14 @@ def test_adascale_between_its_ends() -> None:
     assert step_size("adascale", 4 * BASE, math.inf) == pytest.approx(4.0)
     assert step_size("adascale", 4 * BASE, None) == pytest.approx(1.0)
     assert step_size("adascale", 4 * BASE, math.nan) == pytest.approx(1.0)
+
+
+def test_errors_of_codecs_make_steps_shorter() -> None:
+    tx = scaled(optax.sgd(1.0), "adascale", base_batch=BASE)
+    error = CodecError(own=3.0, workers=4)
+    state = told(tx.init(PARAMS), batch=BASE, phi=48.0, error=error)
+
+    assert float(state.gain) == pytest.approx((48 + 16) / (4 * 48 + 1.75 * 16))
 
 
 def test_legw_warms_up_over_as_many_rows() -> None:
@@ -125,7 +134,7 @@ def test_the_state_may_lie_anywhere_in_a_train_state() -> None:
     after = told(state, batch=32, phi=5.0)
 
     assert float(after["tx"][0].batch) == 32.0
-    assert float(after["tx"][0].phi) == 5.0
+    assert float(after["tx"][0].gain) == pytest.approx(2 * 21 / 37)
     assert jax.tree.structure(after) == jax.tree.structure(state)
     assert progress(after) == 0.0
 
@@ -145,5 +154,5 @@ def test_what_is_wrong_is_said() -> None:
     state = scaled(tx, "sqrt", base_batch=BASE).init(PARAMS)
     with pytest.raises(PlanError, match="batch=0"):
         told(state, batch=0)
-    with pytest.raises(PlanError, match="phi=-2"):
+    with pytest.raises(PlanError, match=r"phi=-2\.0"):
         told(state, batch=4, phi=-2.0)

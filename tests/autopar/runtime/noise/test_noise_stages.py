@@ -13,7 +13,8 @@ import autopar
 from autopar.errors import PlanError
 from autopar.runtime.noise.options import NoiseOptions
 
-ROWS, WIDTH, LAYERS = 64, 16, 4
+# So many rows that stages split them over two devices.
+ROWS, WIDTH, LAYERS = 4096, 16, 4
 
 
 def state() -> Any:
@@ -57,13 +58,13 @@ def expected(params: Any, x: Any, groups: list[np.ndarray]) -> tuple[float, floa
 
 
 @pytest.mark.parametrize(
-    ("cluster", "stages", "microbatches"), [("2:cpu", 2, 4), ("4:cpu", 2, 2)]
+    ("cluster", "replicas", "microbatches"), [("2:cpu", 1, 4), ("4:cpu", 2, 2)]
 )
 def test_norms_are_those_of_microbatches_and_replicas(
-    cluster: str, stages: int, microbatches: int
+    cluster: str, replicas: int, microbatches: int
 ) -> None:
     run = autopar.parallelize(
-        step, cluster=cluster, stages=stages, microbatches=microbatches,
+        step, cluster=cluster, stages=2, microbatches=microbatches,
         noise_scale=True, seconds=None,
     )  # fmt: skip
     params = state()
@@ -71,12 +72,12 @@ def test_norms_are_those_of_microbatches_and_replicas(
         before = jax.tree.map(np.asarray, params)
         params, loss = run(params, batch(seed))
     found = run.noise_scale
-    replicas = found.groups // microbatches
     parts = np.arange(ROWS).reshape(replicas, -1)
     groups = [part[m::microbatches] for part in parts for m in range(microbatches)]
     local, total = expected(before, batch(2), groups)
 
-    assert len(run.plan.stages) == stages
+    assert len(run.plan.stages) == 2
+    assert found.groups == replicas * microbatches
     assert (found.steps, found.biased, found.left_out) == (2, False, ())
     assert found.local == pytest.approx(local, rel=1e-4)
     assert found.total == pytest.approx(total, rel=1e-4)
