@@ -32,6 +32,8 @@ from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.adopting import CodecChange
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
+from autopar.runtime.noise.averages import NoiseScale
+from autopar.runtime.noise_run import NoiseRun
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.setting import Setting
@@ -95,6 +97,7 @@ class ParallelStep(Generic[P, R]):
         )
         ending.announce()
         self._codecs = codecs
+        self._noise = NoiseRun()
         self._batches = arguments.BatchArguments(step, ANALYSES)
         self._current: Running | None = None
 
@@ -191,6 +194,20 @@ class ParallelStep(Generic[P, R]):
         """Takes a saved state; it waits for a later plan if this one has no codecs."""
         held = self._current is not None and self._current.planned.sums is None
         self._codecs.restore(state, held=held)
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How noisy gradients are, averaged over steps with ``noise_scale=``."""
+        return self._noise.scale()
+
+    @property
+    def noise_state(self) -> Any:
+        """The averages behind `noise_scale`, to be saved with the train state."""
+        return self._noise.saved
+
+    @noise_state.setter
+    def noise_state(self, state: Any) -> None:
+        self._noise.restore(state)
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:
@@ -306,10 +323,7 @@ class ParallelStep(Generic[P, R]):
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
         with self._preparation.compiling(planned, self.__name__):
-            if planned.sums is None:
-                flat = planned.function(*placed)
-            else:
-                flat = self._codecs.run(planned, placed)
+            flat = self._noise.run(planned, placed, self._codecs)
         placement.consume(call.arrays, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
