@@ -162,6 +162,7 @@ def _refined(
       start: when the search began, as of ``time.perf_counter``.
     """
     best = min(solved, key=lambda c: c.step_s)
+    few = len(analysis.contraction.nodes) <= FEW_NODES
     for found in sorted(solved, key=lambda c: c.bound_s):
         late = time.perf_counter() - start > ALL_S
         if late or found.bound_s >= (1 - _CLOSE) * best.step_s:
@@ -172,10 +173,10 @@ def _refined(
                 analysis,
                 found.pricer,
                 limit,
-                REFINE_S,
+                MESH_S if few else REFINE_S,
                 [found],
                 most_s=best.step_s,
-                experts=len(analysis.contraction.nodes) <= FEW_NODES,
+                experts=few,
             )
             best = min(best, more, key=lambda c: c.step_s)
     return best
