@@ -24,6 +24,7 @@ from autopar.cli.commands.demo import demo
 from autopar.cli.commands.diff import diff
 from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
+from autopar.cli.commands.ledger import ledger
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
 from autopar.cli.commands.sweep import sweep
@@ -40,6 +41,7 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     compare,
     sweep,
     diff,
+    ledger,
     profile,
     doctor,
     demo,

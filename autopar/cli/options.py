@@ -114,6 +114,7 @@ EXAMPLES = {
     "compare": "autopar compare train.py:workload --cluster 8:cpu --measure",
     "sweep": "autopar sweep train.py:workload --cluster 1..8x8:h100 batch=64..1024",
     "diff": "autopar diff plan.json other.json",
+    "ledger": "autopar ledger ledger.jsonl",
     "profile": "autopar profile --devices 8",
     "doctor": "autopar doctor --json",
     "checkpoint show": "autopar checkpoint show checkpoints",

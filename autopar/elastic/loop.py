@@ -15,6 +15,7 @@ import jax
 from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.cluster import Cluster
 from autopar.elastic import display
+from autopar.elastic.ahead import Ahead, likely_next
 from autopar.elastic.carrying import carried_out, splat
 from autopar.elastic.events import Event
 from autopar.elastic.inbox import Inbox
@@ -34,6 +35,8 @@ from autopar.runtime.parallel_step import ParallelStep
 # Steps whose median is the seconds of a step, and how many must have run after a
 # re-plan before they are written down.
 _STEPS, _AFTER = 20, 5
+# Steps after a change before others are prepared, and clusters that are remembered.
+_SETTLED, _VISITED = 3, 2
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,6 +66,7 @@ class ElasticRun:
       step: number of the next step.
       ledger: what was written of events and re-plans.
       sources: of events.
+      ahead: prepares likely next clusters; None: nothing does.
     """
 
     def __init__(
@@ -76,6 +80,7 @@ class ElasticRun:
         sources: Sequence[Source] = (),
         checkpoints: Checkpoints | None = None,
         every: int | None = None,
+        ahead: bool = False,
         shows: bool | None = None,
     ) -> None:
         """See `autopar.elastic`, which makes these.
@@ -89,6 +94,7 @@ class ElasticRun:
           sources: of events; they listen from now on.
           checkpoints: where the run is saved.
           every: after how many steps; None: at the end alone.
+          ahead: whether likely next clusters are prepared in the background.
           shows: whether progress is shown; None: on a terminal.
         """
         self._train_step, self._samples, self._steps = step, samples, steps
@@ -98,7 +104,9 @@ class ElasticRun:
         self._saves = Saves(checkpoints, every, step, ledger)
         self._stopped = False
         self._cluster = step.cluster
+        self._visited: tuple[Cluster, ...] = ()
         self._replanner = Replanner(step, samples.batch)
+        self.ahead = Ahead(step, samples.batch) if ahead else None
         own = range(len(step.world.devices))
         self._inbox = Inbox(step.cluster, tuple(own), self._check, ledger)
         make = membership or (lambda inbox: Alone(step.world, inbox))
@@ -186,6 +194,8 @@ class ElasticRun:
         self._stopped = True
         for source in self.sources:
             source.stop()
+        if self.ahead is not None:
+            self.ahead.close()
         self._display.close()
 
     def __iter__(self) -> ElasticRun:
@@ -272,6 +282,8 @@ class ElasticRun:
             self._membership.settled(self._cluster)
             self.ledger.write("refused", **fields, reason=str(error))
             return None
+        self._visited = (*(x for x in self._visited if x != cluster), self._cluster)
+        self._visited = self._visited[-_VISITED:]
         self.state, self._cluster = found.state, cluster
         self._membership.settled(cluster)
         self._replans += 1
@@ -295,6 +307,8 @@ class ElasticRun:
     def _measured(self, seconds: float) -> None:
         """Takes the seconds of a step, and writes those after a re-plan down."""
         self._seconds.append(seconds)
+        if self.ahead is not None and len(self._seconds) == _SETTLED:
+            self.ahead.prepare(likely_next(self._cluster, self._visited, self._check))
         if self._replans and len(self._seconds) == _AFTER:
             self.ledger.write(
                 "measured",
@@ -305,7 +319,9 @@ class ElasticRun:
             )
 
     def _median(self) -> float | None:
-        return statistics.median(self._seconds) if self._seconds else None
+        """Seconds of a step; None until enough have run, as the first compiles."""
+        enough = len(self._seconds) >= _SETTLED
+        return statistics.median(self._seconds) if enough else None
 
     def _check(self, cluster: Cluster) -> None:
         """Checks that this world has the devices of a cluster.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -94,20 +94,23 @@ def meshes_of(plan: Plan) -> list[dict[str, int]]:
     ]
 
 
-def dividing_parts(cluster: Cluster, rows: int) -> Iterator[Cluster]:
-    """Smaller clusters that divide a batch which the cluster does not divide.
+def dividing_part(cluster: Cluster, rows: int) -> Cluster | None:
+    """The largest part of a cluster that divides a batch, where the whole does not.
 
-    Only the largest is given: of fewer devices a plan is slower.
+    The last devices stay idle.
 
-    >>> [str(c) for c in dividing_parts(Cluster.parse("6:cpu"), 32)]
-    ['4:cpu (devices 0-3 of 6)']
-    >>> list(dividing_parts(Cluster.parse("8:cpu"), 32))
-    []
+    >>> str(dividing_part(Cluster.parse("6:cpu"), 32))
+    '4:cpu (devices 0-3 of 6)'
+    >>> dividing_part(Cluster.parse("8:cpu"), 32)
     """
-    if rows % cluster.num_devices == 0 or cluster.groups:
-        return
-    parts = [part for part, _ in cluster.slices() if rows % part.num_devices == 0]
-    yield max(parts, key=lambda part: part.num_devices)
+    if rows % cluster.num_devices == 0:
+        return None
+    for count in range(cluster.num_devices - 1, 0, -1):
+        if rows % count == 0:
+            part = cluster.without(devices=cluster.ids[count:])
+            if rows % part.num_devices == 0:
+                return part
+    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ def elastic(
     checkpoint: str | os.PathLike[str] | Checkpoints | None = None,
     every: int | None = None,
     ledger: str | os.PathLike[str] | None = None,
+    ahead: bool = True,
     progress: bool | None = None,
 ) -> ElasticRun:
     """Starts a run of a train step that goes on when devices go and come.
@@ -57,6 +58,8 @@ def elastic(
         last one there is gone on with. The end of the run is saved.
       every: after how many steps the run is saved besides.
       ledger: path of the file in which events and re-plans are written down.
+      ahead: whether plans and programs of likely next clusters are prepared in the
+        background, with low priority.
       progress: whether a line of progress is shown; None: on a terminal.
 
     Raises:
@@ -78,6 +81,7 @@ def elastic(
         sources=sources_of(events),
         checkpoints=checkpoint,
         every=every,
+        ahead=ahead and step.world.process_count == 1,
         shows=progress,
     )
     try:

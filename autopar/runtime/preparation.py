@@ -345,13 +345,14 @@ class Preparation:
         if setting.plan is not None:
             return analysed.key, agreement.content_digest(setting.plan)
         cluster = setting.cluster or self._cluster()
-        devices = tuple(d.id for d in self.devices(setting))
+        found = self.devices(setting)
+        devices = tuple(d.id for d in found[: cluster.num_devices])
         asked = setting.codecs or self.planner.options
         plans = [
             p and agreement.content_digest(p) for p in (setting.sent, asked.layouts)
         ]
         codecs = (asked.compression, asked.error_budget, *plans)
-        return analysed.key, cluster.fingerprint(), devices, codecs
+        return analysed.key, _shape(cluster), devices, codecs
 
     def state_shardings(
         self, name: str, leaves: Sequence[Any], setting: Setting
@@ -374,6 +375,13 @@ class Preparation:
         if setting.devices is None:
             devices = devices[: (setting.cluster or self._cluster()).num_devices]
         return creation.even_shardings(leaves, devices)
+
+
+def _shape(cluster: Cluster) -> str:
+    """Digits that clusters share which differ only in which devices they are of."""
+    if cluster.groups:
+        return cluster.fingerprint()
+    return dataclasses.replace(cluster, members=None).fingerprint()
 
 
 def moved_state(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Generator, Hashable, Sequence
@@ -61,6 +62,10 @@ class ProgramStore:
         # Of each jitted function: it is compiled by a call or ahead of it, or by both.
         self._compiled: weakref.WeakKeyDictionary[Any, float]
         self._compiled = weakref.WeakKeyDictionary()
+        # A thread may prepare programs beside the one that trains.
+        self._building = threading.RLock()
+        self._compiling: weakref.WeakKeyDictionary[Any, threading.Lock]
+        self._compiling = weakref.WeakKeyDictionary()
         self.fallback = fallback
         self._capacity = capacity
         self._programs = Recent[Hashable, AnyStep](capacity, self._release)
@@ -100,19 +105,18 @@ class ProgramStore:
             return self._pipelined(analysed, plan, devices, links)
         mesh = device_mesh(plan, devices)
         key = _key(analysed, plan, mesh)
-        found = self._programs.get(key)
-        if found is None or found.mesh != mesh:
-            found = self._programs.put(
-                key,
-                planned_step(
+        with self._building:
+            found = self._programs.get(key)
+            if found is None or found.mesh != mesh:
+                made = planned_step(
                     analysed.analysis,
                     plan,
                     mesh,
                     donate=self.donate,
                     gradients=None if like is None else like.gradients,
                     fallback=self.fallback,
-                ),
-            )
+                )
+                found = self._programs.put(key, made)
         if isinstance(found, PlannedStep) and found.plan.gradients != plan.gradients:
             return with_inputs_of(found, plan)
         return found
@@ -127,19 +131,19 @@ class ProgramStore:
         """The program of a plan of several stages."""
         used = tuple(devices[d].id for stage in plan.stages for d in stage.devices)
         key = analysed.key, analysed.weak, content_digest(plan), used
-        found = self._programs.get(key)
-        if found is None:
-            cut = cut_as(analysed.analysis, plan)
-            made = pipelined_step(
-                analysed.analysis,
-                cut,
-                plan,
-                devices,
-                donate=self.donate,
-                links=links,
-            )
-            found = self._programs.put(key, made)
-        return found
+        with self._building:
+            found = self._programs.get(key)
+            if found is None:
+                made = pipelined_step(
+                    analysed.analysis,
+                    cut_as(analysed.analysis, plan),
+                    plan,
+                    devices,
+                    donate=self.donate,
+                    links=links,
+                )
+                found = self._programs.put(key, made)
+            return found
 
     def is_compiled(self, analysed: Analysed, plan: Plan, mesh: Any) -> bool:
         """Whether the program of a plan on a mesh is held and compiled."""
@@ -151,12 +155,18 @@ class ProgramStore:
 
     @contextlib.contextmanager
     def compiling(self, program: AnyStep) -> Generator[None]:
-        """Takes the time in which a program is compiled, by its first call perhaps."""
-        begin = self._clock()
-        yield
-        before = self._compiled.get(program.function, 0.0)
-        self.compile_s = before + self._clock() - begin
-        self._compiled[program.function] = self.compile_s
+        """Takes the time in which a program is compiled, by its first call perhaps.
+
+        Another thread that wants the same program waits.
+        """
+        with self._building:
+            lock = self._compiling.setdefault(program.function, threading.Lock())
+        with lock:
+            begin = self._clock()
+            yield
+            before = self._compiled.get(program.function, 0.0)
+            self.compile_s = before + self._clock() - begin
+            self._compiled[program.function] = self.compile_s
 
     def release(self, devices: Collection[Any]) -> None:
         """Drops the programs that run on any of these devices, which are gone."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
@@ -12,6 +13,8 @@ V = TypeVar("V")
 
 class Recent(Generic[K, V]):
     """A mapping of at most ``capacity`` entries, the most recently used ones.
+
+    Threads may share it.
 
     >>> recent = Recent[str, int](2)
     >>> for name, number in (("a", 1), ("b", 2), ("c", 3)):
@@ -37,6 +40,7 @@ class Recent(Generic[K, V]):
         self._capacity = capacity
         self._dropped = dropped
         self._entries: OrderedDict[K, V] = OrderedDict()
+        self._lock = threading.RLock()
 
     def __len__(self) -> int:
         """The number of entries."""
@@ -44,14 +48,16 @@ class Recent(Generic[K, V]):
 
     def __iter__(self) -> Iterator[K]:
         """The keys; the one used longest ago first."""
-        return iter(list(self._entries))
+        with self._lock:
+            return iter(list(self._entries))
 
     def get(self, key: K) -> V | None:
         """Returns a value, which is now the most recently used, or None."""
-        if key not in self._entries:
-            return None
-        self._entries.move_to_end(key)
-        return self._entries[key]
+        with self._lock:
+            if key not in self._entries:
+                return None
+            self._entries.move_to_end(key)
+            return self._entries[key]
 
     def peek(self, key: K) -> V:
         """Returns a value that is there; it is used no more recently than before."""
@@ -59,18 +65,20 @@ class Recent(Generic[K, V]):
 
     def put(self, key: K, value: V) -> V:
         """Adds or replaces a value, and returns it; drops what is too much."""
-        replaced = self._entries.pop(key, value)
-        self._entries[key] = value
-        if replaced is not value:
-            self._drop(replaced)
-        while len(self._entries) > self._capacity:
-            self._drop(self._entries.popitem(last=False)[1])
-        return value
+        with self._lock:
+            replaced = self._entries.pop(key, value)
+            self._entries[key] = value
+            if replaced is not value:
+                self._drop(replaced)
+            while len(self._entries) > self._capacity:
+                self._drop(self._entries.popitem(last=False)[1])
+            return value
 
     def discard(self, unwanted: Callable[[V], bool]) -> None:
         """Drops the values for which ``unwanted`` is true."""
-        for key in [k for k, v in self._entries.items() if unwanted(v)]:
-            self._drop(self._entries.pop(key))
+        with self._lock:
+            for key in [k for k, v in self._entries.items() if unwanted(v)]:
+                self._drop(self._entries.pop(key))
 
     def _drop(self, value: V) -> None:
         if self._dropped is not None:

@@ -25,6 +25,7 @@ def started(
     """A run on eight devices whose links cost nothing, so that plans split."""
     planned = {k: options.pop(k) for k in ("compression", "programs") if k in options}
     step = autopar.parallelize(form.step, cluster=forms.cheap("8:cpu"), **planned)
+    options.setdefault("ahead", False)
     return autopar.elastic(
         step,
         form.create,
