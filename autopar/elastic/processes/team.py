@@ -39,6 +39,8 @@ from autopar_passes import jax_processes
 # How long the others may take to connect, and the supervisor to find who broke a world.
 _CONNECT_S, _VERDICT_S = 20, 5.0
 _WATCH_S = 0.2
+# After so many steps memory of the world before is looked for.
+_SWEEP = 5
 
 
 class WorldBroken(Exception):
@@ -85,6 +87,7 @@ class Team:
         self._client: Any = None
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self._rows = survive, rows
+        self._swept_in = 0
         self._offers = Offers(address.token, self._obey)
         self._copier = Copier(address.token)
         try:
@@ -232,6 +235,9 @@ class Team:
         # A process may be a step ahead, and copies two steps behind.
         window = 3 if own else 1
         self._recent = [*self._recent, (step, arrays, extra)][-window:]
+        self._swept_in -= 1
+        if self._swept_in == 0:
+            gc.collect()  # what is left of the old world; not while all wait
         if own and self._survive:
             shapes = holding.shapes_of(arrays)
             self._copier.send(
@@ -279,7 +285,7 @@ class Team:
         self._link.left()
         if client is not None:
             threading.Thread(target=_shut_down, args=(client,), daemon=True).start()
-        gc.collect()
+        self._swept_in = _SWEEP
 
     def _settled(self, generation: int) -> None:
         """Drops what older worlds held: every process of a newer one has the state."""
