@@ -31,7 +31,7 @@ from autopar.elastic.processes.link import (
 )
 from autopar.elastic.processes.messages import Message
 from autopar.elastic.processes.offers import Offers, Peer
-from autopar.elastic.processes.sockets import break_connections
+from autopar.elastic.processes.sockets import break_connections, knock, listening
 from autopar.errors import PlanError
 from autopar.runtime.world import Alone, World
 from autopar_passes import jax_processes
@@ -88,6 +88,8 @@ class Team:
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self._rows = survive, rows
         self._swept_in = 0
+        # Ports that this process listened on before it joined its world.
+        self._listening: frozenset[int] = frozenset()
         self._offers = Offers(address.token, self._obey)
         self._copier = Copier(address.token)
         try:
@@ -174,6 +176,7 @@ class Team:
 
     def _joined(self, form: Message) -> Joined:
         self._form = form
+        self._listening = listening()
         index, count = form["rank"], len(form["members"])
         address = form["address"]
         jax_processes.leave_world()
@@ -305,6 +308,7 @@ class Team:
             others = [k for k in range(len(form["members"])) if k != form["rank"]]
             with contextlib.suppress(Exception):
                 jax_processes.release(client, others, _groups(form["members"]))
+        knock(listening() - self._listening)
 
     def _dismissed(self, order: Message) -> None:
         """Ends this process: the run goes on without it, or is over."""
