@@ -491,57 +491,6 @@ class ParallelStep(Generic[P, R]):
         self._preparation.remember(analysed, made.setting, made.plan)
         return new
 
-    def study(self, *args: Any, **kwargs: Any) -> None:
-        """Analyses the step on these arguments; it is planned and compiled elsewhere.
-
-        Args:
-          args: arrays or structs, those of a batch over all processes.
-          kwargs: those that are given by name.
-        """
-        with updating():
-            call = opened_within(self._parameters, args, kwargs)
-        self._preparation.analysed(arguments.abstract(call))
-
-    def enter(
-        self,
-        world: World,
-        cluster: Cluster,
-        *,
-        donate: bool,
-        cache: PlanCache | None = None,
-    ) -> None:
-        """Goes on in another world, with no plan yet; the old world's devices are gone.
-
-        Analyses and plans are kept. Codecs start anew, unless their state is assigned.
-
-        Args:
-          world: its processes and devices.
-          cluster: what to plan for.
-          donate: whether calls consume the carried state.
-          cache: where plans are kept, unless they are kept elsewhere.
-        """
-        if self._current is not None:
-            self._codecs.start_anew()
-        self._world, self._current = world, None
-        self._setting = dataclasses.replace(
-            self._setting, cluster=cluster, devices=None
-        )
-        self._store.clear()
-        self._store.donate = donate
-        self._preparation.enter(cache)
-        self._batches.enter()
-
-    def load(self, function: Any) -> None:
-        """Runs a compiled program in the place of the one that is prepared.
-
-        Args:
-          function: of the same arguments in the same places; all processes have it.
-        """
-        current = self.running
-        planned = dataclasses.replace(current.planned, function=function)
-        self._preparation.loaded(planned)
-        self._current = dataclasses.replace(current, planned=planned, ready=True)
-
     @property
     def running(self) -> Running:
         """The step on the arguments that it was planned for last, and its program."""

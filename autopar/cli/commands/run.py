@@ -57,8 +57,9 @@ def run(
     A process that dies is left out, and the others go on; `autopar workers` changes
     their number. A run whose supervisor was killed is taken up by the same command.
     """
+    # They import JAX, which help must not.
     from autopar.elastic.processes import runner
-    from autopar.elastic.processes.members import Limits
+    from autopar.elastic.processes.members import Limits  # as it does
 
     if not least <= processes <= most:
         raise typer.BadParameter(

@@ -27,7 +27,13 @@ from autopar.elastic.processes.link import (
     Address,
 )
 from autopar.elastic.processes.members import Limits
-from autopar.elastic.processes.messages import Connection, Message, knows, listen
+from autopar.elastic.processes.messages import (
+    Connection,
+    Message,
+    connect,
+    knows,
+    listen,
+)
 from autopar.elastic.processes.supervisor import Supervisor
 
 _TICK_S = 0.25
@@ -367,8 +373,6 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
     Raises:
       OSError: there is none.
     """
-    from autopar.elastic.processes.messages import connect
-
     state = json.loads((folder / "run.json").read_text())
     connection = connect("127.0.0.1", state["port"], timeout_s=10)
     connection.send("command", token=state["token"], **words)
