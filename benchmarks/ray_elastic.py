@@ -10,6 +10,7 @@ does not finish, a step is missing, or a loss differs.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -120,7 +121,7 @@ class RayRun:
 def first_after(steps: list[tuple[int, float, float]], moment: float) -> float:
     """Seconds from a moment to the end of the first step after a pause around it."""
     times = [x[2] for x in steps if x[2] > moment - 1.0]
-    gaps = [(b - a, b) for a, b in zip(times, times[1:], strict=False) if b > moment]
+    gaps = [(b - a, b) for a, b in itertools.pairwise(times) if b > moment]
     return max(gaps)[1] - moment
 
 

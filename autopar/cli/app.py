@@ -47,8 +47,8 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     run,
     workers,
 )
-# Words after the script of a command are the script's own.
-_SETTINGS = {run: {"allow_interspersed_args": False}}
+# By name: words after the script of a command are the script's own.
+_SETTINGS = {"run": {"allow_interspersed_args": False}}
 # These show what happens while they run.
 _SHOWN = (demo, run)
 _CODES = "; ".join(f"{code} {meaning}" for code, meaning in failures.EXIT_CODES)
@@ -67,7 +67,7 @@ def commands(stdout: Stdout) -> typer.Typer:
     for command in _COMMANDS:
         name = command.__name__
         epilog = f"Example: {options.EXAMPLES[name]}"
-        settings = _SETTINGS.get(command)
+        settings = _SETTINGS.get(name)
         reporting = _reporting(stdout, command)
         app.command(name, epilog=epilog, context_settings=settings)(reporting)
     return app

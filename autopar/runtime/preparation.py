@@ -151,9 +151,11 @@ class Preparation:
         place = self._place(analysed, setting)
         return agreement.agree(
             self._world(),
-            lambda: self._earlier.get(place)
-            or self.planner.plan(
-                analysed, cluster, setting.codecs, setting.sent, self._errors()
+            lambda: (
+                self._earlier.get(place)
+                or self.planner.plan(
+                    analysed, cluster, setting.codecs, setting.sent, self._errors()
+                )
             ),
         )
 

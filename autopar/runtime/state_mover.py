@@ -130,9 +130,27 @@ class DevicePut:
         """See `Transport`."""
         del source  # JAX knows where an array lies
         wanted = sharding(self.meshes[target.stage], target)
+        _check_reachable(array, wanted)
         if ranges.movable(array, wanted):
             array = ranges.moved(array, wanted)
         return placement.place(array, wanted)
+
+
+def _check_reachable(array: Any, wanted: NamedSharding) -> None:
+    """Checks that JAX can move an array of several processes there.
+
+    Raises:
+      PlanError: it cannot.
+    """
+    if not placement.is_global(array) or array.sharding.device_set == wanted.device_set:
+        return
+    raise PlanError(
+        f"the state lies on {len(array.sharding.device_set)} devices of several "
+        f"processes, and the new plan is for {len(wanted.device_set)}: JAX moves it "
+        "between the same devices only. Start the script with `autopar run` and train "
+        "with autopar.elastic, which form a world of other processes; or save a "
+        "checkpoint and restore it (docs/checkpoints.md)."
+    )
 
 
 def sharding(mesh: Mesh, leaf: LeafLayout) -> NamedSharding:

@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 from jax._src import distributed as _distributed
-from jax._src.lib import _jax
-from jax._src.lib import xla_client as _xla_client
+from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
+from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend import backend as _backend
 
 # The supervisor watches processes. JAX's own heartbeats must not end one that is slow.
@@ -117,10 +117,12 @@ def local_device_count() -> int:
 
     From the settings, as long as no backend has been started.
     """
-    asked = jax.config.jax_num_cpu_devices
+    asked = getattr(jax.config, "jax_num_cpu_devices", -1)
     if asked >= 0:
         return int(asked)
-    found = re.search(r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    found = re.search(
+        r"host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", "")
+    )
     return int(found[1]) if found else 1
 
 
@@ -142,13 +144,18 @@ def imitated_backend(address: str, count: int, local_devices: int) -> Any:
         try:
             client = coordination_client(address, index, connect_s=30)
             client.connect()
-            made[index] = client, _xla_client.make_cpu_client(
-                asynchronous=True,
-                distributed_client=client,
-                node_id=index,
-                num_nodes=count,
-                collectives=_jax.make_gloo_tcp_collectives(distributed_client=client),
-                num_devices=local_devices,
+            made[index] = (
+                client,
+                _xla_client.make_cpu_client(
+                    asynchronous=True,
+                    distributed_client=client,
+                    node_id=index,
+                    num_nodes=count,
+                    collectives=_jax.make_gloo_tcp_collectives(
+                        distributed_client=client
+                    ),
+                    num_devices=local_devices,
+                ),
             )
         except Exception as error:
             errors.append(error)

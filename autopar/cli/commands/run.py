@@ -77,7 +77,7 @@ def run(
     On a Ray cluster, a node that joins takes a process more.
     """
     from autopar.elastic.processes import runner
-    from autopar.elastic.processes.supervisor import Limits
+    from autopar.elastic.processes.members import Limits
 
     if not least <= processes <= most:
         raise typer.BadParameter(

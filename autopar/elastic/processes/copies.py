@@ -1,4 +1,4 @@
-"""Copies of what lies on this process alone, sent to other processes while it trains."""
+"""Copies of what lies on this process alone, sent to others while it trains."""
 
 from __future__ import annotations
 

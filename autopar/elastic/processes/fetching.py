@@ -108,7 +108,9 @@ class Fetcher:
             into[...] = own[tile][tiles.within(part, tile)]
             self.local_bytes += into.nbytes
             return
-        holders = [p for p, x in self._source.holders.items() if tile in x.get(path, ())]
+        holders = [
+            p for p, x in self._source.holders.items() if tile in x.get(path, ())
+        ]
         # In turn, so that one holder does not serve everybody.
         self._turn += 1
         port = holders[self._turn % len(holders)]

@@ -39,12 +39,26 @@ def _order(version: str) -> tuple[int, int]:
     return int(step), int(generation)
 
 
-def chosen(ready: Sequence[int], wanted: int, leaving: frozenset[int]) -> list[int]:
+def chosen(
+    ready: Sequence[int], wanted: int, leaving: frozenset[int], rows: float
+) -> list[int]:
     """The workers of the next world, by rank; the oldest first.
+
+    As many as divide the batch; the others are spares, which take the place of those
+    that die.
 
     Args:
       ready: numbers of the workers that wait for a world.
       wanted: how many a world should have.
       leaving: those that were asked to go.
+      rows: of a batch, for each device of a process; 0: any number of processes can
+        share it.
+
+    >>> chosen([0, 1, 2, 3, 4], 5, frozenset({1}), 24)
+    [0, 2, 3, 4]
+    >>> chosen([0, 1, 2, 3, 4], 5, frozenset(), 24)
+    [0, 1, 2, 3]
     """
-    return sorted(set(ready) - leaving)[:wanted]
+    left = sorted(set(ready) - leaving)[:wanted]
+    sizes = [n for n in range(len(left), 0, -1) if rows % n == 0]
+    return left[: sizes[0]] if sizes else left

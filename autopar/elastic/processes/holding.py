@@ -7,7 +7,7 @@ of one step differently, and their tiles must not be mixed.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -138,7 +138,7 @@ def _placed(path: str, struct: Any, sharding: NamedSharding, fetch: Fetch) -> An
     shape, dtype = jax_compat.bits_struct(tuple(struct.shape), struct.dtype)
     read: dict[Tile, np.ndarray] = {}
 
-    def at(index: Sequence[slice]) -> np.ndarray:
+    def at(index: Any) -> np.ndarray:
         tile = tiles.tile_of(index, shape)
         if tile not in read:
             read[tile] = fetch(path, tile)

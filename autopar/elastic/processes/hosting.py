@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from autopar_passes import jax_compat
 
 
 def hosted(tree: Any) -> Any:
-    """A tree with numpy arrays in the place of JAX's; keys stay keys, of numpy words."""
+    """A tree with numpy arrays in the place of JAX's; keys stay keys."""
     return jax.tree.map(_host, tree)
 
 
@@ -22,7 +23,9 @@ def _host(leaf: Any) -> Any:
     if not isinstance(leaf, jax.Array):
         return leaf
     if jax_compat.is_extended(leaf.dtype):
-        return _Key(np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf)))
+        return _Key(
+            np.asarray(jax.random.key_data(leaf)), str(jax.random.key_impl(leaf))
+        )
     if leaf.is_fully_addressable or leaf.is_fully_replicated:
         return np.asarray(leaf.addressable_shards[0].data if leaf.ndim else leaf)
     return leaf
@@ -38,25 +41,29 @@ class _Key:
 def unhosted(tree: Any) -> Any:
     """The tree that `hosted` was given, with keys on the backend there is now."""
     return jax.tree.map(
-        lambda x: jax.random.wrap_key_data(x.words, impl=x.kind)
-        if isinstance(x, _Key)
-        else x,
+        lambda x: (
+            jax.random.wrap_key_data(jnp.asarray(x.words), impl=x.kind)
+            if isinstance(x, _Key)
+            else x
+        ),
         tree,
         is_leaf=lambda x: isinstance(x, _Key),
     )
 
 
 def structure_text(tree: Any) -> str:
-    """The structure of a tree of arrays and texts, for a message; arrays are numbered."""
+    """The structure of a tree of arrays and texts, for a message."""
     leaves, structure = jax.tree.flatten(tree)
-    numbered = [("array", k) if hasattr(x, "shape") else x for k, x in enumerate(leaves)]
+    numbered = [
+        ("array", k) if hasattr(x, "shape") else x for k, x in enumerate(leaves)
+    ]
     plain = jax.tree.unflatten(structure, list(range(len(leaves))))
     return base64.b64encode(pickle.dumps((plain, numbered))).decode()
 
 
 def with_structure(text: str, arrays: Sequence[Any]) -> Any:
     """The tree of `structure_text` with these arrays."""
-    plain, leaves = pickle.loads(base64.b64decode(text))  # noqa: S301 (of our own run)
+    plain, leaves = pickle.loads(base64.b64decode(text))  # of our own run
     given = iter(arrays)
     found = [next(given) if isinstance(x, tuple) else x for x in leaves]
     return jax.tree.map(lambda k: found[k], plain)

@@ -52,8 +52,7 @@ def join_run(
     Raises:
       PlanError: an argument is wrong, or the supervisor is gone.
     """
-    wrong = isinstance(survive, bool) or not isinstance(survive, int)
-    if wrong or survive < 0:
+    if not _is_count(survive):
         raise PlanError(
             f"elastic: survive={survive!r} must be a whole number, at least 0."
         )
@@ -62,7 +61,8 @@ def join_run(
         shapes = state_shapes(create_state, args)
         structs = (*shapes.arguments(), *rest_structs(step, samples, shapes, 0))
         prepare_and_exit(_ahead(step, structs, donate=donate), text)
-    team = Team.of_environment(survive)
+    splits = step.preparation.planner.options.split_batch
+    team = Team.of_environment(survive, samples.batch if splits else 0)
     if team is None:
         return None
     written = Ledger(ledger)
@@ -78,6 +78,10 @@ def join_run(
         donate=donate,
         shows=shows,
     )
+
+
+def _is_count(given: Any) -> bool:
+    return isinstance(given, int) and not isinstance(given, bool) and given >= 0
 
 
 def _ahead(

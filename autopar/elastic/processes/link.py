@@ -24,6 +24,8 @@ FOLDER_VARIABLE = "AUTOPAR_RUN"
 # Set in the process that prepares programs, to the fewest and most processes.
 AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 
+# How long workers without a supervisor may take to stop at one step.
+_STOP_S = 20.0
 _BEAT_S = 0.5
 _RETRY_S = 0.2
 
@@ -182,18 +184,50 @@ class Link:
                 self._changed.wait(min(left, _BEAT_S))
             return self.aborted
 
+    @property
+    def lost(self) -> bool:
+        """Whether the supervisor has been gone for longer than workers wait for it."""
+        lost = self._lost_s
+        return lost is not None and time.monotonic() - lost > self.address.grace_s
+
+    def pause(self, generation: int) -> int | None:
+        """Starts no step for now; returns the last one that has started.
+
+        None where this process is in another world.
+        """
+        with self._changed:
+            if generation != self._generation:
+                return None
+            self._paused = True
+            return self._started
+
+    def limit(self, generation: int, step: int) -> None:
+        """Goes on from a pause up to a step."""
+        with self._changed:
+            if generation == self._generation:
+                self._paused, self._limit = False, step
+                self._changed.notify_all()
+
     def _wait(self) -> None:
         self._check_lost()
         self._changed.wait(_BEAT_S)
 
     def _check_lost(self) -> None:
-        lost = self._lost_s
-        if lost is not None and time.monotonic() - lost > self.address.grace_s:
-            raise PlanError(
-                "the supervisor (`autopar run`) is gone, and none came back within "
-                f"{self.address.grace_s:g} s. Start `autopar run` again: it goes on "
-                "from the last checkpoint."
-            )
+        if self._lost_s is None:
+            return
+        if time.monotonic() - self._lost_s > self.address.grace_s + _STOP_S:
+            raise self.gone("The last checkpoint is the one before.")
+
+    def gone(self, saved: str) -> PlanError:
+        """The error of a run without a supervisor.
+
+        Args:
+          saved: what has become of the state.
+        """
+        return PlanError(
+            "the supervisor (`autopar run`) is gone, and none came back within "
+            f"{self.address.grace_s:g} s. {saved} Start `autopar run` again."
+        )
 
     def _connected(self) -> Connection:
         made = connect("127.0.0.1", self.address.port, timeout_s=10.0)
@@ -239,17 +273,19 @@ class Link:
                 self._entered(generation if kind == "form" else self._generation)
             elif kind == "abort":
                 self._aborted = max(self._aborted, generation)
-            elif generation == self._generation and kind == "pause":
-                self._paused, answer = True, self._started
-            elif generation == self._generation and kind == "limit":
-                self._paused, self._limit = False, message["step"]
+            elif kind == "pause":
+                answer = self.pause(generation)
+            elif kind == "limit":
+                self.limit(generation, message["step"])
             self._changed.notify_all()
         if answer is not None:
             self.say("started", step=answer)
         if kind == "settled":
             self._settled(generation)
         if kind == "abort":
-            threading.Thread(target=self._break, args=(generation,), daemon=True).start()
+            threading.Thread(
+                target=self._break, args=(generation,), daemon=True
+            ).start()
 
     def _entered(self, generation: int) -> None:
         """Belongs to a world from now on: what comes next may be its end."""

@@ -25,9 +25,16 @@ _LONGEST_LINE = 16 << 20
 class Offers:
     """The holdings of this process and copies of others, offered on a port."""
 
-    def __init__(self, token: str) -> None:
-        """Listens, and holds nothing yet."""
-        self._token = token
+    def __init__(
+        self, token: str, obey: Callable[[Mapping[str, Any]], Any] = lambda _: None
+    ) -> None:
+        """Listens, and holds nothing yet.
+
+        Args:
+          token: that requests must have.
+          obey: follows an order of another process, and returns the answer.
+        """
+        self._token, self._obey = token, obey
         self._lock = threading.Lock()
         self._held: dict[str, Holding] = {}
         self._server = listen()
@@ -89,7 +96,10 @@ class Offers:
                 request = json.loads(line)
                 if not knows(request, self._token):
                     return
-                if "copies" in request:
+                if "order" in request:
+                    answer = json.dumps({"answer": self._obey(request)})
+                    end.sendall(answer.encode() + b"\n")
+                elif "copies" in request:
                     self._take(request, stream)
                 else:
                     self._give(request, end)
@@ -132,7 +142,8 @@ class Offers:
 
 def _raw(array: np.ndarray) -> memoryview:
     """The bytes of a contiguous array."""
-    return memoryview(array.reshape(-1).view(np.uint8))
+    plain: Any = array.reshape(-1).view(np.uint8)
+    return memoryview(plain)
 
 
 def _fill(stream: Any, array: np.ndarray) -> None:
@@ -197,6 +208,14 @@ class Peer:
             self._end.sendall(_raw(np.ascontiguousarray(holding.tiles[path][tile])))
         if not self._stream.readline():
             raise ConnectionError("another process is gone")
+
+    def order(self, order: str, **data: Any) -> Any:
+        """Gives an order, and returns the answer."""
+        self._ask(order=order, **data)
+        line = self._stream.readline()
+        if not line:
+            raise ConnectionError("another process is gone")
+        return json.loads(line)["answer"]
 
     def close(self) -> None:
         """Closes the connection."""

@@ -13,10 +13,10 @@ import pathlib
 import pickle
 import tempfile
 import time
+from importlib import metadata
 from typing import Any
 
 import jax
-import jaxlib
 from jax.experimental import serialize_executable
 
 from autopar.planner.codecs.adjusted import program_plan
@@ -138,7 +138,7 @@ class Programs:
         parts = (
             __version__,
             jax.__version__,
-            jaxlib.__version__,
+            metadata.version("jaxlib"),
             os.environ.get("XLA_FLAGS", ""),
             program_text.identity(planned.analysis),
             content_digest(program_plan(planned.plan)),
@@ -152,10 +152,10 @@ class Programs:
     def _read(self, path: pathlib.Path, planned: PlannedStep) -> Any:
         """The program of a file; None where there is none that can be used."""
         try:
-            blob = pickle.loads(path.read_bytes())  # noqa: S301 (of this user's run)
+            blob = pickle.loads(path.read_bytes())  # of this user's run
         except (OSError, EOFError, pickle.UnpicklingError):
             return None
-        devices = list(planned.mesh.devices.flat)[0].client.devices()
+        devices = planned.mesh.devices.flat[0].client.devices()
         try:
             return serialize_executable.deserialize_and_load(
                 *blob, backend=devices[0].client, execution_devices=devices

@@ -26,8 +26,9 @@ from autopar.elastic.processes.link import (
     VARIABLE,
     Address,
 )
+from autopar.elastic.processes.members import Limits
 from autopar.elastic.processes.messages import Connection, Message, knows, listen
-from autopar.elastic.processes.supervisor import Limits, Supervisor
+from autopar.elastic.processes.supervisor import Supervisor
 
 _TICK_S = 0.25
 # How long workers may take to end once they are told to.
@@ -93,11 +94,10 @@ class Runner:
             self.supervisor.begin()
         self._write()
         with self._signals():
-            while self.supervisor.result is None:
+            while (code := self.supervisor.result) is None:
                 self._turn()
             self._end()
-        code = self.supervisor.result
-        return code if code is not None else 1
+        return code
 
     def summary(self) -> str:
         """How the run ended, in a line."""

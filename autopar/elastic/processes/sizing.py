@@ -28,7 +28,7 @@ def cluster_of(base: Cluster | None, processes: int, devices: int) -> Cluster:
         return Cluster.local(processes * devices)
     if base.num_devices == processes * devices:
         return base
-    levels = base.levels
+    levels = list(base.levels)
     if base.groups or not levels:
         raise PlanError(
             "a cluster of groups has no hosts of one kind; leave cluster= out."

@@ -45,9 +45,7 @@ def _rows() -> list[tuple[str, str, int]]:
         with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as lines:
             next(lines, None)
             fields = [line.split() for line in lines]
-            found += [
-                (f[1], f[2], int(f[9])) for f in fields if f[3] == _ESTABLISHED
-            ]
+            found += [(f[1], f[2], int(f[9])) for f in fields if f[3] == _ESTABLISHED]
     return found
 
 

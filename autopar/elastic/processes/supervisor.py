@@ -6,13 +6,13 @@ supervisor sends orders to workers. It knows nothing of JAX; `Actions` reach the
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 from autopar.elastic.processes.formation import chosen, latest_state
+from autopar.elastic.processes.members import Actions, Limits, Member
 from autopar.elastic.processes.messages import Message
 
 # Worlds in a row that may break at one step though nobody died.
@@ -21,96 +21,6 @@ _BREAKS = 3
 _OF_OTHERS = ("RuntimeError", "Connection", "OSError", "TimeoutError", "WorldBroken")
 # How long the others may go on after a worker's script has ended without an error.
 _EARLY_S = 5.0
-
-
-class Actions(Protocol):
-    """What a supervisor does to the world outside."""
-
-    def spawn(self, worker: int) -> None:
-        """Starts a worker."""
-        ...
-
-    def send(self, worker: int, kind: str, **data: Any) -> None:
-        """Sends a worker an order."""
-        ...
-
-    def kill(self, worker: int) -> None:
-        """Ends a worker at once; its end is reported as any other."""
-        ...
-
-    def open(self, generation: int, pids: list[int]) -> str:
-        """Starts the coordination service of a world; returns its address."""
-        ...
-
-    def fill(self, generation: int, ranks: list[int]) -> None:
-        """Lets a world connect whose processes of these ranks are gone."""
-        ...
-
-    def close(self, generation: int) -> None:
-        """Ends the coordination service of a world that all have left."""
-        ...
-
-    def log(self, event: str, **data: Any) -> None:
-        """Writes down what happens."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Limits:
-    """Numbers of processes and times.
-
-    Attributes:
-      processes: how many a run begins with.
-      least: fewest that it goes on with.
-      most: most that may be asked for.
-      restarts: how many workers that died are replaced, in all.
-      start_s: longest from a worker's start until it is ready.
-      silent_s: longest without a word of a worker that is connected.
-      leave_s: longest from an order to leave until it is followed.
-      stuck_s: longest without progress of a whole world.
-    """
-
-    processes: int
-    least: int = 1
-    most: int = 64
-    restarts: int = 0
-    start_s: float = 300.0
-    silent_s: float = 15.0
-    leave_s: float = 60.0
-    stuck_s: float = 1800.0
-
-
-@dataclasses.dataclass(slots=True)
-class Member:
-    """What the supervisor knows of a worker.
-
-    Attributes:
-      phase: ``starting``, ``ready`` for a world, or ``in`` one.
-      since_s: when the phase began.
-      heard_s: when it was last heard of.
-      connected: whether it has a connection.
-      ready: its last message that it is ready.
-      formed: whether it has the state of its world.
-      started: the last step it started, as it answered to a pause.
-      finished: whether it has done the last step.
-      broken: what went wrong, as it said; '' otherwise.
-      step: the last step it is known to have started.
-      leave_by_s: when it must have left its world.
-      dismissed: whether it was told to end.
-    """
-
-    phase: str = "starting"
-    since_s: float = 0.0
-    heard_s: float = 0.0
-    connected: bool = False
-    ready: Message | None = None
-    formed: bool = False
-    started: int | None = None
-    finished: bool = False
-    broken: str = ""
-    step: int = -1
-    leave_by_s: float = math.inf
-    dismissed: bool = False
 
 
 class Supervisor:
@@ -171,11 +81,12 @@ class Supervisor:
                 heard_s=now,
                 connected=True,
                 formed=inside,
+                trained=inside,
             )
         self.state = "run" if self._ever else "gather"
 
     def resize(self, processes: int) -> str:
-        """Asks for another number of processes; returns what is wrong with it, or ''."""
+        """Asks for another number of processes; returns what is wrong, or ''."""
         if not self.limits.least <= processes <= self.limits.most:
             return (
                 f"{processes} processes: expected {self.limits.least} to "
@@ -250,10 +161,11 @@ class Supervisor:
                 self.stop("", 0)
         elif member.phase == "starting" and not self._ever and code is not None:
             self._never_started(worker, code)
-        elif code is not None and code > 0 and not left:
+        elif code is not None and code > 0 and not left and not self._new(member):
             self._failed(worker, code)
         else:
-            self._lose(worker, replace=not left, spare=spare)
+            crashed = code is not None and code > 0
+            self._lose(worker, replace=not left and not crashed, spare=spare)
         self._advance()
 
     def tick(self) -> None:
@@ -299,6 +211,8 @@ class Supervisor:
         member.formed = True
         self._progress_s = self._clock()
         if all(w in self.members and self.members[w].formed for w in self.world):
+            for w in self.world:
+                self.members[w].trained = True
             self._do.log("formed", generation=self.generation, step=message["step"])
             if message["step"] > self._done:
                 self._done, self._breaks = message["step"], 0
@@ -317,6 +231,8 @@ class Supervisor:
                 self.stop(f"worker {worker}: {member.broken}", 1)
                 return
             self._abort("broken")
+        elif worker in self.world and self.state == "run" and self._newcomers():
+            self._without_newcomers()
         elif worker in self.world and self.state == "gather":
             self._do.send(worker, "abort", generation=self.generation)
 
@@ -354,7 +270,7 @@ class Supervisor:
         if not all(m is not None and m.formed and not m.finished for m in current):
             return False
         ready = self._ready()
-        new = chosen([*self.world, *ready], self.wanted, self._leaving)
+        new = chosen([*self.world, *ready], self.wanted, self._leaving, self._rows())
         return new != sorted(self.world)
 
     def _form_if_ready(self) -> None:
@@ -364,7 +280,7 @@ class Supervisor:
         if not self._ever and waiting:
             return  # a run begins with all
         ready = self._ready()
-        new = chosen(ready, self.wanted, self._leaving)
+        new = chosen(ready, self.wanted, self._leaving, self._rows())
         if len(new) >= max(1, self.limits.least):
             self._form(new)
         elif not waiting:
@@ -436,12 +352,35 @@ class Supervisor:
         if replace and (spare or self._restarts > 0):
             self._restarts -= 0 if spare else 1
             self._spawn()
-        elif replace:
+        else:
             self.wanted = max(self.limits.least, min(self.wanted, len(self._staying())))
+
+    def _new(self, member: Member) -> bool:
+        """Whether a worker has never trained, and others have."""
+        return not member.trained and any(m.trained for m in self.members.values())
+
+    def _newcomers(self) -> list[int]:
+        """The workers of a world that forms who have never trained."""
+        current = [(w, self.members[w]) for w in self.world if w in self.members]
+        if all(m.formed for _, m in current):
+            return []
+        return [w for w, m in current if self._new(m)]
+
+    def _without_newcomers(self) -> None:
+        """Goes on without those who joined: with them no world forms."""
+        for worker in self._newcomers():
+            self.members[worker].dismissed = True
+            reason = f"worker {worker} does not fit the others; see the errors above"
+            self._do.log("refused", worker=worker)
+            self._do.send(worker, "end", code=1, reason=reason)
+        self.wanted = max(self.limits.least, len(self._staying()))
+        self._abort("a new worker does not fit")
 
     def _failed(self, worker: int, code: int) -> None:
         """A worker's script raised an error; the others would do the same."""
-        self.stop(f"worker {worker} ended with code {code}; see its output above.", code)
+        self.stop(
+            f"worker {worker} ended with code {code}; see its output above.", code
+        )
 
     def _never_started(self, worker: int, code: int | None) -> None:
         how = f"with code {code}" if code is not None and code >= 0 else "by a signal"
@@ -467,10 +406,13 @@ class Supervisor:
 
     def _ready(self) -> list[int]:
         return [
-            w
-            for w, m in self.members.items()
-            if m.phase == "ready" and not m.dismissed
+            w for w, m in self.members.items() if m.phase == "ready" and not m.dismissed
         ]
+
+    def _rows(self) -> float:
+        """Rows of a batch for each device of a process; 0: it need not be divided."""
+        told = [m.ready for m in self.members.values() if m.ready]
+        return told[-1]["rows"] / told[-1]["devices"] if told else 0
 
     def _staying(self) -> list[int]:
         return [

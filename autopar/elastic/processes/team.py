@@ -13,6 +13,7 @@ import os
 import pathlib
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -29,7 +30,7 @@ from autopar.elastic.processes.link import (
     Link,
 )
 from autopar.elastic.processes.messages import Message
-from autopar.elastic.processes.offers import Offers
+from autopar.elastic.processes.offers import Offers, Peer
 from autopar.elastic.processes.sockets import break_connections
 from autopar.errors import PlanError
 from autopar.runtime.world import Alone, World
@@ -37,6 +38,7 @@ from autopar_passes import jax_processes
 
 # How long the others may take to connect, and the supervisor to find who broke a world.
 _CONNECT_S, _VERDICT_S = 20, 5.0
+_WATCH_S = 0.2
 
 
 class WorldBroken(Exception):
@@ -67,13 +69,14 @@ class Joined:
 class Team:
     """This process's part in a run of several."""
 
-    def __init__(self, address: Address, survive: int) -> None:
+    def __init__(self, address: Address, survive: int, rows: int) -> None:
         """Connects to the supervisor.
 
         Args:
           address: of the supervisor.
           survive: how many processes may die at once without loss of state that
             lies on no other one.
+          rows: of a batch, which the devices of a world must divide; 0: any can.
 
         Raises:
           PlanError: there is no supervisor.
@@ -81,8 +84,8 @@ class Team:
         self._form: Message | None = None
         self._client: Any = None
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
-        self._survive = survive
-        self._offers = Offers(address.token)
+        self._survive, self._rows = survive, rows
+        self._offers = Offers(address.token, self._obey)
         self._copier = Copier(address.token)
         try:
             self._link = Link(address, self._break, self._settled)
@@ -91,12 +94,50 @@ class Team:
                 f"no supervisor at port {address.port} ({error}). Start the script "
                 "with `autopar run --processes N script.py`."
             ) from error
+        threading.Thread(target=self._watch, daemon=True, name="watch").start()
+
+    @property
+    def orphaned(self) -> bool:
+        """Whether the supervisor is gone for good: the run ends at this step."""
+        return self._link.lost
+
+    def gone(self, saved: str) -> PlanError:
+        """The error of a run without a supervisor; says what was saved."""
+        return self._link.gone(saved)
+
+    def _watch(self) -> None:
+        """Makes all processes stop at one step where the supervisor is gone."""
+        while True:
+            time.sleep(_WATCH_S)
+            form = self._form
+            if self._link.lost and form is not None and form["rank"] == 0:
+                with contextlib.suppress(OSError):
+                    self._stop_together(form)
+                return
+
+    def _stop_together(self, form: Message) -> None:
+        """Does what the supervisor does for a pause; the first process calls it."""
+        generation, token = form["generation"], self._link.address.token
+        peers = [Peer(m["port"], token) for m in form["members"][1:]]
+        started = [self._link.pause(generation)]
+        started += [p.order("pause", generation=generation) for p in peers]
+        last = max(k for k in started if k is not None)
+        for peer in peers:
+            peer.order("limit", generation=generation, step=last)
+        self._link.limit(generation, last)
+
+    def _obey(self, request: Mapping[str, Any]) -> int | None:
+        """Follows the first process where there is no supervisor."""
+        if request["order"] == "pause":
+            return self._link.pause(request["generation"])
+        self._link.limit(request["generation"], request["step"])
+        return None
 
     @classmethod
-    def of_environment(cls, survive: int) -> Team | None:
+    def of_environment(cls, survive: int, rows: int) -> Team | None:
         """The team that `autopar run` started this process for, or None."""
         text = os.environ.get(VARIABLE)
-        return Team(Address.parse(text), survive) if text else None
+        return Team(Address.parse(text), survive, rows) if text else None
 
     @property
     def folder(self) -> pathlib.Path:
@@ -116,6 +157,7 @@ class Team:
                 port=self._offers.port,
                 pid=os.getpid(),
                 devices=local_devices(),
+                rows=self._rows,
             )
             order = self._link.order()
             if order["kind"] == "end":

@@ -143,6 +143,8 @@ class TeamRun:
                 self._end()
                 continue
             if not self._team.may_start(self.step):
+                if self._team.orphaned:
+                    raise self._orphaned()
                 self._reform()
                 continue
             done = self._tried()
@@ -161,6 +163,13 @@ class TeamRun:
 
     def _plan_id(self) -> int:
         return id(self._train_step.running.planned)
+
+    def _orphaned(self) -> PlanError:
+        """Saves, with all other processes, and says that the run has ended."""
+        if self._saves.checkpoints is None:
+            return self._team.gone("There is no checkpoint=.")
+        self._saves.end(self.state, self.step, self.position)
+        return self._team.gone(f"The state after {self.step} steps was saved.")
 
     def _end(self) -> None:
         """Saves the last state, and waits for the others."""
@@ -213,7 +222,7 @@ class TeamRun:
         return hosting.hosted(result)
 
     def _placed(self, planned: Any, first: int, rest: Sequence[Any]) -> list[Any]:
-        """Arguments after the batch, of which every process has all, as global arrays."""
+        """Arguments after the batch as global arrays; every process has them whole."""
         out: list[Any] = []
         for k, given in enumerate(rest):
             structs = batch_structs(planned, first + k)
@@ -387,7 +396,6 @@ class TeamRun:
 
     def _median(self) -> float | None:
         return statistics.median(self._seconds) if self._seconds else None
-
 
 
 def rest_structs(

@@ -1,4 +1,4 @@
-"""Processes die, hang, join and leave; the losses are those of one that trains alone."""
+"""Processes die, hang, join and leave; losses are those of one that trains alone."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_processes_join_and_leave(start: Start) -> None:
 
 
 def test_processes_are_killed_and_stopped(start: Start) -> None:
-    """The first of them too; the third hangs and is given up. Others have its shards."""
+    """The first one too; the third hangs and is given up. Others have its shards."""
     run = start(120, 1, 0.05, processes=3, silence=3)
     run.wait_for_world([0, 1, 2])
     run.kill(0)

@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from autopar.elastic.processes.supervisor import Limits, Supervisor
+from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.supervisor import Supervisor
 
 
 class Fake:
@@ -14,6 +15,7 @@ class Fake:
 
     def __init__(self, **limits: Any) -> None:
         self.now = 0.0
+        self.rows = 0
         self.sent: list[tuple[int, str, dict[str, Any]]] = []
         self.killed: list[int] = []
         self.started: list[int] = []
@@ -56,6 +58,7 @@ class Fake:
                 port=9000 + worker,
                 pid=100 + worker,
                 devices=1,
+                rows=self.rows,
             )
 
     def formed(self, *workers: int, step: int = 0) -> None:
@@ -143,6 +146,21 @@ def test_a_lost_state_is_said_to_be_lost() -> None:
     assert fake.of("form")[-1][1]["lost"] == 3
 
 
+def test_a_world_has_as_many_as_divide_the_batch() -> None:
+    """A fifth worker waits, and takes the place of one that dies."""
+    fake = Fake(processes=4)
+    fake.rows = 24
+    fake.ready(0, 1, 2, 3)
+    fake.formed(0, 1, 2, 3)
+    fake.supervisor.resize(5)
+    fake.ready(4)
+    assert not fake.of("pause")
+    assert not fake.of("end")
+    fake.supervisor.gone(2, -9)
+    fake.ready(0, 1, 3, holds=holding(1, 1, WHOLE))
+    assert fake.world() == [0, 1, 3, 4]
+
+
 class TestChangesAtAStep:
     def test_a_worker_joins(self) -> None:
         fake = running(2)
@@ -190,6 +208,30 @@ class TestChangesAtAStep:
     def test_too_few_would_stay(self) -> None:
         fake = running(2, least=2)
         assert "--min" in fake.supervisor.remove(1)
+
+
+class TestNewcomersThatDoNotFit:
+    def test_its_script_fails_before_it_joins(self) -> None:
+        fake = running(2)
+        fake.supervisor.resize(3)
+        fake.supervisor.gone(2, 1)
+        assert fake.supervisor.result is None
+        assert fake.supervisor.wanted == 2
+
+    def test_it_trains_another_model(self) -> None:
+        """Everybody says so while the world forms; the two go on without it."""
+        fake = running(2)
+        fake.supervisor.resize(3)
+        fake.ready(2)
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        fake.ready(0, 1, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [0, 1, 2]
+        fake.tell(1, "broken", generation=2, error="PlanError: different steps")
+        assert sorted(w for w, _ in fake.of("abort")) == [0, 1, 2]
+        fake.ready(0, 1, 2, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [0, 1]
+        assert [w for w, _ in fake.of("end")] == [2]
 
 
 class TestNoHang:

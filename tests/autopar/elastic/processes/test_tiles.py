@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.elastic.processes import tiles
@@ -23,12 +23,15 @@ def grid(shape: tuple[int, int], parts: tuple[int, int]) -> list[tiles.Tile]:
 DIVISORS = st.sampled_from([1, 2, 3, 4, 6, 12])
 
 
+@settings(deadline=None, max_examples=30)
 @given(st.tuples(DIVISORS, DIVISORS), st.tuples(DIVISORS, DIVISORS))
 def test_any_split_can_be_put_together_from_any_other(
     old: tuple[int, int], new: tuple[int, int]
 ) -> None:
     whole = np.arange(144).reshape(12, 12)
-    held = {t: whole[tiles.within(t, tiles.whole((12, 12)))] for t in grid((12, 12), old)}
+    held = {
+        t: whole[tiles.within(t, tiles.whole((12, 12)))] for t in grid((12, 12), old)
+    }
     for wanted in grid((12, 12), new):
         out = np.full(tiles.extent(wanted), -1)
         for tile, data in held.items():

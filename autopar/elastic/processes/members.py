@@ -1,0 +1,101 @@
+"""What the supervisor knows of its workers, and what it can do to them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any, Protocol
+
+from autopar.elastic.processes.messages import Message
+
+
+class Actions(Protocol):
+    """What a supervisor does to the world outside."""
+
+    def spawn(self, worker: int) -> None:
+        """Starts a worker."""
+        ...
+
+    def send(self, worker: int, kind: str, **data: Any) -> None:
+        """Sends a worker an order."""
+        ...
+
+    def kill(self, worker: int) -> None:
+        """Ends a worker at once; its end is reported as any other."""
+        ...
+
+    def open(self, generation: int, pids: list[int]) -> str:
+        """Starts the coordination service of a world; returns its address."""
+        ...
+
+    def fill(self, generation: int, ranks: list[int]) -> None:
+        """Lets a world connect whose processes of these ranks are gone."""
+        ...
+
+    def close(self, generation: int) -> None:
+        """Ends the coordination service of a world that all have left."""
+        ...
+
+    def log(self, event: str, **data: Any) -> None:
+        """Writes down what happens."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Numbers of processes and times.
+
+    Attributes:
+      processes: how many a run begins with.
+      least: fewest that it goes on with.
+      most: most that may be asked for.
+      restarts: how many workers that died are replaced, in all.
+      start_s: longest from a worker's start until it is ready.
+      silent_s: longest without a word of a worker that is connected.
+      leave_s: longest from an order to leave until it is followed.
+      stuck_s: longest without progress of a whole world.
+    """
+
+    processes: int
+    least: int = 1
+    most: int = 64
+    restarts: int = 0
+    start_s: float = 300.0
+    silent_s: float = 15.0
+    leave_s: float = 60.0
+    stuck_s: float = 1800.0
+
+
+@dataclasses.dataclass(slots=True)
+class Member:
+    """What the supervisor knows of a worker.
+
+    Attributes:
+      phase: ``starting``, ``ready`` for a world, or ``in`` one.
+      since_s: when the phase began.
+      heard_s: when it was last heard of.
+      connected: whether it has a connection.
+      ready: its last message that it is ready.
+      formed: whether it has the state of its world.
+      started: the last step it started, as it answered to a pause.
+      finished: whether it has done the last step.
+      broken: what went wrong, as it said; '' otherwise.
+      step: the last step it is known to have started.
+      leave_by_s: when it must have left its world.
+      dismissed: whether it was told to end.
+      trained: whether it has had the state of any world.
+    """
+
+    phase: str = "starting"
+    since_s: float = 0.0
+    heard_s: float = 0.0
+    connected: bool = False
+    ready: Message | None = None
+    formed: bool = False
+    started: int | None = None
+    finished: bool = False
+    broken: str = ""
+    step: int = -1
+    leave_by_s: float = math.inf
+    dismissed: bool = False
+    trained: bool = False

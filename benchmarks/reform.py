@@ -1,0 +1,112 @@
+"""The pause of 2 -> 4 -> 3 processes, with programs prepared and without.
+
+Usage: python benchmarks/reform.py [--width 256] [--depth 6] [--repeat 3]
+
+A pause is the time between the last step of the old world and the first step of the
+new one, as the workers wrote them down. ``besides`` is the pause without planning,
+compiling and loading the program, which the ledger has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import pathlib
+import tempfile
+import time
+from typing import Any
+
+import soak
+
+from autopar.elastic.processes.runner import command
+
+CHANGES = (4, 3, 2, 4, 3)
+
+
+def pauses(folder: pathlib.Path) -> list[dict[str, Any]]:
+    """Of each world but the first: processes, pause and what it was spent on."""
+    steps = soak.losses(folder)
+    lines = [json.loads(x) for x in (folder / "losses.ledger").read_text().splitlines()]
+    worlds = [x for x in lines if x["kind"] == "world"][1:]
+    found: list[dict[str, Any]] = []
+    for world in worlds:
+        before = [t for k, _, t in steps if k == world["step"] - 1]
+        after = [t for k, _, t in steps if k == world["step"]]
+        if not before or not after:
+            continue
+        pause = min(after) - max(before)
+        took = world["measured"]
+        found.append(
+            {
+                "processes": world["processes"],
+                "program": world["program"],
+                "pause_s": round(pause, 3),
+                "plan_s": round(took["plan_s"], 3),
+                "program_s": round(took["compile_s"], 3),
+                "place_s": round(took["place_s"], 3),
+                "besides_s": round(pause - took["compile_s"], 3),
+                "moved_bytes": took["moved_bytes"],
+            }
+        )
+    return found
+
+
+def prepared(folder: pathlib.Path, wanted: set[int], limit_s: float) -> None:
+    """Waits until worlds of these sizes have been prepared."""
+    end = time.time() + limit_s
+    while time.time() < end:
+        done: set[int] = set()
+        path = folder / "ahead.jsonl"
+        if path.exists():
+            lines = [json.loads(x) for x in path.read_text().splitlines()]
+            done = {x["processes"] for x in lines}
+        if wanted <= done:
+            return
+        time.sleep(0.2)
+    print(f"not prepared within {limit_s:.0f} s: {sorted(wanted - done)}")
+
+
+def measure(given: Any, *, ahead: bool) -> list[dict[str, Any]]:
+    """Runs the changes, with programs prepared or without."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = pathlib.Path(temporary)
+        run = soak.Soak(
+            folder,
+            seed=0,
+            processes=2,
+            options=[] if ahead else ["--no-ahead"],
+            words=[str(given.width), str(given.depth)],
+        )
+        try:
+            for size in CHANGES:
+                if ahead:
+                    prepared(folder, {3, 4} if size == CHANGES[0] else {3}, 300)
+                begin = time.time()
+                command(folder, command="resize", processes=size)
+                if not run.wait(lambda b=begin, n=size: run.recovered(b, n)):
+                    print(f"{size} processes did not form")
+                time.sleep(given.between_s)
+            if ahead:
+                print(f"prepared: {(folder / 'ahead.jsonl').read_text()}")
+        finally:
+            run.stop()
+        return pauses(folder)
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--depth", type=int, default=6)
+    parser.add_argument("--between-s", type=float, default=5.0, dest="between_s")
+    given = parser.parse_args()
+    os.environ.setdefault("SOAK_SURVIVE", "1")
+    for ahead in (False, True):
+        print("compiled ahead" if ahead else "not compiled ahead", flush=True)
+        for row in measure(given, ahead=ahead):
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
