@@ -1,6 +1,6 @@
 """A raylet is killed and one is added while a script trains on a Ray cluster.
 
-Usage: python benchmarks/ray_elastic.py [--steps 1500]
+Usage: python benchmarks/ray_elastic.py [--steps 600]
 
 The cluster is a local one of several raylets. Prints the pauses of the training, and
 how far its losses are from those of the same script alone; exits with 1 where the run
@@ -26,10 +26,10 @@ import ray
 from ray import cluster_utils
 from soak import losses, plain_losses
 
-SCRIPT = pathlib.Path(__file__).parent / "soak_script.py"
+SCRIPT = pathlib.Path(__file__).parent / "ray_script.py"
 LIMIT_S = 240.0
-# Steps take long enough for nodes to come and go before the last one.
-PACE_S = 0.08
+# Steps take so long until the last node has joined, so that the run does not end before.
+SLOW_S = 0.25
 # Roundings differ, as worlds of other sizes add up in another order.
 TOLERANCE = 1e-4
 
@@ -53,15 +53,21 @@ class RayRun:
         self.nodes: list[Any] = []
         for _ in range(nodes):
             self.add()
+        self.pace(SLOW_S)
         words = [f"--processes={nodes}", f"--max={nodes + 1}", f"--folder={folder}"]
         words += ["--backend=ray", f"--address={self.cluster.address}", "--no-ahead"]
         words += [str(SCRIPT), str(folder / "losses"), str(steps)]
         self.process = subprocess.Popen(
             [sys.executable, "-m", "autopar", "run", *words],
-            env={**os.environ, "SOAK_PACE_S": str(PACE_S)},
             stdout=open(folder / "output", "w"),  # noqa: SIM115 (for the child)
             stderr=subprocess.STDOUT,
         )
+
+    def pace(self, seconds: float) -> None:
+        """Lets every step take so long."""
+        new = self.folder / "pace.new"
+        new.write_text(str(seconds))
+        new.replace(self.folder / "pace")
 
     def add(self) -> None:
         """Adds a raylet."""
@@ -128,7 +134,7 @@ def first_after(steps: list[tuple[int, float, float]], moment: float) -> float:
 def main() -> None:
     """Runs and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as temporary:
@@ -144,6 +150,7 @@ def main() -> None:
             run.add()
             added_s = time.time()
             run.wait(lambda: run.trains([*run.worlds()[1][1], 2]))
+            run.pace(0.0)
             code = run.process.wait(LIMIT_S)
         finally:
             run.close()
