@@ -154,6 +154,6 @@ def codec_state(
         path: placement.even_sharding(entry.shape, mesh)
         for path, entry in entries.items()
     }
-    dtypes = {path: jax.numpy.dtype(entry.dtype) for path, entry in entries.items()}
+    dtypes = {p: jax_compat.dtype_of(entry.dtype) for p, entry in entries.items()}
     arrays = read_arrays(folder, entries, shardings, dtypes, world)
     return trees.join(manifest.codec_tree, arrays)

@@ -59,9 +59,10 @@ class Save:
         """
         entries = self.manifest.arrays
         with folders.telling(self.folder, "written"):
-            store.write(
+            write = store.write if self.processes == 1 else store.write_blocks
+            write(
                 self.folder / folders.ARRAYS,
-                {entries[path].file: x for path, x in self.arrays.items()},
+                {entries[path].file: x for path, x in self.arrays.items() if x.size},
             )
             digests = {path: str(digest_of(x)) for path, x in self.arrays.items()}
             if self.processes > 1:

@@ -1,8 +1,11 @@
 """Writes and reads the arrays of a checkpoint with Orbax, a folder for each.
 
-Orbax writes each block once, by the process that has it, and reads the blocks that a
-device needs. Nothing here waits for other processes: what they agree on is in
-`autopar.checkpoint.saving`.
+Each block is written once, by the process that has it, and each device reads the blocks
+that it needs. Nothing here waits for other processes: what they agree on is in
+`autopar.checkpoint.saving`. Of several processes, each writes its blocks with
+TensorStore, in the format of Orbax: Orbax itself takes no array that lies in one
+process, as the stages of a pipeline do, and lets processes wait for each other by
+counters that are lost when one of them is replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ from collections.abc import Generator, Iterable, Mapping
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+import tensorstore
 from etils import epath
 
 from autopar.checkpoint.snapshot import without_replicas
@@ -76,6 +81,48 @@ def write(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
         ) from error
     finally:
         handler.close()
+
+
+def write_blocks(folder: pathlib.Path, arrays: Mapping[str, jax.Array]) -> None:
+    """Writes what this process has of arrays that lie on several processes.
+
+    Args:
+      folder: every process writes to the same.
+      arrays: by name, without replicas (`autopar.checkpoint.snapshot`).
+
+    Raises:
+      CheckpointError: they cannot be written.
+    """
+    folder.mkdir(exist_ok=True)
+    try:
+        for name, array in arrays.items():
+            if array.size and array.sharding.addressable_devices:
+                _write_blocks(folder / name, array)
+    except Exception as error:
+        raise CheckpointError(
+            f"{folder}: the arrays cannot be written: {_reason(error)}"
+        ) from error
+
+
+def _write_blocks(place: pathlib.Path, array: jax.Array) -> None:
+    spec = {
+        "driver": "zarr",
+        "kvstore": {"driver": "file", "path": str(place)},
+        "dtype": str(array.dtype),
+        "metadata": {
+            "shape": list(array.shape),
+            "chunks": list(array.sharding.shard_shape(array.shape)),
+            "compressor": {"id": "zstd", "level": 1},
+        },
+    }
+    # Whoever comes first creates it; for the others it is there, and the same.
+    opened = tensorstore.open(spec, create=True, open=True).result()
+    writes = [
+        opened[shard.index].write(np.asarray(shard.data))
+        for shard in array.addressable_shards
+    ]
+    for written in writes:
+        written.result()
 
 
 def read(

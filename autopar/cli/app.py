@@ -17,12 +17,14 @@ from typing import Annotated, Any
 import typer
 
 from autopar.cli import failures, options
+from autopar.cli.commands import checkpoint
 from autopar.cli.commands.audit import audit
 from autopar.cli.commands.compare import compare
 from autopar.cli.commands.demo import demo
 from autopar.cli.commands.diff import diff
 from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
+from autopar.cli.commands.ledger import ledger
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
 from autopar.cli.commands.run import run
@@ -41,6 +43,7 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     compare,
     sweep,
     diff,
+    ledger,
     profile,
     doctor,
     demo,
@@ -51,6 +54,13 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
 _SETTINGS = {"run": {"allow_interspersed_args": False}}
 # These show what happens while they run.
 _SHOWN = (demo, run)
+# Commands of several words, such as ``autopar checkpoint show``.
+_GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
+    "checkpoint": (
+        "Shows, verifies and converts checkpoints.",
+        (checkpoint.show, checkpoint.verify, checkpoint.convert),
+    ),
+}
 _CODES = "; ".join(f"{code} {meaning}" for code, meaning in failures.EXIT_CODES)
 
 
@@ -65,12 +75,23 @@ def commands(stdout: Stdout) -> typer.Typer:
     )
     app.callback()(_options)
     for command in _COMMANDS:
-        name = command.__name__
-        epilog = f"Example: {options.EXAMPLES[name]}"
-        settings = _SETTINGS.get(name)
-        reporting = _reporting(stdout, command)
-        app.command(name, epilog=epilog, context_settings=settings)(reporting)
+        _add(app, stdout, command, command.__name__)
+    for name, (text, members) in _GROUPS.items():
+        group = typer.Typer(help=text, rich_markup_mode=None)
+        for command in members:
+            _add(group, stdout, command, f"{name} {command.__name__}")
+        app.add_typer(group, name=name)
     return app
+
+
+def _add(
+    app: typer.Typer, stdout: Stdout, command: Callable[..., _Returned], words: str
+) -> None:
+    """Adds a command that is called with these words; its help ends with an example."""
+    epilog = f"Example: {options.EXAMPLES[words]}"
+    made = _reporting(stdout, command)
+    settings = _SETTINGS.get(words)
+    app.command(command.__name__, epilog=epilog, context_settings=settings)(made)
 
 
 def _print_version(wanted: bool) -> None:

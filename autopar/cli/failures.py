@@ -14,7 +14,7 @@ from autopar.cli.interrupts import STOPPED
 DIFFERENT, BAD_INPUT, DOES_NOT_FIT, BUG = 1, 2, 3, 70
 EXIT_CODES = (
     (0, "done"),
-    (DIFFERENT, "diff: the plans differ; doctor: something is wrong"),
+    (DIFFERENT, "diff: the plans differ; doctor, verify: something is wrong"),
     (BAD_INPUT, "the input is wrong, or the target's own code failed"),
     (DOES_NOT_FIT, "no plan fits the memory of a device"),
     (BUG, "a bug in autopar"),

@@ -114,8 +114,13 @@ EXAMPLES = {
     "compare": "autopar compare train.py:workload --cluster 8:cpu --measure",
     "sweep": "autopar sweep train.py:workload --cluster 1..8x8:h100 batch=64..1024",
     "diff": "autopar diff plan.json other.json",
+    "ledger": "autopar ledger ledger.jsonl",
     "profile": "autopar profile --devices 8",
     "doctor": "autopar doctor --json",
+    "checkpoint show": "autopar checkpoint show checkpoints",
+    "checkpoint verify": "autopar checkpoint verify checkpoints",
+    "checkpoint convert": "autopar checkpoint convert checkpoints model.safetensors "
+    "--to safetensors",
     "demo": "autopar demo --devices 8 --steps 20",
     "run": "autopar run --processes 4 train.py --rate 0.1",
     "workers": "autopar workers runs/gpt --processes 3",

@@ -383,11 +383,9 @@ def _memory(
     analysis = assignment.analysis
     total = monomial(0.0, 0)
     bandwidth = device.memory_bandwidth_bytes_per_s
-    for value in (*work.op.inputs, *work.op.outputs):
-        if value is not None and value in analysis.fusion.in_memory:
-            nbytes = analysis.graph.values[value].nbytes
-            degree = _degree(analysis.dim_labels.degree(value))
-            total = plus(total, monomial(nbytes / bandwidth / shards_of, degree))
+    for value, nbytes in work.traffic:
+        degree = _degree(analysis.dim_labels.degree(value))
+        total = plus(total, monomial(nbytes / bandwidth / shards_of, degree))
     return total
 
 

@@ -15,7 +15,8 @@ class _Callable(types.ModuleType):
     """This package, as something that can be called."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """See `autopar.elastic.start.elastic`; imported here, as it needs JAX."""
+        """See `autopar.elastic.start.elastic`."""
+        # It imports JAX, which the package must not: the command line reads ledgers.
         from autopar.elastic.start import elastic
 
         return elastic(*args, **kwargs)

@@ -1,7 +1,6 @@
 """The seam between the loop and the processes that run it.
 
 `Alone` is the membership of one process: its changes come from the inbox of events.
-`autopar.elastic.processes` has that of several.
 """
 
 from __future__ import annotations

@@ -19,6 +19,8 @@ class PipelineData(
       parts: the layer at which each part begins.
       homes: pytree path of each input of the step -> the stage that has it between
         steps.
+      pieces: pytree path of an array of stacked layers -> how many of them each of its
+        pieces has. Pieces are inputs with paths of their own, such as ``kernel@0:2``.
       recomputed: the layers whose activations the backward pass computes again.
       forward_s: seconds of each part's forward pass.
       backward_s: seconds of each part's backward pass, or of its gradients of inputs
@@ -37,6 +39,7 @@ class PipelineData(
     layers: tuple[int, ...]
     parts: tuple[int, ...]
     homes: dict[str, int] = {}
+    pieces: dict[str, tuple[int, ...]] = {}
     recomputed: tuple[int, ...] = ()
     forward_s: tuple[float, ...] = ()
     backward_s: tuple[float, ...] = ()

@@ -19,6 +19,7 @@ from autopar.plans.pipeline import PipelineData
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
+from autopar_passes.layer_loops.paths import piece_paths
 
 # Orders in which the stages of a pipeline may run their microbatches; one stage has
 # none.
@@ -190,13 +191,69 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
             )
 
     def home(self, path: str) -> int:
-        """The number of the stage that has an input of the step between steps."""
-        return 0 if self.pipeline is None else self.pipeline.homes[path]
+        """The number of the stage that has an input of the step between steps.
+
+        An array of which every stage has a piece is on the mesh behind theirs
+        (`home_axes`).
+        """
+        if self.pipeline is None:
+            return 0
+        if path in self.pipeline.pieces:
+            homes = {self.pipeline.homes[p] for p in self._pieces(path)}
+            return homes.pop() if len(homes) == 1 else len(self.stages)
+        return self.pipeline.homes[path]
 
     def home_spec(self, path: str) -> Spec:
-        """The layout of an input of the step between steps, on its stage's mesh."""
+        """The layout of an input of the step between steps, on its home's mesh."""
+        if self.pipeline is not None and path in self.pipeline.pieces:
+            spec = self.home_spec(self._pieces(path)[0])
+            if self.home(path) < len(self.stages):
+                return spec
+            return ((self.stage_axis, *spec[0]), *spec[1:])
         replicated = ((),) * len(self.shapes.get(path, ()))
         return self.stages[self.home(path)].inputs.get(path, replicated)
+
+    @property
+    def home_axes(self) -> tuple[tuple[tuple[str, int], ...], ...]:
+        """Names and sizes of the axes of each mesh that inputs lie on.
+
+        They are those of the stages, and one with an axis of stages in front where
+        there are arrays of which every stage has a piece.
+        """
+        own = tuple(
+            tuple(zip(stage.axis_names, stage.axis_sizes, strict=True))
+            for stage in self.stages
+        )
+        if self.pipeline is None or not self.pipeline.pieces:
+            return own
+        return (*own, ((self.stage_axis, len(self.stages)), *own[0]))
+
+    @property
+    def stage_axis(self) -> str:
+        """The name of the axis of stages, which no mesh of a stage has."""
+        names = {name for stage in self.stages for name in stage.axis_names}
+        return next(n for n in ("stage", "stages", "pipeline_stage") if n not in names)
+
+    @property
+    def written_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of the inputs of the step as it is written, without pieces."""
+        if self.pipeline is None or not self.pipeline.pieces:
+            return self.shapes
+        first = {self._pieces(path)[0]: path for path in self.pipeline.pieces}
+        later = {p for path in self.pipeline.pieces for p in self._pieces(path)[1:]}
+        out: dict[str, tuple[int, ...]] = {}
+        for path, shape in self.shapes.items():
+            if path in first:
+                layers = sum(self.pipeline.pieces[first[path]])
+                out[first[path]] = (layers, *shape[1:])
+            elif path not in later:
+                out[path] = shape
+        return out
+
+    def _pieces(self, path: str) -> list[str]:
+        """The paths of the pieces of an array."""
+        assert self.pipeline is not None
+        return piece_paths(path, self.pipeline.pieces[path])
 
     @property
     def mesh(self) -> dict[str, dict[str, int]]:

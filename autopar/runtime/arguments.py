@@ -135,7 +135,7 @@ def check_shapes(name: str, plan: Plan, leaves: Sequence[Any]) -> None:
     Raises:
       PlanError: it does not.
     """
-    planned = list(plan.shapes.items())[: len(leaves)]
+    planned = list(plan.written_shapes.items())[: len(leaves)]
     for (path, shape), leaf in zip(planned, leaves, strict=False):
         if tuple(shape) != tuple(leaf.shape):
             raise PlanError(

@@ -123,11 +123,11 @@ def plan_shardings(
 
     Args:
       plan: the plan.
-      meshes: the mesh of each of its stages.
+      meshes: from `autopar.runtime.stages.planned.home_meshes`.
       count: how many inputs.
     """
     out: list[NamedSharding] = []
-    for path in list(plan.shapes or plan.inputs)[:count]:
+    for path in list(plan.written_shapes or plan.inputs)[:count]:
         stage = plan.home(path)
         where = PartitionSpec(*(axes or None for axes in plan.home_spec(path)))
         out.append(NamedSharding(meshes[stage], where))

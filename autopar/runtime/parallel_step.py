@@ -376,12 +376,7 @@ class ParallelStep(Generic[P, R]):
         return Evaluation(function, self._running, lambda: self.world, static_argnames)
 
     def _running(self) -> AnyStep:
-        if self._current is None:
-            raise PlanError(
-                f"{self.__name__}: no plan yet: call the step first, or make the state "
-                "with init(..., batch=...)."
-            )
-        return self._current.planned
+        return self.running.planned
 
     def shardings(self, state: Any) -> Any:
         """The ``NamedSharding`` of each array of a state under the plan in use.
@@ -462,7 +457,8 @@ class ParallelStep(Generic[P, R]):
           PlanError: the step has not been planned before, the state or the plan is
             of another step, or a device is missing.
         """
-        analysed, old = self.running.analysed, self._running()
+        running = self.running
+        analysed, old = running.analysed, running.planned
         made = self._preparation.made_for(
             analysed, self._setting, cluster, devices, plan
         )
@@ -535,8 +531,11 @@ class ParallelStep(Generic[P, R]):
     @property
     def running(self) -> Running:
         """The step on the arguments that it was planned for last, and its program."""
-        self._running()
-        assert self._current is not None
+        if self._current is None:
+            raise PlanError(
+                f"{self.__name__}: no plan yet: call the step first, or make the state "
+                "with init(..., batch=...)."
+            )
         return self._current
 
     @property
@@ -546,5 +545,5 @@ class ParallelStep(Generic[P, R]):
 
     @property
     def setting(self) -> Setting:
-        """The cluster, the plan and the devices that it is planned for."""
+        """What it is planned for."""
         return self._setting

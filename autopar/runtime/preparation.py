@@ -26,7 +26,7 @@ from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting, moved_setting
 from autopar.runtime.stages.placing import moved_between, placed_on_stages
-from autopar.runtime.stages.planned import check_world, stage_meshes
+from autopar.runtime.stages.planned import check_world, home_meshes
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.state_mover import DevicePut, move, state_layout
 from autopar.runtime.step_planner import Analysed, StepPlanner
@@ -396,7 +396,7 @@ class Preparation:
         devices = self.devices(setting)
         if (given := setting.plan) is not None:
             arguments.check_shapes(name, given, leaves)
-            meshes = stage_meshes(given, devices)
+            meshes = home_meshes(given, devices)
             return creation.plan_shardings(given, meshes, len(leaves))
         if setting.devices is None:
             devices = devices[: (setting.cluster or self._cluster()).num_devices]

@@ -40,7 +40,8 @@ class LeafLayout:
       shape: of the whole array.
       dtype: its name, such as ``float32`` or ``key<fry>``.
       spec: per dimension, the names of the mesh axes that split it.
-      stage: number of the stage whose devices hold it.
+      stage: number of the stage whose devices hold it, or that of the mesh of all
+        stages (`Plan.home_axes`).
     """
 
     shape: tuple[int, ...]
@@ -55,7 +56,7 @@ class StateLayout:
 
     Attributes:
       leaves: path of an array -> its layout, in the order of the state.
-      meshes: the axes of each stage's mesh.
+      meshes: the axes of each stage's mesh, and of that of all stages if one is used.
 
     Raises:
       ValueError: an array lies on a stage or an axis that is not there.
@@ -181,11 +182,7 @@ def state_layout(
             spec=plan.home_spec(given.path),
             stage=stage,
         )
-    meshes = tuple(
-        tuple(zip(stage.axis_names, stage.axis_sizes, strict=True))
-        for stage in plan.stages
-    )
-    return StateLayout(leaves=leaves, meshes=meshes)
+    return StateLayout(leaves=leaves, meshes=plan.home_axes)
 
 
 def move(

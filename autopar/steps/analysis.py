@@ -22,11 +22,13 @@ from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.work import (
     OperatorWork,
     class_trips,
+    in_memory,
     operator_work,
 )
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
+from autopar_passes.layer_loops.find import stacked_state
 from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program
@@ -73,6 +75,8 @@ class Analysis:
       origin: the step and the shapes that it was traced with; None likewise.
       split: into which microbatches the program splits its batch; None: it does not.
       whole: of a step that was split, the analysis of the step as it is written.
+      pieces: flat argument -> how many layers each piece of it has, where loops over
+        layers are in pieces (`autopar.steps.pieces`).
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -87,6 +91,7 @@ class Analysis:
     origin: Origin | None = None
     split: Microbatched | None = None
     whole: Analysis | None = None
+    pieces: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     trace_s: float = 0.0
     graph_s: float = 0.0
 
@@ -104,6 +109,16 @@ class Analysis:
     def single(self) -> dict[tuple[int, bool], Analysis]:
         """What `autopar.steps.microbatches.one_microbatch` has made of it."""
         return {}
+
+    @functools.cached_property
+    def cuts(self) -> dict[tuple[tuple[int, tuple[int, ...]], ...], Analysis]:
+        """What `autopar.steps.pieces.with_pieces` has made of it."""
+        return {}
+
+    @functools.cached_property
+    def stacked(self) -> dict[int, int]:
+        """The flat arguments that are stacked layers -> how many they are."""
+        return stacked_state(self.program, self.carried)
 
     @property
     def pytrees(self) -> TracedStep:
@@ -153,10 +168,9 @@ class Analysis:
     @functools.cached_property
     def works(self) -> dict[int, OperatorWork]:
         """The work of the operators of each class that has a choice."""
+        memory = in_memory(self.graph, self.fusion)
         return {
-            member: operator_work(
-                self.graph, self.graph.operators[member], self.fusion.in_memory
-            )
+            member: operator_work(self.graph, self.graph.operators[member], memory)
             for node in self.contraction.nodes
             for member in node.members
             if self.graph.operators[member].kind not in BOUNDARY

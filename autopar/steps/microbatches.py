@@ -22,6 +22,7 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import InputRole
+from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulated
 from autopar_passes.microbatches.find import microbatched, unsplit
 from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchError
@@ -167,7 +168,7 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
         arrays[k] = jax.ShapeDtypeStruct(tuple(shape), arrays[k].dtype)
     call: Call = dataclasses.replace(origin.call, arrays=arrays)
     try:
-        return trace_call(origin.step, call)
+        return in_pieces(trace_call(origin.step, call), analysis.pieces)
     except TraceError as error:
         rows = {arrays[k].shape[dim] for k, dim in dims.items()}
         raise MicrobatchError(

@@ -3,9 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping
 
-from autopar.steps.fusion import is_product, side_factors
-from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
+from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+
+# Operators that read a part of their first operand, as large as their result.
+_TAKING = frozenset({"slice", "dynamic_slice", "gather"})
+# Operators that write into their first operand -> which operand is what they write.
+_PLACING = {
+    "dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter-mul": 2,
+    "scatter-min": 2, "scatter-max": 2,
+}  # fmt: skip
 
 
 def class_trips(graph: OperatorGraph) -> dict[int, float]:
@@ -24,7 +34,7 @@ class OperatorWork:
       op: the operator.
       dtype: of its first operand, or what a kernel works on.
       itemsize: bytes of an element of it.
-      nbytes: bytes of all its arrays that are in memory, whole.
+      traffic: values, and how many bytes of each it reads from memory or writes to it.
       kernel: whether it writes a result, so that it starts a kernel of its own.
       sides: of a product, the factors of its sides M, N and K; empty for others.
     """
@@ -32,9 +42,14 @@ class OperatorWork:
     op: Operator
     dtype: str
     itemsize: float
-    nbytes: float
+    traffic: tuple[tuple[int, float], ...]
     kernel: bool
     sides: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def nbytes(self) -> float:
+        """Bytes that it reads from memory and writes to it, of whole arrays."""
+        return sum(n for _, n in self.traffic)
 
     @property
     def is_matrix(self) -> bool:
@@ -48,17 +63,38 @@ class OperatorWork:
         return self.op.kind == "conv_general_dilated"
 
 
-def operator_work(
-    graph: OperatorGraph, op: Operator, written: frozenset[int]
-) -> OperatorWork:
+@dataclasses.dataclass(frozen=True, slots=True)
+class InMemory:
+    """The values of a graph that are in memory, with who makes and who reads them.
+
+    Attributes:
+      fusion: which of them are.
+      makers: value -> the operator that makes it.
+      readers: value -> how many operators read it.
+    """
+
+    fusion: Fusion
+    makers: Mapping[int, Operator]
+    readers: Mapping[int, int]
+
+
+def in_memory(graph: OperatorGraph, fusion: Fusion) -> InMemory:
+    """The values of a graph that are in memory after fusion."""
+    readers: Counter[int] = Counter()
+    for op in graph.operators:
+        readers.update({v for v in op.inputs if v is not None})
+    return InMemory(fusion, producers(graph.operators), readers)
+
+
+def operator_work(graph: OperatorGraph, op: Operator, memory: InMemory) -> OperatorWork:
     """Returns what an operator does.
 
     Args:
       graph: the operator graph.
       op: the operator.
-      written: the values that are in memory.
+      memory: which of its values are in memory.
     """
-    arrays = [v for v in (*op.inputs, *op.outputs) if v is not None and v in written]
+    written = memory.fusion.in_memory
     first = op.inputs[0] if op.inputs and op.inputs[0] is not None else None
     value = graph.values[first if first is not None else op.outputs[0]]
     dtype = str(value.dtype) if op.kernel is None else op.kernel.dtype
@@ -66,7 +102,56 @@ def operator_work(
         op,
         dtype,
         value.nbytes / max(1, value.size),
-        sum(graph.values[v].nbytes for v in arrays),
+        _traffic(graph, op, memory),
         any(v in written for v in op.outputs),
         side_factors(op.rule) if is_product(op) else (),
     )
+
+
+def _copies(op: Operator, memory: InMemory) -> float:
+    """How often a loop moves a step's part of an array once it is made.
+
+    What makes it element by element writes it into its place; that is counted there.
+    It writes it once more where the loop's body reads it, too. Of anything else the
+    result is copied, read and written.
+    """
+    value = op.inputs[0]
+    maker = None if value is None else memory.makers.get(value)
+    if maker is None or not is_elementwise(maker):
+        return 2.0
+    assert value is not None
+    return 1.0 if memory.readers[value] > 1 else 0.0
+
+
+def _traffic(
+    graph: OperatorGraph, op: Operator, memory: InMemory
+) -> tuple[tuple[int, float], ...]:
+    """The arrays that an operator reads from memory and writes to it, with the bytes.
+
+    What takes a part of an array reads no more than the part, and what writes into an
+    array writes no more, in its place (openxla/xla, ``HloCostAnalysis``: HandleSlice,
+    HandleGather, HandleDynamicUpdateSlice, HandleScatter).
+    """
+    fusion, values = memory.fusion, graph.values
+
+    def held(found: Iterable[int | None]) -> list[tuple[int, float]]:
+        known = [v for v in found if v is not None and v in fusion.in_memory]
+        return [(v, float(values[v].nbytes)) for v in known]
+
+    made = op.outputs[0] if op.outputs else None
+    if made is not None and op.kind == "slice_step":
+        # Without a buffer of its own its readers read it where it lies.
+        copied = 2.0 * values[made].nbytes if made in fusion.buffers else 0.0
+        return ((made, copied),)
+    if made is not None and op.kind == "stack_step":
+        layers = max(1, values[made].shape[0])
+        return ((made, _copies(op, memory) * values[made].nbytes / layers),)
+    if made is not None and op.kind in _TAKING and op.inputs[0] in fusion.in_memory:
+        part = float(values[made].nbytes)
+        return ((made, part), *held(op.inputs[1:]), *held(op.outputs))
+    slot = _PLACING.get(op.kind, 0)
+    update = op.inputs[slot] if 0 < slot < len(op.inputs) else None
+    if update is not None:
+        read = 2.0 if op.kind.startswith("scatter-") else 1.0
+        return (*held(op.inputs[1:]), (update, read * values[update].nbytes))
+    return tuple(held((*op.inputs, *op.outputs)))

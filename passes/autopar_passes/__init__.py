@@ -3,6 +3,7 @@
 Each room knows only those above it in this list:
 
 * ``program``: traces a step and inlines its calls into a flat program;
+* ``layer_loops``: cuts loops over layers, and their state, into pieces;
 * ``rules``: sharding rules and FLOPs of single equations;
 * ``graph``: the operator graph, its roles, classes and invariants;
 * ``sums``: sums of partial results that may be taken later;

@@ -259,6 +259,25 @@ def with_dtype(bits: Any, dtype: Any) -> Any:
     return _prng.PRNGKeyArray(dtype._impl, bits)
 
 
+def dtype_of(name: str) -> Any:
+    """The dtype of a name such as ``bfloat16`` or ``key<fry>``.
+
+    The registry of kinds of keys is private (0.10.2).
+
+    Raises:
+      ValueError: there is no such dtype.
+    """
+    if not name.startswith("key<"):
+        try:
+            return jax.numpy.dtype(name)
+        except TypeError as error:
+            raise ValueError(f"no dtype is called '{name}'.") from error
+    for impl in _prng.prngs.values():
+        if f"key<{impl.tag}>" == name:
+            return _prng.KeyTy(impl)
+    raise ValueError(f"no dtype is called '{name}'.")
+
+
 def subjaxprs(eqn: Any) -> Iterator[Any]:
     """Yields the jaxprs in the parameters of an equation, closed ones opened."""
     for value in eqn.params.values():

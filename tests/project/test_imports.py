@@ -22,6 +22,7 @@ LATE = {
     "InfeasibleError, TraceError",
     "autopar/cli/failures.py: from autopar.errors import user_line",
     "autopar/cluster/local.py: import jax",
+    "autopar/elastic/__init__.py: from autopar.elastic.start import elastic",
     "solver/autopar_solver/sharding/bounds/compiled.py: "
     'numba: Any = importlib.import_module("numba")',
 }

@@ -45,6 +45,7 @@ def options(name: str) -> dict[str, Any]:
     return {
         "data": _one("8:cpu", {"params/*": WHOLE, "state/*": WHOLE}),
         "fsdp": _one("8:cpu", {"*/up": ROW, "*/down": ROW}),
+        "fsdp-4": _one("4:cpu", {"*/up": ROW, "*/down": ROW}),
         "tensor": _one("4:cpu", TENSOR, axes=("t",), batch={}),
         "2-D": _one("2x4:cpu", TENSOR, axes=("data", "t")),
         "pipeline": {"cluster": "2:cpu", **STAGED},

@@ -78,6 +78,10 @@ class Run:
             worker
         ]
 
+    def supervisor(self) -> int:
+        """The process id that the last supervisor wrote down."""
+        return int(json.loads((self.folder / "run.json").read_text())["pid"])
+
     def kill(self, worker: int, how: int = signal.SIGKILL) -> None:
         os.kill(self.pid(worker), how)
 
@@ -101,7 +105,7 @@ class Run:
         """Every step and loss that any process wrote."""
         found: list[tuple[int, float]] = []
         for path in self.folder.glob("losses.*"):
-            if path.suffix != ".ledger":
+            if path.is_file() and path.suffix != ".ledger":
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):
                         found.append(tuple(json.loads(line)))

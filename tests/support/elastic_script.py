@@ -1,6 +1,6 @@
 """A training script of the tests of several processes.
 
-Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE [PACE_S [CODEC]]
+Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE PACE_S [CHECKPOINTS [CODEC]]
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import autopar
 
 def main() -> None:
     """Trains, and writes each step and its loss to OUT.PID."""
-    out, steps, survive, *more = sys.argv[1:]
-    pace_s = float(more[0]) if more else 0.0
+    out, steps, survive, pace_s, *more = sys.argv[1:]
+    folder = f"{out}.{more[0]}" if more and more[0] else None
     codec = more[1] if len(more) > 1 else "none"
     cluster = forms.cheap("2:cpu")
     step = autopar.parallelize(
@@ -34,12 +34,13 @@ def main() -> None:
         steps=int(steps),
         args=(jax.random.key(0),),
         survive=int(survive),
+        checkpoint=folder,
         ledger=f"{out}.ledger",
     )
     with open(f"{out}.{os.getpid()}", "a") as file:
         for done in run:
             print(json.dumps([done.step, float(done.result)]), file=file, flush=True)
-            time.sleep(pace_s)
+            time.sleep(float(pace_s))
     print(f"finished {run.step} steps", flush=True)
 
 

@@ -164,8 +164,8 @@ class Supervisor:
         elif code is not None and code > 0 and not left and not self._new(member):
             self._failed(worker, code)
         else:
-            crashed = code is not None and code > 0
-            self._lose(worker, replace=not left and not crashed, spare=spare)
+            died = not left and (code is None or code < 0)
+            self._lose(worker, replace=died, spare=spare)
         self._advance()
 
     def tick(self) -> None:

@@ -15,6 +15,7 @@ from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import another_step
 from autopar.planner.stages.layer_map import LayerMap
+from autopar.planner.stages.loop_parts import parts_at_loops
 from autopar.planner.stages.placement import place
 from autopar.planner.stages.plan import (
     SCHEDULES,
@@ -32,12 +33,15 @@ from autopar.planner.stages.staged import (
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import one_microbatch, over_microbatches
+from autopar.steps.pieces import equal_pieces, sizes_from_paths, with_pieces
 from autopar.steps.stages import CutStep, cut_step
 from autopar_passes.stages.parts import CutError
 from autopar_solver import Schedule, ScheduleKind
 
 # Chunks of a stage under the interleaved schedule.
 _CHUNKS = 2
+# Pieces of loops over layers in which the search of stages sees them.
+_MOST_PIECES = 16
 # Microbatches for each stage where nobody says how many: the bubble of 1F1B is then
 # less than a fifth of a step.
 _PER_STAGE = 4
@@ -62,13 +66,22 @@ def plan_pipeline(
     _check_options(options)
     schedule = _schedule(options.schedule or ScheduleKind.ONE_F_ONE_B.value)
     count = _microbatches(whole, options, stages)
-    layers = layers_of(whole, cluster)
     parts = stages * schedule.chunks
+    whole = with_pieces(whole, equal_pieces(whole, stages))
+    if whole.pieces:
+        _check_stacked(schedule, stages)
+    layers = layers_of(whole, cluster)
+    if whole.pieces:
+        starts, cuts = parts_at_loops(whole, layers, stages)
+        wanted = Wanted(
+            layers=starts, parts=cuts, schedule=schedule, sites=_sites(cluster, stages)
+        )
+        return planned(whole, cluster, options, wanted, count)
     if parts > layers.count:
         raise PlanError(
             f"stages={stages}: the step has {layers.count} layers, and schedule "
             f"{schedule.name} needs {parts} parts of at least one layer each. Ask for "
-            "fewer stages."
+            f"fewer stages{_loops_text(whole)}."
         )
     wanted = Wanted(
         layers=tuple(layers.starts),
@@ -95,6 +108,8 @@ def best_pipeline(
     """
     whole = analysis.whole or analysis
     _check_options(options)
+    if whole.stacked and not cluster.groups:
+        return _best_of_loops(whole, cluster, options)
     asked = options.microbatches
     counts = [asked] if isinstance(asked, int) else None
     asked_for = options.schedule
@@ -110,6 +125,80 @@ def best_pipeline(
         return None
     made = planned(whole, cluster, options, wanted_of(choice), choice.microbatches)
     return _reported(made, choice)
+
+
+def _best_of_loops(
+    whole: Analysis, cluster: Cluster, options: PlanOptions
+) -> Plan | None:
+    """`best_pipeline` of a step with loops over layers.
+
+    Stages have as many layers of each loop, as arrays of stacked layers are split
+    evenly over devices. The search sees the loops in many pieces, and says how many
+    stages, microbatches and what schedule.
+    """
+    most = _most_pieces(whole, _MOST_PIECES)
+    asked = options.microbatches
+    choice = plan_stages(
+        with_pieces(whole, equal_pieces(whole, most)),
+        cluster,
+        microbatches=[asked] if isinstance(asked, int) else None,
+        schedules=_schedules_of_loops(options),
+        stages=most,
+        seconds=options.seconds,
+        alone_again=False,
+    )
+    stages = _most_pieces(whole, len(choice.stages))
+    while stages > 1 and cluster.num_devices % stages:
+        stages = _most_pieces(whole, stages - 1)
+    if stages == 1:
+        return None
+    asked_for = dataclasses.replace(
+        options,
+        stages=stages,
+        microbatches=choice.microbatches,
+        schedule=choice.schedule.kind.value,
+    )
+    return plan_pipeline(whole, cluster, asked_for, stages)
+
+
+def _most_pieces(whole: Analysis, most: int) -> int:
+    """The largest number of pieces, up to a limit, that divides all stacks of layers.
+
+    A stack that no other number divides does not count.
+    """
+    stacks = set(whole.stacked.values())
+    return max(
+        n for n in range(1, most + 1) if n == 1 or any(s % n == 0 for s in stacks)
+    )
+
+
+def _schedules_of_loops(options: PlanOptions) -> tuple[Schedule, ...]:
+    if options.schedule is not None:
+        schedule = _schedule(options.schedule)
+        _check_stacked(schedule, options.stages)
+        return (schedule,)
+    return tuple(s for s in SCHEDULES if s.chunks == 1)
+
+
+def _check_stacked(schedule: Schedule, stages: object) -> None:
+    """Raises `PlanError` for a schedule under which stages have layers in turn."""
+    if schedule.chunks > 1:
+        raise PlanError(
+            f"stages={stages}: schedule {schedule.name} deals layers to stages in "
+            "turn, which an array of stacked layers cannot be split by. Use "
+            "schedule='1f1b' or 'zero-bubble' with a loop over layers."
+        )
+
+
+def _loops_text(whole: Analysis) -> str:
+    """What to say of loops over layers whose layers the stages do not divide."""
+    if not whole.stacked:
+        return ""
+    lengths = sorted(set(whole.stacked.values()))
+    return (
+        f", or for a number that divides the layers of its loops, "
+        f"{', '.join(map(str, lengths))}"
+    )
 
 
 def _reported(plan: Plan, choice: PipelineChoice) -> Plan:
@@ -197,6 +286,7 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
     whole, data = analysis.whole or analysis, plan.pipeline
     if data is None:
         raise PlanError("the plan has several stages, and does not say what they run.")
+    whole = with_pieces(whole, sizes_from_paths(whole, data.pieces))
     micro = one_microbatch(whole, plan.microbatches, couple=bool(plan.local))
     assert micro.split is not None
     counted = over_microbatches(micro, micro.split)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import msgspec
 
 from autopar.cluster import Cluster, MeshShape
+from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.hints import pin_restriction
+from autopar.planner.problem import Restriction
 from autopar.planner.record import make_plan
 from autopar.planner.search import search
 from autopar.planner.stages.stage_costs import StageCosts, saved_bytes, stage_costs
@@ -19,7 +22,10 @@ from autopar.plans import NO_SCHEDULE, PipelineData, Plan, StagePlan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import over_microbatches
+from autopar.steps.pieces import sizes_by_path
 from autopar.steps.stages import CutStep
+from autopar_passes.layer_loops.paths import whole_path
+from autopar_passes.layouts import Layout
 from autopar_solver import (
     Schedule,
     ScheduleKind,
@@ -149,28 +155,64 @@ def _all_searched(
       known: what was searched before.
       seconds: time limit of each search.
     """
-    found: list[Candidate] = []
-    for number, (site, analysis) in enumerate(
-        zip(wanted.sites, cut.stages, strict=True)
-    ):
-        say(f"planning stage {number + 1} of {len(wanted.sites)}")
-        room = rooms[number]
+    found: dict[int, Candidate] = {}
+    count = len(wanted.sites)
+    # Pieces of one array lie alike on all stages; one in the middle decides.
+    middle = count // 2
+    for number in sorted(range(count), key=lambda k: k != middle):
+        say(f"planning stage {number + 1} of {count}")
+        site, analysis, room = wanted.sites[number], cut.stages[number], rooms[number]
+        like = found.get(middle)
         key = (analysis.fingerprint, site.cluster.fingerprint(), site.mesh, room)
         if key not in known:
-            known[key] = _searched(analysis, site, room, seconds)
-        found.append(_alike(analysis, known[key]))
-    return found
+            known[key] = _searched(analysis, site, room, seconds, like)
+        found[number] = _alike(analysis, known[key])
+    return [found[k] for k in range(count)]
 
 
 def _searched(
-    analysis: Analysis, site: StageSite, room: float, seconds: float | None
+    analysis: Analysis,
+    site: StageSite,
+    room: float,
+    seconds: float | None,
+    like: Candidate | None,
 ) -> Candidate:
+    """The best layouts of a stage.
+
+    Args:
+      analysis: of the stage.
+      site: where it runs.
+      room: bytes that a device may hold while one microbatch runs.
+      seconds: time limit.
+      like: of another stage with pieces of the same arrays, which lie here as there.
+    """
     meshes = None if site.mesh is None else [site.mesh]
+    restriction: Callable[[Pricer], Restriction] | None = None
+    if like is not None and (layouts := _like(analysis, like)):
+        meshes = [like.pricer.mesh]
+        limit = pin_restriction(analysis, layouts)
+        restriction = lambda _: limit  # noqa: E731
     device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
     limited = dataclasses.replace(site.cluster, device=device)
-    best = search(analysis, limited, meshes=meshes, seconds=seconds).best
+    best = search(
+        analysis, limited, meshes=meshes, seconds=seconds, restriction=restriction
+    ).best
     pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
     return dataclasses.replace(best, pricer=pricer)
+
+
+def _like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
+    """The layouts that another stage gives to its pieces of the same arrays."""
+    given = {
+        whole_path(i.path): i.value
+        for i in other.assignment.analysis.graph.inputs
+        if whole_path(i.path)
+    }
+    return {
+        i.value: other.assignment.home_layout(given[whole])
+        for i in analysis.graph.inputs
+        if (whole := whole_path(i.path)) in given
+    }
 
 
 def _over(wanted: Wanted, memory: Sequence[float]) -> list[int]:
@@ -335,6 +377,7 @@ def _pipeline(
     split = wanted.schedule.kind is ScheduleKind.ZERO_BUBBLE
     columns = tasks.task_s.T
     forward, backward, first_half, second_half = (tuple(map(float, c)) for c in columns)
+    pieces = sizes_by_path(cut.analysis.whole or cut.analysis)
     return PipelineData(
         layers=wanted.layers,
         parts=wanted.parts,
@@ -343,6 +386,7 @@ def _pipeline(
             for given in cut.analysis.graph.inputs[: cut.found.own]
         },
         recomputed=wanted.recomputed,
+        pieces=pieces,
         forward_s=forward,
         backward_s=first_half if split else backward,
         weight_s=second_half if split else (),

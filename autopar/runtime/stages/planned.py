@@ -20,12 +20,14 @@ from autopar.plans import NO_SCHEDULE, Plan
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, Pipeline
 from autopar.runtime.stages.run import run_step
+from autopar.runtime.stages.stacked import StackedArray, WithStacked
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 from autopar_passes import jax_compat
+from autopar_passes.layer_loops.split import piece_arguments
 from autopar_passes.microbatches.microbatched import Combine, Microbatched
 from autopar_passes.microbatches.rows import part, together
 from autopar_passes.program.equations import Program, Scalar, walk
@@ -68,8 +70,9 @@ class PipelinedStep:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """The mesh of each stage."""
-        return tuple(stage.mesh for stage in self.pipeline.stages)
+        """The meshes that state lies on: each stage's, that of all if one is used."""
+        own = [stage.mesh for stage in self.pipeline.stages]
+        return tuple(_with_all(self.plan, own))
 
     def compile(self) -> None:
         """Compiles the tasks of all stages."""
@@ -110,6 +113,29 @@ def stage_meshes(plan: Plan, devices: Sequence[Any]) -> list[Mesh]:
         kinds = (AxisType.Auto,) * laid.ndim
         out.append(Mesh(laid, stage.axis_names, axis_types=kinds))
     return out
+
+
+def home_meshes(plan: Plan, devices: Sequence[Any]) -> list[Mesh]:
+    """The meshes that state lies on between steps, in the order of `Plan.home_axes`.
+
+    Args:
+      plan: the plan.
+      devices: those of the cluster, by position.
+
+    Raises:
+      PlanError: there are fewer devices than the plan has.
+    """
+    return _with_all(plan, stage_meshes(plan, devices))
+
+
+def _with_all(plan: Plan, own: Sequence[Mesh]) -> list[Mesh]:
+    """The meshes of stages, with that of all stages where the plan has one."""
+    axes = plan.home_axes
+    if len(axes) == len(own):
+        return list(own)
+    names = tuple(name for name, _ in axes[-1])
+    laid = np.stack([mesh.devices for mesh in own])
+    return [*own, Mesh(laid, names, axis_types=(AxisType.Auto,) * laid.ndim)]
 
 
 def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
@@ -185,17 +211,58 @@ def pipelined_step(
         links=links,
         shown=_shown(analysis, cut),
     )
-    feed = _Feed(analysis, cut, pipeline)
+    whole = cut.analysis.whole or cut.analysis
+    feed = _Feed(whole, cut, pipeline)
     flat = [d for mesh in meshes for d in mesh.devices.flat]
+    function, shardings = _as_written(analysis, whole, plan, feed, meshes)
     return PipelinedStep(
         analysis,
         plan,
         cut,
         pipeline,
         Mesh(np.array(flat), ("device",)),
-        feed.in_shardings,
-        feed,
+        shardings,
+        function,
     )
+
+
+def _as_written(
+    analysis: Analysis,
+    whole: Analysis,
+    plan: Plan,
+    feed: _Feed,
+    meshes: Sequence[Mesh],
+) -> tuple[Any, list[NamedSharding]]:
+    """The function of the step's own arguments, and where these lie.
+
+    Args:
+      analysis: the step as it is written.
+      whole: the step with stacked layers in pieces.
+      plan: the plan.
+      feed: the function of arguments in pieces.
+      meshes: of the stages.
+    """
+    if not whole.pieces:
+        return feed, feed.in_shardings
+    homes, inputs = _with_all(plan, meshes), analysis.graph.inputs
+    shardings = list(feed.in_shardings[: len(inputs)])
+    arrays: dict[int, StackedArray] = {}
+    for k, places in piece_arguments(len(inputs), whole.pieces).items():
+        path = inputs[k].path
+        spec = PartitionSpec(*(axes or None for axes in plan.home_spec(path)))
+        shardings[k] = NamedSharding(homes[plan.home(path)], spec)
+        arrays[k] = StackedArray(
+            places=tuple(places),
+            results=tuple(whole.carried[p] for p in places),
+            sizes=tuple(whole.pieces[k]),
+            shape=tuple(analysis.graph.values[inputs[k].value].shape),
+            sharding=shardings[k],
+            pieces=tuple(feed.in_shardings[p] for p in places),
+        )
+    made = WithStacked(
+        feed, arrays, len(feed.in_shardings), len(analysis.graph.outputs)
+    )
+    return made, shardings
 
 
 def one_stage(plan: Plan, number: int) -> Plan:

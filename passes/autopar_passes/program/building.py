@@ -50,6 +50,13 @@ class Builder:
           atoms: the values that it is called with.
           stack: the name stack of the equations.
         """
+        (result,) = self.calls(function, atoms, stack)
+        return result
+
+    def calls(
+        self, function: Callable[..., Any], atoms: Sequence[int], stack: str = ""
+    ) -> list[Any]:
+        """`call`, for a function that returns one array or several."""
         made = [self.values[a] for a in atoms]
         structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in made]
         inner = flatten(jax.make_jaxpr(function)(*structs))
@@ -65,8 +72,7 @@ class Builder:
             self.equations.append(
                 Equation(self.index(), eqn.source, read, outputs, stack)
             )
-        (result,) = inner.body.outputs
-        return numbers[result] if isinstance(result, int) else result
+        return [numbers[a] if isinstance(a, int) else a for a in inner.body.outputs]
 
 
 def renumbered(

@@ -193,7 +193,17 @@ class TestHelp:
 
     @pytest.mark.parametrize(
         "name",
-        ["plan", "explain", "audit", "compare", "diff", "profile", "doctor", "demo"],
+        [
+            "plan",
+            "explain",
+            "audit",
+            "compare",
+            "diff",
+            "ledger",
+            "profile",
+            "doctor",
+            "demo",
+        ],
     )
     def test_of_a_command(self, run: Run, name: str) -> None:
         """Every command has an example, and fits a narrow terminal."""

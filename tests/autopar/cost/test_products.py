@@ -18,7 +18,9 @@ from autopar.cluster.specs import DeviceSpec
 from autopar.cost.compute import work_once_s
 from autopar.cost.products import product_s, rates_of
 from autopar.steps.analysis import analyse
-from autopar.steps.work import OperatorWork, operator_work
+from autopar.steps.fusion import Fusion
+from autopar.steps.work import InMemory, OperatorWork, in_memory, operator_work
+from autopar_passes.graph.operators import OperatorGraph
 
 Arrays = Callable[[jax.Array, jax.Array], jax.Array]
 Numbers = tuple[
@@ -38,11 +40,17 @@ SUMMED: dict[str, tuple[Numbers, tuple[int, ...], tuple[int, ...]]] = {
 }
 
 
+def all_in_memory(graph: OperatorGraph) -> InMemory:
+    """Each value of a graph in a buffer of its own."""
+    every = frozenset(range(len(graph.values)))
+    return in_memory(graph, Fusion(every, every))
+
+
 def the_dot(step: Arrays, *args: jax.Array) -> OperatorWork:
     """The work of the only `dot_general` of a program."""
     graph = analyse(step, args).graph
     (op,) = [op for op in graph.operators if op.kind == "dot_general"]
-    return operator_work(graph, op, frozenset(range(len(graph.values))))
+    return operator_work(graph, op, all_in_memory(graph))
 
 
 @pytest.mark.parametrize("name", MULTIPLIED)
@@ -184,7 +192,7 @@ def test_a_convolution_of_each_channel_waits_for_memory() -> None:
         (x, kernel),
     ).graph
     (op,) = [op for op in graph.operators if op.kind == "conv_general_dilated"]
-    work = operator_work(graph, op, frozenset(range(len(graph.values))))
+    work = operator_work(graph, op, all_in_memory(graph))
 
     found = work_once_s(work, [1] * len(op.rule.sizes), H100)
 

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +67,7 @@ class Heard:
 
 
 @contextlib.contextmanager
-def listening(source: Source) -> Iterator[Heard]:
+def listening(source: Source) -> Generator[Heard]:
     heard = Heard()
     source.start(heard)
     try:

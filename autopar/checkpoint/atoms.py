@@ -1,0 +1,135 @@
+"""The atoms of DeepSpeed's universal checkpoints: a folder for each parameter.
+
+::
+
+    zero/<parameter>/fp32.pt        the weight in float32
+    zero/<parameter>/exp_avg.pt     Adam's first moment
+    zero/<parameter>/exp_avg_sq.pt  its second moment
+    zero/<parameter>/step.pt        number of steps
+
+Each of the first three holds ``{"cat_dim": 0, "param": tensor}`` [1]. Arrays keep the
+shape that they have in JAX: where PyTorch's model has a transposed weight, its loader
+must transpose it. What else is in such a checkpoint (``mp_rank_*``) belongs to
+DeepSpeed and is neither written nor read.
+
+[1] DeepSpeed, ``deepspeed/checkpoint/ds_to_universal.py``,
+``deepspeed/checkpoint/universal_checkpoint.py``.
+"""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from autopar.checkpoint import folders, host, names, torch_files
+from autopar.checkpoint.manifest import Manifest
+from autopar.errors import CheckpointError
+from autopar_passes.jax_compat import dtype_of
+
+ZERO, WEIGHT, STEP = "zero", "fp32", "step"
+_MOST = 4
+
+
+def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[str]:
+    """Writes the parameters and moments of a checkpoint as atoms.
+
+    Args:
+      folder: of the checkpoint.
+      held: its manifest.
+      target: gets the folder ``zero``.
+
+    Returns:
+      The names of the parameters.
+
+    Raises:
+      CheckpointError: the checkpoint is damaged, or the target cannot be written.
+    """
+    found = names.parameters(folder, held)
+    with folders.telling(target, "written"):
+        for one in found:
+            place = target / ZERO / one.name
+            place.mkdir(parents=True)
+            for path, file in _files(one).items():
+                array = np.asarray(host.read(folder, held, path))
+                atom = {"cat_dim": 0, "param": array.astype(np.float32)}
+                torch_files.save(place / f"{file}.pt", atom)
+            torch_files.save(place / f"{STEP}.pt", held.step)
+    return [one.name for one in found]
+
+
+def _files(one: names.Parameter) -> dict[str, str]:
+    """Path of each array of a parameter -> its file in the atom."""
+    pairs = {WEIGHT: one.path, "exp_avg": one.first, "exp_avg_sq": one.second}
+    return {path: file for file, path in pairs.items() if path}
+
+
+def read(
+    source: pathlib.Path,
+    folder: pathlib.Path,
+    held: Manifest,
+    called: Mapping[str, str] | None = None,
+) -> tuple[dict[str, np.ndarray], int]:
+    """Reads atoms in the place of a checkpoint's parameters and moments.
+
+    Args:
+      source: has the folder ``zero``.
+      folder: of a checkpoint of the same model.
+      held: its manifest.
+      called: name of a parameter here -> its name there, where they differ.
+
+    Returns:
+      Path -> the array in the checkpoint's dtype, and the number of steps.
+
+    Raises:
+      CheckpointError: an atom is missing, damaged, or of another shape.
+    """
+    if not (source / ZERO).is_dir():
+        raise CheckpointError(f"{source}: no atoms: it has no folder '{ZERO}'.")
+    found = names.parameters(folder, held)
+    _check_names(source, [(called or {}).get(x.name, x.name) for x in found])
+    out: dict[str, np.ndarray] = {}
+    step = held.step
+    for one in found:
+        place = source / ZERO / (called or {}).get(one.name, one.name)
+        for path, file in _files(one).items():
+            out[path] = _array(place / f"{file}.pt", held, path)
+        if (place / f"{STEP}.pt").is_file():
+            step = int(np.asarray(torch_files.load(place / f"{STEP}.pt")))
+    for path in names.counts(held):
+        entry = held.state[path]
+        out[path] = np.full(entry.shape, step, dtype_of(entry.dtype))
+    return out, step
+
+
+def _check_names(source: pathlib.Path, wanted: list[str]) -> None:
+    have = set(_atoms(source))
+    if missing := [name for name in wanted if name not in have]:
+        others = sorted(have - set(wanted))
+        unused = f"; not used: {', '.join(others[:_MOST])}" if others else ""
+        raise CheckpointError(
+            f"{source}: no atoms of {', '.join(missing[:_MOST])}{unused}. Say which "
+            "belong together with --names."
+        )
+
+
+def _atoms(source: pathlib.Path) -> Iterator[str]:
+    """The names of the atoms; one with slashes lies in folders of folders."""
+    zero = source / ZERO
+    for file in zero.rglob(f"{WEIGHT}.pt"):
+        yield file.parent.relative_to(zero).as_posix()
+
+
+def _array(file: pathlib.Path, held: Manifest, path: str) -> np.ndarray:
+    atom = torch_files.load(file)
+    entry = held.state[path]
+    array = atom.get("param") if isinstance(atom, Mapping) else atom
+    if not isinstance(array, np.ndarray):
+        raise CheckpointError(f"{file}: not an atom: it has no 'param'.")
+    if array.shape != entry.shape:
+        raise CheckpointError(
+            f"{file}: is of shape {list(array.shape)}, and '{path}' of "
+            f"{list(entry.shape)}."
+        )
+    return array.astype(dtype_of(entry.dtype))

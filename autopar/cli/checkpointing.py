@@ -1,0 +1,168 @@
+"""The work of ``autopar checkpoint``."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+import time
+from typing import Any
+
+import msgspec
+
+from autopar.checkpoint import converting, folders, host, manifest, names
+from autopar.checkpoint.manifest import Manifest
+from autopar.cli.failures import DIFFERENT
+from autopar.cli.output import Result
+from autopar.errors import CheckpointError
+from autopar.reports.table import bytes_text, columns
+
+
+def show(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
+    """Lists the checkpoints of a directory, and the arrays of one.
+
+    Raises:
+      CheckpointError: there is none, or it cannot be read.
+    """
+    chosen = names.find(directory, step)
+    whole, begun = _all(directory, chosen)
+    held = manifest.read(chosen)
+    if as_json:
+        return Result.of(
+            {
+                "checkpoints": [_data(folder) for folder in whole],
+                "incomplete": [str(folder) for folder in begun],
+                "shown": {"folder": str(chosen), **msgspec.to_builtins(held)},
+            }
+        )
+    tables = [_list(whole), _incomplete(begun), _arrays(chosen, held)]
+    return Result("\n\n".join("\n".join(lines) for lines in tables if lines))
+
+
+def _all(
+    directory: pathlib.Path, chosen: pathlib.Path
+) -> tuple[list[pathlib.Path], list[pathlib.Path]]:
+    """The complete and the incomplete checkpoints that a path means."""
+    if chosen == directory:
+        return [chosen], []
+    return folders.complete(directory), folders.incomplete(directory)
+
+
+def _data(folder: pathlib.Path) -> dict[str, Any]:
+    try:
+        held = manifest.read(folder)
+    except CheckpointError as error:
+        return {"folder": str(folder), "damaged": str(error)}
+    return {
+        "folder": str(folder),
+        "step": held.step,
+        "position": held.position,
+        "created": held.created,
+        "num_bytes": held.num_bytes,
+    }
+
+
+def _list(whole: list[pathlib.Path]) -> list[str]:
+    rows = [("checkpoint", "step", "samples", "arrays", "size", "saved")]
+    for folder in whole:
+        try:
+            held = manifest.read(folder)
+        except CheckpointError:
+            rows.append((folder.name, "", "", "", "", "its manifest is damaged"))
+            continue
+        saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(held.created))
+        step, position = str(held.step), str(held.position)
+        count, size = str(len(held.arrays)), bytes_text(held.num_bytes)
+        rows.append((folder.name, step, position, count, size, saved))
+    return columns(rows, right=(1, 2, 3, 4))
+
+
+def _incomplete(begun: list[pathlib.Path]) -> list[str]:
+    return [f"{folder.name}: this save did not end" for folder in begun]
+
+
+def _arrays(folder: pathlib.Path, held: Manifest) -> list[str]:
+    rows = [("array", "dtype and shape", "size", "checksum")]
+    rows += [
+        (path, entry.text, bytes_text(entry.num_bytes), entry.digest[:16])
+        for path, entry in held.arrays.items()
+    ]
+    title = f"{folder.name}: step function '{held.name}', saved under {held.plan.text}"
+    return [title, "", *columns(rows, right=(2,))]
+
+
+def verify(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:
+    """Reads all of the checkpoints of a directory, or of one step.
+
+    Raises:
+      CheckpointError: there is none.
+    """
+    chosen = names.find(directory, step)
+    whole, begun = _all(directory, chosen)
+    found = {
+        folder: _problems(folder)
+        for folder in whole
+        if step is None or folder == chosen
+    }
+    code = DIFFERENT if any(found.values()) else 0
+    if as_json:
+        data = [{"folder": str(x), "problems": said} for x, said in found.items()]
+        started = [str(folder) for folder in begun]
+        return Result.of({"checkpoints": data, "incomplete": started}, code)
+    lines: list[str] = []
+    for folder, said in found.items():
+        lines += said or [f"{folder.name}: every array is as it was saved"]
+    return Result("\n".join([*lines, *_incomplete(begun)]), code)
+
+
+def _problems(folder: pathlib.Path) -> list[str]:
+    try:
+        return host.problems(folder, manifest.read(folder))
+    except CheckpointError as error:
+        return [str(error)]
+
+
+def convert(
+    directory: pathlib.Path,
+    target: pathlib.Path,
+    to: str,
+    *,
+    step: int | None,
+    like: pathlib.Path | None,
+    names: pathlib.Path | None,
+    position: int | None,
+    as_json: bool,
+) -> Result:
+    """Converts a checkpoint; see `autopar.checkpoint.converting.convert`.
+
+    Raises:
+      CheckpointError: an argument is wrong, or something cannot be read or written.
+    """
+    found = converting.convert(
+        directory,
+        target,
+        to,
+        step=step,
+        like=like,
+        called=None if names is None else _called(names),
+        position=position,
+    )
+    if as_json:
+        return Result.of({"target": str(target), "format": to, "parameters": found})
+    return Result(f"wrote {len(found)} parameters to {target}")
+
+
+def _called(path: pathlib.Path) -> dict[str, str]:
+    """Name of a parameter -> its name among the atoms."""
+    try:
+        found = json.loads(path.read_text())
+        good = all(isinstance(x, str) for x in found.values())
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be read: {error.strerror}.") from error
+    except (ValueError, AttributeError):
+        good, found = False, {}
+    if not good:
+        raise CheckpointError(
+            f'{path}: expected a JSON object of names, such as {{"up.kernel": '
+            '"layers.0.up.weight"}.'
+        )
+    return found

@@ -1,0 +1,83 @@
+"""The work of ``autopar ledger``."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.cli.output import Result
+from autopar.elastic.ledger import read_ledger
+from autopar.reports.table import columns
+from autopar.reports.units import bytes_text, seconds_text
+
+_Line = Mapping[str, Any]
+_HEADING = (
+    "step", "event", "from", "to", "chosen", "of", "moved", "pause", "plan", "compile",
+    "move", "step before", "after",
+)  # fmt: skip
+_NUMBERS = (0, *range(6, len(_HEADING)))
+
+
+def ledger(file: pathlib.Path, as_json: bool) -> Result:
+    """Shows a ledger as a table of re-plans, and below it what changed nothing.
+
+    Raises:
+      PlanError: the file is no ledger.
+    """
+    lines = read_ledger(file)
+    if as_json:
+        return Result.of({"lines": [dict(line) for line in lines]})
+    if not lines:
+        return Result("no event and no re-plan is written down yet")
+    after = {x.get("number"): x for x in lines if x["kind"] == "measured"}
+    replans = [x for x in lines if x["kind"] == "replan"]
+    rows = [_HEADING, *(_row(x, after.get(x.get("number"), {})) for x in replans)]
+    parts = [columns(rows, right=_NUMBERS)] if replans else []
+    others = [row for x in lines if (row := _other(x))]
+    if others:
+        parts.append(columns([("what", "from", "why"), *others]))
+    return Result("\n\n".join("\n".join(part) for part in parts))
+
+
+def _row(line: _Line, after: _Line) -> tuple[str, ...]:
+    """One re-plan."""
+    measured, predicted = line.get("measured", {}), line.get("predicted", {})
+    compared = line.get("compared", ())
+    times = [measured.get(x) for x in ("pause_s", "plan_s", "compile_s", "move_s")]
+    times += [after.get("step_before_s"), after.get("step_after_s")]
+    return (
+        str(line.get("step", "")),
+        "; ".join(x.get("what", "") for x in line.get("events", ())),
+        _plan_text(line.get("old", {})),
+        _plan_text(line.get("new", {})),
+        str(line.get("chosen", "")),
+        ", ".join(x.get("name", "") for x in compared),
+        bytes_text(predicted.get("move_bytes") or 0.0),
+        *("" if t is None else seconds_text(t) for t in times),
+    )
+
+
+def _plan_text(plan: _Line) -> str:
+    """A plan's cluster and meshes, as ``8:cpu data=4 tensor=2``."""
+    meshes: Sequence[Mapping[str, int]] = plan.get("meshes", ())
+    axes = (" ".join(f"{k}={v}" for k, v in mesh.items()) for mesh in meshes)
+    return " ".join((str(plan.get("cluster", "")), " | ".join(axes)))
+
+
+def _other(line: _Line) -> tuple[str, str, str] | None:
+    """A line that is no re-plan: what, from whom, and why nothing came of it."""
+    if line["kind"] == "event":
+        event = line["event"]
+        what = f"{event['what']}: {event['status']}"
+        return what, event["source"], event["reason"]
+    if line["kind"] == "wrong":
+        return "no event", line["source"], line["reason"]
+    if line["kind"] in ("refused", "stop"):
+        events = line.get("events", ())
+        what = "; ".join(x.get("what", "") for x in events)
+        source = ", ".join(dict.fromkeys(x.get("source", "") for x in events))
+        reason = line.get("reason") or "no device is left"
+        first = str(reason).split("\n", 1)[0]
+        return f"{what}: {line['kind']}", source, first
+    return None

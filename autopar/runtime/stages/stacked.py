@@ -1,0 +1,141 @@
+"""Arrays of stacked layers: one array between steps, a piece for each stage in them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+from autopar.runtime import placement
+from autopar_passes import jax_compat
+from autopar_passes.layer_loops.paths import ranges
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class StackedArray:
+    """An array whose pieces are arguments of a pipeline.
+
+    Where every stage has a piece, the array is split over the stages, and its pieces
+    are made of its shards without a copy. Where one stage has all, it cuts them.
+
+    Attributes:
+      places: the flat arguments that are its pieces.
+      results: the flat results that are their next values.
+      sizes: layers of each piece.
+      shape: of the array.
+      sharding: where the array lies between steps.
+      pieces: where each piece lies.
+    """
+
+    places: tuple[int, ...]
+    results: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shape: tuple[int, ...]
+    sharding: NamedSharding
+    pieces: tuple[NamedSharding, ...]
+
+    @property
+    def spread(self) -> bool:
+        """Whether every stage has a piece."""
+        return len({frozenset(p.device_set) for p in self.pieces}) > 1
+
+    def apart(self, array: Any) -> list[Any]:
+        """The pieces of the array, which lies as it does between steps."""
+        if not self.spread:
+            return list(self._cut(array))
+        shards = {
+            x.device: x.data for x in jax_compat.key_bits(array).addressable_shards
+        }
+        return [
+            self._made(array.dtype, (n, *self.shape[1:]), where, shards)
+            for n, where in zip(self.sizes, self.pieces, strict=True)
+        ]
+
+    def joined(self, pieces: Sequence[Any]) -> Any:
+        """The array of its pieces."""
+        if not self.spread:
+            return self._put_together(*pieces)
+        shards = {
+            x.device: x.data
+            for piece in pieces
+            for x in jax_compat.key_bits(piece).addressable_shards
+        }
+        return self._made(pieces[0].dtype, self.shape, self.sharding, shards)
+
+    def _made(
+        self,
+        dtype: Any,
+        shape: tuple[int, ...],
+        sharding: NamedSharding,
+        shards: Mapping[Any, Any],
+    ) -> Any:
+        """An array of shards that lie on its devices; this process has some of them."""
+        struct, bits = jax_compat.bits_struct(shape, dtype)
+        devices = list(sharding.mesh.devices.flat)  # type: ignore[union-attr]
+        mine = [shards[d] for d in devices if d in shards]
+        if not mine:
+            return placement.absent(jax.ShapeDtypeStruct(shape, dtype), sharding)
+        made = jax.make_array_from_single_device_arrays(
+            struct, sharding, mine, dtype=bits
+        )
+        return jax_compat.with_dtype(made, dtype)
+
+    @functools.cached_property
+    def _cut(self) -> Any:
+        def cut(array: Any) -> list[Any]:
+            return [array[a:b] for a, b in ranges(self.sizes)]
+
+        return jax.jit(cut, out_shardings=list(self.pieces))
+
+    @functools.cached_property
+    def _put_together(self) -> Any:
+        def together(*pieces: Any) -> Any:
+            return jnp.concatenate(pieces)
+
+        return jax.jit(together, out_shardings=self.sharding)
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        if not self.spread:
+            self._cut.clear_cache()
+            self._put_together.clear_cache()
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class WithStacked:
+    """A function of flat arguments in pieces, as one of the arguments as written.
+
+    Attributes:
+      function: of the arguments in pieces.
+      arrays: flat argument as written -> the array.
+      inputs: how many flat arguments there are in pieces.
+      outputs: how many flat results there are as written.
+    """
+
+    function: Any
+    arrays: Mapping[int, StackedArray]
+    inputs: int
+    outputs: int
+
+    def __call__(self, *flat: Any) -> list[Any]:
+        """Runs a step."""
+        given: list[Any] = [*flat, *([None] * (self.inputs - len(flat)))]
+        for k, array in self.arrays.items():
+            for place, piece in zip(array.places, array.apart(flat[k]), strict=True):
+                given[place] = piece
+        made = self.function(*given)
+        out = list(made[: self.outputs])
+        for array in self.arrays.values():
+            out[array.results[0]] = array.joined([made[r] for r in array.results])
+        return out
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        self.function.clear_cache()
+        for array in self.arrays.values():
+            array.clear_cache()

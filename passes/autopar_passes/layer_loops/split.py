@@ -1,0 +1,554 @@
+"""Writes a program whose loops over layers, and their state, are in pieces.
+
+A loop over stacked layers is one equation, and its parameters are arrays with a
+dimension of layers. In the program that is written here, each such array is several
+arguments, one for each piece of its layers, and the loop is as many loops behind each
+other. What is computed from the arrays layer by layer, such as an optimizer's update,
+is computed piece by piece. Where an operator needs all layers, the pieces are put
+together in front of it: the meaning is kept for every program.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar_passes import jax_compat
+from autopar_passes.layer_loops.paths import piece_paths, ranges
+from autopar_passes.program.building import Builder, next_index, renumbered
+from autopar_passes.program.equations import Atom, Equation, Program, Region
+from autopar_passes.program.trace import TracedStep
+
+# Operators that treat each element by itself.
+POINTWISE = frozenset(
+    {
+        "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp",
+        "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf",
+        "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
+        "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt",
+        "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real",
+        "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
+        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
+        "square", "sub", "tan", "tanh", "xor",
+    }
+)  # fmt: skip
+# Operators over dimensions -> what puts the results of two pieces together.
+_REDUCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
+    "reduce_sum": jax.lax.add,
+    "reduce_max": jax.lax.max,
+    "reduce_min": jax.lax.min,
+    "reduce_prod": jax.lax.mul,
+    "reduce_and": jax.lax.bitwise_and,
+    "reduce_or": jax.lax.bitwise_or,
+}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pieces:
+    """A value of which the program has the pieces.
+
+    Attributes:
+      values: their numbers, in the order of the layers.
+      dim: the dimension that they split.
+      sizes: of each, in that dimension.
+    """
+
+    values: tuple[int, ...]
+    dim: int
+    sizes: tuple[int, ...]
+
+
+def in_pieces(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> TracedStep:
+    """Returns a step whose stacked state is in pieces.
+
+    The first piece of an argument stands in its place; the others follow behind all
+    arguments, and likewise behind all results.
+
+    Args:
+      traced: the step.
+      sizes: carried flat argument -> how many layers each of its pieces has.
+
+    Raises:
+      ValueError: an argument is not carried, or sizes do not add up to its layers.
+    """
+    if not sizes:
+        return traced
+    for k, own in sizes.items():
+        value = traced.program.values[traced.program.body.inputs[k]]
+        if k not in traced.carried or not value.shape or sum(own) != value.shape[0]:
+            raise ValueError(
+                f"pieces of {list(own)} layers do not make up argument {k}, "
+                f"'{traced.input_paths[k]}' of shape {value.shape}."
+            )
+    splitter = Splitter(traced.program, sizes)
+    program = splitter.run({traced.carried[k]: k for k in sizes})
+    inputs, outputs = len(traced.input_paths), len(traced.output_paths)
+    into, out = list(traced.input_paths), list(traced.output_paths)
+    carried = dict(traced.carried)
+    for k in sorted(sizes):
+        result = traced.carried[k]
+        names = piece_paths(traced.input_paths[k], sizes[k])
+        after = piece_paths(traced.output_paths[result], sizes[k])
+        into[k], out[result] = names[0], after[0]
+        into.extend(names[1:])
+        out.extend(after[1:])
+        for _ in names[1:]:
+            carried[inputs] = outputs
+            inputs, outputs = inputs + 1, outputs + 1
+    return dataclasses.replace(
+        traced,
+        program=program,
+        input_paths=tuple(into),
+        output_paths=tuple(out),
+        carried=carried,
+    )
+
+
+def piece_arguments(
+    count: int, sizes: Mapping[int, Sequence[int]]
+) -> dict[int, list[int]]:
+    """Flat argument -> the flat arguments that are its pieces.
+
+    Args:
+      count: how many arguments the step has as it is written.
+      sizes: as of `in_pieces`.
+    """
+    out: dict[int, list[int]] = {}
+    for k in sorted(sizes):
+        more = len(sizes[k]) - 1
+        out[k] = [k, *range(count, count + more)]
+        count += more
+    return out
+
+
+class Splitter:
+    """Goes through a program once.
+
+    Attributes:
+      sliced: the values that were cut because a value in pieces met them.
+      loops: the loops that were cut, by the index they had.
+    """
+
+    def __init__(self, program: Program, sizes: Mapping[int, Sequence[int]]) -> None:
+        """Starts from the arguments that are in pieces.
+
+        Args:
+          program: the flat program.
+          sizes: flat argument -> sizes of its pieces.
+        """
+        self.program = program
+        self.builder = Builder(program.values, next_index(program))
+        self.pieces: dict[int, Pieces] = {}
+        self.whole: dict[int, int] = {}
+        self.cuts: dict[tuple[int, int], Pieces] = {}
+        self.sliced: set[int] = set()
+        self.loops: set[int] = set()
+        self.stack = ""
+        arguments = program.body.inputs
+        for k, own in sizes.items():
+            self.pieces[arguments[k]] = self.fresh(arguments[k], 0, tuple(own))
+
+    def run(self, results: Mapping[int, int]) -> Program:
+        """Writes the program.
+
+        Args:
+          results: flat result -> the flat argument whose next value it is.
+        """
+        for eqn in self.program.body.equations:
+            self.equation(eqn)
+        body, arguments = self.program.body, self.program.num_arguments
+        into = list(body.inputs[:arguments])
+        for k in sorted(results.values()):
+            own = self.pieces[body.inputs[k]].values
+            into[k] = own[0]
+            into.extend(own[1:])
+        out = [a if k in results else self.read(a) for k, a in enumerate(body.outputs)]
+        for k, argument in sorted(results.items(), key=lambda pair: pair[1]):
+            like = self.pieces[body.inputs[argument]]
+            own = self.piece(body.outputs[k], like.dim, like.sizes)
+            out[k] = own[0]
+            out.extend(own[1:])
+        region = Region(
+            (*into, *body.inputs[arguments:]),
+            tuple(self.builder.equations),
+            tuple(out),
+        )
+        return _in_order(
+            Program(tuple(self.builder.values), region, self.program.constants)
+        )
+
+    # Values.
+
+    def fresh(self, value: int, dim: int, sizes: tuple[int, ...]) -> Pieces:
+        """New values for the pieces of one."""
+        of = self.program.values[value]
+        made = tuple(
+            self.builder.value((*of.shape[:dim], n, *of.shape[dim + 1 :]), of.dtype)
+            for n in sizes
+        )
+        return Pieces(made, dim, sizes)
+
+    def read(self, atom: Atom) -> Atom:
+        """An atom as a whole."""
+        if not isinstance(atom, int) or atom not in self.pieces:
+            return self.whole.get(atom, atom) if isinstance(atom, int) else atom
+        if atom not in self.whole:
+            own = self.pieces[atom]
+            (self.whole[atom],) = self.emit(
+                lambda *xs: jax.lax.concatenate(xs, own.dim), own.values
+            )
+        return self.whole[atom]
+
+    def piece(self, atom: Atom, dim: int, sizes: tuple[int, ...]) -> Sequence[Atom]:
+        """The pieces of an array, which is cut if it is a whole."""
+        if not isinstance(atom, int):
+            return [atom for _ in sizes]
+        own = self.pieces.get(atom)
+        if own is not None and (own.dim, own.sizes) == (dim, sizes):
+            return own.values
+        known = self.cuts.get((atom, dim))
+        if known is None or known.sizes != sizes:
+            self.sliced.add(atom)
+            whole = self.read(atom)
+            assert isinstance(whole, int)
+            made = [
+                self.emit(
+                    lambda x, a=a, b=b: jax.lax.slice_in_dim(x, a, b, axis=dim), [whole]
+                )[0]
+                for a, b in ranges(sizes)
+            ]
+            known = self.cuts[atom, dim] = Pieces(tuple(made), dim, sizes)
+        return known.values
+
+    def emit(self, function: Callable[..., Any], atoms: Sequence[Atom]) -> list[int]:
+        """Adds the equations of a function of arrays, under the current name stack."""
+        given = [a for a in atoms if isinstance(a, int)]
+
+        def called(*arrays: Any) -> Any:
+            left = iter(arrays)
+            return function(
+                *(next(left) if isinstance(a, int) else a.value for a in atoms)
+            )
+
+        return self.builder.calls(called, given, self.stack)
+
+    def bound(self, eqn: Equation, atoms: Sequence[Atom], **changed: Any) -> list[int]:
+        """Adds an equation's operator on other operands, with changed parameters."""
+        source = eqn.source
+        if changed:
+            source = source.replace(params={**source.params, **changed})
+        shapes = [self.struct(a) for a in atoms]
+        made = jax.eval_shape(
+            lambda *xs: jax_compat.bind(
+                source,
+                *(
+                    a.value if not isinstance(a, int) else x
+                    for a, x in zip(atoms, xs, strict=True)
+                ),
+            ),
+            *shapes,
+        )
+        outputs = tuple(self.builder.value(tuple(s.shape), s.dtype) for s in made)
+        self.builder.equations.append(
+            Equation(
+                self.builder.index(), source, tuple(atoms), outputs, eqn.name_stack
+            )
+        )
+        return list(outputs)
+
+    def struct(self, atom: Atom) -> Any:
+        """The shape and dtype of an atom."""
+        if not isinstance(atom, int):
+            return jax.ShapeDtypeStruct((), jnp.asarray(atom.value).dtype)
+        value = self.builder.values[atom]
+        return jax.ShapeDtypeStruct(value.shape, value.dtype)
+
+    def shape(self, atom: Atom) -> tuple[int, ...]:
+        """The shape of an atom of the program as it was."""
+        return self.program.values[atom].shape if isinstance(atom, int) else ()
+
+    # Equations.
+
+    def equation(self, eqn: Equation) -> None:
+        """Writes one equation, in pieces if it can be."""
+        self.stack = eqn.name_stack
+        cut = {a for a in eqn.inputs if isinstance(a, int) and a in self.pieces}
+        if cut and not eqn.source.effects and self.in_pieces(eqn, cut):
+            return
+        kept = dataclasses.replace(eqn, inputs=tuple(self.read(a) for a in eqn.inputs))
+        self.builder.equations.append(kept)
+
+    def in_pieces(self, eqn: Equation, cut: Collection[int]) -> bool:
+        """Writes an equation that reads values in pieces; False: it needs wholes."""
+        kind = eqn.primitive
+        if kind == "scan":
+            return self.loop(eqn)
+        splits = {(self.pieces[a].dim, self.pieces[a].sizes) for a in cut}
+        if len(splits) != 1:
+            return False
+        ((dim, sizes),) = splits
+        if kind in POINTWISE:
+            return self.pointwise(eqn, dim, sizes)
+        if kind == "optimization_barrier":
+            return self.barrier(eqn, cut, dim, sizes)
+        if kind in _REDUCTIONS:
+            return self.reduction(eqn, dim, sizes)
+        if kind == "dot_general":
+            return self.product(eqn, dim, sizes)
+        changed = _moved(eqn, dim, [self.shape(a) for a in eqn.inputs])
+        if changed is None or len(cut) != len(eqn.inputs):
+            return False
+        to, parameters = changed
+        return self.each(
+            eqn, [dim] * len(eqn.inputs), sizes, to, [parameters(n) for n in sizes]
+        )
+
+    def each(
+        self,
+        eqn: Equation,
+        dims: Sequence[int | None],
+        sizes: tuple[int, ...],
+        to: int,
+        changed: Sequence[Mapping[str, Any]] = (),
+    ) -> bool:
+        """Writes an operator for each piece.
+
+        Args:
+          eqn: the equation.
+          dims: of each operand the dimension that is split; None: it is read whole.
+          sizes: of the pieces.
+          to: the dimension of the result that is split.
+          changed: parameters of the operator on each piece.
+        """
+        given = [
+            [self.read(a)] * len(sizes) if d is None else self.piece(a, d, sizes)
+            for a, d in zip(eqn.inputs, dims, strict=True)
+        ]
+        made = [
+            self.bound(eqn, atoms, **(changed[k] if changed else {}))[0]
+            for k, atoms in enumerate(zip(*given, strict=True))
+        ]
+        self.pieces[eqn.outputs[0]] = Pieces(tuple(made), to, sizes)
+        return True
+
+    def pointwise(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:
+        """An operator on each element: whole arrays that it reads are cut, too."""
+        shape = self.shape(eqn.outputs[0])
+        shapes = [self.shape(a) for a in eqn.inputs]
+        if len(eqn.outputs) != 1 or any(s not in ((), shape) for s in shapes):
+            return False
+        return self.each(eqn, [dim if s else None for s in shapes], sizes, dim)
+
+    def barrier(
+        self, eqn: Equation, cut: Collection[int], dim: int, sizes: tuple[int, ...]
+    ) -> bool:
+        """A barrier for each piece, and one for what is whole."""
+        pairs = list(zip(eqn.inputs, eqn.outputs, strict=True))
+        split = [(a, out) for a, out in pairs if a in cut]
+        made = [
+            self.bound(eqn, [self.pieces[a].values[k] for a, _ in split])  # type: ignore[index]
+            for k in range(len(sizes))
+        ]
+        for place, (_, out) in enumerate(split):
+            self.pieces[out] = Pieces(tuple(m[place] for m in made), dim, sizes)
+        rest = [(a, out) for a, out in pairs if a not in cut]
+        if rest:
+            found = self.bound(eqn, [self.read(a) for a, _ in rest])
+            self.whole.update(zip((out for _, out in rest), found, strict=True))
+        return True
+
+    def reduction(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:
+        """A reduction of each piece, and of their results where layers are reduced."""
+        axes = eqn.params["axes"]
+        if dim not in axes:
+            return self.each(eqn, [dim], sizes, dim - sum(a < dim for a in axes))
+        made = [self.bound(eqn, [v])[0] for v in self.piece(eqn.inputs[0], dim, sizes)]
+        return self.together(eqn, made, _REDUCTIONS[eqn.primitive])
+
+    def together(
+        self, eqn: Equation, made: Sequence[int], two: Callable[[Any, Any], Any]
+    ) -> bool:
+        """The result of an operator, of those that it has on the pieces."""
+        result = made[0]
+        for other in made[1:]:
+            (result,) = self.emit(two, [result, other])
+        self.whole[eqn.outputs[0]] = result
+        return True
+
+    def product(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:
+        """A product: of layers with layers, over layers, or of layers with a whole."""
+        contracted, batched = eqn.params["dimension_numbers"]
+        left, right = eqn.inputs
+        for dims, over in ((batched, False), (contracted, True)):
+            for place, (a, b) in enumerate(zip(*dims, strict=True)):
+                ours = (left in self.pieces and a == dim) or (
+                    right in self.pieces and b == dim
+                )
+                if ours and over:
+                    made = [
+                        self.bound(eqn, pair)[0]
+                        for pair in zip(
+                            self.piece(left, a, sizes),
+                            self.piece(right, b, sizes),
+                            strict=True,
+                        )
+                    ]
+                    return self.together(eqn, made, jax.lax.add)
+                if ours:
+                    return self.each(eqn, [a, b], sizes, place)
+        if left in self.pieces and right in self.pieces:
+            return False
+        before = len(batched[0])
+        ranks = [len(self.shape(a)) for a in eqn.inputs]
+        free = [
+            [d for d in range(rank) if d not in contracted[k] and d not in batched[k]]
+            for k, rank in enumerate(ranks)
+        ]
+        if left in self.pieces:
+            return self.each(eqn, [dim, None], sizes, before + free[0].index(dim))
+        to = before + len(free[0]) + free[1].index(dim)
+        return self.each(eqn, [None, dim], sizes, to)
+
+    def loop(self, eqn: Equation) -> bool:
+        """A loop over layers: one loop for each piece, behind each other."""
+        params = eqn.params
+        first = params["num_consts"] + params["num_carry"]
+        sizes = {
+            self.pieces[a].sizes
+            for a in eqn.inputs[first:]
+            if isinstance(a, int) and a in self.pieces and self.pieces[a].dim == 0
+        }
+        if len(sizes) != 1:
+            return False
+        (own,) = sizes
+        self.loops.add(eqn.index)
+        consts = [self.read(a) for a in eqn.inputs[: params["num_consts"]]]
+        carry = [self.read(a) for a in eqn.inputs[params["num_consts"] : first]]
+        given = [self.piece(a, 0, own) for a in eqn.inputs[first:]]
+        stacked = [self.fresh(v, 0, own) for v in eqn.outputs[params["num_carry"] :]]
+        order, ends = list(range(len(own))), list[int]()
+        for k in reversed(order) if params["reverse"] else order:
+            ends = [
+                self.builder.value(
+                    self.program.values[v].shape, self.program.values[v].dtype
+                )
+                for v in eqn.outputs[: params["num_carry"]]
+            ]
+            made = Equation(
+                self.builder.index(),
+                eqn.source.replace(params={**params, "length": own[k]}),
+                (*consts, *carry, *(x[k] for x in given)),
+                (*ends, *(x.values[k] for x in stacked)),
+                eqn.name_stack,
+                tuple(self.copied(r) for r in eqn.regions),
+            )
+            self.builder.equations.append(made)
+            carry = list(ends)
+        self.whole.update(zip(eqn.outputs, ends, strict=False))
+        self.pieces.update(
+            zip(eqn.outputs[params["num_carry"] :], stacked, strict=True)
+        )
+        return True
+
+    def copied(self, region: Region) -> Region:
+        """A body with values and equations of its own."""
+        own: dict[int, int] = {}
+        values = [*region.inputs]
+        for eqn in _walk(region):
+            values.extend(eqn.outputs)
+            for inner in eqn.regions:
+                values.extend(inner.inputs)
+        for v in values:
+            of = self.program.values[v]
+            own[v] = self.builder.value(of.shape, of.dtype)
+
+        def number(value: int) -> int:
+            return own.get(value, value)
+
+        def index(_: int) -> int:
+            return self.builder.index()
+
+        return Region(
+            tuple(number(v) for v in region.inputs),
+            tuple(renumbered(e, number, index) for e in region.equations),
+            tuple(number(a) if isinstance(a, int) else a for a in region.outputs),
+        )
+
+
+def _walk(region: Region) -> list[Equation]:
+    out: list[Equation] = []
+    for eqn in region.equations:
+        out.append(eqn)
+        for inner in eqn.regions:
+            out.extend(_walk(inner))
+    return out
+
+
+def _in_order(program: Program) -> Program:
+    """The program with equations numbered in their order, bodies first."""
+    numbers: dict[int, int] = {}
+
+    def count(region: Region) -> None:
+        for eqn in region.equations:
+            for inner in eqn.regions:
+                count(inner)
+            numbers[eqn.index] = len(numbers)
+
+    count(program.body)
+    equations = tuple(
+        renumbered(e, lambda v: v, numbers.__getitem__) for e in program.body.equations
+    )
+    return dataclasses.replace(
+        program, body=dataclasses.replace(program.body, equations=equations)
+    )
+
+
+_Changed = tuple[int, Callable[[int], dict[str, Any]]]
+
+
+def _moved(
+    eqn: Equation, dim: int, shapes: Sequence[tuple[int, ...]]
+) -> _Changed | None:
+    """Where an operator that moves dimensions puts one; None: not known, or nowhere.
+
+    Also returns its parameters on a piece, as a function of the piece's size.
+    """
+    params, shape = eqn.params, shapes[0]
+    match eqn.primitive:
+        case "broadcast_in_dim":
+            to = params["broadcast_dimensions"][dim]
+            if params["shape"][to] != shape[dim]:
+                return None
+            return to, lambda n: {"shape": _with(params["shape"], to, n)}
+        case "reshape":
+            before, out = math.prod(shape[:dim]), params["new_sizes"]
+            for to, size in enumerate(out):
+                if math.prod(out[:to]) == before and size == shape[dim]:
+                    return to, lambda n, to=to: {"new_sizes": _with(out, to, n)}
+            return None
+        case "transpose":
+            return params["permutation"].index(dim), lambda _: {}
+        case "squeeze":
+            dims = params["dimensions"]
+            return dim - sum(d < dim for d in dims), lambda _: {}
+        case "concatenate" if params["dimension"] != dim:
+            return dim, lambda _: {}
+        case "slice":
+            start, limit = params["start_indices"], params["limit_indices"]
+            strides = params["strides"]
+            if (start[dim], limit[dim]) != (0, shape[dim]) or (
+                strides is not None and strides[dim] != 1
+            ):
+                return None
+            return dim, lambda n: {"limit_indices": _with(limit, dim, n)}
+        case _:
+            return None
+
+
+def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+    return (*sizes[:dim], size, *sizes[dim + 1 :])

@@ -1,0 +1,77 @@
+"""``autopar ledger`` prints what a run wrote, and refuses what no run wrote."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import elastic_runs
+import pytest
+import step_forms as forms
+
+from autopar.elastic.ledger import Ledger, read_ledger
+from autopar.errors import PlanError
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("ledger") / "deep" / "ledger.jsonl"
+    run = elastic_runs.started(forms.FORMS["plain"], 12, ledger=path)
+    for done in run:
+        if done.step == 3:
+            run.change({"kind": "gone", "devices": [7, 6], "id": "a"})
+            run.change({"kind": "gone", "devices": [7], "id": "a"})
+    return path
+
+
+def test_the_table(run: Any, written: Path) -> None:
+    text = run("ledger", written).out
+    assert "gone 7, 6" in text
+    assert "data=8" in text
+    assert "data=6" in text
+    assert "its id has come before" in text
+
+
+def test_json_has_every_line(run: Any, written: Path) -> None:
+    lines = run("ledger", written, "--json").json["lines"]
+    assert [x["kind"] for x in lines] == ["event", "replan", "measured"]
+    (replan,) = [x for x in lines if x["kind"] == "replan"]
+    parts = replan["measured"]
+    spent = parts["plan_s"] + parts["compile_s"] + parts["move_s"]
+    assert 0 < spent <= parts["pause_s"]
+    assert replan["predicted"]["move_bytes"] > 0
+    assert {x["name"] for x in replan["compared"]} == {"new"}
+    (measured,) = [x for x in lines if x["kind"] == "measured"]
+    assert measured["step_before_s"] > 0
+    assert measured["step_after_s"] > 0
+
+
+def test_files_that_are_no_ledger(run: Any, tmp_path: Path) -> None:
+    assert run("ledger", tmp_path / "none.jsonl").code == 2
+    path = tmp_path / "other.jsonl"
+    path.write_text('{"kind": "stop"}\n[1]\n{"kind": "stop"}\n')
+    assert "line 2 is none of a ledger" in run("ledger", path).err
+    path.write_text("")
+    assert "yet" in run("ledger", path).out
+
+
+def test_a_line_that_was_cut_short(tmp_path: Path) -> None:
+    """A kill in the middle of a line leaves the lines before it."""
+    path = tmp_path / "ledger.jsonl"
+    ledger = Ledger(path)
+    ledger.write("wrong", source="x", reason="y")
+    with path.open("a") as file:
+        file.write('{"kind": "wro')
+    assert [x["source"] for x in read_ledger(path)] == ["x"]
+
+
+def test_a_ledger_that_cannot_be_written(tmp_path: Path) -> None:
+    with pytest.raises(PlanError, match="ledger="):
+        Ledger(tmp_path)
+    ledger = Ledger(tmp_path / "a.jsonl")
+    (tmp_path / "a.jsonl").unlink()
+    (tmp_path / "a.jsonl").mkdir()
+    ledger.write("wrong", source="x", reason="y")
+    assert ledger.failure
+    assert json.dumps(ledger.lines)
