@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.backends.ray_nodes import Places, alive
+from autopar.backends.ray_nodes import Node, Places, alive
 from autopar.backends.ray_worker import ScriptActor
 from autopar.elastic.processes.launching import Reports
 from autopar.errors import PlanError
@@ -46,8 +46,7 @@ class RayLauncher:
         _connect(self._ray, address or os.environ.get("RAY_ADDRESS") or "auto")
         self._lock = threading.Lock()
         self._places = Places()
-        self._places.update(self._nodes())
-        self._check(processes)
+        self._begin_with(processes)
         self._actors: dict[int, Any] = {}
         self._closed = threading.Event()
         self._run, self._reports = "", None
@@ -156,23 +155,27 @@ class RayLauncher:
         while not self._closed.wait(_POLL_S):
             # The cluster's head may be away for a while.
             with contextlib.suppress(Exception):
-                nodes = self._nodes()
+                nodes, _ = self._nodes()
                 with self._lock:
                     new = self._places.update(nodes)
                 if new and self._reports is not None:
                     self._reports.joined(new)
 
-    def _nodes(self) -> list[Any]:
-        return alive(self._ray.nodes(), _CPUS)
+    def _nodes(self) -> tuple[list[Node], int]:
+        here = self._ray.util.get_node_ip_address()
+        return alive(self._ray.nodes(), _CPUS, here)
 
-    def _check(self, processes: int) -> None:
-        """Raises an error where a run could not begin."""
-        nodes = self._nodes()
+    def _begin_with(self, processes: int) -> None:
+        """Takes the nodes there are; raises an error where a run could not begin."""
+        nodes, elsewhere = self._nodes()
+        self._places.update(nodes)
         room = sum(x.room for x in nodes)
+        far = f" {elsewhere} nodes are on other machines, which a run cannot use yet."
         if room < processes:
             raise PlanError(
-                f"the Ray cluster has room for {room} workers of {_CPUS:g} CPU each, "
-                f"and --processes asks for {processes}. Add nodes, or ask for fewer."
+                f"the Ray cluster has room for {room} workers of {_CPUS:g} CPU each on "
+                f"this machine, and --processes asks for {processes}."
+                f"{far if elsewhere else ''} Add nodes, or ask for fewer."
             )
 
 

@@ -26,12 +26,19 @@ class Node:
     room: int
 
 
-def alive(listed: Sequence[Mapping[str, Any]], cpus: float) -> list[Node]:
+def alive(
+    listed: Sequence[Mapping[str, Any]], cpus: float, address: str
+) -> tuple[list[Node], int]:
     """The nodes that can take workers.
 
     Args:
       listed: as ``ray.nodes()`` says.
       cpus: CPUs that a worker needs.
+      address: of the machine whose nodes are asked for: all processes of a run are on
+        one machine.
+
+    Returns:
+      The nodes, and how many there are besides on other machines.
     """
     nodes = [
         Node(
@@ -42,7 +49,9 @@ def alive(listed: Sequence[Mapping[str, Any]], cpus: float) -> list[Node]:
         for x in listed
         if x["Alive"]
     ]
-    return [x for x in nodes if x.room > 0]
+    able = [x for x in nodes if x.room > 0]
+    here = [x for x in able if x.address == address]
+    return here, len(able) - len(here)
 
 
 class Places:

@@ -76,8 +76,10 @@ def run(
     their number. A run whose supervisor was killed is taken up by the same command.
     On a Ray cluster, a node that joins takes a process more.
     """
-    from autopar.elastic.processes import runner
-    from autopar.elastic.processes.members import Limits
+    # They import JAX, which help must not.
+    from autopar.backends.ray import RayLauncher  # as they do
+    from autopar.elastic.processes import runner  # as they do
+    from autopar.elastic.processes.members import Limits  # as they do
 
     if not least <= processes <= most:
         raise typer.BadParameter(
@@ -99,13 +101,10 @@ def run(
         grace_s=grace,
         ahead=ahead,
     )
-    launcher = None
-    if backend is Backend.RAY:
-        from autopar.backends.ray import RayLauncher
-
-        launcher = RayLauncher(script, processes, address)
-    elif address:
+    if address and backend is not Backend.RAY:
         raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
+    ray = backend is Backend.RAY
+    launcher = RayLauncher(script, processes, address) if ray else None
     made = runner.Runner(job, launcher)
     code = made.run()
     return Result(made.summary(), code)

@@ -25,8 +25,9 @@ def workers(
     as_json: options.Json = False,
 ) -> Result:
     """Shows the processes of a run, and adds or removes some."""
+    # They import JAX, which help must not.
     from autopar.elastic.processes.runner import command
-    from autopar.errors import PlanError
+    from autopar.errors import PlanError  # as it does
 
     asked = [processes is not None, remove is not None, stop]
     if sum(asked) > 1:

@@ -27,7 +27,13 @@ from autopar.elastic.processes.link import (
     Address,
 )
 from autopar.elastic.processes.members import Limits
-from autopar.elastic.processes.messages import Connection, Message, knows, listen
+from autopar.elastic.processes.messages import (
+    Connection,
+    Message,
+    connect,
+    knows,
+    listen,
+)
 from autopar.elastic.processes.supervisor import Supervisor
 
 _TICK_S = 0.25
@@ -246,8 +252,9 @@ class Runner:
         end = time.monotonic() + _END_S
         code = self.supervisor.result
         for how in (signal.SIGTERM if code else None, signal.SIGKILL):
-            for worker in list(self._pids) if how is not None else ():
-                self._launcher.signal(worker, how)
+            if how is not None:
+                for worker in list(self._pids):
+                    self._launcher.signal(worker, how)
             while self._pids and (time.monotonic() < end or how == signal.SIGKILL):
                 with contextlib.suppress(queue.Empty):
                     self._events.get(timeout=_TICK_S)()
@@ -362,8 +369,6 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
     Raises:
       OSError: there is none.
     """
-    from autopar.elastic.processes.messages import connect
-
     state = json.loads((folder / "run.json").read_text())
     connection = connect("127.0.0.1", state["port"], timeout_s=10)
     connection.send("command", token=state["token"], **words)

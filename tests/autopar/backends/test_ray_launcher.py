@@ -52,7 +52,10 @@ class Ray(types.ModuleType):
         strategies = types.SimpleNamespace(
             NodeAffinitySchedulingStrategy=lambda name, soft: name
         )
-        self.util = types.SimpleNamespace(scheduling_strategies=strategies)
+        self.machine = "10.0.0.1"
+        self.util = types.SimpleNamespace(
+            scheduling_strategies=strategies, get_node_ip_address=lambda: self.machine
+        )
 
     def init(self, address: str, **options: Any) -> None:
         if address == "nowhere:1":
@@ -195,7 +198,7 @@ def test_workers_of_an_earlier_supervisor_are_found(ray: Ray) -> None:
 @pytest.mark.parametrize(
     ("processes", "address", "says"),
     [
-        (3, "", "room for 2 workers of 1 CPU each, and --processes asks for 3"),
+        (3, "", "room for 2 workers .* on this machine, and --processes asks for 3"),
         (1, "ray://head:10001", "that of a Ray client"),
         (1, "nowhere:1", "no Ray cluster at nowhere:1: nobody answers"),
     ],
@@ -205,6 +208,12 @@ def test_clusters_that_cannot_run_it(
 ) -> None:
     with pytest.raises(PlanError, match=says):
         backend.RayLauncher(["train.py"], processes, address)
+
+
+def test_a_cluster_of_other_machines(ray: Ray) -> None:
+    ray.machine = "10.0.0.2"
+    with pytest.raises(PlanError, match="2 nodes are on other machines"):
+        backend.RayLauncher(["train.py"], 1)
 
 
 def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:

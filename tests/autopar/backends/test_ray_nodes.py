@@ -23,11 +23,13 @@ def names(places: Places, *workers: int) -> list[str | None]:
     return [None if node is None else node.name for node in found]
 
 
-def listed(name: str, alive: bool, **resources: float) -> dict[str, Any]:
+def listed(
+    name: str, alive: bool, address: str = "10.0.0.1", **resources: float
+) -> dict[str, Any]:
     return {
         "NodeID": name,
         "Alive": alive,
-        "NodeManagerAddress": "10.0.0.1",
+        "NodeManagerAddress": address,
         "Resources": resources,
     }
 
@@ -39,10 +41,12 @@ def test_dead_nodes_and_those_without_cpus_take_none() -> None:
             listed("dead", False, CPU=4.0),
             listed("small", True, CPU=1.5),
             listed("large", True, CPU=4.0),
+            listed("far", True, "10.0.0.2", CPU=4.0),
         ],
         cpus=2.0,
+        address="10.0.0.1",
     )
-    assert found == [Node(name="large", address="10.0.0.1", room=2)]
+    assert found == ([Node(name="large", address="10.0.0.1", room=2)], 1)
 
 
 def test_workers_spread_over_nodes_until_there_is_no_room() -> None:
