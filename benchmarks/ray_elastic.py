@@ -188,7 +188,6 @@ def report(run: RayRun, count: int, code: int, killed_s: float, added_s: float) 
         "pause_at_join_s": round(
             longest_pause(steps, joined, run.worlds()[-1][0] + 5), 3
         ),
-        "node_there_to_worker_started_s": round(joined - added_s, 3),
         "worker_started_to_world_s": round(formed - joined, 3),
     }
     print(json.dumps(result, indent=1))
