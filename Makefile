@@ -53,7 +53,7 @@ wheel-check: $(INSTALLED)
 
 ## make lock         resolve requirements.lock again; UPGRADE=1 takes newer versions
 lock: $(INSTALLED)
-	$(BIN)/uv pip compile pyproject.toml --group dev --group docs --extra fast --universal \
+	$(BIN)/uv pip compile pyproject.toml --group dev --group docs --extra fast --extra ray --universal \
 		--python-version 3.11 --fork-strategy fewest --generate-hashes --no-annotate \
 		--custom-compile-command "make lock" $(if $(UPGRADE),--upgrade) \
 		--quiet --output-file requirements.lock

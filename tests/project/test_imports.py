@@ -16,6 +16,7 @@ MODULES = checkout.modules()
 # its work when it runs.
 COMMANDS = "autopar/cli/commands/"
 LATE = {
+    'autopar/backends/ray.py: return importlib.import_module("ray")',
     "autopar/cli/app.py: from autopar.errors import TargetError",
     "autopar/cli/failures.py: from autopar.errors import AutoparError, ClusterError, "
     "InfeasibleError, TraceError",

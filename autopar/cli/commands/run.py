@@ -1,11 +1,19 @@
 """``autopar run``: runs a training script in several processes."""
 
+import enum
 import pathlib
 from typing import Annotated
 
 import typer
 
 from autopar.cli.output import Result
+
+
+class Backend(enum.StrEnum):
+    """Where the processes run."""
+
+    LOCAL = "local"
+    RAY = "ray"
 
 
 def run(
@@ -51,15 +59,27 @@ def run(
         bool,
         typer.Option(help="Prepare programs of likely next worlds in a process more."),
     ] = True,
+    backend: Annotated[
+        Backend,
+        typer.Option(help="Run them on this machine, or as actors on a Ray cluster."),
+    ] = Backend.LOCAL,
+    address: Annotated[
+        str,
+        typer.Option(
+            help="Of the Ray cluster; by default RAY_ADDRESS, or that of this machine."
+        ),
+    ] = "",
 ) -> Result:
     """Runs a training script in several processes, which may go and come.
 
     A process that dies is left out, and the others go on; `autopar workers` changes
     their number. A run whose supervisor was killed is taken up by the same command.
+    On a Ray cluster, a node that joins takes a process more.
     """
     # They import JAX, which help must not.
-    from autopar.elastic.processes import runner
-    from autopar.elastic.processes.members import Limits  # as it does
+    from autopar.backends.ray import RayLauncher  # as they do
+    from autopar.elastic.processes import runner  # as they do
+    from autopar.elastic.processes.members import Limits  # as they do
 
     if not least <= processes <= most:
         raise typer.BadParameter(
@@ -81,6 +101,10 @@ def run(
         grace_s=grace,
         ahead=ahead,
     )
-    made = runner.Runner(job)
+    if address and backend is not Backend.RAY:
+        raise typer.BadParameter("--address is that of a cluster: add --backend ray.")
+    ray = backend is Backend.RAY
+    launcher = RayLauncher(script, processes, address) if ray else None
+    made = runner.Runner(job, launcher)
     code = made.run()
     return Result(made.summary(), code)

@@ -10,7 +10,6 @@ import os
 import pathlib
 import queue
 import secrets
-import select
 import signal
 import socket
 import subprocess
@@ -20,6 +19,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from autopar.elastic.processes.launching import Launcher, LocalLauncher
 from autopar.elastic.processes.link import (
     AHEAD_VARIABLE,
     FOLDER_VARIABLE,
@@ -65,11 +65,12 @@ class Job:
 class Runner:
     """Starts and ends processes, and brings messages to the supervisor."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: Job, launcher: Launcher | None = None) -> None:
         """Listens; a run whose supervisor died is taken up again.
 
         Args:
           job: what is run.
+          launcher: starts the workers; on this machine by default.
 
         Raises:
           OSError: the port of the earlier supervisor is taken.
@@ -77,19 +78,19 @@ class Runner:
         job.folder.mkdir(parents=True, exist_ok=True)
         self._job = job
         self._state_file = job.folder / "run.json"
-        known = _read(self._state_file)
+        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._launcher = launcher or LocalLauncher(job.command)
+        known = self._taken_up(_read(self._state_file))
         self._token = known.get("token") or secrets.token_hex(16)
         self._server = listen(known.get("port", 0))
         self._port = int(self._server.getsockname()[1])
-        self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._connections: dict[int, Connection] = {}
-        self._pids: dict[int, int] = {}
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
         self._host: subprocess.Popen[str] | None = None
         self._ahead: subprocess.Popen[bytes] | None = None
         self._log = open(job.folder / "log.jsonl", "a")  # noqa: SIM115 (kept open)
         self.supervisor = Supervisor(job.limits, self)
-        self._adopt(known)
+        if known:
+            self._adopt(known)
 
     def run(self) -> int:
         """Runs until the script has ended in all processes; returns the exit code."""
@@ -142,12 +143,9 @@ class Runner:
         """See `Actions`."""
         address = Address(self._port, self._token, worker, self._job.grace_s)
         env = {**self._environment(), VARIABLE: str(address)}
-        child = subprocess.Popen(
-            self._job.command, env=env, stdin=subprocess.DEVNULL, start_new_session=True
-        )
-        self._children[worker] = child
-        self.log("start", worker=worker, pid=child.pid)
-        self._watch(worker, child.pid)
+        self._pids[worker] = None
+        self._pids[worker] = pid = self._launcher.start(worker, env)
+        self.log("start", worker=worker, pid=pid)
 
     def _environment(self) -> dict[str, str]:
         env = {**os.environ, FOLDER_VARIABLE: str(self._job.folder.absolute())}
@@ -178,9 +176,7 @@ class Runner:
 
     def kill(self, worker: int) -> None:
         """See `Actions`."""
-        if (pid := self._pids.get(worker)) is not None:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        self._launcher.signal(worker, signal.SIGKILL)
 
     def open(self, generation: int, pids: list[int]) -> str:
         """See `Actions`."""
@@ -237,39 +233,28 @@ class Runner:
         stdin.write(json.dumps(command) + "\n")
         stdin.flush()
 
-    def _watch(self, worker: int, pid: int) -> None:
-        """Reports the end of a process, of a child or another."""
-        self._pids[worker] = pid
-        try:
-            descriptor = os.pidfd_open(pid)
-        except OSError:
-            self._events.put(lambda: self.supervisor.gone(worker, None))
-            return
+    def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+        """See `Reports`."""
+        self._events.put(lambda: self._gone(worker, code, spare))
 
-        def wait() -> None:
-            select.select([descriptor], [], [])
-            os.close(descriptor)
-            child = self._children.get(worker)
-            code = None if child is None else child.wait()
-            self._events.put(lambda: self._gone(worker, code))
+    def joined(self, machines: int) -> None:
+        """See `Reports`."""
+        self._events.put(lambda: self.supervisor.grow(machines))
 
-        threading.Thread(target=wait, daemon=True).start()
-
-    def _gone(self, worker: int, code: int | None) -> None:
+    def _gone(self, worker: int, code: int | None, spare: bool = False) -> None:
         self._pids.pop(worker, None)
         if (connection := self._connections.pop(worker, None)) is not None:
             connection.close()
-        self.supervisor.gone(worker, code)
+        self.supervisor.gone(worker, code, spare=spare)
 
     def _end(self) -> None:
         """Ends all processes that are left."""
         end = time.monotonic() + _END_S
         code = self.supervisor.result
         for how in (signal.SIGTERM if code else None, signal.SIGKILL):
-            for pid in list(self._pids.values()):
-                with contextlib.suppress(OSError):
-                    if how is not None:
-                        os.kill(pid, how)
+            if how is not None:
+                for worker in list(self._pids):
+                    self._launcher.signal(worker, how)
             while self._pids and (time.monotonic() < end or how == signal.SIGKILL):
                 with contextlib.suppress(queue.Empty):
                     self._events.get(timeout=_TICK_S)()
@@ -277,6 +262,7 @@ class Runner:
             if helper is not None:
                 helper.kill()
                 helper.wait()
+        self._launcher.close()
         self._state_file.unlink(missing_ok=True)
         self._server.close()
         self._log.close()
@@ -310,8 +296,10 @@ class Runner:
 
     def _greet(self, worker: int, first: Message, connection: Connection) -> None:
         self._connections[worker] = connection
-        if worker not in self._pids:
-            self._watch(worker, int(first["pid"]))
+        known = worker in self._pids or self._launcher.watch(worker, first["pid"])
+        self._pids[worker] = int(first["pid"])
+        if not known:
+            self.ended(worker, None)
         self.supervisor.take(worker, first)
 
     def _obey(self, message: Message, connection: Connection) -> None:
@@ -332,6 +320,7 @@ class Runner:
 
     def _write(self) -> None:
         data = {
+            "run": self._run,
             "port": self._port,
             "token": self._token,
             "pid": os.getpid(),
@@ -346,25 +335,32 @@ class Runner:
         temporary.write_text(json.dumps(data))
         temporary.replace(self._state_file)
 
+    def _taken_up(self, known: Message) -> Message:
+        """What an earlier supervisor wrote; empty where none of its workers runs."""
+        self._run = known.get("run") or secrets.token_hex(8)
+        self._launcher.begin(self._run, self)
+        workers = {int(w): pid for w, pid in known.get("workers", {}).items()}
+        self._pids: dict[int, int | None] = {
+            worker: pid
+            for worker, pid in workers.items()
+            if self._launcher.watch(worker, pid)
+        }
+        return known if self._pids else {}
+
     def _adopt(self, known: Message) -> None:
         """Takes up the workers of a supervisor that is gone."""
-        workers = {int(w): int(pid) for w, pid in known.get("workers", {}).items()}
-        if not workers:
-            return
         self.supervisor.adopt(known)
-        for worker, pid in workers.items():
-            self._watch(worker, pid)
+        for worker in map(int, known["workers"]):
+            if worker not in self._pids:
+                self.ended(worker, None)
 
 
 def _read(path: pathlib.Path) -> Message:
-    """What an earlier supervisor wrote down; empty where none left workers."""
+    """What an earlier supervisor wrote down; empty where there was none."""
     try:
-        found = json.loads(path.read_text())
+        return json.loads(path.read_text())
     except (OSError, ValueError):
         return {}
-    pids = found.get("workers", {}).values()
-    alive = any(os.path.exists(f"/proc/{pid}") for pid in pids)
-    return found if alive else {}
 
 
 def command(folder: pathlib.Path, **words: Any) -> Message:

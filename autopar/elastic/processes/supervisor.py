@@ -99,6 +99,12 @@ class Supervisor:
         self._advance()
         return ""
 
+    def grow(self, machines: int) -> None:
+        """Takes a worker more for each machine that joined, up to the most."""
+        processes = min(self.wanted + machines, self.limits.most)
+        if processes > self.wanted:
+            self.resize(processes)
+
     def remove(self, worker: int) -> str:
         """Asks a worker to go; returns what is wrong with it, or ''."""
         if worker not in self.members:
@@ -133,12 +139,13 @@ class Supervisor:
             handler(worker, member, message)
         self._advance()
 
-    def gone(self, worker: int, code: int | None) -> None:
+    def gone(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         """A worker's process has ended.
 
         Args:
           worker: its number.
           code: its exit status, negative for a signal; None: not known.
+          spare: whether another machine waits that may take its place.
         """
         member = self.members.pop(worker, None)
         if member is None:
@@ -152,12 +159,13 @@ class Supervisor:
             self._early_s = min(self._early_s, self._clock())
             if not self.members:
                 self.stop("", 0)
-        elif member.phase == "starting" and not self._ever:
+        elif member.phase == "starting" and not self._ever and code is not None:
             self._never_started(worker, code)
         elif code is not None and code > 0 and not left and not self._new(member):
             self._failed(worker, code)
         else:
-            self._lose(worker, replace=not left and (code is None or code < 0))
+            died = not left and (code is None or code < 0)
+            self._lose(worker, replace=died, spare=spare)
         self._advance()
 
     def tick(self) -> None:
@@ -335,14 +343,14 @@ class Supervisor:
                 by = self._clock() + self.limits.leave_s
                 self.members[worker].leave_by_s = by
 
-    def _lose(self, worker: int, *, replace: bool) -> None:
+    def _lose(self, worker: int, *, replace: bool, spare: bool) -> None:
         if worker in self.world and self.state in ("run", "pause"):
             self._abort(f"worker {worker} is gone")
         elif worker in self.world and self.state == "gather":
             self._do.fill(self.generation, [self.world.index(worker)])
             self._leave_at_once()
-        if replace and self._restarts > 0:
-            self._restarts -= 1
+        if replace and (spare or self._restarts > 0):
+            self._restarts -= 0 if spare else 1
             self._spawn()
         else:
             self.wanted = max(self.limits.least, min(self.wanted, len(self._staying())))

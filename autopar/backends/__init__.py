@@ -1,0 +1,1 @@
+"""Other people's clusters that runs of several processes use; each is an extra."""

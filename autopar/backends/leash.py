@@ -1,0 +1,27 @@
+"""Becomes a command that dies with the process that started it (Linux).
+
+Usage: python leash.py PID COMMAND [ARGUMENT]...
+It imports nothing of autopar, so that it starts at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+
+_SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of <linux/prctl.h>
+
+
+def main() -> None:
+    """Asks for the signal, and becomes the command."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
+    if os.getppid() != parent:
+        sys.exit(1)  # it died before it was asked
+    os.execv(command[0], command)
+
+
+if __name__ == "__main__":
+    main()

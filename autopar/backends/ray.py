@@ -1,0 +1,204 @@
+"""Runs the workers of `autopar run` as actors on a Ray cluster."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+import signal
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.backends.ray_nodes import Node, Places, alive
+from autopar.backends.ray_worker import ScriptActor
+from autopar.elastic.processes.launching import Reports
+from autopar.errors import PlanError
+
+_NAMESPACE = "autopar"
+_POLL_S = 1.0
+# One method runs the script; others are called meanwhile.
+_CALLS = 4
+_CPUS = 1.0
+
+
+class RayLauncher:
+    """Starts workers as actors, and follows the nodes that join and leave.
+
+    A node that joins takes a worker. The actors are detached: they survive this
+    process, as workers survive their supervisor.
+    """
+
+    def __init__(self, words: Sequence[str], processes: int, address: str = "") -> None:
+        """Connects to the cluster.
+
+        Args:
+          words: path of the script and its arguments.
+          processes: how many workers the run begins with.
+          address: of the cluster; '' for ``RAY_ADDRESS``, or that of this machine.
+
+        Raises:
+          PlanError: Ray is not installed, there is no cluster, or it is too small.
+        """
+        self._words = tuple(words)
+        self._ray = _ray()
+        _connect(self._ray, address or os.environ.get("RAY_ADDRESS") or "auto")
+        self._lock = threading.Lock()
+        self._places = Places()
+        self._begin_with(processes)
+        self._actors: dict[int, Any] = {}
+        self._closed = threading.Event()
+        self._run, self._reports = "", None
+
+    def begin(self, run: str, reports: Reports) -> None:
+        """See `Launcher`."""
+        self._run, self._reports = run, reports
+        threading.Thread(target=self._follow, daemon=True, name="nodes").start()
+
+    def start(self, worker: int, environment: Mapping[str, str]) -> int | None:
+        """See `Launcher`."""
+        with self._lock:
+            node = self._places.place(worker)
+        if node is None:
+            print(f"autopar: no node has room for worker {worker}.", file=sys.stderr)
+            self._report(worker, None, lost=False)
+            return None
+        strategy = self._ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
+            node.name, soft=False
+        )
+        actor = (
+            self._ray.remote(ScriptActor)
+            .options(
+                name=self._name(worker),
+                namespace=_NAMESPACE,
+                lifetime="detached",
+                max_concurrency=_CALLS,
+                max_restarts=0,
+                num_cpus=_CPUS,
+                scheduling_strategy=strategy,
+            )
+            .remote()
+        )
+        ending = actor.run.remote(self._words, os.getcwd(), dict(environment))
+        self._wait(worker, actor, ending)
+        return None
+
+    def watch(self, worker: int, pid: int | None) -> bool:
+        """See `Launcher`."""
+        del pid
+        try:
+            actor = self._ray.get_actor(self._name(worker), namespace=_NAMESPACE)
+        except ValueError:
+            return False
+        self._wait(worker, actor, actor.wait.remote())
+        return True
+
+    def signal(self, worker: int, number: int) -> None:
+        """See `Launcher`; SIGKILL ends the actor, which takes its script along."""
+        if (actor := self._actors.get(worker)) is None:
+            return
+        with contextlib.suppress(self._ray.exceptions.RayError, ValueError):
+            if number == signal.SIGKILL:
+                self._ray.kill(actor)
+            else:
+                actor.signal.remote(int(number))
+
+    def close(self) -> None:
+        """See `Launcher`."""
+        self._closed.set()
+        self._ray.shutdown()
+
+    def _name(self, worker: int) -> str:
+        return f"autopar-{self._run}-{worker}"
+
+    def _wait(self, worker: int, actor: Any, ending: Any) -> None:
+        """Reports the end of a script, or of its actor."""
+        self._actors[worker] = actor
+
+        def wait() -> None:
+            code, lost = self._ending(actor, ending)
+            with contextlib.suppress(Exception):
+                self._ray.kill(actor)  # it is detached, and holds a CPU
+            self._actors.pop(worker, None)
+            self._report(worker, code, lost=lost)
+
+        threading.Thread(target=wait, daemon=True).start()
+
+    def _ending(self, actor: Any, ending: Any) -> tuple[int | None, bool]:
+        """The exit status of a script, and whether its actor was lost."""
+        errors = self._ray.exceptions
+        while True:
+            try:
+                return int(self._ray.get(ending)), False
+            except errors.ActorUnavailableError:
+                ending = actor.wait.remote()  # it may be there again
+            except errors.RayTaskError as error:
+                print(f"autopar: {error.cause}", file=sys.stderr)
+                return 1, False
+            except errors.RayActorError as error:
+                if not error.actor_init_failed:
+                    return None, True
+                print(f"autopar: no actor starts: {error}", file=sys.stderr)
+                return 1, False
+            except errors.RayError:
+                return None, True
+
+    def _report(self, worker: int, code: int | None, *, lost: bool) -> None:
+        with self._lock:
+            spare = self._places.ended(worker, lost=lost)
+        assert self._reports is not None
+        self._reports.ended(worker, code, spare=spare)
+
+    def _follow(self) -> None:
+        """Tells of nodes that join; those that die are told of by their actors."""
+        while not self._closed.wait(_POLL_S):
+            # The cluster's head may be away for a while.
+            with contextlib.suppress(Exception):
+                nodes, _ = self._nodes()
+                with self._lock:
+                    new = self._places.update(nodes)
+                if new and self._reports is not None:
+                    self._reports.joined(new)
+
+    def _nodes(self) -> tuple[list[Node], int]:
+        here = self._ray.util.get_node_ip_address()
+        return alive(self._ray.nodes(), _CPUS, here)
+
+    def _begin_with(self, processes: int) -> None:
+        """Takes the nodes there are; raises an error where a run could not begin."""
+        nodes, elsewhere = self._nodes()
+        self._places.update(nodes)
+        room = sum(x.room for x in nodes)
+        far = f" {elsewhere} nodes are on other machines, which a run cannot use yet."
+        if room < processes:
+            raise PlanError(
+                f"the Ray cluster has room for {room} workers of {_CPUS:g} CPU each on "
+                f"this machine, and --processes asks for {processes}."
+                f"{far if elsewhere else ''} Add nodes, or ask for fewer."
+            )
+
+
+def _ray() -> Any:
+    try:
+        # By name, when a run asks for it: Ray is an extra.
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise PlanError(
+            "Ray is not installed: pip install 'autopar[ray]', here and on every node."
+        ) from error
+
+
+def _connect(ray: Any, address: str) -> None:
+    if address.startswith("ray://"):
+        raise PlanError(
+            f"{address} is that of a Ray client: run this command on a node of the "
+            "cluster, with --address auto or HOST:PORT of its head."
+        )
+    try:
+        ray.init(address=address, namespace=_NAMESPACE, logging_level="warning")
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise PlanError(
+            f"no Ray cluster at {address}: {error} Start one with `ray start --head`, "
+            "or give its --address."
+        ) from error

@@ -1,0 +1,94 @@
+"""The actor that runs one worker of a run on a node of a Ray cluster.
+
+The script is a child of the actor, and not run inside it: a script that crashes leaves
+the actor to report how, and an actor that dies with its node takes its child along.
+"""
+
+from __future__ import annotations
+
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+
+from autopar.backends import leash
+
+# How long an actor whose script has ended waits to be asked how.
+_ASKED_S = 120.0
+# Variables that say where a machine has its things, or what Ray gave the actor.
+_OF_MACHINE = ("HOME", "HOSTNAME", "LD_LIBRARY_PATH", "PATH", "TMPDIR", "USER")
+_OF_RAY = ("RAY_", "CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "ROCR_VISIBLE_DEVICES")
+
+
+class ScriptActor:
+    """Runs the script once; a plain class, which `ray.remote` makes an actor's."""
+
+    def __init__(self) -> None:
+        """Runs nothing yet."""
+        self._child: subprocess.Popen[bytes] | None = None
+        self._ended = threading.Event()
+
+    def run(
+        self, words: Sequence[str], folder: str, environment: Mapping[str, str]
+    ) -> int:
+        """Runs the script to its end.
+
+        Args:
+          words: path of the script and its arguments.
+          folder: where it runs.
+          environment: the variables of a worker.
+
+        Returns:
+          The exit status; negative for a signal.
+
+        Raises:
+          FileNotFoundError: this node has no such script or folder.
+        """
+        for path in (folder, os.path.join(folder, words[0])):
+            if not pathlib.Path(path).exists():
+                raise FileNotFoundError(
+                    f"there is no {path} on node {os.uname().nodename}: scripts and "
+                    "folders of a run must be at the same place on every node."
+                )
+        # The thread that starts a child must live as long as the child does.
+        self._child = subprocess.Popen(
+            [sys.executable, leash.__file__, str(os.getpid()), sys.executable, *words],
+            cwd=folder,
+            env=merged(os.environ, environment),
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        code = self._child.wait()
+        self._ended.set()
+        timer = threading.Timer(_ASKED_S, os._exit, (0,))
+        timer.daemon = True
+        timer.start()
+        return code
+
+    def wait(self) -> int:
+        """Waits for the end of the script; returns the exit status."""
+        self._ended.wait()
+        assert self._child is not None
+        return self._child.wait()
+
+    def signal(self, number: int) -> None:
+        """Sends the script a signal."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.Signals(number))
+
+
+def merged(node: Mapping[str, str], given: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a worker: as given, on the machine of a node.
+
+    >>> merged({"PATH": "/node", "RAY_JOB_ID": "1"}, {"PATH": "/here", "SEED": "2"})
+    {'PATH': '/node', 'RAY_JOB_ID': '1', 'SEED': '2'}
+    """
+    taken = {
+        name: value
+        for name, value in given.items()
+        if name not in _OF_MACHINE and not name.startswith(_OF_RAY)
+    }
+    return {**node, **taken}

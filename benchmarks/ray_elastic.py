@@ -1,0 +1,198 @@
+"""A raylet is killed and one is added while a script trains on a Ray cluster.
+
+Usage: python benchmarks/ray_elastic.py [--steps 600]
+
+The cluster is a local one of several raylets. Prints the pauses of the training, and
+how far its losses are from those of the same script alone; exits with 1 where the run
+does not finish, a step is missing, or a loss differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from typing import Any
+
+import ray
+from ray import cluster_utils
+from soak import losses, plain_losses
+
+SCRIPT = pathlib.Path(__file__).parent / "ray_script.py"
+LIMIT_S = 240.0
+_STARTS = 4
+# Steps take so long until the last node has joined; the run must not end before.
+SLOW_S = 0.25
+# Roundings differ, as worlds of other sizes add up in another order.
+TOLERANCE = 1e-4
+
+
+class RayRun:
+    """A run on a Ray cluster of this machine."""
+
+    def __init__(self, folder: pathlib.Path, steps: int, nodes: int = 2) -> None:
+        """Starts a head that takes no workers, nodes of one CPU, and the run.
+
+        Args:
+          folder: for the files of the run.
+          steps: how many steps it does.
+          nodes: how many nodes and workers it begins with.
+        """
+        self.folder = folder
+        self.cluster = cluster_utils.Cluster()
+        self.nodes: list[Any] = []
+        self.add(num_cpus=0, include_dashboard=False)
+        for _ in range(nodes):
+            self.add()
+        self.pace(SLOW_S)
+        words = [f"--processes={nodes}", f"--max={nodes + 1}", f"--folder={folder}"]
+        words += ["--backend=ray", f"--address={self.cluster.address}", "--no-ahead"]
+        words += [str(SCRIPT), str(folder / "losses"), str(steps)]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "autopar", "run", *words],
+            stdout=open(folder / "output", "w"),  # noqa: SIM115 (for the child)
+            stderr=subprocess.STDOUT,
+        )
+
+    def pace(self, seconds: float) -> None:
+        """Lets every step take so long."""
+        new = self.folder / "pace.new"
+        new.write_text(str(seconds))
+        new.replace(self.folder / "pace")
+
+    def add(self, **options: Any) -> None:
+        """Adds a raylet; the first one is the head.
+
+        Raises:
+          Exception: of Ray, where none starts. A raylet gives up after 15 s, which a
+            busy machine may need more than once.
+        """
+        for attempt in range(_STARTS):
+            try:
+                self.nodes.append(self.cluster.add_node(**{"num_cpus": 1, **options}))
+                return
+            except Exception:
+                if attempt + 1 == _STARTS:
+                    raise
+
+    def kill(self, node: Any) -> None:
+        """Kills a raylet by SIGKILL."""
+        for info in node.all_processes["raylet"]:
+            os.kill(info.process.pid, signal.SIGKILL)
+
+    def worlds(self) -> list[tuple[float, list[int]]]:
+        """When each world had the state, and its workers."""
+        found: list[tuple[float, list[int]]] = []
+        forming: list[int] = []
+        for line in self.log():
+            if line["event"] == "form":
+                forming = line["workers"]
+            elif line["event"] == "formed":
+                found.append((line["time_s"], forming))
+        return found
+
+    def log(self) -> list[dict[str, Any]]:
+        """The supervisor's log."""
+        try:
+            lines = (self.folder / "log.jsonl").read_text().splitlines()
+        except OSError:
+            return []
+        return [json.loads(line) for line in lines if line.endswith("}")]
+
+    def wait(self, done: Callable[[], bool]) -> None:
+        """Waits until something is so.
+
+        Raises:
+          RuntimeError: the run ended, or it takes too long.
+        """
+        end = time.time() + LIMIT_S
+        while not done():
+            if time.time() > end or self.process.poll() is not None:
+                raise RuntimeError((self.folder / "output").read_text())
+            time.sleep(0.02)
+
+    def trains(self, world: list[int]) -> bool:
+        """Whether these workers train together, and have done some steps."""
+        worlds = self.worlds()
+        if not worlds or worlds[-1][1] != world:
+            return False
+        return sum(x[2] > worlds[-1][0] for x in losses(self.folder)) >= 4
+
+    def close(self) -> None:
+        """Ends the run and the cluster."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        self.cluster.shutdown()
+
+
+def longest_pause(
+    steps: list[tuple[int, float, float]], begin_s: float, end_s: float
+) -> float:
+    """The longest time between the ends of two steps of a stretch."""
+    times = [x[2] for x in steps if begin_s < x[2] < end_s]
+    return max(b - a for a, b in itertools.pairwise(times))
+
+
+def main() -> None:
+    """Runs and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = given.keep or pathlib.Path(temporary)
+        folder.mkdir(parents=True, exist_ok=True)
+        run = RayRun(folder, given.steps)
+        try:
+            run.wait(lambda: run.trains([0, 1]))
+            killed_s = time.time()
+            run.kill(run.nodes[1])
+            run.wait(lambda: len(run.worlds()[-1][1]) == 1)
+            run.wait(lambda: run.trains(run.worlds()[-1][1]))
+            run.add()
+            added_s = time.time()
+            run.wait(lambda: run.trains([*run.worlds()[1][1], 2]))
+            run.pace(0.0)
+            code = run.process.wait(LIMIT_S)
+        finally:
+            run.close()
+        sys.exit(report(run, given.steps, code, killed_s, added_s))
+
+
+def report(run: RayRun, count: int, code: int, killed_s: float, added_s: float) -> int:
+    """Prints what was found; returns the exit code."""
+    steps = losses(run.folder)
+    plain = plain_losses(run.folder, count)
+    worst = max(abs(x[1] - plain[x[0]]) / abs(plain[x[0]]) for x in steps)
+    missing = len(set(range(count)) - {x[0] for x in steps})
+    formed = run.worlds()[-1][0]
+    gone = next(x["time_s"] for x in run.log() if x["event"] == "gone")
+    joined = [x["time_s"] for x in run.log() if x["event"] == "start"][-1]
+    result = {
+        "ray": ray.__version__,
+        "exit_code": code,
+        "worlds": [x[1] for x in run.worlds()],
+        "missing_steps": missing,
+        "worst_relative_difference_of_losses": worst,
+        "kill_to_worker_gone_s": round(gone - killed_s, 3),
+        "pause_at_loss_s": round(longest_pause(steps, killed_s, added_s), 3),
+        "pause_at_join_s": round(
+            longest_pause(steps, joined, run.worlds()[-1][0] + 5), 3
+        ),
+        "worker_started_to_world_s": round(formed - joined, 3),
+    }
+    print(json.dumps(result, indent=1))
+    return 0 if code == 0 and not missing and worst < TOLERANCE else 1
+
+
+if __name__ == "__main__":
+    main()

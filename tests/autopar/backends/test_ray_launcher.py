@@ -1,0 +1,222 @@
+"""What a launcher asks of Ray, which is imitated; `test_ray_run.py` has a real one."""
+
+from __future__ import annotations
+
+import queue
+import signal
+import sys
+import types
+from typing import Any
+
+import pytest
+
+from autopar.backends import ray as backend
+from autopar.errors import PlanError
+
+
+class RayError(Exception): ...
+
+
+class RayTaskError(RayError):
+    cause: BaseException = FileNotFoundError("there is no script")
+
+
+class RayActorError(RayError):
+    actor_init_failed = False
+
+
+class ActorUnavailableError(RayActorError): ...
+
+
+class Actor:
+    """An actor whose script ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.ends: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.signals: list[int] = []
+        self.options: dict[str, Any] = {}
+        self.run = types.SimpleNamespace(remote=lambda *_: self)
+        self.wait = types.SimpleNamespace(remote=lambda: self)
+        self.signal = types.SimpleNamespace(remote=self.signals.append)
+
+
+class Ray(types.ModuleType):
+    """A cluster of nodes of one CPU."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__("ray")
+        self.count, self.killed = count, list[Actor]()
+        self.actors: dict[str, Actor] = {}
+        errors = (RayError, RayTaskError, RayActorError, ActorUnavailableError)
+        self.exceptions = types.SimpleNamespace(**{x.__name__: x for x in errors})
+        strategies = types.SimpleNamespace(
+            NodeAffinitySchedulingStrategy=lambda name, soft: name
+        )
+        self.machine = "10.0.0.1"
+        self.util = types.SimpleNamespace(
+            scheduling_strategies=strategies, get_node_ip_address=lambda: self.machine
+        )
+
+    def init(self, address: str, **options: Any) -> None:
+        if address == "nowhere:1":
+            raise ConnectionError("nobody answers.")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return [
+            {
+                "NodeID": f"node {k}",
+                "Alive": True,
+                "NodeManagerAddress": "10.0.0.1",
+                "Resources": {"CPU": 1.0},
+            }
+            for k in range(self.count)
+        ]
+
+    def remote(self, kind: type) -> Any:
+        def made(**options: Any) -> Any:
+            actor = self.actors[options["name"]] = Actor()
+            actor.options = options
+            return types.SimpleNamespace(remote=lambda: actor)
+
+        return types.SimpleNamespace(options=made)
+
+    def get_actor(self, name: str, namespace: str) -> Actor:
+        if name not in self.actors:
+            raise ValueError(name)
+        return self.actors[name]
+
+    def get(self, actor: Actor) -> int:
+        end = actor.ends.get(timeout=60)
+        if isinstance(end, Exception):
+            raise end
+        return end
+
+    def kill(self, actor: Actor) -> None:
+        if actor not in self.killed:
+            self.killed.append(actor)
+            actor.ends.put(RayActorError("killed"))
+
+    def shutdown(self) -> None:
+        pass
+
+
+class Reports:
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+        self.told.put((worker, code, spare))
+
+    def joined(self, machines: int) -> None:
+        self.told.put(machines)
+
+
+@pytest.fixture
+def ray(monkeypatch: pytest.MonkeyPatch) -> Ray:
+    made = Ray(2)
+    monkeypatch.setitem(sys.modules, "ray", made)
+    monkeypatch.setattr(backend, "_POLL_S", 0.01)
+    return made
+
+
+def launcher(processes: int = 1) -> tuple[backend.RayLauncher, Reports]:
+    made, reports = backend.RayLauncher(["train.py"], processes), Reports()
+    made.begin("run", reports)
+    return made, reports
+
+
+@pytest.mark.parametrize(
+    ("end", "report"),
+    [
+        (0, (0, 0, False)),
+        (-9, (0, -9, False)),
+        (RayTaskError("no script"), (0, 1, False)),
+        (RayActorError("the node died"), (0, None, True)),
+    ],
+)
+def test_ends_are_reported(ray: Ray, end: Any, report: Any) -> None:
+    """A worker whose actor died may be replaced by the node that has none."""
+    made, reports = launcher()
+    made.start(0, {})
+    actor = ray.actors["autopar-run-0"]
+    assert actor.options["lifetime"] == "detached"
+    actor.ends.put(end)
+    assert reports.told.get(timeout=60) == report
+    assert ray.killed == [actor]  # it holds a CPU
+    made.close()
+
+
+def test_an_actor_that_is_away_for_a_while_has_not_ended(ray: Ray) -> None:
+    made, reports = launcher()
+    made.start(0, {})
+    actor = ray.actors["autopar-run-0"]
+    actor.ends.put(ActorUnavailableError("no answer"))
+    actor.ends.put(3)
+    assert reports.told.get(timeout=60) == (0, 3, False)
+    made.close()
+
+
+def test_workers_have_nodes_of_their_own(ray: Ray) -> None:
+    made, reports = launcher(2)
+    for worker in range(3):
+        made.start(worker, {})
+    nodes = [x.options["scheduling_strategy"] for x in ray.actors.values()]
+    assert sorted(nodes) == ["node 0", "node 1"]
+    assert reports.told.get(timeout=60) == (2, None, False)
+    made.close()
+
+
+def test_nodes_that_join_are_told(ray: Ray) -> None:
+    made, reports = launcher()
+    ray.count = 4
+    assert reports.told.get(timeout=60) == 2
+    made.close()
+
+
+def test_kills_end_the_actor_and_other_signals_reach_the_script(ray: Ray) -> None:
+    made, reports = launcher()
+    made.start(0, {})
+    actor = ray.actors["autopar-run-0"]
+    made.signal(0, signal.SIGTERM)
+    assert (actor.signals, ray.killed) == ([signal.SIGTERM], [])
+    made.signal(0, signal.SIGKILL)
+    assert reports.told.get(timeout=60) == (0, None, True)
+    made.signal(0, signal.SIGKILL)  # it is gone
+    made.close()
+
+
+def test_workers_of_an_earlier_supervisor_are_found(ray: Ray) -> None:
+    ray.actors["autopar-run-3"] = Actor()
+    made, reports = launcher()
+    assert made.watch(3, None)
+    assert not made.watch(4, None)
+    ray.actors["autopar-run-3"].ends.put(0)
+    assert reports.told.get(timeout=60) == (3, 0, False)
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("processes", "address", "says"),
+    [
+        (3, "", "room for 2 workers .* on this machine, and --processes asks for 3"),
+        (1, "ray://head:10001", "that of a Ray client"),
+        (1, "nowhere:1", "no Ray cluster at nowhere:1: nobody answers"),
+    ],
+)
+def test_clusters_that_cannot_run_it(
+    ray: Ray, processes: int, address: str, says: str
+) -> None:
+    with pytest.raises(PlanError, match=says):
+        backend.RayLauncher(["train.py"], processes, address)
+
+
+def test_a_cluster_of_other_machines(ray: Ray) -> None:
+    ray.machine = "10.0.0.2"
+    with pytest.raises(PlanError, match="2 nodes are on other machines"):
+        backend.RayLauncher(["train.py"], 1)
+
+
+def test_without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(PlanError, match=r"pip install 'autopar\[ray\]'"):
+        backend.RayLauncher(["train.py"], 1)

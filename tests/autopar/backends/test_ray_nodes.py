@@ -1,0 +1,92 @@
+"""Which node takes the next worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.backends.ray_nodes import Node, Places, alive
+
+
+def nodes(*names: str, room: int = 1) -> list[Node]:
+    return [Node(name=name, address="10.0.0.1", room=room) for name in names]
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def names(places: Places, *workers: int) -> list[str | None]:
+    found = [places.place(worker) for worker in workers]
+    return [None if node is None else node.name for node in found]
+
+
+def listed(
+    name: str, alive: bool, address: str = "10.0.0.1", **resources: float
+) -> dict[str, Any]:
+    return {
+        "NodeID": name,
+        "Alive": alive,
+        "NodeManagerAddress": address,
+        "Resources": resources,
+    }
+
+
+def test_dead_nodes_and_those_without_cpus_take_none() -> None:
+    found = alive(
+        [
+            listed("head", True, memory=1e9),
+            listed("dead", False, CPU=4.0),
+            listed("small", True, CPU=1.5),
+            listed("large", True, CPU=4.0),
+            listed("far", True, "10.0.0.2", CPU=4.0),
+        ],
+        cpus=2.0,
+        address="10.0.0.1",
+    )
+    assert found == ([Node(name="large", address="10.0.0.1", room=2)], 1)
+
+
+def test_workers_spread_over_nodes_until_there_is_no_room() -> None:
+    places = Places()
+    assert places.update(nodes("a", "b", room=2)) == 2
+    assert sorted(names(places, 0, 1)) == ["a", "b"]
+    assert sorted(names(places, 2, 3)) == ["a", "b"]
+    assert names(places, 4) == [None]
+
+
+def test_only_new_nodes_are_told() -> None:
+    places = Places()
+    places.update(nodes("a", "b"))
+    assert places.update(nodes("a")) == 0
+    assert places.update(nodes("a", "b", "c")) == 1
+
+
+def test_a_node_that_lost_a_worker_is_left_alone_for_a_while() -> None:
+    clock = Clock()
+    places = Places(clock)
+    places.update(nodes("a"))
+    assert names(places, 0) == ["a"]
+    assert not places.ended(0, lost=True)
+    assert names(places, 1) == [None]
+    clock.now += 31
+    assert names(places, 2) == ["a"]
+
+
+def test_a_node_that_had_no_worker_is_a_spare_once() -> None:
+    places = Places()
+    places.update(nodes("a", "b"))
+    assert names(places, 0) == ["a"]
+    assert places.ended(0, lost=True)
+    assert names(places, 1) == ["b"]
+    assert not places.ended(1, lost=True)
+
+
+def test_a_script_that_ended_needs_no_spare() -> None:
+    places = Places()
+    places.update(nodes("a", "b"))
+    assert names(places, 0) == ["a"]
+    assert not places.ended(0, lost=False)
+    assert names(places, 1) == ["a"]
