@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import statistics
 import sys
@@ -29,7 +30,7 @@ from autopar.goodput import (
 )
 
 sys.path.insert(0, str(workloads.EXAMPLES_DIR))
-import example_data
+example_data: Any = importlib.import_module("example_data")
 
 BASE, WORKERS, CONTEXT, WIDTH, VOCAB = 32, 4, 8, 96, 128
 # Steps of the base training after which its loss is the level.
