@@ -6,7 +6,7 @@
 
 ``norms``: residual layers under plans for 8 simulated devices. One device computes the
 gradients of single rows and adds them up over the groups of each plan. The table shows
-how far the step's own sum of squared norms, and squared norm of the mean, are from it.
+how far the step's sum of squared norms, and squared norm of the mean, are from that.
 
 ``overhead``: CPU seconds of a step that measures and of one that does not, in turns.
 

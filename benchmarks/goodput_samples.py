@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib
 import math
 import statistics
 import sys
@@ -29,7 +30,7 @@ from autopar.goodput import (
 )
 
 sys.path.insert(0, str(workloads.EXAMPLES_DIR))
-import example_data
+example_data: Any = importlib.import_module("example_data")
 
 BASE, WORKERS, CONTEXT, WIDTH, VOCAB = 32, 4, 8, 96, 128
 # Steps of the base training after which its loss is the level.
@@ -43,12 +44,14 @@ CODECS = (
     "topk:ratio=0.05",
 )
 UNBIASED = ("dense", "int8:rounding=stochastic", "randk:unbiased=true,ratio=0.25")
+CLUSTER = f"{WORKERS}x1:cpu,network=100Gb/s"
 PINS = {"batch/*": PartitionSpec("data"), "state/*": PartitionSpec()}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the options of this row."""
     parser.add_argument("--optimizer", choices=tuple(RATES), default="sgd")
+    parser.add_argument("--rate", type=float, help="the learning rate of M0 rows")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--batches", default="32,64,128,256")
     parser.add_argument("--codecs", default=";".join(CODECS), help="with ; between")
@@ -107,15 +110,23 @@ class Curve:
 class Trainer:
     """Trains with any batch and codec; programs are compiled once."""
 
-    def __init__(self, optimizer: str) -> None:
-        """Compiles nothing yet."""
+    def __init__(self, optimizer: str, rate: float | None = None) -> None:
+        """Plans for the data-parallel layouts that all trainings have."""
         rule = "adascale" if optimizer == "sgd" else "adascale-root"
-        base = getattr(optax, optimizer)(RATES[optimizer])
+        base = getattr(optax, optimizer)(rate or RATES[optimizer])
         self.tx = scaled(base, rule, base_batch=BASE)
         self.adam = optimizer != "sgd"
         self.evaluate = jax.jit(loss_of)
         self.held_out = rows(4096, 10**6, 0)
         self._runs: dict[str, Any] = {}
+        self.layouts = autopar.plan(
+            self.step,
+            self.state(0),
+            rows(4096, 0, 0),
+            cluster=CLUSTER,
+            axis_names=("data",),
+            pins=PINS,
+        )
 
     def step(self, state: Any, batch: Any) -> Any:
         """One step."""
@@ -149,9 +160,8 @@ class Trainer:
         )
         return autopar.parallelize(
             train,
-            cluster=f"{WORKERS}x1:cpu,network=100Gb/s",
-            axis_names=("data",),
-            pins=PINS,
+            cluster=CLUSTER,
+            layouts=self.layouts,
             noise_scale=noise,
             compression="none" if codec == "dense" else codec,
             programs=16,
@@ -184,6 +194,8 @@ class Trainer:
                 state = told(state, batch=batch, phi=0.0, error=CodecError())
             state, loss = run(state, rows(batch, seed, k))
             jax.block_until_ready(loss)
+        if run.noise_scale.groups != WORKERS:
+            raise RuntimeError("the plan is not data parallel")
         reports = {} if codec == "dense" else run.telemetry
         return Curve(batch, *curve, codec_error(run.noise_scale, reports, WORKERS))
 
@@ -206,7 +218,7 @@ def predicted(base: Curve, level: float, batch: int, error: CodecError) -> float
 
 def table(given: argparse.Namespace) -> None:
     """Prints predicted over realised rows for each batch and codec."""
-    trainer, seeds = Trainer(given.optimizer), range(given.seeds)
+    trainer, seeds = Trainer(given.optimizer, given.rate), range(given.seeds)
     exact = CodecError()
     bases = [trainer.train("dense", BASE, s, exact, -1.0, STEPS + 1) for s in seeds]
     level = statistics.fmean(c.losses[-1] for c in bases)

@@ -79,6 +79,11 @@ class NoiseRun:
             check(state)
         self._saved, self._state, self._owner = state, None, None
 
+    def start_anew(self) -> None:
+        """Forgets what steps have left; what was assigned and not yet used stays."""
+        if self._state is not None:
+            self._state, self._owner = None, None
+
     def scale(self) -> NoiseScale:
         """The noise scale after the last step.
 

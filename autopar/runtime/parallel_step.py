@@ -141,8 +141,8 @@ class ParallelStep(Generic[P, R]):
 
         With an example ``batch`` (or a plan given to `autopar.parallelize`) the
         state lies as the plan wants it. Without, it is split evenly and moved on the
-        first call. Codecs start anew with it: residuals of earlier steps are not
-        sent to a new state.
+        first call. Codecs and the noise scale start anew with it: residuals of earlier
+        steps are not sent to a new state.
 
         Args:
           create_state: makes the state (for NNX: the model and optimizer). A plain
@@ -173,6 +173,7 @@ class ParallelStep(Generic[P, R]):
                 )
             made = placement.create(creation.leaves_of(create_state), args, shardings)
         self._codecs.start_anew()
+        self._noise.start_anew()
         return shapes.state(made)
 
     @property

@@ -18,7 +18,7 @@ from autopar.planner.codecs.sites import gradients_of, updated_parameters
 from autopar.steps.analysis import Analysis
 from autopar.steps.labels import BATCH
 from autopar.steps.microbatches import batch_dims
-from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.microbatches.microbatched import Combine
 from autopar_passes.program.equations import walk
@@ -89,15 +89,27 @@ def find_sources(assignment: Assignment) -> Sources:
     """
     analysis = assignment.analysis
     rows = batch_rows(analysis)
-    parameters = [
-        i.path for i in analysis.graph.inputs if i.role is InputRole.PARAMETER
-    ]
+    parameters = trained(analysis.graph)
     names = updated_parameters(analysis.graph, list(_candidates(analysis)))
     alone = alone_in(names)
     micro = _micro_values(analysis)
     found = [_source(assignment, v, name, micro, rows) for v, name in alone.items()]
     left = tuple(name for name in parameters if name not in alone.values())
     return Sources(tuple(found), left, rows)
+
+
+def trained(graph: OperatorGraph) -> list[str]:
+    """Paths of the parameters that a step changes.
+
+    Numbers that come back as they are, such as a learning rate beside the moments,
+    are none.
+    """
+    return [
+        given.path
+        for given in graph.inputs
+        if given.role is InputRole.PARAMETER
+        and graph.outputs[given.output] != given.value
+    ]
 
 
 def alone_in(names: dict[int, str]) -> dict[int, str]:

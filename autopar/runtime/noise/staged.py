@@ -29,9 +29,9 @@ from autopar.runtime.noise.sources import (
     alone_in,
     bare_of,
     replicas_of,
+    trained,
 )
 from autopar.steps.stages import CutStep
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.microbatches.microbatched import Combine
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 
@@ -208,9 +208,7 @@ _SHARES = (Combine.SUM, Combine.MEAN)
 
 def _left_out(cut: CutStep, found: Sequence[Source]) -> tuple[str, ...]:
     known = {source.name for source in found}
-    inputs = cut.analysis.graph.inputs
-    parameters = [i.path for i in inputs if i.role is InputRole.PARAMETER]
-    return tuple(path for path in parameters if path not in known)
+    return tuple(path for path in trained(cut.analysis.graph) if path not in known)
 
 
 def _reader(cut: CutStep, value: int) -> TaskKey | None:

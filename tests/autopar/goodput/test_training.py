@@ -54,6 +54,7 @@ def test_the_rate_follows_a_batch_that_grows() -> None:
         assert float(loss) == pytest.approx(float(expected), rel=1e-5)
     assert progress(state) == pytest.approx(worth, rel=1e-5)
     assert BASE < progress(state) < 6 * BASE
+    assert (run.noise_scale.biased, run.noise_scale.left_out) == (False, ())
     np.testing.assert_allclose(state[0]["up"], plain[0]["up"], rtol=1e-4, atol=1e-6)
 
 

@@ -52,6 +52,17 @@ def test_a_replan_keeps_the_averages() -> None:
     assert run.noise_scale.steps == 3
 
 
+def test_a_new_state_starts_anew() -> None:
+    run = cases.parallel(**DATA)
+    trained(run, cases.state(), range(2))
+    w = run.init(cases.state)
+    with pytest.raises(PlanError, match="no step has measured"):
+        _ = run.noise_scale
+    trained(run, w, range(1))
+
+    assert run.noise_scale.steps == 1
+
+
 def test_steps_that_are_not_finite_are_skipped() -> None:
     run = cases.parallel(**DATA)
     w = trained(run, cases.state(), range(2))
