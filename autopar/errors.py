@@ -10,6 +10,7 @@ All are ``ValueError``s::
         │   └── InfeasibleError   no plan fits the memory of a device
         ├── TargetError       a command-line target cannot be loaded
         ├── CompileError      the compiler of an accelerator refuses a step
+        ├── ScheduleError     a trace, a table of jobs or an allocation is wrong
         └── StageError        a task of a pipeline failed
 """
 
@@ -29,6 +30,7 @@ __all__ = [
     "CompileError",
     "InfeasibleError",
     "PlanError",
+    "ScheduleError",
     "StageError",
     "TargetError",
     "TraceError",
@@ -62,6 +64,10 @@ class TargetError(AutoparError):
 
 class CompileError(AutoparError):
     """The compiler of an accelerator refuses a program, or ends without a word."""
+
+
+class ScheduleError(AutoparError):
+    """A trace, a table of jobs, a curve or an allocation is wrong; names the row."""
 
 
 class StageError(AutoparError):
