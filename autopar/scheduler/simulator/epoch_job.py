@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 
 import numpy as np
 
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job, JobView, Linear, Oracle
+from autopar.scheduler.models import pollux_form
 from autopar.scheduler.models.goodput import GoodputCurve, Limits, StepModel
-from autopar.scheduler.models.pollux_form import Samples, fit
+from autopar.scheduler.models.pollux_form import Samples
 from autopar.scheduler.nodes import spread_nodes
 from autopar.scheduler.policies.base import Adapts
 from autopar.scheduler.simulator.application import Application
+
+Fit = Callable[[Samples], StepModel]
+"""Makes a model of a step's seconds from measured steps."""
 
 _MOST_DEVICES = 64  # the published tables end there
 
@@ -31,8 +36,10 @@ class EpochJob:
         adapts: Adapts,
         restart_s: float,
         per_node: int,
+        fit: Fit = pollux_form.fit,
     ) -> None:
         """Nothing has run."""
+        self._fit = fit
         self.job, self.application = job, application
         self.completed_s: float | None = None
         self.placement: tuple[int, ...] = ()
@@ -125,7 +132,8 @@ class EpochJob:
 
     def _curve(self) -> GoodputCurve:
         if self._times is None or self._fitted != len(self._profile):
-            self._times, self._fitted = fit(_samples(self._profile)), len(self._profile)
+            self._times = self._fit(_samples(self._profile))
+            self._fitted = len(self._profile)
             self._forget_curve()
         if self._curve_now is None:
             assert self._noise is not None

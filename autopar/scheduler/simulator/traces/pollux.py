@@ -7,10 +7,11 @@ from collections.abc import Mapping
 
 from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job
+from autopar.scheduler.models import pollux_form
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts
 from autopar.scheduler.simulator.application import Application
-from autopar.scheduler.simulator.epoch_job import EpochJob
+from autopar.scheduler.simulator.epoch_job import EpochJob, Fit
 from autopar.scheduler.simulator.tables import read_rows
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
@@ -81,6 +82,7 @@ def running(
     nodes: Nodes,
     adapts: Adapts,
     restart_s: float = RESTART_S,
+    fit: Fit = pollux_form.fit,
 ) -> list[EpochJob]:
     """The jobs, ready to be simulated.
 
@@ -100,5 +102,5 @@ def running(
                 application.completion_epoch(job.batch)
             except ScheduleError as error:
                 raise ScheduleError(f"{where}: {error}") from None
-        made.append(EpochJob(job, application, adapts, restart_s, nodes.widest))
+        made.append(EpochJob(job, application, adapts, restart_s, nodes.widest, fit))
     return made
