@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 import numpy as np
@@ -94,6 +94,13 @@ class Oracle:
     step_s: tuple[float, ...]
 
 
+Shape = tuple[int, int]
+"""How many nodes and how many devices a job has."""
+
+MoveSeconds = Callable[[Shape, Shape], float]
+"""Seconds of a move from one shape to another."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     """What a policy sees of a job that waits or runs.
@@ -114,6 +121,8 @@ class JobView:
       restart_s: seconds that a move takes.
       guaranteed: whether it must run at least as fast as on what it asks for.
       oracle: only for a policy that is named an oracle.
+      by_kind: its curve on kinds of devices; `curve` on those that are missing.
+      moves: seconds of a move by what it moves from and to; `restart_s` where None.
     """
 
     name: str
@@ -131,6 +140,18 @@ class JobView:
     restart_s: float
     guaranteed: bool = False
     oracle: Oracle | None = None
+    by_kind: Mapping[str, Curve] = dataclasses.field(default_factory=dict[str, Curve])
+    moves: MoveSeconds | None = None
+
+    def on(self, kind: str) -> Curve:
+        """Its curve on devices of a kind."""
+        return self.by_kind.get(kind, self.curve)
+
+    def move_s(self, old: Shape, new: Shape) -> float:
+        """Seconds of a move from a shape, (0, 0) for none, to another."""
+        if self.moves is None or old == (0, 0):
+            return self.restart_s
+        return self.moves(old, new)
 
 
 Views = Mapping[str, JobView]

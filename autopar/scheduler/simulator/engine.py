@@ -195,8 +195,9 @@ class _Simulation:
     def _step(self) -> None:
         seconds = self._options.interval_s
         slowed = self._interfering()
-        for name in self._current:
-            self._advance(self._jobs[name], seconds, slowed)
+        for job in self._open():
+            if job.placement:
+                self._advance(job, seconds, slowed)
         self._now_s += seconds
         self._leave_and_join()
         views = self._views()
