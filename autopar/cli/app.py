@@ -25,6 +25,7 @@ from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
+from autopar.cli.commands.simulate import simulate
 from autopar.cli.commands.sweep import sweep
 from autopar.cli.interrupts import STOPPED, stoppable
 from autopar.cli.output import Result, Stdout
@@ -38,6 +39,7 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     audit,
     compare,
     sweep,
+    simulate,
     diff,
     profile,
     doctor,

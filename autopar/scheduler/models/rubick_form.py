@@ -30,7 +30,7 @@ class Program:
       k: (bwd, sync, opt, opt_off, const, off, swap).
       scaled: by how much a forward pass is faster on 2, 4 and 8 devices; () for
         as many times.
-      most: samples of a device that fit, with offloading, with sharded state, and plain.
+      most: samples of a device that fit: with offloading, with sharded state, plain.
     """
 
     batch: int

@@ -11,6 +11,7 @@ its gain counts. The allocation problem is solved to a stated gap.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 
 import numpy as np
@@ -36,7 +37,9 @@ class Settings:
       least: a speed-up that counts as none.
       shortness: exponent of the work that is left in the weight; 0 ignores it.
       known_s: seconds on one device that are added to what is left.
-      horizon_s: a move's gain counts over so many seconds.
+      events_s: seconds between events that make a job move. Its gain counts over the
+        geometric mean of these and of the seconds of a move (as in Young's interval of
+        checkpoints).
       growth: how often more devices than it ran on a job may get at once.
       first: the most devices of a job that was not measured.
       learns: whether jobs that ended tell what is left of others of their program.
@@ -48,7 +51,7 @@ class Settings:
     least: float = 0.2
     shortness: float = 0.5
     known_s: float = 800.0
-    horizon_s: float = 200.0
+    events_s: float = 960.0
     growth: int = 4
     first: int = 1
     learns: bool = True
@@ -198,7 +201,8 @@ class Goodput:
 
     def _utility(self, speedup: float, move_s: float) -> float:
         set_ = self._settings
-        kept = max(1.0 - move_s / set_.horizon_s, 0.0)
+        horizon_s = math.sqrt(set_.events_s * move_s)
+        kept = horizon_s / (horizon_s + move_s) if move_s else 1.0
         value = max(speedup * kept, set_.least) ** set_.concavity
         return value - set_.least**set_.concavity
 

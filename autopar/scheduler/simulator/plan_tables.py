@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import dataclasses
 import pathlib
 
 import numpy as np
@@ -15,6 +16,30 @@ Placement = tuple[int, ...]
 COLUMNS = ("exec_plan", "placement", "iter_time")
 PLAIN = "ga"
 """The plan whose seconds stand for those of a plan that was not measured."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PlanCurve:
+    """Steps per second with the best plan that was measured, by configuration.
+
+    Attributes:
+      best: plan and seconds of a step by (nodes, devices).
+    """
+
+    best: dict[tuple[int, int], tuple[str, float]]
+
+    def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
+        """Steps per second; 0 where nothing was measured."""
+        pairs = np.broadcast(nodes, devices)
+        found = [
+            1 / self.best[int(n), int(d)][1] if (int(n), int(d)) in self.best else 0.0
+            for n, d in pairs
+        ]
+        return np.array(found).reshape(pairs.shape)
+
+    def plan(self, nodes: int, devices: int) -> str:
+        """The best plan of a configuration; '' where none was measured."""
+        return self.best.get((nodes, devices), ("", 0.0))[0]
 
 
 class PlanTimes:
@@ -39,6 +64,8 @@ class PlanTimes:
             raise ScheduleError(f"{folder}: its placements.csv has no rows.")
         self._between: LinearNDInterpolator | None = None
         self._best = self._best_by_placement()
+        self.curve = PlanCurve(self.configurations)
+        self.most = max(devices for _, devices in self.curve.best)
 
     def seconds(self, plan: str, placement: Placement) -> float:
         """Seconds of a step; a plan that was not measured there counts as the mean.
@@ -73,7 +100,7 @@ class PlanTimes:
 
     @property
     def configurations(self) -> dict[tuple[int, int], tuple[str, float]]:
-        """The best plan of each even placement that was measured, by (nodes, devices)."""
+        """The best plan of each even placement, by (nodes, devices)."""
         return {
             (len(placement), sum(placement)): best
             for placement, best in self._best.items()

@@ -2,44 +2,35 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from typing import Protocol
 
-import numpy as np
-
-from autopar.scheduler.jobs import Job, JobView, Oracle
-from autopar.scheduler.simulator.plan_tables import PlanTimes
+from autopar.scheduler.jobs import Curve, Job, JobView, Oracle
 
 
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class PlanCurve:
-    """Steps per second with the best plan that was measured, by configuration.
+class StepTimes(Protocol):
+    """Seconds of the steps of a program."""
 
-    Attributes:
-      best: plan and seconds of a step by (nodes, devices).
-    """
+    @property
+    def curve(self) -> Curve:
+        """Steps per second by configuration."""
+        ...
 
-    best: dict[tuple[int, int], tuple[str, float]]
+    @property
+    def most(self) -> int:
+        """The most devices that are of use."""
+        ...
 
-    def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
-        """Steps per second; 0 where nothing was measured."""
-        pairs = np.broadcast(nodes, devices)
-        found = [
-            1 / self.best[int(n), int(d)][1] if (int(n), int(d)) in self.best else 0.0
-            for n, d in pairs
-        ]
-        return np.array(found).reshape(pairs.shape)
-
-    def plan(self, nodes: int, devices: int) -> str:
-        """The best plan of a configuration; '' where none was measured."""
-        return self.best.get((nodes, devices), ("", 0.0))[0]
+    def seconds(self, plan: str, placement: tuple[int, ...]) -> float:
+        """Seconds of a step."""
+        ...
 
 
 class StepJob:
     """One job over the plan tables of its program."""
 
     def __init__(
-        self, job: Job, times: PlanTimes, restart_s: float, *, ghosts: bool = False
+        self, job: Job, times: StepTimes, restart_s: float, *, ghosts: bool = False
     ) -> None:
         """Nothing has run.
 
@@ -58,8 +49,6 @@ class StepJob:
         self._restart_s, self._ghosts = restart_s, ghosts
         self._waiting_s = self._served = self._part_s = 0.0
         self._steps = 0
-        self._curve = PlanCurve(times.configurations)
-        self._held = False
 
     @property
     def batch(self) -> int:
@@ -95,20 +84,18 @@ class StepJob:
         published simulator; here it does, unless ``ghosts`` is set.
         """
         if not placement:
-            self._held = False
             if not self._ghosts:
                 self.placement = ()
             return
         if self._ghosts and placement == self.placement:
             return
-        self.placement, self.plan, self._held = placement, plan, True
+        self.placement, self.plan = placement, plan
         self._waiting_s = self._restart_s
         self.restarts += 1
 
     def view(self, now_s: float, oracle: bool) -> JobView:
         """What a policy may see."""
         left = Oracle(self.job.steps + 1 - self._steps, ()) if oracle else None
-        devices = max(d for _, d in self._curve.best)
         return JobView(
             name=self.job.name,
             application=self.job.application,
@@ -118,9 +105,9 @@ class StepJob:
             progress=float(self._steps),
             restarts=max(self.restarts, 0),
             asked=self.job.devices,
-            most=devices,
-            tried=devices,
-            curve=self._curve,
+            most=self.times.most,
+            tried=self.times.most,
+            curve=self.times.curve,
             measured=True,
             restart_s=self._restart_s,
             guaranteed=self.job.guaranteed,
