@@ -12,7 +12,7 @@ from autopar.scheduler.jobs import Job, JobView, Linear, Oracle
 from autopar.scheduler.models import pollux_form
 from autopar.scheduler.models.goodput import GoodputCurve, Limits, StepModel
 from autopar.scheduler.models.pollux_form import Samples
-from autopar.scheduler.nodes import spread_nodes
+from autopar.scheduler.nodes import Nodes, spread_nodes
 from autopar.scheduler.policies.base import Adapts
 from autopar.scheduler.simulator.application import Application
 
@@ -35,7 +35,7 @@ class EpochJob:
         application: Application,
         adapts: Adapts,
         restart_s: float,
-        per_node: int,
+        nodes: Nodes,
         fit: Fit = pollux_form.fit,
     ) -> None:
         """Nothing has run."""
@@ -46,7 +46,7 @@ class EpochJob:
         self.plan, self.failed = "", ""
         self.restarts = -1
         self._adapts: Adapts = adapts
-        self._restart_s, self._per_node = restart_s, per_node
+        self._restart_s, self._nodes = restart_s, nodes
         self._waiting_s = self._served = self._progress = 0.0
         self._epoch = self._local = self._more = 0
         self._profile: dict[tuple[int, int, int], tuple[float, float]] = {}
@@ -186,16 +186,16 @@ class EpochJob:
         left = 1.0
         if last > self._epoch:
             left = app.steps_after(batch, last) - app.steps_after(batch, self._epoch)
-        return Oracle(left, _step_seconds(app, batch, self._per_node))
+        return Oracle(left, _step_seconds(app, batch, self._nodes))
 
 
 @functools.cache
-def _step_seconds(app: Application, batch: int, per_node: int) -> tuple[float, ...]:
+def _step_seconds(app: Application, batch: int, nodes: Nodes) -> tuple[float, ...]:
     """True seconds of a step at a batch, from one device to as many as are of use."""
     found: list[float] = []
     most = 1 if app.single else max(1, batch // app.least_local)
-    for devices in range(1, min(most, _MOST_DEVICES) + 1):
-        placement = spread_nodes(devices, per_node)
+    for devices in range(1, min(most, _MOST_DEVICES, nodes.total) + 1):
+        placement = spread_nodes(devices, nodes.widest)
         share = -(-batch // devices)
         more = max(-(-share // app.most_local) - 1, 1 if devices == 1 else 0)
         local = min(

@@ -102,5 +102,5 @@ def running(
                 application.completion_epoch(job.batch)
             except ScheduleError as error:
                 raise ScheduleError(f"{where}: {error}") from None
-        made.append(EpochJob(job, application, adapts, restart_s, nodes.widest, fit))
+        made.append(EpochJob(job, application, adapts, restart_s, nodes, fit))
     return made
