@@ -56,9 +56,11 @@ def knock(ports: Iterable[int]) -> None:
     """
     for port in ports:
         for number in range(_NUMBERS):
-            with contextlib.suppress(OSError):
-                with socket.create_connection(("127.0.0.1", port), 1.0) as end:
-                    end.sendall(number.to_bytes(8, "little"))
+            with (
+                contextlib.suppress(OSError),
+                socket.create_connection(("127.0.0.1", port), 1.0) as end,
+            ):
+                end.sendall(number.to_bytes(8, "little"))
 
 
 def _rows(state: str) -> list[tuple[str, str, int]]:

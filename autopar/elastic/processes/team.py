@@ -39,8 +39,6 @@ from autopar_passes import jax_processes
 # How long the others may take to connect, and the supervisor to find who broke a world.
 _CONNECT_S, _VERDICT_S = 20, 5.0
 _WATCH_S = 0.2
-# After so many steps memory of the world before is looked for.
-_SWEEP = 5
 
 
 class WorldBroken(Exception):
@@ -87,7 +85,7 @@ class Team:
         self._client: Any = None
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self._rows = survive, rows
-        self._swept_in = 0
+        self._trains = False
         # Ports that this process listened on before it joined its world.
         self._listening: frozenset[int] = frozenset()
         self._offers = Offers(address.token, self._obey)
@@ -221,6 +219,7 @@ class Team:
         """
         self._recent = []
         self.done(step, arrays, extra)
+        self._trains = False
         self._copier.wait()
         self._link.say("formed", step=step)
 
@@ -234,13 +233,11 @@ class Team:
         """
         assert self._form is not None
         jax.block_until_ready(arrays)
+        self._trains = True
         own = holding.only_here(arrays) if len(self._form["members"]) > 1 else {}
         # A process may be a step ahead, and copies two steps behind.
         window = 3 if own else 1
         self._recent = [*self._recent, (step, arrays, extra)][-window:]
-        self._swept_in -= 1
-        if self._swept_in == 0:
-            gc.collect()  # what is left of the old world; not while all wait
         if own and self._survive:
             shapes = holding.shapes_of(arrays)
             self._copier.send(
@@ -288,7 +285,8 @@ class Team:
         self._link.left()
         if client is not None:
             threading.Thread(target=_shut_down, args=(client,), daemon=True).start()
-        self._swept_in = _SWEEP
+        # Connections of the old world close with its last array: others wait for them.
+        gc.collect()
 
     def _settled(self, generation: int) -> None:
         """Drops what older worlds held: every process of a newer one has the state."""
@@ -308,7 +306,8 @@ class Team:
             others = [k for k in range(len(form["members"])) if k != form["rank"]]
             with contextlib.suppress(Exception):
                 jax_processes.release(client, others, _groups(form["members"]))
-        knock(listening() - self._listening)
+        if not self._trains:  # gloo connects in the first step of a world
+            knock(listening() - self._listening)
 
     def _dismissed(self, order: Message) -> None:
         """Ends this process: the run goes on without it, or is over."""
