@@ -12,7 +12,8 @@ All are ``ValueError``s::
         ├── CompileError      the compiler of an accelerator refuses a step
         ├── StageError        a task of a pipeline failed
         ├── CheckpointError   a checkpoint cannot be written, read or used
-        └── EventError        an event of an elastic run is wrong
+        ├── EventError        an event of an elastic run is wrong
+        └── ScheduleError     a trace, a table of jobs or an allocation is wrong
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ __all__ = [
     "EventError",
     "InfeasibleError",
     "PlanError",
+    "ScheduleError",
     "StageError",
     "TargetError",
     "TraceError",
@@ -66,6 +68,10 @@ class TargetError(AutoparError):
 
 class CompileError(AutoparError):
     """The compiler of an accelerator refuses a program, or ends without a word."""
+
+
+class ScheduleError(AutoparError):
+    """A trace, a table of jobs, a curve or an allocation is wrong; names the row."""
 
 
 class StageError(AutoparError):

@@ -3,7 +3,7 @@
     python benchmarks/elastic.py losses [gpt lstm gpt-nnx gpt-int8]
     python benchmarks/elastic.py warm [gpt llama lstm gpt-nnx]
     python benchmarks/elastic.py memory
-    python benchmarks/elastic.py ahead
+    python benchmarks/elastic.py ahead [gpt 6:cpu 4:cpu 2:cpu]
 
 ``losses``: 8 -> 6 -> 4 -> 8 devices against the uninterrupted run, beside what one
 nudged unit in the last place does to that. ``warm``: a warm plan against a cold one.
@@ -205,7 +205,7 @@ def ahead(names: list[str]) -> bool:
         next(run)
     alone: list[float] = []
     beside: list[float] = []
-    for devices in ("6:cpu", "4:cpu", "2:cpu"):
+    for devices in names[1:] or ("6:cpu", "4:cpu", "2:cpu"):
         alone += [next(run).seconds for _ in range(20)]
         worker = Ahead(run._train_step, BATCH)
         worker.prepare([cluster_of(devices)])

@@ -29,7 +29,7 @@ NAMES = (
     *("pipeline", "pipeline+tensor", "compressed", "remat"),
 )
 SIZES = {"layers": 2, "d_model": 128, "heads": 8, "seq": 64, "vocab": 512}
-ROWS = 8
+ROWS = 24
 
 
 def main() -> int:
@@ -159,8 +159,8 @@ def _options(name: str) -> dict[str, Any]:
         "tensor": _one("4:cpu", tensor, axes=("t",), batch={}),
         "2-D": _one("2x4:cpu", tensor, axes=("data", "t")),
         "pipeline": {"cluster": "2:cpu", "microbatches": 2, **staged},
-        # A row a microbatch: stages split their weights.
-        "pipeline+tensor": {"cluster": "8:cpu", "microbatches": ROWS, **staged},
+        # Three rows a microbatch: stages split their weights.
+        "pipeline+tensor": {"cluster": "8:cpu", "microbatches": ROWS // 3, **staged},
         "compressed": {
             **_one("4x1:cpu,network=1Gb/s", every),
             "compression": "int4",

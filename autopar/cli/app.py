@@ -28,6 +28,7 @@ from autopar.cli.commands.ledger import ledger
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
 from autopar.cli.commands.run import run
+from autopar.cli.commands.simulate import simulate
 from autopar.cli.commands.sweep import sweep
 from autopar.cli.commands.workers import workers
 from autopar.cli.interrupts import STOPPED, stoppable
@@ -42,6 +43,7 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     audit,
     compare,
     sweep,
+    simulate,
     diff,
     ledger,
     profile,

@@ -352,7 +352,11 @@ class Cluster:
         >>> slow.levels[0].link.bandwidth_bytes_per_s
         1000000000.0
         """
-        return membership.with_link(self, level, bandwidth_bytes_per_s, latency_s)
+        rate = bandwidth_bytes_per_s, latency_s
+        if not self.groups:
+            return membership.with_link(self, level, *rate)
+        groups, between = membership.groups_with_link(self, level, *rate)
+        return type(self)(groups=groups, between=between)
 
     def _rejoin(self, left: Sequence[Self]) -> Self:
         """The parts as one cluster: again of groups if more than one is left."""

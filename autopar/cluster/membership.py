@@ -185,9 +185,7 @@ def with_devices(
 def with_link(
     cluster: AnyCluster, level: str, bandwidth: float | None, latency: float | None
 ) -> AnyCluster:
-    """A cluster with another rate of a link (`autopar.cluster.Cluster.with_link`)."""
-    if cluster.groups:
-        return _with_link_of_group(cluster, level, bandwidth, latency)
+    """A cluster of equal devices with another rate of a link."""
     found = next((x for x in cluster.levels if x.name == level), None)
     if found is None:
         names = [x.name for x in cluster.levels]
@@ -223,16 +221,17 @@ def _ratio(new: float | None, old: float) -> float:
     return 1.0 if new is None or not old else new / old
 
 
-def _with_link_of_group(
+def groups_with_link(
     cluster: AnyCluster, level: str, bandwidth: float | None, latency: float | None
-) -> AnyCluster:
-    if level == "between" and cluster.between is not None:
-        link = at_rate(
-            cluster.between,
-            _ratio(bandwidth, cluster.between.bandwidth_bytes_per_s),
-            _ratio(latency, cluster.between.latency_s),
+) -> tuple[tuple[AnyCluster, ...], LinkSpec]:
+    """The groups and the link between them, one link of which has another rate."""
+    between = cluster.between
+    assert between is not None
+    if level == "between":
+        faster = _ratio(bandwidth, between.bandwidth_bytes_per_s)
+        return cluster.groups, at_rate(
+            between, faster, _ratio(latency, between.latency_s)
         )
-        return dataclasses.replace(cluster, between=link)
     group, _, name = level.partition("/")
     names = [members_of(part).group for part in cluster.groups]
     if group not in names or not name:
@@ -244,7 +243,7 @@ def _with_link_of_group(
         with_link(part, name, bandwidth, latency) if of == group else part
         for of, part in zip(names, cluster.groups, strict=True)
     ]
-    return dataclasses.replace(cluster, groups=tuple(changed))
+    return tuple(changed), between
 
 
 def _missing(of: Members) -> dict[str, set[int]]:

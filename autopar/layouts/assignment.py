@@ -39,6 +39,8 @@ class Assignment:
       copies: (value class, backward) -> the copy's choice.
       codecs: value where a sum is due -> how it is sent, as text; a value that
         is not here is summed as it is.
+      waiting: values where a sum is due that waits although it is sent as it is,
+        because something looks at its parts.
       graph: the analysis's own.
       contraction: the analysis's own.
     """
@@ -48,6 +50,7 @@ class Assignment:
     strategies: tuple[Strategy, ...]
     copies: dict[tuple[ValueClass, bool], CopyChoice]
     codecs: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
+    waiting: frozenset[int] = frozenset()
     # The analysis's own, at hand: a program asks for them of every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
@@ -165,7 +168,7 @@ class Assignment:
         found = [
             stacking
             for d in self.analysis.deferrals
-            if d.hoisted or any(v in self.codecs for v in d.ends)
+            if d.hoisted or any(v in self.codecs or v in self.waiting for v in d.ends)
             if (stacking := stacking_of(self, d)) is not None
         ]
         self._known.clear()

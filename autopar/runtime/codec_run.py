@@ -164,15 +164,26 @@ class CodecRun:
         if probes and self._observed(self._done + 1):
             self._measure(probes, planned, placed, state, world)
 
-    def run(self, planned: PlannedStep, placed: Sequence[Any]) -> list[Any]:
-        """Runs one step that was prepared, and keeps the codecs' new state."""
+    def run(
+        self, planned: PlannedStep, placed: Sequence[Any], noise: Sequence[Any] = ()
+    ) -> tuple[Any, ...]:
+        """Runs one step that was prepared, and keeps the codecs' new state.
+
+        Args:
+          planned: the program.
+          placed: its flat arguments.
+          noise: the averages of the noise scale, where it is measured.
+
+        Returns:
+          The flat results, and the new averages.
+        """
         sums = planned.sums
         assert sums is not None
         state = self._state_for(sums)
         # A program that runs for the first time is compiled first.
         new = self._planned is not planned
-        flat, self._state, self._telemetry, self._level = planned.function(
-            *placed, state
+        flat, self._state, self._telemetry, self._level, *rest = planned.function(
+            *placed, state, *noise
         )
         self._count(sums, new)
         self._planned = planned
@@ -185,7 +196,7 @@ class CodecRun:
             self._since, self._steps = time.perf_counter(), 0
         else:
             self._steps += 1
-        return flat
+        return flat, *rest
 
     def _count(self, sums: GradientSums, new: bool) -> None:
         """Counts the levels that steps take, on the devices: none waits for it."""

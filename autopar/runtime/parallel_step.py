@@ -32,6 +32,8 @@ from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.adopting import CodecChange
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
+from autopar.runtime.noise.averages import NoiseScale
+from autopar.runtime.noise_run import NoiseRun
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.setting import Setting
@@ -95,6 +97,7 @@ class ParallelStep(Generic[P, R]):
         )
         ending.announce()
         self._codecs = codecs
+        self._noise = NoiseRun()
         self._batches = arguments.BatchArguments(step, ANALYSES)
         self._current: Running | None = None
 
@@ -138,8 +141,8 @@ class ParallelStep(Generic[P, R]):
 
         With an example ``batch`` (or a plan given to `autopar.parallelize`) the
         state lies as the plan wants it. Without, it is split evenly and moved on the
-        first call. Codecs start anew with it: residuals of earlier steps are not
-        sent to a new state.
+        first call. Codecs and the noise scale start anew with it: residuals of earlier
+        steps are not sent to a new state.
 
         Args:
           create_state: makes the state (for NNX: the model and optimizer). A plain
@@ -170,6 +173,7 @@ class ParallelStep(Generic[P, R]):
                 )
             made = placement.create(creation.leaves_of(create_state), args, shardings)
         self._codecs.start_anew()
+        self._noise.start_anew()
         return shapes.state(made)
 
     @property
@@ -191,6 +195,20 @@ class ParallelStep(Generic[P, R]):
         """Takes a saved state; it waits for a later plan if this one has no codecs."""
         held = self._current is not None and self._current.planned.sums is None
         self._codecs.restore(state, held=held)
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How noisy gradients are, averaged over steps with ``noise_scale=``."""
+        return self._noise.scale()
+
+    @property
+    def noise_state(self) -> Any:
+        """The averages behind `noise_scale`, to be saved with the train state."""
+        return self._noise.saved
+
+    @noise_state.setter
+    def noise_state(self, state: Any) -> None:
+        self._noise.restore(state)
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:
@@ -306,10 +324,7 @@ class ParallelStep(Generic[P, R]):
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
         with self._preparation.compiling(planned, self.__name__):
-            if planned.sums is None:
-                flat = planned.function(*placed)
-            else:
-                flat = self._codecs.run(planned, placed)
+            flat = self._noise.run(planned, placed, self._codecs)
         placement.consume(call.arrays, placed, carried)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
@@ -476,57 +491,6 @@ class ParallelStep(Generic[P, R]):
         self._current = Running(analysed, made.planned, ready=True)
         self._preparation.remember(analysed, made.setting, made.plan)
         return new
-
-    def study(self, *args: Any, **kwargs: Any) -> None:
-        """Analyses the step on these arguments; it is planned and compiled elsewhere.
-
-        Args:
-          args: arrays or structs, those of a batch over all processes.
-          kwargs: those that are given by name.
-        """
-        with updating():
-            call = opened_within(self._parameters, args, kwargs)
-        self._preparation.analysed(arguments.abstract(call))
-
-    def enter(
-        self,
-        world: World,
-        cluster: Cluster,
-        *,
-        donate: bool,
-        cache: PlanCache | None = None,
-    ) -> None:
-        """Goes on in another world, with no plan yet; the old world's devices are gone.
-
-        Analyses and plans are kept. Codecs start anew, unless their state is assigned.
-
-        Args:
-          world: its processes and devices.
-          cluster: what to plan for.
-          donate: whether calls consume the carried state.
-          cache: where plans are kept, unless they are kept elsewhere.
-        """
-        if self._current is not None:
-            self._codecs.start_anew()
-        self._world, self._current = world, None
-        self._setting = dataclasses.replace(
-            self._setting, cluster=cluster, devices=None
-        )
-        self._store.clear()
-        self._store.donate = donate
-        self._preparation.enter(cache)
-        self._batches.enter()
-
-    def load(self, function: Any) -> None:
-        """Runs a compiled program in the place of the one that is prepared.
-
-        Args:
-          function: of the same arguments in the same places; all processes have it.
-        """
-        current = self.running
-        planned = dataclasses.replace(current.planned, function=function)
-        self._preparation.loaded(planned)
-        self._current = dataclasses.replace(current, planned=planned, ready=True)
 
     @property
     def running(self) -> Running:

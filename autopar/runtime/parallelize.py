@@ -26,6 +26,7 @@ from autopar.planner.options import (
 from autopar.plans import Plan
 from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.last_batch import checked
+from autopar.runtime.noise.options import NoiseOptions, noise_options
 from autopar.runtime.parallel_step import ParallelStep, Setting
 from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.world import World
@@ -48,6 +49,7 @@ def parallelize(
     policy: Policy | None = ...,
     fallback: str | Sequence[str] = ...,
     least_gain: float = ...,
+    noise_scale: bool | NoiseOptions = ...,
     pins: Pins | None = ...,
     logical_axis_rules: LogicalRules | None = ...,
     axis_names: Sequence[str] | None = ...,
@@ -77,6 +79,7 @@ def parallelize(
     policy: Policy | None = ...,
     fallback: str | Sequence[str] = ...,
     least_gain: float = ...,
+    noise_scale: bool | NoiseOptions = ...,
     pins: Pins | None = ...,
     logical_axis_rules: LogicalRules | None = ...,
     axis_names: Sequence[str] | None = ...,
@@ -107,6 +110,7 @@ def parallelize(
     policy: Policy | None = None,
     fallback: str | Sequence[str] = (),
     least_gain: float = LEAST_GAIN,
+    noise_scale: bool | NoiseOptions = False,
     pins: Pins | None = None,
     logical_axis_rules: LogicalRules | None = None,
     axis_names: Sequence[str] | None = None,
@@ -147,6 +151,8 @@ def parallelize(
         send too little; the last one always sends. Needs ``compression=``.
       least_gain: the least part of the gradients' squared norm that a codec must
         send; below it the next codec of ``fallback`` is tried.
+      noise_scale: whether each step measures how noisy its gradients are, or how it
+        does; read `ParallelStep.noise_scale`.
       pins: path pattern of an input -> its ``PartitionSpec``; this option and those
         below as for `autopar.plan`.
       logical_axis_rules: Flax's rules, pairs of a logical name and mesh axes.
@@ -198,7 +204,7 @@ def parallelize(
     coded = compression != "none" if given is None else _coded(given)
     safer = _fallback(fallback, least_gain, coded=coded)
     _check_policy(policy, coded=coded)
-    fewer = checked(last_batch)
+    fewer, noise = checked(last_batch), noise_options(noise_scale)
     kept = _plan_cache(cache or os.environ.get("AUTOPAR_CACHE") or None)
     chosen = None if devices is None else tuple(devices)
     if chosen == ():
@@ -213,7 +219,9 @@ def parallelize(
             function,
             setting=Setting(cluster=named, plan=given, devices=chosen),
             options=options,
-            store=ProgramStore(donate=donate, fallback=safer, capacity=programs),
+            store=ProgramStore(
+                donate=donate, fallback=safer, noise=noise, capacity=programs
+            ),
             codecs=CodecRun(policy),
             world=world,
             static=static,

@@ -24,6 +24,9 @@ from autopar.runtime.gradients.sums import (
 )
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.kernels import check_runnable, lowering_platform
+from autopar.runtime.noise.meter import NoiseMeter, NoiseSpec, noise_spec
+from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.sources import with_waiting
 from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar_passes.jax_compat import lowered_without_devices
@@ -75,10 +78,12 @@ class PlannedStep:
       mesh: the mesh it runs on (abstract when only lowered).
       function: the jitted function of the flat arguments. With ``sums`` it takes the
         codecs' state behind them, and returns the flat results, the new state, a row
-        of telemetry for each gradient and the level that each took.
+        of telemetry for each gradient and the level that each took. With ``noise`` it
+        takes and returns the averages of the noise scale last.
       sums: how gradients are summed; None: all by the compiler.
       gradients: the jitted function of the flat arguments to the partial gradients
         that are worth a codec; compiled if it is called.
+      noise: how the noise of gradients is measured; None: it is not.
     """
 
     analysis: Analysis
@@ -88,6 +93,7 @@ class PlannedStep:
     function: Any
     sums: GradientSums | None = None
     gradients: Any = None
+    noise: NoiseSpec | None = None
 
     @property
     def links(self) -> None:
@@ -118,13 +124,14 @@ class PlannedStep:
             jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=None if abstract else s)
             for v, s in zip(values, self.in_shardings, strict=True)
         ]
-        if self.sums is not None:
-            state = self.sums.structs()
-            structs.append(
-                state
-                if abstract
-                else jax.tree.map(_placed, state, self.sums.shardings())
-            )
+        for beside in (self.sums, self.noise):
+            if beside is not None:
+                state = beside.structs()
+                structs.append(
+                    state
+                    if abstract
+                    else jax.tree.map(_placed, state, beside.shardings())
+                )
         traced = self.function.trace(*structs)
         if abstract:
             kind = self.plan.cluster.read().device.kind
@@ -150,6 +157,7 @@ def planned_step(
     donate: bool = True,
     gradients: Any = None,
     fallback: Fallback | None = None,
+    noise: NoiseOptions | None = None,
 ) -> PlannedStep:
     """Builds the jitted function of a planned step.
 
@@ -160,22 +168,26 @@ def planned_step(
       donate: whether the carried state is consumed by the call.
       gradients: that of a step that differs in the codecs alone.
       fallback: the codecs of a step in which the plan's send too little.
+      noise: how the noise of gradients is measured; None: it is not.
 
     Raises:
       PlanError: the plan belongs to another step, or a kernel of the step cannot run
-        on the devices of the mesh.
+        on the devices of the mesh, or there is no noise to measure.
     """
     if not isinstance(mesh, AbstractMesh):
         name = analysis.traced.name if analysis.traced else "step"
         check_runnable(name, analysis.graph, mesh.devices.flat)
     assignment = restore(analysis, plan)
+    if noise is not None:
+        assignment = with_waiting(assignment)
     analysis = assignment.analysis
     run = _named(replay(analysis.program, analysis.graph, assignment, mesh), analysis)
     carried = tuple(sorted(analysis.carried)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
     outputs = _out_shardings(analysis, assignment, mesh)
     found = gradient_sums(assignment, plan, mesh, fallback)
-    if found is None:
+    measured = None if noise is None else _noise_spec(assignment, mesh, noise, found)
+    if found is None and measured is None:
         function = jax.jit(
             run,
             in_shardings=inputs,
@@ -184,15 +196,18 @@ def planned_step(
             compiler_options=_compiler_options(assignment, mesh),
         )
         return PlannedStep(analysis, plan, assignment, mesh, function)
-    state = found.shardings()
+    states = [x.shardings() for x in (found, measured) if x is not None]
+    made = [] if found is None else [found.shardings(), None, None]
+    made += [] if measured is None else [measured.shardings()]
+    beside = tuple(range(len(inputs), len(inputs) + len(states)))
     function = jax.jit(
-        _named(_synchronised(run, found, analysis, assignment), analysis),
-        in_shardings=[*inputs, state],
-        out_shardings=(outputs, state, None, None),
-        donate_argnums=(*carried, len(inputs)) if donate else (),
-        compiler_options=_compiler_options(assignment, mesh, codecs=True),
+        _named(_synchronised(run, found, measured, assignment), analysis),
+        in_shardings=[*inputs, *states],
+        out_shardings=(outputs, *made),
+        donate_argnums=(*carried, *beside) if donate else (),
+        compiler_options=_compiler_options(assignment, mesh, codecs=found is not None),
     )
-    if gradients is None:
+    if gradients is None and found is not None:
         until, shardings = partial_gradients(run, found)
         gradients = jax.jit(
             until,
@@ -200,7 +215,16 @@ def planned_step(
             out_shardings=shardings,
             compiler_options=_compiler_options(assignment, mesh),
         )
-    return PlannedStep(analysis, plan, assignment, mesh, function, found, gradients)
+    return PlannedStep(
+        analysis, plan, assignment, mesh, function, found, gradients, measured
+    )
+
+
+def _noise_spec(
+    assignment: Assignment, mesh: Any, noise: NoiseOptions, sums: GradientSums | None
+) -> NoiseSpec:
+    coded = frozenset[int]() if sums is None else frozenset(sums.members)
+    return noise_spec(assignment, mesh, noise, coded)
 
 
 def with_inputs_of(planned: PlannedStep, plan: Plan) -> PlannedStep:
@@ -224,24 +248,34 @@ def _named(function: Callable[..., Any], analysis: Analysis) -> Callable[..., An
 
 def _synchronised(
     run: Callable[..., list[Any]],
-    sums: GradientSums,
-    analysis: Analysis,
+    sums: GradientSums | None,
+    noise: NoiseSpec | None,
     assignment: Assignment,
 ) -> Callable[..., Any]:
-    """A step whose gradients are summed by codecs.
+    """A step whose gradients are summed by codecs, or whose noise is measured.
 
-    The carried state is restored when a gradient is not finite. Only the telemetry
-    of the step counts such elements.
+    With codecs the carried state is restored when a gradient is not finite. Only the
+    telemetry of the step counts such elements.
     """
+    analysis = assignment.analysis
+    count = len(analysis.graph.inputs)
 
     def step(*arguments: Any) -> Any:
-        *flat, state = arguments
-        synchroniser = CodecSynchroniser(sums, state)
-        restorer = Restorer(synchroniser, analysis, assignment, flat)
-        out = run(*flat, synchroniser=synchroniser, made=restorer.made)
-        out = restorer.finish(out)
-        after, telemetry = synchroniser.finish()
-        return out, after, telemetry, synchroniser.taken()
+        flat, states = arguments[:count], list(arguments[count:])
+        codecs = None if sums is None else CodecSynchroniser(sums, states.pop(0))
+        meter = None if noise is None else NoiseMeter(noise, states[0], flat, codecs)
+        synchroniser = codecs if meter is None else meter
+        beside: list[Any] = []
+        if codecs is None:
+            out = run(*flat, synchroniser=synchroniser, watch=meter)
+        else:
+            restorer = Restorer(codecs, analysis, assignment, flat)
+            out = run(*flat, synchroniser=synchroniser, made=restorer.made, watch=meter)
+            out = restorer.finish(out)
+            beside = [*codecs.finish(), codecs.taken()]
+        if meter is not None:
+            beside.append(meter.finish())
+        return out, *beside
 
     return step
 

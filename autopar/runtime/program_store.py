@@ -15,6 +15,7 @@ from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.agreement import content_digest
 from autopar.runtime.any_step import AnyStep
+from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.planned import (
     PlannedStep,
     device_mesh,
@@ -43,6 +44,7 @@ class ProgramStore:
         *,
         donate: bool = True,
         fallback: Fallback | None = None,
+        noise: NoiseOptions | None = None,
         capacity: int = PROGRAMS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -51,6 +53,7 @@ class ProgramStore:
         Args:
           donate: whether programs consume the carried state.
           fallback: the codecs of a step in which the plan's send too little.
+          noise: how programs measure the noise of gradients; None: they do not.
           capacity: most programs to hold.
           clock: seconds now.
 
@@ -67,13 +70,17 @@ class ProgramStore:
         self._compiling: weakref.WeakKeyDictionary[Any, threading.Lock]
         self._compiling = weakref.WeakKeyDictionary()
         self.fallback = fallback
+        self.noise = noise
         self._capacity = capacity
         self._programs = Recent[Hashable, AnyStep](capacity, self._release)
 
     def empty(self) -> ProgramStore:
         """A store of the same kind that holds nothing yet."""
         return ProgramStore(
-            donate=self.donate, fallback=self.fallback, capacity=self._capacity
+            donate=self.donate,
+            fallback=self.fallback,
+            noise=self.noise,
+            capacity=self._capacity,
         )
 
     def clear(self) -> None:
@@ -119,6 +126,7 @@ class ProgramStore:
                     donate=self.donate,
                     gradients=None if like is None else like.gradients,
                     fallback=self.fallback,
+                    noise=self.noise,
                 )
                 found = self._programs.put(key, made)
         if isinstance(found, PlannedStep) and found.plan.gradients != plan.gradients:
@@ -145,6 +153,7 @@ class ProgramStore:
                     devices,
                     donate=self.donate,
                     links=links,
+                    noise=self.noise,
                 )
                 found = self._programs.put(key, made)
             return found

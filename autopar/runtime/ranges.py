@@ -8,6 +8,8 @@ holds more than a block at a time.
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -81,6 +83,16 @@ def shares_memory(one: Any, other: Any) -> bool:
         for x in (one, other)
     ]
     return bool(pointers[0] & pointers[1])
+
+
+def return_memory() -> None:
+    """Gives memory that was freed back to the system.
+
+    The C library of Linux keeps what is freed in pieces, so a state that is moved
+    piece by piece would lie there twice; others have no such function.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def _blocks(bits: jax.Array) -> dict[Block, list[tuple[Any, jax.Array]]]:

@@ -27,7 +27,7 @@ from autopar.steps.analysis import Analysis
 from autopar_passes.program.static_leaves import StaticError
 
 # Bytes that are moved at a time where the old state is consumed.
-IN_FLIGHT_BYTES = 64 << 20
+IN_FLIGHT_BYTES = 32 << 20
 # Of each axis of a mesh its name and size, outermost first.
 Axes = tuple[tuple[str, int], ...]
 
@@ -268,6 +268,7 @@ class _Consumed:
                 old.delete()
                 self.count += 1
         self._pairs, self._bytes = [], 0
+        ranges.return_memory()
 
 
 def layout_of(state: Mapping[str, Any]) -> StateLayout:

@@ -11,6 +11,12 @@
 (1, 0)
 """
 
+from autopar_solver.allocation.problem import (
+    Allocated,
+    AllocationProblem,
+    check_allocation,
+)
+from autopar_solver.allocation.solve import solve_allocation
 from autopar_solver.ilp.planes import highest_minimum
 from autopar_solver.selection.check import (
     check_selection,
@@ -82,6 +88,8 @@ from autopar_solver.stages.solve import solve_stages
 from autopar_solver.status import Status
 
 __all__ = [
+    "Allocated",
+    "AllocationProblem",
     "BindingMemory",
     "CarriedValue",
     "CodecSelection",
@@ -114,6 +122,7 @@ __all__ = [
     "TaskSeconds",
     "Timeline",
     "alive",
+    "check_allocation",
     "check_selection",
     "check_solution",
     "check_stages",
@@ -133,6 +142,7 @@ __all__ = [
     "read_contest_solution",
     "recompute",
     "solve",
+    "solve_allocation",
     "solve_lgreco",
     "solve_lgreco_ilp",
     "solve_relaxation",

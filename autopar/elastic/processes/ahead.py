@@ -22,6 +22,7 @@ from autopar.elastic.processes.programs import Programs
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.errors import AutoparError
 from autopar.planner.cache import PlanCache
+from autopar.runtime import changing_worlds
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.world import Alone, World
 from autopar_passes import jax_processes
@@ -104,7 +105,9 @@ class Ahead:
         world = imitated_world(processes, self.local_devices)
         cluster = cluster_of(self.base, processes, self.local_devices)
         cache = PlanCache(self.folder / "plans")
-        self.step.enter(world, cluster, donate=self.donate, cache=cache)
+        changing_worlds.enter(
+            self.step, world, cluster, donate=self.donate, cache=cache
+        )
         self.step.prepare(*self.structs)
         planned_s = time.perf_counter() - begin
         programs = Programs(self.folder / "programs")

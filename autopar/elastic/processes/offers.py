@@ -219,6 +219,7 @@ class Peer:
 
     def close(self) -> None:
         """Closes the connection."""
+        self._stream.close()
         self._end.close()
 
     def _ask(self, **request: Any) -> None:

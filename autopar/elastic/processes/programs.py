@@ -167,7 +167,7 @@ class Programs:
         """Writes a program whole, or nothing where JAX cannot save it."""
         try:
             blob = pickle.dumps(serialize_executable.serialize(compiled))
-        except (ValueError, NotImplementedError):
+        except (ValueError, RuntimeError):  # it has what cannot be saved
             return
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")

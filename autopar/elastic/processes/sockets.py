@@ -11,7 +11,9 @@ import os
 import socket
 from collections.abc import Collection, Iterable
 
-_ESTABLISHED = "01"
+_ESTABLISHED, _LISTENING = "01", "0A"
+# gloo numbers the connections that it waits for; a world has few of them.
+_NUMBERS = 64
 
 
 def break_connections(peers: Iterable[int], but: Collection[int]) -> int:
@@ -24,7 +26,7 @@ def break_connections(peers: Iterable[int], but: Collection[int]) -> int:
     Returns:
       How many there were.
     """
-    rows = _rows()
+    rows = _rows(_ESTABLISHED)
     inode_at = {(here, there): inode for here, there, inode in rows}
     theirs = {inode for pid in peers for inode in _inodes(pid)}
     own = _inodes(os.getpid())
@@ -38,14 +40,35 @@ def break_connections(peers: Iterable[int], but: Collection[int]) -> int:
     return count
 
 
-def _rows() -> list[tuple[str, str, int]]:
-    """Own address, other address and inode of each established connection."""
+def listening() -> frozenset[int]:
+    """The ports on which this process waits for connections."""
+    own = _inodes(os.getpid())
+    return frozenset(_port(here) for here, _, x in _rows(_LISTENING) if x in own)
+
+
+def knock(ports: Iterable[int]) -> None:
+    """Connects in the place of processes that gloo waits for, and hangs up.
+
+    A process that died would have connected, and gloo waits for it without a limit.
+
+    Args:
+      ports: on which gloo listens.
+    """
+    for port in ports:
+        for number in range(_NUMBERS):
+            with contextlib.suppress(OSError):
+                with socket.create_connection(("127.0.0.1", port), 1.0) as end:
+                    end.sendall(number.to_bytes(8, "little"))
+
+
+def _rows(state: str) -> list[tuple[str, str, int]]:
+    """Own address, other address and inode of each connection in a state."""
     found: list[tuple[str, str, int]] = []
     for name in ("tcp", "tcp6"):
         with contextlib.suppress(OSError), open(f"/proc/self/net/{name}") as lines:
             next(lines, None)
             fields = [line.split() for line in lines]
-            found += [(f[1], f[2], int(f[9])) for f in fields if f[3] == _ESTABLISHED]
+            found += [(f[1], f[2], int(f[9])) for f in fields if f[3] == state]
     return found
 
 

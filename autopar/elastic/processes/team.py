@@ -31,7 +31,7 @@ from autopar.elastic.processes.link import (
 )
 from autopar.elastic.processes.messages import Message
 from autopar.elastic.processes.offers import Offers, Peer
-from autopar.elastic.processes.sockets import break_connections
+from autopar.elastic.processes.sockets import break_connections, knock, listening
 from autopar.errors import PlanError
 from autopar.runtime.world import Alone, World
 from autopar_passes import jax_processes
@@ -39,6 +39,8 @@ from autopar_passes import jax_processes
 # How long the others may take to connect, and the supervisor to find who broke a world.
 _CONNECT_S, _VERDICT_S = 20, 5.0
 _WATCH_S = 0.2
+# After so many steps memory of the world before is looked for.
+_SWEEP = 5
 
 
 class WorldBroken(Exception):
@@ -85,6 +87,9 @@ class Team:
         self._client: Any = None
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self._rows = survive, rows
+        self._swept_in = 0
+        # Ports that this process listened on before it joined its world.
+        self._listening: frozenset[int] = frozenset()
         self._offers = Offers(address.token, self._obey)
         self._copier = Copier(address.token)
         try:
@@ -171,6 +176,7 @@ class Team:
 
     def _joined(self, form: Message) -> Joined:
         self._form = form
+        self._listening = listening()
         index, count = form["rank"], len(form["members"])
         address = form["address"]
         jax_processes.leave_world()
@@ -232,6 +238,9 @@ class Team:
         # A process may be a step ahead, and copies two steps behind.
         window = 3 if own else 1
         self._recent = [*self._recent, (step, arrays, extra)][-window:]
+        self._swept_in -= 1
+        if self._swept_in == 0:
+            gc.collect()  # what is left of the old world; not while all wait
         if own and self._survive:
             shapes = holding.shapes_of(arrays)
             self._copier.send(
@@ -279,7 +288,7 @@ class Team:
         self._link.left()
         if client is not None:
             threading.Thread(target=_shut_down, args=(client,), daemon=True).start()
-        gc.collect()
+        self._swept_in = _SWEEP
 
     def _settled(self, generation: int) -> None:
         """Drops what older worlds held: every process of a newer one has the state."""
@@ -299,6 +308,7 @@ class Team:
             others = [k for k in range(len(form["members"])) if k != form["rank"]]
             with contextlib.suppress(Exception):
                 jax_processes.release(client, others, _groups(form["members"]))
+        knock(listening() - self._listening)
 
     def _dismissed(self, order: Message) -> None:
         """Ends this process: the run goes on without it, or is over."""

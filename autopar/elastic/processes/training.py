@@ -25,7 +25,7 @@ from autopar.elastic.saves import Saves
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
-from autopar.runtime import placement
+from autopar.runtime import changing_worlds, placement
 from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 from autopar_passes.program.static_leaves import struct_of
@@ -282,8 +282,9 @@ class TeamRun:
         world = joined.world
         local = len(world.devices) // world.process_count
         cluster = cluster_of(self._base, world.process_count, local)
-        self._train_step.enter(
-            world, cluster, donate=self._donate, cache=PlanCache(self._folder / "plans")
+        cache = PlanCache(self._folder / "plans")
+        changing_worlds.enter(
+            self._train_step, world, cluster, donate=self._donate, cache=cache
         )
         assert self._shapes is not None
         self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
@@ -295,7 +296,7 @@ class TeamRun:
             anew=self._distrusts,
         )
         if program.function is not None:
-            self._train_step.load(program.function)
+            changing_worlds.load(self._train_step, program.function)
         if joined.fetch is None:
             self._begin(joined)
         else:
@@ -365,7 +366,8 @@ class TeamRun:
     def _study(self) -> None:
         """Analyses the step before there is a world, which then waits less."""
         self._shapes = state_shapes(self._create, hosting.unhosted(self._args))
-        self._train_step.study(*self._shapes.arguments(), *self._rest(0))
+        structs = (*self._shapes.arguments(), *self._rest(0))
+        changing_worlds.study(self._train_step, *structs)
 
     def _write(self, joined: Joined, how: str, seconds: dict[str, float]) -> None:
         """Writes a world down, and how long its forming took."""

@@ -133,6 +133,19 @@ def parameter_names(
     the first parameter of that shape which comes back. One that is reached by no
     such way is named by the module that makes it.
     """
+    names: dict[int, str] = {}
+    taken: set[str] = set()
+    for value, name in updated_parameters(graph, values).items():
+        if not name or name in taken:
+            op = contraction.producer[value]
+            name = f"{op.module or op.kind}/gradient_{value}"
+        taken.add(name)
+        names[value] = name
+    return names
+
+
+def updated_parameters(graph: OperatorGraph, values: Sequence[int]) -> dict[int, str]:
+    """The parameter that each gradient updates, by `parameter_names`' way; or ''."""
     readers: dict[int, list[Operator]] = {}
     for op in graph.operators:
         for v in op.inputs:
@@ -143,16 +156,7 @@ def parameter_names(
         for i in graph.inputs
         if i.output >= 0 and i.role is InputRole.PARAMETER
     }
-    names: dict[int, str] = {}
-    taken: set[str] = set()
-    for value in values:
-        name = _reached(graph, readers, targets, value)
-        if not name or name in taken:
-            op = contraction.producer[value]
-            name = f"{op.module or op.kind}/gradient_{value}"
-        taken.add(name)
-        names[value] = name
-    return names
+    return {value: _reached(graph, readers, targets, value) for value in values}
 
 
 def _reached(

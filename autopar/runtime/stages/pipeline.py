@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.order import Issue
 from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.stage import (
@@ -83,6 +84,7 @@ class Pipeline:
         wait_s: Callable[[TaskKey], float] | None = None,
         links: Links | None = None,
         shown: Collection[int] = (),
+        noise: Mapping[TaskKey, TaskNoise] | None = None,
     ) -> None:
         """Makes the code of all tasks; nothing is compiled yet.
 
@@ -96,9 +98,11 @@ class Pipeline:
             are slower than those at hand.
           links: to the other processes that have stages; None: there are none.
           shown: results that every process is told; others stay on their stage.
+          noise: what tasks measure of gradients.
         """
         self.links = links
         self.shown = frozenset(shown)
+        self.noise = noise or {}
         self.processes = tuple(s.mesh.devices.flat[0].process_index for s in stages)
         self.recorder: Recorder | None = None
         # Seconds in which the last step issued the tasks of its microbatches.
@@ -170,6 +174,7 @@ class Pipeline:
             sent=self._sends(task),
             received=self._received(task),
             donated=self._donated.get(key, ()),
+            noise=self.noise.get(key),
         )
         update = key.phase is Phase.UPDATE
         batch = self.cut.parts.flow.batch

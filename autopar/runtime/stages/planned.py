@@ -17,6 +17,9 @@ from autopar.errors import PlanError
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.staged import schedule_of
 from autopar.plans import NO_SCHEDULE, Plan
+from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.noise.sources import batch_rows
+from autopar.runtime.noise.staged import Rows, StagedNoise, staged_noise
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, Pipeline
 from autopar.runtime.stages.run import run_step
@@ -51,6 +54,8 @@ class PipelinedStep:
       function: runs a step on the flat arguments.
       sums: None; stages sum gradients themselves.
       gradients: None; see ``sums``.
+      noise: how the noise of gradients is measured; None: it is not. Then ``function``
+        takes and returns the averages last.
     """
 
     analysis: Analysis
@@ -62,6 +67,7 @@ class PipelinedStep:
     function: Any
     sums: None = None
     gradients: Any = None
+    noise: StagedNoise | None = None
 
     @property
     def links(self) -> Links | None:
@@ -177,6 +183,7 @@ def pipelined_step(
     donate: bool = True,
     wait_s: Callable[[TaskKey], float] | None = None,
     links: Links | None = None,
+    noise: NoiseOptions | None = None,
 ) -> PipelinedStep:
     """Builds a step of several stages; nothing is compiled yet.
 
@@ -188,9 +195,10 @@ def pipelined_step(
       donate: whether the carried state is consumed by the call.
       wait_s: seconds that a task takes at least (`Pipeline`).
       links: to the other processes, where there are several.
+      noise: how the noise of gradients is measured; None: it is not.
 
     Raises:
-      PlanError: there are too few devices.
+      PlanError: there are too few devices, or no noise to measure.
     """
     meshes = stage_meshes(plan, devices)
     stages = [
@@ -201,6 +209,7 @@ def pipelined_step(
     ]
     found = cut.found
     table = make_table(schedule_of(plan), len(stages), found.microbatches)
+    measured = _staged_noise(analysis, cut, stages, noise, links)
     pipeline = Pipeline(
         cut.cut,
         stages,
@@ -210,9 +219,10 @@ def pipelined_step(
         wait_s=wait_s,
         links=links,
         shown=_shown(analysis, cut),
+        noise=None if measured is None else measured.tasks,
     )
     whole = cut.analysis.whole or cut.analysis
-    feed = _Feed(whole, cut, pipeline)
+    feed = _Feed(whole, cut, pipeline, measured)
     flat = [d for mesh in meshes for d in mesh.devices.flat]
     function, shardings = _as_written(analysis, whole, plan, feed, meshes)
     return PipelinedStep(
@@ -223,6 +233,7 @@ def pipelined_step(
         Mesh(np.array(flat), ("device",)),
         shardings,
         function,
+        noise=measured,
     )
 
 
@@ -263,6 +274,26 @@ def _as_written(
         feed, arrays, len(feed.in_shardings), len(analysis.graph.outputs)
     )
     return made, shardings
+
+
+def _staged_noise(
+    analysis: Analysis,
+    cut: CutStep,
+    stages: Sequence[Stage],
+    noise: NoiseOptions | None,
+    links: Links | None,
+) -> StagedNoise | None:
+    """What is measured of gradients."""
+    if noise is None:
+        return None
+    if links is not None:
+        raise PlanError(
+            "noise_scale: stages in several processes do not measure it. Leave "
+            "noise_scale= out, or plan with stages=1."
+        )
+    assignments = [stage.assignment for stage in stages]
+    device = stages[0].mesh.devices.flat[0]
+    return staged_noise(cut, assignments, batch_rows(analysis), noise, device)
 
 
 def one_stage(plan: Plan, number: int) -> Plan:
@@ -312,14 +343,22 @@ def _joined(rows: Any, arrays: list[Any]) -> Any:
 class _Feed:
     """Hands the flat arguments of a step to a pipeline, and its results back."""
 
-    def __init__(self, analysis: Analysis, cut: CutStep, pipeline: Pipeline) -> None:
+    def __init__(
+        self,
+        analysis: Analysis,
+        cut: CutStep,
+        pipeline: Pipeline,
+        noise: StagedNoise | None = None,
+    ) -> None:
         """Resolves where each argument goes.
 
         Args:
           analysis: the step on the whole batch.
           cut: the step as stages.
           pipeline: its tasks on devices.
+          noise: what is measured of gradients.
         """
+        self.noise = noise
         self.found = cut.found
         self.program: Program = cut.cut.program
         self.pipeline = pipeline
@@ -395,8 +434,16 @@ class _Feed:
         assert ahead is not None
         return jax.jit(functools.partial(evaluate, ahead))
 
-    def __call__(self, *flat: Any) -> list[Any]:
-        """Runs one step."""
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs one step; measured noise comes and goes behind the other arrays."""
+        flat = arguments[: len(self.values)]
+        made, rows = self._step(flat)
+        if self.noise is None:
+            return made
+        return made, self.noise.updated(arguments[-1], rows)
+
+    def _step(self, flat: Sequence[Any]) -> tuple[list[Any], Rows]:
+        """Runs one step on the flat arguments."""
         split = set(self.found.batch)
         known = {
             v: x
@@ -414,14 +461,15 @@ class _Feed:
             parts = self.deal[stage](*(flat[k] for k in positions))
             for given, arrays in zip(micro, parts, strict=True):
                 given.update(zip(values, arrays, strict=True))
-        state, told = run_step(self.pipeline, known, micro)
+        state, told, rows = run_step(self.pipeline, known, micro)
         told.update(self._passed(flat))
-        return [
+        made = [
             atom.value
             if isinstance(atom, Scalar)
             else (state if k in self.state else told)[atom]
             for k, atom in enumerate(self.program.body.outputs)
         ]
+        return made, rows
 
     def _passed(self, flat: Sequence[Any]) -> dict[int, Any]:
         """The arrays of the batch that the step returns as they are."""

@@ -12,6 +12,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.errors import StageError
 from autopar.runtime import placement
+from autopar.runtime.noise.staged import Rows
 from autopar.runtime.stages.order import Issue, run_in_threads
 from autopar.runtime.stages.pipeline import Call, Copy, Pipeline
 from autopar.runtime.stages.stage import RESULT, Sent, TaskCode
@@ -27,7 +28,7 @@ def run_step(
     pipeline: Pipeline,
     step: Mapping[int, Any],
     microbatches: Sequence[Mapping[int, Any]],
-) -> tuple[dict[int, Any], dict[int, Any]]:
+) -> tuple[dict[int, Any], dict[int, Any], Rows]:
     """Runs one step.
 
     Args:
@@ -36,8 +37,8 @@ def run_step(
         in other processes any placeholder.
       microbatches: for each, value of each split input -> its array, on its owner.
 
-    Returns the values that leave the step where they lie between steps, and those that
-    all processes are told, where each can read them.
+    Returns the values that leave the step where they lie between steps; those that all
+    processes are told, where each can read them; and what tasks measured of gradients.
 
     Raises:
       StageError: a task failed, or another process has ended.
@@ -54,7 +55,7 @@ def run_step(
     for key, call in pipeline.calls.items():
         if key.phase is Phase.UPDATE:
             run.update(call)
-    return run.results, {**run.results, **run.told}
+    return run.results, {**run.results, **run.told}, run.noise
 
 
 @contextlib.contextmanager
@@ -87,6 +88,8 @@ class _Run:
         self.sums: dict[int, dict[int, Any]] = {}
         self.results: dict[int, Any] = {}
         self.told: dict[int, Any] = {}
+        # What tasks have measured of gradients, of each microbatch.
+        self.noise: dict[TaskKey, list[Any]] = {key: [] for key in pipeline.noise}
         # Of other processes: what has been asked for, and what they were handed.
         self.asked: set[Tag] = set()
         self.handed: set[Tag] = set()
@@ -331,6 +334,7 @@ class _Run:
             rest = begin + wait_s(code.task.key) - time.perf_counter()
             time.sleep(max(0.0, rest))
         self.record(code, number, issued, made)
+        made = self.measured(code, made)
         rest = self.hand_out(code, made, micro, number)
         if code.accumulated:
             self.sums[stage].update(zip(code.accumulated, made[rest:], strict=True))
@@ -347,6 +351,13 @@ class _Run:
         if (recorder := self.pipeline.recorder) is not None:
             makers = {m for _, m in code.task.inputs if m is not None}
             recorder.issued(code.task.key, number, issued_s, made, tuple(makers))
+
+    def measured(self, code: TaskCode, made: Sequence[Any]) -> Sequence[Any]:
+        """Keeps what a task measured of gradients; returns its other results."""
+        if code.noise is None:
+            return made
+        self.noise[code.task.key].append(made[-1])
+        return made[:-1]
 
     def hand_out(
         self, code: TaskCode, made: Sequence[Any], own: dict[int, Any], number: int
@@ -387,6 +398,7 @@ class _Run:
         with told(key, -1):
             made = code.function(*(step[v] for v in code.inputs))
         self.record(code, -1, issued, made)
+        made = self.measured(code, made)
         for value in code.donated:
             del step[value]
         self.hand_out(code, made, step, -1)

@@ -122,17 +122,22 @@ class WithStacked:
     inputs: int
     outputs: int
 
-    def __call__(self, *flat: Any) -> list[Any]:
-        """Runs a step."""
-        given: list[Any] = [*flat, *([None] * (self.inputs - len(flat)))]
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs a step; what comes behind its arguments is handed on, and back."""
+        more = sum(len(array.places) - 1 for array in self.arrays.values())
+        own = self.inputs - more
+        given: list[Any] = [*arguments[:own], *([None] * more)]
         for k, array in self.arrays.items():
-            for place, piece in zip(array.places, array.apart(flat[k]), strict=True):
+            pieces = array.apart(arguments[k])
+            for place, piece in zip(array.places, pieces, strict=True):
                 given[place] = piece
-        made = self.function(*given)
+        behind = arguments[own:]
+        returned = self.function(*given, *behind)
+        made, *rest = returned if behind else (returned,)
         out = list(made[: self.outputs])
         for array in self.arrays.values():
             out[array.results[0]] = array.joined([made[r] for r in array.results])
-        return out
+        return (out, *rest) if behind else out
 
     def clear_cache(self) -> None:
         """Frees compiled code."""

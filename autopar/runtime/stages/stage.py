@@ -11,9 +11,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.layouts.assignment import Assignment
+from autopar.runtime.noise.staged import TaskNoise
 from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.replay.segments import Later, Now, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
@@ -136,6 +137,7 @@ class TaskCode:
       donated: the inputs whose memory it takes over.
       function: the jitted function of inputs and sums.
       in_structs: shapes and shardings of its arguments.
+      noise: what the function measures, and returns behind all else; None: nothing.
     """
 
     task: Task
@@ -146,6 +148,7 @@ class TaskCode:
     donated: tuple[int, ...]
     function: Any
     in_structs: tuple[jax.ShapeDtypeStruct, ...]
+    noise: TaskNoise | None = None
 
     def compile(self) -> None:
         """Compiles the function; a call then finds it."""
@@ -167,6 +170,7 @@ def task_code(
     sent: Sequence[Sent] = (),
     received: Mapping[int, NamedSharding] | None = None,
     donated: Sequence[int] = (),
+    noise: TaskNoise | None = None,
 ) -> TaskCode:
     """Makes a task of a stage a jitted function.
 
@@ -178,9 +182,11 @@ def task_code(
       sent: values of the task that go to other stages.
       received: inputs that come from other stages -> where they lie.
       donated: inputs whose memory the function takes over.
+      noise: what it measures of its values; None: nothing.
     """
     inputs = tuple(v for v, _ in task.inputs)
     outside = [v for send in sent for v in send.values]
+    seen = () if noise is None else noise.values
     run = replay_segment(
         stage.program.program,
         stage.assignment.graph,
@@ -188,7 +194,7 @@ def task_code(
         stage.mesh,
         equations=equations_of(stage.program.program, task),
         inputs=inputs,
-        outputs=(*outputs, *outside, *accumulated),
+        outputs=(*outputs, *outside, *accumulated, *seen),
     )
     update = task.key.phase is Phase.UPDATE
     now, kept = Now(stage.assignment, stage.mesh), len(outputs) + len(outside)
@@ -198,9 +204,14 @@ def task_code(
         made = run(*given, synchroniser=now if update else Later())
         added = [
             total + value.astype(total.dtype)
-            for total, value in zip(before, made[kept:], strict=True)
+            for total, value in zip(before, made[kept:], strict=False)
         ]
-        return [*made[:kept], *added]
+        return [*made[:kept], *added, *measured(made[kept + len(added) :])]
+
+    def measured(arrays: Sequence[Any]) -> list[Any]:
+        if noise is None:
+            return []
+        return [noise.rows(stage.assignment, stage.mesh, arrays)]
 
     function.__name__ = function.__qualname__ = task_name(task)
     arrive = received or {}
@@ -214,6 +225,7 @@ def task_code(
             *(stage.sharding(v) for v in outputs),
             *(where for send in sent for where in send.source),
             *(s.sharding for s in totals),
+            *_rows_sharding(stage, noise),
         ],
         donate_argnums=(
             *(places[v] for v in donated),
@@ -230,7 +242,15 @@ def task_code(
         tuple(donated),
         jitted,
         (*structs, *totals),
+        noise,
     )
+
+
+def _rows_sharding(stage: Stage, noise: TaskNoise | None) -> list[NamedSharding]:
+    """Where a task leaves what it measures: a row on each device."""
+    if noise is None:
+        return []
+    return [NamedSharding(stage.mesh, PartitionSpec(stage.mesh.axis_names))]
 
 
 def _lying(

@@ -46,13 +46,21 @@ class ControlFlow:
             with self._inside(body, enters, (*outer[:consts], *carried, *sliced)):
                 ends = self._hand_on(carries, 1, body.outputs[:carry])
                 ys = self._hand_on(stacks, 0, body.outputs[carry:])
-            return _as_arrays(ends, carried), ys
+                seen = self._seen(eqn)
+            return _as_arrays(ends, carried), (ys, seen)
 
-        end, ys = jax.lax.scan(
+        end, (ys, seen) = jax.lax.scan(
             step, outer[consts:first], outer[first:], length=params["length"],
             reverse=params["reverse"], unroll=params["unroll"],
         )  # fmt: skip
+        if self._values.watch is not None:
+            self._values.watch.after(eqn.index, seen)
         return self._hand_out(carries, 1, end) + self._hand_out(stacks, 0, ys)
+
+    def _seen(self, eqn: Equation) -> Any:
+        """Returns what the watch takes of an iteration; nothing without one."""
+        watch = self._values.watch
+        return () if watch is None else watch.inside(eqn.index, self._values.held)
 
     def loop(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
         """Runs a ``while``; returns its results."""

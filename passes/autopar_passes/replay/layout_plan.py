@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from autopar_passes.graph.operators import Operator
@@ -61,6 +62,31 @@ class LayoutPlan(Protocol):
 
         None: it is not taken here.
         """
+        ...
+
+
+# Reads a value of the scope that runs: an array, or what is still partial.
+Read = Callable[[int], Any]
+
+
+class Watch(Protocol):
+    """Looks at what a step makes, in loops and at its end."""
+
+    def inside(self, equation: int, read: Read) -> Any:
+        """Returns what an iteration hands out beside the loop's own results.
+
+        Args:
+          equation: the loop.
+          read: reads a value that the iteration has made.
+        """
+        ...
+
+    def after(self, equation: int, seen: Any) -> None:
+        """Takes what all iterations of a loop handed out, stacked."""
+        ...
+
+    def end(self, read: Read) -> None:
+        """Reads what the step has made, once all of it is."""
         ...
 
 

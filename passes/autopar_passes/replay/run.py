@@ -14,7 +14,7 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.program.equations import Equation, Program
 from autopar_passes.replay.control_flow import ControlFlow
-from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser
+from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.replay.primitives import run_barrier, run_primitive
 from autopar_passes.replay.values import Values
 from autopar_passes.sums.stacked import Stacked
@@ -36,7 +36,8 @@ def replay(
 
     The function's keyword ``synchroniser`` takes the deferred sums; without one
     they are plain reductions. Its keyword ``made`` is called with each value that
-    the step makes outside of loops, and what it returns is used instead.
+    the step makes outside of loops, and what it returns is used instead. Its keyword
+    ``watch`` looks at what the step makes.
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
@@ -45,11 +46,12 @@ def replay(
         *arguments: Any,
         synchroniser: Synchroniser | None = None,
         made: Made = _as_it_is,
+        watch: Watch | None = None,
     ) -> list[Any]:
         arrays = dict(
             zip(program.body.inputs, (*arguments, *program.constants), strict=True)
         )
-        values = Values(made_by, sources, plan, mesh, synchroniser, arrays)
+        values = Values(made_by, sources, plan, mesh, synchroniser, arrays, watch)
         for op in operators.get(-1, []):
             if op.kind == "input":
                 value = op.outputs[0]
@@ -100,6 +102,8 @@ class Replayer:
                 array = arrays[value]
                 if array is not None and not isinstance(array, Stacked):
                     arrays[value] = made(value, array)
+        if values.watch is not None:
+            values.watch.end(values.held)
         layouts = [values.plan.output(k) for k in range(len(body.outputs))]
         return [
             values.plain(a) if layout is None else values.read(a, layout, True)

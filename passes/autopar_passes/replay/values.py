@@ -12,7 +12,7 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program.equations import Atom, Equation, Scalar
-from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser
+from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
 
@@ -67,6 +67,7 @@ class Values:
         mesh: Any,
         synchroniser: Synchroniser | None,
         values: dict[int, Any],
+        watch: Watch | None = None,
     ) -> None:
         """Starts with the inputs of the program.
 
@@ -77,7 +78,9 @@ class Values:
           mesh: the mesh of the layouts.
           synchroniser: takes deferred sums; None: plain reductions do.
           values: the inputs by value number.
+          watch: looks at what the step makes; None: nobody does.
         """
+        self.watch = watch
         self.producer = producer
         self.sources = sources
         self.plan = plan
@@ -106,6 +109,12 @@ class Values:
         if self.plan.floating(atom) and atom not in self.scope.values:
             return self.make(atom, None, False)
         return self.whole(atom)
+
+    def held(self, value: int) -> Any:
+        """Returns a value as the scope holds it: an array, or a partial value."""
+        if self.plan.floating(value) and self.scope.values.get(value) is None:
+            return self.make(value, None, False)
+        return self.scope.value(value)
 
     def whole(self, value: int) -> Any:
         """Returns the array of a value; takes its sum if that is still due."""

@@ -9,8 +9,9 @@ from cluster_strategies import any_clusters, built, small_clusters
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from autopar.cluster import Cluster, ClusterError
+from autopar.cluster import Cluster, ClusterError, CollectiveFit
 from autopar.cluster.regular import largest
+from autopar.cost.collectives import collective_s
 
 EIGHT = Cluster.parse("8x8:h100")
 
@@ -231,3 +232,77 @@ class TestWithHosts:
     def test_a_slice_takes_back_hosts_of_the_whole(self):
         half = built((4, "switch"), (2, "switch")).slice((2, 2), offset=4)
         assert half.with_hosts("host0").ids == (0, 1, 4, 5, 6, 7)
+
+
+class TestDevicesThatComeBack:
+    def test_to_where_they_were(self) -> None:
+        whole = Cluster.parse("2x4:h100")
+        less = whole.without(devices=(1, 6))
+        assert {*less.with_devices((1,)).ids} == {0, 1, 2, 4, 5, 7}
+        assert less.with_devices((1, 6)).ids == whole.ids
+
+    def test_of_groups(self) -> None:
+        whole = Cluster.parse("2x2:h100+1x4:a100")
+        assert whole.without(devices=(5,)).with_devices((5,)).ids == whole.ids
+
+    @pytest.mark.parametrize(
+        ("devices", "text"),
+        [
+            ((0,), "there already"),
+            ((8,), "not devices"),
+            ((1, 1), "different"),
+            ((), "different"),
+        ],
+    )
+    def test_refused(self, devices: tuple[int, ...], text: str) -> None:
+        with pytest.raises(ClusterError, match=text):
+            Cluster.parse("2x4:h100").without(devices=(1,)).with_devices(devices)
+
+
+def mesh_axes(cluster):
+    """The axes of a mesh with one axis for each level."""
+    return cluster.default_mesh().axes
+
+
+class TestMeasuredLinks:
+    @pytest.mark.parametrize("text", ["2x4:h100", "2x4:b200", "8:cpu", "2x4:a100"])
+    def test_a_slower_link_costs_more(self, text: str) -> None:
+        """Also where tables of measurements would say otherwise."""
+        cluster = Cluster.parse(text)
+        for level in cluster.levels:
+            rate = level.link.bandwidth_bytes_per_s / 10
+            slow = cluster.with_link(level.name, bandwidth_bytes_per_s=rate)
+            before, after = (
+                collective_s("all_reduce", 1 << 26, c.default_mesh().axes)
+                for c in (cluster, slow)
+            )
+            assert after > 1.2 * before
+
+    def test_a_profile_is_scaled(self) -> None:
+        fit = CollectiveFit(
+            kind="all_reduce", group_size=4, latency_s=1e-4, s_per_byte=1e-9
+        )
+        cluster = Cluster.parse("4:cpu")
+        link = dataclasses.replace(cluster.levels[0].link, measured=(fit,))
+        level = dataclasses.replace(cluster.levels[0], link=link)
+        cluster = dataclasses.replace(cluster, levels=(level,))
+        half = link.bandwidth_bytes_per_s / 2
+        slow = cluster.with_link(level.name, bandwidth_bytes_per_s=half)
+        (found,) = slow.levels[0].link.measured
+        assert (found.s_per_byte, found.latency_s) == (2e-9, 1e-4)
+
+    def test_of_groups(self) -> None:
+        groups = Cluster.parse("2x2:h100+1x4:a100")
+        slow = groups.with_link("between", latency_s=1.0)
+        assert slow.between is not None
+        assert slow.between.latency_s == 1.0
+        name = f"group0/{groups.groups[0].levels[0].name}"
+        slow = groups.with_link(name, bandwidth_bytes_per_s=5.0)
+        assert slow.groups[0].levels[0].link.bandwidth_bytes_per_s == 5.0
+        assert slow.groups[1] == groups.groups[1]
+
+    @pytest.mark.parametrize("level", ["rack", "group0", "group9/host", ""])
+    def test_unknown(self, level: str) -> None:
+        for text in ("2x4:h100", "2x2:h100+1x4:a100"):
+            with pytest.raises(ClusterError, match="no level"):
+                Cluster.parse(text).with_link(level, latency_s=1.0)

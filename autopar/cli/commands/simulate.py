@@ -1,0 +1,86 @@
+"""``autopar simulate``: the jobs of a trace under a policy."""
+
+import pathlib
+from typing import Annotated
+
+import typer
+
+from autopar.cli import options
+from autopar.cli.output import Result
+
+
+def simulate(
+    trace: Annotated[
+        pathlib.Path, typer.Argument(help="A CSV file with one job a row.")
+    ],
+    cluster: Annotated[
+        str,
+        typer.Option(
+            metavar="SPEC",
+            help="Nodes x devices, such as 16x4, or 6x4:t4+2x8:a100 for two kinds.",
+        ),
+    ],
+    policy: Annotated[
+        str,
+        typer.Option(
+            metavar="NAME",
+            help="fifo, fair, tiresias, optimus, gavel, pollux, sia, rubick, goodput.",
+        ),
+    ] = "goodput",
+    tables: Annotated[
+        pathlib.Path | None,
+        typer.Option(
+            help="The folder of measured tables; ../traces beside the trace's folder."
+        ),
+    ] = None,
+    interval: Annotated[
+        float, typer.Option(metavar="SECONDS", help="Time between two decisions.")
+    ] = 60.0,
+    restart: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="What a move takes; as in the published simulator by default.",
+        ),
+    ] = None,
+    interference: Annotated[
+        float,
+        typer.Option(
+            metavar="SHARE",
+            help="Of its speed, what a job on several nodes loses beside another.",
+        ),
+    ] = 0.0,
+    away: Annotated[
+        pathlib.Path | None,
+        typer.Option(help="A CSV file of nodes that leave and come back."),
+    ] = None,
+    page: Annotated[
+        pathlib.Path | None,
+        typer.Option("--html", help="Write a page with the timeline of devices."),
+    ] = None,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Print every decision.")
+    ] = False,
+    as_json: options.Json = False,
+) -> Result:
+    """Simulates the jobs of a trace on a cluster, and tells how long they took.
+
+    The trace is one of those published with Pollux or Rubick, or a table with name,
+    submitted_s, devices and duration_s.
+    """
+    # It imports NumPy and SciPy, which help must not.
+    from autopar.cli import simulating
+
+    asked = simulating.Asked(
+        trace=trace,
+        cluster=cluster,
+        policy=policy,
+        tables=tables,
+        interval_s=interval,
+        restart_s=restart,
+        interference=interference,
+        away=away,
+        page=page,
+        explain=explain,
+    )
+    return simulating.simulated(asked, as_json=as_json)

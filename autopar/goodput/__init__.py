@@ -1,0 +1,32 @@
+"""Goodput of one job: how noisy gradients are, and what a batch is worth.
+
+>>> from autopar.goodput import NoiseOptions, efficiency, scaled
+"""
+
+from autopar.goodput.efficiency import (
+    CodecError,
+    codec_error,
+    efficiency,
+    gain,
+    goodput,
+)
+from autopar.goodput.progress_ratio import ProgressRatio, progress_ratio
+from autopar.goodput.rates import ScaledState, progress, scaled, told
+from autopar.runtime.noise.averages import NoiseScale
+from autopar.runtime.noise.options import NoiseOptions
+
+__all__ = [
+    "CodecError",
+    "NoiseOptions",
+    "NoiseScale",
+    "ProgressRatio",
+    "ScaledState",
+    "codec_error",
+    "efficiency",
+    "gain",
+    "goodput",
+    "progress",
+    "progress_ratio",
+    "scaled",
+    "told",
+]

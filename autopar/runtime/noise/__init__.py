@@ -1,0 +1,1 @@
+"""The noise of gradients, measured while a planned step runs."""

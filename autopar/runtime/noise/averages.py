@@ -1,0 +1,198 @@
+"""The noise scale from the squared norms of partial gradients, averaged over steps.
+
+Of n groups of equal size with mean gradients g_i, which together are the M rows of a
+batch, and G their mean::
+
+    local = mean |g_i|^2        total = |G|^2
+    sqr = (n total - local) / (n - 1)         an estimate of |E g|^2
+    var = (local - total) M / (n - 1)         of the variance of one row's gradient
+    phi = var / sqr                           the noise scale, in rows
+
+The formulas are those of Pollux (Qiao et al., OSDI 2021) and of McCandlish et al.
+(arXiv 1812.06162). They are linear in the norms, so gradients with different numbers of
+groups are estimated apart and added up. The averages of ``sqr`` and ``var`` forget by
+``decay ** (M / M0)`` a step and are divided by the weight that they have, which
+corrects their bias towards zero.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+State = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseScale:
+    """How noisy gradients are.
+
+    Attributes:
+      sqr: squared norm of the mean gradient.
+      var: variance of the gradient of one row, summed over its elements.
+      rows: rows of the batch that was measured last, M.
+      groups: least number of groups that a gradient was seen in, n.
+      steps: steps that the averages hold.
+      skipped: steps that they do not, as a gradient was not finite.
+      biased: whether a gradient was seen in one group alone and compared with that of
+        the step before, or not at all.
+      excess: by how much codecs enlarge the squared norm of the gradient, on average:
+        for unbiased codecs the squared error of the sum that they make.
+      local: mean of the groups' squared norms in the step measured last.
+      total: squared norm of their mean in it.
+      left_out: parameters whose gradients were not found.
+    """
+
+    sqr: float
+    var: float
+    rows: int
+    groups: int
+    steps: int
+    skipped: int
+    biased: bool
+    excess: float
+    local: float
+    total: float
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def phi(self) -> float:
+        """The noise scale in rows, var / sqr.
+
+        Infinite where noise hides the mean gradient; not a number before the first step
+        that was measured.
+        """
+        if math.isnan(self.sqr):
+            return math.nan
+        if self.var <= 0:
+            return 0.0
+        return self.var / self.sqr if self.sqr > 0 else math.inf
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Groups:
+    """In how many groups gradients are seen.
+
+    Attributes:
+      counts: of each gradient, n; 1 where it is compared with that of the step before.
+      rows: of the batch, M.
+    """
+
+    counts: tuple[int, ...]
+    rows: int
+
+    @property
+    def alone(self) -> np.ndarray:
+        """Which gradients are seen in one group alone, bool (gradients,)."""
+        return np.asarray(self.counts) == 1
+
+
+def estimates(norms: Any, groups: Groups) -> tuple[Any, Any]:
+    """Returns ``sqr`` and ``var`` of one step.
+
+    Args:
+      norms: (gradients, 3): the sum over the groups of the squared norms of their
+        partial gradients, which add up to the gradient; its squared norm; and that of
+        what codecs made of it. One that is seen in one group alone counts as the halves
+        of two steps' gradients.
+      groups: the groups.
+    """
+    alone = groups.alone
+    n = np.where(alone, 2, np.asarray(groups.counts)).astype(np.float32)
+    rows = np.where(alone, 2, 1) * np.float32(groups.rows)
+    local, total = n * norms[:, 0], norms[:, 1]
+    sqr = (n * total - local) / (n - 1)
+    var = (local - total) * rows / (n - 1)
+    return sqr.sum(), var.sum()
+
+
+def fresh(base_batch: float) -> State:
+    """The averages before the first step, scalars."""
+    zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
+    return {
+        "base_batch": jnp.asarray(base_batch, jnp.float32),
+        "weight": zero,
+        "sqr": zero,
+        "var": zero,
+        "excess": zero,
+        "local": zero,
+        "total": zero,
+        "step": none,
+        "steps": none,
+        "skipped": none,
+        "last": none,
+    }
+
+
+def updated(
+    state: Mapping[str, Any],
+    norms: jax.Array,
+    groups: Groups,
+    decay: float,
+    measured: jax.Array,
+) -> State:
+    """The averages after a step.
+
+    Args:
+      state: of `fresh`, or after steps.
+      norms: as of `estimates`.
+      groups: the groups.
+      decay: what the averages keep in a step with the base batch.
+      measured: whether the norms were measured in this step.
+    """
+    finite = jnp.all(jnp.isfinite(norms))
+    counts = measured & finite
+    sqr, var = estimates(norms, groups)
+    keep = jnp.float32(decay) ** (groups.rows / state["base_batch"])
+    n = np.where(groups.alone, 2, np.asarray(groups.counts)).astype(np.float32)
+    new = {
+        "weight": keep * state["weight"] + (1 - keep),
+        "sqr": keep * state["sqr"] + (1 - keep) * sqr,
+        "var": keep * state["var"] + (1 - keep) * var,
+        "excess": keep * state["excess"]
+        + (1 - keep) * jnp.sum(norms[:, 2] - norms[:, 1]),
+        "local": jnp.sum(n * norms[:, 0]),
+        "total": jnp.sum(norms[:, 1]),
+        "last": state["step"] + 1,
+    }
+    kept = {k: jnp.where(counts, x, state[k]) for k, x in new.items()}
+    return {
+        **kept,
+        "base_batch": state["base_batch"],
+        "step": state["step"] + 1,
+        "steps": state["steps"] + counts,
+        "skipped": state["skipped"] + (measured & ~finite),
+    }
+
+
+def noise_scale(
+    state: Mapping[str, Any], groups: Groups, left_out: Sequence[str] = ()
+) -> NoiseScale:
+    """Reads the averages.
+
+    Args:
+      state: after steps.
+      groups: those of the last step.
+      left_out: parameters whose gradients were not found.
+    """
+    read = {name: float(np.asarray(state[name])) for name in fresh(1.0)}
+    weight = read["weight"]
+    return NoiseScale(
+        sqr=max(read["sqr"] / weight, 0.0) if weight else math.nan,
+        var=max(read["var"] / weight, 0.0) if weight else math.nan,
+        rows=groups.rows,
+        groups=min(groups.counts),
+        steps=int(read["steps"]),
+        skipped=int(read["skipped"]),
+        biased=bool(groups.alone.any() or left_out),
+        excess=read["excess"] / weight if weight else math.nan,
+        local=read["local"],
+        total=read["total"],
+        left_out=tuple(left_out),
+    )

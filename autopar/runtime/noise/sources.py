@@ -1,0 +1,250 @@
+"""Where a planned step makes the gradients of its parameters, group by group.
+
+A *group* is the part of the batch that one data replica takes of one microbatch. With
+K replicas and A microbatches there are n = K * A groups of equal size. The gradient of
+a parameter is the sum of the partial gradients of all groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import Axes
+from autopar.planner.codecs.sites import gradients_of, updated_parameters
+from autopar.steps.analysis import Analysis
+from autopar.steps.labels import BATCH
+from autopar.steps.microbatches import batch_dims
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.roles import InputRole, Role
+from autopar_passes.microbatches.microbatched import Combine
+from autopar_passes.program.equations import walk
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """The gradient of one parameter, and the groups whose parts are seen.
+
+    Attributes:
+      name: path of the parameter.
+      value: the gradient.
+      replicas: mesh axes whose devices hold partial gradients of their own rows.
+      groups: number of groups whose partial gradients are seen, n.
+      parts: the value whose partial sums, or microbatches, are the groups' parts.
+      bare: the value that ``parts`` only transposes or reshapes: of the same norm, and
+        there before.
+      loop: the equation whose iterations make it, one for each microbatch; -1: none.
+      share: what a microbatch's part is multiplied by in the gradient.
+    """
+
+    name: str
+    value: int
+    replicas: Axes
+    groups: int
+    parts: int
+    bare: int
+    loop: int = -1
+    share: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sources:
+    """The gradients that are measured.
+
+    Attributes:
+      found: those that are, in program order.
+      left_out: paths of the parameters whose gradients are not found.
+      rows: number of rows in the batch, M.
+    """
+
+    found: tuple[Source, ...]
+    left_out: tuple[str, ...]
+    rows: int
+
+
+def batch_rows(analysis: Analysis) -> int:
+    """Returns the number of rows in a step's batch; 0 if it has no batch."""
+    whole = analysis.whole or analysis
+    sizes = [
+        whole.graph.values[whole.graph.inputs[k].value].shape[dim]
+        for k, dim in batch_dims(whole).items()
+    ]
+    return int(sizes[0]) if sizes else 0
+
+
+def with_waiting(assignment: Assignment) -> Assignment:
+    """The assignment with the sums of all gradients waiting where they may."""
+    waiting = frozenset(gradients_of(assignment.analysis))
+    return dataclasses.replace(assignment, waiting=waiting)
+
+
+def find_sources(assignment: Assignment) -> Sources:
+    """Finds the gradients of a step's parameters.
+
+    Args:
+      assignment: the plan as layouts, of `with_waiting`.
+    """
+    analysis = assignment.analysis
+    rows = batch_rows(analysis)
+    parameters = trained(analysis.graph)
+    names = updated_parameters(analysis.graph, list(_candidates(analysis)))
+    alone = alone_in(names)
+    micro = _micro_values(analysis)
+    found = [_source(assignment, v, name, micro, rows) for v, name in alone.items()]
+    left = tuple(name for name in parameters if name not in alone.values())
+    return Sources(tuple(found), left, rows)
+
+
+def trained(graph: OperatorGraph) -> list[str]:
+    """Paths of the parameters that a step changes.
+
+    Numbers that come back as they are, such as a learning rate beside the moments,
+    are none.
+    """
+    return [
+        given.path
+        for given in graph.inputs
+        if given.role is InputRole.PARAMETER
+        and graph.outputs[given.output] != given.value
+    ]
+
+
+def alone_in(names: dict[int, str]) -> dict[int, str]:
+    """The values that alone update their parameter, with its name.
+
+    Where several do, each is but a part of the gradient.
+
+    Args:
+      names: of `updated_parameters`.
+    """
+    counts = Counter(names.values())
+    return {v: name for v, name in names.items() if name and counts[name] == 1}
+
+
+def _candidates(analysis: Analysis) -> Iterator[int]:
+    """Yields the values that may be gradients: those that wait, then the others."""
+    graph = analysis.graph
+    yield from gradients_of(analysis)
+    on_path = set[int]().union(*(d.members for d in analysis.deferrals))
+    crossing = set[int]() if analysis.split is None else analysis.split.accumulated
+    top = {e.index for e in analysis.program.body.equations}
+    read = {
+        v
+        for op in graph.operators
+        if op.role is Role.UPDATE or op.kind == "return"
+        for v in op.inputs
+        if v is not None
+    }
+    for op in graph.operators:
+        for value in op.outputs:
+            backward = op.role is Role.BACKWARD and op.equation in top
+            if (
+                (backward or value in crossing)
+                and value in read
+                and value not in on_path
+                and graph.values[value].floating
+            ):
+                yield value
+
+
+def _micro_values(analysis: Analysis) -> dict[int, tuple[int, int, float]]:
+    """Gradient -> the value that each microbatch makes of it, its loop and share."""
+    split, whole = analysis.split, analysis.whole
+    if split is None or whole is None:
+        return {}
+    first = len(whole.program.values)
+    loops = {
+        value: eqn.index
+        for eqn in analysis.program.body.equations
+        for region in eqn.regions
+        for inner in walk(region)
+        for value in inner.outputs
+    }
+    shares = {Combine.SUM: 1.0, Combine.MEAN: 1.0 / split.microbatches}
+    return {
+        c.value: (first + c.value, loops[first + c.value], shares[c.combine])
+        for c in split.crossings
+        if c.combine in shares and first + c.value in loops
+    }
+
+
+def _source(
+    assignment: Assignment,
+    value: int,
+    name: str,
+    micro: dict[int, tuple[int, int, float]],
+    rows: int,
+) -> Source:
+    replicas = replicas_of(assignment, value)
+    workers = math.prod(assignment.sizes[a] for a in replicas)
+    count = assignment.analysis.microbatches if value in micro else 1
+    if rows % (workers * count):
+        # Devices share rows, so that no device has a gradient of its own rows.
+        replicas, workers = (), 1
+    parts, loop, share = micro.get(value, (value, -1, 1.0))
+    bare = bare_of(assignment, parts)
+    return Source(name, value, replicas, workers * count, parts, bare, loop, share)
+
+
+# Operators that only lay elements out anew.
+_LAYING = ("copy", "reshape", "squeeze", "transpose")
+
+
+def bare_of(assignment: Assignment, value: int) -> int:
+    """The first value of which another has the elements, held in as many parts.
+
+    A compiler that adds up a transposed array reads it as it is. If its transposed
+    form were read too, it would have to be made.
+    """
+    held = assignment.stacked(value)
+    while True:
+        op = assignment.contraction.producer[value]
+        before = op.inputs[0] if op.kind in _LAYING and len(op.inputs) == 1 else None
+        if before is None or assignment.floating(before):
+            return value
+        found = assignment.stacked(before)
+        if (held and held[0]) != (found and found[0]):
+            return value
+        value = before
+
+
+def replicas_of(assignment: Assignment, value: int) -> Axes:
+    """The mesh axes over which a gradient is partial because they split the rows."""
+    held = assignment.stackings.get(value)
+    if held is None or value not in held.deferral.ends:
+        return ()
+    operators = assignment.graph.operators
+    makers = [operators[op] for op, ends in held.deferral.reach if value in ends]
+    batch = _batch_axes(assignment)
+    return tuple(
+        a
+        for a in held.axes
+        if all(_splits_rows(assignment, m, a, batch) for m in makers)
+    )
+
+
+def _batch_axes(assignment: Assignment) -> frozenset[int]:
+    """The mesh axes that split the rows of the batch as it comes in."""
+    analysis = assignment.analysis
+    inputs, found = analysis.graph.inputs, set[int]()
+    for k, dim in batch_dims(analysis.whole or analysis).items():
+        found.update(assignment.home_layout(inputs[k].value)[dim])
+    return frozenset(found)
+
+
+def _splits_rows(
+    assignment: Assignment, maker: Operator, axis: int, batch: frozenset[int]
+) -> bool:
+    """Whether a maker is partial over an axis that splits the rows it adds up."""
+    analysis = assignment.analysis
+    node = assignment.contraction.node(maker)
+    labels = analysis.node_labels.get(node.index, {})
+    strategy: Sequence[Axes] = assignment.strategies[node.index]
+    for factor in node.reduced(maker):
+        if axis in strategy[factor]:
+            label = labels.get(factor)
+            return label == BATCH or (label is None and axis in batch)
+    return False

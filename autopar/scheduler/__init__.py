@@ -1,0 +1,1 @@
+"""Which jobs get which devices: policies, and a simulator that runs them."""

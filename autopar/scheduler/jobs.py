@@ -1,0 +1,175 @@
+"""Jobs as they are handed in, and what a policy may see of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+import numpy as np
+
+from autopar.errors import ScheduleError
+
+Allocation = tuple[int, ...]
+"""The node of each device of a job; devices of one node stand next to each other."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """A job as it is handed in.
+
+    Attributes:
+      name: unique in a trace.
+      application: which program it trains.
+      submitted_s: when it is handed in, in seconds from the beginning of the trace.
+      devices: how many devices its owner asks for.
+      batch: the batch its owner asks for; None where the program's own is kept.
+      plan: the plan its owner asks for; '' where there is one only.
+      steps: how many steps it runs; 0 where it ends at a quality instead.
+      duration_s: its run time on what it asks for; 0 where it is not known.
+      guaranteed: whether it must run at least as fast as on what it asks for.
+    """
+
+    name: str
+    application: str
+    submitted_s: float
+    devices: int = 1
+    batch: int | None = None
+    plan: str = ""
+    steps: int = 0
+    duration_s: float = 0.0
+    guaranteed: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuses numbers that no job can have.
+
+        Raises:
+          ScheduleError: a number is negative, zero or not finite.
+        """
+        if not (math.isfinite(self.submitted_s) and self.submitted_s >= 0):
+            raise ScheduleError(
+                f"job {self.name!r}: it is submitted at {self.submitted_s} s; give a "
+                "time of at least 0."
+            )
+        if self.devices < 1:
+            raise ScheduleError(
+                f"job {self.name!r}: it asks for {self.devices} devices; give at "
+                "least 1."
+            )
+        if not (math.isfinite(self.duration_s) and self.duration_s >= 0):
+            raise ScheduleError(
+                f"job {self.name!r}: its duration is {self.duration_s} s; give a "
+                "time of at least 0."
+            )
+
+
+class Curve(Protocol):
+    """Progress per second of one job on each configuration."""
+
+    def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
+        """Progress per second on so many nodes and devices; 0 where it cannot run."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Linear:
+    """The curve of a job that nothing is known of: each device helps as much."""
+
+    def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
+        """As many units of progress per second as there are devices."""
+        return np.broadcast_to(devices, np.broadcast(nodes, devices).shape) * 1.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Oracle:
+    """What only a policy that is named an oracle may see.
+
+    Attributes:
+      remaining: steps that are left at the batch asked for.
+      step_s: seconds of a step by number of devices, from 1.
+    """
+
+    remaining: float
+    step_s: tuple[float, ...]
+
+
+Shape = tuple[int, int]
+"""How many nodes and how many devices a job has."""
+
+MoveSeconds = Callable[[Shape, Shape], float]
+"""Seconds of a move from one shape to another."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """What a policy sees of a job that waits or runs.
+
+    Attributes:
+      name: of the job.
+      application: which program it trains.
+      submitted_s: when it was handed in.
+      age_s: seconds since then.
+      served_device_s: device-seconds it has had, restarts included.
+      progress: what it has done, in the units of its curve times seconds.
+      restarts: how often it has moved; 0 for a first start.
+      asked: the devices its owner asks for.
+      most: no more devices are of use.
+      tried: the most devices that it ran on.
+      curve: its progress per second by configuration.
+      measured: whether its curve comes from steps that were measured.
+      restart_s: seconds that a move takes.
+      guaranteed: whether it must run at least as fast as on what it asks for.
+      oracle: only for a policy that is named an oracle.
+      by_kind: its curve on kinds of devices; `curve` on those that are missing.
+      moves: seconds of a move by what it moves from and to; `restart_s` where None.
+    """
+
+    name: str
+    application: str
+    submitted_s: float
+    age_s: float
+    served_device_s: float
+    progress: float
+    restarts: int
+    asked: int
+    most: int
+    tried: int
+    curve: Curve
+    measured: bool
+    restart_s: float
+    guaranteed: bool = False
+    oracle: Oracle | None = None
+    by_kind: Mapping[str, Curve] = dataclasses.field(default_factory=dict[str, Curve])
+    moves: MoveSeconds | None = None
+
+    def on(self, kind: str) -> Curve:
+        """Its curve on devices of a kind."""
+        return self.by_kind.get(kind, self.curve)
+
+    def move_s(self, old: Shape, new: Shape) -> float:
+        """Seconds of a move from a shape, (0, 0) for none, to another."""
+        if self.moves is None or old == (0, 0):
+            return self.restart_s
+        return self.moves(old, new)
+
+
+Views = Mapping[str, JobView]
+"""The jobs that wait or run, by name, in the order they were handed in."""
+
+
+def placement_of(allocation: Allocation) -> tuple[int, ...]:
+    """How many devices an allocation has on each of its nodes, in order.
+
+    >>> placement_of((5, 5, 5, 2))
+    (3, 1)
+    """
+    counts: list[int] = []
+    last = None
+    for node in allocation:
+        if node == last:
+            counts[-1] += 1
+        else:
+            counts.append(1)
+        last = node
+    return tuple(counts)

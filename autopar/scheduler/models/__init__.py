@@ -1,0 +1,1 @@
+"""Models of the seconds of a step, and of the progress that it makes."""

@@ -1,0 +1,136 @@
+"""Pollux's model of a step's seconds, and the goodput it predicts.
+
+Qiao et al., "Pollux: Co-adaptive cluster scheduling for goodput-optimized deep
+learning", OSDI 2021. A microbatch of m samples takes ``a_c + b_c m``. A
+synchronisation over K devices takes ``a + b max(K - 2, 0)``, with one pair of
+constants inside a node and one between nodes. The two overlap:
+``(T_grad^g + T_sync^g)^(1/g)``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+from scipy.optimize import Bounds, minimize  # SciPy comes with JAX
+
+_TINY = 1e-8
+_START = np.array([1e-1, 1e-2] * 3 + [1.0 + 1e-3])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Samples:
+    """Measured steps; arrays of one length.
+
+    Attributes:
+      nodes: nodes of each.
+      devices: devices of each.
+      local: samples of a device in a microbatch.
+      grad_s: seconds of a microbatch without synchronisation.
+      step_s: seconds of the microbatch that synchronises.
+    """
+
+    nodes: np.ndarray
+    devices: np.ndarray
+    local: np.ndarray
+    grad_s: np.ndarray
+    step_s: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PolluxTimes:
+    """The seven constants ``(a_c, b_c, a_n, b_n, a_r, b_r, g)``, in seconds."""
+
+    constants: tuple[float, ...]
+
+    def grad_s(self, local: np.ndarray) -> np.ndarray:
+        """Seconds of a microbatch."""
+        return self.constants[0] + self.constants[1] * local
+
+    def step_s(
+        self, nodes: np.ndarray, devices: np.ndarray, local: np.ndarray
+    ) -> np.ndarray:
+        """Seconds of the microbatch that synchronises."""
+        g = self.constants[6]
+        sync = _sync(np.array(self.constants), nodes, devices)
+        return (self.grad_s(local) ** g + sync**g) ** (1 / g)
+
+
+def fit(samples: Samples) -> PolluxTimes:
+    """The constants that fit measured steps, optimistic about what was not seen."""
+    low, high, start = _box(samples)
+    bounds = Bounds(low, high, keep_feasible=True)
+    result = minimize(_loss, start, args=(samples,), jac=True, bounds=bounds)
+    found = result.x
+    if not np.any(samples.nodes > 1):
+        found[2] = max(found[2], found[4] * 1.1)
+        found[3] = max(found[3], found[5] * 1.1)
+    return PolluxTimes(tuple(found.tolist()))
+
+
+def _box(samples: Samples) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Lower bounds, upper bounds and start; what was not seen is held at the least."""
+    low = np.array([_TINY] * 6 + [1.0])
+    high = np.array([np.inf] * 6 + [10.0])
+    start = _START.copy()
+    held: list[int] = []
+    if not np.any(samples.nodes > 1):
+        held += [2, 3]
+    if not np.any((samples.nodes == 1) & (samples.devices > 1)):
+        held += [4, 5]
+    if not np.any(samples.devices > 2):
+        held += [3, 5]
+    start[held] = high[held] = low[held]
+    if len(np.unique(samples.local)) == 1:
+        start[0] = low[0] = high[0] = samples.grad_s.mean() / 2
+    return low, high, start
+
+
+def _sync(c: np.ndarray, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
+    far, near = nodes > 1, (nodes <= 1) & (devices > 1)
+    first = np.where(far, c[2], np.where(near, c[4], _TINY))
+    more = np.where(far, c[3], np.where(near, c[5], _TINY))
+    return first + more * np.maximum(devices - 2, _TINY)
+
+
+def _loss(c: np.ndarray, samples: Samples) -> tuple[float, np.ndarray]:
+    """Root mean squared errors of logarithms plus penalties, and their gradient."""
+    g = c[6]
+    grad = c[0] + c[1] * samples.local
+    sync = _sync(c, samples.nodes, samples.devices)
+    log_grad, log_sync = np.log(grad), np.log(sync)
+    top = np.maximum(log_grad, log_sync)
+    log_sum = g * top + np.log(
+        np.exp(g * (log_grad - top)) + np.exp(g * (log_sync - top))
+    )
+    share = np.exp(g * log_grad - log_sum)  # of the gradient in the sum of powers
+    error1 = log_grad - np.log(samples.grad_s)
+    error2 = log_sum / g - np.log(samples.step_s)
+    rms1, rms2 = _rms(error1), _rms(error2)
+    slope1 = error1 / (len(error1) * max(rms1, 1e-300))
+    slope2 = error2 / (len(error2) * max(rms2, 1e-300))
+    by_grad = (slope1 + slope2 * share) / grad
+    by_sync = slope2 * (1 - share) / sync
+    by_g = share * log_grad + (1 - share) * log_sync
+    by_g = slope2 @ (by_g / g - log_sum / g**2)
+    ratio_n, ratio_r = c[3] / c[2], c[5] / c[4]
+    loss = rms1 + rms2 + 1e-3 * (g - 1) ** 2 + 1e-2 * (ratio_n**2 + ratio_r**2)
+    far = samples.nodes > 1
+    near = ~far & (samples.devices > 1)
+    wide = np.maximum(samples.devices - 2, _TINY)
+    slope = np.array(
+        [
+            by_grad.sum(),
+            by_grad @ samples.local,
+            by_sync @ far - 2e-2 * ratio_n**2 / c[2],
+            by_sync @ (far * wide) + 2e-2 * ratio_n / c[2],
+            by_sync @ near - 2e-2 * ratio_r**2 / c[4],
+            by_sync @ (near * wide) + 2e-2 * ratio_r / c[4],
+            by_g + 2e-3 * (g - 1),
+        ]
+    )
+    return float(loss), slope
+
+
+def _rms(errors: np.ndarray) -> float:
+    return float(np.sqrt(errors @ errors / len(errors)))

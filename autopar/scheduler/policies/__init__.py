@@ -1,0 +1,1 @@
+"""Policies: each gives devices to jobs, round by round."""

@@ -1,0 +1,301 @@
+"""Our policy: the most goodput, weighted by what is left, less what moves cost.
+
+Each job has a curve: its progress per second on every configuration, best batch or plan
+inside. A configuration's utility is concave in its speed-up over one device, so that no
+job starves, times a weight that falls with the work that is left. What is left is never
+seen. It is predicted from jobs of the same program that have ended; before one has, a
+job is taken to have as much left as it has done. A move shortens the time over which
+its gain counts. The allocation problem is solved to a stated gap.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from autopar.errors import ScheduleError
+from autopar.scheduler.decisions import Decisions, Reason
+from autopar.scheduler.jobs import Allocation, Curve, JobView, Views, placement_of
+from autopar.scheduler.nodes import Nodes
+from autopar.scheduler.packing import pack, sizes_of
+from autopar.scheduler.policies.base import Adapts
+from autopar_solver import Allocated, AllocationProblem, Status, solve_allocation
+
+_NEW_S = 900.0
+"""Seconds on one device that a job of an unknown program has left, at first."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Constants of the policy; chosen on workloads 4, 5, 7 and 8 of Pollux.
+
+    Attributes:
+      concavity: exponent of the speed-up in the utility, below 1.
+      least: a speed-up that counts as none.
+      shortness: exponent of the work that is left in the weight; 0 ignores it.
+      known_s: seconds on one device that are added to what is left.
+      events_s: seconds between events that make a job move. Its gain counts over the
+        geometric mean of these and of the seconds of a move (as in Young's interval of
+        checkpoints).
+      growth: how often more devices than it ran on a job may get at once.
+      first: the most devices of a job that was not measured.
+      learns: whether jobs that ended tell what is left of others of their program.
+      gap: of the allocation, relative.
+      reserved: devices of each kind that are left free.
+    """
+
+    concavity: float = 0.2
+    least: float = 0.2
+    shortness: float = 0.5
+    known_s: float = 800.0
+    events_s: float = 960.0
+    growth: int = 4
+    first: int = 1
+    learns: bool = True
+    gap: float = 1e-4
+    reserved: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Option:
+    """A configuration of a job: kind of devices, how many, and what it is worth."""
+
+    kind: int
+    count: int
+    speed: float
+    worth: float
+    move_s: float
+
+
+class Goodput:
+    """Maximises weighted utilities of speed-ups over the curves, with move costs."""
+
+    name = "goodput"
+    adapts: Adapts = "batch"
+    oracle = False
+
+    def __init__(self, settings: Settings | None = None) -> None:
+        """No job has ended."""
+        self._settings = settings or Settings()
+        self._ended: dict[str, list[float]] = {}
+        self._paces: dict[str, float] = {}
+        self._last: dict[str, tuple[str, float]] = {}
+        self._speeds: dict[tuple[str, str], tuple[Curve, np.ndarray, np.ndarray]] = {}
+
+    def decide(
+        self,
+        now_s: float,
+        jobs: Views,
+        nodes: Nodes,
+        current: Mapping[str, Allocation],
+    ) -> Decisions:
+        """The best allocation, its gap, and why jobs move."""
+        del now_s
+        self._learn(jobs)
+        kinds = sorted(
+            {k for k, n in zip(nodes.kinds, nodes.devices, strict=True) if n}
+        )
+        allowed = [[i for i in nodes.of_kind(k) if nodes.devices[i]] for k in kinds]
+        options = {
+            name: self._options(view, current.get(name, ()), nodes, kinds, allowed)
+            for name, view in jobs.items()
+        }
+        budgets = [
+            max(
+                sum(nodes.devices[i] for i in of) - self._settings.reserved.get(k, 0), 0
+            )
+            for k, of in zip(kinds, allowed, strict=True)
+        ]
+        solution = self._solved(jobs, options, budgets)
+        flat = [option for name in jobs for option in options[name]]
+        picked = {
+            name: flat[index]
+            for name, index in zip(jobs, solution.choices, strict=True)
+            if index >= 0
+        }
+        wanted = {name: (o.count, allowed[o.kind]) for name, o in picked.items()}
+        chosen = pack(wanted, current, nodes)
+        return Decisions(
+            allocations=chosen,
+            plans=_plans(jobs, chosen),
+            reasons=_reasons(jobs, options, picked, current, chosen),
+            gap=solution.gap,
+        )
+
+    def _learn(self, jobs: Views) -> None:
+        """Remembers the whole work of jobs that ended since the last round."""
+        for name, (application, progress) in list(self._last.items()):
+            if name not in jobs:
+                self._ended.setdefault(application, []).append(progress)
+                del self._last[name]
+        for name, view in jobs.items():
+            self._last[name] = view.application, view.progress
+        self._speeds = {k: v for k, v in self._speeds.items() if k[0] in jobs}
+
+    def _left_s(self, view: JobView, single: float) -> float:
+        """Predicted seconds on one device until a job ends."""
+        whole = self._ended.get(view.application) if self._settings.learns else None
+        if whole:
+            mean = sum(whole) / len(whole)
+            if not view.measured:
+                single = self._paces.get(view.application, mean / _NEW_S)
+            else:
+                self._paces[view.application] = single
+            # A job that goes on beyond the mean has a little left, never nothing.
+            return max(mean - view.progress, 0.02 * mean) / single
+        return view.progress / single if view.measured else _NEW_S
+
+    def _curve(
+        self, view: JobView, kind: str, per_node: int, total: int
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sizes, and the goodput of each, of one job on one kind."""
+        curve, key = view.on(kind), (view.name, kind)
+        known = self._speeds.get(key)
+        if known is None or known[0] is not curve or known[1][-1] > total:
+            counts = np.array(sizes_of(per_node, total))
+            found = curve.goodput(-(-counts // per_node), counts)
+            if not np.all(np.isfinite(found)) or found.min() < 0:
+                raise ScheduleError(
+                    f"job {view.name!r}: its curve has a goodput of "
+                    f"{found[~(found >= 0)][:1]}; give finite numbers of at least 0."
+                )
+            known = self._speeds[key] = curve, counts, found
+        return known[1], known[2]
+
+    def _options(
+        self,
+        view: JobView,
+        held: Allocation,
+        nodes: Nodes,
+        kinds: list[str],
+        allowed: list[list[int]],
+    ) -> list[_Option]:
+        found: list[_Option] = []
+        set_ = self._settings
+        limit = max(set_.growth * view.tried, set_.first)
+        old = len(placement_of(held)), len(held)
+        curves: list[tuple[int, np.ndarray, np.ndarray]] = []
+        for kind, of in enumerate(allowed):
+            per = max(nodes.devices[i] for i in of)
+            total = sum(nodes.devices[i] for i in of if nodes.devices[i] == per)
+            curves.append((kind, *self._curve(view, kinds[kind], per, total)))
+        single = _single(curves)
+        if single <= 0:
+            return []
+        weight = (self._left_s(view, single) + set_.known_s) ** -set_.shortness
+        for kind, counts, speeds in curves:
+            per = max(nodes.devices[i] for i in allowed[kind])
+            there = bool(held) and held[0] in allowed[kind]
+            for count, speed in zip(counts.tolist(), speeds.tolist(), strict=True):
+                if speed <= 0 or count > view.most or count > limit:
+                    continue
+                shape = -(-count // per), count
+                stays = there and count == len(held)
+                move_s = 0.0 if stays else view.move_s(old, shape)
+                worth = weight * self._utility(speed / single, move_s)
+                found.append(_Option(kind, count, speed, worth, move_s))
+        return found
+
+    def _utility(self, speedup: float, move_s: float) -> float:
+        set_ = self._settings
+        horizon_s = math.sqrt(set_.events_s * move_s)
+        kept = horizon_s / (horizon_s + move_s) if move_s else 1.0
+        value = max(speedup * kept, set_.least) ** set_.concavity
+        return value - set_.least**set_.concavity
+
+    def _solved(
+        self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
+    ) -> Allocated:
+        """The best options; guaranteed jobs keep what they were promised.
+
+        Where the guarantees do not all fit, the jobs handed in last wait.
+        """
+        held = [name for name, view in jobs.items() if view.guaranteed]
+        while True:
+            rows = [
+                [
+                    (
+                        option.worth + (1e-9 if name in held else 0),
+                        option.kind,
+                        option.count,
+                    )
+                    for option in options[name]
+                    if name not in held or _promised(jobs[name], option, options[name])
+                ]
+                for name in jobs
+            ]
+            required = [
+                name in held and bool(row) for name, row in zip(jobs, rows, strict=True)
+            ]
+            problem = AllocationProblem.of(rows, budgets, required)
+            solution = solve_allocation(problem, gap=self._settings.gap)
+            if solution.status is not Status.INFEASIBLE:
+                return solution
+            held.pop()
+
+
+def _single(curves: list[tuple[int, np.ndarray, np.ndarray]]) -> float:
+    """Goodput on one device of the first kind that runs it, or a share of the least."""
+    for _, counts, speeds in curves:
+        runs = np.flatnonzero(speeds > 0)
+        if len(runs):
+            return float(speeds[runs[0]] / counts[runs[0]])
+    return 0.0
+
+
+def _promised(view: JobView, option: _Option, options: list[_Option]) -> bool:
+    """Whether an option is at least as fast as what the owner asked for."""
+    asked = [
+        o.speed for o in options if o.count <= view.asked and o.kind == option.kind
+    ]
+    return not asked or option.speed >= max(asked) * (1 - 1e-9)
+
+
+def _plans(jobs: Views, chosen: Mapping[str, Allocation]) -> dict[str, str]:
+    """The plan of each job whose curve has plans."""
+    found: dict[str, str] = {}
+    for name, places in chosen.items():
+        plan = getattr(jobs[name].curve, "plan", None)
+        if plan is not None:
+            found[name] = plan(len(placement_of(places)), len(places))
+    return found
+
+
+def _reasons(
+    jobs: Views,
+    options: Mapping[str, list[_Option]],
+    picked: Mapping[str, _Option],
+    current: Mapping[str, Allocation],
+    chosen: Mapping[str, Allocation],
+) -> tuple[Reason, ...]:
+    found: list[Reason] = []
+    for name in jobs:
+        old, new = current.get(name, ()), chosen.get(name, ())
+        if old == new:
+            continue
+        option = picked.get(name)
+        before = [o.speed for o in options[name] if o.count == len(old)]
+        gain = option.speed / before[0] - 1 if option and before else float("nan")
+        best = max(options[name], key=lambda o: o.worth, default=None)
+        words = f"{len(options[name])} configurations"
+        if best is not None and best is not option:
+            words += (
+                f"; {best.count} devices are worth more alone, not beside the others"
+            )
+        if option is not None and option.move_s == 0:
+            words += "; moved to make room for a job on whole nodes"
+        move_s = jobs[name].restart_s if new else 0.0
+        found.append(
+            Reason(
+                job=name,
+                devices=len(new),
+                kept=len(old),
+                compared=words,
+                gain=gain,
+                cost_s=option.move_s or move_s if option else 0.0,
+            )
+        )
+    return tuple(found)

@@ -1,0 +1,1 @@
+"""Runs policies over traces: rounds, jobs with measured tables, and what comes out."""

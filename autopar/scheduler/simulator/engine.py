@@ -1,0 +1,284 @@
+"""The simulation: rounds of a policy over jobs, until all are done."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+from autopar.errors import ScheduleError
+from autopar.scheduler.decisions import Decisions, Reason
+from autopar.scheduler.jobs import Allocation, JobView, placement_of
+from autopar.scheduler.nodes import Nodes
+from autopar.scheduler.policies.base import Policy
+from autopar.scheduler.simulator.running import RunningJob
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class NodeEvent:
+    """A node that leaves or comes back.
+
+    Attributes:
+      at_s: when, in seconds from the beginning of the trace.
+      node: its number.
+      away: whether it leaves.
+    """
+
+    at_s: float
+    node: int
+    away: bool
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How a simulation runs.
+
+    Attributes:
+      interval_s: seconds between two decisions.
+      interference: share of its speed that a job on several nodes loses on a node
+        that it shares with another such job.
+      events: nodes that leave or come back.
+      most_s: a simulation that lasts longer is stopped with an error.
+    """
+
+    interval_s: float = 60.0
+    interference: float = 0.0
+    events: tuple[NodeEvent, ...] = ()
+    most_s: float = 365 * 86400.0
+
+    def __post_init__(self) -> None:
+        """Refuses an interval or a slowdown that cannot be.
+
+        Raises:
+          ScheduleError: one of them is out of its range.
+        """
+        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
+            raise ScheduleError(
+                f"the interval is {self.interval_s} s; give more than 0 seconds."
+            )
+        if not 0 <= self.interference < 1:
+            raise ScheduleError(
+                f"the interference is {self.interference}; give a share from 0 to 1."
+            )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Span:
+    """A stretch of time in which a job had the same devices.
+
+    Attributes:
+      job: its name.
+      start_s: when it begins.
+      end_s: when it ends.
+      allocation: the node of each device.
+      plan: the plan it ran.
+      batch: its batch when it began.
+    """
+
+    job: str
+    start_s: float
+    end_s: float
+    allocation: Allocation
+    plan: str
+    batch: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Round:
+    """One decision.
+
+    Attributes:
+      at_s: when it was made.
+      active: how many jobs waited or ran.
+      used: devices given out.
+      available: devices that were there.
+      reasons: of the jobs whose devices change.
+      gap: how far the allocation may be from the best.
+    """
+
+    at_s: float
+    active: int
+    used: int
+    available: int
+    reasons: tuple[Reason, ...]
+    gap: float
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class History:
+    """All that happened.
+
+    Attributes:
+      policy: its name.
+      nodes: the cluster.
+      jobs: when each job was done, how often it moved, and why it died.
+      rounds: every decision.
+      spans: who had which devices when.
+    """
+
+    policy: str
+    nodes: Nodes
+    jobs: tuple[RunningJob, ...]
+    rounds: tuple[Round, ...]
+    spans: tuple[Span, ...]
+
+
+def simulate(
+    jobs: Sequence[RunningJob],
+    nodes: Nodes,
+    policy: Policy,
+    options: Options | None = None,
+) -> History:
+    """Runs jobs under a policy until all are done.
+
+    Raises:
+      ScheduleError: a job asks for more than the cluster has, two have one name, a
+        policy gives out what is not there, or nothing ends.
+    """
+    simulation = _Simulation(jobs, nodes, policy, options or Options())
+    return simulation.run()
+
+
+class _Simulation:
+    def __init__(
+        self,
+        jobs: Sequence[RunningJob],
+        nodes: Nodes,
+        policy: Policy,
+        options: Options,
+    ) -> None:
+        self._jobs = {job.job.name: job for job in jobs}
+        if len(self._jobs) != len(jobs):
+            counted = collections.Counter(job.job.name for job in jobs)
+            name = counted.most_common(1)[0][0]
+            raise ScheduleError(f"job {name!r} stands in the trace twice; rename one.")
+        for job in jobs:
+            if policy.adapts == "nothing" and job.job.devices > nodes.total:
+                raise ScheduleError(
+                    f"job {job.job.name!r} asks for {job.job.devices} devices and "
+                    f"the cluster has {nodes.total}; policy {policy.name!r} gives a "
+                    "job what it asks for, so take a larger cluster, or leave it out."
+                )
+        self._nodes, self._policy, self._options = nodes, policy, options
+        self._now_s = 0.0
+        self._current: dict[str, Allocation] = {}
+        self._begun: dict[str, tuple[float, Allocation, str, int]] = {}
+        self._rounds: list[Round] = []
+        self._spans: list[Span] = []
+        self._away: set[int] = set()
+        self._events = sorted(options.events, key=lambda event: event.at_s)
+
+    def run(self) -> History:
+        """Steps to the end."""
+        while self._open():
+            if self._now_s > self._options.most_s:
+                name = self._open()[0].job.name
+                raise ScheduleError(
+                    f"job {name!r} is not done after {self._now_s:g} s under policy "
+                    f"{self._policy.name!r}; it may never get what it needs."
+                )
+            self._step()
+        jobs = tuple(self._jobs.values())
+        return History(
+            self._policy.name,
+            self._nodes,
+            jobs,
+            tuple(self._rounds),
+            tuple(self._spans),
+        )
+
+    def _open(self) -> list[RunningJob]:
+        jobs = self._jobs.values()
+        return [job for job in jobs if job.completed_s is None and not job.failed]
+
+    def _step(self) -> None:
+        seconds = self._options.interval_s
+        slowed = self._interfering()
+        for job in self._open():
+            if job.placement:
+                self._advance(job, seconds, slowed)
+        self._now_s += seconds
+        self._leave_and_join()
+        views = self._views()
+        for name in [name for name in self._current if name not in views]:
+            self._end_span(name)
+            del self._current[name]
+        if views:
+            nodes = self._nodes.without(self._away)
+            decided = self._policy.decide(self._now_s, views, nodes, self._current)
+            self._apply(views, nodes, decided)
+
+    def _advance(self, job: RunningJob, seconds: float, slowed: set[str]) -> None:
+        slowdown = self._options.interference if job.job.name in slowed else 0.0
+        try:
+            job.advance(self._now_s, seconds, slowdown)
+        except ScheduleError as error:
+            # One job that cannot run ends alone; the others go on.
+            job.failed = str(error)
+            job.reallocate((), "")
+
+    def _interfering(self) -> set[str]:
+        """Jobs on several nodes that share one of them with another such job."""
+        if not self._options.interference:
+            return set()
+        wide = {k: set(v) for k, v in self._current.items() if len(set(v)) > 1}
+        users = collections.Counter(node for nodes in wide.values() for node in nodes)
+        return {k for k, v in wide.items() if any(users[node] > 1 for node in v)}
+
+    def _leave_and_join(self) -> None:
+        while self._events and self._events[0].at_s <= self._now_s:
+            event = self._events.pop(0)
+            (self._away.add if event.away else self._away.discard)(event.node)
+            lost = [k for k, v in self._current.items() if event.node in v]
+            for name in lost if event.away else []:
+                self._end_span(name)
+                del self._current[name]
+                self._jobs[name].reallocate((), "")
+
+    def _views(self) -> dict[str, JobView]:
+        oracle = self._policy.oracle
+        return {
+            job.job.name: job.view(self._now_s, oracle)
+            for job in self._open()
+            if job.job.submitted_s <= self._now_s
+        }
+
+    def _apply(
+        self, views: Mapping[str, JobView], nodes: Nodes, decided: Decisions
+    ) -> None:
+        chosen = {k: v for k, v in decided.allocations.items() if v}
+        for name in chosen:
+            if name not in views:
+                raise ScheduleError(
+                    f"policy {self._policy.name!r} gives devices to job {name!r}, "
+                    "which is not there."
+                )
+        nodes.free(chosen)
+        for name in views:
+            new, old = chosen.get(name, ()), self._current.get(name, ())
+            job = self._jobs[name]
+            plan = decided.plans.get(name, job.plan)
+            if new != old or (new and plan != job.plan):
+                self._end_span(name)
+                job.reallocate(placement_of(new), plan)
+                if new:
+                    self._begun[name] = self._now_s, new, job.plan, job.batch
+        self._current = chosen
+        self._rounds.append(
+            Round(
+                self._now_s,
+                len(views),
+                sum(map(len, chosen.values())),
+                nodes.total,
+                decided.reasons,
+                decided.gap,
+            )
+        )
+
+    def _end_span(self, name: str) -> None:
+        if name in self._begun:
+            start, allocation, plan, batch = self._begun.pop(name)
+            done = self._jobs[name].completed_s
+            end = self._now_s if done is None else done
+            self._spans.append(Span(name, start, end, allocation, plan, batch))

@@ -1,0 +1,108 @@
+"""Measured seconds of a step by plan and placement, as published with Rubick."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import pathlib
+
+import numpy as np
+from scipy.interpolate import LinearNDInterpolator  # SciPy comes with JAX
+
+from autopar.errors import ScheduleError
+from autopar.scheduler.simulator.tables import read_rows
+
+Placement = tuple[int, ...]
+COLUMNS = ("exec_plan", "placement", "iter_time")
+PLAIN = "ga"
+"""The plan whose seconds stand for those of a plan that was not measured."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class PlanCurve:
+    """Steps per second with the best plan that was measured, by configuration.
+
+    Attributes:
+      best: plan and seconds of a step by (nodes, devices).
+    """
+
+    best: dict[tuple[int, int], tuple[str, float]]
+
+    def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
+        """Steps per second; 0 where nothing was measured."""
+        pairs = np.broadcast(nodes, devices)
+        found = [
+            1 / self.best[int(n), int(d)][1] if (int(n), int(d)) in self.best else 0.0
+            for n, d in pairs
+        ]
+        return np.array(found).reshape(pairs.shape)
+
+    def plan(self, nodes: int, devices: int) -> str:
+        """The best plan of a configuration; '' where none was measured."""
+        return self.best.get((nodes, devices), ("", 0.0))[0]
+
+
+class PlanTimes:
+    """Seconds of a step of one program, by plan and placement."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        """Reads ``placements.csv`` of a folder."""
+        self.name = folder.name
+        self._seconds: dict[tuple[str, Placement], float] = {}
+        self._means: dict[tuple[int, int], list[float]] = collections.defaultdict(list)
+        for row in read_rows(folder / "placements.csv", COLUMNS):
+            text = row.text("placement")
+            if not text.isdigit() or "0" in text:
+                raise ScheduleError(
+                    f"{row.where}: placement {text!r} is no row of digits from 1 to 9."
+                )
+            placement = tuple(map(int, text))
+            seconds = row.number("iter_time", 1e-9)
+            self._means[len(placement), sum(placement)].append(seconds)
+            self._seconds.setdefault((row.text("exec_plan"), placement), seconds)
+        if not self._seconds:
+            raise ScheduleError(f"{folder}: its placements.csv has no rows.")
+        self._between: LinearNDInterpolator | None = None
+        self._best = self._best_by_placement()
+        self.curve = PlanCurve(self.configurations)
+        self.most = max(devices for _, devices in self.curve.best)
+
+    def seconds(self, plan: str, placement: Placement) -> float:
+        """Seconds of a step; a plan that was not measured there counts as the mean.
+
+        Raises:
+          ScheduleError: nothing near was measured.
+        """
+        placement = min(placement[i:] + placement[:i] for i in range(len(placement)))
+        for name in (plan, PLAIN):
+            if (name, placement) in self._seconds:
+                return self._seconds[name, placement]
+        key = len(placement), sum(placement)
+        if key in self._means:
+            return float(np.mean(self._means[key]))
+        if self._between is None:
+            points = np.array(sorted(self._means), float)
+            means = np.array([np.mean(self._means[key]) for key in sorted(self._means)])
+            self._between = LinearNDInterpolator(points, means)
+        found = float(self._between([key])[0])
+        if not np.isfinite(found):
+            raise ScheduleError(
+                f"{self.name}: no step time is known near placement {placement}."
+            )
+        return found
+
+    def _best_by_placement(self) -> dict[Placement, tuple[str, float]]:
+        best: dict[Placement, tuple[str, float]] = {}
+        for (plan, placement), seconds in self._seconds.items():
+            if placement not in best or seconds < best[placement][1]:
+                best[placement] = plan, seconds
+        return best
+
+    @property
+    def configurations(self) -> dict[tuple[int, int], tuple[str, float]]:
+        """The best plan of each even placement, by (nodes, devices)."""
+        return {
+            (len(placement), sum(placement)): best
+            for placement, best in self._best.items()
+            if len(set(placement)) == 1
+        }

@@ -1,0 +1,1 @@
+"""Readers of published traces, one file each."""

@@ -1,0 +1,106 @@
+"""Reads the workloads and tables that were published with Pollux."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Mapping
+
+from autopar.errors import ScheduleError
+from autopar.scheduler.jobs import Job
+from autopar.scheduler.models import pollux_form
+from autopar.scheduler.nodes import Nodes
+from autopar.scheduler.policies.base import Adapts
+from autopar.scheduler.simulator.application import Application
+from autopar.scheduler.simulator.epoch_job import EpochJob, Fit
+from autopar.scheduler.simulator.tables import read_rows
+
+COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
+RESTART_S = 30.0
+"""Seconds of a restart in the published simulator."""
+
+# From the published simulator: epochs of each program, the largest microbatch of
+# yolov3, and ncf, which runs on one device at its largest batch where batches adapt.
+_EPOCHS = {
+    "bert": 2,
+    "cifar10": 100,
+    "ncf": 10,
+    "imagenet": 90,
+    "deepspeech2": 80,
+    "yolov3": 50,
+}
+_MOST_LOCAL = {"yolov3": 8}
+_FIXED_BATCH = {"ncf": 32768}
+
+
+def read_applications(folder: pathlib.Path) -> dict[str, Application]:
+    """The programs of a folder with one folder each.
+
+    Raises:
+      ScheduleError: there is none, or a table is wrong.
+    """
+    found = {
+        path.name: Application(
+            path,
+            epochs=_EPOCHS.get(path.name),
+            most_local=_MOST_LOCAL.get(path.name),
+            fixed_batch=_FIXED_BATCH.get(path.name),
+            single=path.name in _FIXED_BATCH,
+        )
+        for path in sorted(folder.glob("*"))
+        if (path / "placements.csv").is_file()
+    }
+    if not found:
+        raise ScheduleError(
+            f"{folder}: no folder in it has a placements.csv; name the folder of "
+            "tables that belongs to the trace."
+        )
+    return found
+
+
+def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
+    """The jobs of a workload, each with its file and line.
+
+    Raises:
+      ScheduleError: a row is wrong; it is named.
+    """
+    found: list[tuple[str, Job]] = []
+    for row in read_rows(path, COLUMNS):
+        job = Job(
+            name=row.text("name"),
+            application=row.text("application"),
+            submitted_s=row.number("time", 0.0),
+            devices=row.whole("num_replicas", 1),
+            batch=row.whole("batch_size", 1),
+        )
+        found.append((row.where, job))
+    return found
+
+
+def running(
+    jobs: list[tuple[str, Job]],
+    applications: Mapping[str, Application],
+    nodes: Nodes,
+    adapts: Adapts,
+    restart_s: float = RESTART_S,
+    fit: Fit = pollux_form.fit,
+) -> list[EpochJob]:
+    """The jobs, ready to be simulated.
+
+    Raises:
+      ScheduleError: an application is not in the tables, or a batch was not measured.
+    """
+    made: list[EpochJob] = []
+    for where, job in jobs:
+        application = applications.get(job.application)
+        if application is None:
+            raise ScheduleError(
+                f"{where}: application {job.application!r} has no tables; there are "
+                f"{', '.join(applications)}."
+            )
+        if job.batch is not None and adapts != "batch":
+            try:
+                application.completion_epoch(job.batch)
+            except ScheduleError as error:
+                raise ScheduleError(f"{where}: {error}") from None
+        made.append(EpochJob(job, application, adapts, restart_s, nodes, fit))
+    return made

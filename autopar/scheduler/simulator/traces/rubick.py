@@ -1,0 +1,85 @@
+"""Reads the workloads and plan tables that were published with Rubick."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Iterable, Mapping
+
+from autopar.errors import ScheduleError
+from autopar.scheduler.jobs import Job
+from autopar.scheduler.simulator.plan_tables import PlanTimes
+from autopar.scheduler.simulator.step_job import StepJob
+from autopar.scheduler.simulator.tables import read_rows
+
+COLUMNS = (
+    "name",
+    "submission_time",
+    "duration",
+    "application",
+    "num_gpus",
+    "exec_plan",
+    "steps",
+    "is_sla",
+)
+RESTART_S = 260.0
+"""Seconds of a restart in the published simulator."""
+
+
+def read_plan_times(folder: pathlib.Path, names: Iterable[str]) -> dict[str, PlanTimes]:
+    """The tables of some programs, from a folder with one folder each.
+
+    A program without a folder is left out: `running` names the job that needs it.
+
+    Raises:
+      ScheduleError: a table is wrong.
+    """
+    return {
+        name: PlanTimes(folder / name)
+        for name in sorted(set(names))
+        if (folder / name / "placements.csv").is_file()
+    }
+
+
+def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
+    """The jobs of a workload, each with its file and line.
+
+    Raises:
+      ScheduleError: a row is wrong; it is named.
+    """
+    found: list[tuple[str, Job]] = []
+    for row in read_rows(path, COLUMNS):
+        job = Job(
+            name=row.text("name"),
+            application=row.text("application"),
+            submitted_s=row.number("submission_time", 0.0),
+            devices=row.whole("num_gpus", 1),
+            plan=row.text("exec_plan"),
+            steps=row.whole("steps", 1),
+            duration_s=row.number("duration", 0.0),
+            guaranteed=row.whole("is_sla", 0) > 0,
+        )
+        found.append((row.where, job))
+    return found
+
+
+def running(
+    jobs: list[tuple[str, Job]],
+    times: Mapping[str, PlanTimes],
+    restart_s: float = RESTART_S,
+    *,
+    ghosts: bool = False,
+) -> list[StepJob]:
+    """The jobs, ready to be simulated.
+
+    Raises:
+      ScheduleError: an application is not in the tables.
+    """
+    made: list[StepJob] = []
+    for where, job in jobs:
+        if job.application not in times:
+            raise ScheduleError(
+                f"{where}: application {job.application!r} has no tables; there are "
+                f"{', '.join(times) or 'none'}."
+            )
+        made.append(StepJob(job, times[job.application], restart_s, ghosts=ghosts))
+    return made

@@ -1,0 +1,181 @@
+"""Policies on the published traces: what each row of docs/scheduling.md repeats.
+
+    python benchmarks/scheduling.py [--only faithful] [--shared ../shared]
+
+Rows: ``faithful`` (published figures repeated), ``ours`` (our policy on Pollux's
+workloads beside the artifact's own figures), ``rubick`` (our policy on Rubick's
+workloads), ``model`` (errors of step-time models), ``pollux`` (the genetic search; some
+minutes).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import pathlib
+import time
+from typing import Annotated
+
+import numpy as np
+import typer
+
+from autopar.scheduler.models import pollux_form, power_form
+from autopar.scheduler.models.pollux_form import Samples
+from autopar.scheduler.nodes import Nodes
+from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.simulator.engine import simulate
+from autopar.scheduler.simulator.interpolation import StepTimes
+from autopar.scheduler.simulator.metrics import Metrics, metrics
+from autopar.scheduler.simulator.tables import read_rows
+from autopar.scheduler.simulator.traces.detect import jobs_of
+
+ROOT = pathlib.Path(__file__).resolve().parent
+DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "shared"))
+# Constants of our policy were chosen on workloads 4, 5, 7 and 8.
+WORKLOADS = ("workload-1", "workload-2", "workload-3", "workload-6")
+LOADS = {
+    "0.5": "workloads-0.5",
+    "1.0": "workloads",
+    "1.5": "workloads-1.5",
+    "2.0": "workloads-2.0",
+}
+# The form of our model was chosen on the first three applications.
+CHOSEN_ON = ("cifar10", "imagenet", "ncf")
+KEPT_OUT = ("bert", "deepspeech2", "yolov3")
+
+
+def run(
+    only: Annotated[str | None, typer.Option(help="One row.")] = None,
+    shared: Annotated[pathlib.Path, typer.Option(help="Public traces.")] = DEFAULT,
+) -> None:
+    """Prints a table for each row."""
+    folder = shared / "scheduling"
+    if not folder.is_dir():
+        raise typer.BadParameter(f"{folder} is not there; name the folder of traces")
+    rows = {
+        "faithful": faithful,
+        "ours": ours,
+        "rubick": with_plans,
+        "model": models,
+        "pollux": genetic,
+    }
+    for name, row in rows.items():
+        if only in (None, name):
+            row(folder)
+
+
+def simulated(trace: pathlib.Path, cluster: str, policy: str) -> tuple[Metrics, float]:
+    """The figures of a simulation, and its CPU seconds."""
+    begin = time.process_time()
+    nodes, made = Nodes.parse(cluster), policy_of(policy)
+    history = simulate(jobs_of(trace, None, nodes, made), nodes, made)
+    return metrics(history), time.process_time() - begin
+
+
+def _line(name: str, trace: pathlib.Path, cluster: str, published: float) -> None:
+    figures, seconds = simulated(trace, cluster, name)
+    print(
+        f"| {name} | {trace.stem} | {figures.average_s:.5f} | {published} | "
+        f"{seconds:.1f} |",
+        flush=True,
+    )
+
+
+def faithful(folder: pathlib.Path) -> None:
+    """The deterministic published figures."""
+    print("| policy | workload | average s | published s | CPU s |\n" + "| --- " * 5 + "|")
+    six = folder / "pollux" / "workloads" / "workload-6.csv"
+    _line("tiresias", six, "16x4", 3469.69375)
+    _line("optimus", six, "16x4", 5301.875)
+    plans = folder / "rubick" / "workloads"
+    _line("rubick", plans / "workload-base.csv", "8x8", 3638.3)
+    _line("rubick", plans / "naive.csv", "8x8", 895.6)
+
+
+def genetic(folder: pathlib.Path) -> None:
+    """Pollux's search."""
+    print("| policy | workload | average s | published s | CPU s |\n" + "| --- " * 5 + "|")
+    six = folder / "pollux" / "workloads" / "workload-6.csv"
+    _line("pollux", six, "16x4", 2446.13)
+
+
+def ours(folder: pathlib.Path) -> None:
+    """Our policy beside the artifact's figures of Pollux."""
+    published = json.loads((folder / "pollux" / "baselines.json").read_text())["pollux"]
+    print(
+        "| load | workload | ours s | Pollux s | ratio | slowest | CPU s |\n"
+        + "| --- " * 7
+        + "|"
+    )
+    for load, where in LOADS.items():
+        for workload in WORKLOADS:
+            trace = folder / "pollux" / where / f"{workload}.csv"
+            figures, seconds = simulated(trace, "16x4", "goodput")
+            other = published[load][workload]
+            print(
+                f"| {load} | {workload} | {figures.average_s:.1f} | {other:.1f} | "
+                f"{figures.average_s / other:.3f} | {figures.slowest_share:.2f} | "
+                f"{seconds:.1f} |",
+                flush=True,
+            )
+
+
+def with_plans(folder: pathlib.Path) -> None:
+    """Our policy beside Rubick's, with its plan tables."""
+    print("| workload | ours s | Rubick s | ratio | CPU s |\n" + "| --- " * 5 + "|")
+    for workload, other in (("workload-base", 3638.3), ("naive", 895.6)):
+        trace = folder / "rubick" / "workloads" / f"{workload}.csv"
+        figures, seconds = simulated(trace, "8x8", "goodput")
+        print(
+            f"| {workload} | {figures.average_s:.1f} | {other} | "
+            f"{figures.average_s / other:.3f} | {seconds:.1f} |",
+            flush=True,
+        )
+
+
+def models(folder: pathlib.Path) -> None:
+    """Mean relative errors of step times: on all, and beyond two nodes from two."""
+    print(
+        "| application | kept out | model | in sample | from 2 nodes |\n"
+        + "| --- " * 5
+        + "|"
+    )
+    for application in (*CHOSEN_ON, *KEPT_OUT):
+        rows = measured(folder / "pollux" / "traces" / application)
+        few = rows[:, 0] <= 2
+        for name, fit in (("ours", power_form.fit), ("Pollux", pollux_form.fit)):
+            inside = _error(fit(_samples(rows)), rows)
+            beyond = _error(fit(_samples(rows[few])), rows[~few])
+            kept = "yes" if application in KEPT_OUT else "no"
+            print(
+                f"| {application} | {kept} | {name} | {inside:.1%} | {beyond:.1%} |",
+                flush=True,
+            )
+
+
+def measured(folder: pathlib.Path) -> np.ndarray:
+    """Rows of nodes, devices, local batch, seconds of a microbatch, and of a step."""
+    found = [
+        (len(placement), sum(placement), local, step - sync, step)
+        for placement, local, step, sync in StepTimes(folder).rows()
+    ]
+    columns = ("num_nodes", "num_replicas", "local_bsz", "step_time", "sync_time")
+    for row in read_rows(folder / "scalability.csv", columns):
+        *sizes, step, sync = (row.number(name) for name in columns)
+        found.append((*map(int, sizes), step - sync, step))
+    return np.array(found)
+
+
+def _samples(rows: np.ndarray) -> Samples:
+    return Samples(*rows.T)
+
+
+def _error(
+    model: power_form.PowerTimes | pollux_form.PolluxTimes, rows: np.ndarray
+) -> float:
+    predicted = model.step_s(rows[:, 0], rows[:, 1], rows[:, 2])
+    return float(np.mean(np.abs(predicted / rows[:, 4] - 1)))
+
+
+if __name__ == "__main__":
+    typer.run(run)

@@ -1,0 +1,1 @@
+"""Which job gets how many devices of which kind."""

@@ -1,0 +1,29 @@
+"""Checkpoints of several processes: each writes and reads what its devices hold."""
+
+from __future__ import annotations
+
+import pathlib
+
+import checkpoint_plans as plans
+import jax
+import pytest
+from processes import run_processes
+
+from autopar import Checkpoints
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
+    found = tmp_path_factory.mktemp("processes")
+    logs = run_processes("checkpoint_processes.py", 2, [str(found)])
+    assert [log.splitlines()[-1] for log in logs] == ["done", "done"]
+    return found
+
+
+@pytest.mark.parametrize("name", ["fsdp-4", "pipeline"])
+def test_one_process_restores_what_two_saved(
+    directory: pathlib.Path, name: str
+) -> None:
+    found = Checkpoints(directory / name).restore(plans.parallel("2-D"), plans.create)
+    assert plans.numbers(found.state) == plans.numbers(jax.jit(plans.create)())
+    assert not list((directory / name).rglob("part-*"))
