@@ -123,12 +123,13 @@ def parallel(microbatches: int, options: dict[str, Any], *, noise: bool) -> Any:
     )
 
 
-def norms() -> None:
+def norms(plans: Sequence[str]) -> None:
     """Prints how far each plan's norms are from those of one device."""
     workloads.row("plan", "groups", "squared norms", "norm of the mean", "left out")
     workloads.row("---", "---", "---", "---", "---")
     width = WIDTHS["norms"]
-    for name, (microbatches, options) in PLANS.items():
+    for name in plans:
+        microbatches, options = PLANS[name]
         run = parallel(microbatches, options, noise=True)
         run(weights(width), rows_of(width))
         found = run.noise_scale
@@ -158,11 +159,12 @@ def _expected(width: int, replicas: int, microbatches: int) -> tuple[float, floa
     return float(np.square(found).sum(1).mean()), float(np.square(found.mean(0)).sum())
 
 
-def overhead(turns: int) -> None:
+def overhead(plans: Sequence[str], turns: int) -> None:
     """Prints the CPU seconds of steps with and without the measurement."""
     workloads.row("plan", "CPU s without", "CPU s with", "quotient (median of pairs)")
     workloads.row("---", "---", "---", "---")
-    for name, (microbatches, options) in PLANS.items():
+    for name in plans:
+        microbatches, options = PLANS[name]
         found: dict[bool, list[float]] = {False: [], True: []}
         runners = {on: _runner(microbatches, options, noise=on) for on in found}
         for turn in range(turns):
@@ -198,15 +200,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Prints the rows that are asked for."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--rows", default="norms,overhead,samples")
+    parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--turns", type=int, default=15)
     goodput_samples.add_arguments(parser)
     given = parser.parse_args(arguments)
+    plans = given.plans.split(",")
+    if unknown := [name for name in plans if name not in PLANS]:
+        parser.error(f"--plans {unknown[0]!r}: expected some of {', '.join(PLANS)}")
     for row in given.rows.split(","):
         match row:
             case "norms":
-                norms()
+                norms(plans)
             case "overhead":
-                overhead(given.turns)
+                overhead(plans, given.turns)
             case "samples":
                 goodput_samples.table(given)
             case _:
