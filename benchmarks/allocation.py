@@ -10,7 +10,6 @@ largest over the seeds, the gap is the largest.
 
 from __future__ import annotations
 
-import statistics
 import time
 from typing import Annotated
 
@@ -67,7 +66,7 @@ def run(seeds: Annotated[int, typer.Option(min=1)] = 5) -> None:
             gaps.append(solution.gap)
             options = len(problem.jobs)
         print(
-            f"| {devices:,} | {jobs:,} | {options:,} | {statistics.median(spent):.3f} | "
+            f"| {devices:,} | {jobs:,} | {options:,} | {np.median(spent):.3f} | "
             f"{max(spent):.3f} | {limit:g} | {max(gaps):.1e} |",
             flush=True,
         )

@@ -83,7 +83,9 @@ def _line(name: str, trace: pathlib.Path, cluster: str, published: float) -> Non
 
 def faithful(folder: pathlib.Path) -> None:
     """The deterministic published figures."""
-    print("| policy | workload | average s | published s | CPU s |\n" + "| --- " * 5 + "|")
+    print(
+        "| policy | workload | average s | published s | CPU s |\n" + "| --- " * 5 + "|"
+    )
     six = folder / "pollux" / "workloads" / "workload-6.csv"
     _line("tiresias", six, "16x4", 3469.69375)
     _line("optimus", six, "16x4", 5301.875)
@@ -94,7 +96,9 @@ def faithful(folder: pathlib.Path) -> None:
 
 def genetic(folder: pathlib.Path) -> None:
     """Pollux's search."""
-    print("| policy | workload | average s | published s | CPU s |\n" + "| --- " * 5 + "|")
+    print(
+        "| policy | workload | average s | published s | CPU s |\n" + "| --- " * 5 + "|"
+    )
     six = folder / "pollux" / "workloads" / "workload-6.csv"
     _line("pollux", six, "16x4", 2446.13)
 

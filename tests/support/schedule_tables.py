@@ -8,7 +8,7 @@ HEAD = "name,time,application,num_replicas,batch_size"
 
 
 def write_tables(folder: pathlib.Path, name: str = "tiny") -> pathlib.Path:
-    """Tables of a program: 4 epochs of 100 steps of 8 samples, on up to 2 nodes of 2."""
+    """Tables of a program: 4 epochs of 100 steps of 8 samples, on 2 nodes of 2."""
     where = folder / name
     where.mkdir(parents=True)
     rows = ["placement,local_bsz,step_time,sync_time"]
@@ -17,7 +17,9 @@ def write_tables(folder: pathlib.Path, name: str = "tiny") -> pathlib.Path:
             rows.append(f"{placement},{local},{0.1 + 0.05 * local + sync},{sync}")
     (where / "placements.csv").write_text("\n".join(rows))
     columns = "num_nodes,num_replicas,local_bsz,step_time,sync_time"
-    (where / "scalability.csv").write_text(f"{columns}\n2,3,4,0.55,0.25\n2,3,16,1.1,0.25")
+    (where / "scalability.csv").write_text(
+        f"{columns}\n2,3,4,0.55,0.25\n2,3,16,1.1,0.25"
+    )
     for batch in (8, 32):
         lines = ["progress,iteration,metric,grad_sqr,grad_var"]
         for epoch in range(1, 5):

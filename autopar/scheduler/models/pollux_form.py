@@ -10,6 +10,7 @@ constants inside a node and one between nodes. The two overlap:
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 from scipy.optimize import Bounds, minimize  # SciPy comes with JAX
@@ -59,7 +60,8 @@ class PolluxTimes:
 def fit(samples: Samples) -> PolluxTimes:
     """The constants that fit measured steps, optimistic about what was not seen."""
     low, high, start = _box(samples)
-    bounds = Bounds(low, high, keep_feasible=True)
+    bounds: Any = Bounds
+    bounds = bounds(low, high, keep_feasible=True)  # its stubs know no arrays
     result = minimize(_loss, start, args=(samples,), jac=True, bounds=bounds)
     found = result.x
     if not np.any(samples.nodes > 1):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pathlib
+from typing import Any
 
 import numpy as np
 from scipy.interpolate import LinearNDInterpolator  # SciPy comes with JAX
@@ -28,7 +29,7 @@ class StepTimes:
         self.name = folder.name
         self._measured = _placements(folder / "placements.csv")
         self._folder = folder
-        self._between: LinearNDInterpolator | None = None
+        self._between: Any = None
         self._found: dict[tuple[Placement, int], tuple[float, float]] = {}
         sizes = np.concatenate([table[:, 0] for table in self._measured.values()])
         self.least_local, self.most_local = int(sizes.min()), int(sizes.max())

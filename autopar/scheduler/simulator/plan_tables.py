@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import pathlib
+from typing import Any
 
 import numpy as np
 from scipy.interpolate import LinearNDInterpolator  # SciPy comes with JAX
@@ -62,7 +63,7 @@ class PlanTimes:
             self._seconds.setdefault((row.text("exec_plan"), placement), seconds)
         if not self._seconds:
             raise ScheduleError(f"{folder}: its placements.csv has no rows.")
-        self._between: LinearNDInterpolator | None = None
+        self._between: Any = None
         self._best = self._best_by_placement()
         self.curve = PlanCurve(self.configurations)
         self.most = max(devices for _, devices in self.curve.best)

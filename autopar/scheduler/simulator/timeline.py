@@ -52,7 +52,8 @@ def _picture(history: History) -> str:
         for span in sorted(history.spans, key=lambda span: span.start_s)
         for row in _rows(span.allocation, firsts, history.nodes.devices, used, span)
     ]
-    return f'<svg width="{_WIDTH}" height="{total * _ROW}" role="img">{"".join(bars)}</svg>'
+    head = f'<svg width="{_WIDTH}" height="{total * _ROW}" role="img">'
+    return "".join([head, *bars, "</svg>"])
 
 
 def _rows(

@@ -135,7 +135,9 @@ def test_a_job_that_dies_leaves_the_others(tmp_path: pathlib.Path):
 def test_a_table_of_jobs_needs_no_measured_tables(tmp_path: pathlib.Path):
     path = tmp_path / "jobs.csv"
     path.write_text("name,submitted_s,devices,duration_s\na,0,2,600\nb,10,1,60\n")
-    assert average(path, "2x2", "fifo") == pytest.approx((60 + 60 + 601 + 50 + 121) / 2, abs=1)
+    assert average(path, "2x2", "fifo") == pytest.approx(
+        (60 + 60 + 601 + 50 + 121) / 2, abs=1
+    )
     assert figures(path, "2x2", "goodput").jobs == 2
 
 
