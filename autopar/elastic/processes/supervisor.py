@@ -185,6 +185,15 @@ class Supervisor:
 
     # Messages.
 
+    def _take_hello(self, worker: int, member: Member, message: Message) -> None:
+        """Tells a worker that connects again what it missed, and that all is well."""
+        del message
+        self._do.send(worker, "welcome", generation=self.generation)
+        if member.leave_by_s < math.inf:
+            self._do.send(worker, "abort", generation=self.generation)
+        elif worker in self.world and self.state == "pause" and member.started is None:
+            self._do.send(worker, "pause", generation=self.generation)
+
     def _take_ready(self, worker: int, member: Member, message: Message) -> None:
         self._phase(member, "ready")
         member.ready, member.started, member.formed = message, None, False

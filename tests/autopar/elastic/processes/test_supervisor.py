@@ -362,3 +362,32 @@ def test_workers_of_a_supervisor_that_died() -> None:
     assert [w for w, _ in fake.of("abort")] == [0]
     fake.ready(0, holds=holding(4, 1, WHOLE))
     assert fake.world() == [0]
+
+
+class TestWorkersThatConnectAgain:
+    """The supervisor was started again; orders found no connection."""
+
+    def adopted(self) -> Fake:
+        fake = Fake(processes=2)
+        fake.supervisor = Supervisor(Limits(processes=2), fake, lambda: fake.now)
+        known = {"generation": 1, "numbers": 2, "wanted": 2, "world": [0, 1]}
+        fake.supervisor.adopt({**known, "workers": {"0": 100, "1": 101}})
+        return fake
+
+    def kinds(self, fake: Fake) -> list[str]:
+        fake.sent.clear()
+        fake.tell(1, "hello", generation=1, pid=101)
+        return [kind for worker, kind, _ in fake.sent if worker == 1]
+
+    def test_they_learn_that_there_is_a_supervisor(self) -> None:
+        assert self.kinds(self.adopted()) == ["welcome"]
+
+    def test_they_pause(self) -> None:
+        fake = self.adopted()
+        assert fake.supervisor.remove(0) == ""
+        assert self.kinds(fake) == ["welcome", "pause"]
+
+    def test_they_leave_a_world_that_is_broken(self) -> None:
+        fake = self.adopted()
+        fake.supervisor.gone(0, None)
+        assert self.kinds(fake) == ["welcome", "abort"]
