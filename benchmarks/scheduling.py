@@ -3,7 +3,7 @@
     python benchmarks/scheduling.py [--only faithful] [--shared ../shared]
 
 Rows: ``faithful`` (published figures repeated), ``ours`` (our policy on Pollux's
-workloads beside the artifact's own figures), ``bound`` (the same beside a bound in which
+workloads beside the artifact's own figures), ``bound`` (the same, and a bound in which
 no job waits), ``rubick`` (our policy on Rubick's workloads), ``model`` (errors of
 step-time models), ``pollux`` (the genetic search; some minutes).
 """

@@ -148,3 +148,23 @@ def carried_over(state: State, spec: Measured) -> State:
         wanted,
         spec.shardings(),
     )
+
+
+class HasNoise:
+    """A step that measures the noise of its gradients, if it is asked to."""
+
+    _noise: NoiseRun
+
+    @property
+    def noise_scale(self) -> NoiseScale:
+        """How noisy gradients are, averaged over steps with ``noise_scale=``."""
+        return self._noise.scale()
+
+    @property
+    def noise_state(self) -> Any:
+        """The averages behind `noise_scale`, to be saved with the train state."""
+        return self._noise.saved
+
+    @noise_state.setter
+    def noise_state(self, state: Any) -> None:
+        self._noise.restore(state)

@@ -32,8 +32,7 @@ from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.adopting import CodecChange
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
-from autopar.runtime.noise.averages import NoiseScale
-from autopar.runtime.noise_run import NoiseRun
+from autopar.runtime.noise_run import HasNoise, NoiseRun
 from autopar.runtime.preparation import Preparation, Running, moved_state
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.setting import Setting
@@ -50,7 +49,7 @@ Q = ParamSpec("Q")
 S = TypeVar("S")
 
 
-class ParallelStep(Generic[P, R]):
+class ParallelStep(HasNoise, Generic[P, R]):
     """A train step that runs under a plan; see `autopar.parallelize`."""
 
     def __init__(
@@ -195,20 +194,6 @@ class ParallelStep(Generic[P, R]):
         """Takes a saved state; it waits for a later plan if this one has no codecs."""
         held = self._current is not None and self._current.planned.sums is None
         self._codecs.restore(state, held=held)
-
-    @property
-    def noise_scale(self) -> NoiseScale:
-        """How noisy gradients are, averaged over steps with ``noise_scale=``."""
-        return self._noise.scale()
-
-    @property
-    def noise_state(self) -> Any:
-        """The averages behind `noise_scale`, to be saved with the train state."""
-        return self._noise.saved
-
-    @noise_state.setter
-    def noise_state(self, state: Any) -> None:
-        self._noise.restore(state)
 
     @property
     def telemetry(self) -> dict[str, GradientReport]:

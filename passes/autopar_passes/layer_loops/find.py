@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar_passes.layer_loops.split import POINTWISE, Splitter
+from autopar_passes.layer_loops.operators import POINTWISE
+from autopar_passes.layer_loops.split import Splitter
 from autopar_passes.program.equations import Program
 
 

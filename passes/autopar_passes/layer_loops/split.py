@@ -11,7 +11,6 @@ together in front of it: the meaning is kept for every program.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -19,33 +18,16 @@ import jax
 import jax.numpy as jnp
 
 from autopar_passes import jax_compat
+from autopar_passes.layer_loops.operators import (
+    POINTWISE,
+    REDUCTIONS,
+    in_order,
+    moved,
+)
 from autopar_passes.layer_loops.paths import piece_paths, ranges
 from autopar_passes.program.building import Builder, next_index, renumbered
-from autopar_passes.program.equations import Atom, Equation, Program, Region
+from autopar_passes.program.equations import Atom, Equation, Program, Region, walk
 from autopar_passes.program.trace import TracedStep
-
-# Operators that treat each element by itself.
-POINTWISE = frozenset(
-    {
-        "abs", "add", "add_any", "and", "atan2", "cbrt", "ceil", "clamp",
-        "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "erf",
-        "erf_inv", "erfc", "exp", "exp2", "expm1", "floor", "ge", "gt", "imag",
-        "integer_pow", "is_finite", "le", "lgamma", "log", "log1p", "logistic", "lt",
-        "max", "min", "mul", "ne", "neg", "nextafter", "not", "or", "pow", "real",
-        "reduce_precision", "rem", "round", "rsqrt", "select_n", "shift_left",
-        "shift_right_arithmetic", "shift_right_logical", "sign", "sin", "sinh", "sqrt",
-        "square", "sub", "tan", "tanh", "xor",
-    }
-)  # fmt: skip
-# Operators over dimensions -> what puts the results of two pieces together.
-_REDUCTIONS: Mapping[str, Callable[[Any, Any], Any]] = {
-    "reduce_sum": jax.lax.add,
-    "reduce_max": jax.lax.max,
-    "reduce_min": jax.lax.min,
-    "reduce_prod": jax.lax.mul,
-    "reduce_and": jax.lax.bitwise_and,
-    "reduce_or": jax.lax.bitwise_or,
-}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -178,7 +160,7 @@ class Splitter:
             tuple(self.builder.equations),
             tuple(out),
         )
-        return _in_order(
+        return in_order(
             Program(tuple(self.builder.values), region, self.program.constants)
         )
 
@@ -296,11 +278,11 @@ class Splitter:
             return self.pointwise(eqn, dim, sizes)
         if kind == "optimization_barrier":
             return self.barrier(eqn, cut, dim, sizes)
-        if kind in _REDUCTIONS:
+        if kind in REDUCTIONS:
             return self.reduction(eqn, dim, sizes)
         if kind == "dot_general":
             return self.product(eqn, dim, sizes)
-        changed = _moved(eqn, dim, [self.shape(a) for a in eqn.inputs])
+        changed = moved(eqn, dim, [self.shape(a) for a in eqn.inputs])
         if changed is None or len(cut) != len(eqn.inputs):
             return False
         to, parameters = changed
@@ -368,7 +350,7 @@ class Splitter:
         if dim not in axes:
             return self.each(eqn, [dim], sizes, dim - sum(a < dim for a in axes))
         made = [self.bound(eqn, [v])[0] for v in self.piece(eqn.inputs[0], dim, sizes)]
-        return self.together(eqn, made, _REDUCTIONS[eqn.primitive])
+        return self.together(eqn, made, REDUCTIONS[eqn.primitive])
 
     def together(
         self, eqn: Equation, made: Sequence[int], two: Callable[[Any, Any], Any]
@@ -459,7 +441,7 @@ class Splitter:
         """A body with values and equations of its own."""
         own: dict[int, int] = {}
         values = [*region.inputs]
-        for eqn in _walk(region):
+        for eqn in walk(region):
             values.extend(eqn.outputs)
             for inner in eqn.regions:
                 values.extend(inner.inputs)
@@ -478,77 +460,3 @@ class Splitter:
             tuple(renumbered(e, number, index) for e in region.equations),
             tuple(number(a) if isinstance(a, int) else a for a in region.outputs),
         )
-
-
-def _walk(region: Region) -> list[Equation]:
-    out: list[Equation] = []
-    for eqn in region.equations:
-        out.append(eqn)
-        for inner in eqn.regions:
-            out.extend(_walk(inner))
-    return out
-
-
-def _in_order(program: Program) -> Program:
-    """The program with equations numbered in their order, bodies first."""
-    numbers: dict[int, int] = {}
-
-    def count(region: Region) -> None:
-        for eqn in region.equations:
-            for inner in eqn.regions:
-                count(inner)
-            numbers[eqn.index] = len(numbers)
-
-    count(program.body)
-    equations = tuple(
-        renumbered(e, lambda v: v, numbers.__getitem__) for e in program.body.equations
-    )
-    return dataclasses.replace(
-        program, body=dataclasses.replace(program.body, equations=equations)
-    )
-
-
-_Changed = tuple[int, Callable[[int], dict[str, Any]]]
-
-
-def _moved(
-    eqn: Equation, dim: int, shapes: Sequence[tuple[int, ...]]
-) -> _Changed | None:
-    """Where an operator that moves dimensions puts one; None: not known, or nowhere.
-
-    Also returns its parameters on a piece, as a function of the piece's size.
-    """
-    params, shape = eqn.params, shapes[0]
-    match eqn.primitive:
-        case "broadcast_in_dim":
-            to = params["broadcast_dimensions"][dim]
-            if params["shape"][to] != shape[dim]:
-                return None
-            return to, lambda n: {"shape": _with(params["shape"], to, n)}
-        case "reshape":
-            before, out = math.prod(shape[:dim]), params["new_sizes"]
-            for to, size in enumerate(out):
-                if math.prod(out[:to]) == before and size == shape[dim]:
-                    return to, lambda n, to=to: {"new_sizes": _with(out, to, n)}
-            return None
-        case "transpose":
-            return params["permutation"].index(dim), lambda _: {}
-        case "squeeze":
-            dims = params["dimensions"]
-            return dim - sum(d < dim for d in dims), lambda _: {}
-        case "concatenate" if params["dimension"] != dim:
-            return dim, lambda _: {}
-        case "slice":
-            start, limit = params["start_indices"], params["limit_indices"]
-            strides = params["strides"]
-            if (start[dim], limit[dim]) != (0, shape[dim]) or (
-                strides is not None and strides[dim] != 1
-            ):
-                return None
-            return dim, lambda n: {"limit_indices": _with(limit, dim, n)}
-        case _:
-            return None
-
-
-def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
-    return (*sizes[:dim], size, *sizes[dim + 1 :])

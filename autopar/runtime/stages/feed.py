@@ -1,0 +1,205 @@
+"""Hands flat arguments to a pipeline, and its results back."""
+
+from __future__ import annotations
+
+import functools
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from autopar.runtime.noise.staged import Rows, StagedNoise
+from autopar.runtime.stages.pipeline import Pipeline
+from autopar.runtime.stages.run import run_step
+from autopar.steps.analysis import Analysis
+from autopar.steps.stages import CutStep
+from autopar_passes.microbatches.rows import part
+from autopar_passes.program.equations import Program, Scalar, walk
+from autopar_passes.program.evaluate import evaluate
+
+
+class Feed:
+    """Hands the flat arguments of a step to a pipeline, and its results back."""
+
+    def __init__(
+        self,
+        analysis: Analysis,
+        cut: CutStep,
+        pipeline: Pipeline,
+        noise: StagedNoise | None = None,
+    ) -> None:
+        """Resolves where each argument goes.
+
+        Args:
+          analysis: the step on the whole batch.
+          cut: the step as stages.
+          pipeline: its tasks on devices.
+          noise: what is measured of gradients.
+        """
+        self.noise = noise
+        self.found = cut.found
+        self.program: Program = cut.cut.program
+        self.pipeline = pipeline
+        arguments = self.program.body.inputs
+        self.values = arguments[: len(analysis.graph.inputs)]
+        self.owners = pipeline.cut.owners
+        shapes = [analysis.graph.values[i.value].shape for i in analysis.graph.inputs]
+        self.in_shardings = [
+            self._lies(k, value, shapes[k]) for k, value in enumerate(self.values)
+        ]
+        # Stage -> the flat arguments that it deals out to microbatches.
+        self.dealt: dict[int, list[int]] = defaultdict(list)
+        for k in self.found.batch:
+            self.dealt[self.owners[self.values[k]]].append(k)
+        self.deal = {s: self._deal_code(s, ks) for s, ks in self.dealt.items()}
+        self.state = set(analysis.carried.values())
+        self.numbers = self._numbers(arguments)
+        self.ahead = None if self.found.ahead is None else self._ahead_code()
+
+    def _lies(self, k: int, value: int, shape: tuple[int, ...]) -> NamedSharding:
+        """Where an argument lies: rows are split as those of a microbatch are."""
+        stage = self.pipeline.stages[self.owners[value]]
+        where = stage.sharding(value)
+        if k not in self.found.batch:
+            return where
+        spec = [*where.spec, *(None,) * (len(shape) - len(where.spec))]
+        for dim, names in enumerate(spec):
+            if names and shape[dim] % _size(stage.mesh, names):
+                spec[dim] = None
+        return NamedSharding(stage.mesh, PartitionSpec(*spec))
+
+    def _deal_code(self, stage: int, positions: Sequence[int]) -> Any:
+        """A jitted function from whole batches to those of all microbatches."""
+        where = self.pipeline.stages[stage]
+        count = self.found.microbatches
+        shardings = [where.sharding(self.values[k]) for k in positions]
+
+        def deal(*arrays: Any) -> list[list[Any]]:
+            return [
+                [
+                    part(x, self.found.batch[k], count, np.int32(m))
+                    for k, x in zip(positions, arrays, strict=True)
+                ]
+                for m in range(count)
+            ]
+
+        return jax.jit(deal, out_shardings=[shardings] * count)
+
+    def _numbers(self, arguments: Sequence[int]) -> list[dict[int, Any]]:
+        """The number of each microbatch, where the program takes it."""
+        count, place = self.found.microbatches, self.found.number
+        if place is None:
+            return [{} for _ in range(count)]
+        value = arguments[place]
+        owner = self.owners[value]
+        if not self.pipeline.here(owner):
+            return [{value: None} for _ in range(count)]
+        where = self.pipeline.stages[owner].sharding(value)
+        return [{value: jax.device_put(np.int32(m), where)} for m in range(count)]
+
+    @functools.cached_property
+    def read(self) -> frozenset[int]:
+        """The arguments that are read ahead of the microbatches."""
+        assert self.found.ahead is not None
+        body = self.found.ahead.body
+        read = {a for eqn in walk(body) for a in eqn.inputs} | {*body.outputs}
+        arguments = body.inputs[: len(self.values)]
+        return frozenset(k for k, value in enumerate(arguments) if value in read)
+
+    def _ahead_code(self) -> Any:
+        """A jitted function from the whole batch to what all microbatches take."""
+        ahead = self.found.ahead
+        assert ahead is not None
+        return jax.jit(functools.partial(evaluate, ahead))
+
+    def __call__(self, *arguments: Any) -> Any:
+        """Runs one step; measured noise comes and goes behind the other arrays."""
+        flat = arguments[: len(self.values)]
+        made, rows = self._step(flat)
+        if self.noise is None:
+            return made
+        return made, self.noise.updated(arguments[-1], rows)
+
+    def _step(self, flat: Sequence[Any]) -> tuple[list[Any], Rows]:
+        """Runs one step on the flat arguments."""
+        split = set(self.found.batch)
+        known = {
+            v: x
+            for k, (v, x) in enumerate(zip(self.values, flat, strict=True))
+            if k not in split
+        }
+        known.update(self._given(flat))
+        micro = [dict(given) for given in self.numbers]
+        for stage, positions in self.dealt.items():
+            values = [self.values[k] for k in positions]
+            if not self.pipeline.here(stage):
+                for given in micro:
+                    given.update(dict.fromkeys(values))
+                continue
+            parts = self.deal[stage](*(flat[k] for k in positions))
+            for given, arrays in zip(micro, parts, strict=True):
+                given.update(zip(values, arrays, strict=True))
+        state, told, rows = run_step(self.pipeline, known, micro)
+        told.update(self._passed(flat))
+        made = [
+            atom.value
+            if isinstance(atom, Scalar)
+            else (state if k in self.state else told)[atom]
+            for k, atom in enumerate(self.program.body.outputs)
+        ]
+        return made, rows
+
+    def _passed(self, flat: Sequence[Any]) -> dict[int, Any]:
+        """The arrays of the batch that the step returns as they are."""
+        out: dict[int, Any] = {}
+        for k in sorted(self.found.batch):
+            value, links = self.values[k], self.pipeline.links
+            if value in self.pipeline.outputs:
+                owner = self.pipeline.processes[self.owners[value]]
+                whole = flat[k]
+                if links is not None:
+                    whole = links.spread(("passed", k), owner, whole)
+                out[value] = whole
+        return out
+
+    def clear_cache(self) -> None:
+        """Frees compiled code."""
+        self.pipeline.clear_cache()
+        for code in self.deal.values():
+            code.clear_cache()
+
+    def _given(self, flat: Sequence[Any]) -> dict[int, Any]:
+        """What depends on the whole batch and goes to all microbatches."""
+        if self.ahead is None:
+            return {}
+        made = self.ahead(*self._whole(flat))
+        values = [self.program.body.inputs[k] for k in self.found.given]
+        return {v: self._on_owner(v, x) for v, x in zip(values, made, strict=True)}
+
+    def _on_owner(self, value: int, array: Any) -> Any:
+        owner = self.owners[value]
+        if not self.pipeline.here(owner):
+            return None
+        return jax.device_put(array, self.pipeline.stages[owner].sharding(value))
+
+    def _whole(self, flat: Sequence[Any]) -> list[Any]:
+        """The arguments on one device; None for those that are not read."""
+        links, stages = self.pipeline.links, self.pipeline.stages
+        here = next(k for k in range(len(stages)) if self.pipeline.here(k))
+        first = stages[here].mesh.devices.flat[0]
+        out: list[Any] = [None for _ in flat]
+        for k in sorted(self.read):
+            if links is None:
+                out[k] = jax.device_put(flat[k], first)
+            else:
+                owner = self.pipeline.processes[self.owners[self.values[k]]]
+                out[k] = links.spread(("ahead", k), owner, flat[k])
+        return out
+
+
+def _size(mesh: Mesh, names: Any) -> int:
+    group = (names,) if isinstance(names, str) else names
+    return int(np.prod([mesh.shape[n] for n in group]))
