@@ -14,7 +14,7 @@ GOLDEN_TESTS := tests/autopar/cli/test_cli_commands.py tests/examples/test_golde
 	tests/autopar/reports/test_table.py \
 	tests/autopar/plans/test_stages.py
 
-.PHONY: help demo test golden lint format docs wheel-check lock clean
+.PHONY: help demo test test-ray golden lint format docs wheel-check lock clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -26,6 +26,10 @@ demo: $(INSTALLED)
 ## make test         run the whole test suite (WORKERS=2, PYTEST_ARGS=...)
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+
+## make test-ray     a run of several processes on a real Ray cluster, some minutes
+test-ray: $(INSTALLED)
+	AUTOPAR_TEST_RAY=1 $(BIN)/python -m pytest -n 0 tests/autopar/backends/test_ray_run.py
 
 ## make golden       write the golden files in tests/golden anew; review their difference
 golden: $(INSTALLED)
