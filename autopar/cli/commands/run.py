@@ -55,6 +55,14 @@ def run(
         float,
         typer.Option(min=0, help="Seconds that processes go on without a supervisor."),
     ] = 60.0,
+    collective: Annotated[
+        int,
+        typer.Option(
+            "--collective-timeout",
+            min=1,
+            help="Seconds that a process waits for another one in a collective.",
+        ),
+    ] = 10,
     ahead: Annotated[
         bool,
         typer.Option(help="Prepare programs of likely next worlds in a process more."),
@@ -100,6 +108,7 @@ def run(
         devices=devices,
         grace_s=grace,
         ahead=ahead,
+        collective_s=collective,
     )
     if address and backend is not Backend.RAY:
         raise typer.BadParameter("--address is that of a cluster: add --backend ray.")

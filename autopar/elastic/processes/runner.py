@@ -37,6 +37,7 @@ from autopar.elastic.processes.messages import (
 from autopar.elastic.processes.supervisor import Supervisor
 
 _TICK_S = 0.25
+_COLLECTIVE = "xla_cpu_collective_timeout_seconds"
 # How long workers may take to end once they are told to.
 _END_S = 10.0
 
@@ -52,6 +53,7 @@ class Job:
       devices: number of devices of each process; None: as JAX finds them.
       grace_s: how long workers go on without a supervisor.
       ahead: whether a process prepares programs of likely next worlds.
+      collective_s: longest that a process waits for another one in a collective.
     """
 
     command: tuple[str, ...]
@@ -60,6 +62,7 @@ class Job:
     devices: int | None = None
     grace_s: float = 60.0
     ahead: bool = True
+    collective_s: int = 10
 
 
 class Runner:
@@ -154,6 +157,10 @@ class Runner:
         # Collectives need a thread for each device and its peer.
         devices = self._job.devices or 1
         env.setdefault("NPROC", str(max(os.cpu_count() or 1, 2 * devices)))
+        # gloo may miss that a send has failed, and wait for the flag's half hour.
+        flags = env.get("XLA_FLAGS", "")
+        if _COLLECTIVE not in flags:
+            env["XLA_FLAGS"] = f"{flags} --{_COLLECTIVE}={self._job.collective_s}"
         return env
 
     def _prepare(self) -> None:
