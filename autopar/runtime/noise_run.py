@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -99,7 +100,10 @@ class NoiseRun:
         return noise_scale(self._state, spec.groups, spec.sources.left_out)
 
 
-_KNOWN = {*fresh(1.0), "compared", "previous"}
+@functools.cache
+def _known() -> frozenset[str]:
+    """What a saved state has; it makes arrays, which importing must not."""
+    return frozenset({*fresh(1.0), "compared", "previous"})
 
 
 def check(state: Any) -> None:
@@ -108,7 +112,7 @@ def check(state: Any) -> None:
     Raises:
       PlanError: it is not.
     """
-    if not isinstance(state, dict) or set(state) != _KNOWN:
+    if not isinstance(state, dict) or set(state) != _known():
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise PlanError(
             f"noise_state: expected what was read from step.noise_state, got {found}."

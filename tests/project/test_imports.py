@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Set
 from pathlib import Path
 
@@ -175,3 +177,16 @@ def test_cycles_are_named() -> None:
     graph = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set[str](), "e": {"e"}}
 
     assert components(graph) == [["b", "c"], ["e"]]
+
+
+def test_importing_starts_no_backend() -> None:
+    """A script must be able to say how many devices JAX has after it."""
+    modules = (
+        "autopar, autopar.elastic, autopar.goodput, autopar.checkpoint.checkpoints, "
+        "autopar.runtime.parallel_step, autopar.cli.app, autopar.elastic.start"
+    )
+    program = f"import jax, {modules}; jax.config.update('jax_num_cpu_devices', 2)"
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
