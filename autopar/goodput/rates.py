@@ -20,6 +20,7 @@ so one that was written for M0 keeps its meaning while the batch changes.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -29,13 +30,6 @@ import optax
 
 from autopar.errors import PlanError
 from autopar.goodput.efficiency import EXACT, CodecError, gain
-
-# The states of `optax` whose count is the argument of a schedule: that of a schedule in
-# a chain, and that of one in `optax.inject_hyperparams`.
-_SCHEDULED = (
-    optax.ScaleByScheduleState,
-    type(optax.schedules.WrappedSchedule(optax.constant_schedule(1.0)).init()),
-)
 
 Rule = Literal["adascale", "adascale-root", "sqrt", "linear", "legw", "none"]
 
@@ -149,6 +143,17 @@ def _added(total: Any, more: Any) -> tuple[Any, Any]:
     return found, more - (found - total)
 
 
+@functools.cache
+def _scheduled() -> tuple[type, ...]:
+    """The states of `optax` whose count is the argument of a schedule.
+
+    That of a schedule in a chain, and that of one in `optax.inject_hyperparams`, whose
+    class has no public name; making one makes an array, which importing must not.
+    """
+    wrapped = optax.schedules.WrappedSchedule(optax.constant_schedule(1.0))
+    return optax.ScaleByScheduleState, type(wrapped.init())
+
+
 def with_schedule_count(state: Any, count: jax.Array) -> Any:
     """An optimizer's state whose schedules read another count.
 
@@ -158,11 +163,12 @@ def with_schedule_count(state: Any, count: jax.Array) -> Any:
       state: of any `optax` optimizer.
       count: int32 scalar.
     """
+    scheduled = _scheduled()
 
     def counted(node: Any) -> Any:
-        return node._replace(count=count) if isinstance(node, _SCHEDULED) else node
+        return node._replace(count=count) if isinstance(node, scheduled) else node
 
-    return jax.tree.map(counted, state, is_leaf=lambda x: isinstance(x, _SCHEDULED))
+    return jax.tree.map(counted, state, is_leaf=lambda x: isinstance(x, scheduled))
 
 
 def told(

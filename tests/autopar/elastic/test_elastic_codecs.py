@@ -76,15 +76,15 @@ class TestNothingChanges:
 @pytest.mark.parametrize("devices", [2, 8])
 def test_the_sum_of_residuals_stays(devices: int) -> None:
     """With another number of workers each has an equal part of what is not sent."""
-    run = started("int4", steps=10**6)
+    run = started("int4")
     for _ in range(2):
         next(run)
     before = {name: x.sum(axis=0) for name, x in residuals(run).items()}
     assert before
     assert all(np.abs(x).max() > 0 for x in before.values())
-    run.change(f"{devices}x1:cpu,{cases.NETWORK}")
-    assert run._changed() is not None
     step = run._train_step
+    # Whether a change pays is timed: the step itself is asked to move.
+    run.state = step.replan(f"{devices}x1:cpu,{cases.NETWORK}", run.state)
     planned = step.running.planned
     state = step._codecs._state_for(planned.sums)
     for name, total in before.items():
