@@ -112,7 +112,7 @@ def check(state: Any) -> None:
     Raises:
       PlanError: it is not.
     """
-    if not isinstance(state, dict) or set(state) != _known():
+    if not isinstance(state, dict) or frozenset(map(str, state)) != _known():
         found = sorted(state) if isinstance(state, dict) else type(state).__name__
         raise PlanError(
             f"noise_state: expected what was read from step.noise_state, got {found}."
