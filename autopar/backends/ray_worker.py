@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.backends import leash
 
@@ -26,8 +26,13 @@ _OF_RAY = ("RAY_", "CUDA_VISIBLE_DEVICES", "TPU_VISIBLE_CHIPS", "ROCR_VISIBLE_DE
 class ScriptActor:
     """Runs the script once; a plain class, which `ray.remote` makes an actor's."""
 
-    def __init__(self) -> None:
-        """Runs nothing yet."""
+    def __init__(self, leave: Callable[[int], object] = os._exit) -> None:
+        """Runs nothing yet.
+
+        Args:
+          leave: ends the actor's process once nobody asks any more.
+        """
+        self._leave = leave
         self._child: subprocess.Popen[bytes] | None = None
         self._ended = threading.Event()
 
@@ -63,7 +68,7 @@ class ScriptActor:
         )
         code = self._child.wait()
         self._ended.set()
-        timer = threading.Timer(_ASKED_S, os._exit, (0,))
+        timer = threading.Timer(_ASKED_S, self._leave, (0,))
         timer.daemon = True
         timer.start()
         return code

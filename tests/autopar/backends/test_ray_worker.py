@@ -19,6 +19,10 @@ from autopar.backends.ray_worker import ScriptActor
 WAIT = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(300)"
 
 
+def stay(code: int) -> None:
+    """The process of an actor ends two minutes after its script; this one must not."""
+
+
 def script(folder: pathlib.Path, text: str) -> str:
     path = folder / "script.py"
     path.write_text(text)
@@ -32,7 +36,7 @@ def test_a_script_gets_its_words_and_its_environment(tmp_path: pathlib.Path) -> 
         "pathlib.Path('out').write_text(sys.argv[1] + os.environ['SEED'])\n"
         "sys.exit(5)\n",
     )
-    actor = ScriptActor()
+    actor = ScriptActor(leave=stay)
     assert actor.run([name, "word"], str(tmp_path), {"SEED": "7"}) == 5
     assert (tmp_path / "out").read_text() == "word7"
     assert actor.wait() == 5
@@ -40,12 +44,12 @@ def test_a_script_gets_its_words_and_its_environment(tmp_path: pathlib.Path) -> 
 
 def test_a_script_that_is_not_on_the_node(tmp_path: pathlib.Path) -> None:
     with pytest.raises(FileNotFoundError, match="at the same place on every node"):
-        ScriptActor().run(["none.py"], str(tmp_path), {})
+        ScriptActor(leave=stay).run(["none.py"], str(tmp_path), {})
 
 
 def test_a_script_that_is_killed(tmp_path: pathlib.Path) -> None:
     name, started = script(tmp_path, WAIT), tmp_path / "started"
-    actor, codes = ScriptActor(), list[int]()
+    actor, codes = ScriptActor(leave=stay), list[int]()
     thread = threading.Thread(
         target=lambda: codes.append(actor.run([name, str(started)], str(tmp_path), {}))
     )
