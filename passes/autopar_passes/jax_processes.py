@@ -126,6 +126,22 @@ def local_device_count() -> int:
     return int(found[1]) if found else 1
 
 
+def _cpu_client(address: str, index: int, count: int, local: int) -> tuple[Any, Any]:
+    """A connection to a coordination service, and the CPU backend of that process."""
+    client = coordination_client(address, index, connect_s=30)
+    client.connect()
+    collectives = _jax.make_gloo_tcp_collectives(distributed_client=client)
+    backend = _xla_client.make_cpu_client(
+        asynchronous=True,
+        distributed_client=client,
+        node_id=index,
+        num_nodes=count,
+        collectives=collectives,
+        num_devices=local,
+    )
+    return client, backend
+
+
 def imitated_backend(address: str, count: int, local_devices: int) -> Any:
     """Returns the backend that process 0 of a world has, without the other processes.
 
@@ -142,21 +158,7 @@ def imitated_backend(address: str, count: int, local_devices: int) -> Any:
 
     def make(index: int) -> None:
         try:
-            client = coordination_client(address, index, connect_s=30)
-            client.connect()
-            made[index] = (
-                client,
-                _xla_client.make_cpu_client(
-                    asynchronous=True,
-                    distributed_client=client,
-                    node_id=index,
-                    num_nodes=count,
-                    collectives=_jax.make_gloo_tcp_collectives(
-                        distributed_client=client
-                    ),
-                    num_devices=local_devices,
-                ),
-            )
+            made[index] = _cpu_client(address, index, count, local_devices)
         except Exception as error:
             errors.append(error)
 

@@ -60,13 +60,7 @@ def in_pieces(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> TracedS
     """
     if not sizes:
         return traced
-    for k, own in sizes.items():
-        value = traced.program.values[traced.program.body.inputs[k]]
-        if k not in traced.carried or not value.shape or sum(own) != value.shape[0]:
-            raise ValueError(
-                f"pieces of {list(own)} layers do not make up argument {k}, "
-                f"'{traced.input_paths[k]}' of shape {value.shape}."
-            )
+    _check_sizes(traced, sizes)
     splitter = Splitter(traced.program, sizes)
     program = splitter.run({traced.carried[k]: k for k in sizes})
     inputs, outputs = len(traced.input_paths), len(traced.output_paths)
@@ -89,6 +83,17 @@ def in_pieces(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> TracedS
         output_paths=tuple(out),
         carried=carried,
     )
+
+
+def _check_sizes(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> None:
+    """Raises `ValueError` for pieces that are not of a carried argument."""
+    for k, own in sizes.items():
+        value = traced.program.values[traced.program.body.inputs[k]]
+        if k not in traced.carried or not value.shape or sum(own) != value.shape[0]:
+            raise ValueError(
+                f"pieces of {list(own)} layers do not make up argument {k}, "
+                f"'{traced.input_paths[k]}' of shape {value.shape}."
+            )
 
 
 def piece_arguments(
