@@ -108,6 +108,9 @@ class LocalLauncher:
             descriptor = os.pidfd_open(pid or 0)
         except OSError:
             return False
+        if select.select([descriptor], [], [], 0)[0]:
+            os.close(descriptor)
+            return False  # it has ended, and nobody has waited for it
         self._pids[worker] = pid or 0
 
         def wait() -> None:
