@@ -162,9 +162,9 @@ def _best_of_loops(
 
 
 def _most_pieces(whole: Analysis, most: int) -> int:
-    """The largest number of pieces, up to a limit, that divides all stacks of layers.
+    """The largest number of pieces, up to a limit, that divides some stack of layers.
 
-    A stack that no other number divides does not count.
+    Stacks that it does not divide stay whole.
     """
     stacks = set(whole.stacked.values())
     return max(

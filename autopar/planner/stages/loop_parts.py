@@ -6,6 +6,7 @@ from collections import defaultdict
 
 from autopar.planner.stages.layer_map import LayerMap, batch_inputs
 from autopar.steps.analysis import Analysis
+from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.split import piece_arguments
 from autopar_passes.stages.flow import Flow
@@ -34,11 +35,9 @@ def _heaviest(whole: Analysis, stages: int) -> list[int]:
     """The forward equations of the loop that has most work, piece after piece."""
     pieces = _piece_numbers(whole)
     graph = whole.graph
-    once = {op.equation for op in graph.operators if op.role is Role.UPDATE} & {
-        e.index for e in whole.program.body.equations
-    }
+    once = update_equations(whole.program, graph)
     batch = frozenset(batch_inputs(whole))
-    flow = Flow(whole.program, graph, batch, frozenset(once))
+    flow = Flow(whole.program, graph, batch, once)
     work: dict[int, float] = defaultdict(float)
     above = top_level(whole.program)
     for op in graph.operators:

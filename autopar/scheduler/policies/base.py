@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Literal, Protocol
 
 from autopar.scheduler.decisions import Decisions, Reason
@@ -74,6 +74,28 @@ def changes(
                 )
             )
     return tuple(found)
+
+
+def with_counts(
+    counts: Mapping[str, int],
+    order: Iterable[str],
+    current: Mapping[str, Allocation],
+    nodes: Nodes,
+) -> dict[str, Allocation]:
+    """Gives jobs so many devices; those whose number stays are not moved.
+
+    Args:
+      counts: job -> how many devices.
+      order: the jobs, in the order in which they are placed.
+      current: allocations of jobs that run.
+      nodes: the cluster.
+    """
+    chosen = {k: v for k, v in current.items() if len(v) == counts.get(k)}
+    free = nodes.free(chosen)
+    for name in order:
+        if counts[name] and name not in chosen:
+            chosen[name] = take_fullest(free, counts[name])
+    return chosen
 
 
 def take_fullest(free: list[int], count: int) -> Allocation:

@@ -9,7 +9,7 @@ import numpy as np
 from autopar.scheduler.decisions import Decisions
 from autopar.scheduler.jobs import Allocation, Views
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.base import Adapts, changes, take_fullest
+from autopar.scheduler.policies.base import Adapts, changes, take_fullest, with_counts
 
 
 class Fifo:
@@ -58,11 +58,8 @@ class FairShare:
         """Deals devices out in turn; jobs whose number stays are not moved."""
         del now_s
         counts = _dealt(jobs, nodes.total)
-        chosen = {k: v for k, v in current.items() if len(v) == counts.get(k)}
-        free = nodes.free(chosen)
-        for name in sorted(counts, key=lambda name: -counts[name]):
-            if counts[name] and name not in chosen:
-                chosen[name] = take_fullest(free, counts[name])
+        order = sorted(counts, key=lambda name: -counts[name])
+        chosen = with_counts(counts, order, current, nodes)
         return Decisions(
             allocations=chosen, reasons=changes(jobs, current, chosen, "equal shares")
         )

@@ -30,7 +30,7 @@ _NEW_S = 900.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Constants of the policy; chosen on workloads 4, 5, 7 and 8 of Pollux.
+    """Constants of the policy; chosen on workloads 4, 5 and 8 of Pollux.
 
     Attributes:
       concavity: exponent of the speed-up in the utility, below 1.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from autopar.scheduler.decisions import Decisions
 from autopar.scheduler.jobs import Allocation, JobView, Views
 from autopar.scheduler.nodes import Nodes
-from autopar.scheduler.policies.base import Adapts, changes, take_fullest
+from autopar.scheduler.policies.base import Adapts, changes, with_counts
 
 
 class Optimus:
@@ -32,11 +32,8 @@ class Optimus:
         """Gives devices out greedily; jobs whose number stays are not moved."""
         del now_s
         counts = _counts(jobs, nodes.total)
-        chosen = {k: v for k, v in current.items() if len(v) == counts.get(k)}
-        free = nodes.free(chosen)
-        for name in sorted(jobs, key=counts.__getitem__):
-            if counts[name] and not chosen.get(name):
-                chosen[name] = take_fullest(free, counts[name])
+        order = sorted(jobs, key=counts.__getitem__)
+        chosen = with_counts(counts, order, current, nodes)
         why = "largest drop of the remaining seconds for one more device"
         return Decisions(
             allocations=chosen, reasons=changes(jobs, current, chosen, why)

@@ -11,7 +11,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 from autopar_passes.graph.roles import InputRole, Role
-from autopar_passes.program.equations import Value
+from autopar_passes.program.equations import Program, Value
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.rules.kernel import Kernel
 
@@ -110,6 +110,16 @@ class OperatorGraph:
     def flops(self) -> float:
         """Floating-point operations of one step on the whole batch."""
         return sum(op.flops * op.trips for op in self.operators)
+
+
+def update_equations(program: Program, graph: OperatorGraph) -> frozenset[int]:
+    """Indices of the top-level equations of a program's update."""
+    top = {eqn.index for eqn in program.body.equations}
+    return frozenset(
+        op.equation
+        for op in graph.operators
+        if op.role is Role.UPDATE and op.equation in top
+    )
 
 
 def producers(operators: Iterable[Operator]) -> dict[int, Operator]:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-from autopar_passes.graph.operators import OperatorGraph
-from autopar_passes.graph.roles import Role
+from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.microbatches.classes import SAME, Kind, Split
 from autopar_passes.microbatches.facts import Facts, facts
 from autopar_passes.microbatches.follow import Follower
@@ -82,8 +81,7 @@ def unsplit(
       dims: flat input of the batch -> the dimension of its rows.
     """
     body = whole.program.body
-    top = {e.index for e in body.equations}
-    once = {op.equation for op in graph.operators if op.role is Role.UPDATE} & top
+    once = update_equations(whole.program, graph)
     made = {v for e in body.equations if e.index not in once for v in e.outputs}
     read = [*body.outputs]
     for eqn in body.equations:
@@ -96,7 +94,7 @@ def unsplit(
     return Microbatched(
         microbatches=1,
         traced=whole,
-        once=frozenset(once),
+        once=once,
         crossings=crossings,
         batch={k: Rows(dim) for k, dim in dims.items()},
     )

@@ -13,7 +13,7 @@ from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
 
-from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Equation, Program, walk
 from autopar_passes.stages.chain import cut_chain
@@ -69,10 +69,8 @@ def forward_chain(
       graph: its operator graph.
       batch: input values that are split into microbatches.
     """
-    once = {op.equation for op in graph.operators if op.role is Role.UPDATE} & {
-        e.index for e in program.body.equations
-    }
-    flow = Flow(program, graph, frozenset(batch), frozenset(once))
+    once = update_equations(program, graph)
+    flow = Flow(program, graph, frozenset(batch), once)
     chain = [
         index
         for index in flow.equations

@@ -13,7 +13,7 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Program
 from autopar_passes.stages.flow import Flow, reads
@@ -69,9 +69,7 @@ def parts_of(
       CutError: parts do not begin at different top-level equations.
     """
     if once is None:
-        once = {op.equation for op in graph.operators if op.role is Role.UPDATE} & {
-            e.index for e in program.body.equations
-        }
+        once = update_equations(program, graph)
     flow = Flow(program, graph, frozenset(batch), frozenset(once))
     if not starts or list(starts) != sorted(set(starts)):
         raise CutError(f"parts must begin at different equations, got {list(starts)}.")
