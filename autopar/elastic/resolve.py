@@ -37,6 +37,15 @@ class Resolved:
     cluster: Cluster | None
     reason: str = ""
 
+    def __str__(self) -> str:
+        """One line: what came of it, and the cluster that follows."""
+        found = f"{self.status}: {self.cluster or 'no device is left'}"
+        return f"{found} ({self.reason})" if self.reason else found
+
+    def __repr__(self) -> str:
+        """As `__str__`, for a notebook."""
+        return f"<{self}>"
+
 
 def resolve(event: Event, cluster: Cluster | None, own: Sequence[int]) -> Resolved:
     """Returns what an event makes of a cluster.
