@@ -242,4 +242,4 @@ def report(soak: Soak, given: Any) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()
