@@ -87,7 +87,7 @@ def _changed(
 
 
 def _gone(event: Event, cluster: Cluster, own: Sequence[int]) -> Resolved:
-    there = _there(cluster)
+    there = ids_there(cluster)
     if not event.hosts and not event.devices:
         named = set(own)
     else:
@@ -103,7 +103,7 @@ def _gone(event: Event, cluster: Cluster, own: Sequence[int]) -> Resolved:
 
 
 def _added(event: Event, cluster: Cluster) -> Resolved:
-    known, there = _hosts(cluster), _there(cluster)
+    known, there = _hosts(cluster), ids_there(cluster)
     new = [h for h in event.hosts if isinstance(h, str) and h not in known]
     old = [h for h in event.hosts if h not in new]
     back = (_ids(old, known) | _ids(event.devices, _all(cluster))) - there
@@ -126,7 +126,7 @@ def _words(event: Event) -> str:
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
-def _there(cluster: Cluster) -> set[int]:
+def ids_there(cluster: Cluster) -> set[int]:
     """The ids of the devices that are there, idle ones too."""
     found: set[int] = set()
     for part in members.parts(cluster):

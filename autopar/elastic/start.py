@@ -86,6 +86,7 @@ def elastic(
         args,
         samples,
         steps=steps,
+        events=events,
         ledger=ledger,
         checkpoints=checkpoint,
         every=every,

@@ -36,6 +36,14 @@ class Actions(Protocol):
         """Ends the coordination service of a world that all have left."""
         ...
 
+    def formed_world(self, message: Message) -> None:
+        """Takes what a worker says of a world that all its workers have formed."""
+        ...
+
+    def heard(self, event: Any) -> None:
+        """Takes an event, as plain data, that a worker's script has sent."""
+        ...
+
     def log(self, event: str, **data: Any) -> None:
         """Writes down what happens."""
         ...
@@ -99,3 +107,15 @@ class Member:
     leave_by_s: float = math.inf
     dismissed: bool = False
     trained: bool = False
+
+
+def overdue(member: Member, limits: Limits, now_s: float) -> str:
+    """Why a worker is given up; '' where it is not."""
+    if member.connected and now_s - member.heard_s > limits.silent_s:
+        return f"silent for {limits.silent_s:g} s"
+    waited = now_s - member.since_s
+    if member.phase == "starting" and waited > limits.start_s:
+        return f"not ready {limits.start_s:g} s after its start"
+    if member.phase == "in" and now_s > member.leave_by_s:
+        return f"did not leave its world within {limits.leave_s:g} s"
+    return ""

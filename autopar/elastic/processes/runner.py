@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
+from autopar.elastic.ledger import event_data
 from autopar.elastic.processes.launching import Launcher, LocalLauncher
 from autopar.elastic.processes.link import (
     AHEAD_VARIABLE,
@@ -26,6 +27,7 @@ from autopar.elastic.processes.link import (
     VARIABLE,
     Address,
 )
+from autopar.elastic.processes.listening import Listening, Wanted
 from autopar.elastic.processes.members import Limits
 from autopar.elastic.processes.messages import (
     Connection,
@@ -35,6 +37,7 @@ from autopar.elastic.processes.messages import (
     listen,
 )
 from autopar.elastic.processes.supervisor import Supervisor
+from autopar.elastic.resolve import Resolved
 
 _TICK_S = 0.25
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
@@ -92,6 +95,7 @@ class Runner:
         self._ahead: subprocess.Popen[bytes] | None = None
         self._log = open(job.folder / "log.jsonl", "a")  # noqa: SIM115 (kept open)
         self.supervisor = Supervisor(job.limits, self)
+        self._listening = Listening(job.limits, self, self._follow)
         if known:
             self._adopt(known)
 
@@ -208,6 +212,29 @@ class Runner:
         with contextlib.suppress(OSError):
             self._command(kind="close", generation=generation)
 
+    def formed_world(self, message: Message) -> None:
+        """See `Actions`."""
+        self._listening.formed(message)
+        self._write()
+
+    def heard(self, event: Any) -> None:
+        """See `Actions`."""
+        self._listening.heard(event)
+
+    def _follow(self, wanted: Wanted) -> None:
+        cluster = None if wanted.cluster is None else wanted.cluster.to_data()
+        self._events.put(
+            lambda: self.supervisor.follow(wanted.processes, wanted.gone, cluster)
+        )
+
+    def note(self, found: Resolved) -> None:
+        """Writes an event down that changes nothing (`Notes`)."""
+        self._events.put(lambda: self.log("event", **event_data(found)))
+
+    def wrong(self, source: str, reason: str) -> None:
+        """Writes a message down that is no event (`Notes`)."""
+        self._events.put(lambda: self.log("wrong", source=source, reason=reason))
+
     def log(self, event: str, **data: Any) -> None:
         """See `Actions`."""
         line = json.dumps({"time_s": round(time.time(), 4), "event": event, **data})
@@ -256,6 +283,7 @@ class Runner:
 
     def _end(self) -> None:
         """Ends all processes that are left."""
+        self._listening.stop()
         end = time.monotonic() + _END_S
         code = self.supervisor.result
         for how in (signal.SIGTERM if code else None, signal.SIGKILL):
@@ -336,6 +364,8 @@ class Runner:
             "world": list(self.supervisor.world),
             "wanted": self.supervisor.wanted,
             "numbers": self.supervisor.numbers,
+            "cluster": self.supervisor.cluster,
+            "events": self._listening.addresses(),
         }
         temporary = self._state_file.with_suffix(".new")
         temporary.touch(mode=0o600)

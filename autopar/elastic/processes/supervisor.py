@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes.formation import chosen, latest_state
-from autopar.elastic.processes.members import Actions, Limits, Member
+from autopar.elastic.processes.members import Actions, Limits, Member, overdue
 from autopar.elastic.processes.messages import Message
 
 # Worlds in a row that may break at one step though nobody died.
@@ -44,10 +44,13 @@ class Supervisor:
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()
+        # What the workers plan for, as plain data; None: what their script says.
+        self.cluster: Any = None
         # What is done now: gather workers, or run a world, or pause it.
         self.state = "gather"
         self.result: int | None = None
         self.reason = ""
+        self._planned_for: Any = None
         self._leaving: frozenset[int] = frozenset()
         self._restarts = limits.restarts
         self._done = -1
@@ -72,6 +75,7 @@ class Supervisor:
         now = self._clock()
         self.generation, self.numbers = known["generation"], known["numbers"]
         self.wanted, self.world = known["wanted"], tuple(known["world"])
+        self.cluster = self._planned_for = known.get("cluster")
         self._ever = bool(self.world)
         for worker in map(int, known["workers"]):
             inside = worker in self.world
@@ -98,6 +102,21 @@ class Supervisor:
         self._fill_up()
         self._advance()
         return ""
+
+    def follow(self, processes: int, gone: Sequence[int], cluster: Any = None) -> None:
+        """Goes on with other processes, or plans for another cluster.
+
+        Args:
+          processes: how many there are to be, within the limits.
+          gone: ranks in the world of those that go.
+          cluster: what is planned for from now on, as plain data; None: as before.
+        """
+        self.wanted = processes
+        self._leaving = frozenset(self.world[k] for k in gone if k < len(self.world))
+        self.cluster = self.cluster if cluster is None else cluster
+        self._do.log("follow", processes=processes, leaving=sorted(self._leaving))
+        self._fill_up()
+        self._advance()
 
     def grow(self, machines: int) -> None:
         """Takes a worker more for each machine that joined, up to the most."""
@@ -172,7 +191,7 @@ class Supervisor:
         """Looks for workers that are silent, slow or stuck."""
         now = self._clock()
         for worker, member in list(self.members.items()):
-            why = self._overdue(member, now)
+            why = overdue(member, self.limits, now)
             if why:
                 self._do.log("kill", worker=worker, reason=why)
                 member.heard_s = member.since_s = now
@@ -228,6 +247,17 @@ class Supervisor:
             for other in self.members:
                 self._do.send(other, "settled", generation=self.generation)
             self._dismiss()
+            self._do.formed_world(message)
+
+    def _take_event(self, worker: int, member: Member, message: Message) -> None:
+        del worker, member
+        self._do.heard(message["event"])
+
+    def _take_leave(self, worker: int, member: Member, message: Message) -> None:
+        """A worker that is about to be killed asks to go before."""
+        del member, message
+        if worker not in self._leaving and (wrong := self.remove(worker)):
+            self._do.log("refused", worker=worker, reason=wrong)
 
     def _take_broken(self, worker: int, member: Member, message: Message) -> None:
         member.broken = message["error"]
@@ -280,7 +310,7 @@ class Supervisor:
             return False
         ready = self._ready()
         new = chosen([*self.world, *ready], self.wanted, self._leaving, self._rows())
-        return new != sorted(self.world)
+        return new != sorted(self.world) or self.cluster != self._planned_for
 
     def _form_if_ready(self) -> None:
         waiting = [m for m in self.members.values() if m.phase != "ready"]
@@ -304,6 +334,7 @@ class Supervisor:
             self._do.close(self.generation - 1)
         self.generation += 1
         self.world, self.state, self._ever = tuple(workers), "run", True
+        self._planned_for = self.cluster
         readies = {w: m.ready for w, m in self.members.items() if m.ready}
         state = latest_state({r["port"]: r["holds"] for r in readies.values()})
         known = [
@@ -329,6 +360,7 @@ class Supervisor:
                 address=address,
                 state=state,
                 lost=lost,
+                cluster=self.cluster,
             )
         self._progress_s = self._clock()
         step = None if state is None else state["step"]
@@ -444,17 +476,6 @@ class Supervisor:
         for worker in self.world:
             if worker in self.members:
                 self._do.send(worker, kind, generation=self.generation, **data)
-
-    def _overdue(self, member: Member, now: float) -> str:
-        """Why a worker is given up; '' otherwise."""
-        if member.connected and now - member.heard_s > self.limits.silent_s:
-            return f"silent for {self.limits.silent_s:g} s"
-        waited = now - member.since_s
-        if member.phase == "starting" and waited > self.limits.start_s:
-            return f"not ready {self.limits.start_s:g} s after its start"
-        if member.phase == "in" and now > member.leave_by_s:
-            return f"did not leave its world within {self.limits.leave_s:g} s"
-        return ""
 
     def _last_error(self) -> str:
         errors = [m.broken for m in self.members.values() if m.broken]

@@ -5,14 +5,16 @@ from __future__ import annotations
 import inspect
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar.cluster import Cluster
 from autopar.elastic import display
 from autopar.elastic.carrying import carried_out, splat
+from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
 from autopar.elastic.processes import hosting
@@ -110,9 +112,25 @@ class TeamRun:
         """The state of the codecs (`autopar.ParallelStep.compression_state`)."""
         return self._train_step.compression_state
 
-    def change(self, processes: int) -> None:
-        """Asks for another number of processes."""
-        self._team.resize(processes)
+    def change(self, event: int | Event | Cluster | str | Mapping[str, Any]) -> None:
+        """Asks the supervisor for a change; one process is enough.
+
+        Args:
+          event: the number of processes, an event, its data, or the whole next
+            cluster, of which each process is a host.
+
+        Raises:
+          EventError: the event makes no sense. What comes of one that does is written
+            to ``log.jsonl`` in the folder of the run.
+        """
+        if isinstance(event, int):
+            self._team.resize(event)
+            return
+        if isinstance(event, Cluster):
+            event = Event(kind="cluster", cluster=event)
+        elif not isinstance(event, Event):
+            event = Event.from_data(event)
+        self._team.tell(event.to_data())
 
     def stop(self) -> None:
         """Ends this process's part before the next step; all should call it there."""
@@ -235,8 +253,14 @@ class TeamRun:
             )
         return out
 
-    def _keep(self, state: Any, step: int, *, placed: bool = False) -> None:
-        """Keeps the state after a step for a world to come."""
+    def _keep(self, state: Any, step: int, *, placed: Cluster | None = None) -> None:
+        """Keeps the state after a step for a world to come.
+
+        Args:
+          state: the carried state.
+          step: number of steps done.
+          placed: the cluster of a world that begins with it; None: the world goes on.
+        """
         arrays = self._named(state)
         extra: dict[str, Any] = {"position": self._samples.position(step)}
         codecs = self._train_step.compression_state
@@ -244,7 +268,10 @@ class TeamRun:
             extra["codecs"] = hosting.structure_text(codecs)
             for k, x in enumerate(hosting.arrays_of(codecs)):
                 arrays[f"{_CODEC}{k}"] = x
-        (self._team.placed if placed else self._team.done)(step, arrays, extra)
+        if placed is None:
+            self._team.done(step, arrays, extra)
+        else:
+            self._team.placed(step, arrays, extra, placed.to_data())
 
     def _named(self, state: Any) -> dict[str, Any]:
         """The arrays of a state by path."""
@@ -281,6 +308,8 @@ class TeamRun:
         begin = time.perf_counter()
         world = joined.world
         local = len(world.devices) // world.process_count
+        if joined.cluster is not None:
+            self._base = Cluster.from_data(joined.cluster)
         cluster = cluster_of(self._base, world.process_count, local)
         cache = PlanCache(self._folder / "plans")
         changing_worlds.enter(
@@ -302,7 +331,7 @@ class TeamRun:
         else:
             self._take_up(joined)
         placed_s = time.perf_counter() - begin - planned_s - program.seconds
-        self._keep(self.state, self.step, placed=True)
+        self._keep(self.state, self.step, placed=cluster)
         seconds = {
             "plan_s": planned_s,
             "compile_s": program.seconds,

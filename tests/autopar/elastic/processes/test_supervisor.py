@@ -19,6 +19,7 @@ class Fake:
         self.sent: list[tuple[int, str, dict[str, Any]]] = []
         self.killed: list[int] = []
         self.started: list[int] = []
+        self.said: list[Any] = []
         self.filled: list[tuple[int, list[int]]] = []
         self.supervisor = Supervisor(Limits(**limits), self, lambda: self.now)
         self.supervisor.begin()
@@ -43,6 +44,12 @@ class Fake:
 
     def log(self, event: str, **data: Any) -> None:
         pass
+
+    def formed_world(self, message: Any) -> None:
+        self.said.append(message)
+
+    def heard(self, event: Any) -> None:
+        self.said.append(event)
 
     def tell(self, worker: int, kind: str, **data: Any) -> None:
         """What a worker says."""
@@ -208,6 +215,45 @@ class TestChangesAtAStep:
     def test_too_few_would_stay(self) -> None:
         fake = running(2, least=2)
         assert "--min" in fake.supervisor.remove(1)
+
+
+class TestEvents:
+    def test_those_that_an_event_names_go(self) -> None:
+        fake = running(3)
+        fake.supervisor.follow(2, [1])
+        for worker in range(3):
+            fake.tell(worker, "started", generation=1, step=4)
+        fake.ready(0, 1, 2)
+        assert fake.world() == [0, 2]
+        fake.formed(0, 2, step=5)
+        assert [w for w, _ in fake.of("end")] == [1]
+
+    def test_another_cluster_is_planned_for(self) -> None:
+        """With the same workers, which form a world anew."""
+        fake = running(2)
+        fake.supervisor.follow(2, [], {"links": "slow"})
+        assert len(fake.of("pause")) == 2
+        for worker in range(2):
+            fake.tell(worker, "started", generation=1, step=4)
+        fake.ready(0, 1)
+        assert fake.of("form")[-1][1]["cluster"] == {"links": "slow"}
+        fake.formed(0, 1, step=5)
+        assert len(fake.of("pause")) == 2  # it has what was asked for
+
+    def test_a_worker_that_will_be_killed_leaves_before(self) -> None:
+        fake = running(2)
+        fake.tell(1, "leave", generation=1)
+        assert len(fake.of("pause")) == 2
+
+    def test_the_last_one_stays(self) -> None:
+        fake = running(1)
+        fake.tell(0, "leave", generation=1)
+        assert not fake.of("pause")
+
+    def test_what_a_script_sends_is_heard(self) -> None:
+        fake = running(1)
+        fake.tell(0, "event", generation=1, event="4:cpu")
+        assert fake.said[-1] == "4:cpu"
 
 
 class TestNewcomersThatDoNotFit:
