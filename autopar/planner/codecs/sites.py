@@ -129,7 +129,7 @@ def parameter_names(
 ) -> dict[int, str]:
     """Names gradients by the parameter that they update.
 
-    A gradient is followed through operators of the update that keep its shape, to
+    A gradient is followed through operators that keep its shape, to
     the first parameter of that shape which comes back. One that is reached by no
     such way is named by the module that makes it.
     """
@@ -172,7 +172,7 @@ def _reached(
         if current in targets:
             return targets[current]
         for op in readers.get(current, []):
-            if op.role is not Role.UPDATE:
+            if op.role is Role.FORWARD:
                 continue
             for out in op.outputs:
                 if out not in seen and graph.values[out].shape == shape:
