@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import os
 import sys
 import threading
@@ -28,7 +29,11 @@ _NICE, _SWITCH_S = 19, 5e-4
 
 
 class Ahead:
-    """Prepares clusters in the background; see `prepare`."""
+    """Prepares clusters in the background; see `prepare`.
+
+    Attributes:
+      rows: samples of a step.
+    """
 
     def __init__(self, step: ParallelStep[..., Any], rows: int) -> None:
         """Has prepared nothing yet.
@@ -37,8 +42,10 @@ class Ahead:
           step: a step that has a plan.
           rows: samples of a step.
         """
-        self._step, self._rows = step, rows
+        self._step, self.rows = step, rows
         self._wanted: tuple[Cluster, ...] = ()
+        # What is done before clusters are prepared.
+        self._first: tuple[Callable[[], None], ...] = ()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
@@ -47,22 +54,37 @@ class Ahead:
         """Prepares these clusters next, and forgets those that still waited."""
         with self._changed:
             self._wanted = tuple(clusters)[:MOST]
-            if self._thread is None and self._wanted and not self._closed:
-                # No daemon: Python waits at its end for a compilation under way.
-                self._thread = threading.Thread(target=self._work, name="autopar-ahead")
-                self._thread.start()
-            self._changed.notify_all()
+            self._begin()
+
+    def first(self, work: Callable[[], None]) -> None:
+        """Does some work, which raises no error, before clusters are prepared."""
+        with self._changed:
+            self._first = (*self._first, work)
+            self._begin()
+
+    def _begin(self) -> None:
+        """Starts the thread for what is wanted; nothing after `close`."""
+        if self._closed:
+            self._wanted, self._first = (), ()
+        waits = bool(self._wanted or self._first)
+        if self._thread is None and waits:
+            # No daemon: Python waits at its end for a compilation under way.
+            self._thread = threading.Thread(target=self._work, name="autopar-ahead")
+            self._thread.start()
+        self._changed.notify_all()
 
     def close(self) -> None:
         """Prepares nothing more; what is under way comes to its end."""
         with self._changed:
-            self._wanted, self._closed = (), True
+            self._wanted, self._first, self._closed = (), (), True
             self._changed.notify_all()
 
     def wait(self) -> None:
         """Waits until all that was wanted is prepared."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._wanted or self._busy))
+            self._changed.wait_for(
+                lambda: not (self._wanted or self._first or self._busy)
+            )
 
     def _work(self) -> None:
         _lower_priority()
@@ -70,19 +92,30 @@ class Ahead:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(lambda: self._wanted or self._closed)
-                if not self._wanted:
+                self._changed.wait_for(
+                    lambda: self._wanted or self._first or self._closed
+                )
+                if not (self._wanted or self._first):
                     return
-                cluster, *rest = self._wanted
-                self._wanted, self._busy = tuple(rest), True
+                work, self._busy = self._next(), True
             with _switching_often():
-                self._prepare_one(cluster)
+                work()
+
+    def _next(self) -> Callable[[], None]:
+        """Takes what is to be done next."""
+        if self._first:
+            work, *others = self._first
+            self._first = tuple(others)
+            return work
+        cluster, *rest = self._wanted
+        self._wanted = tuple(rest)
+        return functools.partial(self._prepare_one, cluster)
 
     def _prepare_one(self, cluster: Cluster) -> None:
         """Plans for a cluster, and compiles the plan that a change would take."""
         step, preparation = self._step, self._step.preparation
         found: list[tuple[Plan, Cluster]] = []
-        for part in (cluster, dividing_part(cluster, self._rows)):
+        for part in (cluster, dividing_part(cluster, self.rows)):
             if part is None:
                 continue
             try:

@@ -75,8 +75,9 @@ def elastic(
       TraceError: JAX cannot trace the step.
       InfeasibleError: no plan fits the memory of a device.
     """
-    _check(step, create_state, source, batch, steps)
-    _check_saves(checkpoint, every)
+    check_step("elastic", step, create_state, source)
+    _check_counts(batch, steps)
+    check_saves("elastic", checkpoint, every)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         checkpoint = Checkpoints(os.fspath(checkpoint))
     samples = Samples(source, batch, others_of(others))
@@ -114,8 +115,13 @@ def elastic(
     return run
 
 
-def _check_saves(checkpoint: Any, every: Any) -> None:
+def check_saves(name: str, checkpoint: Any, every: Any) -> None:
     """Checks what is said of checkpoints.
+
+    Args:
+      name: of the function that was called, for the error.
+      checkpoint: where they are kept.
+      every: after how many steps.
 
     Raises:
       PlanError: it is wrong.
@@ -123,27 +129,41 @@ def _check_saves(checkpoint: Any, every: Any) -> None:
     if every is None:
         return
     if checkpoint is None:
-        raise PlanError(f"elastic: every={every!r} needs checkpoint=, a directory.")
+        raise PlanError(f"{name}: every={every!r} needs checkpoint=, a directory.")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise PlanError(f"elastic: every={every!r} must be a whole number, at least 1.")
+        raise PlanError(f"{name}: every={every!r} must be a whole number, at least 1.")
 
 
-def _check(step: Any, create_state: Any, source: Any, batch: Any, steps: Any) -> None:
-    """Checks the arguments before any work is done.
+def check_step(name: str, step: Any, create_state: Any, source: Any) -> None:
+    """Checks the arguments that make a run, before any work is done.
+
+    Args:
+      name: of the function that was called, for the error.
+      step: the step.
+      create_state: makes the state.
+      source: returns samples.
 
     Raises:
       PlanError: one is wrong.
     """
     if not isinstance(step, ParallelStep):
         raise PlanError(
-            f"elastic: step is {type(step).__name__}; pass what "
+            f"{name}: step is {type(step).__name__}; pass what "
             "autopar.parallelize(step) returns."
         )
-    for name, given in (("create_state", create_state), ("source", source)):
+    for kind, given in (("create_state", create_state), ("source", source)):
         if not callable(given):
             raise PlanError(
-                f"elastic: {name} must be a function, got {type(given).__name__}."
+                f"{name}: {kind} must be a function, got {type(given).__name__}."
             )
+
+
+def _check_counts(batch: Any, steps: Any) -> None:
+    """Checks the batch and the number of steps.
+
+    Raises:
+      PlanError: one is wrong.
+    """
     for name, given, least in (("batch", batch, 1), ("steps", steps, 0)):
         if not isinstance(given, int) or isinstance(given, bool) or given < least:
             raise PlanError(

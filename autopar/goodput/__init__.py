@@ -3,6 +3,7 @@
 >>> from autopar.goodput import NoiseOptions, efficiency, scaled
 """
 
+from autopar.goodput.critical import CriticalRegimes
 from autopar.goodput.efficiency import (
     CodecError,
     codec_error,
@@ -10,17 +11,25 @@ from autopar.goodput.efficiency import (
     gain,
     goodput,
 )
+from autopar.goodput.loop import Following, Loop
 from autopar.goodput.progress_ratio import ProgressRatio, progress_ratio
 from autopar.goodput.rates import ScaledState, progress, scaled, told
+from autopar.goodput.throughput import Interval, Terms, Throughput
 from autopar.runtime.noise.averages import NoiseScale
 from autopar.runtime.noise.options import NoiseOptions
 
 __all__ = [
     "CodecError",
+    "CriticalRegimes",
+    "Following",
+    "Interval",
+    "Loop",
     "NoiseOptions",
     "NoiseScale",
     "ProgressRatio",
     "ScaledState",
+    "Terms",
+    "Throughput",
     "codec_error",
     "efficiency",
     "gain",
