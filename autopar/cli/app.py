@@ -24,6 +24,7 @@ from autopar.cli.commands.demo import demo
 from autopar.cli.commands.diff import diff
 from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
+from autopar.cli.commands.goodput import goodput
 from autopar.cli.commands.ledger import ledger
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
@@ -43,6 +44,7 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     audit,
     compare,
     sweep,
+    goodput,
     simulate,
     diff,
     ledger,

@@ -113,6 +113,7 @@ EXAMPLES = {
     "audit": "autopar audit plan.json --compile",
     "compare": "autopar compare train.py:workload --cluster 8:cpu --measure",
     "sweep": "autopar sweep train.py:workload --cluster 1..8x8:h100 batch=64..1024",
+    "goodput": "autopar goodput train.py:workload --clusters 1:h100 8:h100 8x8:h100",
     "simulate": "autopar simulate workload-6.csv --cluster 16x4 --policy tiresias",
     "diff": "autopar diff plan.json other.json",
     "ledger": "autopar ledger ledger.jsonl",

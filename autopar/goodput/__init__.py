@@ -3,6 +3,7 @@
 >>> from autopar.goodput import NoiseOptions, efficiency, scaled
 """
 
+from autopar.goodput.curves import CurvePoint, CurveTable, corrected
 from autopar.goodput.efficiency import (
     CodecError,
     codec_error,
@@ -17,11 +18,14 @@ from autopar.runtime.noise.options import NoiseOptions
 
 __all__ = [
     "CodecError",
+    "CurvePoint",
+    "CurveTable",
     "NoiseOptions",
     "NoiseScale",
     "ProgressRatio",
     "ScaledState",
     "codec_error",
+    "corrected",
     "efficiency",
     "gain",
     "goodput",
