@@ -247,7 +247,7 @@ def _may_accumulate(wanted: Wanted, rows: int) -> bool:
 def _codecs(plan: Plan) -> tuple[str, ...]:
     if len(plan.stages) > 1:
         return ()
-    return tuple(sorted({g.codec for g in plan.gradients if g.codec}))
+    return tuple(sorted({g.codec for g in plan.gradients} - {"", "dense"}))
 
 
 def _changed(point: CurvePoint, **fields: Any) -> CurvePoint:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from autopar.elastic.processes.messages import Message
@@ -99,3 +100,36 @@ class Member:
     leave_by_s: float = math.inf
     dismissed: bool = False
     trained: bool = False
+
+
+def overdue(member: Member, limits: Limits, now: float) -> str:
+    """Why a worker is given up; '' otherwise.
+
+    Args:
+      member: the worker.
+      limits: times.
+      now: seconds on the supervisor's clock.
+    """
+    if member.connected and now - member.heard_s > limits.silent_s:
+        return f"silent for {limits.silent_s:g} s"
+    waited = now - member.since_s
+    if member.phase == "starting" and waited > limits.start_s:
+        return f"not ready {limits.start_s:g} s after its start"
+    if member.phase == "in" and now > member.leave_by_s:
+        return f"did not leave its world within {limits.leave_s:g} s"
+    return ""
+
+
+def last_error(members: Mapping[int, Member]) -> str:
+    """The last error that a worker told of."""
+    errors = [m.broken for m in members.values() if m.broken]
+    return errors[-1] if errors else "none"
+
+
+def never_started(worker: int, code: int) -> str:
+    """Why a run ends whose worker ended before it joined."""
+    how = f"with code {code}" if code >= 0 else "by a signal"
+    return (
+        f"worker {worker} ended {how} before it joined the run: its script must "
+        "call autopar.elastic(...) and take its steps; see its output above."
+    )

@@ -11,6 +11,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
+# The exit status of a worker, and of a run, that has saved its state to go on later.
+SUSPENDED = 75  # EX_TEMPFAIL of <sysexits.h>
+
 # Longest line: what a worker holds is listed by array, not sent.
 _LONGEST_BYTES = 64 << 20
 

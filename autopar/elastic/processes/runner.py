@@ -16,10 +16,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from autopar.elastic.processes.launching import Launcher, LocalLauncher
+from autopar.elastic.processes.launching import Launcher, LocalLauncher, Placing
 from autopar.elastic.processes.link import (
     AHEAD_VARIABLE,
     FOLDER_VARIABLE,
@@ -316,12 +316,23 @@ class Runner:
             wrong = self.supervisor.resize(int(message["processes"]))
         elif command == "remove":
             wrong = self.supervisor.remove(int(message["worker"]))
+        elif command == "place":
+            wrong = self._place(message["places"])
+        elif command == "suspend":
+            self.supervisor.suspend()
         elif command == "stop":
             self.supervisor.stop("stopped", 0)
         elif command != "status":
             wrong = f"no such command: {command}"
         connection.send("answer", wrong=wrong, status=dict(self.supervisor.status()))
         connection.close()
+
+    def _place(self, places: Mapping[str, int]) -> str:
+        """Moves the workers to places; returns what is wrong, or ''."""
+        if not isinstance(self._launcher, Placing):
+            return "this run has no places: a scheduler did not start it."
+        leaving = self._launcher.move(places)
+        return self.supervisor.place(sum(places.values()), frozenset(leaving))
 
     # The state file.
 
