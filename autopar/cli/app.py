@@ -25,10 +25,12 @@ from autopar.cli.commands.diff import diff
 from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
 from autopar.cli.commands.goodput import goodput
+from autopar.cli.commands.jobs import jobs
 from autopar.cli.commands.ledger import ledger
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
 from autopar.cli.commands.run import run
+from autopar.cli.commands.schedule import schedule
 from autopar.cli.commands.simulate import simulate
 from autopar.cli.commands.sweep import sweep
 from autopar.cli.commands.workers import workers
@@ -46,6 +48,8 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     sweep,
     goodput,
     simulate,
+    schedule,
+    jobs,
     diff,
     ledger,
     profile,

@@ -115,6 +115,8 @@ EXAMPLES = {
     "sweep": "autopar sweep train.py:workload --cluster 1..8x8:h100 batch=64..1024",
     "goodput": "autopar goodput train.py:workload --clusters 1:h100 8:h100 8x8:h100",
     "simulate": "autopar simulate workload-6.csv --cluster 16x4 --policy tiresias",
+    "schedule": "autopar schedule jobs.toml --policy goodput --state runs --nodes 1x4",
+    "jobs": "autopar jobs runs",
     "diff": "autopar diff plan.json other.json",
     "ledger": "autopar ledger ledger.jsonl",
     "profile": "autopar profile --devices 8",

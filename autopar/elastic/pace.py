@@ -1,8 +1,8 @@
 """How far a run is, and how fast: lines of a ledger, about one a second.
 
 A line of kind ``progress`` says how many steps are done and samples consumed, the
-median seconds of a step since the line before, and the loss, which is the first number
-that a step returns.
+median seconds from step to step since the line before, and the loss, which is the first
+number that a step returns.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Pace:
         """
         self._ledger, self._every_s, self._clock = ledger, every_s, clock
         self._told_s = -math.inf
+        self._done_s: float | None = None
         self._seconds: list[float] = []
         self._devices = 0
 
@@ -48,7 +49,6 @@ class Pace:
         position: int,
         batch: int,
         devices: int,
-        seconds: float,
         result: Any,
         *,
         last: bool = False,
@@ -60,14 +60,16 @@ class Pace:
           position: number of samples consumed.
           batch: samples of the step.
           devices: of the world that ran it.
-          seconds: that it took.
           result: what it returned besides the state.
           last: whether no other step follows; such a step is always written.
         """
-        if devices != self._devices:
-            self._devices, self._seconds = devices, []
-        self._seconds.append(seconds)
         now = self._clock()
+        if devices != self._devices:
+            # The time since the last step in another world is that of the change.
+            self._devices, self._seconds, self._done_s = devices, [], None
+        if self._done_s is not None:
+            self._seconds.append(now - self._done_s)
+        self._done_s = now
         if now - self._told_s < self._every_s and not last:
             return
         loss = loss_of(result)
@@ -78,7 +80,7 @@ class Pace:
             batch=batch,
             devices=devices,
             steps=len(self._seconds),
-            step_s=statistics.median(self._seconds),
+            step_s=statistics.median(self._seconds) if self._seconds else None,
             loss=loss if loss is not None and math.isfinite(loss) else None,
             finite=loss is None or math.isfinite(loss),
         )

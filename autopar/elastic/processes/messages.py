@@ -47,6 +47,10 @@ class Connection:
             return False
         return True
 
+    def patience(self, seconds: float) -> None:
+        """Waits no longer for a message than so many seconds."""
+        self._socket.settimeout(seconds)
+
     def receive(self) -> Message | None:
         """The next message; None at the end, or after what is no message."""
         try:

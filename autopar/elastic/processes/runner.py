@@ -38,6 +38,8 @@ from autopar.elastic.processes.supervisor import Supervisor
 
 _TICK_S = 0.25
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
+# How long a supervisor may take to answer a command.
+_ANSWER_S = 10.0
 # How long workers may take to end once they are told to.
 _END_S = 10.0
 
@@ -385,10 +387,12 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
     """Sends a command to the supervisor of a run.
 
     Raises:
-      OSError: there is none.
+      OSError: there is none, or it does not answer.
+      ValueError: the state file of the run is damaged.
     """
     state = json.loads((folder / "run.json").read_text())
-    connection = connect("127.0.0.1", state["port"], timeout_s=10)
+    connection = connect("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
+    connection.patience(_ANSWER_S)
     connection.send("command", token=state["token"], **words)
     answer = connection.receive()
     connection.close()

@@ -17,6 +17,7 @@ from autopar.elastic.processes.members import (
     Limits,
     Member,
     last_error,
+    never_started,
     overdue,
 )
 from autopar.elastic.processes.messages import SUSPENDED, Message
@@ -57,7 +58,7 @@ class Supervisor:
         self.result: int | None = None
         self.reason = ""
         self._leaving: frozenset[int] = frozenset()
-        self._suspends = False
+        self._suspends = self.lost = False
         self._restarts = limits.restarts
         self._done = -1
         self._breaks = 0
@@ -127,10 +128,10 @@ class Supervisor:
           What is wrong with it, or ''.
         """
         if not self.limits.least <= processes <= self.limits.most:
-            return (
-                f"{processes} processes: expected {self.limits.least} to "
-                f"{self.limits.most} (--min, --max)."
-            )
+            least, most = self.limits.least, self.limits.most
+            return f"{processes} processes: expected {least} to {most} (--min, --max)."
+        if self.state in ("suspend", "end") or self.result is not None:
+            return "the run is ending."
         self.wanted = processes
         self._leaving = leaving & self.members.keys()
         self._do.log("resize", processes=processes, leaving=sorted(self._leaving))
@@ -195,7 +196,6 @@ class Supervisor:
         elif member.phase == "starting" and not self._ever and code is not None:
             self.stop(never_started(worker, code), code or 1)
         elif code is not None and code > 0 and not left and not self._new(member):
-            # The others would do the same.
             why = f"worker {worker} ended with code {code}; see its output above."
             self.stop(why, code)
         else:
@@ -346,6 +346,7 @@ class Supervisor:
         if len(new) >= max(1, self.limits.least):
             self._form(new)
         elif not waiting:
+            self.lost = True
             self.stop(
                 f"{len(new)} of at least {self.limits.least} workers are left (--min)"
                 + (f"; the last error was: {last_error(self.members)}" if new else "."),

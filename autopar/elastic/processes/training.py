@@ -175,7 +175,7 @@ class TeamRun:
         if not world.process_index:
             last = self.step >= self._steps
             at = (self.step, self.position, self._samples.batch, len(world.devices))
-            self._pace.done(*at, done.seconds, done.result, last=last)
+            self._pace.done(*at, done.result, last=last)
 
     def _plan_id(self) -> int:
         return id(self._train_step.running.planned)

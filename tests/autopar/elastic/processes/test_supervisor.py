@@ -474,3 +474,17 @@ class TestSuspending:
         fake.tell(0, "beat", generation=1, step=2)
         fake.supervisor.tick()
         assert fake.killed == [0]
+
+    @pytest.mark.parametrize("ends", ["finished", "suspended"])
+    def test_a_run_that_ends_takes_no_more_workers(self, ends: str) -> None:
+        """Who starts then would wait for a world for ever."""
+        fake = running(2)
+        if ends == "suspended":
+            fake.supervisor.suspend()
+        for worker in (0, 1):
+            if ends == "suspended":
+                fake.tell(worker, "started", generation=1, step=2)
+            else:
+                fake.tell(worker, "finished", generation=1, step=9)
+        assert fake.supervisor.resize(4) == "the run is ending."
+        assert fake.started == [0, 1]
