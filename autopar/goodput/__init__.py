@@ -4,6 +4,7 @@
 """
 
 from autopar.goodput.critical import CriticalRegimes
+from autopar.goodput.curves import CurvePoint, CurveTable, corrected
 from autopar.goodput.efficiency import (
     CodecError,
     codec_error,
@@ -21,6 +22,8 @@ from autopar.runtime.noise.options import NoiseOptions
 __all__ = [
     "CodecError",
     "CriticalRegimes",
+    "CurvePoint",
+    "CurveTable",
     "Following",
     "Interval",
     "Loop",
@@ -31,6 +34,7 @@ __all__ = [
     "Terms",
     "Throughput",
     "codec_error",
+    "corrected",
     "efficiency",
     "gain",
     "goodput",

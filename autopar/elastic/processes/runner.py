@@ -16,11 +16,11 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.ledger import event_data
-from autopar.elastic.processes.launching import Launcher, LocalLauncher
+from autopar.elastic.processes.launching import Launcher, LocalLauncher, Placing
 from autopar.elastic.processes.link import (
     AHEAD_VARIABLE,
     FOLDER_VARIABLE,
@@ -41,6 +41,8 @@ from autopar.elastic.resolve import Resolved
 
 _TICK_S = 0.25
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
+# How long a supervisor may take to answer a command.
+_ANSWER_S = 10.0
 # How long workers may take to end once they are told to.
 _END_S = 10.0
 
@@ -344,12 +346,23 @@ class Runner:
             wrong = self.supervisor.resize(int(message["processes"]))
         elif command == "remove":
             wrong = self.supervisor.remove(int(message["worker"]))
+        elif command == "place":
+            wrong = self._place(message["places"])
+        elif command == "suspend":
+            self.supervisor.suspend()
         elif command == "stop":
             self.supervisor.stop("stopped", 0)
         elif command != "status":
             wrong = f"no such command: {command}"
         connection.send("answer", wrong=wrong, status=dict(self.supervisor.status()))
         connection.close()
+
+    def _place(self, places: Mapping[str, int]) -> str:
+        """Moves the workers to places; returns what is wrong, or ''."""
+        if not isinstance(self._launcher, Placing):
+            return "this run has no places: a scheduler did not start it."
+        leaving = self._launcher.move(places)
+        return self.supervisor.place(sum(places.values()), frozenset(leaving))
 
     # The state file.
 
@@ -404,10 +417,12 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
     """Sends a command to the supervisor of a run.
 
     Raises:
-      OSError: there is none.
+      OSError: there is none, or it does not answer.
+      ValueError: the state file of the run is damaged.
     """
     state = json.loads((folder / "run.json").read_text())
-    connection = connect("127.0.0.1", state["port"], timeout_s=10)
+    connection = connect("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
+    connection.patience(_ANSWER_S)
     connection.send("command", token=state["token"], **words)
     answer = connection.receive()
     connection.close()

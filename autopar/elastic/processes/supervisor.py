@@ -12,13 +12,26 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes.formation import chosen, latest_state
-from autopar.elastic.processes.members import Actions, Limits, Member, overdue
-from autopar.elastic.processes.messages import Message
+from autopar.elastic.processes.members import (
+    Actions,
+    Limits,
+    Member,
+    adopted,
+    described,
+    last_error,
+    never_started,
+    overdue,
+    ready_of,
+    rows_of,
+)
+from autopar.elastic.processes.messages import SUSPENDED, Message
 
 # Worlds in a row that may break at one step though nobody died.
 _BREAKS = 3
 # Errors that the loss of another process may have caused.
 _OF_OTHERS = ("RuntimeError", "Connection", "OSError", "TimeoutError", "WorldBroken")
+# How long a world may take to save its state.
+_SAVE_S = 300.0
 # How long the others may go on after a worker's script has ended without an error.
 _EARLY_S = 5.0
 
@@ -46,12 +59,13 @@ class Supervisor:
         self.world: tuple[int, ...] = ()
         # What the workers plan for, as plain data; None: what their script says.
         self.cluster: Any = None
-        # What is done now: gather workers, or run a world, or pause it.
+        # What is done now: gather workers, run a world, pause it, or suspend the run.
         self.state = "gather"
         self.result: int | None = None
         self.reason = ""
         self._planned_for: Any = None
         self._leaving: frozenset[int] = frozenset()
+        self._suspends = self.lost = False
         self._restarts = limits.restarts
         self._done = -1
         self._breaks = 0
@@ -78,30 +92,12 @@ class Supervisor:
         self.cluster = self._planned_for = known.get("cluster")
         self._ever = bool(self.world)
         for worker in map(int, known["workers"]):
-            inside = worker in self.world
-            self.members[worker] = Member(
-                phase="in" if inside else "starting",
-                since_s=now,
-                heard_s=now,
-                connected=True,
-                formed=inside,
-                trained=inside,
-            )
+            self.members[worker] = adopted(now, inside=worker in self.world)
         self.state = "run" if self._ever else "gather"
 
     def resize(self, processes: int) -> str:
         """Asks for another number of processes; returns what is wrong, or ''."""
-        if not self.limits.least <= processes <= self.limits.most:
-            return (
-                f"{processes} processes: expected {self.limits.least} to "
-                f"{self.limits.most} (--min, --max)."
-            )
-        self.wanted = processes
-        self._leaving = frozenset()
-        self._do.log("resize", processes=processes)
-        self._fill_up()
-        self._advance()
-        return ""
+        return self.place(processes, frozenset())
 
     def follow(self, processes: int, gone: Sequence[int], cluster: Any = None) -> None:
         """Goes on with other processes, or plans for another cluster.
@@ -135,6 +131,36 @@ class Supervisor:
         self._do.log("remove", worker=worker)
         self._advance()
         return ""
+
+    def place(self, processes: int, leaving: frozenset[int]) -> str:
+        """Asks for so many processes, without some that there are.
+
+        Args:
+          processes: how many there should be.
+          leaving: workers that go; others take their places.
+
+        Returns:
+          What is wrong with it, or ''.
+        """
+        if not self.limits.least <= processes <= self.limits.most:
+            least, most = self.limits.least, self.limits.most
+            return f"{processes} processes: expected {least} to {most} (--min, --max)."
+        if self.state in ("suspend", "end") or self.result is not None:
+            return "the run is ending."
+        self.wanted = processes
+        self._leaving = leaving & self.members.keys()
+        self._do.log("resize", processes=processes, leaving=sorted(self._leaving))
+        self._fill_up()
+        self._advance()
+        return ""
+
+    def suspend(self) -> None:
+        """Makes all save the state after the same step, and ends the run."""
+        self._do.log("suspend")
+        self._suspends = True
+        if not self._ever and self.result is None:
+            self.stop("suspended before its first step", SUSPENDED)
+        self._advance()
 
     def stop(self, reason: str, code: int) -> None:
         """Ends the run."""
@@ -172,6 +198,10 @@ class Supervisor:
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
         if self.result is not None:
             return
+        if self.state == "suspend":
+            if not self.members:
+                self.stop("suspended", SUSPENDED)
+            return
         left = worker in self._leaving or member.dismissed
         self._leaving -= {worker}
         if code == 0 and member.phase == "in" and not left:
@@ -179,9 +209,10 @@ class Supervisor:
             if not self.members:
                 self.stop("", 0)
         elif member.phase == "starting" and not self._ever and code is not None:
-            self._never_started(worker, code)
+            self.stop(never_started(worker, code), code or 1)
         elif code is not None and code > 0 and not left and not self._new(member):
-            self._failed(worker, code)
+            why = f"worker {worker} ended with code {code}; see its output above."
+            self.stop(why, code)
         else:
             died = not left and (code is None or code < 0)
             self._lose(worker, replace=died, spare=spare)
@@ -208,7 +239,7 @@ class Supervisor:
         """Tells a worker that connects again what it missed, and that all is well."""
         del message
         self._do.send(worker, "welcome", generation=self.generation)
-        if member.leave_by_s < math.inf:
+        if member.leave_by_s < math.inf and self.state != "suspend":
             self._do.send(worker, "abort", generation=self.generation)
         elif worker in self.world and self.state == "pause" and member.started is None:
             self._do.send(worker, "pause", generation=self.generation)
@@ -232,8 +263,10 @@ class Supervisor:
             return
         limit = max(m.started for m in current if m.started is not None)
         self._do.log("pause", step=limit)
-        self._to_world("limit", step=limit)
-        self.state = "gather"
+        self._to_world("limit", step=limit, saves=self._suspends)
+        self.state = "suspend" if self._suspends else "gather"
+        if self._suspends:
+            self._end_after_saving()
 
     def _take_formed(self, worker: int, member: Member, message: Message) -> None:
         member.formed = True
@@ -298,18 +331,36 @@ class Supervisor:
             if self.state == "end" and not self.members:
                 self.stop("", 0)
             return
-        if self.state == "run" and self._change_wanted():
+        if self.state == "run" and (self._suspends_now() or self._change_wanted()):
             self.state = "pause"
             self._to_world("pause")
         if self.state == "gather":
             self._form_if_ready()
 
-    def _change_wanted(self) -> bool:
+    def _suspends_now(self) -> bool:
+        return self._suspends and self._all_train()
+
+    def _end_after_saving(self) -> None:
+        """The world ends by itself once it has saved; those outside end at once."""
+        for worker, member in self.members.items():
+            if worker in self.world:
+                member.leave_by_s = self._clock() + _SAVE_S
+            elif member.phase == "ready":
+                self._do.send(worker, "end", code=SUSPENDED, reason="")
+            else:
+                self._do.kill(worker)
+
+    def _all_train(self) -> bool:
         current = [self.members.get(w) for w in self.world]
-        if not all(m is not None and m.formed and not m.finished for m in current):
+        return all(m is not None and m.formed and not m.finished for m in current)
+
+    def _change_wanted(self) -> bool:
+        if not self._all_train():
             return False
-        ready = self._ready()
-        new = chosen([*self.world, *ready], self.wanted, self._leaving, self._rows())
+        ready = ready_of(self.members)
+        new = chosen(
+            [*self.world, *ready], self.wanted, self._leaving, rows_of(self.members)
+        )
         return new != sorted(self.world) or self.cluster != self._planned_for
 
     def _form_if_ready(self) -> None:
@@ -318,14 +369,15 @@ class Supervisor:
             return
         if not self._ever and waiting:
             return  # a run begins with all
-        ready = self._ready()
-        new = chosen(ready, self.wanted, self._leaving, self._rows())
+        ready = ready_of(self.members)
+        new = chosen(ready, self.wanted, self._leaving, rows_of(self.members))
         if len(new) >= max(1, self.limits.least):
             self._form(new)
         elif not waiting:
+            self.lost = True
             self.stop(
                 f"{len(new)} of at least {self.limits.least} workers are left (--min)"
-                + (f"; the last error was: {self._last_error()}" if new else "."),
+                + (f"; the last error was: {last_error(self.members)}" if new else "."),
                 1,
             )
 
@@ -417,20 +469,6 @@ class Supervisor:
         self.wanted = max(self.limits.least, len(self._staying()))
         self._abort("a new worker does not fit")
 
-    def _failed(self, worker: int, code: int) -> None:
-        """A worker's script raised an error; the others would do the same."""
-        self.stop(
-            f"worker {worker} ended with code {code}; see its output above.", code
-        )
-
-    def _never_started(self, worker: int, code: int | None) -> None:
-        how = f"with code {code}" if code is not None and code >= 0 else "by a signal"
-        self.stop(
-            f"worker {worker} ended {how} before it joined the run: its script must "
-            "call autopar.elastic(...) and take its steps; see its output above.",
-            code or 1,
-        )
-
     def _dismiss(self, *, everybody: bool = False) -> None:
         """Sends those home that have no place in the world."""
         for worker, member in self.members.items():
@@ -444,16 +482,6 @@ class Supervisor:
     def _fill_up(self) -> None:
         for _ in range(self.wanted - len(self._staying())):
             self._spawn()
-
-    def _ready(self) -> list[int]:
-        return [
-            w for w, m in self.members.items() if m.phase == "ready" and not m.dismissed
-        ]
-
-    def _rows(self) -> float:
-        """Rows of a batch for each device of a process; 0: it need not be divided."""
-        told = [m.ready for m in self.members.values() if m.ready]
-        return told[-1]["rows"] / told[-1]["devices"] if told else 0
 
     def _staying(self) -> list[int]:
         return [
@@ -477,10 +505,6 @@ class Supervisor:
             if worker in self.members:
                 self._do.send(worker, kind, generation=self.generation, **data)
 
-    def _last_error(self) -> str:
-        errors = [m.broken for m in self.members.values() if m.broken]
-        return errors[-1] if errors else "none"
-
     def status(self) -> Mapping[str, Any]:
         """The run in a few words, as plain data."""
         return {
@@ -488,8 +512,5 @@ class Supervisor:
             "generation": self.generation,
             "world": list(self.world),
             "wanted": self.wanted,
-            "workers": {
-                str(w): {"phase": m.phase, "step": m.step}
-                for w, m in sorted(self.members.items())
-            },
+            "workers": described(self.members),
         }

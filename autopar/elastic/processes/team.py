@@ -110,6 +110,11 @@ class Team:
         """Whether the supervisor is gone for good: the run ends at this step."""
         return self._link.lost
 
+    @property
+    def suspended(self) -> bool:
+        """Whether the run is to save its state at this step, and to go on later."""
+        return self._link.suspended
+
     def gone(self, saved: str) -> PlanError:
         """The error of a run without a supervisor; says what was saved."""
         return self._link.gone(saved)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,10 @@ from autopar.elastic.carrying import carried_out, splat
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
+from autopar.elastic.pace import Pace
 from autopar.elastic.processes import hosting
 from autopar.elastic.processes.holding import place
+from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.programs import Programs
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
@@ -87,6 +90,8 @@ class TeamRun:
         self.state: Any = None
         self.step = 0
         self._saves = saves
+        # Of the run, whoever runs it: a scheduler reads it.
+        self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
         self._yielded = -1
         self._distrusts = False
         self._stopped = self._finished = False
@@ -163,11 +168,14 @@ class TeamRun:
             if not self._team.may_start(self.step):
                 if self._team.orphaned:
                     raise self._orphaned()
+                if self._team.suspended:
+                    self._suspend()
                 self._reform()
                 continue
             done = self._tried()
             if done is not None and done.step > self._yielded:
                 self._yielded = done.step
+                self._tell(done)
                 self._display.show(done.step + 1, done.seconds, self.plan)
                 if self._plan_id() != before:
                     return Step(
@@ -179,6 +187,14 @@ class TeamRun:
                     )
                 return done
 
+    def _tell(self, done: Step) -> None:
+        """Writes down how far the run is; one process writes for all."""
+        world = self._train_step.world
+        if not world.process_index:
+            last = self.step >= self._steps
+            at = (self.step, self.position, self._samples.batch, len(world.devices))
+            self._pace.done(*at, done.result, last=last)
+
     def _plan_id(self) -> int:
         return id(self._train_step.running.planned)
 
@@ -188,6 +204,16 @@ class TeamRun:
             return self._team.gone("There is no checkpoint=.")
         self._saves.end(self.state, self.step, self.position)
         return self._team.gone(f"The state after {self.step} steps was saved.")
+
+    def _suspend(self) -> None:
+        """Saves, with all other processes, and ends this one; the run goes on later.
+
+        Raises:
+          SystemExit: always.
+        """
+        self._display.close()
+        self._saves.end(self.state, self.step, self.position)
+        sys.exit(SUSPENDED)
 
     def _end(self) -> None:
         """Saves the last state, and waits for the others."""
@@ -200,6 +226,8 @@ class TeamRun:
             return
         if self._team.finished(self.step):
             self._stopped = True
+        elif self._team.suspended:
+            self._suspend()
         else:
             self._reform()
 

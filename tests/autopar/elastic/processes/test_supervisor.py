@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.supervisor import Supervisor
 
 
@@ -437,3 +438,99 @@ class TestWorkersThatConnectAgain:
         fake = self.adopted()
         fake.supervisor.gone(0, None)
         assert self.kinds(fake) == ["welcome", "abort"]
+
+
+class TestPlaces:
+    def test_a_worker_goes_and_another_takes_its_place(self) -> None:
+        fake = running(2)
+        assert fake.supervisor.place(2, frozenset({0})) == ""
+        assert fake.started == [0, 1, 2]
+        fake.ready(2)
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        fake.ready(0, 1, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [1, 2]
+        fake.formed(1, 2, step=3)
+        assert [w for w, _ in fake.of("end")] == [0]
+
+    def test_more_than_there_may_be_are_refused(self) -> None:
+        fake = running(2, most=3)
+        assert "expected 1 to 3" in fake.supervisor.place(4, frozenset())
+        assert fake.supervisor.wanted == 2
+
+    def test_workers_that_are_gone_do_not_leave_again(self) -> None:
+        fake = running(2)
+        assert fake.supervisor.place(2, frozenset({7})) == ""
+        assert fake.started == [0, 1]
+
+
+class TestSuspending:
+    def suspended(self, count: int = 2, **limits: Any) -> Fake:
+        fake = running(count, **limits)
+        fake.supervisor.suspend()
+        return fake
+
+    def test_all_save_after_the_same_step_and_end(self) -> None:
+        fake = self.suspended()
+        assert [w for w, _ in fake.of("pause")] == [0, 1]
+        fake.tell(0, "started", generation=1, step=7)
+        fake.tell(1, "started", generation=1, step=8)
+        assert [(d["step"], d["saves"]) for _, d in fake.of("limit")] == [(8, True)] * 2
+        fake.supervisor.gone(0, SUSPENDED)
+        assert fake.supervisor.result is None
+        fake.supervisor.gone(1, SUSPENDED)
+        assert fake.supervisor.result == SUSPENDED
+
+    def test_a_change_does_not_save(self) -> None:
+        fake = running(2)
+        fake.supervisor.resize(1)
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        assert not any(d["saves"] for _, d in fake.of("limit"))
+
+    def test_a_death_before_saving_forms_a_world_that_saves(self) -> None:
+        fake = self.suspended(3)
+        fake.supervisor.gone(1, -9)
+        fake.ready(0, 2, holds=holding(4, 1, WHOLE))
+        fake.sent.clear()
+        fake.formed(*fake.supervisor.world, step=4)
+        assert sorted(w for w, _ in fake.of("pause")) == [0, 2]
+
+    def test_a_run_that_never_trained_ends_at_once(self) -> None:
+        fake = Fake(processes=2)
+        fake.supervisor.suspend()
+        assert fake.supervisor.result == SUSPENDED
+
+    def test_who_has_no_part_in_the_world_ends_too(self) -> None:
+        fake = running(2)
+        fake.supervisor.resize(3)
+        fake.supervisor.suspend()
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        assert fake.killed == [2]
+
+    def test_a_worker_that_does_not_end_its_save_is_killed(self) -> None:
+        fake = self.suspended(1)
+        fake.tell(0, "started", generation=1, step=2)
+        fake.now = 290.0
+        fake.tell(0, "beat", generation=1, step=2)
+        fake.supervisor.tick()
+        assert fake.killed == []
+        fake.now = 301.0
+        fake.tell(0, "beat", generation=1, step=2)
+        fake.supervisor.tick()
+        assert fake.killed == [0]
+
+    @pytest.mark.parametrize("ends", ["finished", "suspended"])
+    def test_a_run_that_ends_takes_no_more_workers(self, ends: str) -> None:
+        """Who starts then would wait for a world for ever."""
+        fake = running(2)
+        if ends == "suspended":
+            fake.supervisor.suspend()
+        for worker in (0, 1):
+            if ends == "suspended":
+                fake.tell(worker, "started", generation=1, step=2)
+            else:
+                fake.tell(worker, "finished", generation=1, step=9)
+        assert fake.supervisor.resize(4) == "the run is ending."
+        assert fake.started == [0, 1]
