@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from autopar.elastic.processes.messages import Message
@@ -176,3 +176,21 @@ def described(members: Mapping[int, Member]) -> dict[str, Any]:
     return {
         str(w): {"phase": m.phase, "step": m.step} for w, m in sorted(members.items())
     }
+
+
+def staying_of(members: Mapping[int, Member], leaving: Collection[int]) -> list[int]:
+    """The workers that were not asked to go."""
+    return [w for w, m in members.items() if w not in leaving and not m.dismissed]
+
+
+def is_new(member: Member, members: Mapping[int, Member]) -> bool:
+    """Whether a worker has never trained, and others have."""
+    return not member.trained and any(m.trained for m in members.values())
+
+
+def newcomers_of(members: Mapping[int, Member], world: Sequence[int]) -> list[int]:
+    """The workers of a world that forms who have never trained."""
+    current = [(w, members[w]) for w in world if w in members]
+    if all(m.formed for _, m in current):
+        return []
+    return [w for w, m in current if is_new(m, members)]

@@ -18,11 +18,14 @@ from autopar.elastic.processes.members import (
     Member,
     adopted,
     described,
+    is_new,
     last_error,
     never_started,
+    newcomers_of,
     overdue,
     ready_of,
     rows_of,
+    staying_of,
 )
 from autopar.elastic.processes.messages import SUSPENDED, Message
 
@@ -124,7 +127,7 @@ class Supervisor:
         """Asks a worker to go; returns what is wrong with it, or ''."""
         if worker not in self.members:
             return f"there is no worker {worker}."
-        if len(self._staying()) - 1 < self.limits.least:
+        if len(staying_of(self.members, self._leaving)) - 1 < self.limits.least:
             return f"at least {self.limits.least} processes must stay (--min)."
         self._leaving |= {worker}
         self.wanted = max(self.limits.least, self.wanted - 1)
@@ -210,7 +213,12 @@ class Supervisor:
                 self.stop("", 0)
         elif member.phase == "starting" and not self._ever and code is not None:
             self.stop(never_started(worker, code), code or 1)
-        elif code is not None and code > 0 and not left and not self._new(member):
+        elif (
+            code is not None
+            and code > 0
+            and not left
+            and not is_new(member, self.members)
+        ):
             why = f"worker {worker} ended with code {code}; see its output above."
             self.stop(why, code)
         else:
@@ -303,7 +311,11 @@ class Supervisor:
                 self.stop(f"worker {worker}: {member.broken}", 1)
                 return
             self._abort("broken")
-        elif worker in self.world and self.state == "run" and self._newcomers():
+        elif (
+            worker in self.world
+            and self.state == "run"
+            and newcomers_of(self.members, self.world)
+        ):
             self._without_newcomers()
         elif worker in self.world and self.state == "gather":
             self._do.send(worker, "abort", generation=self.generation)
@@ -446,27 +458,21 @@ class Supervisor:
             self._restarts -= 0 if spare else 1
             self._spawn()
         else:
-            self.wanted = max(self.limits.least, min(self.wanted, len(self._staying())))
-
-    def _new(self, member: Member) -> bool:
-        """Whether a worker has never trained, and others have."""
-        return not member.trained and any(m.trained for m in self.members.values())
-
-    def _newcomers(self) -> list[int]:
-        """The workers of a world that forms who have never trained."""
-        current = [(w, self.members[w]) for w in self.world if w in self.members]
-        if all(m.formed for _, m in current):
-            return []
-        return [w for w, m in current if self._new(m)]
+            self.wanted = max(
+                self.limits.least,
+                min(self.wanted, len(staying_of(self.members, self._leaving))),
+            )
 
     def _without_newcomers(self) -> None:
         """Goes on without those who joined: with them no world forms."""
-        for worker in self._newcomers():
+        for worker in newcomers_of(self.members, self.world):
             self.members[worker].dismissed = True
             reason = f"worker {worker} does not fit the others; see the errors above"
             self._do.log("refused", worker=worker)
             self._do.send(worker, "end", code=1, reason=reason)
-        self.wanted = max(self.limits.least, len(self._staying()))
+        self.wanted = max(
+            self.limits.least, len(staying_of(self.members, self._leaving))
+        )
         self._abort("a new worker does not fit")
 
     def _dismiss(self, *, everybody: bool = False) -> None:
@@ -480,15 +486,8 @@ class Supervisor:
                 self._do.send(worker, "end", code=0, reason=reason)
 
     def _fill_up(self) -> None:
-        for _ in range(self.wanted - len(self._staying())):
+        for _ in range(self.wanted - len(staying_of(self.members, self._leaving))):
             self._spawn()
-
-    def _staying(self) -> list[int]:
-        return [
-            w
-            for w, m in self.members.items()
-            if w not in self._leaving and not m.dismissed
-        ]
 
     def _spawn(self) -> None:
         now = self._clock()
