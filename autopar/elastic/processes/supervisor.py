@@ -11,22 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.elastic.processes import members
 from autopar.elastic.processes.formation import chosen, latest_state
-from autopar.elastic.processes.members import (
-    Actions,
-    Limits,
-    Member,
-    adopted,
-    described,
-    is_new,
-    last_error,
-    never_started,
-    newcomers_of,
-    overdue,
-    ready_of,
-    rows_of,
-    staying_of,
-)
+from autopar.elastic.processes.members import Actions, Limits, Member
 from autopar.elastic.processes.messages import SUSPENDED, Message
 
 # Worlds in a row that may break at one step though nobody died.
@@ -95,7 +82,7 @@ class Supervisor:
         self.cluster = self._planned_for = known.get("cluster")
         self._ever = bool(self.world)
         for worker in map(int, known["workers"]):
-            self.members[worker] = adopted(now, inside=worker in self.world)
+            self.members[worker] = members.adopted(now, inside=worker in self.world)
         self.state = "run" if self._ever else "gather"
 
     def resize(self, processes: int) -> str:
@@ -110,12 +97,10 @@ class Supervisor:
           gone: ranks in the world of those that go.
           cluster: what is planned for from now on, as plain data; None: as before.
         """
-        self.wanted = processes
-        self._leaving = frozenset(self.world[k] for k in gone if k < len(self.world))
         self.cluster = self.cluster if cluster is None else cluster
-        self._do.log("follow", processes=processes, leaving=sorted(self._leaving))
-        self._fill_up()
-        self._advance()
+        leaving = frozenset(self.world[k] for k in gone if k < len(self.world))
+        if wrong := self.place(processes, leaving):
+            self._do.log("refused", reason=wrong)
 
     def grow(self, machines: int) -> None:
         """Takes a worker more for each machine that joined, up to the most."""
@@ -127,7 +112,7 @@ class Supervisor:
         """Asks a worker to go; returns what is wrong with it, or ''."""
         if worker not in self.members:
             return f"there is no worker {worker}."
-        if len(staying_of(self.members, self._leaving)) - 1 < self.limits.least:
+        if len(members.staying_of(self.members, self._leaving)) - 1 < self.limits.least:
             return f"at least {self.limits.least} processes must stay (--min)."
         self._leaving |= {worker}
         self.wanted = max(self.limits.least, self.wanted - 1)
@@ -212,12 +197,12 @@ class Supervisor:
             if not self.members:
                 self.stop("", 0)
         elif member.phase == "starting" and not self._ever and code is not None:
-            self.stop(never_started(worker, code), code or 1)
+            self.stop(members.never_started(worker, code), code or 1)
         elif (
             code is not None
             and code > 0
             and not left
-            and not is_new(member, self.members)
+            and not members.is_new(member, self.members)
         ):
             why = f"worker {worker} ended with code {code}; see its output above."
             self.stop(why, code)
@@ -230,7 +215,7 @@ class Supervisor:
         """Looks for workers that are silent, slow or stuck."""
         now = self._clock()
         for worker, member in list(self.members.items()):
-            why = overdue(member, self.limits, now)
+            why = members.overdue(member, self.limits, now)
             if why:
                 self._do.log("kill", worker=worker, reason=why)
                 member.heard_s = member.since_s = now
@@ -314,7 +299,7 @@ class Supervisor:
         elif (
             worker in self.world
             and self.state == "run"
-            and newcomers_of(self.members, self.world)
+            and members.newcomers_of(self.members, self.world)
         ):
             self._without_newcomers()
         elif worker in self.world and self.state == "gather":
@@ -369,9 +354,12 @@ class Supervisor:
     def _change_wanted(self) -> bool:
         if not self._all_train():
             return False
-        ready = ready_of(self.members)
+        ready = members.ready_of(self.members)
         new = chosen(
-            [*self.world, *ready], self.wanted, self._leaving, rows_of(self.members)
+            [*self.world, *ready],
+            self.wanted,
+            self._leaving,
+            members.rows_of(self.members),
         )
         return new != sorted(self.world) or self.cluster != self._planned_for
 
@@ -381,15 +369,19 @@ class Supervisor:
             return
         if not self._ever and waiting:
             return  # a run begins with all
-        ready = ready_of(self.members)
-        new = chosen(ready, self.wanted, self._leaving, rows_of(self.members))
+        ready = members.ready_of(self.members)
+        new = chosen(ready, self.wanted, self._leaving, members.rows_of(self.members))
         if len(new) >= max(1, self.limits.least):
             self._form(new)
         elif not waiting:
             self.lost = True
             self.stop(
                 f"{len(new)} of at least {self.limits.least} workers are left (--min)"
-                + (f"; the last error was: {last_error(self.members)}" if new else "."),
+                + (
+                    f"; the last error was: {members.last_error(self.members)}"
+                    if new
+                    else "."
+                ),
                 1,
             )
 
@@ -460,18 +452,18 @@ class Supervisor:
         else:
             self.wanted = max(
                 self.limits.least,
-                min(self.wanted, len(staying_of(self.members, self._leaving))),
+                min(self.wanted, len(members.staying_of(self.members, self._leaving))),
             )
 
     def _without_newcomers(self) -> None:
         """Goes on without those who joined: with them no world forms."""
-        for worker in newcomers_of(self.members, self.world):
+        for worker in members.newcomers_of(self.members, self.world):
             self.members[worker].dismissed = True
             reason = f"worker {worker} does not fit the others; see the errors above"
             self._do.log("refused", worker=worker)
             self._do.send(worker, "end", code=1, reason=reason)
         self.wanted = max(
-            self.limits.least, len(staying_of(self.members, self._leaving))
+            self.limits.least, len(members.staying_of(self.members, self._leaving))
         )
         self._abort("a new worker does not fit")
 
@@ -486,7 +478,9 @@ class Supervisor:
                 self._do.send(worker, "end", code=0, reason=reason)
 
     def _fill_up(self) -> None:
-        for _ in range(self.wanted - len(staying_of(self.members, self._leaving))):
+        for _ in range(
+            self.wanted - len(members.staying_of(self.members, self._leaving))
+        ):
             self._spawn()
 
     def _spawn(self) -> None:
@@ -511,5 +505,5 @@ class Supervisor:
             "generation": self.generation,
             "world": list(self.world),
             "wanted": self.wanted,
-            "workers": described(self.members),
+            "workers": members.described(self.members),
         }
