@@ -167,8 +167,7 @@ class Supervisor:
         member.heard_s, member.connected = now, True
         if message.get("generation", -1) not in (-1, self.generation):
             return  # of a world that is gone
-        handler = getattr(self, f"_take_{kind}", None)
-        if handler is not None:
+        if handler := getattr(self, f"_take_{kind}", None):
             handler(worker, member, message)
         self._advance()
 
@@ -198,14 +197,9 @@ class Supervisor:
                 self.stop("", 0)
         elif member.phase == "starting" and not self._ever and code is not None:
             self.stop(members.never_started(worker, code), code or 1)
-        elif (
-            code is not None
-            and code > 0
-            and not left
-            and not members.is_new(member, self.members)
-        ):
+        elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
             why = f"worker {worker} ended with code {code}; see its output above."
-            self.stop(why, code)
+            self.stop(why, code or 1)
         else:
             died = not left and (code is None or code < 0)
             self._lose(worker, replace=died, spare=spare)
@@ -215,8 +209,7 @@ class Supervisor:
         """Looks for workers that are silent, slow or stuck."""
         now = self._clock()
         for worker, member in list(self.members.items()):
-            why = members.overdue(member, self.limits, now)
-            if why:
+            if why := members.overdue(member, self.limits, now):
                 self._do.log("kill", worker=worker, reason=why)
                 member.heard_s = member.since_s = now
                 self._do.kill(worker)
@@ -397,10 +390,8 @@ class Supervisor:
             {k: readies[w][k] for k in ("port", "pid", "devices")} | {"worker": w}
             for w in workers
         ]
-        address = ""
-        if len(workers) > 1:
-            pids = [m["pid"] for m in known]
-            address = self._do.open(self.generation, pids)
+        pids = [m["pid"] for m in known]
+        address = self._do.open(self.generation, pids) if len(pids) > 1 else ""
         lost = self._done if state is None and self._done > 0 else None
         for rank, worker in enumerate(workers):
             member = self.members[worker]
