@@ -17,7 +17,7 @@ from autopar.elastic.start import check_saves, check_step
 from autopar.elastic.training import TrainRun
 from autopar.errors import PlanError
 from autopar.goodput.critical import CriticalRegimes
-from autopar.goodput.loop import Following, check_data, check_rule, codecs_of
+from autopar.goodput.following import Following, check_data, check_rule, codecs_of
 from autopar.goodput.progress_ratio import ProgressRatio
 from autopar.goodput.rates import Rule, scaled_states
 from autopar.runtime import changing_batches
