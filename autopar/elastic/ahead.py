@@ -114,12 +114,13 @@ class Ahead:
     def _prepare_one(self, cluster: Cluster) -> None:
         """Plans for a cluster, and compiles the plan that a change would take."""
         step, preparation = self._step, self._step.preparation
+        # The batch of the step may change while this works.
+        analysed = step.running.analysed
         found: list[tuple[Plan, Cluster]] = []
         for part in (cluster, dividing_part(cluster, self.rows)):
             if part is None:
                 continue
             try:
-                analysed = step.running.analysed
                 setting = preparation.moved(step.setting, part)
                 plan = preparation.plan(analysed, setting)
                 preparation.remember(analysed, setting, plan)
@@ -130,7 +131,7 @@ class Ahead:
             return
         plan, part = min(found, key=lambda pair: pair[0].predicted.step_s)
         try:
-            preparation.made_for(step.running.analysed, step.setting, part, plan=plan)
+            preparation.made_for(analysed, step.setting, part, plan=plan)
         except Exception as error:  # the run goes on without it
             LOGGER.warning("cannot prepare %s: %s", part, error)
 

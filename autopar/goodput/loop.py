@@ -148,6 +148,8 @@ class Loop:
             "way": dataclasses.asdict(key),
             "base_batch": self.following.base_batch,
             "changes": self.changes,
+            "steps": self._steps,
+            "since": self._since,
             "times": self._times.to_data(),
             "track": self._track.to_data(),
             "rule": None if self._rule is None else self._rule.to_data(),
@@ -163,6 +165,7 @@ class Loop:
         self._key = Key(**data["way"])
         self.batch_size = self._key.rows
         self.changes = int(data["changes"])
+        self._steps, self._since = int(data["steps"]), int(data["since"])
         self._times = Throughput.from_data(data["times"])
         self._track = PhiTrack.from_data(data["track"])
         if self._rule is not None and data.get("rule"):
