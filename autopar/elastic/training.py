@@ -51,7 +51,7 @@ class TrainRun:
             step,
             following,
             record=self._write,
-            background=None if run.ahead is None else run.ahead.first,
+            background=None if run.ahead is None else run.ahead.beside,
             horizon_s=self._horizon_s,
         )
         self._step_s = math.nan
