@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import os
 import sys
 import threading
@@ -44,46 +43,54 @@ class Ahead:
         """
         self._step, self.rows = step, rows
         self._wanted: tuple[Cluster, ...] = ()
-        # What is done before clusters are prepared.
-        self._first: tuple[Callable[[], None], ...] = ()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
+        self._beside = 0
 
     def prepare(self, clusters: Sequence[Cluster]) -> None:
         """Prepares these clusters next, and forgets those that still waited."""
         with self._changed:
             self._wanted = tuple(clusters)[:MOST]
-            self._begin()
+            if self._thread is None and self._wanted and not self._closed:
+                # No daemon: Python waits at its end for a compilation under way.
+                self._thread = threading.Thread(target=self._work, name="autopar-ahead")
+                self._thread.start()
+            self._changed.notify_all()
 
-    def first(self, work: Callable[[], None]) -> None:
-        """Does some work, which raises no error, before clusters are prepared."""
+    def beside(self, work: Callable[[], None]) -> None:
+        """Does some work beside the run, of which it is known that it pays.
+
+        It has a thread of its own and the priority of the run: on a busy machine one of
+        the least priority might never come to its end.
+        """
         with self._changed:
-            self._first = (*self._first, work)
-            self._begin()
+            if self._closed:
+                return
+            self._beside += 1
 
-    def _begin(self) -> None:
-        """Starts the thread for what is wanted; nothing after `close`."""
-        if self._closed:
-            self._wanted, self._first = (), ()
-        waits = bool(self._wanted or self._first)
-        if self._thread is None and waits:
-            # No daemon: Python waits at its end for a compilation under way.
-            self._thread = threading.Thread(target=self._work, name="autopar-ahead")
-            self._thread.start()
-        self._changed.notify_all()
+        def done() -> None:
+            try:
+                with _switching_often():
+                    work()
+            finally:
+                with self._changed:
+                    self._beside -= 1
+                    self._changed.notify_all()
+
+        threading.Thread(target=done, name="autopar-beside").start()
 
     def close(self) -> None:
         """Prepares nothing more; what is under way comes to its end."""
         with self._changed:
-            self._wanted, self._first, self._closed = (), (), True
+            self._wanted, self._closed = (), True
             self._changed.notify_all()
 
     def wait(self) -> None:
         """Waits until all that was wanted is prepared."""
         with self._changed:
             self._changed.wait_for(
-                lambda: not (self._wanted or self._first or self._busy)
+                lambda: not (self._wanted or self._busy or self._beside)
             )
 
     def _work(self) -> None:
@@ -92,34 +99,24 @@ class Ahead:
             with self._changed:
                 self._busy = False
                 self._changed.notify_all()
-                self._changed.wait_for(
-                    lambda: self._wanted or self._first or self._closed
-                )
-                if not (self._wanted or self._first):
+                self._changed.wait_for(lambda: self._wanted or self._closed)
+                if not self._wanted:
                     return
-                work, self._busy = self._next(), True
+                cluster, *rest = self._wanted
+                self._wanted, self._busy = tuple(rest), True
             with _switching_often():
-                work()
-
-    def _next(self) -> Callable[[], None]:
-        """Takes what is to be done next."""
-        if self._first:
-            work, *others = self._first
-            self._first = tuple(others)
-            return work
-        cluster, *rest = self._wanted
-        self._wanted = tuple(rest)
-        return functools.partial(self._prepare_one, cluster)
+                self._prepare_one(cluster)
 
     def _prepare_one(self, cluster: Cluster) -> None:
         """Plans for a cluster, and compiles the plan that a change would take."""
         step, preparation = self._step, self._step.preparation
+        # The batch of the step may change while this works.
+        analysed = step.running.analysed
         found: list[tuple[Plan, Cluster]] = []
         for part in (cluster, dividing_part(cluster, self.rows)):
             if part is None:
                 continue
             try:
-                analysed = step.running.analysed
                 setting = preparation.moved(step.setting, part)
                 plan = preparation.plan(analysed, setting)
                 preparation.remember(analysed, setting, plan)
@@ -130,7 +127,7 @@ class Ahead:
             return
         plan, part = min(found, key=lambda pair: pair[0].predicted.step_s)
         try:
-            preparation.made_for(step.running.analysed, step.setting, part, plan=plan)
+            preparation.made_for(analysed, step.setting, part, plan=plan)
         except Exception as error:  # the run goes on without it
             LOGGER.warning("cannot prepare %s: %s", part, error)
 

@@ -10,14 +10,17 @@ from typing import Any
 from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun, Step
+from autopar.elastic.processes.following import Ends, TeamFollowing
+from autopar.elastic.processes.joining import join_run
+from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples, others_of
 from autopar.elastic.sources.named import sources_of
 from autopar.elastic.sources.source import Source
-from autopar.elastic.start import check_saves, check_step
+from autopar.elastic.start import check_saves, check_step, of_scheduler
 from autopar.elastic.training import TrainRun
 from autopar.errors import PlanError
 from autopar.goodput.critical import CriticalRegimes
-from autopar.goodput.loop import Following, check_data, check_rule, codecs_of
+from autopar.goodput.following import Following, check_data, check_rule, codecs_of
 from autopar.goodput.progress_ratio import ProgressRatio
 from autopar.goodput.rates import Rule, scaled_states
 from autopar.runtime import changing_batches
@@ -46,8 +49,9 @@ def train(
     every: int | None = None,
     ledger: str | os.PathLike[str] | None = None,
     ahead: bool = True,
+    survive: int = 0,
     progress: bool | None = None,
-) -> TrainRun:
+) -> TrainRun | TeamRun:
     """Starts a run of a train step whose batch, plan and codecs follow its noise.
 
     Iterate over what it returns: each turn runs one step. The optimizer of the state
@@ -86,6 +90,9 @@ def train(
       every: after how many steps the run is saved besides its end.
       ledger: path of the file in which changes are written down.
       ahead: whether programs are prepared beside the run, in the background.
+      survive: how many processes may die at once without loss of state, as for
+        `autopar.elastic`. Where `autopar run` started several processes, one decides,
+        and all change at the same step; programs are not prepared beside the run.
       progress: whether a line of progress is shown; None: on a terminal.
 
     Raises:
@@ -95,6 +102,7 @@ def train(
       InfeasibleError: no plan fits the memory of a device.
     """
     check_step("train", step, create_state, source)
+    checkpoint, every = of_scheduler(checkpoint, every)
     check_saves("train", checkpoint, every)
     _check_end(steps, samples, until)
     own = step.preparation.planner.options.compression
@@ -109,10 +117,30 @@ def train(
         checkpoint = Checkpoints(os.fspath(checkpoint))
     rows = _left(step, checkpoint, following)
     changing_batches.measure_noise(step, noise_options(step, following, lr_rule))
+    most = math.inf if steps is None else steps
+    ends = Ends(samples=samples, until=until)
+    together = join_run(
+        step,
+        create_state,
+        args,
+        Samples(source, rows, others_of(others)),
+        steps=most,
+        events=events,
+        ledger=ledger,
+        checkpoints=checkpoint,
+        every=every,
+        survive=survive,
+        shows=progress,
+        following=lambda record: TeamFollowing(
+            step, following, rule=lr_rule, ends=ends, record=record
+        ),
+    )
+    if together is not None:
+        return together
     run = ElasticRun(
         step,
         Samples(source, rows, others_of(others)),
-        steps=math.inf if steps is None else steps,
+        steps=most,
         ledger=Ledger(ledger),
         sources=sources_of(events),
         ahead=ahead and step.world.process_count == 1,

@@ -12,7 +12,8 @@ from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun, Step
 from autopar.elastic.resolve import Resolved
 from autopar.errors import PlanError
-from autopar.goodput.loop import Following, Loop
+from autopar.goodput.following import Following
+from autopar.goodput.loop import Loop
 from autopar.goodput.rates import progress
 from autopar.plans import Plan
 from autopar.runtime.parallel_step import ParallelStep
@@ -50,7 +51,7 @@ class TrainRun:
             step,
             following,
             record=self._write,
-            background=None if run.ahead is None else run.ahead.first,
+            background=None if run.ahead is None else run.ahead.beside,
             horizon_s=self._horizon_s,
         )
         self._step_s = math.nan

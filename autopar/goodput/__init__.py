@@ -12,7 +12,8 @@ from autopar.goodput.efficiency import (
     gain,
     goodput,
 )
-from autopar.goodput.loop import Following, Loop
+from autopar.goodput.following import Following
+from autopar.goodput.loop import Loop
 from autopar.goodput.progress_ratio import ProgressRatio, progress_ratio
 from autopar.goodput.rates import ScaledState, progress, scaled, told
 from autopar.goodput.throughput import Interval, Terms, Throughput

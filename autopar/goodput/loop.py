@@ -16,24 +16,24 @@ from typing import Any
 import jax
 import numpy as np
 
-from autopar.errors import PlanError
-from autopar.goodput.choice import Decision, PhiRange, Ratio, Way, decide
-from autopar.goodput.critical import CriticalRegimes
+from autopar.goodput.choice import Decision, PhiRange, Way, decide
+from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.phi_track import PhiTrack
-from autopar.goodput.progress_ratio import ProgressRatio
-from autopar.goodput.rates import Rule, rule_of, told
+from autopar.goodput.rates import told
 from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, Made, Ways
 from autopar.progress import LOGGER
 from autopar.runtime import changing_batches
+from autopar.runtime.creation import flat_state
 from autopar.runtime.exchange import exchanged
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
 from autopar_passes.program.calls import Call
-from autopar_passes.program.static_leaves import struct_of
 
 # Steps after a change that are not timed, and those before the next decision.
 _UNTIMED, _SETTLED = 2, 8
+# Ways that are planned for one decision, at most.
+_EXPLORED = 3
 # Seconds until something changes, where nobody knows.
 _HORIZON_S = 600.0
 
@@ -41,71 +41,30 @@ Record = Callable[..., None]
 Work = Callable[[], None]
 
 
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class Following:
-    """How a loop's batch follows.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Now:
+    """What a decision is made on; a thread may read it while steps go on.
 
     Attributes:
-      base_batch: rows that the learning rate was chosen for, M0.
-      max_batch: most rows.
-      codecs: what gradients may be sent by, as ``compression=`` says it, with what was
-        measured of a row's worth where they are biased (`progress_ratio`).
-      rule: ``goodput``, or Accordion's rule (`CriticalRegimes`).
-      every: steps between two decisions.
-      sigmas: standard deviations within which a gain counts for none.
+      made: the way that runs.
+      held: structs of the state's arrays, with where they lie.
+      call: the arguments of the step, structs.
+      batch: position of the batch among them.
     """
 
-    base_batch: int
-    max_batch: int
-    codecs: Mapping[str, Ratio | None] = dataclasses.field(
-        default_factory=lambda: {"none": None}
-    )
-    rule: CriticalRegimes | None = None
-    every: int = 10
-    sigmas: float = 1.0
+    made: Made
+    held: tuple[Any, ...]
+    call: Call
+    batch: int
 
-    def __post_init__(self) -> None:
-        """Checks ranges."""
-        for name in ("base_batch", "max_batch", "every"):
-            given = getattr(self, name)
-            if not isinstance(given, int) or isinstance(given, bool) or given < 1:
-                raise PlanError(f"{name}={given!r} must be a whole number, at least 1.")
-        if self.max_batch < self.base_batch:
-            raise PlanError(
-                f"max_batch={self.max_batch} is smaller than "
-                f"base_batch={self.base_batch}. The batch grows from the base batch."
-            )
-        if not self.codecs or not self.sigmas >= 0:
-            raise PlanError(
-                "expected at least one codec, such as 'none', and sigmas of at least "
-                f"0, got codecs={self.codecs!r}, sigmas={self.sigmas!r}."
-            )
-
-
-def codecs_of(
-    given: Sequence[str] | Mapping[str, ProgressRatio | float | None], own: str
-) -> dict[str, Ratio | None]:
-    """The codecs that may be used, with what is known of biased ones.
-
-    Args:
-      given: texts as of ``compression=``; or with each the ratio of rows that
-        `progress_ratio` has measured, or None.
-      own: what the step was made with, which may be used in any case.
-    """
-    asked = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given)
-    return {own: None, **{k: _ratio(x) for k, x in asked.items()}}
-
-
-def _ratio(given: ProgressRatio | float | None) -> Ratio | None:
-    if given is None:
-        return None
-    if isinstance(given, ProgressRatio):
-        low, high = given.interval()
-        low = max(low, 0.0) if math.isfinite(low) else 0.0
-        return Ratio(given.value, low, high)
-    if not 0 < given < math.inf:
-        raise PlanError(f"codecs: a ratio of rows must be positive, got {given!r}.")
-    return Ratio(given, given, given)
+    def call_of(self, rows: int) -> Call:
+        """The arguments with another number of rows."""
+        owners = self.call.form.argument_of(self.call.arrays)
+        arrays = [
+            with_rows(x, self.made.key.rows, rows) if owner == self.batch else x
+            for x, owner in zip(self.call.arrays, owners, strict=True)
+        ]
+        return dataclasses.replace(self.call, arrays=arrays)
 
 
 class Loop:
@@ -147,7 +106,8 @@ class Loop:
         """
         self.step, self.following = step, following
         options = step.preparation.planner.options
-        changing_batches.measure_noise(step, _noise_options(following, options))
+        noise = NoiseOptions(base_batch=following.base_batch)
+        changing_batches.measure_noise(step, noise)
         self.batch_size = following.base_batch
         self.changes = 0
         self._record = record or _no_record
@@ -166,8 +126,7 @@ class Loop:
         self._steps = self._since = 0
         self._running: Any = None
         self._key: Key | None = None
-        self._lock = threading.Lock()
-        self._busy: set[Any] = set()
+        self._busy = threading.Event()
         self._before: tuple[int, float, float] | None = None
         self._named = False
 
@@ -189,6 +148,8 @@ class Loop:
             "way": dataclasses.asdict(key),
             "base_batch": self.following.base_batch,
             "changes": self.changes,
+            "steps": self._steps,
+            "since": self._since,
             "times": self._times.to_data(),
             "track": self._track.to_data(),
             "rule": None if self._rule is None else self._rule.to_data(),
@@ -204,6 +165,7 @@ class Loop:
         self._key = Key(**data["way"])
         self.batch_size = self._key.rows
         self.changes = int(data["changes"])
+        self._steps, self._since = int(data["steps"]), int(data["since"])
         self._times = Throughput.from_data(data["times"])
         self._track = PhiTrack.from_data(data["track"])
         if self._rule is not None and data.get("rule"):
@@ -292,75 +254,70 @@ class Loop:
         self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
     ) -> Any:
         """Decides, prepares, and changes the way where that pays."""
-        if not self._studied(made):
-            return state
         self._times = self._times.fitted()
-        key, decision = self._decided(state, made)
-        if key is None:
+        now = self._now(state, rest, named, made)
+        if self._background is None or self.step.world.process_count > 1:
+            self._explore(now)
+        elif self._busy.is_set():
             return state
-        call = self._call(key, state, rest, named)
-        found = self._prepared(key, call)
+        elif not self._ways.studied(made):
+            self._explore_beside(now)
+            return state
+        key, decision = self._decided(now)
+        if key is None or decision is None:
+            return state
+        found = self._ways.made(key)
         if found is None:
-            return state
-        # Its own plan may say otherwise than what it was judged by.
-        again, decision = self._decided(state, made)
-        if again != key or decision is None:
+            self._explore_beside(now)
             return state
         return self._change(state, made, found, decision)
 
-    def _studied(self, made: Made) -> bool:
-        """Whether the codecs for the layouts that run are chosen."""
-        if self._ways.studied(made):
-            return True
-        return self._worked(("study", made.key), lambda: self._ways.study(made))
-
-    def _prepared(self, key: Key, call: Call) -> Made | None:
-        """The way if it is planned and compiled; else that begins."""
-        found = self._ways.made(key)
-        if found is None and self._worked(key, lambda: self._make(key, call)):
-            found = self._ways.made(key)
-        return found
-
-    def _make(self, key: Key, call: Call) -> None:
-        if self._ways.make(key, call) is None:
-            reason = self._ways.why_not(key)
-            self._record("batch refused", way=dataclasses.asdict(key), reason=reason)
-
-    def _worked(self, name: Any, work: Work) -> bool:
-        """Does some work here and returns true, or beside the loop."""
-        if self._background is None or self.step.world.process_count > 1:
-            work()
-            return True
-        with self._lock:
-            if name in self._busy:
-                return False
-            self._busy.add(name)
-
-        def done() -> None:
-            try:
-                work()
-            except Exception as error:  # the loop goes on without it
-                LOGGER.warning("cannot prepare %s: %s", name, error)
-                self._record("batch refused", way=str(name), reason=str(error))
-                return  # it stays among what is busy, and is not tried again
-            with self._lock:
-                self._busy.discard(name)
-
-        self._background(done)
-        return False
-
-    def _call(
-        self, key: Key, state: Any, rest: Sequence[Any], named: Mapping[str, Any]
-    ) -> Call:
-        """The arguments of the step with another number of rows, as structs."""
-        batch, *others = rest
+    def _now(
+        self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
+    ) -> Now:
         arguments = state if type(state) is tuple else (state,)
-        structs = (with_rows(batch, self.batch_size, key.rows), *others)
-        return changing_batches.call_of(self.step, (*arguments, *structs), named)
+        call = changing_batches.call_of(self.step, (*arguments, *rest), named)
+        leaves, _ = flat_state(state)
+        held = tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves
+        )
+        return Now(made, held, call, len(arguments))
 
-    def _decided(self, state: Any, made: Made) -> tuple[Key | None, Decision | None]:
+    def _explore(self, now: Now) -> None:
+        """Prepares the way that seems best, until it is the one with its own plan.
+
+        The plan of a way may say otherwise than what it was judged by.
+        """
+        self._ways.study(now.made)
+        for _ in range(_EXPLORED):
+            key, _ = self._decided(now)
+            if key is None or self._ways.made(key) is not None:
+                return
+            if self._ways.make(key, now.call_of(key.rows)) is None:
+                reason = self._ways.why_not(key)
+                way = dataclasses.asdict(key)
+                self._record("batch refused", way=way, reason=reason)
+
+    def _explore_beside(self, now: Now) -> None:
+        """The same beside the loop, one at a time."""
+        if self._background is None or self._busy.is_set():
+            return
+        self._busy.set()
+
+        def explore() -> None:
+            try:
+                self._explore(now)
+            except Exception as error:  # the loop goes on without it, and says so
+                LOGGER.warning("no other way is prepared: %s", error)
+                self._record("batch refused", way=None, reason=str(error))
+            finally:
+                self._busy.clear()
+
+        self._background(explore)
+
+    def _decided(self, now: Now) -> tuple[Key | None, Decision | None]:
         """The way to go on by; None: as it is. One process decides for all."""
-        decision = self._compared(state, made)
+        decision = self._compared(now)
         key: Key | None = None
         if decision is not None and decision.changes:
             way = decision.chosen.way
@@ -371,14 +328,14 @@ class Loop:
             key = Key(**json.loads(told)) if told else None
         return key, decision
 
-    def _compared(self, state: Any, made: Made) -> Decision | None:
+    def _compared(self, now: Now) -> Decision | None:
         """Compares the ways; None: the noise is not known yet."""
-        phi = self.phi()
+        phi, made = self.phi(), now.made
         if phi is None:
             return None
         last = self._track.last
         alone = last is not None and last.groups == 1
-        found = self._ways.others(made, state, self._parts, alone=alone)
+        found = self._ways.others(made, now.held, self._parts, alone=alone)
         ways = list(found.values())
         rows = self._ruled(made, ways)
         decision = decide(
@@ -463,6 +420,20 @@ class Loop:
         return self.batch_size / seconds * found.efficiency
 
 
+def with_rows(struct: Any, rows: int, wanted: int) -> Any:
+    """The struct of an array of a batch with another number of rows.
+
+    Args:
+      struct: of an array; one that has no rows stays.
+      rows: of the batch.
+      wanted: rows of the result.
+    """
+    if not struct.shape or struct.shape[0] != rows:
+        return struct
+    shape = (wanted, *struct.shape[1:])
+    return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
+
+
 def way_data(made: Made) -> dict[str, Any]:
     """A way as a line of a ledger has it."""
     return {
@@ -471,72 +442,6 @@ def way_data(made: Made) -> dict[str, Any]:
         "meshes": [dict(s.mesh["axes"]) for s in made.plan.stages],
         "step_s": made.plan.predicted.step_s,
     }
-
-
-def check_data(data: Any, following: Following) -> None:
-    """Checks what a loop is to go on with.
-
-    Raises:
-      PlanError: it is of a loop with another base batch, or of none.
-    """
-    try:
-        base, rows = int(data["base_batch"]), int(data["way"]["rows"])
-    except (TypeError, KeyError, ValueError) as error:
-        raise PlanError(
-            f"expected what Loop.to_data() returned, got {data!r}."
-        ) from error
-    if base != following.base_batch or rows < 1:
-        raise PlanError(
-            f"base_batch={following.base_batch}, but the run that is gone on with had "
-            f"{base}. Give the same, or begin a new run."
-        )
-
-
-def check_rule(state: Any, base_batch: int, rule: Rule | None = None) -> None:
-    """Checks that a state's optimizer follows the batch as is said.
-
-    Args:
-      state: the train state.
-      base_batch: rows of the base batch.
-      rule: of the learning rate; None: any.
-
-    Raises:
-      PlanError: it does not.
-    """
-    found, base = rule_of(state)
-    if base != base_batch:
-        raise PlanError(
-            f"base_batch={base_batch}, but the state's optimizer was wrapped by "
-            f"scaled(..., base_batch={base}). Give both the same."
-        )
-    if rule is not None and found != rule:
-        raise PlanError(
-            f"lr_rule={rule!r}, but the state's optimizer was wrapped by "
-            f"scaled(..., {found!r}). Give both the same."
-        )
-
-
-def with_rows(batch: Any, rows: int, wanted: int) -> Any:
-    """Structs of a batch with another number of rows.
-
-    Args:
-      batch: arrays, or structs.
-      rows: of it.
-      wanted: rows of the result.
-    """
-
-    def struct(leaf: Any) -> Any:
-        found = struct_of(leaf)
-        if not found.shape or found.shape[0] != rows:
-            return found
-        shape = (wanted, *found.shape[1:])
-        return jax.ShapeDtypeStruct(shape, found.dtype, weak_type=found.weak_type)
-
-    return jax.tree.map(struct, batch)
-
-
-def _noise_options(following: Following, options: Any) -> NoiseOptions:
-    return NoiseOptions(base_batch=following.base_batch)
 
 
 def _no_record(kind: str, **fields: Any) -> None:

@@ -36,9 +36,10 @@ class PhiTrack:
     last: NoiseScale | None = None
 
     def with_step(self, scale: NoiseScale) -> PhiTrack:
-        """Takes the averages after a step; without a finite step they say nothing."""
+        """Takes the averages after a step, if it has measured finite gradients."""
         numbers = (scale.local, scale.total, scale.sqr, scale.var)
-        if scale.steps < 1 or not all(map(math.isfinite, numbers)):
+        seen = self.last is not None and scale.steps == self.last.steps
+        if seen or scale.steps < 1 or not all(map(math.isfinite, numbers)):
             return self
         n = max(scale.groups, 2)
         rows = scale.rows * (2 if scale.groups < 2 else 1)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import AutoparError, ClusterError, PlanError
@@ -23,7 +23,6 @@ from autopar.goodput.throughput import Terms
 from autopar.plans import Plan
 from autopar.runtime import agreement, changing_batches
 from autopar.runtime.changing_batches import Shape
-from autopar.runtime.creation import flat_state
 from autopar.runtime.moving import move_of, slowest_bytes_per_s
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.recent import Recent
@@ -161,7 +160,12 @@ class Ways:
         )
 
     def others(
-        self, running: Made, state: Any, parts: int | None, *, alone: bool = False
+        self,
+        running: Made,
+        held: Sequence[Any],
+        parts: int | None,
+        *,
+        alone: bool = False,
     ) -> dict[Key, Way]:
         """The ways to go on besides the running one.
 
@@ -169,7 +173,7 @@ class Ways:
 
         Args:
           running: the way that runs.
-          state: the carried state, which may have to move.
+          held: structs of the state's arrays, with where they lie.
           parts: the number of microbatches, if it is given.
           alone: whether gradients are seen in one group; two microbatches are two.
         """
@@ -186,7 +190,7 @@ class Ways:
                         break
                     if self._place(key) in self.refused or rows % count:
                         continue
-                    way = self._way(key, running, state)
+                    way = self._way(key, running, held)
                     if way is not None:
                         found[key] = way
                     break
@@ -205,11 +209,11 @@ class Ways:
                 found = max(found, split)
         return found
 
-    def _way(self, key: Key, running: Made, state: Any) -> Way | None:
+    def _way(self, key: Key, running: Made, held: Sequence[Any]) -> Way | None:
         """A way with what is known of it; None: it cannot be."""
         made = self.made(key)
         if made is not None:
-            return self.way(made, self._cost_s(made, running, state))
+            return self.way(made, self._cost_s(made, running, held))
         anchor: PlanCurve | None = running.curve
         if key.codecs != running.key.codecs:
             anchor = self._anchors.get(self._anchor(running, key.codecs))
@@ -262,15 +266,14 @@ class Ways:
             return codec_error(scale, reports, workers)
         return None
 
-    def _cost_s(self, made: Made, running: Made, state: Any) -> float:
+    def _cost_s(self, made: Made, running: Made, held: Sequence[Any]) -> float:
         """Seconds of moving the state to a plan."""
         step, setting = self.step, made.shape.setting
-        arrays, _ = flat_state(state)
         if len(made.plan.stages) > 1 and made.plan.stages == running.plan.stages:
             return 0.0
         move = move_of(
-            [x.sharding for x in arrays],
-            arrays,
+            [x.sharding for x in held],
+            held,
             made.plan,
             step.preparation.devices(setting),
         )

@@ -10,6 +10,7 @@ from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.processes.ahead import Ahead, prepare_and_exit
+from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.link import AHEAD_VARIABLE, VARIABLE
 from autopar.elastic.processes.team import Team, local_devices, run_folder
 from autopar.elastic.processes.training import TeamRun, rest_structs
@@ -21,6 +22,7 @@ from autopar.elastic.sources.named import sources_of
 from autopar.elastic.sources.signals import Signals
 from autopar.elastic.sources.source import Source
 from autopar.errors import PlanError
+from autopar.goodput.loop import Record
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 
@@ -31,13 +33,14 @@ def join_run(
     args: Sequence[Any],
     samples: Samples,
     *,
-    steps: int,
+    steps: float,
     events: Sequence[str | Source],
     ledger: str | os.PathLike[str] | None,
     checkpoints: Checkpoints | None,
     every: int | None,
     survive: int,
     shows: bool | None,
+    following: Callable[[Record], TeamFollowing] | None = None,
 ) -> TeamRun | None:
     """Joins the run of several processes that this one was started for.
 
@@ -53,6 +56,7 @@ def join_run(
       every: after how many steps; None: at the end alone.
       survive: how many processes may die at once without loss of state.
       shows: whether progress is shown; None: on a terminal.
+      following: makes what lets the batch follow; None: the batch stays.
 
     Returns:
       The run; None: this process was started by itself.
@@ -89,6 +93,7 @@ def join_run(
         team=team,
         donate=donate,
         shows=shows,
+        following=following,
     )
 
 

@@ -70,7 +70,11 @@ class Joined:
 
 
 class Team:
-    """This process's part in a run of several."""
+    """This process's part in a run of several.
+
+    Attributes:
+      rows: of a batch, which the devices of a world must divide; 0: any can.
+    """
 
     def __init__(
         self, address: Address, survive: int, rows: int, events: Sequence[str] = ()
@@ -90,7 +94,7 @@ class Team:
         self._form: Message | None = None
         self._client: Any = None
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
-        self._survive, self._rows, self._events = survive, rows, tuple(events)
+        self._survive, self.rows, self._events = survive, rows, tuple(events)
         self._trains = False
         # Ports that this process listened on before it joined its world.
         self._listening: frozenset[int] = frozenset()
@@ -173,7 +177,7 @@ class Team:
                 port=self._offers.port,
                 pid=os.getpid(),
                 devices=local_devices(),
-                rows=self._rows,
+                rows=self.rows,
             )
             order = self._link.order()
             if order["kind"] == "end":

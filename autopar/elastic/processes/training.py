@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import statistics
 import sys
 import time
@@ -20,6 +21,8 @@ from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
 from autopar.elastic.pace import Pace
 from autopar.elastic.processes import hosting
+from autopar.elastic.processes.fetching import Fetcher
+from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place
 from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.programs import Programs
@@ -28,6 +31,7 @@ from autopar.elastic.processes.team import Joined, Team, WorldBroken
 from autopar.elastic.samples import Samples, batch_structs
 from autopar.elastic.saves import Saves
 from autopar.errors import PlanError
+from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
 from autopar.runtime import changing_worlds, placement
@@ -35,8 +39,8 @@ from autopar.runtime.creation import StateShapes, flat_state, replaced, state_sh
 from autopar.runtime.parallel_step import ParallelStep
 from autopar_passes.program.static_leaves import struct_of
 
-# Paths of the codecs' arrays among those of the state.
-_CODEC = "codecs/"
+# Paths of the arrays of codecs, and of the noise scale, among those of the state.
+_CODEC, _NOISE = "codecs/", "noise/"
 _NOT_FOUND = "NOT_FOUND: Function"
 
 
@@ -60,12 +64,13 @@ class TeamRun:
         args: Sequence[Any],
         samples: Samples,
         *,
-        steps: int,
+        steps: float,
         ledger: Ledger,
         saves: Saves,
         team: Team,
         donate: bool,
         shows: bool | None = None,
+        following: Callable[[Record], TeamFollowing] | None = None,
     ) -> None:
         """Joins the run.
 
@@ -81,8 +86,10 @@ class TeamRun:
           donate: whether steps consume the state, which then is lost with a step that
             breaks.
           shows: whether progress is shown; None: on a terminal.
+          following: makes what lets the batch follow; None: the batch stays.
         """
         self._train_step, self._samples, self._steps = step, samples, steps
+        self._follow = None if following is None else following(self._record)
         self._create, self._args = create_state, hosting.hosted(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
         self._base = step.setting.cluster
@@ -106,6 +113,16 @@ class TeamRun:
     def position(self) -> int:
         """Number of the first sample of the next step."""
         return self._samples.position(self.step)
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the next step."""
+        return self._samples.batch
+
+    @property
+    def progress(self) -> float:
+        """Rows of the base batch that the steps were worth, where the batch follows."""
+        return math.nan if self._follow is None else self._follow.worth
 
     @property
     def plan(self) -> Plan:
@@ -162,7 +179,7 @@ class TeamRun:
             if self._stopped:
                 self.close()
                 raise StopIteration
-            if self.step >= self._steps:
+            if self.step >= self._steps or self._reached():
                 self._end()
                 continue
             if not self._team.may_start(self.step):
@@ -175,8 +192,10 @@ class TeamRun:
             done = self._tried()
             if done is not None and done.step > self._yielded:
                 self._yielded = done.step
-                self._tell(done)
+                self._log(done)
                 self._display.show(done.step + 1, done.seconds, self.plan)
+                if self._follow is not None and (until := self._follow.ends.until):
+                    self._steps = self.step if until(done) else self._steps
                 if self._plan_id() != before:
                     return Step(
                         step=done.step,
@@ -187,13 +206,18 @@ class TeamRun:
                     )
                 return done
 
-    def _tell(self, done: Step) -> None:
+    def _log(self, done: Step) -> None:
         """Writes down how far the run is; one process writes for all."""
         world = self._train_step.world
         if not world.process_index:
             last = self.step >= self._steps
             at = (self.step, self.position, self._samples.batch, len(world.devices))
             self._pace.done(*at, done.result, last=last)
+
+    def _reached(self) -> bool:
+        """Whether the steps were worth what they were to be."""
+        follow = self._follow
+        return follow is not None and follow.ends.reached(follow.worth)
 
     def _plan_id(self) -> int:
         return id(self._train_step.running.planned)
@@ -251,6 +275,7 @@ class TeamRun:
 
     def _run(self) -> Any:
         """Runs one step, and keeps its state."""
+        begin = time.perf_counter()
         world = self._train_step.world
         planned = self._train_step.running.planned
         count = len(splat(self.state))
@@ -262,10 +287,21 @@ class TeamRun:
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
         jax.block_until_ready(jax.tree.leaves(result))
+        host = hosting.hosted(result)
+        if self._follow is not None:
+            seconds = time.perf_counter() - begin
+            state = self._follow.after(state, rest, named, seconds, host)
+            samples = self._follow.sized(self._samples, self.step + 1)
+            self._samples, self._team.rows = samples, self._rows(samples)
         self._keep(state, self.step + 1)
         self.state, self.step = state, self.step + 1
         self._saves.after(self.state, self.step, self.position)
-        return hosting.hosted(result)
+        return host
+
+    def _rows(self, samples: Samples) -> int:
+        """Rows that the devices of a world must divide; 0: any can."""
+        splits = self._train_step.preparation.planner.options.split_batch
+        return samples.batch if splits else 0
 
     def _placed(self, planned: Any, first: int, rest: Sequence[Any]) -> list[Any]:
         """Arguments after the batch as global arrays; every process has them whole."""
@@ -296,6 +332,13 @@ class TeamRun:
             extra["codecs"] = hosting.structure_text(codecs)
             for k, x in enumerate(hosting.arrays_of(codecs)):
                 arrays[f"{_CODEC}{k}"] = x
+        noise = self._train_step.noise_state
+        if noise is not None:
+            extra["noise"] = hosting.structure_text(noise)
+            for k, x in enumerate(hosting.arrays_of(noise)):
+                arrays[f"{_NOISE}{k}"] = x
+        if self._follow is not None:
+            extra["follow"] = self._follow.notes()
         if placed is None:
             self._team.done(step, arrays, extra)
         else:
@@ -344,6 +387,8 @@ class TeamRun:
             self._train_step, world, cluster, donate=self._donate, cache=cache
         )
         assert self._shapes is not None
+        if self._follow is not None:
+            self._follow_on(joined)
         self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
         planned_s = time.perf_counter() - begin
         program = Programs(self._folder / "programs").ready(
@@ -367,6 +412,17 @@ class TeamRun:
         }
         self._write(joined, program.how, seconds)
 
+    def _follow_on(self, joined: Joined) -> None:
+        """Takes up the batch that the run had, and what it knew of its noise."""
+        assert self._follow is not None
+        found = joined.extra.get("follow")
+        if found is None and joined.fetch is None and self._saves.checkpoints:
+            found = self._saves.checkpoints.notes()
+        if found is not None:
+            self._follow.take(found)
+            self._samples = self._follow.sized(self._samples, joined.step)
+            self._team.rows = self._rows(self._samples)
+
     def _begin(self, joined: Joined) -> None:
         """Creates the state, or restores it where an earlier run has left one."""
         args = hosting.unhosted(self._args)
@@ -375,6 +431,7 @@ class TeamRun:
         if found is not None:
             self.state, self.step = found.state, found.step
             self._samples = self._samples.gone_on(found.step, found.position)
+            self._tell()
             return
         if joined.lost_step is not None:
             raise PlanError(
@@ -383,6 +440,12 @@ class TeamRun:
                 "another process keeps a copy, or checkpoint=."
             )
         self.state, self.step = self._train_step.init(self._create, *args), 0
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells a state that was not kept in memory the batch."""
+        if self._follow is not None:
+            self.state = self._follow.begin(self.state)
 
     def _take_up(self, joined: Joined) -> None:
         """Brings the state that is held into the plan's layout."""
@@ -404,15 +467,10 @@ class TeamRun:
             self.state = self._shapes.state(leaves)
         else:
             self.state = replaced(self.state, leaves)
-        text = joined.extra.get("codecs")
-        if text is not None:
-            paths = sorted(
-                (p for p in fetch.paths if p.startswith(_CODEC)),
-                key=lambda p: int(p.removeprefix(_CODEC)),
-            )
-            arrays = [fetch.whole(path) for path in paths]
-            tree = hosting.with_structure(text, arrays)
-            self._train_step.compression_state = tree
+        if (text := joined.extra.get("codecs")) is not None:
+            self._train_step.compression_state = _tree(fetch, text, _CODEC)
+        if (text := joined.extra.get("noise")) is not None:
+            self._train_step.noise_state = _tree(fetch, text, _NOISE)
         jax.block_until_ready(leaves)
         fetch.close()
 
@@ -453,8 +511,23 @@ class TeamRun:
         )
         self._seconds = []
 
+    def _record(self, kind: str, **fields: Any) -> None:
+        """Writes a line for all processes."""
+        if not self._train_step.world.process_index:
+            step, position = self.step + 1, self._samples.position(self.step + 1)
+            self.ledger.write(kind, step=step, position=position, **fields)
+
     def _median(self) -> float | None:
         return statistics.median(self._seconds) if self._seconds else None
+
+
+def _tree(fetch: Fetcher, text: str, prefix: str) -> Any:
+    """A tree that was kept beside the state, whole."""
+    paths = sorted(
+        (p for p in fetch.paths if p.startswith(prefix)),
+        key=lambda p: int(p.removeprefix(prefix)),
+    )
+    return hosting.with_structure(text, [fetch.whole(path) for path in paths])
 
 
 def rest_structs(

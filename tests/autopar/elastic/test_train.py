@@ -60,6 +60,17 @@ def test_the_batch_grows_and_samples_follow_one_another() -> None:
     assert change["predicted"]["goodput"] > change["predicted"]["goodput_before"]
 
 
+def test_other_ways_are_prepared_beside_the_run() -> None:
+    """No step waits; the change comes once its program is there."""
+    run = started(steps=400, ahead=True)
+    while run.loop.changes == 0:
+        next(run)
+        if run.step % 10 == 0:
+            run.run.ahead.wait()
+    assert run.batch_size == 64
+    run.close()
+
+
 def test_it_ends_by_progress_in_rows_of_the_base_batch() -> None:
     run = started(steps=None, samples=BASE * 3)
     assert len(list(run)) == 3

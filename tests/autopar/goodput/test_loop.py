@@ -16,7 +16,7 @@ from following_cases import BASE
 import autopar
 from autopar import PlanError
 from autopar.goodput import CriticalRegimes, Following, Loop, progress, scaled
-from autopar.goodput.loop import codecs_of
+from autopar.goodput.following import codecs_of
 
 
 def following(**more: Any) -> Following:

@@ -7,7 +7,9 @@ from typing import Any
 import pytest
 from supervised import LEFT, RIGHT, WHOLE, Fake, holding, running
 
+from autopar.elastic.processes.members import Limits
 from autopar.elastic.processes.messages import SUSPENDED
+from autopar.elastic.processes.supervisor import Supervisor
 
 
 def test_a_run_begins_with_all() -> None:
