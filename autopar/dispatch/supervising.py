@@ -88,6 +88,8 @@ def main(folder: pathlib.Path) -> None:
         ending = _run(folder, given)
     except PlanError as error:
         ending = Ending(code=1, reason=str(error).split("\n", 1)[0])
+    # Before the end is told, so that who reads it may start the job again.
+    lock.free()
     write_json(
         path, {"code": ending.code, "reason": ending.reason, "lost": ending.lost}
     )

@@ -117,6 +117,11 @@ class KindCurve:
         values = [0.0 if point is None else point.goodput for point in found]
         return np.array(values).reshape(pairs.shape)
 
+    def step_s(self, nodes: int, devices: int) -> float:
+        """Seconds of a step; infinite where nothing runs."""
+        point = self.used(nodes, devices)
+        return math.inf if point is None else point.step_s
+
     def plan(self, nodes: int, devices: int) -> str:
         """The digits of the plan that is used; '' where nothing runs."""
         point = self.used(nodes, devices)
