@@ -113,6 +113,7 @@ class ProcessRuns:
             "words": [str(script), *spec.args],
             "cwd": job.handed.folder,
             "places": dict(job.places),
+            "least": spec.min,
             "most": max(spec.max, job.given, _MOST),
             "save_every": spec.save_every,
             "ahead": spec.ahead,

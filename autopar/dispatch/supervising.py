@@ -110,7 +110,11 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
     processes = sum(given["places"].values())
     job = Job(
         command=python_command(given["words"]),
-        limits=Limits(processes=processes, most=max(processes, given["most"])),
+        limits=Limits(
+            processes=processes,
+            least=min(given["least"], processes),
+            most=max(processes, given["most"]),
+        ),
         folder=folder,
         ahead=given["ahead"],
     )
