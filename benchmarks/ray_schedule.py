@@ -66,11 +66,11 @@ class Training:
 
 
 TRAININGS = (
-    Training("wide", 0.0, 150, 2.0, 4),
-    Training("small", 15.0, 60, 1.0, 1),
-    Training("pair", 35.0, 100, 1.2, 2),
-    Training("late", 65.0, 120, 1.5, 4),
-    Training("short", 85.0, 40, 1.0, 2),
+    Training("wide", 0.0, 100, 3.0, 4),
+    Training("small", 15.0, 40, 1.5, 1),
+    Training("pair", 35.0, 60, 2.0, 2),
+    Training("late", 65.0, 80, 2.4, 4),
+    Training("short", 85.0, 24, 1.6, 2),
 )
 
 
@@ -135,10 +135,13 @@ def written(folder: pathlib.Path, name: str) -> list[tuple[int, float, float, in
 
 def measured(folder: pathlib.Path, address: str) -> Moves:
     """What moves take: a training of its own starts, grows and shrinks, twice."""
-    words_ = words(folder, "moves", 100000, 0.4)
+    words_ = words(folder, "moves", 100000, 1.0)
     spec = JobSpec(name="moves", script=str(SCRIPT), args=tuple(words_), max=NODES)
     cluster = RayCluster(address)
-    names = [place.name for place in cluster.places()]
+    try:
+        names = [place.name for place in cluster.places()]
+    finally:
+        cluster.close()
     runs = ProcessRuns(folder / "moves", {"name": "ray", "address": address})
     handed = Handed(spec=spec, folder=str(HERE))
     job = JobRecord(name="moves", handed=handed, attempt=1, places={names[0]: 1})
@@ -168,14 +171,13 @@ def measured(folder: pathlib.Path, address: str) -> Moves:
             first = next(
                 k for k, x in enumerate(steps) if x[2] > asked and x[3] == count
             )
-            pause = steps[first][2] - steps[first - 1][2] - seconds_of(0.4, before)
+            pause = steps[first][2] - steps[first - 1][2] - seconds_of(1.0, before)
             pauses.append(max(pause, 0.0))
             if count > before:
                 joins.append(max(steps[first - 1][2] - asked, 0.0))
         assert runs.suspend(job) == ""
         while runs.look(job).ending is None:
             time.sleep(0.1)
-    cluster.close()
     return Moves(
         start_s=statistics.mean(starts),
         join_s=statistics.mean(joins),

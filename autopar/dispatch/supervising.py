@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +89,10 @@ def main(folder: pathlib.Path) -> None:
         ending = _run(folder, given)
     except PlanError as error:
         ending = Ending(code=1, reason=str(error).split("\n", 1)[0])
+    except Exception as error:  # told of, not tried again for ever
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {error}"
+        ending = Ending(code=1, reason=f"its own process failed: {why}; see `output`.")
     # Before the end is told, so that who reads it may start the job again.
     lock.free()
     write_json(
