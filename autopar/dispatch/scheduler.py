@@ -204,9 +204,12 @@ class Scheduler:
         if not lines:
             return job
         kept, before = self._lines.setdefault(job.name, []), job.devices
+        known = {name: kind for name, _, kind in self._store.nodes()}
+        kinds = {known[name] for name in job.places}
         for line in lines:
-            if line["devices"] == before:
-                kept.append(line)  # the first steps on other devices are slower
+            # The first steps on other devices are slower.
+            if line["devices"] == before == job.given and len(kinds) == 1:
+                kept.append({**line, "device": min(kinds)})
             before = line["devices"]
         del kept[:-_LINES]
         last = lines[-1]
