@@ -13,6 +13,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -46,13 +47,16 @@ class ProcessRuns:
             return
         self._write(job)
         with open(folder / "output", "ab") as output:
-            self._children[job.name] = subprocess.Popen(
+            child = subprocess.Popen(
                 [sys.executable, "-m", "autopar.dispatch.supervising", str(folder)],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._children[job.name] = child
+        # Somebody must wait for it.
+        threading.Thread(target=child.wait, daemon=True).start()
 
     def look(self, job: JobRecord) -> Look:
         """See `Runs`."""
@@ -109,6 +113,7 @@ class ProcessRuns:
             "words": [str(script), *spec.args],
             "cwd": job.handed.folder,
             "places": dict(job.places),
+            "least": spec.min,
             "most": max(spec.max, job.given, _MOST),
             "save_every": spec.save_every,
             "ahead": spec.ahead,

@@ -19,7 +19,7 @@ from autopar.dispatch.views import MOVES, MoveTimes, Numbering, view_of
 from autopar.elastic.processes.messages import SUSPENDED
 from autopar.errors import ScheduleError
 from autopar.scheduler.decisions import Decisions
-from autopar.scheduler.jobs import JobView
+from autopar.scheduler.jobs import Allocation, JobView
 from autopar.scheduler.policies.base import Policy
 
 # The exit status of a run that was told to end.
@@ -204,9 +204,12 @@ class Scheduler:
         if not lines:
             return job
         kept, before = self._lines.setdefault(job.name, []), job.devices
+        known = {name: kind for name, _, kind in self._store.nodes()}
+        kinds = {known[name] for name in job.places}
         for line in lines:
-            if line["devices"] == before:
-                kept.append(line)  # the first steps on other devices are slower
+            # The first steps on other devices are slower.
+            if line["devices"] == before == job.given and len(kinds) == 1:
+                kept.append({**line, "device": min(kinds)})
             before = line["devices"]
         del kept[:-_LINES]
         last = lines[-1]
@@ -267,9 +270,7 @@ class Scheduler:
         self, decided: Decisions, views: Mapping[str, JobView], numbering: Numbering
     ) -> None:
         """Takes devices away first, and gives them to others then."""
-        chosen = {
-            name: numbering.places(decided.allocations.get(name, ())) for name in views
-        }
+        chosen = {name: numbering.places(self._enough(name, decided)) for name in views}
         before = {name: dict(self._jobs[name].places) for name in views}
         changed = [name for name in views if chosen[name] != before[name]]
         leaving = [name for name in changed if not chosen[name]]
@@ -280,6 +281,17 @@ class Scheduler:
         others = [n for n in changed if chosen[n] and n not in smaller]
         for name in (*smaller, *others):
             self._give(self._jobs[name], chosen[name])
+
+    def _enough(self, name: str, decided: Decisions) -> Allocation:
+        """The allocation of a job; none where it could not use so few devices."""
+        given, least = (
+            decided.allocations.get(name, ()),
+            self._jobs[name].handed.spec.min,
+        )
+        if 0 < len(given) < least:
+            self._say(f"job {name} waits: {len(given)} devices, below min = {least}")
+            return ()
+        return given
 
     def _suspend(self, job: JobRecord) -> None:
         """Asks a job to give all devices back; it waits for others then."""
@@ -334,7 +346,7 @@ class Scheduler:
         self._runs.start(made)
 
     def _update(self, job: JobRecord, **fields: Any) -> JobRecord:
-        made = self._store.update(job.name, **fields)
+        made = self._store.update(job, **fields)
         self._jobs[job.name] = made
         return made
 

@@ -209,13 +209,18 @@ class Store:
         rows = self._file.execute(f"select {names} from jobs order by number")
         return {row[0]: _record(row) for row in rows}
 
-    def update(self, name: str, **fields: Any) -> JobRecord:
-        """Changes a job; returns it as it is then."""
-        changed = dataclasses.replace(self.jobs()[name], **fields)
-        row = {key: _row(changed)[key] for key in fields}
+    def update(self, job: JobRecord, **fields: Any) -> JobRecord:
+        """Changes a job; returns it as it is then.
+
+        Args:
+          job: as it is kept.
+          fields: what changes.
+        """
+        changed = dataclasses.replace(job, **fields)
+        row = {key: _column(key, getattr(changed, key)) for key in fields}
         sets = ", ".join(f"{key} = ?" for key in row)
         self._file.execute(
-            f"update jobs set {sets} where name = ?", (*row.values(), name)
+            f"update jobs set {sets} where name = ?", (*row.values(), job.name)
         )
         return changed
 
@@ -301,11 +306,16 @@ class _Transaction:
 
 def _row(job: JobRecord) -> dict[str, Any]:
     """The columns of a job."""
-    row = {name: getattr(job, name) for name in _FIELDS}
-    row["handed"] = msgspec.json.encode(job.handed).decode()
-    row["places"] = json.dumps(dict(job.places))
-    row["finite"] = int(job.finite)
-    return row
+    return {name: _column(name, getattr(job, name)) for name in _FIELDS}
+
+
+def _column(name: str, value: Any) -> Any:
+    """A field as SQLite holds it."""
+    if name == "handed":
+        return msgspec.json.encode(value).decode()
+    if name == "places":
+        return json.dumps(dict(value))
+    return int(value) if name == "finite" else value
 
 
 def _record(row: tuple[Any, ...]) -> JobRecord:

@@ -12,6 +12,7 @@ import json
 import os
 import pathlib
 import sys
+import traceback
 from collections.abc import Mapping
 from typing import Any
 
@@ -88,6 +89,12 @@ def main(folder: pathlib.Path) -> None:
         ending = _run(folder, given)
     except PlanError as error:
         ending = Ending(code=1, reason=str(error).split("\n", 1)[0])
+    except Exception as error:  # told of, not tried again for ever
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {error}"
+        ending = Ending(code=1, reason=f"its own process failed: {why}; see `output`.")
+    # Before the end is told, so that who reads it may start the job again.
+    lock.free()
     write_json(
         path, {"code": ending.code, "reason": ending.reason, "lost": ending.lost}
     )
@@ -108,7 +115,11 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
     processes = sum(given["places"].values())
     job = Job(
         command=python_command(given["words"]),
-        limits=Limits(processes=processes, most=max(processes, given["most"])),
+        limits=Limits(
+            processes=processes,
+            least=min(given["least"], processes),
+            most=max(processes, given["most"]),
+        ),
         folder=folder,
         ahead=given["ahead"],
     )

@@ -26,7 +26,6 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.warm import can_be_warm, warm_plan
 from autopar.plans import Plan
-from autopar.plans.checks import digest
 from autopar.steps.microbatches import in_microbatches
 from autopar_passes.program.trace import TraceError
 
@@ -216,7 +215,7 @@ def _best_batch(
                     efficiency=worth,
                     goodput=goodput,
                     peak_memory_bytes=peak,
-                    plan=digest(made.plan.stages),
+                    plan=made.plan.digest,
                     scheme="" if made.plan.worth is None else made.plan.worth.scheme,
                     codecs=_codecs(made.plan),
                 )

@@ -11,7 +11,7 @@ import dataclasses
 import math
 import os
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,11 @@ class KindCurve:
         found = [self.used(int(n), int(d)) for n, d in pairs]
         values = [0.0 if point is None else point.goodput for point in found]
         return np.array(values).reshape(pairs.shape)
+
+    def step_s(self, nodes: int, devices: int) -> float:
+        """Seconds of a step; infinite where nothing runs."""
+        point = self.used(nodes, devices)
+        return math.inf if point is None else point.step_s
 
     def plan(self, nodes: int, devices: int) -> str:
         """The digits of the plan that is used; '' where nothing runs."""
@@ -241,17 +246,19 @@ def corrected(table: CurveTable, lines: Iterable[Mapping[str, Any]]) -> CurveTab
 
     Args:
       table: the table.
-      lines: of ledgers; those of kind ``progress`` count, if they are of a
-        configuration and batch of the table. A line without ``device`` or
-        ``nodes`` is of any.
+      lines: of ledgers: what runs of several processes tell of their progress, and
+        the steps that others measured after a re-plan. They count if they are of a
+        configuration and batch of the table. A line without ``device`` is of the only
+        kind of the table, and counts for none where there are several.
     """
-    lines = [line for line in lines if line.get("kind") == "progress"]
-    seconds = [_measured(point, lines) for point in table.points]
+    found = tuple(_steps_of(tuple(lines)))
+    only = table.kinds[0] if len(table.kinds) == 1 else ""
+    seconds = [_measured(point, found, only) for point in table.points]
     ratios: dict[str, list[float]] = collections.defaultdict(list)
     for point, (step_s, count) in zip(table.points, seconds, strict=True):
         if count:
             ratios[point.kind].append(step_s / point.step_s)
-    means = {kind: statistics.geometric_mean(found) for kind, found in ratios.items()}
+    means = {kind: statistics.geometric_mean(each) for kind, each in ratios.items()}
     made = [
         _with_seconds(
             point, step_s if count else point.step_s * means[point.kind], count
@@ -263,26 +270,54 @@ def corrected(table: CurveTable, lines: Iterable[Mapping[str, Any]]) -> CurveTab
     return msgspec.structs.replace(table, points=tuple(made))
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class _Steps:
+    """Steps that were measured: what is '' or 0 of a configuration is not known."""
+
+    step_s: float
+    steps: int
+    batch: float
+    cluster: str = ""
+    devices: int = 0
+    device: str = ""
+
+    def are_of(self, point: CurvePoint, only: str) -> bool:
+        """Whether they are of a configuration; ``only``: the kind of all, or ''."""
+        if self.batch != point.batch:
+            return False
+        if self.cluster:
+            return self.cluster == point.cluster
+        return (self.device or only, self.devices) == (point.kind, point.devices)
+
+
+def _steps_of(lines: Sequence[Mapping[str, Any]]) -> Iterator[_Steps]:
+    """The measured steps that lines of a ledger tell of."""
+    replans = {x.get("number"): x for x in lines if x.get("kind") == "replan"}
+    for line in lines:
+        replan = replans.get(line.get("number"), {})
+        step_s = line.get("step_s")
+        found: dict[str, Any] | None = None
+        if line.get("kind") == "progress":
+            found = {k: line.get(k, 0) for k in ("batch", "devices", "steps")}
+            found["device"] = line.get("device", "")
+        elif line.get("kind") == "measured" and replan.get("step"):
+            step_s = line.get("step_after_s")
+            cluster = replan.get("new", {}).get("cluster", "")
+            batch = replan.get("position", 0) / replan["step"]
+            found = {"cluster": cluster, "batch": batch, "steps": 1}
+        if found is not None and isinstance(step_s, float) and 0 < step_s < math.inf:
+            yield _Steps(step_s=step_s, **found)
+
+
 def _measured(
-    point: CurvePoint, lines: Sequence[Mapping[str, Any]]
+    point: CurvePoint, found: Sequence[_Steps], only: str
 ) -> tuple[float, int]:
     """Median seconds of a configuration's steps, and how many were measured."""
-    found: list[float] = []
-    steps = 0
-    for line in lines:
-        step_s = line.get("step_s")
-        same = (
-            line.get("devices") == point.devices
-            and line.get("batch") == point.batch
-            and line.get("nodes", point.nodes) == point.nodes
-            and line.get("device", point.kind) == point.kind
-        )
-        if same and isinstance(step_s, float) and 0 < step_s < math.inf:
-            found.append(step_s)
-            steps += int(line.get("steps", 1))
-    if not found or point.goodput <= 0:
+    own = [each for each in found if each.are_of(point, only)]
+    if not own or point.goodput <= 0:
         return 0.0, 0
-    return statistics.median(found), steps
+    median_s = statistics.median(each.step_s for each in own)
+    return median_s, max(sum(each.steps for each in own), 1)
 
 
 def _with_seconds(point: CurvePoint, step_s: float, measured: int) -> CurvePoint:

@@ -228,3 +228,14 @@ def test_a_store_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
 def test_an_interval_that_cannot_be(seconds: float) -> None:
     with pytest.raises(ScheduleError, match="the interval is"):
         Settings(interval_s=seconds)
+
+
+def test_a_job_waits_rather_than_run_on_too_few(tmp_path: pathlib.Path) -> None:
+    """An equal share is below what it can use, until the other has ended."""
+    jobs = [handed("one", devices=3, min=3), handed("two", devices=3, max=4)]
+    world = World(tmp_path, jobs, {"one": 60, "two": 60}, policy="fair")
+    world.rounds(1)
+    assert world.given() == {"two": 2}
+    assert any("below min = 3" in text for text in world.said)
+    world.scheduler.run()
+    assert set(world.states().values()) == {"done"}

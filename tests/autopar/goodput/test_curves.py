@@ -132,3 +132,24 @@ def test_every_policy_takes_a_table_as_a_curve(name: str) -> None:
     found = policy_of(name).decide(60.0, views, nodes, {}).allocations
     assert found
     assert min(nodes.free(found)) >= 0
+
+
+def test_the_ledger_of_a_re_plan_corrects_a_curve() -> None:
+    """What was measured after it is of the new cluster, at the batch of the run."""
+    made = table(32.0, 64.0)
+    replan = {"kind": "replan", "number": 1, "step": 10, "position": 320}
+    after = {"kind": "measured", "number": 1, "step_after_s": 3.0}
+    lines = [{**replan, "new": {"cluster": "2x1:cpu"}}, after]
+    found = corrected(made, lines)
+    assert [p.step_s for p in found.points] == pytest.approx([3 / 0.5, 3.0])
+    assert corrected(made, [{**replan, "position": 80}, after]) == made
+    assert corrected(made, [{**after, "number": 2}]) == made
+
+
+def test_a_line_of_no_kind_corrects_no_table_of_several() -> None:
+    """What runs on one kind says nothing of another."""
+    other = point(1, 1, 64.0, kind="h100")
+    made = CurveTable(points=(point(1, 1, 32.0), other))
+    assert corrected(made, [line(1, 2.0)]) == made
+    found = corrected(made, [{**line(1, 2.0), "device": "cpu"}])
+    assert [p.step_s for p in found.points] == [2.0, other.step_s]
