@@ -10,10 +10,11 @@ from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.processes.ahead import Ahead, prepare_and_exit
+from autopar.elastic.processes.beside import rest_structs
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.link import AHEAD_VARIABLE, VARIABLE
 from autopar.elastic.processes.team import Team, local_devices, run_folder
-from autopar.elastic.processes.training import TeamRun, rest_structs
+from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.resolve import Resolved
 from autopar.elastic.samples import Samples
 from autopar.elastic.saves import Saves

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
 import sys
@@ -20,8 +19,7 @@ from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
 from autopar.elastic.pace import Pace
-from autopar.elastic.processes import hosting
-from autopar.elastic.processes.fetching import Fetcher
+from autopar.elastic.processes import beside, hosting
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place
 from autopar.elastic.processes.messages import SUSPENDED
@@ -37,10 +35,7 @@ from autopar.plans import Plan
 from autopar.runtime import changing_worlds, placement
 from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
 from autopar.runtime.parallel_step import ParallelStep
-from autopar_passes.program.static_leaves import struct_of
 
-# Paths of the arrays of codecs, and of the noise scale, among those of the state.
-_CODEC, _NOISE = "codecs/", "noise/"
 _NOT_FOUND = "NOT_FOUND: Function"
 
 
@@ -325,18 +320,9 @@ class TeamRun:
           step: number of steps done.
           placed: the cluster of a world that begins with it; None: the world goes on.
         """
-        arrays = self._named(state)
-        extra: dict[str, Any] = {"position": self._samples.position(step)}
-        codecs = self._train_step.compression_state
-        if codecs is not None:
-            extra["codecs"] = hosting.structure_text(codecs)
-            for k, x in enumerate(hosting.arrays_of(codecs)):
-                arrays[f"{_CODEC}{k}"] = x
-        noise = self._train_step.noise_state
-        if noise is not None:
-            extra["noise"] = hosting.structure_text(noise)
-            for k, x in enumerate(hosting.arrays_of(noise)):
-                arrays[f"{_NOISE}{k}"] = x
+        arrays, trees = beside.kept(self._train_step)
+        arrays |= self._named(state)
+        extra = {"position": self._samples.position(step), **trees}
         if self._follow is not None:
             extra["follow"] = self._follow.notes()
         if placed is None:
@@ -467,16 +453,13 @@ class TeamRun:
             self.state = self._shapes.state(leaves)
         else:
             self.state = replaced(self.state, leaves)
-        if (text := joined.extra.get("codecs")) is not None:
-            self._train_step.compression_state = _tree(fetch, text, _CODEC)
-        if (text := joined.extra.get("noise")) is not None:
-            self._train_step.noise_state = _tree(fetch, text, _NOISE)
+        beside.take_up(self._train_step, fetch, joined.extra)
         jax.block_until_ready(leaves)
         fetch.close()
 
     def _rest(self, step: int) -> list[Any]:
         assert self._shapes is not None
-        return rest_structs(self._train_step, self._samples, self._shapes, step)
+        return beside.rest_structs(self._train_step, self._samples, self._shapes, step)
 
     def _study(self) -> None:
         """Analyses the step before there is a world, which then waits less."""
@@ -486,11 +469,9 @@ class TeamRun:
 
     def _write(self, joined: Joined, how: str, seconds: dict[str, float]) -> None:
         """Writes a world down, and how long its forming took."""
-        pause = None
-        if self._broke_s is not None:
-            pause = time.perf_counter() - self._broke_s
-        self._broke_s = None
-        fetch = joined.fetch
+        broke, self._broke_s = self._broke_s, None
+        pause = None if broke is None else time.perf_counter() - broke
+        fetch, before = joined.fetch, self._seconds
         if joined.world.process_index:
             return  # one process writes for all
         self.ledger.write(
@@ -504,9 +485,9 @@ class TeamRun:
             measured={
                 "pause_s": pause,
                 **seconds,
-                "moved_bytes": 0 if fetch is None else fetch.remote_bytes,
-                "kept_bytes": 0 if fetch is None else fetch.local_bytes,
-                "step_before_s": self._median(),
+                "moved_bytes": fetch.remote_bytes if fetch else 0,
+                "kept_bytes": fetch.local_bytes if fetch else 0,
+                "step_before_s": statistics.median(before) if before else None,
             },
         )
         self._seconds = []
@@ -516,34 +497,3 @@ class TeamRun:
         if not self._train_step.world.process_index:
             step, position = self.step + 1, self._samples.position(self.step + 1)
             self.ledger.write(kind, step=step, position=position, **fields)
-
-    def _median(self) -> float | None:
-        return statistics.median(self._seconds) if self._seconds else None
-
-
-def _tree(fetch: Fetcher, text: str, prefix: str) -> Any:
-    """A tree that was kept beside the state, whole."""
-    paths = sorted(
-        (p for p in fetch.paths if p.startswith(prefix)),
-        key=lambda p: int(p.removeprefix(prefix)),
-    )
-    return hosting.with_structure(text, [fetch.whole(path) for path in paths])
-
-
-def rest_structs(
-    train_step: ParallelStep[..., Any], samples: Samples, shapes: StateShapes, step: int
-) -> list[Any]:
-    """Structs of what a step takes after the state, over all processes.
-
-    Args:
-      train_step: the step.
-      samples: what it is trained on.
-      shapes: of the state.
-      step: its number.
-    """
-    rest, named = samples.arguments(step, train_step.world)
-    if named:
-        names = list(inspect.signature(train_step).parameters)
-        count = len(shapes.arguments()) + len(rest)
-        rest = (*rest, *(named[n] for n in names[count:] if n in named))
-    return [jax.tree.map(struct_of, x) for x in rest]
