@@ -67,6 +67,9 @@ class Samples:
         position = self.position(step)
         if world.process_count == 1 or structs is None:
             batch = self._asked(position, self.batch)
+        elif _on_stages(structs, world):
+            each = self.batch // world.process_count
+            batch = self._asked(position + world.process_index * each, each)
         else:
             batch = self._own(position, structs)
         rest = self.others(step)
@@ -120,6 +123,17 @@ def batch_structs(planned: AnyStep, argument: int) -> Any:
         for v, sharding in zip(values, planned.in_shardings, strict=True)
     ]
     return form.fixed.join(structs)[argument]
+
+
+def _on_stages(structs: Any, world: World) -> bool:
+    """Whether arrays of the batch lie on some processes alone: on stages of a plan.
+
+    Each process then asks for as many rows as any other, and sends them there.
+    """
+    places = [x.sharding.device_set for x in jax.tree.leaves(structs)]
+    return any(
+        {d.process_index for d in p} != set(range(world.process_count)) for p in places
+    )
 
 
 def _row_ranges(struct: Any) -> set[tuple[int, int]]:

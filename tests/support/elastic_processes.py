@@ -33,12 +33,13 @@ class Run:
         """Starts `autopar run`; once more where its supervisor was killed."""
         given = {"folder": self.folder, "no-ahead": None, **self.options}
         script = given.pop("script", SCRIPT)
+        flags = given.pop("flags", FLAGS)
         options = [f"--{k}" if v is None else f"--{k}={v}" for k, v in given.items()]
         places = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
         env = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join(map(str, places)),
-            "XLA_FLAGS": FLAGS,
+            "XLA_FLAGS": flags,
             "JAX_PLATFORMS": "cpu",
             "NPROC": "4",
         }
@@ -105,7 +106,7 @@ class Run:
         """Every step and loss that any process wrote."""
         found: list[tuple[int, float]] = []
         for path in self.folder.glob("losses.*"):
-            if path.is_file() and path.suffix != ".ledger":
+            if path.is_file() and path.suffix not in (".ledger", ".go"):
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):
                         found.append(tuple(json.loads(line)[:2]))
@@ -115,6 +116,8 @@ class Run:
         return max((k for k, _ in self.steps()), default=-1)
 
     def wait(self) -> int:
+        """Waits for the end; nothing more is done to the run."""
+        (self.folder / "losses.go").touch()
         return self.process.wait(LIMIT_S)
 
     def clean(self) -> None:

@@ -1,6 +1,9 @@
 """A training script of the tests of several processes.
 
-Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE PACE_S [CHECKPOINTS [CODEC]]
+Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE PACE_S [CHECKPOINTS [CODEC
+[STAGES]]]
+
+The last steps take a second each until there is a file OUT.go.
 """
 
 from __future__ import annotations
@@ -16,15 +19,23 @@ import step_forms as forms
 
 import autopar
 
+LAST = 40
+
 
 def main() -> None:
     """Trains, and writes each step and its loss to OUT.PID."""
     out, steps, survive, pace_s, *more = sys.argv[1:]
     folder = f"{out}.{more[0]}" if more and more[0] else None
     codec = more[1] if len(more) > 1 else "none"
+    stages = int(more[2]) if len(more) > 2 else None
     cluster = forms.cheap("2:cpu")
     step = autopar.parallelize(
-        forms.plain_step, cluster=cluster, seconds=2, compression=codec
+        forms.plain_step,
+        cluster=cluster,
+        seconds=2,
+        compression=codec,
+        stages=stages,
+        microbatches=stages,
     )
     run = autopar.elastic(
         step,
@@ -40,7 +51,9 @@ def main() -> None:
     with open(f"{out}.{os.getpid()}", "a") as file:
         for done in run:
             print(json.dumps([done.step, float(done.result)]), file=file, flush=True)
-            time.sleep(float(pace_s))
+            # The last steps wait for all that shall happen, also on a busy machine.
+            last = done.step > int(steps) - LAST and not os.path.exists(f"{out}.go")
+            time.sleep(max(float(pace_s), 1.0) if last else float(pace_s))
     print(f"finished {run.step} steps", flush=True)
 
 

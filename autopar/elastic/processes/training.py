@@ -276,7 +276,7 @@ class TeamRun:
         count = len(splat(self.state))
         structs = None if world.process_count == 1 else batch_structs(planned, count)
         rest, named = self._samples.arguments(self.step, world, structs)
-        if world.process_count > 1:
+        if world.process_count > 1 and len(self.plan.stages) == 1:
             rest = (rest[0], *self._placed(planned, count + 1, rest[1:]))
         returned = self._train_step(*splat(self.state), *rest, **named)
         analysis = self._train_step.running.analysed.analysis

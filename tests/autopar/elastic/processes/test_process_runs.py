@@ -80,6 +80,19 @@ def test_processes_are_killed_and_stopped(start: Start) -> None:
     check_losses(run, 120)
 
 
+def test_stages_move_between_worlds(start: Start) -> None:
+    """Each process has a stage; the one that is left has both, then gives one away."""
+    flags = "--xla_force_host_platform_device_count=2"
+    run = start(150, 1, 0.03, "", "none", 2, processes=2, flags=flags)
+    run.wait_for_world([0, 1])
+    run.kill(0)
+    run.wait_for_world([1])
+    assert run.ask(command="resize", processes=2)["wrong"] == ""
+    run.wait_for_world([1, 2])
+    assert run.wait() == 0, run.output()
+    check_losses(run, 150)
+
+
 def test_a_supervisor_is_killed_and_started_again(start: Start) -> None:
     run = start(200, 1, 0.05, processes=2, grace=60)
     run.wait_for_world([0, 1])
