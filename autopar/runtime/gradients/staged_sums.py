@@ -82,7 +82,7 @@ class StagedSums:
 def _made(part: GradientSums) -> dict[str, Any]:
     """The state of one stage's gradients."""
     where = part.shardings()["gradients"]
-    if part.mesh.devices.flat[0].process_index == jax.process_index():
+    if part.mesh.local_devices:
         return part.init()["gradients"]
     return jax.tree.map(placement.absent, part.structs()["gradients"], where)
 

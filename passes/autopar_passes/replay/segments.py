@@ -7,6 +7,7 @@ segment as stacked partial values, and come into the one that takes them.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -118,25 +119,37 @@ def replay_segment(
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
-    within = _Within(plan, inputs)
     held = program.body.inputs[program.num_arguments :]
     constants = dict(zip(held, program.constants, strict=True))
 
-    def run(
-        *arguments: Any,
-        synchroniser: Synchroniser | None = None,
-        made: Made = as_it_is,
-    ) -> list[Any]:
+    def values_of(arguments: Sequence[Any], synchroniser: Synchroniser) -> Values:
         pairs = zip(inputs, arguments, strict=True)
         arrays = constants | {v: _stated(plan, mesh, v, x) for v, x in pairs}
-        values = Values(made_by, sources, within, mesh, synchroniser or Later(), arrays)
-        replayer = Replayer(program, operators, values)
-        for eqn in equations:
-            replayer.equation(eqn)
-            replayer.replace(eqn, made)
-        return [_as_array(values, v) for v in outputs]
+        within = _Within(plan, inputs)
+        return Values(made_by, sources, within, mesh, synchroniser, arrays)
 
-    return run
+    def replayer_of(values: Values) -> Replayer:
+        return Replayer(program, operators, values)
+
+    return functools.partial(_run, values_of, replayer_of, equations, outputs)
+
+
+def _run(
+    values_of: Callable[[Sequence[Any], Synchroniser], Values],
+    replayer_of: Callable[[Values], Replayer],
+    equations: Sequence[Equation],
+    outputs: Sequence[int],
+    *arguments: Any,
+    synchroniser: Synchroniser | None = None,
+    made: Made = as_it_is,
+) -> list[Any]:
+    """Runs a segment on its inputs (`replay_segment`)."""
+    values = values_of(arguments, synchroniser or Later())
+    replayer = replayer_of(values)
+    for eqn in equations:
+        replayer.equation(eqn)
+        replayer.replace(eqn, made)
+    return [_as_array(values, v) for v in outputs]
 
 
 def _stated(plan: LayoutPlan, mesh: Any, value: int, array: Any) -> Any:

@@ -69,12 +69,12 @@ def test_a_plan_of_two_stages_is_not_run() -> None:
 def test_one_stage_is_reached_through_the_plan() -> None:
     stage = make_stage("step", (0, 1))
     plan = make_plan(stage)
-    assert plan.stage is plan.stages[0]
-    assert plan.inputs is stage.inputs
-    assert plan.outputs is stage.outputs
-    assert plan.nodes is stage.nodes
-    assert plan.copies is stage.copies
-    assert plan.gradients is stage.gradients
+    assert plan.stage is plan.stages[0] == stage
+    assert plan.inputs is plan.stage.inputs
+    assert plan.outputs is plan.stage.outputs
+    assert plan.nodes is plan.stage.nodes
+    assert plan.copies is plan.stage.copies
+    assert plan.gradients is plan.stage.gradients
     assert plan.mesh == {"axes": {"data": 2}}
     assert (plan.axis_names, plan.axis_sizes) == (("data",), (2,))
     assert plan.with_stage(name="other").stage.name == "other"
