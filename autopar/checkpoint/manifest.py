@@ -109,6 +109,11 @@ class _Header(msgspec.Struct):
     schema: int
 
 
+# Made at import: msgspec crashes where two threads find out about one type at once.
+_HEADER = msgspec.json.Decoder(_Header)
+_MANIFEST = msgspec.json.Decoder(Manifest)
+
+
 def read(folder: pathlib.Path) -> Manifest:
     """Reads the manifest of a checkpoint.
 
@@ -139,14 +144,14 @@ def decode(data: bytes, name: str) -> Manifest:
       CheckpointError: see `read`.
     """
     try:
-        schema = msgspec.json.decode(data, type=_Header).schema
+        schema = _HEADER.decode(data).schema
         if schema > SCHEMA:
             raise CheckpointError(
                 f"{name}: has schema {schema}, this autopar reads schemas up to "
                 f"{SCHEMA}. Restore it with the version of autopar that wrote it, or a "
                 "newer one."
             )
-        found = msgspec.json.decode(data, type=Manifest)
+        found = _MANIFEST.decode(data)
     except msgspec.MsgspecError as error:
         raise CheckpointError(
             f"{name}: not the manifest of a checkpoint, or a damaged one: {error}."

@@ -114,6 +114,11 @@ class _Unequal(msgspec.Struct, forbid_unknown_fields=True):
     between: _Between | None = None
 
 
+# Made at import: msgspec crashes where two threads find out about one type at once.
+# A decoder finds out all that `msgspec.convert` needs to know, of _Equal too.
+_DECODER = msgspec.json.Decoder(_Unequal)
+
+
 def _device(given: _Device) -> DeviceSpec:
     values: dict[str, Any] = {}
     if given.preset is not None:

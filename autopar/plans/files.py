@@ -24,6 +24,10 @@ class _Header(msgspec.Struct):
     schema: int
 
 
+# Made at import: msgspec crashes where two threads find out about one type at once.
+_HEADER = msgspec.json.Decoder(_Header)
+
+
 def read_bytes(path: str | pathlib.Path) -> bytes:
     """The content of a file.
 
@@ -47,7 +51,7 @@ def decode(data: bytes | str, name: str) -> dict[str, Any]:
       PlanError: the text is no plan, or of a schema that cannot be read.
     """
     try:
-        found = msgspec.json.decode(data, type=_Header).schema
+        found = _HEADER.decode(data).schema
         fields: dict[str, Any] = msgspec.json.decode(data)
     except msgspec.MsgspecError as error:
         raise not_a_plan(name, error) from error

@@ -424,6 +424,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return _rendered("cell", self)
 
 
+# Made at import: msgspec crashes where two threads find out about one type at once,
+# and a decoder finds out all that `msgspec.convert` needs to know.
+_DECODER = msgspec.json.Decoder(Plan)
+
 Renderer = Callable[[Plan], str]
 
 # Set by `autopar.reports` when it is imported: this package knows no presentation.

@@ -42,6 +42,10 @@ class _Message(msgspec.Struct, omit_defaults=True):
     data: bytes = b""
 
 
+# Made at import: msgspec crashes where two threads find out about one type at once.
+_MESSAGE = msgspec.msgpack.Decoder(_Message)
+
+
 def versions() -> dict[str, str]:
     """The versions of the packages that decide what a step is traced to."""
     packages = {"jax": jax, "jaxlib": jaxlib, "flax": flax}
@@ -64,7 +68,7 @@ def exchanged(world: World, what: str, data: bytes = b"") -> list[bytes]:
     """
     sent = msgspec.msgpack.encode(_Message(what, versions(), data=data))
     found = {
-        process: msgspec.msgpack.decode(got, type=_Message)
+        process: _MESSAGE.decode(got)
         for process, got in sorted(world.channel.exchange(sent, what).items())
     }
     _check_failures(found)

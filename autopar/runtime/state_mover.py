@@ -92,9 +92,13 @@ class StateLayout:
           ValueError: the text is no layout.
         """
         try:
-            return msgspec.json.decode(data, type=cls)
+            return _LAYOUT.decode(data)
         except msgspec.MsgspecError as error:
             raise ValueError(f"StateLayout: not a layout: {error}.") from error
+
+
+# Made at import: msgspec crashes where two threads find out about one type at once.
+_LAYOUT = msgspec.json.Decoder(StateLayout)
 
 
 class Transport(Protocol):

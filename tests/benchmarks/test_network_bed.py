@@ -241,7 +241,7 @@ if rank == 0:
         times.append(time.perf_counter() - started)
     print("@bed", json.dumps({"result": [address, times]}), flush=True)
 else:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while True:
         try:
             connection = socket.create_connection(("10.77.0.1", 5001))
@@ -263,7 +263,7 @@ def test_hosts_have_names_and_links_of_the_rate_they_were_given() -> None:
 
     with bed.Bed(count=2) as hosts:
         command = [sys.executable, "-c", PROGRAM]
-        ((first,), (second,)) = hosts.run(command, timeout_s=30)
+        ((first,), (second,)) = hosts.run(command, timeout_s=120)
         made = netns.names_with(hosts.prefix)
 
     (address, times) = first
@@ -289,9 +289,9 @@ def test_a_failed_process_ends_the_others_and_says_why() -> None:
         pytest.raises(launch.RunFailed, match="process 1 ended with 1:\nout of cheese"),
         bed.Bed(count=2) as hosts,
     ):
-        hosts.run([sys.executable, "-c", program], timeout_s=30)
+        hosts.run([sys.executable, "-c", program], timeout_s=120)
 
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < 50
     assert netns.names_with(hosts.prefix) == ([], [])
 
 

@@ -20,10 +20,10 @@ SIZES = {"layers": "1", "d_model": "512", "heads": "4", "seq": "256"}
 @pytest.mark.parametrize(
     ("example", "attention", "cluster"),
     [
-        ("gpt", "cudnn", "4:h100"),
-        ("gpt", "splash", "4:v5p"),
-        ("llama", "pallas", "4:h100"),
-        ("llama", "pallas_tpu", "4:v5p"),
+        ("gpt", "cudnn", "2:h100"),
+        ("gpt", "splash", "2:v5p"),
+        ("llama", "pallas", "2:h100"),
+        ("llama", "pallas_tpu", "2:v5p"),
     ],
 )
 def test_plan(example: str, attention: str, cluster: str) -> None:

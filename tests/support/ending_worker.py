@@ -15,7 +15,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 1)
     jax.distributed.initialize(
-        f"localhost:{port}", count, process, initialization_timeout=30
+        f"localhost:{port}", count, process, initialization_timeout=240
     )
     import small_step
 

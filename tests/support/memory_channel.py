@@ -61,7 +61,7 @@ class Memory:
     def __init__(self, count: int) -> None:
         self.store = Store()
         self.sent: list[bytes] = [b""] * count
-        self.barrier = threading.Barrier(count, timeout=10)
+        self.barrier = threading.Barrier(count, timeout=120)
 
     def exchange(self, process: int, data: bytes) -> list[bytes]:
         self.sent[process] = data

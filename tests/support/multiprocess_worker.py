@@ -208,7 +208,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 4 // int(count))
     jax.distributed.initialize(
-        f"localhost:{port}", int(count), int(process), initialization_timeout=30
+        f"localhost:{port}", int(count), int(process), initialization_timeout=240
     )
     found = {**results(int(process)), "errors": errors(int(process))}
     found["failures"] = failures(int(process))

@@ -198,7 +198,7 @@ def main() -> None:
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", DEVICES // count)
     jax.distributed.initialize(
-        f"localhost:{port}", count, process, initialization_timeout=30
+        f"localhost:{port}", count, process, initialization_timeout=240
     )
     pathlib.Path(f"{out}_{process}.json").write_text(json.dumps(results(case)))
 

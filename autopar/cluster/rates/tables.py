@@ -88,10 +88,14 @@ class _File(msgspec.Struct, frozen=True):
     products: dict[str, dict[str, ProductRates]]
 
 
+# Made at import: msgspec crashes where two threads find out about one type at once.
+_FILE = msgspec.json.Decoder(_File)
+
+
 @functools.cache
 def _file() -> _File:
     text = (pathlib.Path(__file__).parent / "xla.json").read_bytes()
-    return msgspec.json.decode(text, type=_File)
+    return _FILE.decode(text)
 
 
 def collective_knots(rates: str, kind: str) -> CollectiveKnots | None:

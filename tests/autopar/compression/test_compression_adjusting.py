@@ -150,7 +150,7 @@ def test_bytes_are_those_of_the_compiled_program(name):
 def test_rooms_hold_what_they_must_and_little_more():
     random = np.random.default_rng(0)
     least = {"topk": 0.002, "threshold": 0.002}
-    for _ in range(15):
+    for _ in range(8):
         name = random.choice(["topk", "threshold", "powersgd"])
         count = int(random.integers(1, 5))
         if name == "powersgd":

@@ -61,7 +61,8 @@ def test_what_is_returned_besides_the_state() -> None:
         return {"w": jnp.ones(forms.WIDTH), "count": jnp.zeros((), jnp.int32)}
 
     planned = autopar.parallelize(step, cluster="2:cpu", split_batch=False)
-    run = autopar.elastic(planned, create, elastic_runs.source, batch=4, steps=3)
+    source = elastic_runs.source
+    run = autopar.elastic(planned, create, source, batch=4, steps=3, ahead=False)
     found = [done.result for done in run]
     assert [sorted(x) for x in found] == [["loss", "norm"]] * 3
     assert int(run.state["count"]) == 3
@@ -118,6 +119,7 @@ def test_keys_that_follow_the_step(named: bool) -> None:
             batch=24,
             steps=5,
             others=others,
+            ahead=False,
         )
         return elastic_runs.losses(made, changes)
 

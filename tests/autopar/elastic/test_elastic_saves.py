@@ -47,6 +47,7 @@ def test_residuals_go_on(tmp_path: pathlib.Path) -> None:
             lambda position, _: plans.batch(position),
             batch=plans.ROWS,
             steps=steps,
+            ahead=False,
             **options,
         )
         return losses(made)

@@ -9,7 +9,7 @@ from typing import Any
 import multiprocess_worker
 import numpy as np
 import pytest
-from processes import run_processes, start_processes
+from processes import TIMEOUT_S, run_processes, start_processes
 
 
 def run(count: int, folder: pathlib.Path) -> list[Any]:
@@ -86,10 +86,10 @@ FAILED = "process 1 has failed while"
     ],
 )
 def test_a_failure_of_one_process_reaches_all(found: Any, name: str, told: str) -> None:
-    """Within seconds: none waits for a deadline."""
+    """At once: none waits for a deadline, of which the shortest is a minute."""
     text, seconds = found["first"]["failures"][name]
     assert text.startswith(f"PlanError: {told}")
-    assert seconds < 20
+    assert seconds < 45
     assert found["second"]["failures"][name][0] == "ZeroDivisionError: by nothing"
 
 
@@ -118,7 +118,7 @@ def test_a_process_that_ends_is_named_by_the_others(
     words = ["2" if when == "between steps" else "0"]
     processes = start_processes("ending_worker.py", 2, words)
     try:
-        logs = [p.communicate(timeout=60)[0] for p in processes]
+        logs = [p.communicate(timeout=TIMEOUT_S)[0] for p in processes]
     finally:
         for p in processes:
             p.kill()

@@ -104,9 +104,9 @@ def test_the_search_is_about_linear(period: int) -> None:
     layer = np.random.default_rng(0).integers(0, 40, period).tolist()
 
     def seconds(times: int) -> float:
-        start = time.perf_counter()
+        start = time.thread_time()
         repeated_classes(layer * times)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     short = min(seconds(8) for _ in range(3))
     assert seconds(64) < 30 * short + 0.05

@@ -47,7 +47,7 @@ def test_every_collective_is_that_of_one_replica() -> None:
     case = harness.prepare(collectives, (X,))
     kinds = {op.kind for op in case.graph.operators}
     assert not kinds & {"psum", "pmax", "pmin", "all_gather", "all_to_all", "ppermute"}
-    want = jax.vmap(collectives, axis_name="devices")(X[None])
+    want = jax.jit(jax.vmap(collectives, axis_name="devices"))(X[None])
     have = run(case)
     for a, b in zip(have, jax.tree.leaves(want), strict=True):
         if jnp.issubdtype(b.dtype, jax.dtypes.prng_key):
@@ -77,12 +77,11 @@ def norm_step(state: Any, batch: Any) -> Any:
 def test_means_over_replicas_are_means_over_the_batch() -> None:
     """The statistics of 2 replicas of 16 rows are those of one of 32."""
     x = jax.random.normal(jax.random.key(0), (32, 4))
-    state = jax.vmap(lambda k: Net().init(k, x), axis_name="batch", axis_size=1)(
-        jax.random.split(jax.random.key(1), 1)
-    )
+    create = jax.vmap(lambda k: Net().init(k, x), axis_name="batch", axis_size=1)
+    state = jax.jit(create)(jax.random.split(jax.random.key(1), 1))
     state = jax.tree.map(lambda a: a[0], dict(state))
     replicas = jax.vmap(norm_step, in_axes=(None, 0), axis_name="batch")
-    want = jax.tree.map(lambda a: a[0], replicas(state, x.reshape(2, 16, 4)))
+    want = jax.tree.map(lambda a: a[0], jax.jit(replicas)(state, x.reshape(2, 16, 4)))
     case = harness.prepare(norm_step, (state, x))
     assert case.traced.replicas == {"batch"}
     assert len(case.traced.carried) == len(jax.tree.leaves(state))

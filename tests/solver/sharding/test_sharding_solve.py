@@ -181,7 +181,7 @@ def test_time_limit_is_kept(seconds):
     solution = solve(problem, seconds=seconds, gap=0.0)
     check_solution(problem, solution)
     # Generous: the test must pass on a busy machine.
-    assert solution.seconds < seconds + 2.0
+    assert solution.seconds < seconds + 10.0
 
 
 def test_many_terms_with_shared_usage():

@@ -45,6 +45,7 @@ def check_losses(run: Run, steps: int) -> None:
         batch=forms.BATCH,
         steps=steps,
         args=(jax.random.key(0),),
+        ahead=False,
     )
     want = elastic_runs.losses(alone)
     found = run.steps()
@@ -69,7 +70,7 @@ def test_processes_join_and_leave(start: Start) -> None:
 
 def test_processes_are_killed_and_stopped(start: Start) -> None:
     """The first one too; the third hangs and is given up. Others have its shards."""
-    run = start(120, 1, 0.03, processes=3, silence=3)
+    run = start(120, 1, 0.03, processes=3, silence=8)
     run.wait_for_world([0, 1, 2])
     run.kill(0)
     run.wait_for_world([1, 2])

@@ -142,7 +142,7 @@ def test_room_that_does_not_suffice_is_an_error() -> None:
 def test_programs_and_probes_go(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of many changes of codecs as many programs stay as there is room for."""
     monkeypatch.setattr(probing, "PROGRAMS", 2)
-    texts = [f"int8:block={32 * k}" for k in range(1, 5)]
+    texts = [f"int8:block={32 * k}" for k in range(1, 4)]
     probes = ("int8", "int4")
 
     class Probing(Wishing):

@@ -6,11 +6,13 @@ import signal
 import jax
 import numpy as np
 import pytest
-from processes import run_processes, start_processes
+from processes import TIMEOUT_S, run_processes, start_processes
 from stage_cases import LOSSES, adam, train
 
 CLOSE = 2e-5
 WORKER = "stages_worker.py"
+# Less than JAX waits for a process; a machine may be busy.
+AT_ONCE_S = 45
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +67,7 @@ def test_a_failure_of_one_process_reaches_all_and_consumes_nothing(found, one_de
     assert [said.startswith(told) for said in first["said"]] == [True]
     assert second["said"] == ["ZeroDivisionError: division by zero"]
     for process in (first, second):
-        assert process["seconds"] < 10
+        assert process["seconds"] < AT_ONCE_S
         assert process["loss"] == pytest.approx(one_device["mean"][1], rel=CLOSE)
 
 
@@ -77,8 +79,8 @@ def test_a_stage_of_two_processes_is_refused(found):
 def test_a_killed_process_is_an_error_of_the_other(tmp_path):
     first, second = start_processes(WORKER, 2, [str(tmp_path / "out"), "killed"])
     try:
-        log, _ = first.communicate(timeout=120)
-        second.communicate(timeout=10)
+        log, _ = first.communicate(timeout=TIMEOUT_S)
+        second.communicate(timeout=TIMEOUT_S)
         assert second.returncode == -signal.SIGKILL
         assert first.returncode == 0, log
     finally:
@@ -87,4 +89,4 @@ def test_a_killed_process_is_an_error_of_the_other(tmp_path):
             process.communicate()
     said = json.loads((tmp_path / "out_0.json").read_text())
     assert "process 0 has lost another process while running a step" in said["said"]
-    assert said["seconds"] < 10
+    assert said["seconds"] < AT_ONCE_S
