@@ -37,6 +37,7 @@ __all__ = [
     "parallelize",
     "plan",
     "register_rule",
+    "train",
 ]
 
 # Where each name is defined. A name is imported when it is first asked for, so that
@@ -62,6 +63,7 @@ _HOMES = {
     "parallelize": "autopar.runtime.parallelize",
     "plan": "autopar.api",
     "register_rule": "autopar_passes.rules.registry",
+    "train": "autopar.elastic.train",
 }
 
 

@@ -5,6 +5,7 @@ from autopar.api import plan as plan
 from autopar.checkpoint.checkpoints import Checkpoints as Checkpoints
 from autopar.cluster import Cluster as Cluster
 from autopar.elastic.start import elastic as elastic
+from autopar.elastic.train import train as train
 from autopar.errors import AutoparError as AutoparError
 from autopar.errors import CheckpointError as CheckpointError
 from autopar.errors import ClusterError as ClusterError
@@ -45,4 +46,5 @@ __all__ = [
     "parallelize",
     "plan",
     "register_rule",
+    "train",
 ]

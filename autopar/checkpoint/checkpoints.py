@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import pathlib
 import time
@@ -35,6 +36,7 @@ class Restored:
       position: number of samples consumed.
       folder: the checkpoint.
       damaged: what was wrong with checkpoints that are newer; they were passed over.
+      notes: that were saved; None: there are none.
     """
 
     state: Any
@@ -42,6 +44,7 @@ class Restored:
     position: int
     folder: pathlib.Path
     damaged: tuple[str, ...] = ()
+    notes: Any = None
 
 
 class Checkpoints:
@@ -86,6 +89,13 @@ class Checkpoints:
         """The step of the last complete checkpoint; None: there is none."""
         return steps[-1] if (steps := self.steps()) else None
 
+    def notes(self) -> Any:
+        """The notes of the last checkpoint that can be read; None: there are none."""
+        for folder in folders.complete(self.directory)[::-1]:
+            with contextlib.suppress(CheckpointError):
+                return manifest.read(folder).notes
+        return None
+
     def incomplete(self) -> list[pathlib.Path]:
         """The folders of saves that did not end; the next save removes them."""
         return folders.incomplete(self.directory)
@@ -97,8 +107,9 @@ class Checkpoints:
         *,
         step: int,
         position: int = 0,
+        notes: Any = None,
     ) -> None:
-        """Saves a state, and what codecs keep, while the next steps run.
+        """Saves a state, and what codecs and the noise scale keep, beside next steps.
 
         The state is copied before this returns, so the next step may consume it. A
         save that is under way is waited for first.
@@ -108,6 +119,7 @@ class Checkpoints:
           state: what it returned last: one pytree, or a tuple of the leading arguments.
           step: number of steps done.
           position: number of samples consumed.
+          notes: plain data that JSON can hold, kept with it.
 
         Raises:
           CheckpointError: the directory cannot be written, or the last save failed.
@@ -120,7 +132,7 @@ class Checkpoints:
                 raise CheckpointError(
                     f"save: step={step}, position={position}: both count from 0."
                 )
-            arrays, made = _held(train_step, state, step, position)
+            arrays, made = _held(train_step, state, step, position, notes)
             alone = world.process_count == 1
             copies = snapshot(arrays, alone=alone)
             folder = self.directory / folders.folder_name(step, time.time_ns())
@@ -223,17 +235,24 @@ class Checkpoints:
         damaged: list[str] = []
         for folder in self._candidates(step):
             try:
-                held, arrays, codecs = _read(folder, train_step, wanted)
+                held, arrays, codecs, noise = _read(folder, train_step, wanted)
             except _Damaged as error:
                 if step is not None:
                     raise CheckpointError(self._advice(str(error), folder)) from error
                 damaged.append(str(error))
                 continue
             train_step.hold_compression_state(codecs)
+            if noise is not None:
+                train_step.noise_state = noise
             for text in damaged:
                 warnings.warn(f"{text} Restored {folder} instead.", stacklevel=3)
             return Restored(
-                made(arrays), held.step, held.position, folder, tuple(damaged)
+                made(arrays),
+                held.step,
+                held.position,
+                folder,
+                tuple(damaged),
+                held.notes,
             )
         raise CheckpointError(" ".join(damaged) or self._none())
 
@@ -276,7 +295,11 @@ def _structs(running: AnyStep, leaves: Sequence[Any]) -> dict[str, Any]:
 
 
 def _held(
-    train_step: ParallelStep[..., Any], state: Any, step: int, position: int
+    train_step: ParallelStep[..., Any],
+    state: Any,
+    step: int,
+    position: int,
+    notes: Any,
 ) -> tuple[dict[str, Any], Manifest]:
     """The arrays to save, and the manifest without their checksums."""
     running = train_step.running.planned
@@ -285,7 +308,11 @@ def _held(
     named_codecs: dict[str, Any] = {}
     if codecs is not None:
         named_codecs, tree = trees.split(codecs, "codecs")
-    files = store.file_names([*arrays, *named_codecs])
+    noise, noise_tree = train_step.noise_state, None
+    named_noise: dict[str, Any] = {}
+    if noise is not None:
+        named_noise, noise_tree = trees.split(noise, "noise")
+    files = store.file_names([*arrays, *named_codecs, *named_noise])
     plan = running.plan
     made = Manifest(
         schema=manifest.SCHEMA,
@@ -297,6 +324,9 @@ def _held(
         state={path: _entry(x, files[path]) for path, x in arrays.items()},
         codecs={path: _entry(x, files[path]) for path, x in named_codecs.items()},
         codec_tree=tree,
+        noise={path: _entry(x, files[path]) for path, x in named_noise.items()},
+        noise_tree=noise_tree,
+        notes=notes,
         plan=PlanEntry(
             digest=plan.digest,
             fingerprint=plan.fingerprint,
@@ -304,7 +334,7 @@ def _held(
             text=repr(plan),
         ),
     )
-    return {**arrays, **named_codecs}, made
+    return {**arrays, **named_codecs, **named_noise}, made
 
 
 def _entry(array: Any, file: str) -> ArrayEntry:
@@ -322,8 +352,8 @@ def _entry(array: Any, file: str) -> ArrayEntry:
 
 def _read(
     folder: pathlib.Path, train_step: ParallelStep[..., Any], wanted: dict[str, Any]
-) -> tuple[Manifest, list[Any], Any]:
-    """The manifest, the arrays of the state and the codecs' state of a checkpoint.
+) -> tuple[Manifest, list[Any], Any, Any]:
+    """The manifest, the arrays of the state, codecs' state and noise of a checkpoint.
 
     Raises:
       _Damaged: it cannot be read.
@@ -341,6 +371,7 @@ def _read(
     try:
         arrays = restoring.read_arrays(folder, entries, shardings, dtypes, world)
         codecs = restoring.codec_state(folder, held, running.meshes[0], world)
+        noise = restoring.noise_state(folder, held, running.meshes[0], world)
     except CheckpointError as error:
         raise _Damaged(str(error)) from error
-    return held, list(arrays.values()), codecs
+    return held, list(arrays.values()), codecs, noise

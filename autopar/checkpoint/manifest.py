@@ -67,6 +67,9 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
       state: path -> array of the train state.
       codecs: name -> array of the codecs' state.
       codec_tree: the structure of the codecs' state; None: no gradient was compressed.
+      noise: name -> array of the averages of the noise scale.
+      noise_tree: their structure; None: noise was not measured.
+      notes: plain data of the loop; None: there is none.
       plan: the plan that was in use; the whole of it is in ``plan.json``.
       checksum: of all other fields.
     """
@@ -81,12 +84,15 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True):
     codecs: dict[str, ArrayEntry]
     codec_tree: Any
     plan: PlanEntry
+    noise: dict[str, ArrayEntry] = {}
+    noise_tree: Any = None
+    notes: Any = None
     checksum: str = ""
 
     @property
     def arrays(self) -> dict[str, ArrayEntry]:
-        """All arrays: those of the state, and those of the codecs."""
-        return {**self.state, **self.codecs}
+        """All arrays: those of the state, of the codecs and of the noise scale."""
+        return {**self.state, **self.codecs, **self.noise}
 
     @property
     def num_bytes(self) -> int:
@@ -153,5 +159,8 @@ def decode(data: bytes, name: str) -> Manifest:
 
 
 def _checksum(manifest: Manifest) -> str:
-    plain = msgspec.structs.replace(manifest, checksum="")
+    plain = msgspec.to_builtins(msgspec.structs.replace(manifest, checksum=""))
+    for name in ("noise", "noise_tree", "notes"):  # earlier versions had none
+        if not plain[name]:
+            del plain[name]
     return hashlib.sha256(msgspec.json.encode(plain)).hexdigest()[:32]

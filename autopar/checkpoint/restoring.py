@@ -147,13 +147,30 @@ def codec_state(
 
     The next step places it for its plan (`autopar.runtime.gradients.codec_state`).
     """
-    if manifest.codec_tree is None:
+    return _beside(folder, manifest.codecs, manifest.codec_tree, mesh, world)
+
+
+def noise_state(
+    folder: pathlib.Path, manifest: Manifest, mesh: Any, world: World
+) -> Any:
+    """The averages of the noise scale that a checkpoint holds; None: it has none."""
+    return _beside(folder, manifest.noise, manifest.noise_tree, mesh, world)
+
+
+def _beside(
+    folder: pathlib.Path,
+    entries: Mapping[str, ArrayEntry],
+    tree: Any,
+    mesh: Any,
+    world: World,
+) -> Any:
+    """A tree of arrays beside the state, split evenly; None: there is none."""
+    if tree is None:
         return None
-    entries = manifest.codecs
     shardings = {
         path: placement.even_sharding(entry.shape, mesh)
         for path, entry in entries.items()
     }
     dtypes = {p: jax_compat.dtype_of(entry.dtype) for p, entry in entries.items()}
     arrays = read_arrays(folder, entries, shardings, dtypes, world)
-    return trees.join(manifest.codec_tree, arrays)
+    return trees.join(tree, arrays)

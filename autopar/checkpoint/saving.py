@@ -108,7 +108,10 @@ def with_digests(manifest: Manifest, digests: Mapping[str, str]) -> Manifest:
         }
 
     return msgspec.structs.replace(
-        manifest, state=filled(manifest.state), codecs=filled(manifest.codecs)
+        manifest,
+        state=filled(manifest.state),
+        codecs=filled(manifest.codecs),
+        noise=filled(manifest.noise),
     )
 
 

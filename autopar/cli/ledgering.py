@@ -17,6 +17,10 @@ _HEADING = (
     "move", "step before", "after",
 )  # fmt: skip
 _NUMBERS = (0, *range(6, len(_HEADING)))
+_BATCHES = (
+    "step", "from", "to", "of", "phi", "goodput before", "predicted", "measured",
+    "at least", "pause", "step before", "after",
+)  # fmt: skip
 
 
 def ledger(file: pathlib.Path, as_json: bool) -> Result:
@@ -34,6 +38,11 @@ def ledger(file: pathlib.Path, as_json: bool) -> Result:
     replans = [x for x in lines if x["kind"] == "replan"]
     rows = [_HEADING, *(_row(x, after.get(x.get("number"), {})) for x in replans)]
     parts = [columns(rows, right=_NUMBERS)] if replans else []
+    settled = {x.get("number"): x for x in lines if x["kind"] == "batch measured"}
+    changes = [x for x in lines if x["kind"] == "batch"]
+    made = [_batch_row(x, settled.get(x.get("number"), {})) for x in changes]
+    if made:
+        parts.append(columns([_BATCHES, *made], right=(0, *range(3, len(_BATCHES)))))
     others = [row for x in lines if (row := _other(x))]
     if others:
         parts.append(columns([("what", "from", "why"), *others]))
@@ -58,6 +67,38 @@ def _row(line: _Line, after: _Line) -> tuple[str, ...]:
     )
 
 
+def _batch_row(line: _Line, after: _Line) -> tuple[str, ...]:
+    """One change of the batch, the plan or the codecs by their goodput."""
+    predicted, phi = line.get("predicted", {}), line.get("phi") or {}
+    times = [line.get("measured", {}).get("pause_s")]
+    times += [after.get("step_before_s"), after.get("step_after_s")]
+    rates = [predicted.get(x) for x in ("goodput_before", "goodput")]
+    least = predicted.get("least")
+    return (
+        str(line.get("step", "")),
+        _way_text(line.get("old", {})),
+        _way_text(line.get("new", {})),
+        str(len(line.get("compared", ()))),
+        _number(phi.get("phi")),
+        *(_number(x) for x in (*rates, after.get("goodput_after"))),
+        "" if least is None else f"x{least:.2f}",
+        *("" if t is None else seconds_text(t) for t in times),
+    )
+
+
+def _way_text(way: _Line) -> str:
+    """Rows, microbatches, codecs and mesh, as ``64/2 int8 data=4``."""
+    parts = way.get("microbatches", 1)
+    rows = f"{way.get('rows', '')}" + (f"/{parts}" if parts > 1 else "")
+    meshes: Sequence[Mapping[str, int]] = way.get("meshes", ())
+    axes = (" ".join(f"{k}={v}" for k, v in mesh.items()) for mesh in meshes)
+    return " ".join((rows, str(way.get("codecs", "")), " | ".join(axes)))
+
+
+def _number(given: float | None) -> str:
+    return "" if given is None else f"{given:.4g}"
+
+
 def _plan_text(plan: _Line) -> str:
     """A plan's cluster and meshes, as ``8:cpu data=4 tensor=2``."""
     meshes: Sequence[Mapping[str, int]] = plan.get("meshes", ())
@@ -73,6 +114,10 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
         return what, event["source"], event["reason"]
     if line["kind"] == "wrong":
         return "no event", line["source"], line["reason"]
+    if line["kind"] == "batch refused":
+        way = line.get("way") or {}
+        reason = str(line.get("reason", "")).split("\n", 1)[0]
+        return f"{_way_text(way)}: refused", "the batch", reason
     if line["kind"] in ("refused", "stop"):
         events = line.get("events", ())
         what = "; ".join(x.get("what", "") for x in events)

@@ -28,7 +28,11 @@ _NICE, _SWITCH_S = 19, 5e-4
 
 
 class Ahead:
-    """Prepares clusters in the background; see `prepare`."""
+    """Prepares clusters in the background; see `prepare`.
+
+    Attributes:
+      rows: samples of a step.
+    """
 
     def __init__(self, step: ParallelStep[..., Any], rows: int) -> None:
         """Has prepared nothing yet.
@@ -37,11 +41,12 @@ class Ahead:
           step: a step that has a plan.
           rows: samples of a step.
         """
-        self._step, self._rows = step, rows
+        self._step, self.rows = step, rows
         self._wanted: tuple[Cluster, ...] = ()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
+        self._beside = 0
 
     def prepare(self, clusters: Sequence[Cluster]) -> None:
         """Prepares these clusters next, and forgets those that still waited."""
@@ -53,6 +58,28 @@ class Ahead:
                 self._thread.start()
             self._changed.notify_all()
 
+    def beside(self, work: Callable[[], None]) -> None:
+        """Does some work beside the run, of which it is known that it pays.
+
+        It has a thread of its own and the priority of the run: on a busy machine one of
+        the least priority might never come to its end.
+        """
+        with self._changed:
+            if self._closed:
+                return
+            self._beside += 1
+
+        def done() -> None:
+            try:
+                with _switching_often():
+                    work()
+            finally:
+                with self._changed:
+                    self._beside -= 1
+                    self._changed.notify_all()
+
+        threading.Thread(target=done, name="autopar-beside").start()
+
     def close(self) -> None:
         """Prepares nothing more; what is under way comes to its end."""
         with self._changed:
@@ -62,7 +89,9 @@ class Ahead:
     def wait(self) -> None:
         """Waits until all that was wanted is prepared."""
         with self._changed:
-            self._changed.wait_for(lambda: not (self._wanted or self._busy))
+            self._changed.wait_for(
+                lambda: not (self._wanted or self._busy or self._beside)
+            )
 
     def _work(self) -> None:
         _lower_priority()
@@ -81,12 +110,13 @@ class Ahead:
     def _prepare_one(self, cluster: Cluster) -> None:
         """Plans for a cluster, and compiles the plan that a change would take."""
         step, preparation = self._step, self._step.preparation
+        # The batch of the step may change while this works.
+        analysed = step.running.analysed
         found: list[tuple[Plan, Cluster]] = []
-        for part in (cluster, dividing_part(cluster, self._rows)):
+        for part in (cluster, dividing_part(cluster, self.rows)):
             if part is None:
                 continue
             try:
-                analysed = step.running.analysed
                 setting = preparation.moved(step.setting, part)
                 plan = preparation.plan(analysed, setting)
                 preparation.remember(analysed, setting, plan)
@@ -97,7 +127,7 @@ class Ahead:
             return
         plan, part = min(found, key=lambda pair: pair[0].predicted.step_s)
         try:
-            preparation.made_for(step.running.analysed, step.setting, part, plan=plan)
+            preparation.made_for(analysed, step.setting, part, plan=plan)
         except Exception as error:  # the run goes on without it
             LOGGER.warning("cannot prepare %s: %s", part, error)
 

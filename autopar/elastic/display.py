@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from autopar import progress
@@ -14,7 +15,7 @@ _EVERY_S = 0.1
 class Display:
     """A line of progress; it shows nothing where nobody looks."""
 
-    def __init__(self, steps: int, shows: bool | None) -> None:
+    def __init__(self, steps: float, shows: bool | None) -> None:
         """Shows nothing yet.
 
         Args:
@@ -39,15 +40,14 @@ class Display:
             self._shows = False
 
 
-def progress_text(step: int, steps: int, seconds: float, plan: Plan) -> str:
+def progress_text(step: int, steps: float, seconds: float, plan: Plan) -> str:
     """The line of progress.
 
     Args:
       step: how many steps have run.
-      steps: how many there are.
+      steps: how many there are; infinite: nobody knows.
       seconds: of the last one.
       plan: in use.
     """
-    return (
-        f"step {step} of {steps}, {seconds * 1e3:.3g} ms a step on {plan.cluster.text}"
-    )
+    of = f" of {steps}" if math.isfinite(steps) else ""
+    return f"step {step}{of}, {seconds * 1e3:.3g} ms a step on {plan.cluster.text}"

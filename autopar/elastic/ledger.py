@@ -5,6 +5,10 @@ Kinds of lines:
 * ``replan``: what led to a re-plan, what was compared, what the choice was predicted to
   gain and to cost, and how long its pause was;
 * ``measured``: the seconds of a step before and after a re-plan, some steps later;
+* ``batch``: a change of the batch, the plan or the codecs by their goodput: what was
+  compared, and what the choice was predicted to be worth;
+* ``batch measured``: what a step took and was worth before and after it;
+* ``batch refused``: a way to go on that could not be planned;
 * ``refused``: a change that could not be planned;
 * ``event``: an event that changed nothing, and why;
 * ``wrong``: a message that is no event;

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import inspect
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,7 @@ from autopar.errors import AutoparError, ClusterError, EventError
 from autopar.plans import Plan
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
+from autopar_passes.program.static_leaves import struct_of
 
 # Steps whose median is the seconds of a step, and how many must have run after a
 # re-plan before they are written down.
@@ -65,6 +67,7 @@ class ElasticRun:
       state: the carried state.
       step: number of the next step.
       ledger: what was written of events and re-plans.
+      notes: plain data of the checkpoint that the run was restored from; or None.
       sources: of events.
       ahead: prepares likely next clusters; None: nothing does.
     """
@@ -74,7 +77,7 @@ class ElasticRun:
         step: ParallelStep[..., Any],
         samples: Samples,
         *,
-        steps: int,
+        steps: float,
         ledger: Ledger,
         membership: Callable[[Inbox], Membership] | None = None,
         sources: Sequence[Source] = (),
@@ -88,7 +91,7 @@ class ElasticRun:
         Args:
           step: the step.
           samples: what it is trained on.
-          steps: how many steps there are.
+          steps: how many steps there are; infinite: until `stop`.
           ledger: what events and re-plans are written to.
           membership: makes the membership; None: this process alone.
           sources: of events; they listen from now on.
@@ -101,6 +104,7 @@ class ElasticRun:
         self.ledger = ledger
         self.state: Any = None
         self.step = 0
+        self.notes: Any = None
         self._saves = Saves(checkpoints, every, step, ledger)
         self._stopped = False
         self._cluster = step.cluster
@@ -114,6 +118,7 @@ class ElasticRun:
         self._display = display.Display(steps, shows)
         self._seconds: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._replans = 0
+        self._last: Any = ((), {})
         self._before_s: float | None = None
         self.sources: tuple[Source, ...] = ()
         for source in sources:
@@ -143,6 +148,38 @@ class ElasticRun:
         """The state of the codecs (`autopar.ParallelStep.compression_state`)."""
         return self._train_step.compression_state
 
+    @property
+    def batch(self) -> int:
+        """Samples of a step."""
+        return self._samples.batch
+
+    def resize(self, rows: int) -> None:
+        """Asks the source for another number of samples from the next step on.
+
+        The plan is not changed: where the step has none for them, it makes one.
+        """
+        self._samples = self._samples.resized(self.step, rows)
+        self._replanner.rows = rows
+        if self.ahead is not None:
+            self.ahead.rows = rows
+        self._seconds.clear()
+
+    def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Structs of what the last step took after the state, in order and by name."""
+        return self._last
+
+    def horizon_s(self, rest_s: float = math.inf) -> float:
+        """Seconds until the next change is expected, or the end in ``rest_s``."""
+        return self._replanner.horizon_s(rest_s)
+
+    def save(self) -> None:
+        """Saves the state as it is, and waits until that is complete."""
+        self._saves.end(self.state, self.step, self.position)
+
+    def keep(self, notes: Callable[[], Any]) -> None:
+        """Saves plain data with each state from now on."""
+        self._saves.notes = notes
+
     def create(self, create_state: Callable[..., Any], args: Sequence[Any]) -> None:
         """Creates the state in its shards, or restores it from the last checkpoint.
 
@@ -163,6 +200,7 @@ class ElasticRun:
             return
         self.state, self.step = found.state, found.step
         self._samples = self._samples.gone_on(found.step, found.position)
+        self.notes = found.notes
 
     def change(self, event: Event | Cluster | str | Mapping[str, Any]) -> Resolved:
         """Asks for a change before the next step.
@@ -226,6 +264,12 @@ class ElasticRun:
     def _ended(self) -> bool:
         return self._stopped or self.step >= self._steps
 
+    @property
+    def rest_steps(self) -> int | None:
+        """Steps that are left; None: it is not known."""
+        left = self._steps - self.step
+        return int(left) if math.isfinite(left) else None
+
     def _run(self) -> Any:
         """Runs one step, and takes its state.
 
@@ -238,6 +282,7 @@ class ElasticRun:
             planned = self._train_step.running.planned
             structs = batch_structs(planned, len(splat(self.state)))
         rest, named = self._samples.arguments(self.step, world, structs)
+        self._last = jax.tree.map(struct_of, (rest, named))
         returned = self._train_step(*splat(self.state), *rest, **named)
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
@@ -276,7 +321,7 @@ class ElasticRun:
                 self.state,
                 measured_s=self._median(),
                 left_s=change.deadline_s - time.time(),
-                rest_steps=self._steps - self.step,
+                rest_steps=self.rest_steps,
             )
         except (AutoparError, ClusterError) as error:
             self._membership.settled(self._cluster)

@@ -14,7 +14,6 @@ import jax
 import msgspec
 
 from autopar.cluster import Cluster
-from autopar.elastic.moving import Move, move_of, slowest_bytes_per_s
 from autopar.elastic.options import (
     Horizon,
     Option,
@@ -25,6 +24,7 @@ from autopar.errors import AutoparError, ClusterError
 from autopar.planner.codecs.adjusted import program_plan
 from autopar.plans import Plan, StagePlan
 from autopar.runtime.creation import flat_state
+from autopar.runtime.moving import Move, move_of, slowest_bytes_per_s
 from autopar.runtime.parallel_step import ParallelStep
 
 # Fewest bytes of a move whose rate is remembered: latencies hide that of small ones.
@@ -59,7 +59,11 @@ class Outcome:
 
 
 class Replanner:
-    """Re-plans a step; remembers what moving and compiling took."""
+    """Re-plans a step; remembers what moving and compiling took.
+
+    Attributes:
+      rows: samples of a step.
+    """
 
     def __init__(
         self,
@@ -74,7 +78,7 @@ class Replanner:
           rows: samples of a step.
           clock: seconds now.
         """
-        self._step, self._rows, self._clock = step, rows, clock
+        self._step, self.rows, self._clock = step, rows, clock
         self._begin_s = clock()
         self._horizon = Horizon()
         self._bytes_per_s = 0.0
@@ -141,6 +145,10 @@ class Replanner:
         if rest_steps is not None:
             slowest = max(found, key=lambda x: x.step_s)
             rest_s = slowest.cost_s + rest_steps * slowest.step_s
+        return self.horizon_s(rest_s)
+
+    def horizon_s(self, rest_s: float = math.inf) -> float:
+        """Seconds until the next change, or the end of the run in ``rest_s``."""
         seen_s = self._clock() - self._begin_s
         return dataclasses.replace(self._horizon, seen_s=seen_s).expected_s(rest_s)
 
@@ -175,7 +183,7 @@ class Replanner:
         planner, analysed = step.preparation, step.running.analysed
         if set(step.cluster.ids) <= set(cluster.ids):
             yield from self._staying(cluster)
-        fewer = dividing_part(cluster, self._rows)
+        fewer = dividing_part(cluster, self.rows)
         for name, part in (("new", cluster), ("fewer", fewer)):
             if part is None:
                 continue

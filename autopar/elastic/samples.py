@@ -48,6 +48,11 @@ class Samples:
         """The source where a step begins at a sample, as an earlier run left it."""
         return dataclasses.replace(self, first=position - step * self.batch)
 
+    def resized(self, step: int, batch: int) -> Samples:
+        """The source where a step, and those after it, have another batch."""
+        first = self.position(step) - step * batch
+        return dataclasses.replace(self, batch=batch, first=first)
+
     def arguments(
         self, step: int, world: World, structs: Any = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
@@ -75,7 +80,14 @@ class Samples:
         Raises:
           PlanError: the source returns another number of them.
         """
-        batch = self.source(position, rows)
+        try:
+            batch = self.source(position, rows)
+        except (StopIteration, EOFError, IndexError) as error:
+            raise PlanError(
+                f"source({position}, {rows}) raised {type(error).__name__}: it has no "
+                "such samples. End the run before them (steps= or samples=), or begin "
+                "again from the first."
+            ) from error
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if np.ndim(leaf) and np.shape(leaf)[0] != rows:
                 raise PlanError(

@@ -37,6 +37,8 @@ class Saves:
         self.checkpoints = checkpoints
         self._every, self._step, self._ledger = every, step, ledger
         self._last: int | None = None
+        # Plain data that is saved with each state.
+        self.notes: Callable[[], Any] = lambda: None
 
     def restored(
         self,
@@ -92,7 +94,9 @@ class Saves:
         # A save that failed before is told of here; it does not stop this one.
         self._trying(checkpoints.wait)
         saved = self._trying(
-            lambda: checkpoints.save(self._step, state, step=step, position=position)
+            lambda: checkpoints.save(
+                self._step, state, step=step, position=position, notes=self.notes()
+            )
         )
         self._last = step if saved else self._last
 

@@ -10,6 +10,7 @@ from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
 from autopar.elastic.processes.joining import join_run
+from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples, others_of
 from autopar.elastic.sources.named import sources_of
@@ -75,8 +76,10 @@ def elastic(
       TraceError: JAX cannot trace the step.
       InfeasibleError: no plan fits the memory of a device.
     """
-    _check(step, create_state, source, batch, steps)
-    _check_saves(checkpoint, every)
+    check_step("elastic", step, create_state, source)
+    _check_counts(batch, steps)
+    checkpoint, every = of_scheduler(checkpoint, every)
+    check_saves("elastic", checkpoint, every)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         checkpoint = Checkpoints(os.fspath(checkpoint))
     samples = Samples(source, batch, others_of(others))
@@ -86,6 +89,7 @@ def elastic(
         args,
         samples,
         steps=steps,
+        events=events,
         ledger=ledger,
         checkpoints=checkpoint,
         every=every,
@@ -113,8 +117,24 @@ def elastic(
     return run
 
 
-def _check_saves(checkpoint: Any, every: Any) -> None:
+def of_scheduler(checkpoint: Any, every: Any) -> tuple[Any, Any]:
+    """Where and how often a run is saved; a scheduler says it for scripts that do not.
+
+    A job that is preempted goes on from a checkpoint.
+    """
+    folder = os.environ.get(CHECKPOINT_VARIABLE)
+    if checkpoint is not None or not folder:
+        return checkpoint, every
+    return folder, every or int(os.environ.get(EVERY_VARIABLE, "0")) or None
+
+
+def check_saves(name: str, checkpoint: Any, every: Any) -> None:
     """Checks what is said of checkpoints.
+
+    Args:
+      name: of the function that was called, for the error.
+      checkpoint: where they are kept.
+      every: after how many steps.
 
     Raises:
       PlanError: it is wrong.
@@ -122,27 +142,41 @@ def _check_saves(checkpoint: Any, every: Any) -> None:
     if every is None:
         return
     if checkpoint is None:
-        raise PlanError(f"elastic: every={every!r} needs checkpoint=, a directory.")
+        raise PlanError(f"{name}: every={every!r} needs checkpoint=, a directory.")
     if not isinstance(every, int) or isinstance(every, bool) or every < 1:
-        raise PlanError(f"elastic: every={every!r} must be a whole number, at least 1.")
+        raise PlanError(f"{name}: every={every!r} must be a whole number, at least 1.")
 
 
-def _check(step: Any, create_state: Any, source: Any, batch: Any, steps: Any) -> None:
-    """Checks the arguments before any work is done.
+def check_step(name: str, step: Any, create_state: Any, source: Any) -> None:
+    """Checks the arguments that make a run, before any work is done.
+
+    Args:
+      name: of the function that was called, for the error.
+      step: the step.
+      create_state: makes the state.
+      source: returns samples.
 
     Raises:
       PlanError: one is wrong.
     """
     if not isinstance(step, ParallelStep):
         raise PlanError(
-            f"elastic: step is {type(step).__name__}; pass what "
+            f"{name}: step is {type(step).__name__}; pass what "
             "autopar.parallelize(step) returns."
         )
-    for name, given in (("create_state", create_state), ("source", source)):
+    for kind, given in (("create_state", create_state), ("source", source)):
         if not callable(given):
             raise PlanError(
-                f"elastic: {name} must be a function, got {type(given).__name__}."
+                f"{name}: {kind} must be a function, got {type(given).__name__}."
             )
+
+
+def _check_counts(batch: Any, steps: Any) -> None:
+    """Checks the batch and the number of steps.
+
+    Raises:
+      PlanError: one is wrong.
+    """
     for name, given, least in (("batch", batch, 1), ("steps", steps, 0)):
         if not isinstance(given, int) or isinstance(given, bool) or given < least:
             raise PlanError(

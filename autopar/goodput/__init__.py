@@ -3,6 +3,8 @@
 >>> from autopar.goodput import NoiseOptions, efficiency, scaled
 """
 
+from autopar.goodput.critical import CriticalRegimes
+from autopar.goodput.curves import CurvePoint, CurveTable, corrected
 from autopar.goodput.efficiency import (
     CodecError,
     codec_error,
@@ -10,18 +12,30 @@ from autopar.goodput.efficiency import (
     gain,
     goodput,
 )
+from autopar.goodput.following import Following
+from autopar.goodput.loop import Loop
 from autopar.goodput.progress_ratio import ProgressRatio, progress_ratio
 from autopar.goodput.rates import ScaledState, progress, scaled, told
+from autopar.goodput.throughput import Interval, Terms, Throughput
 from autopar.runtime.noise.averages import NoiseScale
 from autopar.runtime.noise.options import NoiseOptions
 
 __all__ = [
     "CodecError",
+    "CriticalRegimes",
+    "CurvePoint",
+    "CurveTable",
+    "Following",
+    "Interval",
+    "Loop",
     "NoiseOptions",
     "NoiseScale",
     "ProgressRatio",
     "ScaledState",
+    "Terms",
+    "Throughput",
     "codec_error",
+    "corrected",
     "efficiency",
     "gain",
     "goodput",

@@ -26,10 +26,13 @@ from typing import Any, Literal, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
+from jax.sharding import NamedSharding
 
 from autopar.errors import PlanError
 from autopar.goodput.efficiency import EXACT, CodecError, gain
+from autopar.runtime import placement
 
 Rule = Literal["adascale", "adascale-root", "sqrt", "linear", "legw", "none"]
 
@@ -41,6 +44,7 @@ class ScaledState(NamedTuple):
       base_batch: rows of the base batch, M0, a float32 scalar.
       batch: rows of the batch, M, float32.
       gain: steps with the base batch that a step is worth, float32.
+      rule: number of the rule among those of `Rule`, int32.
       progress: rows of the base batch so far, float32.
       rest: what float32 could not add to it.
       steps: number of steps, int32.
@@ -50,6 +54,7 @@ class ScaledState(NamedTuple):
     base_batch: Any
     batch: Any
     gain: Any
+    rule: Any
     progress: Any
     rest: Any
     steps: Any
@@ -114,6 +119,7 @@ def scaled(
             base_batch=jnp.asarray(base_batch, jnp.float32),
             batch=jnp.asarray(base_batch, jnp.float32),
             gain=jnp.ones((), jnp.float32),
+            rule=jnp.asarray(get_args(Rule).index(rule), jnp.int32),
             progress=zero,
             rest=zero,
             steps=jnp.zeros((), jnp.int32),
@@ -196,12 +202,18 @@ def told(
     known = phi is not None and not math.isnan(phi)
     worth = gain(0.0 if phi is None or not known else phi, batch, base, error)
 
+    worth = worth if known else 1.0
+    if any(_is_variable(x.batch) for x in found):  # NNX objects are updated in place
+        for node in found:
+            node.batch.set_value(_like(node.batch.get_value(), batch))
+            node.gain.set_value(_like(node.gain.get_value(), worth))
+        return state
+
     def written(node: Any) -> Any:
         if not isinstance(node, ScaledState):
             return node
         return node._replace(
-            batch=_like(node.batch, batch),
-            gain=_like(node.gain, worth if known else 1.0),
+            batch=_like(node.batch, batch), gain=_like(node.gain, worth)
         )
 
     return jax.tree.map(written, state, is_leaf=_is_scaled)
@@ -222,6 +234,31 @@ def progress(state: Any) -> float:
     return float(found[0].progress)
 
 
+def rule_of(state: Any) -> tuple[Rule, int]:
+    """The rule and the base batch of a train state's optimizer.
+
+    Args:
+      state: any tree that holds a `ScaledState`.
+
+    Raises:
+      PlanError: the tree holds none, or several that differ.
+    """
+    found = {(int(x.rule), round(float(x.base_batch))) for x in scaled_states(state)}
+    if not found:
+        raise PlanError(
+            "the state holds no autopar.goodput.ScaledState, so its learning rate "
+            "would not follow the batch. Wrap its optimizer in "
+            "autopar.goodput.scaled(optimizer, rule, base_batch=...)."
+        )
+    if len(found) > 1:
+        raise PlanError(
+            "the state holds several autopar.goodput.ScaledState that differ in their "
+            "rule or base batch. Wrap all optimizers alike."
+        )
+    ((number, base),) = found
+    return get_args(Rule)[number], base
+
+
 def scaled_states(state: Any) -> list[ScaledState]:
     """All `ScaledState` of a tree."""
     leaves = jax.tree.leaves(state, is_leaf=_is_scaled)
@@ -232,10 +269,17 @@ def _is_scaled(node: Any) -> bool:
     return isinstance(node, ScaledState)
 
 
+def _is_variable(leaf: Any) -> bool:
+    """Whether a leaf is a variable of an NNX object, which holds its array."""
+    return hasattr(leaf, "set_value") and hasattr(leaf, "get_value")
+
+
 def _like(old: Any, number: float) -> Any:
     """A number where an array lies."""
-    new = jnp.asarray(number, jnp.float32)
     where = getattr(old, "sharding", None)
+    if isinstance(where, NamedSharding):
+        return placement.place(np.float32(number), where)
+    new = jnp.asarray(number, jnp.float32)
     return new if where is None else jax.device_put(new, where)
 
 

@@ -244,5 +244,10 @@ def given(
         seconds=0.0,
     )
     found = candidate_of(analysis, formulation, solution)
+    if not math.isfinite(cost):
+        # The problem rules out a copy that the layouts of another batch have: there
+        # it costs as much to make it anew. A plan that is written down needs a number.
+        solution = dataclasses.replace(solution, cost=found.step_s)
+        found = dataclasses.replace(found, solution=solution)
     seconds = time.perf_counter() - start
     return SearchResult(found, ((mesh, found),), seconds, searched=False)

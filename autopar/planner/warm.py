@@ -198,7 +198,9 @@ def _on_mesh(
     """A good plan on one mesh; None where none was found in the time."""
     limit = _limit(analysis, pricer, options)
     starts: list[Candidate] = []
-    if pricer.mesh.names == running.axis_names:
+    # Another number of microbatches, or of rows, may make another program.
+    alike = len(running.nodes) == len(analysis.contraction.nodes)
+    if alike and pricer.mesh.names == running.axis_names:
         with contextlib.suppress(PlanError):
             starts.append(carried_plan(analysis, pricer, running, limit))
     with contextlib.suppress(PlanError):

@@ -316,9 +316,14 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return checks.changed(self.checks, checks.checks_of(self, self.stages))
 
     def stamped(self) -> Plan:
-        """The plan as made: from now on, changes of a part count as edits."""
-        sums = checks.checks_of(self, self.stages)
-        return msgspec.structs.replace(self, checks=sums)
+        """The plan as made: from now on, changes of a part count as edits.
+
+        Numbers get the types of their fields, as they have when a file is read: sums
+        must not tell 0 from 0.0.
+        """
+        made = msgspec.convert(msgspec.to_builtins(self), type(self))
+        sums = checks.checks_of(made, made.stages)
+        return msgspec.structs.replace(made, checks=sums)
 
     def with_stage(self, **changes: Any) -> Plan:
         """The plan with other fields in its only stage, such as ``gradients=``."""

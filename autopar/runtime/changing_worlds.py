@@ -43,7 +43,8 @@ def enter(
 ) -> None:
     """Goes on in another world, with no plan yet; the old world's devices are gone.
 
-    Analyses and plans are kept. Codecs start anew, unless their state is assigned.
+    Analyses and plans are kept. Codecs and the noise scale start anew, unless their
+    state is assigned.
 
     Args:
       step: the step.
@@ -54,6 +55,7 @@ def enter(
     """
     if step._current is not None:
         step._codecs.start_anew()
+        step._noise.start_anew()
     step._world, step._current = world, None
     step._setting = dataclasses.replace(step._setting, cluster=cluster, devices=None)
     step._store.clear()

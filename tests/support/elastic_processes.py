@@ -108,7 +108,7 @@ class Run:
             if path.is_file() and path.suffix != ".ledger":
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):
-                        found.append(tuple(json.loads(line)))
+                        found.append(tuple(json.loads(line)[:2]))
         return found
 
     def last_step(self) -> int:

@@ -17,7 +17,7 @@ def ledger(
 ) -> Result:
     """Says what an elastic run re-planned for, what it compared, and what that cost.
 
-    A run writes the file where autopar.elastic is given ledger=.
+    A run writes the file where autopar.elastic or autopar.train is given ledger=.
     """
     # They import JAX, which help must not.
     from autopar.cli import ledgering

@@ -145,6 +145,7 @@ class Programs:
             repr(devices),
             repr(donate),
             repr(fallback),
+            repr(None if planned.noise is None else planned.noise.options),
         )
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
         return self.folder / digest

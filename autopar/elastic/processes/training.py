@@ -2,36 +2,40 @@
 
 from __future__ import annotations
 
-import inspect
+import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar.cluster import Cluster
 from autopar.elastic import display
 from autopar.elastic.carrying import carried_out, splat
+from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
-from autopar.elastic.processes import hosting
+from autopar.elastic.pace import Pace
+from autopar.elastic.processes import beside, hosting
+from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place
+from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.programs import Programs
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
 from autopar.elastic.samples import Samples, batch_structs
 from autopar.elastic.saves import Saves
 from autopar.errors import PlanError
+from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
 from autopar.runtime import changing_worlds, placement
 from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
 from autopar.runtime.parallel_step import ParallelStep
-from autopar_passes.program.static_leaves import struct_of
 
-# Paths of the codecs' arrays among those of the state.
-_CODEC = "codecs/"
 _NOT_FOUND = "NOT_FOUND: Function"
 
 
@@ -55,12 +59,13 @@ class TeamRun:
         args: Sequence[Any],
         samples: Samples,
         *,
-        steps: int,
+        steps: float,
         ledger: Ledger,
         saves: Saves,
         team: Team,
         donate: bool,
         shows: bool | None = None,
+        following: Callable[[Record], TeamFollowing] | None = None,
     ) -> None:
         """Joins the run.
 
@@ -76,8 +81,10 @@ class TeamRun:
           donate: whether steps consume the state, which then is lost with a step that
             breaks.
           shows: whether progress is shown; None: on a terminal.
+          following: makes what lets the batch follow; None: the batch stays.
         """
         self._train_step, self._samples, self._steps = step, samples, steps
+        self._follow = None if following is None else following(self._record)
         self._create, self._args = create_state, hosting.hosted(tuple(args))
         self._team, self._donate, self.ledger = team, donate, ledger
         self._base = step.setting.cluster
@@ -85,6 +92,8 @@ class TeamRun:
         self.state: Any = None
         self.step = 0
         self._saves = saves
+        # Of the run, whoever runs it: a scheduler reads it.
+        self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
         self._yielded = -1
         self._distrusts = False
         self._stopped = self._finished = False
@@ -101,6 +110,16 @@ class TeamRun:
         return self._samples.position(self.step)
 
     @property
+    def batch_size(self) -> int:
+        """Samples of the next step."""
+        return self._samples.batch
+
+    @property
+    def progress(self) -> float:
+        """Rows of the base batch that the steps were worth, where the batch follows."""
+        return math.nan if self._follow is None else self._follow.worth
+
+    @property
     def plan(self) -> Plan:
         """The plan in use."""
         return self._train_step.plan
@@ -110,9 +129,25 @@ class TeamRun:
         """The state of the codecs (`autopar.ParallelStep.compression_state`)."""
         return self._train_step.compression_state
 
-    def change(self, processes: int) -> None:
-        """Asks for another number of processes."""
-        self._team.resize(processes)
+    def change(self, event: int | Event | Cluster | str | Mapping[str, Any]) -> None:
+        """Asks the supervisor for a change; one process is enough.
+
+        Args:
+          event: the number of processes, an event, its data, or the whole next
+            cluster, of which each process is a host.
+
+        Raises:
+          EventError: the event makes no sense. What comes of one that does is written
+            to ``log.jsonl`` in the folder of the run.
+        """
+        if isinstance(event, int):
+            self._team.resize(event)
+            return
+        if isinstance(event, Cluster):
+            event = Event(kind="cluster", cluster=event)
+        elif not isinstance(event, Event):
+            event = Event.from_data(event)
+        self._team.tell(event.to_data())
 
     def stop(self) -> None:
         """Ends this process's part before the next step; all should call it there."""
@@ -139,18 +174,23 @@ class TeamRun:
             if self._stopped:
                 self.close()
                 raise StopIteration
-            if self.step >= self._steps:
+            if self.step >= self._steps or self._reached():
                 self._end()
                 continue
             if not self._team.may_start(self.step):
                 if self._team.orphaned:
                     raise self._orphaned()
+                if self._team.suspended:
+                    self._suspend()
                 self._reform()
                 continue
             done = self._tried()
             if done is not None and done.step > self._yielded:
                 self._yielded = done.step
+                self._log(done)
                 self._display.show(done.step + 1, done.seconds, self.plan)
+                if self._follow is not None and (until := self._follow.ends.until):
+                    self._steps = self.step if until(done) else self._steps
                 if self._plan_id() != before:
                     return Step(
                         step=done.step,
@@ -161,6 +201,19 @@ class TeamRun:
                     )
                 return done
 
+    def _log(self, done: Step) -> None:
+        """Writes down how far the run is; one process writes for all."""
+        world = self._train_step.world
+        if not world.process_index:
+            last = self.step >= self._steps
+            at = (self.step, self.position, self._samples.batch, len(world.devices))
+            self._pace.done(*at, done.result, last=last)
+
+    def _reached(self) -> bool:
+        """Whether the steps were worth what they were to be."""
+        follow = self._follow
+        return follow is not None and follow.ends.reached(follow.worth)
+
     def _plan_id(self) -> int:
         return id(self._train_step.running.planned)
 
@@ -170,6 +223,16 @@ class TeamRun:
             return self._team.gone("There is no checkpoint=.")
         self._saves.end(self.state, self.step, self.position)
         return self._team.gone(f"The state after {self.step} steps was saved.")
+
+    def _suspend(self) -> None:
+        """Saves, with all other processes, and ends this one; the run goes on later.
+
+        Raises:
+          SystemExit: always.
+        """
+        self._display.close()
+        self._saves.end(self.state, self.step, self.position)
+        sys.exit(SUSPENDED)
 
     def _end(self) -> None:
         """Saves the last state, and waits for the others."""
@@ -182,6 +245,8 @@ class TeamRun:
             return
         if self._team.finished(self.step):
             self._stopped = True
+        elif self._team.suspended:
+            self._suspend()
         else:
             self._reform()
 
@@ -205,6 +270,7 @@ class TeamRun:
 
     def _run(self) -> Any:
         """Runs one step, and keeps its state."""
+        begin = time.perf_counter()
         world = self._train_step.world
         planned = self._train_step.running.planned
         count = len(splat(self.state))
@@ -216,10 +282,21 @@ class TeamRun:
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
         jax.block_until_ready(jax.tree.leaves(result))
+        host = hosting.hosted(result)
+        if self._follow is not None:
+            seconds = time.perf_counter() - begin
+            state = self._follow.after(state, rest, named, seconds, host)
+            samples = self._follow.sized(self._samples, self.step + 1)
+            self._samples, self._team.rows = samples, self._rows(samples)
         self._keep(state, self.step + 1)
         self.state, self.step = state, self.step + 1
         self._saves.after(self.state, self.step, self.position)
-        return hosting.hosted(result)
+        return host
+
+    def _rows(self, samples: Samples) -> int:
+        """Rows that the devices of a world must divide; 0: any can."""
+        splits = self._train_step.preparation.planner.options.split_batch
+        return samples.batch if splits else 0
 
     def _placed(self, planned: Any, first: int, rest: Sequence[Any]) -> list[Any]:
         """Arguments after the batch as global arrays; every process has them whole."""
@@ -235,16 +312,23 @@ class TeamRun:
             )
         return out
 
-    def _keep(self, state: Any, step: int, *, placed: bool = False) -> None:
-        """Keeps the state after a step for a world to come."""
-        arrays = self._named(state)
-        extra: dict[str, Any] = {"position": self._samples.position(step)}
-        codecs = self._train_step.compression_state
-        if codecs is not None:
-            extra["codecs"] = hosting.structure_text(codecs)
-            for k, x in enumerate(hosting.arrays_of(codecs)):
-                arrays[f"{_CODEC}{k}"] = x
-        (self._team.placed if placed else self._team.done)(step, arrays, extra)
+    def _keep(self, state: Any, step: int, *, placed: Cluster | None = None) -> None:
+        """Keeps the state after a step for a world to come.
+
+        Args:
+          state: the carried state.
+          step: number of steps done.
+          placed: the cluster of a world that begins with it; None: the world goes on.
+        """
+        arrays, trees = beside.kept(self._train_step)
+        arrays |= self._named(state)
+        extra = {"position": self._samples.position(step), **trees}
+        if self._follow is not None:
+            extra["follow"] = self._follow.notes()
+        if placed is None:
+            self._team.done(step, arrays, extra)
+        else:
+            self._team.placed(step, arrays, extra, placed.to_data())
 
     def _named(self, state: Any) -> dict[str, Any]:
         """The arrays of a state by path."""
@@ -281,12 +365,16 @@ class TeamRun:
         begin = time.perf_counter()
         world = joined.world
         local = len(world.devices) // world.process_count
+        if joined.cluster is not None:
+            self._base = Cluster.from_data(joined.cluster)
         cluster = cluster_of(self._base, world.process_count, local)
         cache = PlanCache(self._folder / "plans")
         changing_worlds.enter(
             self._train_step, world, cluster, donate=self._donate, cache=cache
         )
         assert self._shapes is not None
+        if self._follow is not None:
+            self._follow_on(joined)
         self._train_step.prepare(*self._shapes.arguments(), *self._rest(joined.step))
         planned_s = time.perf_counter() - begin
         program = Programs(self._folder / "programs").ready(
@@ -302,13 +390,24 @@ class TeamRun:
         else:
             self._take_up(joined)
         placed_s = time.perf_counter() - begin - planned_s - program.seconds
-        self._keep(self.state, self.step, placed=True)
+        self._keep(self.state, self.step, placed=cluster)
         seconds = {
             "plan_s": planned_s,
             "compile_s": program.seconds,
             "place_s": placed_s,
         }
         self._write(joined, program.how, seconds)
+
+    def _follow_on(self, joined: Joined) -> None:
+        """Takes up the batch that the run had, and what it knew of its noise."""
+        assert self._follow is not None
+        found = joined.extra.get("follow")
+        if found is None and joined.fetch is None and self._saves.checkpoints:
+            found = self._saves.checkpoints.notes()
+        if found is not None:
+            self._follow.take(found)
+            self._samples = self._follow.sized(self._samples, joined.step)
+            self._team.rows = self._rows(self._samples)
 
     def _begin(self, joined: Joined) -> None:
         """Creates the state, or restores it where an earlier run has left one."""
@@ -318,6 +417,7 @@ class TeamRun:
         if found is not None:
             self.state, self.step = found.state, found.step
             self._samples = self._samples.gone_on(found.step, found.position)
+            self._tell()
             return
         if joined.lost_step is not None:
             raise PlanError(
@@ -326,6 +426,12 @@ class TeamRun:
                 "another process keeps a copy, or checkpoint=."
             )
         self.state, self.step = self._train_step.init(self._create, *args), 0
+        self._tell()
+
+    def _tell(self) -> None:
+        """Tells a state that was not kept in memory the batch."""
+        if self._follow is not None:
+            self.state = self._follow.begin(self.state)
 
     def _take_up(self, joined: Joined) -> None:
         """Brings the state that is held into the plan's layout."""
@@ -347,21 +453,13 @@ class TeamRun:
             self.state = self._shapes.state(leaves)
         else:
             self.state = replaced(self.state, leaves)
-        text = joined.extra.get("codecs")
-        if text is not None:
-            paths = sorted(
-                (p for p in fetch.paths if p.startswith(_CODEC)),
-                key=lambda p: int(p.removeprefix(_CODEC)),
-            )
-            arrays = [fetch.whole(path) for path in paths]
-            tree = hosting.with_structure(text, arrays)
-            self._train_step.compression_state = tree
+        beside.take_up(self._train_step, fetch, joined.extra)
         jax.block_until_ready(leaves)
         fetch.close()
 
     def _rest(self, step: int) -> list[Any]:
         assert self._shapes is not None
-        return rest_structs(self._train_step, self._samples, self._shapes, step)
+        return beside.rest_structs(self._train_step, self._samples, self._shapes, step)
 
     def _study(self) -> None:
         """Analyses the step before there is a world, which then waits less."""
@@ -371,11 +469,9 @@ class TeamRun:
 
     def _write(self, joined: Joined, how: str, seconds: dict[str, float]) -> None:
         """Writes a world down, and how long its forming took."""
-        pause = None
-        if self._broke_s is not None:
-            pause = time.perf_counter() - self._broke_s
-        self._broke_s = None
-        fetch = joined.fetch
+        broke, self._broke_s = self._broke_s, None
+        pause = None if broke is None else time.perf_counter() - broke
+        fetch, before = joined.fetch, self._seconds
         if joined.world.process_index:
             return  # one process writes for all
         self.ledger.write(
@@ -389,31 +485,15 @@ class TeamRun:
             measured={
                 "pause_s": pause,
                 **seconds,
-                "moved_bytes": 0 if fetch is None else fetch.remote_bytes,
-                "kept_bytes": 0 if fetch is None else fetch.local_bytes,
-                "step_before_s": self._median(),
+                "moved_bytes": fetch.remote_bytes if fetch else 0,
+                "kept_bytes": fetch.local_bytes if fetch else 0,
+                "step_before_s": statistics.median(before) if before else None,
             },
         )
         self._seconds = []
 
-    def _median(self) -> float | None:
-        return statistics.median(self._seconds) if self._seconds else None
-
-
-def rest_structs(
-    train_step: ParallelStep[..., Any], samples: Samples, shapes: StateShapes, step: int
-) -> list[Any]:
-    """Structs of what a step takes after the state, over all processes.
-
-    Args:
-      train_step: the step.
-      samples: what it is trained on.
-      shapes: of the state.
-      step: its number.
-    """
-    rest, named = samples.arguments(step, train_step.world)
-    if named:
-        names = list(inspect.signature(train_step).parameters)
-        count = len(shapes.arguments()) + len(rest)
-        rest = (*rest, *(named[n] for n in names[count:] if n in named))
-    return [jax.tree.map(struct_of, x) for x in rest]
+    def _record(self, kind: str, **fields: Any) -> None:
+        """Writes a line for all processes."""
+        if not self._train_step.world.process_index:
+            step, position = self.step + 1, self._samples.position(self.step + 1)
+            self.ledger.write(kind, step=step, position=position, **fields)

@@ -208,7 +208,7 @@ def decision(
         dense_bytes=collective_bytes(
             route.kind, summation.elements * site.itemsize, summation.workers
         ),
-        within_bytes=sum(message.sent for message in route.within_messages),
+        within_bytes=sum((m.sent for m in route.within_messages), 0.0),
     )
     return repriced(made)
 

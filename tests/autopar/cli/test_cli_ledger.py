@@ -75,3 +75,35 @@ def test_a_ledger_that_cannot_be_written(tmp_path: Path) -> None:
     ledger.write("wrong", source="x", reason="y")
     assert ledger.failure
     assert json.dumps(ledger.lines)
+
+
+def test_changes_of_the_batch(run: Any, tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path / "ledger.jsonl")
+    one = {"rows": 32, "microbatches": 1, "codecs": "none", "meshes": [{"data": 4}]}
+    other = {**one, "rows": 256, "microbatches": 2, "codecs": "int8"}
+    ledger.write(
+        "batch",
+        number=1,
+        step=40,
+        old=one,
+        new=other,
+        phi={"phi": 512.5, "low": 400.0, "high": None},
+        compared=[{}, {}, {}],
+        predicted={"goodput_before": 1000.0, "goodput": 2345.0, "least": 1.87},
+        measured={"pause_s": 0.25},
+    )
+    ledger.write(
+        "batch measured",
+        number=1,
+        step_before_s=0.01,
+        step_after_s=0.02,
+        goodput_before=1000.0,
+        goodput_after=2222.0,
+    )
+    ledger.write("batch refused", way=other, reason="no plan fits\nat all")
+    text = run("ledger", ledger.path).out
+    for part in ("32 none data=4", "256/2 int8 data=4", "512.5", "2345", "2222"):
+        assert part in text
+    for part in ("x1.87", "10.0 ms", "20.0 ms", "no plan fits"):
+        assert part in text
+    assert "at all" not in text

@@ -18,9 +18,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 import autopar
 from autopar import Cluster
 from autopar.elastic.ahead import likely_next
-from autopar.elastic.moving import _lacking, move_of
 from autopar.elastic.options import Horizon, Option, best_option, dividing_part
 from autopar.errors import ClusterError
+from autopar.runtime.moving import _lacking, move_of
 
 CLUSTER = Cluster.parse("4:cpu")
 

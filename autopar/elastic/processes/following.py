@@ -1,0 +1,118 @@
+"""The batch of a run of several processes: one decides, and all change at one step.
+
+What the loop knows is kept with the state of each step. Processes that form another
+world take it from there, so they count steps alike and decide at the same ones.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.elastic.loop import Step
+from autopar.elastic.samples import Samples
+from autopar.goodput.following import Following, check_rule
+from autopar.goodput.loop import Loop, Record
+from autopar.goodput.rates import Rule, progress
+from autopar.runtime import changing_batches
+from autopar.runtime.parallel_step import ParallelStep
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """When a run whose batch follows ends, besides its number of steps.
+
+    Attributes:
+      samples: rows of the base batch; None: never.
+      until: ends it behind a step for which it is true on all processes; None: never.
+    """
+
+    samples: float | None = None
+    until: Callable[[Step], bool] | None = None
+
+    def reached(self, worth: float) -> bool:
+        """Whether steps were worth so many rows of the base batch."""
+        return self.samples is not None and worth >= self.samples
+
+
+class TeamFollowing:
+    """What chooses the batch in one process among several.
+
+    Attributes:
+      loop: makes the choice.
+      ends: when the run ends.
+      worth: rows of the base batch that the steps were worth.
+    """
+
+    def __init__(
+        self,
+        step: ParallelStep[..., Any],
+        following: Following,
+        *,
+        rule: Rule | None,
+        ends: Ends,
+        record: Record,
+    ) -> None:
+        """Begins with the base batch.
+
+        Args:
+          step: the step.
+          following: how the batch follows.
+          rule: of the learning rate, which the optimizer must have; None: any.
+          ends: when the run ends.
+          record: takes the kind and the fields of a line of the ledger.
+        """
+        self._step = step
+        self._rule: Rule | None = rule
+        self.loop = Loop(step, following, record=record)
+        self.ends, self.worth = ends, 0.0
+
+    def begin(self, state: Any) -> Any:
+        """The state before the first step, or after a checkpoint, told the batch.
+
+        Raises:
+          PlanError: its optimizer does not follow the batch.
+        """
+        check_rule(state, self.loop.following.base_batch, self._rule)
+        made = self.loop.begin(state)
+        self.worth = progress(made)
+        return made
+
+    def take(self, notes: Mapping[str, Any]) -> None:
+        """Goes on where notes were taken; the step has no plan in this world yet."""
+        self.loop.go_on(notes)
+        way = notes["way"]
+        changing_batches.begin_with(
+            self._step, codecs=way["codecs"], microbatches=way["microbatches"]
+        )
+
+    def notes(self) -> dict[str, Any]:
+        """Where the loop stands, as JSON can hold it."""
+        return self.loop.to_data()
+
+    def after(
+        self,
+        state: Any,
+        rest: Sequence[Any],
+        named: Mapping[str, Any],
+        seconds: float,
+        result: Any,
+    ) -> Any:
+        """The state for the next step, whose batch may be another.
+
+        Args:
+          state: that the step returned.
+          rest: what the step took after the state.
+          named: what it took by name.
+          seconds: that it took.
+          result: what it returned besides the state.
+        """
+        made = self.loop.observe(state, *rest, seconds=seconds, loss=result, **named)
+        self.worth = progress(made)
+        return made
+
+    def sized(self, samples: Samples, step: int) -> Samples:
+        """The samples from a step on, as many as the loop wants."""
+        rows = self.loop.batch_size
+        return samples if rows == samples.batch else samples.resized(step, rows)

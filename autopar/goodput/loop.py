@@ -1,0 +1,460 @@
+"""Lets the batch, the microbatches, the plan and the codecs of a loop follow its noise.
+
+`Loop` is the piece for loops of one's own; `autopar.train` has one inside.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from autopar.goodput.choice import Decision, PhiRange, Way, decide
+from autopar.goodput.following import Following, check_data, check_rule
+from autopar.goodput.phi_track import PhiTrack
+from autopar.goodput.rates import told
+from autopar.goodput.throughput import Throughput
+from autopar.goodput.ways import Key, Made, Ways
+from autopar.progress import LOGGER
+from autopar.runtime import changing_batches
+from autopar.runtime.creation import flat_state
+from autopar.runtime.exchange import exchanged
+from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.parallel_step import ParallelStep
+from autopar_passes.program.calls import Call
+
+# Steps after a change that are not timed, and those before the next decision.
+_UNTIMED, _SETTLED = 2, 8
+# Ways that are planned for one decision, at most.
+_EXPLORED = 3
+# Seconds until something changes, where nobody knows.
+_HORIZON_S = 600.0
+
+Record = Callable[..., None]
+Work = Callable[[], None]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Now:
+    """What a decision is made on; a thread may read it while steps go on.
+
+    Attributes:
+      made: the way that runs.
+      held: structs of the state's arrays, with where they lie.
+      call: the arguments of the step, structs.
+      batch: position of the batch among them.
+    """
+
+    made: Made
+    held: tuple[Any, ...]
+    call: Call
+    batch: int
+
+    def call_of(self, rows: int) -> Call:
+        """The arguments with another number of rows."""
+        owners = self.call.form.argument_of(self.call.arrays)
+        arrays = [
+            with_rows(x, self.made.key.rows, rows) if owner == self.batch else x
+            for x, owner in zip(self.call.arrays, owners, strict=True)
+        ]
+        return dataclasses.replace(self.call, arrays=arrays)
+
+
+class Loop:
+    """Says which batch a step runs with, and changes it where that pays.
+
+    >>> # loop = Loop(train, following)
+    >>> # batch = source(position, loop.batch_size)
+    >>> # state, loss = train(state, batch)
+    >>> # state = loop.observe(state, batch, seconds=seconds, loss=loss)
+
+    Attributes:
+      step: the step.
+      following: how the batch follows.
+      batch_size: rows of the next batch.
+      changes: how often the way has changed.
+    """
+
+    def __init__(
+        self,
+        step: ParallelStep[..., Any],
+        following: Following,
+        *,
+        record: Record | None = None,
+        background: Callable[[Work], None] | None = None,
+        horizon_s: Callable[[], float] | None = None,
+    ) -> None:
+        """Begins with the base batch.
+
+        Args:
+          step: the step; where it does not measure the noise of its gradients and has
+            not run yet, it will.
+          following: how the batch follows.
+          record: takes the kind and the fields of a line of a ledger.
+          background: does some work beside the loop; None: the loop waits for it.
+          horizon_s: says in how many seconds something else changes.
+
+        Raises:
+          PlanError: the step has run without measuring noise.
+        """
+        self.step, self.following = step, following
+        options = step.preparation.planner.options
+        noise = NoiseOptions(base_batch=following.base_batch)
+        changing_batches.measure_noise(step, noise)
+        self.batch_size = following.base_batch
+        self.changes = 0
+        self._record = record or _no_record
+        self._background = background
+        self._horizon_s = horizon_s or (lambda: _HORIZON_S)
+        self._ways = Ways(
+            step,
+            base_batch=following.base_batch,
+            max_batch=following.max_batch,
+            codecs=following.codecs,
+        )
+        asked = options.microbatches
+        self._parts = asked if isinstance(asked, int) else None
+        self._times, self._track = Throughput(), PhiTrack()
+        self._rule = following.rule
+        self._steps = self._since = 0
+        self._running: Any = None
+        self._key: Key | None = None
+        self._busy = threading.Event()
+        self._before: tuple[int, float, float] | None = None
+        self._named = False
+
+    def begin(self, state: Any) -> Any:
+        """The state before the first step, told the batch; `observe` does it else.
+
+        Raises:
+          PlanError: its optimizer does not follow the batch.
+        """
+        check_rule(state, self.following.base_batch)
+        self._named = True
+        phi = self.phi()
+        return told(state, batch=self.batch_size, phi=None if phi is None else phi.phi)
+
+    def to_data(self) -> dict[str, Any]:
+        """Where the loop stands, as JSON can hold it."""
+        key = self._key or Key(self.batch_size, 1, "none")
+        return {
+            "way": dataclasses.asdict(key),
+            "base_batch": self.following.base_batch,
+            "changes": self.changes,
+            "steps": self._steps,
+            "since": self._since,
+            "times": self._times.to_data(),
+            "track": self._track.to_data(),
+            "rule": None if self._rule is None else self._rule.to_data(),
+        }
+
+    def go_on(self, data: Mapping[str, Any]) -> None:
+        """Goes on where `to_data` was taken, with its batch.
+
+        Raises:
+          PlanError: it was taken of a loop with another base batch, or of none.
+        """
+        check_data(data, self.following)
+        self._key = Key(**data["way"])
+        self.batch_size = self._key.rows
+        self.changes = int(data["changes"])
+        self._steps, self._since = int(data["steps"]), int(data["since"])
+        self._times = Throughput.from_data(data["times"])
+        self._track = PhiTrack.from_data(data["track"])
+        if self._rule is not None and data.get("rule"):
+            self._rule = self._rule.gone_on(data["rule"])
+
+    def observe(
+        self, state: Any, *rest: Any, seconds: float, loss: Any = None, **named: Any
+    ) -> Any:
+        """Takes a step that has run; returns the state for the next one.
+
+        The state is told the batch and its gain, and moved where the plan changes.
+        After this, `batch_size` says how many rows the next batch must have.
+
+        Args:
+          state: that the step returned.
+          rest: what the step took after the state: the batch and all else.
+          seconds: that the step took, with nothing but the step in it.
+          loss: of the step, or all that it returned besides the state; where it is
+            not finite, nothing is learned of the noise.
+          named: what the step took by name.
+
+        Raises:
+          PlanError: the state's optimizer does not follow the batch.
+        """
+        if not self._named:
+            check_rule(state, self.following.base_batch)
+            self._named = True
+        self._steps += 1
+        made = self._at()
+        if self._since > _UNTIMED:
+            terms = made.curve.terms()
+            assert terms is not None
+            self._times = self._times.with_step(terms, seconds)
+            self._settle()
+        if _finite(loss):
+            self._look()
+        if self._steps % self.following.every == 0 and self._since > _SETTLED:
+            state = self._followed(state, rest, named, made)
+        return self._told(state) if self._tells() else state
+
+    def _tells(self) -> bool:
+        """Whether the gain is written into the state: not each step, as it waits."""
+        return self._since <= 1 or self._steps % self.following.every == 0
+
+    def _at(self) -> Made:
+        """The way that runs; where it was changed from outside, all begins anew."""
+        planned = self.step.running.planned
+        if self._running is not planned:
+            if self._running is not None and self._running.plan is not planned.plan:
+                self._since = 0
+                self._ways.forget()
+            self._running = planned
+        self._since += 1
+        found = self._ways.running(self.batch_size)
+        self._key = found.key
+        return found
+
+    def _look(self) -> None:
+        """Reads the noise scale after a step that has measured it."""
+        before = self._track
+        self._track = before.with_step(self.step.noise_scale)
+        if self._rule is not None and self._track is not before and self._track.sqr:
+            worth = self.batch_size / self.following.base_batch
+            self._rule = self._rule.with_step(self._track.sqr[-1], worth)
+
+    @property
+    def way(self) -> Key:
+        """The way that runs."""
+        return self._ways.running(self.batch_size).key
+
+    def phi(self) -> PhiRange | None:
+        """Within what the noise scale lies; None: it is not known yet."""
+        options = changing_batches.measures_noise(self.step)
+        decay = 0.999 if options is None else options.decay
+        base = self.following.base_batch
+        return self._track.range(decay, base, self.following.sigmas)
+
+    def _told(self, state: Any) -> Any:
+        """The state with the batch and its gain."""
+        phi = self.phi()
+        way = self._ways.way(self._ways.running(self.batch_size), runs=True)
+        number = None if phi is None else phi.phi
+        return told(state, batch=self.batch_size, phi=number, error=way.error)
+
+    def _followed(
+        self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
+    ) -> Any:
+        """Decides, prepares, and changes the way where that pays."""
+        self._times = self._times.fitted()
+        now = self._now(state, rest, named, made)
+        if self._background is None or self.step.world.process_count > 1:
+            self._explore(now)
+        elif self._busy.is_set():
+            return state
+        elif not self._ways.studied(made):
+            self._explore_beside(now)
+            return state
+        key, decision = self._decided(now)
+        if key is None or decision is None:
+            return state
+        found = self._ways.made(key)
+        if found is None:
+            self._explore_beside(now)
+            return state
+        return self._change(state, made, found, decision)
+
+    def _now(
+        self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
+    ) -> Now:
+        arguments = state if type(state) is tuple else (state,)
+        call = changing_batches.call_of(self.step, (*arguments, *rest), named)
+        leaves, _ = flat_state(state)
+        held = tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves
+        )
+        return Now(made, held, call, len(arguments))
+
+    def _explore(self, now: Now) -> None:
+        """Prepares the way that seems best, until it is the one with its own plan.
+
+        The plan of a way may say otherwise than what it was judged by.
+        """
+        self._ways.study(now.made)
+        for _ in range(_EXPLORED):
+            key, _ = self._decided(now)
+            if key is None or self._ways.made(key) is not None:
+                return
+            if self._ways.make(key, now.call_of(key.rows)) is None:
+                reason = self._ways.why_not(key)
+                way = dataclasses.asdict(key)
+                self._record("batch refused", way=way, reason=reason)
+
+    def _explore_beside(self, now: Now) -> None:
+        """The same beside the loop, one at a time."""
+        if self._background is None or self._busy.is_set():
+            return
+        self._busy.set()
+
+        def explore() -> None:
+            try:
+                self._explore(now)
+            except Exception as error:  # the loop goes on without it, and says so
+                LOGGER.warning("no other way is prepared: %s", error)
+                self._record("batch refused", way=None, reason=str(error))
+            finally:
+                self._busy.clear()
+
+        self._background(explore)
+
+    def _decided(self, now: Now) -> tuple[Key | None, Decision | None]:
+        """The way to go on by; None: as it is. One process decides for all."""
+        decision = self._compared(now)
+        key: Key | None = None
+        if decision is not None and decision.changes:
+            way = decision.chosen.way
+            key = Key(way.rows, way.microbatches, way.codecs)
+        if self.step.world.process_count > 1:
+            data = b"" if key is None else json.dumps(dataclasses.asdict(key)).encode()
+            told = exchanged(self.step.world, "choosing the batch", data)[0]
+            key = Key(**json.loads(told)) if told else None
+        return key, decision
+
+    def _compared(self, now: Now) -> Decision | None:
+        """Compares the ways; None: the noise is not known yet."""
+        phi, made = self.phi(), now.made
+        if phi is None:
+            return None
+        last = self._track.last
+        alone = last is not None and last.groups == 1
+        found = self._ways.others(made, now.held, self._parts, alone=alone)
+        ways = list(found.values())
+        rows = self._ruled(made, ways)
+        decision = decide(
+            self._ways.way(made, runs=True),
+            ways if rows is None else [way for way in ways if way.rows == rows],
+            self._times,
+            phi,
+            base_batch=self.following.base_batch,
+            horizon_s=self._horizon_s(),
+            sigmas=self.following.sigmas,
+        )
+        if rows is None or rows == made.key.rows or len(decision.compared) < 2:
+            return decision
+        best = max(decision.compared[1:], key=lambda x: x.goodput)
+        return dataclasses.replace(decision, chosen=best)
+
+    def _ruled(self, made: Made, ways: Sequence[Way]) -> int | None:
+        """The rows that Accordion's rule wants; None: there is no such rule."""
+        if self._rule is None:
+            return None
+        if self._rule.critical:
+            return self.following.base_batch
+        return max([made.key.rows, *(way.rows for way in ways)])
+
+    def _change(self, state: Any, old: Made, new: Made, decision: Decision) -> Any:
+        """Goes on by another way."""
+        begin = time.perf_counter()
+        state = changing_batches.go_on(self.step, new.shape, new.plan, state)
+        jax.block_until_ready(jax.tree.leaves(state))
+        self._running = self.step.running.planned
+        self.batch_size, self._since = new.key.rows, 0
+        self.changes += 1
+        phi = self.phi()
+        self._before = (
+            self.changes,
+            decision.current.step_s,
+            decision.current.goodput,
+        )
+        self._record(
+            "batch",
+            number=self.changes,
+            old=way_data(old),
+            new=way_data(new),
+            phi=None if phi is None else _numbers(phi),
+            compared=[x.to_data() for x in decision.compared],
+            predicted={
+                "horizon_s": decision.horizon_s,
+                **decision.chosen.to_data(),
+                "goodput_before": decision.current.goodput,
+            },
+            measured={"pause_s": time.perf_counter() - begin},
+        )
+        return state
+
+    def _settle(self) -> None:
+        """Writes down, some steps after a change, what a step takes now."""
+        if self._before is None or self._since < _SETTLED:
+            return
+        number, step_s, goodput = self._before
+        self._before = None
+        now = self._times.seen[-1].median()[0]
+        judged = self._judged_now(now)
+        self._record(
+            "batch measured",
+            number=number,
+            step_before_s=step_s,
+            step_after_s=now,
+            goodput_before=goodput,
+            goodput_after=judged,
+        )
+
+    def _judged_now(self, seconds: float) -> float | None:
+        """The goodput by measured seconds of a step."""
+        phi = self.phi()
+        if phi is None:
+            return None
+        way = self._ways.way(self._ways.running(self.batch_size), runs=True)
+        found = decide(
+            way, (), Throughput(), phi,
+            base_batch=self.following.base_batch, horizon_s=1.0, sigmas=0.0,
+        ).current  # fmt: skip
+        return self.batch_size / seconds * found.efficiency
+
+
+def with_rows(struct: Any, rows: int, wanted: int) -> Any:
+    """The struct of an array of a batch with another number of rows.
+
+    Args:
+      struct: of an array; one that has no rows stays.
+      rows: of the batch.
+      wanted: rows of the result.
+    """
+    if not struct.shape or struct.shape[0] != rows:
+        return struct
+    shape = (wanted, *struct.shape[1:])
+    return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
+
+
+def way_data(made: Made) -> dict[str, Any]:
+    """A way as a line of a ledger has it."""
+    return {
+        **dataclasses.asdict(made.key),
+        "cluster": made.plan.cluster.text,
+        "meshes": [dict(s.mesh["axes"]) for s in made.plan.stages],
+        "step_s": made.plan.predicted.step_s,
+    }
+
+
+def _no_record(kind: str, **fields: Any) -> None:
+    del kind, fields
+
+
+def _finite(result: Any) -> bool:
+    """Whether all real numbers of what a step returned are finite."""
+    found = [np.asarray(x) for x in jax.tree.leaves(result)]
+    kinds = [x for x in found if np.issubdtype(x.dtype, np.floating)]
+    return all(bool(np.isfinite(x).all()) for x in kinds)
+
+
+def _numbers(phi: PhiRange) -> dict[str, float | None]:
+    found = {"phi": phi.phi, "low": phi.low, "high": phi.high}
+    return {k: x if math.isfinite(x) else None for k, x in found.items()}

@@ -1,0 +1,105 @@
+"""The terms of a plan's predicted step, at its batch and at others.
+
+Where the layouts stay, `autopar.cost.scaling` says what another batch costs. A plan of
+several stages, or one that cannot be scaled, is scaled by its rows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+from autopar.cost.pricer import Pricer
+from autopar.cost.scaling import BatchCurve, batch_curve
+from autopar.errors import PlanError
+from autopar.goodput.throughput import Terms
+from autopar.planner.record import restore
+from autopar.planner.search import plan_mesh
+from autopar.plans import Plan
+from autopar.steps.analysis import Analysis
+
+# A batch, over the planned one, that is next to nothing.
+_NOTHING = 1e-9
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class PlanCurve:
+    """The terms of a plan by the rows of its batch.
+
+    Attributes:
+      plan: the plan.
+      rows: rows that it was made for.
+      devices: number of devices.
+      hosts: number of hosts.
+      curve: seconds of its layouts by batch; None: it has none.
+    """
+
+    plan: Plan
+    rows: int
+    devices: int
+    hosts: int
+    curve: BatchCurve | None
+
+    def terms(
+        self, rows: int | None = None, microbatches: int | None = None
+    ) -> Terms | None:
+        """What the plan predicts of a step; None: it says nothing of such a step.
+
+        Args:
+          rows: of the batch; None: those that it was made for.
+          microbatches: into how many they are split; None: as in the plan. Others are
+            known where they are a multiple of the plan's.
+        """
+        rows = self.rows if rows is None else rows
+        own = self.plan.microbatches
+        times, rest = divmod(own if microbatches is None else microbatches, own)
+        if rest or (times > 1 and self.curve is None):
+            return None
+        work, fixed, sync = self._seconds(rows / self.rows, times)
+        return Terms(
+            devices=self.devices,
+            hosts=self.hosts,
+            rows=rows,
+            microbatches=own * times,
+            work_s=max(0.0, work),
+            fixed_s=max(0.0, fixed),
+            sync_s=max(0.0, sync),
+        )
+
+    def _seconds(self, ratio: float, times: int) -> tuple[float, float, float]:
+        """Seconds of work, of what is fixed and of synchronisation.
+
+        Args:
+          ratio: of the batch to the planned one.
+          times: into how many parts each microbatch is split once more.
+        """
+        predicted, curve = self.plan.predicted, self.curve
+        if curve is None:
+            sync = predicted.step_s - predicted.compute_s
+            return predicted.compute_s * ratio, 0.0, sync
+        # What codecs, which the curve does not know, change of a synchronisation.
+        coded = predicted.step_s - curve.step_s(1.0, 1)
+        fixed = times * curve.microbatch(_NOTHING)
+        work = times * curve.microbatch(ratio / times) - fixed
+        if times > 1:
+            fixed += times * curve.accumulate_s
+        return work, fixed, curve.step_s(ratio, times) - work - fixed + coded
+
+
+def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
+    """The terms of a plan.
+
+    Args:
+      analysis: of the step that it is for.
+      plan: the plan.
+      rows: of that step's batch.
+    """
+    cluster = plan.cluster.read()
+    curve: BatchCurve | None = None
+    if len(plan.stages) == 1 and not cluster.groups:
+        with contextlib.suppress(PlanError):
+            assignment = restore(analysis, plan)
+            mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
+            curve = batch_curve(assignment, Pricer(cluster, mesh))
+    hosts = max(1, len(cluster.hosts))
+    return PlanCurve(plan, rows, cluster.num_devices, hosts, curve)

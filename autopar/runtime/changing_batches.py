@@ -1,0 +1,225 @@
+"""A step that goes on with another batch, other microbatches or other codecs.
+
+These functions belong to `ParallelStep` and change it from outside its module, which is
+full; with those of `autopar.runtime.changing_worlds`, nothing else may.
+"""
+
+# pyright: reportPrivateUsage=false
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from autopar.errors import PlanError
+from autopar.plans import Plan
+from autopar.runtime import arguments, creation, exchange
+from autopar.runtime.any_step import AnyStep
+from autopar.runtime.noise.options import NoiseOptions
+from autopar.runtime.parallel_step import ParallelStep
+from autopar.runtime.preparation import Running, moved_state
+from autopar.runtime.setting import Setting
+from autopar.runtime.state_mover import named
+from autopar.runtime.step_planner import Analysed
+from autopar_passes.program.calls import Call
+from autopar_passes.program.nnx_objects import updating
+from autopar_passes.program.trace import opened_within
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shape:
+    """A step on arguments of some shapes, and what it is to be planned for.
+
+    Attributes:
+      analysed: the step on these arguments.
+      setting: the cluster and codecs.
+    """
+
+    analysed: Analysed
+    setting: Setting
+
+
+def call_of(
+    step: ParallelStep[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Call:
+    """A call of a step, with structs of global shapes.
+
+    Args:
+      step: the step.
+      args: arrays or structs, those of a batch over all processes.
+      kwargs: those that are given by name.
+    """
+    with updating():
+        return arguments.abstract(opened_within(step._parameters, args, kwargs))
+
+
+def shaped(
+    step: ParallelStep[..., Any],
+    call: Call,
+    *,
+    codecs: str,
+    microbatches: int,
+    layouts: Plan | None = None,
+) -> Shape:
+    """The step on arguments of other shapes, where it runs now.
+
+    Args:
+      step: a step that has a plan.
+      call: the arguments, of `call_of`.
+      codecs: how gradients are to be sent, as ``compression=`` says it.
+      microbatches: into how many the batch is to be split.
+      layouts: a plan whose layouts are to be kept.
+
+    Raises:
+      TraceError: JAX cannot trace the step on them.
+    """
+    found = step.preparation.analysed(call)
+    return shape_of(
+        step, found, codecs=codecs, microbatches=microbatches, layouts=layouts
+    )
+
+
+def shape_of(
+    step: ParallelStep[..., Any],
+    analysed: Analysed,
+    *,
+    codecs: str,
+    microbatches: int | None = None,
+    layouts: Plan | None = None,
+) -> Shape:
+    """A step that is analysed, with other codecs and microbatches.
+
+    Args:
+      step: a step that has a plan.
+      analysed: the step.
+      codecs: as for `shaped`.
+      microbatches: likewise; those of ``layouts`` hold where they are given.
+      layouts: likewise.
+    """
+    parts = None if layouts is not None else microbatches
+    hints = dataclasses.replace(analysed.hints, microbatches=parts)
+    setting, options = step.setting, step.preparation.planner.options
+    cluster = setting.cluster or step.plan.cluster.read()
+    asked = dataclasses.replace(
+        setting.codecs or options,
+        compression=codecs,
+        error_budget=_budget(setting, options, codecs),
+        layouts=layouts,
+    )
+    made = Setting(cluster=cluster, devices=setting.devices, codecs=asked)
+    return Shape(dataclasses.replace(analysed, hints=hints), made)
+
+
+def fixed_layouts(step: ParallelStep[..., Any]) -> bool:
+    """Whether the user has given the layouts, which then stay."""
+    asked = step.setting.codecs or step.preparation.planner.options
+    return step.setting.plan is not None or asked.layouts is not None
+
+
+def _budget(setting: Setting, options: Any, codecs: str) -> float | None:
+    """The error budget that was given, which holds for ``auto`` alone."""
+    asked = setting.codecs or options
+    given = asked.error_budget if asked.error_budget is not None else None
+    return (given or options.error_budget) if codecs == "auto" else None
+
+
+def program(step: ParallelStep[..., Any], shape: Shape, plan: Plan) -> AnyStep:
+    """The compiled program of a plan; all processes must call it together.
+
+    Raises:
+      AutoparError: it cannot be built or compiled on all processes.
+    """
+    preparation, world = step.preparation, step.world
+    made = preparation.program(shape.analysed, plan, shape.setting)
+    if not preparation.is_compiled(made):
+        exchange.together(world, "compiling", lambda: preparation.compile(made))
+    return made
+
+
+def go_on(step: ParallelStep[..., Any], shape: Shape, plan: Plan, state: Any) -> Any:
+    """Moves a state to another plan of a step, which runs from the next call on.
+
+    Where this raises before the state is moved, nothing has changed. The old arrays
+    are freed as they are moved.
+
+    Args:
+      step: the step.
+      shape: what the plan is for.
+      plan: the plan.
+      state: the carried state.
+
+    Returns:
+      The state where the plan wants it.
+
+    Raises:
+      AutoparError: the program cannot be built, or codecs cannot go on with it.
+    """
+    world, old = step.world, step.running.planned
+    planned = program(step, shape, plan)
+    analysed = shape.analysed
+    with exchange.told(world, "moving the state"):
+        arrays = named(step.__name__, analysed.analysis, state)
+
+    def moving() -> list[Any]:
+        step._codecs.check(planned.sums)
+        return moved_state(arrays, old, planned, consume=True)
+
+    moved = exchange.together(world, "moving the state", moving)
+    new = creation.replaced(state, moved)
+    # A cluster to come is planned for with as many microbatches.
+    hints = dataclasses.replace(analysed.hints, microbatches=plan.microbatches)
+    analysed = dataclasses.replace(analysed, hints=hints)
+    step._setting = _kept(step, shape.setting)
+    step._codecs.adoption.withdrawn()
+    step._current = Running(analysed, planned, ready=True)
+    step.preparation.remember(analysed, step._setting, plan)
+    return new
+
+
+def _kept(step: ParallelStep[..., Any], setting: Setting) -> Setting:
+    """The setting of steps to come; layouts were kept for this change alone."""
+    was, asked = step.setting.codecs or step.preparation.planner.options, setting.codecs
+    assert asked is not None
+    codecs = dataclasses.replace(asked, layouts=was.layouts)
+    return dataclasses.replace(setting, codecs=codecs)
+
+
+def begin_with(step: ParallelStep[..., Any], *, codecs: str, microbatches: int) -> None:
+    """Lets a step that has no plan yet begin as an earlier run was left.
+
+    Args:
+      step: the step.
+      codecs: how gradients are sent, as ``compression=`` says it.
+      microbatches: into how many the batch is split.
+    """
+    planner = step.preparation.planner
+    planner.options = dataclasses.replace(planner.options, microbatches=microbatches)
+    setting, options = step.setting, planner.options
+    asked = dataclasses.replace(
+        setting.codecs or options,
+        compression=codecs,
+        error_budget=_budget(setting, options, codecs),
+    )
+    step._setting = dataclasses.replace(setting, codecs=asked)
+
+
+def measures_noise(step: ParallelStep[..., Any]) -> NoiseOptions | None:
+    """How the step measures the noise of its gradients; None: it does not."""
+    return step._store.noise
+
+
+def measure_noise(step: ParallelStep[..., Any], options: NoiseOptions) -> None:
+    """Lets a step measure the noise of its gradients, if it does not yet.
+
+    Raises:
+      PlanError: it has programs already that do not measure it.
+    """
+    if step._store.noise is not None:
+        return
+    if step._current is not None:
+        raise PlanError(
+            f"{step.__name__}: it has run without noise_scale=. Give "
+            "autopar.parallelize(..., noise_scale=True)."
+        )
+    step._store.noise = options

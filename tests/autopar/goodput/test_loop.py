@@ -1,0 +1,224 @@
+"""A loop whose batch, plan and codecs follow: by seconds that the test makes up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import following_cases as cases
+import jax
+import numpy as np
+import optax
+import pytest
+import step_forms
+from following_cases import BASE
+
+import autopar
+from autopar import PlanError
+from autopar.goodput import CriticalRegimes, Following, Loop, progress, scaled
+from autopar.goodput.following import codecs_of
+
+
+def following(**more: Any) -> Following:
+    return Following(**{"base_batch": BASE, "max_batch": 128, "every": 5} | more)
+
+
+def slow_sync(rows: int, codecs: str = "none") -> float:
+    """A step whose communication is most of it."""
+    return 1e-5 * rows + (0.5e-3 if codecs == "int8" else 5e-3)
+
+
+def slow_rows(rows: int, codecs: str = "none") -> float:
+    """A step that only its rows take."""
+    del codecs
+    return 1e-3 * rows
+
+
+def quiet(position: int, rows: int) -> Any:
+    """Samples without noise: more of them say nothing new."""
+    x = np.random.default_rng(position).standard_normal((rows, cases.WIDTH))
+    return {"x": x.astype(np.float32), "y": x.astype(np.float32)}
+
+
+class Run:
+    """A loop of one's own."""
+
+    def __init__(
+        self,
+        loop: Loop,
+        seconds: Callable[..., float],
+        source: Any = cases.source,
+        tx: Any = None,
+    ) -> None:
+        self.loop, self.seconds, self.source = loop, seconds, source
+        self.state = loop.begin(cases.create(tx))
+        self.position = 0
+        self.sizes: list[int] = []
+
+    def go(self, steps: int) -> Run:
+        for _ in range(steps):
+            rows = self.loop.batch_size
+            batch = self.source(self.position, rows)
+            self.state, loss = self.loop.step(self.state, batch)
+            self.position += rows
+            self.sizes.append(rows)
+            codecs = self.loop.way.codecs
+            seconds = self.seconds(rows, codecs)
+            self.state = self.loop.observe(
+                self.state, batch, seconds=seconds, loss=loss
+            )
+        return self
+
+
+def lines() -> tuple[list[dict[str, Any]], Any]:
+    found: list[dict[str, Any]] = []
+    return found, lambda kind, **fields: found.append({"kind": kind, **fields})
+
+
+def test_the_batch_grows_where_communication_is_slow() -> None:
+    found, record = lines()
+    run = Run(Loop(cases.parallel(), following(), record=record), slow_sync).go(40)
+    assert run.sizes[0] == BASE
+    assert run.sizes[-1] == 128
+    (change,) = [x for x in found if x["kind"] == "batch"]
+    assert change["old"]["rows"] == BASE
+    assert change["new"]["rows"] == 128
+    assert change["predicted"]["pays"] > 1
+    assert {x["rows"] for x in change["compared"]} >= {BASE, 32, 64, 128}
+    (after,) = [x for x in found if x["kind"] == "batch measured"]
+    assert after["step_after_s"] == pytest.approx(slow_sync(128))
+    assert after["goodput_after"] > after["goodput_before"]
+    assert progress(run.state) > 1.5 * BASE * 40
+    assert float(run.state["opt"].batch) == 128
+    assert float(run.state["opt"].gain) > 1.5
+
+
+def test_it_ends_small_where_rows_take_the_time() -> None:
+    """A plan that knew nothing of the time may try more rows; it does not keep them."""
+    run = Run(Loop(cases.parallel(), following()), slow_rows, quiet).go(90)
+    assert set(run.sizes[-20:]) == {BASE}
+    assert run.loop.changes <= 2
+
+
+def test_it_trains_as_one_device_that_is_told_the_same() -> None:
+    """A change of the batch moves the state, and changes nothing of it."""
+    run = Run(Loop(cases.parallel(), following()), slow_sync)
+    tx, plain, position = cases.optimizer(), cases.create(), 0
+
+    def step(state: Any, batch: Any) -> Any:
+        grads = jax.grad(cases.loss_of)(state["w"], batch)
+        updates, opt = tx.update(grads, state["opt"], state["w"])
+        return {"w": state["w"] + updates, "opt": opt}
+
+    for _ in range(25):
+        rows, told = run.loop.batch_size, run.state["opt"]
+        plain["opt"] = plain["opt"]._replace(
+            batch=np.float32(told.batch), gain=np.float32(told.gain)
+        )
+        plain = jax.jit(step)(plain, cases.source(position, rows))
+        position += rows
+        run.go(1)
+    assert run.loop.batch_size > BASE
+    np.testing.assert_allclose(run.state["w"], plain["w"], rtol=1e-4, atol=1e-5)
+
+
+def test_codecs_are_used_where_links_are_slow() -> None:
+    """What a plan predicts of a codec is worth its program, where steps say so."""
+    rows, tx = 512, cases.optimizer(base=512)
+    slow = autopar.Cluster.parse("4x1:cpu,network=100Mb/s")
+    step = cases.parallel(tx, cluster=slow)
+    codecs = codecs_of(("int8",), "none")
+    rule = following(base_batch=rows, max_batch=rows, codecs=codecs)
+
+    def seconds(*_: Any) -> float:
+        return 2.0 * step.plan.predicted.step_s
+
+    run = Run(Loop(step, rule), seconds, tx=tx).go(30)
+    assert run.loop.way.codecs == "int8"
+    assert any(g.codec for g in step.plan.gradients)
+    assert run.sizes[-1] == rows
+
+
+def test_codecs_are_left_where_links_are_fast() -> None:
+    """Links that cost nothing: encoding is all that a codec would add."""
+    step = cases.parallel(cluster=step_forms.cheap("4:cpu"))
+    rule = following(max_batch=BASE, codecs=codecs_of(("int8",), "none"))
+    run = Run(Loop(step, rule), lambda rows, codecs: 1e-3).go(30)
+    assert run.loop.way.codecs == "none"
+    assert run.loop.changes == 0
+
+
+def test_losses_that_are_not_numbers_teach_nothing() -> None:
+    def source(position: int, rows: int) -> Any:
+        found = cases.source(position, rows)
+        return {k: x * np.nan for k, x in found.items()}
+
+    run = Run(Loop(cases.parallel(), following()), slow_sync, source).go(15)
+    assert run.loop.phi() is None
+    assert set(run.sizes) == {BASE}
+
+
+def test_accordion_takes_the_large_batch_outside_critical_regimes() -> None:
+    rule = following(rule=CriticalRegimes(window=12, eta=1e9))
+    run = Run(Loop(cases.parallel(), rule), slow_rows, quiet).go(40)
+    assert run.sizes[0] == BASE
+    assert run.sizes[-1] == 128
+
+
+def test_it_goes_on_where_it_was_left() -> None:
+    run = Run(Loop(cases.parallel(), following()), slow_sync).go(30)
+    data = run.loop.to_data()
+    again = Loop(cases.parallel(), following())
+    again.go_on(data)
+    assert again.batch_size == run.loop.batch_size == 128
+    assert again.to_data()["times"] == data["times"]
+    with pytest.raises(PlanError, match="base_batch=32, but the run"):
+        Loop(cases.parallel(), following(base_batch=32)).go_on(data)
+
+
+class TestRefusals:
+    @pytest.mark.parametrize(
+        ("wrong", "text"),
+        [
+            ({"max_batch": 8}, "max_batch=8 is smaller than base_batch=16"),
+            ({"base_batch": 0}, "base_batch=0 must be a whole number"),
+            ({"every": True}, "every=True must be a whole number"),
+            ({"codecs": {}}, "at least one codec"),
+        ],
+    )
+    def test_numbers(self, wrong: dict[str, Any], text: str) -> None:
+        with pytest.raises(PlanError, match=text):
+            following(**wrong)
+
+    def test_an_optimizer_that_does_not_follow(self) -> None:
+        loop = Loop(cases.parallel(), following())
+        with pytest.raises(PlanError, match="would not follow the batch"):
+            loop.begin({"w": np.zeros(3)})
+
+    def test_an_optimizer_for_another_batch(self) -> None:
+        other = scaled(optax.sgd(0.1), "sqrt", base_batch=7)
+        loop = Loop(cases.parallel(), following())
+        with pytest.raises(PlanError, match=r"base_batch=16, but .* base_batch=7"):
+            loop.begin({"opt": other.init(np.zeros(3))})
+
+    def test_a_step_that_has_run_without_measuring(self) -> None:
+        step = cases.parallel(noise_scale=False)
+        step(cases.create(), cases.source(0, BASE))
+        with pytest.raises(PlanError, match="noise_scale=True"):
+            Loop(step, following())
+
+    def test_a_batch_that_does_not_fit_is_noted(self) -> None:
+        """The run goes on with what fits, and says what did not."""
+        found, record = lines()
+        step = cases.parallel()
+        loop = Loop(step, following(max_batch=1 << 16), record=record)
+        run = Run(loop, slow_sync).go(4)
+        made = loop.step.preparation.planner
+
+        def refuse(*args: Any, **more: Any) -> Any:
+            raise autopar.InfeasibleError("no plan fits")
+
+        made.plan = made.warm = refuse
+        run.go(20)
+        assert run.loop.changes == 0
+        assert [x["reason"] for x in found if x["kind"] == "batch refused"]
