@@ -5,6 +5,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -216,6 +217,33 @@ def test_a_loss_that_couples_the_batch_is_refused():
     step, state, example = adam(coupled)
     with pytest.raises(PlanError, match="compares each row"):
         autopar.plan(step, state, example, cluster="4:cpu", stages=2, microbatches=2)
+
+
+def test_what_couples_rows_is_of_each_microbatch_where_that_is_asked_for():
+    """As with one stage and as many microbatches."""
+
+    def centred(params, batch):
+        x = batch["x"]
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+            x = x - jnp.mean(x, axis=0)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    made, state, example = adam(centred)
+    losses: list[list[float]] = []
+    for stages in (1, 2):
+        step = autopar.parallelize(
+            made,
+            cluster="2:cpu",
+            stages=stages,
+            microbatches=2,
+            coupled="microbatch",
+            donate=False,
+        )
+        after, first = step(state, example)
+        losses.append([float(first), float(step(after, example)[1])])
+    assert losses[1] == pytest.approx(losses[0], rel=CLOSE)
+    assert step.plan.local
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])
