@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import queue
 import threading
@@ -9,6 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from typing import Any
 
+from autopar_passes import jax_compat
 from autopar_passes.stages.cut import Phase, TaskKey
 from autopar_solver import ScheduleTable, TaskKind
 
@@ -96,12 +98,16 @@ class Threads:
             self._work.get()()
 
     def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Calls a function in one of the threads."""
+        """Calls a function in one of the threads, under this thread's JAX options."""
         future: Future[None] = Future()
+        options = jax_compat.thread_options()  # contexts serve one thread, once
 
         def work() -> None:
             try:
-                function(*arguments)
+                with contextlib.ExitStack() as stack:
+                    for option in options:
+                        stack.enter_context(option)
+                    function(*arguments)
             except BaseException as error:
                 future.set_exception(error)
             else:

@@ -16,7 +16,8 @@ from autopar.runtime.stages.pipeline import Call, Pipeline
 from autopar.runtime.stages.stage import RESULT, Sent, TaskCode
 from autopar.runtime.stages.transfers import Transfers
 from autopar.runtime.stages.transport import Tag, meeting
-from autopar_passes.stages.cut import Phase, TaskKey
+from autopar_passes.program.equations import Equation
+from autopar_passes.stages.cut import Phase, TaskKey, equations_of
 
 # Values from other processes are asked for so many tasks ahead of the one that is
 # issued, so that they travel while earlier tasks run.
@@ -146,7 +147,7 @@ class _Run(Transfers):
             sums = self.sums[stage]
             arguments.extend(sums[v] for v in code.accumulated)
         begin, issued = time.perf_counter(), self.now()
-        with told(code.task.key, number):
+        with told(code.task.key, number, lambda: self.operators(code)):
             made = code.function(*arguments)
         if (wait_s := self.pipeline.wait_s) is not None:
             jax.block_until_ready(made)
@@ -159,6 +160,10 @@ class _Run(Transfers):
             self.sums[stage].update(zip(code.accumulated, made[rest:], strict=True))
         for value in call.last:
             micro.pop(value, None)
+
+    def operators(self, code: TaskCode) -> tuple[Equation, ...]:
+        """The equations of a task."""
+        return equations_of(self.pipeline.cut.program, code.task)
 
     def now(self) -> float:
         """Seconds since the step began, if somebody watches."""
@@ -214,7 +219,7 @@ class _Run(Transfers):
                 self.send(tag, key.stage, sent, None, self.place(sent, -1))
             return
         step, issued = self.step[key.stage], self.now()
-        with told(key, -1):
+        with told(key, -1, lambda: self.operators(code)):
             made = code.function(*(step[v] for v in code.inputs), *self.finite(code))
         self.record(code, -1, issued, made)
         made = self.measured(code, made)
