@@ -318,14 +318,11 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
 
 
 def _check_options(options: PlanOptions) -> None:
-    """Raises `PlanError` for what plans of several stages cannot hold yet."""
-    said = {
-        "layouts=": options.layouts is not None,
-    }
-    if given := [name for name, there in said.items() if there]:
+    """Raises `PlanError` for layouts of one stage that several should keep."""
+    if options.layouts is not None:
         raise PlanError(
-            f"stages={options.stages}: {', '.join(given)} is for plans of one stage. "
-            "Leave it out, or plan with stages=1."
+            f"stages={options.stages}: the plan given as layouts= has one stage, whose "
+            "layouts are no stage's. Leave layouts= out, or plan with stages=1."
         )
 
 
