@@ -125,6 +125,7 @@ class Loop:
         self._rule = following.rule
         self._steps = self._since = 0
         self._running: Any = None
+        self._world: Any = None
         self._key: Key | None = None
         self._busy = threading.Event()
         self._before: tuple[int, float, float] | None = None
@@ -212,12 +213,14 @@ class Loop:
 
     def _at(self) -> Made:
         """The way that runs; where it was changed from outside, all begins anew."""
-        planned = self.step.running.planned
-        if self._running is not planned:
-            if self._running is not None and self._running.plan is not planned.plan:
+        planned, before = self.step.running.planned, self._running
+        if before is not planned:
+            # A world that forms anew may have the same plan on other devices.
+            same = before is None or before.plan is planned.plan
+            if not same or self._world is not self.step.world:
                 self._since = 0
                 self._ways.forget()
-            self._running = planned
+            self._running, self._world = planned, self.step.world
         self._since += 1
         found = self._ways.running(self.batch_size)
         self._key = found.key

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -146,6 +148,35 @@ def test_codecs_are_left_where_links_are_fast() -> None:
     run = Run(Loop(step, rule), lambda rows, codecs: 1e-3).go(30)
     assert run.loop.way.codecs == "none"
     assert run.loop.changes == 0
+
+
+def test_one_device_sees_its_gradients_in_two_microbatches() -> None:
+    """Noise that one group compares with the step before is biased; two are not."""
+    step = cases.parallel(cluster="1:cpu", split_batch=False)
+    run = Run(Loop(step, following()), slow_sync).go(4)
+    assert step.noise_scale.groups == 1
+    run.go(30)
+    assert run.loop.way.rows > BASE
+    assert run.loop.way.microbatches == 2
+    scale = step.noise_scale
+    assert (scale.groups, scale.biased) == (2, False)
+
+
+def test_a_world_that_forms_anew_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the same plan on other devices: programs of the old ones are void."""
+    step = cases.parallel()
+    run = Run(Loop(step, following()), slow_sync).go(30)
+    assert run.loop.changes == 1
+    key, held = run.loop.way, run.loop._ways
+    small = dataclasses.replace(key, rows=BASE)
+    assert held.made(small) is not None
+    planned = copy.copy(step.running.planned)
+    anew = dataclasses.replace(step.running, planned=planned)
+    monkeypatch.setattr(step, "_current", anew)
+    monkeypatch.setattr(step, "_world", dataclasses.replace(step.world))
+    run.go(1)
+    assert held.made(small) is None
+    assert run.loop.way == key
 
 
 def test_losses_that_are_not_numbers_teach_nothing() -> None:
