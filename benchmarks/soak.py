@@ -114,12 +114,22 @@ class Soak:
             world = [w for w in world if w != worker]
         size = len(world) + (kind == "join")
         recovered = self.wait(lambda: self.recovered(before, size))
-        self.events.append({"kind": kind, "time_s": before, "recovered": recovered})
+        found = {"kind": kind, "time_s": before, "recovered": recovered}
+        self.events.append({**found, "lost": len(self.lost(before))})
         return recovered
 
+    def lost(self, before: float) -> list[int]:
+        """The processes that died since then though nobody killed them.
+
+        gloo ends a process that gets a message of another length than it waits for,
+        which happens where a peer dies in the middle of a collective.
+        """
+        codes = [x for x in self.log() if x["event"] == "gone"]
+        return [x["worker"] for x in codes if x["time_s"] > before and _died(x["code"])]
+
     def recovered(self, before: float, size: int) -> bool:
-        """Whether a world of so many processes has formed since then, and trains."""
-        log = self.log()
+        """Whether those that live have formed a world since then, and train."""
+        log, size = self.log(), size - len(self.lost(before))
         formed = [k for k, x in enumerate(log) if x["event"] in ("form", "formed")]
         if len(formed) < 2 or log[formed[-1]]["event"] != "formed":
             return False
@@ -146,6 +156,10 @@ class Soak:
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()
+
+
+def _died(code: int | None) -> bool:
+    return code is not None and code < 0 and code != -signal.SIGKILL
 
 
 def losses(folder: pathlib.Path) -> list[tuple[int, float, float]]:
@@ -213,7 +227,8 @@ def report(soak: Soak, given: Any) -> int:
     plain = plain_losses(soak.folder, last + 1)
     worst = max(abs(x[1] - plain[x[0]]) / abs(plain[x[0]]) for x in steps)
     missing = set(range(last + 1)) - {x[0] for x in steps}
-    killed = [x for x in soak.log() if x["event"] == "kill"]
+    killed = {x["worker"] for x in soak.log() if x["event"] == "kill"}
+    killed |= set(soak.lost(0.0))
     found = pauses(soak.events, steps)
     recovered = sum(x["recovered"] for x in soak.events)
     count = len(soak.events)

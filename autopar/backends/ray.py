@@ -11,7 +11,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from autopar.backends.ray_nodes import Node, Places, alive
+from autopar.backends.ray_nodes import Node, Placer, Places, alive
 from autopar.backends.ray_worker import ScriptActor
 from autopar.elastic.processes.launching import Reports
 from autopar.errors import PlanError
@@ -30,23 +30,30 @@ class RayLauncher:
     process, as workers survive their supervisor.
     """
 
-    def __init__(self, words: Sequence[str], processes: int, address: str = "") -> None:
+    def __init__(
+        self,
+        words: Sequence[str],
+        processes: int,
+        address: str = "",
+        places: Placer | None = None,
+    ) -> None:
         """Connects to the cluster.
 
         Args:
           words: path of the script and its arguments.
           processes: how many workers the run begins with.
           address: of the cluster; '' for ``RAY_ADDRESS``, or that of this machine.
+          places: says which node takes a worker; None: that with fewest.
 
         Raises:
           PlanError: Ray is not installed, there is no cluster, or it is too small.
         """
         self._words = tuple(words)
-        self._ray = _ray()
-        _connect(self._ray, address or os.environ.get("RAY_ADDRESS") or "auto")
+        self._ray = connected(address)
         self._lock = threading.Lock()
-        self._places = Places()
-        self._begin_with(processes)
+        self._places: Placer = places or Places()
+        if places is None:
+            self._begin_with(processes)
         self._actors: dict[int, Any] = {}
         self._closed = threading.Event()
         self._run, self._reports = "", None
@@ -162,8 +169,7 @@ class RayLauncher:
                     self._reports.joined(new)
 
     def _nodes(self) -> tuple[list[Node], int]:
-        here = self._ray.util.get_node_ip_address()
-        return alive(self._ray.nodes(), _CPUS, here)
+        return nodes_here(self._ray)
 
     def _begin_with(self, processes: int) -> None:
         """Takes the nodes there are; raises an error where a run could not begin."""
@@ -177,6 +183,25 @@ class RayLauncher:
                 f"this machine, and --processes asks for {processes}."
                 f"{far if elsewhere else ''} Add nodes, or ask for fewer."
             )
+
+
+def connected(address: str) -> Any:
+    """Ray, connected to a cluster.
+
+    Args:
+      address: of the cluster; '' for ``RAY_ADDRESS``, or that of this machine.
+
+    Raises:
+      PlanError: Ray is not installed, or there is no cluster.
+    """
+    ray = _ray()
+    _connect(ray, address or os.environ.get("RAY_ADDRESS") or "auto")
+    return ray
+
+
+def nodes_here(ray: Any) -> tuple[list[Node], int]:
+    """The nodes that can take workers, and how many there are on other machines."""
+    return alive(ray.nodes(), _CPUS, ray.util.get_node_ip_address())
 
 
 def _ray() -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 # Ray shows a dead node as alive for about 15 s: one that lost a worker is left alone.
 _SHUNNED_S = 30.0
@@ -52,6 +52,22 @@ def alive(
     able = [x for x in nodes if x.room > 0]
     here = [x for x in able if x.address == address]
     return here, len(able) - len(here)
+
+
+class Placer(Protocol):
+    """Says which node takes a worker."""
+
+    def update(self, nodes: Sequence[Node]) -> int:
+        """Takes the nodes that are alive; returns how many workers more to take."""
+        ...
+
+    def place(self, worker: int) -> Node | None:
+        """Gives a worker a node; None: no room anywhere."""
+        ...
+
+    def ended(self, worker: int, *, lost: bool) -> bool:
+        """A worker has ended; returns whether another may take its place unasked."""
+        ...
 
 
 class Places:

@@ -24,10 +24,13 @@ from autopar.cli.commands.demo import demo
 from autopar.cli.commands.diff import diff
 from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
+from autopar.cli.commands.goodput import goodput
+from autopar.cli.commands.jobs import jobs
 from autopar.cli.commands.ledger import ledger
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
 from autopar.cli.commands.run import run
+from autopar.cli.commands.schedule import schedule
 from autopar.cli.commands.simulate import simulate
 from autopar.cli.commands.sweep import sweep
 from autopar.cli.commands.workers import workers
@@ -43,7 +46,10 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     audit,
     compare,
     sweep,
+    goodput,
     simulate,
+    schedule,
+    jobs,
     diff,
     ledger,
     profile,

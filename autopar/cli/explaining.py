@@ -128,7 +128,7 @@ def _paths(decision: Decision) -> list[str]:
 
 def _overview(bound: BoundPlan, as_json: bool) -> Result:
     rows = group_collectives(bound, bound.collectives)
-    rows += codec_rows(bound.plan, bound.pricer)
+    rows += codec_rows(bound.plan.gradients, bound.pricer)
     rows = sorted(rows, key=lambda row: -row.seconds)
     memory = _memory_by_role(bound)
     peak = _memory_at_peak(bound)

@@ -106,6 +106,6 @@ def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:
         return render_html(found, ())
     bound = bind_plan(analysis, found, cluster)
     rows = group_collectives(bound, bound.collectives)
-    rows += codec_rows(found, bound.pricer)
+    rows += codec_rows(found.gradients, bound.pricer)
     ordered = sorted(rows, key=lambda row: -row.seconds)
     return render_html(found, ordered, attributed(bound, LAYER))

@@ -38,7 +38,7 @@ def carried_out(analysis: Analysis, state: Any, result: Any) -> tuple[Any, Any]:
     next_of = dict(zip(numbers, leaves, strict=True))
     new = [next_of.get(carried.get(k, -1), x) for k, x in enumerate(old)]
     taken = {carried[k] for k in range(len(old)) if k in carried}
-    marks = [number in taken for number in numbers]
+    marks = [None if number < 0 else number in taken for number in numbers]
     rest = _rest(result, leaves, structure, marks)
     return (replaced(state, new) if any(marks) else state), rest
 
@@ -61,12 +61,15 @@ def _numbers(analysis: Analysis) -> list[int]:
 
 
 def _rest(
-    result: Any, leaves: Sequence[Any], structure: Any, marks: Sequence[bool]
+    result: Any, leaves: Sequence[Any], structure: Any, marks: Sequence[bool | None]
 ) -> Any:
-    """The result without its parts that are marked whole."""
-    if marks and all(marks):
+    """The result without its parts whose arrays are all marked.
+
+    Leaves that are no arrays, such as the sizes that a module keeps, have no mark.
+    """
+    if _whole(marks):
         return None
-    parts = [bool(m) and all(m) for m in _by_child(structure, marks)]
+    parts = [_whole(m) for m in _by_child(structure, marks)]
     if type(result) in (tuple, list):
         kept = [x for x, taken in zip(result, parts, strict=True) if not taken]
         return kept[0] if len(kept) == 1 else tuple(kept)
@@ -79,9 +82,15 @@ def _rest(
     return jax.tree.unflatten(structure, [None if m else x for x, m in pairs])
 
 
-def _by_child(structure: Any, marks: Sequence[bool]) -> list[Sequence[bool]]:
+def _whole(marks: Sequence[bool | None]) -> bool:
+    return any(marks) and all(mark is not False for mark in marks)
+
+
+def _by_child(
+    structure: Any, marks: Sequence[bool | None]
+) -> list[Sequence[bool | None]]:
     """The marks of each child of a tree."""
-    found: list[Sequence[bool]] = []
+    found: list[Sequence[bool | None]] = []
     begin = 0
     for child in structure.children():
         found.append(marks[begin : begin + child.num_leaves])

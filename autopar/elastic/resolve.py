@@ -37,6 +37,15 @@ class Resolved:
     cluster: Cluster | None
     reason: str = ""
 
+    def __str__(self) -> str:
+        """One line: what came of it, and the cluster that follows."""
+        found = f"{self.status}: {self.cluster or 'no device is left'}"
+        return f"{found} ({self.reason})" if self.reason else found
+
+    def __repr__(self) -> str:
+        """As `__str__`, for a notebook."""
+        return f"<{self}>"
+
 
 def resolve(event: Event, cluster: Cluster | None, own: Sequence[int]) -> Resolved:
     """Returns what an event makes of a cluster.
@@ -78,7 +87,7 @@ def _changed(
 
 
 def _gone(event: Event, cluster: Cluster, own: Sequence[int]) -> Resolved:
-    there = _there(cluster)
+    there = ids_there(cluster)
     if not event.hosts and not event.devices:
         named = set(own)
     else:
@@ -94,7 +103,7 @@ def _gone(event: Event, cluster: Cluster, own: Sequence[int]) -> Resolved:
 
 
 def _added(event: Event, cluster: Cluster) -> Resolved:
-    known, there = _hosts(cluster), _there(cluster)
+    known, there = _hosts(cluster), ids_there(cluster)
     new = [h for h in event.hosts if isinstance(h, str) and h not in known]
     old = [h for h in event.hosts if h not in new]
     back = (_ids(old, known) | _ids(event.devices, _all(cluster))) - there
@@ -117,7 +126,7 @@ def _words(event: Event) -> str:
     return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
 
 
-def _there(cluster: Cluster) -> set[int]:
+def ids_there(cluster: Cluster) -> set[int]:
     """The ids of the devices that are there, idle ones too."""
     found: set[int] = set()
     for part in members.parts(cluster):

@@ -10,6 +10,7 @@ from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
 from autopar.elastic.processes.joining import join_run
+from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples, others_of
 from autopar.elastic.sources.named import sources_of
@@ -77,6 +78,7 @@ def elastic(
     """
     check_step("elastic", step, create_state, source)
     _check_counts(batch, steps)
+    checkpoint, every = of_scheduler(checkpoint, every)
     check_saves("elastic", checkpoint, every)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
         checkpoint = Checkpoints(os.fspath(checkpoint))
@@ -87,6 +89,7 @@ def elastic(
         args,
         samples,
         steps=steps,
+        events=events,
         ledger=ledger,
         checkpoints=checkpoint,
         every=every,
@@ -112,6 +115,17 @@ def elastic(
         run.close()
         raise
     return run
+
+
+def of_scheduler(checkpoint: Any, every: Any) -> tuple[Any, Any]:
+    """Where and how often a run is saved; a scheduler says it for scripts that do not.
+
+    A job that is preempted goes on from a checkpoint.
+    """
+    folder = os.environ.get(CHECKPOINT_VARIABLE)
+    if checkpoint is not None or not folder:
+        return checkpoint, every
+    return folder, every or int(os.environ.get(EVERY_VARIABLE, "0")) or None
 
 
 def check_saves(name: str, checkpoint: Any, every: Any) -> None:

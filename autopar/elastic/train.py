@@ -16,7 +16,7 @@ from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples, others_of
 from autopar.elastic.sources.named import sources_of
 from autopar.elastic.sources.source import Source
-from autopar.elastic.start import check_saves, check_step
+from autopar.elastic.start import check_saves, check_step, of_scheduler
 from autopar.elastic.training import TrainRun
 from autopar.errors import PlanError
 from autopar.goodput.critical import CriticalRegimes
@@ -102,6 +102,7 @@ def train(
       InfeasibleError: no plan fits the memory of a device.
     """
     check_step("train", step, create_state, source)
+    checkpoint, every = of_scheduler(checkpoint, every)
     check_saves("train", checkpoint, every)
     _check_end(steps, samples, until)
     own = step.preparation.planner.options.compression
@@ -124,6 +125,7 @@ def train(
         args,
         Samples(source, rows, others_of(others)),
         steps=most,
+        events=events,
         ledger=ledger,
         checkpoints=checkpoint,
         every=every,

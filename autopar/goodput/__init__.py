@@ -4,6 +4,7 @@
 """
 
 from autopar.goodput.critical import CriticalRegimes
+from autopar.goodput.curves import CurvePoint, CurveTable, corrected
 from autopar.goodput.efficiency import (
     CodecError,
     codec_error,
@@ -22,6 +23,8 @@ from autopar.runtime.noise.options import NoiseOptions
 __all__ = [
     "CodecError",
     "CriticalRegimes",
+    "CurvePoint",
+    "CurveTable",
     "Following",
     "Interval",
     "Loop",
@@ -32,6 +35,7 @@ __all__ = [
     "Terms",
     "Throughput",
     "codec_error",
+    "corrected",
     "efficiency",
     "gain",
     "goodput",

@@ -41,6 +41,7 @@ class Assignment:
         is not here is summed as it is.
       waiting: values where a sum is due that waits although it is sent as it is,
         because something looks at its parts.
+      settled: values where a sum was due, and has been taken: whole ones.
       graph: the analysis's own.
       contraction: the analysis's own.
     """
@@ -51,6 +52,7 @@ class Assignment:
     copies: dict[tuple[ValueClass, bool], CopyChoice]
     codecs: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
     waiting: frozenset[int] = frozenset()
+    settled: frozenset[int] = frozenset()
     # The analysis's own, at hand: a program asks for them of every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
@@ -176,13 +178,13 @@ class Assignment:
 
     def stacked(self, value: int) -> tuple[Axes, Layout] | None:
         """See `LayoutPlan`."""
-        held = self.stackings.get(value)
+        held = None if value in self.settled else self.stackings.get(value)
         return held and (held.axes, held.strip(self.home_layout(value)))
 
     def due(self, value: int) -> tuple[Layout, ...] | None:
         """See `LayoutPlan`."""
         held = self.stackings.get(value)
-        if held is None or value not in held.deferral.ends:
+        if held is None or value not in held.deferral.ends or value in self.settled:
             return None
         home = self.home_layout(value)
         layouts = (held.strip(home), *(s.layout for s in self.due_steps(value)))

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
-from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError, PlanError
@@ -25,7 +24,7 @@ from autopar.planner.codecs.choose import (
     uniform,
 )
 from autopar.planner.codecs.left_out import warn_of_no_use
-from autopar.planner.codecs.options import budget_of, parsed
+from autopar.planner.codecs.request import CodecRequest, requested
 from autopar.planner.codecs.written import as_sent, check_fits, with_codecs
 from autopar.planner.edited import carried_out, with_status
 from autopar.planner.hints import (
@@ -48,25 +47,6 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_shape
 from autopar.steps.microbatches import in_microbatches, numbers_of_microbatches
 from autopar_passes.graph.roles import InputRole
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Codecs:
-    """What was said about codecs.
-
-    Attributes:
-      mode: as of `PlanOptions.compression`.
-      codec: that it names.
-      budget: of error.
-      sent: a plan whose codecs hold gradient by gradient.
-      errors: measured relative errors, by gradient and codec.
-    """
-
-    mode: str
-    codec: Codec | None
-    budget: float
-    sent: Plan | None
-    errors: Errors
 
 
 def plan_analysis(
@@ -98,13 +78,12 @@ def plan_analysis(
             "into pins with with_logical_pins(options, call)."
         )
     if options.stages not in (None, 1):
-        return _in_stages(analysis, cluster, options)
+        return _in_stages(analysis, cluster, options, requested(options, sent, errors))
     if options.microbatches == "auto":
         return _fastest_split(analysis, cluster, options, sent, errors)
     analysis = _split(analysis, options)
-    mode, names, pins = options.compression, options.axis_names, options.pins or {}
-    budget = budget_of(options.error_budget, mode)
-    codecs = _Codecs(mode, parsed(mode), budget, sent, errors or {})
+    names, pins = options.axis_names, options.pins or {}
+    codecs = requested(options, sent, errors)
     layouts, seconds = options.layouts, options.seconds
     if layouts is not None:
         _check_axes_of(layouts, options)
@@ -118,7 +97,9 @@ def plan_analysis(
     return _searched(analysis, cluster, meshes, pins, codecs, seconds)
 
 
-def _in_stages(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Plan:
+def _in_stages(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, codecs: CodecRequest
+) -> Plan:
     """A pipeline, or where that is as fast, a plan of one stage.
 
     Raises:
@@ -126,13 +107,13 @@ def _in_stages(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Pl
       PlanError: the step cannot be cut or split as is asked for.
     """
     if isinstance(options.stages, int):
-        found = plan_with_stages(analysis, cluster, options, None)
+        found = plan_with_stages(analysis, cluster, options, None, codecs)
         assert found is not None
         return found
     one: Plan | None = None
     failed: InfeasibleError | None = None
     if cluster.groups:
-        found = plan_with_stages(analysis, cluster, options, None)
+        found = plan_with_stages(analysis, cluster, options, None, codecs)
         if found is None:
             raise PlanError(
                 f"one kind of devices alone trains fastest on {cluster}: plan for a "
@@ -140,11 +121,12 @@ def _in_stages(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Pl
             )
         return found
     try:
-        one = plan_analysis(analysis, cluster, without_stages(options))
+        alone = without_stages(options)
+        one = plan_analysis(analysis, cluster, alone, codecs.sent, codecs.errors)
     except InfeasibleError as error:
         failed = error
     try:
-        found = plan_with_stages(analysis, cluster, options, one)
+        found = plan_with_stages(analysis, cluster, options, one, codecs)
     except InfeasibleError as error:
         raise (failed or error) from error
     except PlanError as error:
@@ -256,10 +238,7 @@ def plan_beside(
         if not meshes:
             raise
     pins = _state_pins(analysis, running)
-    mode = options.compression
-    codecs = _Codecs(
-        mode, parsed(mode), budget_of(options.error_budget, mode), sent, {}
-    )
+    codecs = requested(options, sent)
     return _searched(analysis, cluster, meshes, pins, codecs, options.seconds)
 
 
@@ -293,7 +272,7 @@ def _searched(
     cluster: Cluster,
     meshes: Sequence[MeshShape],
     pins: Pins,
-    codecs: _Codecs,
+    codecs: CodecRequest,
     seconds: float | None,
 ) -> Plan:
     """The fastest layouts, and codecs chosen together with them."""
@@ -331,7 +310,7 @@ def _with_layouts(
     cluster: Cluster,
     layouts: Plan,
     pins: Pins,
-    codecs: _Codecs,
+    codecs: CodecRequest,
     seconds: float | None,
 ) -> Plan:
     """The layouts of a plan, of another batch perhaps, and codecs chosen for them."""
@@ -357,7 +336,7 @@ def _written(
     result: SearchResult,
     choice: CodecChoice,
     first: CodecChoice,
-    codecs: _Codecs,
+    codecs: CodecRequest,
 ) -> Plan:
     """The plan of a choice; says so where a codec that was asked for is of no use."""
     if codecs.sent is not None:
@@ -367,7 +346,7 @@ def _written(
     # Dense gradients are sent as they are, wherever they are summed.
     if asked not in (None, "dense") and asked not in choice.codecs:
         assignment = choice.candidate.assignment
-        warn_of_no_use(analysis, assignment, choice.sites, asked)
+        warn_of_no_use([(analysis, assignment, choice.sites)], asked)
     why = described(analysis, choice, first, codecs.mode, codecs.budget)
     return with_codecs(analysis, result, choice, why)
 

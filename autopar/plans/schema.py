@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from itertools import islice
 from typing import Any
 
 import msgspec
@@ -282,8 +283,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     @property
     def gradients(self) -> tuple[GradientDecision, ...]:
-        """The way in which the only stage sums each gradient."""
-        return self.stage.gradients
+        """The way in which each gradient is summed, stage by stage."""
+        if len(self.stages) == 1:
+            return self.stages[0].gradients
+        return tuple(g for stage in self.stages for g in stage.gradients)
 
     @property
     def axis_names(self) -> tuple[str, ...]:
@@ -313,14 +316,42 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return checks.changed(self.checks, checks.checks_of(self, self.stages))
 
     def stamped(self) -> Plan:
-        """The plan as made: from now on, changes of a part count as edits."""
-        sums = checks.checks_of(self, self.stages)
-        return msgspec.structs.replace(self, checks=sums)
+        """The plan as made: from now on, changes of a part count as edits.
+
+        Numbers get the types of their fields, as they have when a file is read: sums
+        must not tell 0 from 0.0.
+        """
+        made = msgspec.convert(msgspec.to_builtins(self), type(self))
+        sums = checks.checks_of(made, made.stages)
+        return msgspec.structs.replace(made, checks=sums)
 
     def with_stage(self, **changes: Any) -> Plan:
         """The plan with other fields in its only stage, such as ``gradients=``."""
         stage = msgspec.structs.replace(self.stage, **changes)
         return msgspec.structs.replace(self, stages=(stage,))
+
+    def with_gradients(self, gradients: Sequence[GradientDecision]) -> Plan:
+        """The plan with other decisions about its gradients.
+
+        Args:
+          gradients: as many as the plan has, in its order; of a plan of one stage any.
+
+        Raises:
+          PlanError: they are more or fewer than a plan of several stages has.
+        """
+        if len(self.stages) == 1:
+            return self.with_stage(gradients=tuple(gradients))
+        if len(gradients) != len(self.gradients):
+            raise PlanError(
+                f"the stages of the plan have {len(self.gradients)} gradients, and "
+                f"{len(gradients)} decisions are given."
+            )
+        left = iter(gradients)
+        stages = [
+            msgspec.structs.replace(s, gradients=tuple(islice(left, len(s.gradients))))
+            for s in self.stages
+        ]
+        return msgspec.structs.replace(self, stages=tuple(stages))
 
     def edit(self, layouts: Mapping[str, Entries]) -> Plan:
         """The plan with other layouts of some inputs.

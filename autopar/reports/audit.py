@@ -108,7 +108,7 @@ def predicted_by_kind(bound: BoundPlan) -> BytesByKind:
     out: dict[str, float] = defaultdict(float)
     for collective in bound.collectives:
         out[collective.step.kind] += collective.sent_bytes(bound.pricer)
-    for row in codec_rows(bound.plan, bound.pricer):
+    for row in codec_rows(bound.plan.gradients, bound.pricer):
         if row.sent_bytes:
             out[row.kind] += row.sent_bytes
     return dict(out)

@@ -27,20 +27,22 @@ from autopar.cost.pricer import Pricer
 from autopar.layouts.buckets import WITHIN, Bucket, BucketCollective, bucket_messages
 from autopar.planner.codecs.adjusted import codec_of
 from autopar.planner.codecs.choose import CANDIDATES
-from autopar.plans import GradientDecision, Plan
+from autopar.plans import GradientDecision
 from autopar.reports.table import CollectiveRow
 
 _PHASE = "update"
 
 
-def codec_rows(plan: Plan, pricer: Pricer) -> tuple[CollectiveRow, ...]:
+def codec_rows(
+    gradients: Sequence[GradientDecision], pricer: Pricer
+) -> tuple[CollectiveRow, ...]:
     """The collectives of gradients with codecs, and their work on each device.
 
     Averages of residuals count as if every step took them, as all branches of a
     condition are counted. What a fallback sends (`autopar.compression.fallback`) does
     not count.
     """
-    coded = [g for g in plan.gradients if g.codec]
+    coded = [g for g in gradients if g.codec]
     if not coded:
         return ()
     mesh = pricer.mesh.axes

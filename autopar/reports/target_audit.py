@@ -148,7 +148,7 @@ def predicted_messages(bound: BoundPlan) -> dict[str, float]:
         if c.step.kind != "slice":
             part = c.size / c.message_bytes if c.message_bytes else 1.0
             out[bound.pricer.runs_as(c.step.kind)] += c.trips * part
-    for row in codec_rows(bound.plan, bound.pricer):
+    for row in codec_rows(bound.plan.gradients, bound.pricer):
         if row.sent_bytes:
             out[row.kind] += row.trips
     return dict(out)

@@ -31,6 +31,7 @@ from autopar.compression.synchronise import (
 from autopar.errors import PlanError
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime import agreement
+from autopar.runtime.any_step import AnyStep
 from autopar.runtime.gradients.adopting import Adoption, saved_s
 from autopar.runtime.gradients.codec_state import (
     carry_over,
@@ -40,8 +41,8 @@ from autopar.runtime.gradients.codec_state import (
 from autopar.runtime.gradients.probing import ProbePrograms, measure_errors
 from autopar.runtime.gradients.recoding import Recoding
 from autopar.runtime.gradients.skipping import SkippedSteps
+from autopar.runtime.gradients.staged_sums import AnySums
 from autopar.runtime.gradients.sums import GradientSums, Member, State
-from autopar.runtime.planned import PlannedStep
 from autopar.runtime.world import World
 
 
@@ -57,13 +58,13 @@ class CodecRun:
         self._probed: dict[str, dict[str, float]] = {}
         self._state: State | None = None
         self._saved: Any = None
-        self._owner: GradientSums | None = None
+        self._owner: AnySums | None = None
         self._telemetry: Any = None
         self._level: Any = None
         self._taken: Any = None
         # Whether the next step is the first to be counted.
         self._count_anew = True
-        self._planned: PlannedStep | None = None
+        self._planned: AnyStep | None = None
         self._since = 0.0
         self._steps = 0
         self._done = 0
@@ -82,7 +83,7 @@ class CodecRun:
         if self._state is None or plan is None:
             return self._saved
         texts = self.recoding.texts(plan, self._state["gradients"])
-        return {**jax.tree.map(jnp.copy, self._state), "codecs": texts}
+        return {**jax.tree.map(_copied, self._state), "codecs": texts}
 
     def restore(self, state: Any, *, held: bool = False) -> None:
         """Takes a saved state; the next step places it.
@@ -137,7 +138,7 @@ class CodecRun:
         if self._state is not None:
             self._state, self._owner = None, None
 
-    def check(self, sums: GradientSums | None) -> None:
+    def check(self, sums: AnySums | None) -> None:
         """Checks that the state can be carried over to another plan.
 
         It is carried over when a step runs: codecs that are chosen before then (see
@@ -149,9 +150,7 @@ class CodecRun:
         if sums is not None and self._state is not None:
             check_fits(self._state, sums)
 
-    def prepare(
-        self, planned: PlannedStep, placed: Sequence[Any], world: World
-    ) -> None:
+    def prepare(self, planned: AnyStep, placed: Sequence[Any], world: World) -> None:
         """Makes the state for a step, and measures on its gradients what is asked for.
 
         Steps before that were skipped are told of first: where a warning is an error,
@@ -165,7 +164,7 @@ class CodecRun:
             self._measure(probes, planned, placed, state, world)
 
     def run(
-        self, planned: PlannedStep, placed: Sequence[Any], noise: Sequence[Any] = ()
+        self, planned: AnyStep, placed: Sequence[Any], noise: Sequence[Any] = ()
     ) -> tuple[Any, ...]:
         """Runs one step that was prepared, and keeps the codecs' new state.
 
@@ -198,7 +197,7 @@ class CodecRun:
             self._steps += 1
         return flat, *rest
 
-    def _count(self, sums: GradientSums, new: bool) -> None:
+    def _count(self, sums: AnySums, new: bool) -> None:
         """Counts the levels that steps take, on the devices: none waits for it."""
         if sums.fallback is not None:
             anew = new or self._count_anew
@@ -212,14 +211,19 @@ class CodecRun:
     def _measure(
         self,
         probes: Sequence[str],
-        planned: PlannedStep,
+        planned: AnyStep,
         placed: Sequence[Any],
         state: State,
         world: World,
     ) -> None:
         """Finds what codecs would lose in the step to come; its time is not counted."""
-        assert planned.gradients is not None
-        assert planned.sums is not None
+        if planned.gradients is None:
+            raise PlanError(
+                "policy: it tries codecs on the gradients of a step, which a plan of "
+                "several stages does not hand out. Use a policy that looks at the "
+                "telemetry alone, or plan with stages=1."
+            )
+        assert isinstance(planned.sums, GradientSums)
         jax.block_until_ready(self._telemetry)
         begin = time.perf_counter()
         partials = planned.gradients(*placed)
@@ -231,7 +235,7 @@ class CodecRun:
             known.update({choice.text: choice.error for choice in found.choices})
         self._since += time.perf_counter() - begin
 
-    def _state_for(self, sums: GradientSums) -> State:
+    def _state_for(self, sums: AnySums) -> State:
         if self._owner is not sums:
             if self._state is not None:
                 self._state = carry_over(self._state, sums)
@@ -269,7 +273,7 @@ class CodecRun:
         return self._with_levels(sums, reports) if sums.fallback else reports
 
     def _with_levels(
-        self, sums: GradientSums, reports: dict[str, GradientReport]
+        self, sums: AnySums, reports: dict[str, GradientReport]
     ) -> dict[str, GradientReport]:
         """Reports with the levels that were taken, and what the last one sent."""
         last = np.argmax(np.asarray(self._level), axis=1)
@@ -344,6 +348,12 @@ class CodecRun:
         if not wish:
             self.adoption.withdrawn()
         return wish
+
+
+def _copied(array: Any) -> Any:
+    """A copy; of what lies in other processes alone, its absence."""
+    lies = getattr(array, "sharding", None)
+    return jnp.copy(array) if lies is None or lies.addressable_devices else array
 
 
 @jax.jit

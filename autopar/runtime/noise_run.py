@@ -16,7 +16,6 @@ from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.noise.averages import NoiseScale, State, fresh, noise_scale
 from autopar.runtime.noise.meter import NoiseSpec
 from autopar.runtime.noise.staged import StagedNoise
-from autopar.runtime.planned import PlannedStep
 
 # What a program measures, in one stage or several.
 Measured = NoiseSpec | StagedNoise
@@ -42,7 +41,7 @@ class NoiseRun:
           codecs: runs the steps whose gradients have codecs.
         """
         states = self._states(planned)
-        if isinstance(planned, PlannedStep) and planned.sums is not None:
+        if planned.sums is not None:
             flat, *made = codecs.run(planned, placed, states)
         elif states:
             flat, *made = planned.function(*placed, *states)

@@ -245,8 +245,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         analysed, current = self._current.analysed, self._current.planned
         if plan is current.plan:
             return current
-        devices = tuple(current.mesh.devices.flat)
-        planned = self._store.program(analysed, plan, devices, like=current)
+        planned = self._preparation.coded_step(analysed, plan, self._setting, current)
         self._codecs.adoption.withdrawn()
         self._preparation.remember(analysed, self._setting, plan)
         self._current = Running(analysed, planned)
@@ -325,7 +324,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
             running.plan,
             plan,
             lambda: agreement.shared_number(self.world, self._store.compile_s),
-            compiled=self._store.is_compiled(analysed, plan, running.mesh),
+            compiled=self._preparation.is_recoded(
+                analysed, plan, self._setting, running
+            ),
         ):
             self._use(plan)
 

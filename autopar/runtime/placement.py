@@ -30,6 +30,10 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
             return leaf
     elif not _is_extended(leaf):
         leaf = np.asarray(leaf, jax.typeof(leaf).dtype)
+    if is_global(leaf) and _is_extended(leaf):
+        # JAX moves no typed keys between devices of several processes.
+        moved = jax.device_put(jax_compat.key_bits(leaf), sharding)
+        return jax_compat.with_dtype(moved, leaf.dtype)
     if sharding.is_fully_addressable or is_global(leaf):
         return jax.device_put(leaf, sharding)
     host = leaf if _is_extended(leaf) else np.asarray(leaf)

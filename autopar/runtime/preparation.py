@@ -248,9 +248,7 @@ class Preparation:
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
     ) -> bool:
         """Whether the program of a plan on these devices is compiled already."""
-        if len(plan.stages) > 1:
-            return False
-        return self._store.is_compiled(analysed, plan, device_mesh(plan, devices))
+        return self._store.is_compiled(analysed, plan, devices)
 
     @property
     def compile_s(self) -> float:
@@ -283,6 +281,24 @@ class Preparation:
             check_plan(analysed.analysis, plan)
             self._world().check_mesh(list(device_mesh(plan, devices).devices.flat))
             return self._store.program(analysed, plan, devices)
+
+    def coded_step(
+        self, analysed: Analysed, plan: Plan, setting: Setting, like: AnyStep
+    ) -> AnyStep:
+        """The program of a plan that differs from the running one in its codecs."""
+        devices = tuple(like.mesh.devices.flat)
+        if len(plan.stages) > 1:
+            devices = self.devices(setting)
+        return self._store.program(analysed, plan, devices, like=like, links=like.links)
+
+    def is_recoded(
+        self, analysed: Analysed, plan: Plan, setting: Setting, like: AnyStep
+    ) -> bool:
+        """Whether that program is compiled already."""
+        devices = tuple(like.mesh.devices.flat)
+        if len(plan.stages) > 1:
+            devices = self.devices(setting)
+        return self._store.is_compiled(analysed, plan, devices)
 
     def _pipelined(
         self, analysed: Analysed, plan: Plan, devices: Sequence[Any]

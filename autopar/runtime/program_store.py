@@ -129,9 +129,7 @@ class ProgramStore:
                     noise=self.noise,
                 )
                 found = self._programs.put(key, made)
-        if isinstance(found, PlannedStep) and found.plan.gradients != plan.gradients:
-            return with_inputs_of(found, plan)
-        return found
+        return _with_inputs(found, plan)
 
     def _pipelined(
         self,
@@ -141,8 +139,7 @@ class ProgramStore:
         links: Links | None,
     ) -> AnyStep:
         """The program of a plan of several stages."""
-        used = tuple(devices[d].id for stage in plan.stages for d in stage.devices)
-        key = analysed.key, analysed.weak, content_digest(plan), used
+        key = _staged_key(analysed, plan, devices)
         with self._building:
             found = self._programs.get(key)
             if found is None:
@@ -154,17 +151,24 @@ class ProgramStore:
                     donate=self.donate,
                     links=links,
                     noise=self.noise,
+                    fallback=self.fallback,
                 )
                 found = self._programs.put(key, made)
-            return found
+        return _with_inputs(found, plan)
 
-    def is_compiled(self, analysed: Analysed, plan: Plan, mesh: Any) -> bool:
-        """Whether the program of a plan on a mesh is held and compiled."""
-        key = _key(analysed, plan, mesh)
+    def is_compiled(
+        self, analysed: Analysed, plan: Plan, devices: Sequence[Any]
+    ) -> bool:
+        """Whether the program of a plan on these devices is held and compiled."""
+        if len(plan.stages) > 1:
+            key, mesh = _staged_key(analysed, plan, devices), None
+        else:
+            mesh = device_mesh(plan, devices)
+            key = _key(analysed, plan, mesh)
         if key not in list(self._programs):
             return False
         found = self._programs.peek(key)
-        return found.mesh == mesh and found.function in self._compiled
+        return mesh in (None, found.mesh) and found.function in self._compiled
 
     @contextlib.contextmanager
     def compiling(self, program: AnyStep) -> Generator[None]:
@@ -193,6 +197,21 @@ class ProgramStore:
         shared = any(p.gradients is program.gradients for p in held)
         if program.gradients is not None and not shared:
             program.gradients.clear_cache()
+
+
+def _with_inputs(found: AnyStep, plan: Plan) -> AnyStep:
+    """A program that is held, under a plan that differs in its inputs alone."""
+    if found.plan.gradients == plan.gradients:
+        return found
+    if isinstance(found, PlannedStep):
+        return with_inputs_of(found, plan)
+    return found.with_inputs_of(plan)
+
+
+def _staged_key(analysed: Analysed, plan: Plan, devices: Sequence[Any]) -> Hashable:
+    """`_key`, of a plan of several stages."""
+    used = tuple(devices[d].id for stage in plan.stages for d in stage.devices)
+    return analysed.key, analysed.weak, content_digest(program_plan(plan)), used
 
 
 def _key(analysed: Analysed, plan: Plan, mesh: Any) -> Hashable:

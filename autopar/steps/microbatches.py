@@ -20,7 +20,12 @@ from autopar.steps.batch import batch_shape
 from autopar.steps.uses import collect
 from autopar_passes import jax_compat
 from autopar_passes.graph.build import step_graph
-from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.graph.operators import (
+    Operator,
+    OperatorGraph,
+    producers,
+    readers,
+)
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulated
@@ -290,7 +295,43 @@ def _added_up(
 
 
 def _waiting(deferral: Deferral, graph: OperatorGraph) -> Deferral:
-    """The deferral, its sums taken once where all of them are added up before."""
-    if not graph.accumulated.issuperset(deferral.ends):
+    """The deferral, its sums taken once where all of them are added up before.
+
+    What the update does with a value that is added up does not belong to it: the sum
+    over devices is due when all microbatches are.
+    """
+    if graph.accumulated.issuperset(deferral.ends):
+        return dataclasses.replace(deferral, hoisted=True)
+    if not graph.accumulated & deferral.members:
         return deferral
-    return dataclasses.replace(deferral, hoisted=True)
+    return _until_added_up(deferral, graph) or deferral
+
+
+def _until_added_up(deferral: Deferral, graph: OperatorGraph) -> Deferral | None:
+    """The part of a deferral before its values are added up; None: some never are."""
+    following = readers(graph.operators)
+    members: set[int] = set()
+    reach: list[tuple[int, tuple[int, ...]]] = []
+    for maker in deferral.contributions:
+        left, ends = list(graph.operators[maker].outputs), list[int]()
+        while left:
+            value = left.pop()
+            members.add(value)
+            if value in graph.accumulated:
+                ends.append(value)
+                continue
+            found = [op for op, _ in following.get(value, ())]
+            after = {v for op in found for v in op.outputs if v in deferral.members}
+            if value in deferral.ends or not after:
+                return None
+            left.extend(after - members)
+        reach.append((maker, tuple(sorted(set(ends)))))
+    gradient = bool(deferral.gradients)
+    ends = sorted({v for _, own in reach for v in own})
+    return Deferral(
+        ends=tuple(ends),
+        reach=tuple(reach),
+        members=frozenset(members),
+        hoisted=True,
+        gradients=frozenset(ends) if gradient else frozenset(),
+    )

@@ -155,4 +155,6 @@ def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> A
         input_paths=[*(paths[v] for v in stage.given), *received],
         carried=stage.carried,
     )
+    made = {v for op in graph.operators for v in op.outputs}
+    graph = dataclasses.replace(graph, accumulated=found.accumulated & made)
     return over_microbatches(analyse_program(stage.program, graph), found)

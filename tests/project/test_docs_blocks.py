@@ -40,7 +40,7 @@ FIGURE = re.compile(
     r"(?<=proved )(?:optimal|within [\d.]+% of the optimum)"
     r"|\b\d[\d.]*(?: [kMGTP])? (?:x one device|rows/s|tokens/s|%)"
 )
-MOST_LEFT_OUT = 4
+MOST_LEFT_OUT = 5
 
 
 @dataclasses.dataclass(frozen=True)

@@ -131,7 +131,19 @@ def failures(process: int) -> dict[str, tuple[str, float]]:
 
 
 def keyed(process: int) -> float:
-    """A key and a scalar are the same on every process, not parts of a batch."""
+    """A key and a scalar are the same on every process, not parts of a batch.
+
+    A state may hold a key, too, and be made before there is a plan.
+    """
+
+    def create() -> Any:
+        return np.eye(forms.WIDTH, dtype=np.float32), jax.random.key(5)
+
+    def with_key(state: Any, batch: Any) -> Any:
+        w, key = state
+        out = ((batch["x"] @ w) ** 2).mean()
+        key, own = jax.random.split(key)
+        return (w - 0.1 * jax.random.normal(own, w.shape), key), out
 
     def step(w: Any, batch: Any, key: Any, scale: Any) -> Any:
         noise = jax.random.normal(key, w.shape)
@@ -143,7 +155,11 @@ def keyed(process: int) -> float:
     batch = local_batches(1, process)[0]
     new, first = run(w, batch, jax.random.key(3), np.float32(0.5))
     _, second = run(new, batch, jax.random.PRNGKey(3), np.float32(0.5))
-    return float(first) + float(second)
+    held = autopar.parallelize(with_key, cluster=forms.cheap("2x2:cpu"), seconds=5)
+    state = held.init(create)
+    for batch in local_batches(2, process):
+        state, third = held(state, batch)
+    return float(first) + float(second) + float(third)
 
 
 def adapted(process: int) -> dict[str, Any]:

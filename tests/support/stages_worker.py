@@ -13,10 +13,12 @@ import signal
 import sys
 import time
 import unittest.mock
+import warnings
 from typing import Any
 
 import jax
 from checkout import ROOT
+from jax.sharding import PartitionSpec
 
 import autopar
 from autopar.errors import AutoparError, PlanError
@@ -76,6 +78,32 @@ def moved() -> tuple[list[float], list[int]]:
         losses.append(float(loss))
         held.append(len(state["params"][0]["w"].addressable_shards))
     return losses, held
+
+
+def coded() -> dict[str, Any]:
+    """Losses with gradients that each stage sums by a codec, and what is told of it."""
+    from stage_cases import adam, batch, mean_loss
+
+    made, state, _ = adam(mean_loss)
+    pins = {"batch/*": PartitionSpec("data")}
+    asked = {**ASKED, "axis_names": ("data",), "pins": pins, "compression": "dense"}
+    step, losses = autopar.parallelize(made, **asked), list[float]()
+    state = step.init(lambda: state, batch=batch())
+    for seed in range(3):
+        state, loss = step(state, rows(seed))
+        losses.append(float(loss))
+    bad = {name: array * float("nan") for name, array in rows(3).items()}
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        state, _ = step(state, bad)
+        reports = step.telemetry
+    _, loss = step(state, rows(0))
+    return {
+        "losses": [*losses, float(loss)],
+        "names": sorted(reports),
+        "skipped": [report.skipped for report in reports.values()],
+        "warned": len(said),
+    }
 
 
 def stopped_at(number: int, work: Any) -> Any:
@@ -156,6 +184,7 @@ def results(case: str) -> Any:
         return killed()
     return {
         "masked": train("masked"),
+        "coded": coded(),
         "mixed": mixed(),
         "moved": moved(),
         "refused": refused(),

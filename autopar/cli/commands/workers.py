@@ -47,7 +47,8 @@ def workers(
     if as_json:
         return Result(json.dumps(status, indent=1))
     lines = [
-        f"worker {name}: {found['phase']}, step {found['step']}"
+        f"worker {name}: {found['phase']}"
+        + (f", step {found['step']}" if found["step"] >= 0 else "")
         for name, found in status["workers"].items()
     ]
     return Result("\n".join([f"world of {len(status['world'])} processes", *lines]))

@@ -7,14 +7,21 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.checkpoint.checkpoints import Checkpoints
+from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.processes.ahead import Ahead, prepare_and_exit
+from autopar.elastic.processes.beside import rest_structs
 from autopar.elastic.processes.following import TeamFollowing
-from autopar.elastic.processes.link import AHEAD_VARIABLE
+from autopar.elastic.processes.link import AHEAD_VARIABLE, VARIABLE
 from autopar.elastic.processes.team import Team, local_devices, run_folder
-from autopar.elastic.processes.training import TeamRun, rest_structs
+from autopar.elastic.processes.training import TeamRun
+from autopar.elastic.resolve import Resolved
 from autopar.elastic.samples import Samples
 from autopar.elastic.saves import Saves
+from autopar.elastic.sources.file import File
+from autopar.elastic.sources.named import sources_of
+from autopar.elastic.sources.signals import Signals
+from autopar.elastic.sources.source import Source
 from autopar.errors import PlanError
 from autopar.goodput.loop import Record
 from autopar.runtime.creation import state_shapes
@@ -28,6 +35,7 @@ def join_run(
     samples: Samples,
     *,
     steps: float,
+    events: Sequence[str | Source],
     ledger: str | os.PathLike[str] | None,
     checkpoints: Checkpoints | None,
     every: int | None,
@@ -43,6 +51,7 @@ def join_run(
       args: its arguments.
       samples: what the step is trained on.
       steps: how many steps there are.
+      events: where events come from; the supervisor listens there, once for all.
       ledger: path of the ledger.
       checkpoints: where the run is saved.
       every: after how many steps; None: at the end alone.
@@ -66,9 +75,13 @@ def join_run(
         structs = (*shapes.arguments(), *rest_structs(step, samples, shapes, 0))
         prepare_and_exit(_ahead(step, structs, donate=donate), text)
     splits = step.preparation.planner.options.split_batch
-    team = Team.of_environment(survive, samples.batch if splits else 0)
-    if team is None:
+    if VARIABLE not in os.environ:
         return None
+    texts, signals = _heard_by(events)
+    team = Team.of_environment(survive, samples.batch if splits else 0, texts)
+    assert team is not None
+    for source in signals:
+        source.start(Resigning(team))
     written = Ledger(ledger)
     return TeamRun(
         step,
@@ -83,6 +96,46 @@ def join_run(
         shows=shows,
         following=following,
     )
+
+
+class Resigning:
+    """Where a signal to this process goes: it asks to leave the run."""
+
+    def __init__(self, team: Team) -> None:
+        """Takes the part of this process."""
+        self._team = team
+
+    def put(self, event: Event) -> Resolved:
+        """See `autopar.elastic.sources.source.Sink`."""
+        self._team.resign()
+        reason = "this process asks the supervisor to leave."
+        return Resolved(event=event, status="accepted", cluster=None, reason=reason)
+
+    def wrong(self, source: str, reason: str) -> None:
+        """A signal cannot be wrong."""
+
+
+def _heard_by(events: Sequence[str | Source]) -> tuple[list[str], list[Source]]:
+    """The texts of sources for the supervisor, and those of this process alone.
+
+    Raises:
+      PlanError: a source is no text, or names none.
+    """
+    texts: list[str] = []
+    signals: list[Source] = []
+    for given, source in zip(events, sources_of(events), strict=True):
+        if isinstance(source, Signals):
+            signals.append(source)
+        elif isinstance(source, File):
+            texts.append(f"file:{source.path.absolute()}")
+        elif isinstance(given, str):
+            texts.append(given)
+        else:
+            raise PlanError(
+                f"events: under `autopar run` the supervisor listens, and cannot have "
+                f"{given!r}; name it, such as 'http:8765', or use run.change(...)."
+            )
+    return texts, signals
 
 
 def _is_count(given: Any) -> bool:

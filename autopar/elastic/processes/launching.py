@@ -8,7 +8,7 @@ import select
 import subprocess
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 
 class Reports(Protocol):
@@ -67,6 +67,22 @@ class Launcher(Protocol):
 
     def close(self) -> None:
         """Ends; all workers have."""
+        ...
+
+
+@runtime_checkable
+class Placing(Protocol):
+    """What a launcher does besides that starts workers at places it is told."""
+
+    def move(self, places: Mapping[str, int]) -> Sequence[int]:
+        """Takes the places of workers from now on.
+
+        Args:
+          places: name of a place -> how many workers it has.
+
+        Returns:
+          The workers that have no place any more.
+        """
         ...
 
 

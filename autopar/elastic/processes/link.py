@@ -21,6 +21,8 @@ from autopar.errors import PlanError
 VARIABLE = "AUTOPAR_SUPERVISOR"
 # And where the run keeps plans and programs.
 FOLDER_VARIABLE = "AUTOPAR_RUN"
+# Where a scheduler saves jobs whose scripts do not say it, and after how many steps.
+CHECKPOINT_VARIABLE, EVERY_VARIABLE = "AUTOPAR_CHECKPOINT", "AUTOPAR_EVERY"
 # Set in the process that prepares programs, to the fewest and most processes.
 AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 
@@ -95,7 +97,7 @@ class Link:
         self._generation = self._aborted = -1
         self._started = -1
         self._limit: int | None = None
-        self._paused = False
+        self._paused = self._saves = False
         self._phase = "starting"
         self._lost_s: float | None = None
         self._last_ready: Message | None = None
@@ -113,6 +115,12 @@ class Link:
         """Whether the world of this process is to be left at once."""
         with self._changed:
             return 0 <= self._generation <= self._aborted
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the run ends after the last step that may start, to go on later."""
+        with self._changed:
+            return self._saves
 
     def left(self) -> None:
         """Says that the main thread belongs to no world any more."""
@@ -276,6 +284,7 @@ class Link:
             elif kind == "pause":
                 answer = self.pause(generation)
             elif kind == "limit":
+                self._saves = bool(message.get("saves"))
                 self.limit(generation, message["step"])
             self._changed.notify_all()
         if answer is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
 from autopar.elastic.processes.messages import Message
@@ -34,6 +35,14 @@ class Actions(Protocol):
 
     def close(self, generation: int) -> None:
         """Ends the coordination service of a world that all have left."""
+        ...
+
+    def formed_world(self, message: Message) -> None:
+        """Takes what a worker says of a world that all its workers have formed."""
+        ...
+
+    def heard(self, event: Any) -> None:
+        """Takes an event, as plain data, that a worker's script has sent."""
         ...
 
     def log(self, event: str, **data: Any) -> None:
@@ -99,3 +108,89 @@ class Member:
     leave_by_s: float = math.inf
     dismissed: bool = False
     trained: bool = False
+
+
+def overdue(member: Member, limits: Limits, now: float) -> str:
+    """Why a worker is given up; '' otherwise.
+
+    Args:
+      member: the worker.
+      limits: times.
+      now: seconds on the supervisor's clock.
+    """
+    if member.connected and now - member.heard_s > limits.silent_s:
+        return f"silent for {limits.silent_s:g} s"
+    waited = now - member.since_s
+    if member.phase == "starting" and waited > limits.start_s:
+        return f"not ready {limits.start_s:g} s after its start"
+    if member.phase == "in" and now > member.leave_by_s:
+        return f"did not leave its world within {limits.leave_s:g} s"
+    return ""
+
+
+def last_error(members: Mapping[int, Member]) -> str:
+    """The last error that a worker told of."""
+    errors = [m.broken for m in members.values() if m.broken]
+    return errors[-1] if errors else "none"
+
+
+def never_started(worker: int, code: int) -> str:
+    """Why a run ends whose worker ended before it joined."""
+    how = f"with code {code}" if code >= 0 else "by a signal"
+    return (
+        f"worker {worker} ended {how} before it joined the run: its script must "
+        "call autopar.elastic(...) and take its steps; see its output above."
+    )
+
+
+def adopted(now: float, *, inside: bool) -> Member:
+    """A worker of an earlier supervisor, which will connect again.
+
+    Args:
+      now: seconds on the supervisor's clock.
+      inside: whether it is in the world.
+    """
+    return Member(
+        phase="in" if inside else "starting",
+        since_s=now,
+        heard_s=now,
+        connected=True,
+        formed=inside,
+        trained=inside,
+    )
+
+
+def ready_of(members: Mapping[int, Member]) -> list[int]:
+    """The workers that wait for a world."""
+    return [w for w, m in members.items() if m.phase == "ready" and not m.dismissed]
+
+
+def rows_of(members: Mapping[int, Member]) -> float:
+    """Rows of a batch for each device of a process; 0: it need not be divided."""
+    told = [m.ready for m in members.values() if m.ready]
+    return told[-1]["rows"] / told[-1]["devices"] if told else 0
+
+
+def described(members: Mapping[int, Member]) -> dict[str, Any]:
+    """The workers in a few words, as plain data."""
+    return {
+        str(w): {"phase": m.phase, "step": m.step} for w, m in sorted(members.items())
+    }
+
+
+def staying_of(members: Mapping[int, Member], leaving: Collection[int]) -> list[int]:
+    """The workers that were not asked to go."""
+    return [w for w, m in members.items() if w not in leaving and not m.dismissed]
+
+
+def is_new(member: Member, members: Mapping[int, Member]) -> bool:
+    """Whether a worker has never trained, and others have."""
+    return not member.trained and any(m.trained for m in members.values())
+
+
+def newcomers_of(members: Mapping[int, Member], world: Sequence[int]) -> list[int]:
+    """The workers of a world that forms who have never trained."""
+    current = [(w, members[w]) for w in world if w in members]
+    if all(m.formed for _, m in current):
+        return []
+    return [w for w, m in current if is_new(m, members)]

@@ -11,6 +11,9 @@ from typing import Any
 
 Message = dict[str, Any]
 
+# The exit status of a worker, and of a run, that has saved its state to go on later.
+SUSPENDED = 75  # EX_TEMPFAIL of <sysexits.h>
+
 # Longest line: what a worker holds is listed by array, not sent.
 _LONGEST_BYTES = 64 << 20
 
@@ -43,6 +46,10 @@ class Connection:
         except OSError:
             return False
         return True
+
+    def patience(self, seconds: float) -> None:
+        """Waits no longer for a message than so many seconds."""
+        self._socket.settimeout(seconds)
 
     def receive(self) -> Message | None:
         """The next message; None at the end, or after what is no message."""

@@ -16,16 +16,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
-from autopar.elastic.processes.launching import Launcher, LocalLauncher
+from autopar.elastic.ledger import event_data
+from autopar.elastic.processes.launching import Launcher, LocalLauncher, Placing
 from autopar.elastic.processes.link import (
     AHEAD_VARIABLE,
     FOLDER_VARIABLE,
     VARIABLE,
     Address,
 )
+from autopar.elastic.processes.listening import Listening, Wanted
 from autopar.elastic.processes.members import Limits
 from autopar.elastic.processes.messages import (
     Connection,
@@ -35,9 +37,12 @@ from autopar.elastic.processes.messages import (
     listen,
 )
 from autopar.elastic.processes.supervisor import Supervisor
+from autopar.elastic.resolve import Resolved
 
 _TICK_S = 0.25
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
+# How long a supervisor may take to answer a command.
+_ANSWER_S = 10.0
 # How long workers may take to end once they are told to.
 _END_S = 10.0
 
@@ -92,6 +97,7 @@ class Runner:
         self._ahead: subprocess.Popen[bytes] | None = None
         self._log = open(job.folder / "log.jsonl", "a")  # noqa: SIM115 (kept open)
         self.supervisor = Supervisor(job.limits, self)
+        self._listening = Listening(job.limits, self, self._follow)
         if known:
             self._adopt(known)
 
@@ -208,6 +214,29 @@ class Runner:
         with contextlib.suppress(OSError):
             self._command(kind="close", generation=generation)
 
+    def formed_world(self, message: Message) -> None:
+        """See `Actions`."""
+        self._listening.formed(message)
+        self._write()
+
+    def heard(self, event: Any) -> None:
+        """See `Actions`."""
+        self._listening.heard(event)
+
+    def _follow(self, wanted: Wanted) -> None:
+        cluster = None if wanted.cluster is None else wanted.cluster.to_data()
+        self._events.put(
+            lambda: self.supervisor.follow(wanted.processes, wanted.gone, cluster)
+        )
+
+    def note(self, found: Resolved) -> None:
+        """Writes an event down that changes nothing (`Notes`)."""
+        self._events.put(lambda: self.log("event", **event_data(found)))
+
+    def wrong(self, source: str, reason: str) -> None:
+        """Writes a message down that is no event (`Notes`)."""
+        self._events.put(lambda: self.log("wrong", source=source, reason=reason))
+
     def log(self, event: str, **data: Any) -> None:
         """See `Actions`."""
         line = json.dumps({"time_s": round(time.time(), 4), "event": event, **data})
@@ -256,6 +285,7 @@ class Runner:
 
     def _end(self) -> None:
         """Ends all processes that are left."""
+        self._listening.stop()
         end = time.monotonic() + _END_S
         code = self.supervisor.result
         for how in (signal.SIGTERM if code else None, signal.SIGKILL):
@@ -316,12 +346,23 @@ class Runner:
             wrong = self.supervisor.resize(int(message["processes"]))
         elif command == "remove":
             wrong = self.supervisor.remove(int(message["worker"]))
+        elif command == "place":
+            wrong = self._place(message["places"])
+        elif command == "suspend":
+            self.supervisor.suspend()
         elif command == "stop":
             self.supervisor.stop("stopped", 0)
         elif command != "status":
             wrong = f"no such command: {command}"
         connection.send("answer", wrong=wrong, status=dict(self.supervisor.status()))
         connection.close()
+
+    def _place(self, places: Mapping[str, int]) -> str:
+        """Moves the workers to places; returns what is wrong, or ''."""
+        if not isinstance(self._launcher, Placing):
+            return "this run has no places: a scheduler did not start it."
+        leaving = self._launcher.move(places)
+        return self.supervisor.place(sum(places.values()), frozenset(leaving))
 
     # The state file.
 
@@ -336,6 +377,8 @@ class Runner:
             "world": list(self.supervisor.world),
             "wanted": self.supervisor.wanted,
             "numbers": self.supervisor.numbers,
+            "cluster": self.supervisor.cluster,
+            "events": self._listening.addresses(),
         }
         temporary = self._state_file.with_suffix(".new")
         temporary.touch(mode=0o600)
@@ -374,10 +417,12 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
     """Sends a command to the supervisor of a run.
 
     Raises:
-      OSError: there is none.
+      OSError: there is none, or it does not answer.
+      ValueError: the state file of the run is damaged.
     """
     state = json.loads((folder / "run.json").read_text())
-    connection = connect("127.0.0.1", state["port"], timeout_s=10)
+    connection = connect("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
+    connection.patience(_ANSWER_S)
     connection.send("command", token=state["token"], **words)
     answer = connection.receive()
     connection.close()

@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.elastic.processes import members
 from autopar.elastic.processes.formation import chosen, latest_state
 from autopar.elastic.processes.members import Actions, Limits, Member
-from autopar.elastic.processes.messages import Message
+from autopar.elastic.processes.messages import SUSPENDED, Message
 
 # Worlds in a row that may break at one step though nobody died.
 _BREAKS = 3
 # Errors that the loss of another process may have caused.
 _OF_OTHERS = ("RuntimeError", "Connection", "OSError", "TimeoutError", "WorldBroken")
+# How long a world may take to save its state.
+_SAVE_S = 300.0
 # How long the others may go on after a worker's script has ended without an error.
 _EARLY_S = 5.0
 
@@ -44,11 +47,15 @@ class Supervisor:
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()
-        # What is done now: gather workers, or run a world, or pause it.
+        # What the workers plan for, as plain data; None: what their script says.
+        self.cluster: Any = None
+        # What is done now: gather workers, run a world, pause it, or suspend the run.
         self.state = "gather"
         self.result: int | None = None
         self.reason = ""
+        self._planned_for: Any = None
         self._leaving: frozenset[int] = frozenset()
+        self._suspends = self.lost = False
         self._restarts = limits.restarts
         self._done = -1
         self._breaks = 0
@@ -72,32 +79,28 @@ class Supervisor:
         now = self._clock()
         self.generation, self.numbers = known["generation"], known["numbers"]
         self.wanted, self.world = known["wanted"], tuple(known["world"])
+        self.cluster = self._planned_for = known.get("cluster")
         self._ever = bool(self.world)
         for worker in map(int, known["workers"]):
-            inside = worker in self.world
-            self.members[worker] = Member(
-                phase="in" if inside else "starting",
-                since_s=now,
-                heard_s=now,
-                connected=True,
-                formed=inside,
-                trained=inside,
-            )
+            self.members[worker] = members.adopted(now, inside=worker in self.world)
         self.state = "run" if self._ever else "gather"
 
     def resize(self, processes: int) -> str:
         """Asks for another number of processes; returns what is wrong, or ''."""
-        if not self.limits.least <= processes <= self.limits.most:
-            return (
-                f"{processes} processes: expected {self.limits.least} to "
-                f"{self.limits.most} (--min, --max)."
-            )
-        self.wanted = processes
-        self._leaving = frozenset()
-        self._do.log("resize", processes=processes)
-        self._fill_up()
-        self._advance()
-        return ""
+        return self.place(processes, frozenset())
+
+    def follow(self, processes: int, gone: Sequence[int], cluster: Any = None) -> None:
+        """Goes on with other processes, or plans for another cluster.
+
+        Args:
+          processes: how many there are to be, within the limits.
+          gone: ranks in the world of those that go.
+          cluster: what is planned for from now on, as plain data; None: as before.
+        """
+        self.cluster = self.cluster if cluster is None else cluster
+        leaving = frozenset(self.world[k] for k in gone if k < len(self.world))
+        if wrong := self.place(processes, leaving):
+            self._do.log("refused", reason=wrong)
 
     def grow(self, machines: int) -> None:
         """Takes a worker more for each machine that joined, up to the most."""
@@ -109,13 +112,43 @@ class Supervisor:
         """Asks a worker to go; returns what is wrong with it, or ''."""
         if worker not in self.members:
             return f"there is no worker {worker}."
-        if len(self._staying()) - 1 < self.limits.least:
+        if len(members.staying_of(self.members, self._leaving)) - 1 < self.limits.least:
             return f"at least {self.limits.least} processes must stay (--min)."
         self._leaving |= {worker}
         self.wanted = max(self.limits.least, self.wanted - 1)
         self._do.log("remove", worker=worker)
         self._advance()
         return ""
+
+    def place(self, processes: int, leaving: frozenset[int]) -> str:
+        """Asks for so many processes, without some that there are.
+
+        Args:
+          processes: how many there should be.
+          leaving: workers that go; others take their places.
+
+        Returns:
+          What is wrong with it, or ''.
+        """
+        if not self.limits.least <= processes <= self.limits.most:
+            least, most = self.limits.least, self.limits.most
+            return f"{processes} processes: expected {least} to {most} (--min, --max)."
+        if self.state in ("suspend", "end") or self.result is not None:
+            return "the run is ending."
+        self.wanted = processes
+        self._leaving = leaving & self.members.keys()
+        self._do.log("resize", processes=processes, leaving=sorted(self._leaving))
+        self._fill_up()
+        self._advance()
+        return ""
+
+    def suspend(self) -> None:
+        """Makes all save the state after the same step, and ends the run."""
+        self._do.log("suspend")
+        self._suspends = True
+        if not self._ever and self.result is None:
+            self.stop("suspended before its first step", SUSPENDED)
+        self._advance()
 
     def stop(self, reason: str, code: int) -> None:
         """Ends the run."""
@@ -134,8 +167,7 @@ class Supervisor:
         member.heard_s, member.connected = now, True
         if message.get("generation", -1) not in (-1, self.generation):
             return  # of a world that is gone
-        handler = getattr(self, f"_take_{kind}", None)
-        if handler is not None:
+        if handler := getattr(self, f"_take_{kind}", None):
             handler(worker, member, message)
         self._advance()
 
@@ -153,6 +185,10 @@ class Supervisor:
         self._do.log("gone", worker=worker, code=code, phase=member.phase)
         if self.result is not None:
             return
+        if self.state == "suspend":
+            if not self.members:
+                self.stop("suspended", SUSPENDED)
+            return
         left = worker in self._leaving or member.dismissed
         self._leaving -= {worker}
         if code == 0 and member.phase == "in" and not left:
@@ -160,9 +196,10 @@ class Supervisor:
             if not self.members:
                 self.stop("", 0)
         elif member.phase == "starting" and not self._ever and code is not None:
-            self._never_started(worker, code)
-        elif code is not None and code > 0 and not left and not self._new(member):
-            self._failed(worker, code)
+            self.stop(members.never_started(worker, code), code or 1)
+        elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
+            why = f"worker {worker} ended with code {code}; see its output above."
+            self.stop(why, code or 1)
         else:
             died = not left and (code is None or code < 0)
             self._lose(worker, replace=died, spare=spare)
@@ -172,8 +209,7 @@ class Supervisor:
         """Looks for workers that are silent, slow or stuck."""
         now = self._clock()
         for worker, member in list(self.members.items()):
-            why = self._overdue(member, now)
-            if why:
+            if why := members.overdue(member, self.limits, now):
                 self._do.log("kill", worker=worker, reason=why)
                 member.heard_s = member.since_s = now
                 self._do.kill(worker)
@@ -189,7 +225,7 @@ class Supervisor:
         """Tells a worker that connects again what it missed, and that all is well."""
         del message
         self._do.send(worker, "welcome", generation=self.generation)
-        if member.leave_by_s < math.inf:
+        if member.leave_by_s < math.inf and self.state != "suspend":
             self._do.send(worker, "abort", generation=self.generation)
         elif worker in self.world and self.state == "pause" and member.started is None:
             self._do.send(worker, "pause", generation=self.generation)
@@ -213,8 +249,10 @@ class Supervisor:
             return
         limit = max(m.started for m in current if m.started is not None)
         self._do.log("pause", step=limit)
-        self._to_world("limit", step=limit)
-        self.state = "gather"
+        self._to_world("limit", step=limit, saves=self._suspends)
+        self.state = "suspend" if self._suspends else "gather"
+        if self._suspends:
+            self._end_after_saving()
 
     def _take_formed(self, worker: int, member: Member, message: Message) -> None:
         member.formed = True
@@ -228,6 +266,17 @@ class Supervisor:
             for other in self.members:
                 self._do.send(other, "settled", generation=self.generation)
             self._dismiss()
+            self._do.formed_world(message)
+
+    def _take_event(self, worker: int, member: Member, message: Message) -> None:
+        del worker, member
+        self._do.heard(message["event"])
+
+    def _take_leave(self, worker: int, member: Member, message: Message) -> None:
+        """A worker that is about to be killed asks to go before."""
+        del member, message
+        if worker not in self._leaving and (wrong := self.remove(worker)):
+            self._do.log("refused", worker=worker, reason=wrong)
 
     def _take_broken(self, worker: int, member: Member, message: Message) -> None:
         member.broken = message["error"]
@@ -240,7 +289,11 @@ class Supervisor:
                 self.stop(f"worker {worker}: {member.broken}", 1)
                 return
             self._abort("broken")
-        elif worker in self.world and self.state == "run" and self._newcomers():
+        elif (
+            worker in self.world
+            and self.state == "run"
+            and members.newcomers_of(self.members, self.world)
+        ):
             self._without_newcomers()
         elif worker in self.world and self.state == "gather":
             self._do.send(worker, "abort", generation=self.generation)
@@ -268,19 +321,40 @@ class Supervisor:
             if self.state == "end" and not self.members:
                 self.stop("", 0)
             return
-        if self.state == "run" and self._change_wanted():
+        if self.state == "run" and (self._suspends_now() or self._change_wanted()):
             self.state = "pause"
             self._to_world("pause")
         if self.state == "gather":
             self._form_if_ready()
 
-    def _change_wanted(self) -> bool:
+    def _suspends_now(self) -> bool:
+        return self._suspends and self._all_train()
+
+    def _end_after_saving(self) -> None:
+        """The world ends by itself once it has saved; those outside end at once."""
+        for worker, member in self.members.items():
+            if worker in self.world:
+                member.leave_by_s = self._clock() + _SAVE_S
+            elif member.phase == "ready":
+                self._do.send(worker, "end", code=SUSPENDED, reason="")
+            else:
+                self._do.kill(worker)
+
+    def _all_train(self) -> bool:
         current = [self.members.get(w) for w in self.world]
-        if not all(m is not None and m.formed and not m.finished for m in current):
+        return all(m is not None and m.formed and not m.finished for m in current)
+
+    def _change_wanted(self) -> bool:
+        if not self._all_train():
             return False
-        ready = self._ready()
-        new = chosen([*self.world, *ready], self.wanted, self._leaving, self._rows())
-        return new != sorted(self.world)
+        ready = members.ready_of(self.members)
+        new = chosen(
+            [*self.world, *ready],
+            self.wanted,
+            self._leaving,
+            members.rows_of(self.members),
+        )
+        return new != sorted(self.world) or self.cluster != self._planned_for
 
     def _form_if_ready(self) -> None:
         waiting = [m for m in self.members.values() if m.phase != "ready"]
@@ -288,14 +362,19 @@ class Supervisor:
             return
         if not self._ever and waiting:
             return  # a run begins with all
-        ready = self._ready()
-        new = chosen(ready, self.wanted, self._leaving, self._rows())
+        ready = members.ready_of(self.members)
+        new = chosen(ready, self.wanted, self._leaving, members.rows_of(self.members))
         if len(new) >= max(1, self.limits.least):
             self._form(new)
         elif not waiting:
+            self.lost = True
             self.stop(
                 f"{len(new)} of at least {self.limits.least} workers are left (--min)"
-                + (f"; the last error was: {self._last_error()}" if new else "."),
+                + (
+                    f"; the last error was: {members.last_error(self.members)}"
+                    if new
+                    else "."
+                ),
                 1,
             )
 
@@ -304,16 +383,15 @@ class Supervisor:
             self._do.close(self.generation - 1)
         self.generation += 1
         self.world, self.state, self._ever = tuple(workers), "run", True
+        self._planned_for = self.cluster
         readies = {w: m.ready for w, m in self.members.items() if m.ready}
         state = latest_state({r["port"]: r["holds"] for r in readies.values()})
         known = [
             {k: readies[w][k] for k in ("port", "pid", "devices")} | {"worker": w}
             for w in workers
         ]
-        address = ""
-        if len(workers) > 1:
-            pids = [m["pid"] for m in known]
-            address = self._do.open(self.generation, pids)
+        pids = [m["pid"] for m in known]
+        address = self._do.open(self.generation, pids) if len(pids) > 1 else ""
         lost = self._done if state is None and self._done > 0 else None
         for rank, worker in enumerate(workers):
             member = self.members[worker]
@@ -329,6 +407,7 @@ class Supervisor:
                 address=address,
                 state=state,
                 lost=lost,
+                cluster=self.cluster,
             )
         self._progress_s = self._clock()
         step = None if state is None else state["step"]
@@ -362,42 +441,22 @@ class Supervisor:
             self._restarts -= 0 if spare else 1
             self._spawn()
         else:
-            self.wanted = max(self.limits.least, min(self.wanted, len(self._staying())))
-
-    def _new(self, member: Member) -> bool:
-        """Whether a worker has never trained, and others have."""
-        return not member.trained and any(m.trained for m in self.members.values())
-
-    def _newcomers(self) -> list[int]:
-        """The workers of a world that forms who have never trained."""
-        current = [(w, self.members[w]) for w in self.world if w in self.members]
-        if all(m.formed for _, m in current):
-            return []
-        return [w for w, m in current if self._new(m)]
+            self.wanted = max(
+                self.limits.least,
+                min(self.wanted, len(members.staying_of(self.members, self._leaving))),
+            )
 
     def _without_newcomers(self) -> None:
         """Goes on without those who joined: with them no world forms."""
-        for worker in self._newcomers():
+        for worker in members.newcomers_of(self.members, self.world):
             self.members[worker].dismissed = True
             reason = f"worker {worker} does not fit the others; see the errors above"
             self._do.log("refused", worker=worker)
             self._do.send(worker, "end", code=1, reason=reason)
-        self.wanted = max(self.limits.least, len(self._staying()))
+        self.wanted = max(
+            self.limits.least, len(members.staying_of(self.members, self._leaving))
+        )
         self._abort("a new worker does not fit")
-
-    def _failed(self, worker: int, code: int) -> None:
-        """A worker's script raised an error; the others would do the same."""
-        self.stop(
-            f"worker {worker} ended with code {code}; see its output above.", code
-        )
-
-    def _never_started(self, worker: int, code: int | None) -> None:
-        how = f"with code {code}" if code is not None and code >= 0 else "by a signal"
-        self.stop(
-            f"worker {worker} ended {how} before it joined the run: its script must "
-            "call autopar.elastic(...) and take its steps; see its output above.",
-            code or 1,
-        )
 
     def _dismiss(self, *, everybody: bool = False) -> None:
         """Sends those home that have no place in the world."""
@@ -410,25 +469,10 @@ class Supervisor:
                 self._do.send(worker, "end", code=0, reason=reason)
 
     def _fill_up(self) -> None:
-        for _ in range(self.wanted - len(self._staying())):
+        for _ in range(
+            self.wanted - len(members.staying_of(self.members, self._leaving))
+        ):
             self._spawn()
-
-    def _ready(self) -> list[int]:
-        return [
-            w for w, m in self.members.items() if m.phase == "ready" and not m.dismissed
-        ]
-
-    def _rows(self) -> float:
-        """Rows of a batch for each device of a process; 0: it need not be divided."""
-        told = [m.ready for m in self.members.values() if m.ready]
-        return told[-1]["rows"] / told[-1]["devices"] if told else 0
-
-    def _staying(self) -> list[int]:
-        return [
-            w
-            for w, m in self.members.items()
-            if w not in self._leaving and not m.dismissed
-        ]
 
     def _spawn(self) -> None:
         now = self._clock()
@@ -445,21 +489,6 @@ class Supervisor:
             if worker in self.members:
                 self._do.send(worker, kind, generation=self.generation, **data)
 
-    def _overdue(self, member: Member, now: float) -> str:
-        """Why a worker is given up; '' otherwise."""
-        if member.connected and now - member.heard_s > self.limits.silent_s:
-            return f"silent for {self.limits.silent_s:g} s"
-        waited = now - member.since_s
-        if member.phase == "starting" and waited > self.limits.start_s:
-            return f"not ready {self.limits.start_s:g} s after its start"
-        if member.phase == "in" and now > member.leave_by_s:
-            return f"did not leave its world within {self.limits.leave_s:g} s"
-        return ""
-
-    def _last_error(self) -> str:
-        errors = [m.broken for m in self.members.values() if m.broken]
-        return errors[-1] if errors else "none"
-
     def status(self) -> Mapping[str, Any]:
         """The run in a few words, as plain data."""
         return {
@@ -467,8 +496,5 @@ class Supervisor:
             "generation": self.generation,
             "world": list(self.world),
             "wanted": self.wanted,
-            "workers": {
-                str(w): {"phase": m.phase, "step": m.step}
-                for w, m in sorted(self.members.items())
-            },
+            "workers": members.described(self.members),
         }

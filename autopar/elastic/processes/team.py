@@ -56,6 +56,8 @@ class Joined:
       extra: what was held beside the arrays of the state.
       fetch: reads the state; None: nobody holds one.
       lost_step: number of steps done when the state was lost; None: it was not.
+      cluster: what is planned for, as data, since an event said so; None: what the
+        script says.
     """
 
     world: World
@@ -64,6 +66,7 @@ class Joined:
     extra: Mapping[str, Any]
     fetch: Fetcher | None
     lost_step: int | None
+    cluster: Mapping[str, Any] | None
 
 
 class Team:
@@ -73,7 +76,9 @@ class Team:
       rows: of a batch, which the devices of a world must divide; 0: any can.
     """
 
-    def __init__(self, address: Address, survive: int, rows: int) -> None:
+    def __init__(
+        self, address: Address, survive: int, rows: int, events: Sequence[str] = ()
+    ) -> None:
         """Connects to the supervisor.
 
         Args:
@@ -81,6 +86,7 @@ class Team:
           survive: how many processes may die at once without loss of state that
             lies on no other one.
           rows: of a batch, which the devices of a world must divide; 0: any can.
+          events: sources that the supervisor listens to.
 
         Raises:
           PlanError: there is no supervisor.
@@ -88,7 +94,7 @@ class Team:
         self._form: Message | None = None
         self._client: Any = None
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
-        self._survive, self.rows = survive, rows
+        self._survive, self.rows, self._events = survive, rows, tuple(events)
         self._trains = False
         # Ports that this process listened on before it joined its world.
         self._listening: frozenset[int] = frozenset()
@@ -107,6 +113,11 @@ class Team:
     def orphaned(self) -> bool:
         """Whether the supervisor is gone for good: the run ends at this step."""
         return self._link.lost
+
+    @property
+    def suspended(self) -> bool:
+        """Whether the run is to save its state at this step, and to go on later."""
+        return self._link.suspended
 
     def gone(self, saved: str) -> PlanError:
         """The error of a run without a supervisor; says what was saved."""
@@ -141,10 +152,12 @@ class Team:
         return None
 
     @classmethod
-    def of_environment(cls, survive: int, rows: int) -> Team | None:
+    def of_environment(
+        cls, survive: int, rows: int, events: Sequence[str] = ()
+    ) -> Team | None:
         """The team that `autopar run` started this process for, or None."""
         text = os.environ.get(VARIABLE)
-        return Team(Address.parse(text), survive, rows) if text else None
+        return Team(Address.parse(text), survive, rows, events) if text else None
 
     @property
     def folder(self) -> pathlib.Path:
@@ -207,25 +220,35 @@ class Team:
             extra={} if source is None else source["extra"],
             fetch=fetch,
             lost_step=form.get("lost"),
+            cluster=form.get("cluster"),
         )
 
     def _check_alive(self) -> None:
         if self._link.aborted:
             raise WorldBroken("the world is left")
 
-    def placed(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
+    def placed(
+        self, step: int, arrays: dict[str, Any], extra: Any, cluster: Any
+    ) -> None:
         """Says that this process has the state of its new world.
 
         Args:
           step: number of steps done.
           arrays: path -> global array.
           extra: plain data that goes with them.
+          cluster: that is planned for, as data.
         """
         self._recent = []
         self.done(step, arrays, extra)
         self._trains = False
         self._copier.wait()
-        self._link.say("formed", step=step)
+        self._link.say(
+            "formed",
+            step=step,
+            cluster=cluster,
+            devices=local_devices(),
+            events=self._events,
+        )
 
     def done(self, step: int, arrays: dict[str, Any], extra: Any) -> None:
         """Keeps the state after a step until a later one is safe.
@@ -267,6 +290,14 @@ class Team:
     def resize(self, processes: int) -> None:
         """Asks the supervisor for another number of processes."""
         self._link.say("resize", processes=processes)
+
+    def tell(self, event: Any) -> None:
+        """Sends the supervisor an event, as data."""
+        self._link.say("event", event=event)
+
+    def resign(self) -> None:
+        """Asks to leave the run: this process is about to be killed."""
+        self._link.say("leave")
 
     def broken(self, error: BaseException) -> bool:
         """Whether an error came from the loss of a process, or from leaving."""

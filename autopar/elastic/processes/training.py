@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
-import inspect
 import math
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from autopar.cluster import Cluster
 from autopar.elastic import display
 from autopar.elastic.carrying import carried_out, splat
+from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
-from autopar.elastic.processes import hosting
-from autopar.elastic.processes.fetching import Fetcher
+from autopar.elastic.pace import Pace
+from autopar.elastic.processes import beside, hosting
 from autopar.elastic.processes.following import TeamFollowing
 from autopar.elastic.processes.holding import place
+from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.programs import Programs
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
@@ -32,10 +35,7 @@ from autopar.plans import Plan
 from autopar.runtime import changing_worlds, placement
 from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
 from autopar.runtime.parallel_step import ParallelStep
-from autopar_passes.program.static_leaves import struct_of
 
-# Paths of the arrays of codecs, and of the noise scale, among those of the state.
-_CODEC, _NOISE = "codecs/", "noise/"
 _NOT_FOUND = "NOT_FOUND: Function"
 
 
@@ -92,6 +92,8 @@ class TeamRun:
         self.state: Any = None
         self.step = 0
         self._saves = saves
+        # Of the run, whoever runs it: a scheduler reads it.
+        self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
         self._yielded = -1
         self._distrusts = False
         self._stopped = self._finished = False
@@ -127,9 +129,25 @@ class TeamRun:
         """The state of the codecs (`autopar.ParallelStep.compression_state`)."""
         return self._train_step.compression_state
 
-    def change(self, processes: int) -> None:
-        """Asks for another number of processes."""
-        self._team.resize(processes)
+    def change(self, event: int | Event | Cluster | str | Mapping[str, Any]) -> None:
+        """Asks the supervisor for a change; one process is enough.
+
+        Args:
+          event: the number of processes, an event, its data, or the whole next
+            cluster, of which each process is a host.
+
+        Raises:
+          EventError: the event makes no sense. What comes of one that does is written
+            to ``log.jsonl`` in the folder of the run.
+        """
+        if isinstance(event, int):
+            self._team.resize(event)
+            return
+        if isinstance(event, Cluster):
+            event = Event(kind="cluster", cluster=event)
+        elif not isinstance(event, Event):
+            event = Event.from_data(event)
+        self._team.tell(event.to_data())
 
     def stop(self) -> None:
         """Ends this process's part before the next step; all should call it there."""
@@ -162,11 +180,14 @@ class TeamRun:
             if not self._team.may_start(self.step):
                 if self._team.orphaned:
                     raise self._orphaned()
+                if self._team.suspended:
+                    self._suspend()
                 self._reform()
                 continue
             done = self._tried()
             if done is not None and done.step > self._yielded:
                 self._yielded = done.step
+                self._log(done)
                 self._display.show(done.step + 1, done.seconds, self.plan)
                 if self._follow is not None and (until := self._follow.ends.until):
                     self._steps = self.step if until(done) else self._steps
@@ -179,6 +200,14 @@ class TeamRun:
                         plan=self.plan,
                     )
                 return done
+
+    def _log(self, done: Step) -> None:
+        """Writes down how far the run is; one process writes for all."""
+        world = self._train_step.world
+        if not world.process_index:
+            last = self.step >= self._steps
+            at = (self.step, self.position, self._samples.batch, len(world.devices))
+            self._pace.done(*at, done.result, last=last)
 
     def _reached(self) -> bool:
         """Whether the steps were worth what they were to be."""
@@ -195,6 +224,16 @@ class TeamRun:
         self._saves.end(self.state, self.step, self.position)
         return self._team.gone(f"The state after {self.step} steps was saved.")
 
+    def _suspend(self) -> None:
+        """Saves, with all other processes, and ends this one; the run goes on later.
+
+        Raises:
+          SystemExit: always.
+        """
+        self._display.close()
+        self._saves.end(self.state, self.step, self.position)
+        sys.exit(SUSPENDED)
+
     def _end(self) -> None:
         """Saves the last state, and waits for the others."""
         try:
@@ -206,6 +245,8 @@ class TeamRun:
             return
         if self._team.finished(self.step):
             self._stopped = True
+        elif self._team.suspended:
+            self._suspend()
         else:
             self._reform()
 
@@ -271,23 +312,23 @@ class TeamRun:
             )
         return out
 
-    def _keep(self, state: Any, step: int, *, placed: bool = False) -> None:
-        """Keeps the state after a step for a world to come."""
-        arrays = self._named(state)
-        extra: dict[str, Any] = {"position": self._samples.position(step)}
-        codecs = self._train_step.compression_state
-        if codecs is not None:
-            extra["codecs"] = hosting.structure_text(codecs)
-            for k, x in enumerate(hosting.arrays_of(codecs)):
-                arrays[f"{_CODEC}{k}"] = x
-        noise = self._train_step.noise_state
-        if noise is not None:
-            extra["noise"] = hosting.structure_text(noise)
-            for k, x in enumerate(hosting.arrays_of(noise)):
-                arrays[f"{_NOISE}{k}"] = x
+    def _keep(self, state: Any, step: int, *, placed: Cluster | None = None) -> None:
+        """Keeps the state after a step for a world to come.
+
+        Args:
+          state: the carried state.
+          step: number of steps done.
+          placed: the cluster of a world that begins with it; None: the world goes on.
+        """
+        arrays, trees = beside.kept(self._train_step)
+        arrays |= self._named(state)
+        extra = {"position": self._samples.position(step), **trees}
         if self._follow is not None:
             extra["follow"] = self._follow.notes()
-        (self._team.placed if placed else self._team.done)(step, arrays, extra)
+        if placed is None:
+            self._team.done(step, arrays, extra)
+        else:
+            self._team.placed(step, arrays, extra, placed.to_data())
 
     def _named(self, state: Any) -> dict[str, Any]:
         """The arrays of a state by path."""
@@ -324,6 +365,8 @@ class TeamRun:
         begin = time.perf_counter()
         world = joined.world
         local = len(world.devices) // world.process_count
+        if joined.cluster is not None:
+            self._base = Cluster.from_data(joined.cluster)
         cluster = cluster_of(self._base, world.process_count, local)
         cache = PlanCache(self._folder / "plans")
         changing_worlds.enter(
@@ -347,7 +390,7 @@ class TeamRun:
         else:
             self._take_up(joined)
         placed_s = time.perf_counter() - begin - planned_s - program.seconds
-        self._keep(self.state, self.step, placed=True)
+        self._keep(self.state, self.step, placed=cluster)
         seconds = {
             "plan_s": planned_s,
             "compile_s": program.seconds,
@@ -410,16 +453,13 @@ class TeamRun:
             self.state = self._shapes.state(leaves)
         else:
             self.state = replaced(self.state, leaves)
-        if (text := joined.extra.get("codecs")) is not None:
-            self._train_step.compression_state = _tree(fetch, text, _CODEC)
-        if (text := joined.extra.get("noise")) is not None:
-            self._train_step.noise_state = _tree(fetch, text, _NOISE)
+        beside.take_up(self._train_step, fetch, joined.extra)
         jax.block_until_ready(leaves)
         fetch.close()
 
     def _rest(self, step: int) -> list[Any]:
         assert self._shapes is not None
-        return rest_structs(self._train_step, self._samples, self._shapes, step)
+        return beside.rest_structs(self._train_step, self._samples, self._shapes, step)
 
     def _study(self) -> None:
         """Analyses the step before there is a world, which then waits less."""
@@ -429,11 +469,9 @@ class TeamRun:
 
     def _write(self, joined: Joined, how: str, seconds: dict[str, float]) -> None:
         """Writes a world down, and how long its forming took."""
-        pause = None
-        if self._broke_s is not None:
-            pause = time.perf_counter() - self._broke_s
-        self._broke_s = None
-        fetch = joined.fetch
+        broke, self._broke_s = self._broke_s, None
+        pause = None if broke is None else time.perf_counter() - broke
+        fetch, before = joined.fetch, self._seconds
         if joined.world.process_index:
             return  # one process writes for all
         self.ledger.write(
@@ -447,9 +485,9 @@ class TeamRun:
             measured={
                 "pause_s": pause,
                 **seconds,
-                "moved_bytes": 0 if fetch is None else fetch.remote_bytes,
-                "kept_bytes": 0 if fetch is None else fetch.local_bytes,
-                "step_before_s": self._median(),
+                "moved_bytes": fetch.remote_bytes if fetch else 0,
+                "kept_bytes": fetch.local_bytes if fetch else 0,
+                "step_before_s": statistics.median(before) if before else None,
             },
         )
         self._seconds = []
@@ -459,34 +497,3 @@ class TeamRun:
         if not self._train_step.world.process_index:
             step, position = self.step + 1, self._samples.position(self.step + 1)
             self.ledger.write(kind, step=step, position=position, **fields)
-
-    def _median(self) -> float | None:
-        return statistics.median(self._seconds) if self._seconds else None
-
-
-def _tree(fetch: Fetcher, text: str, prefix: str) -> Any:
-    """A tree that was kept beside the state, whole."""
-    paths = sorted(
-        (p for p in fetch.paths if p.startswith(prefix)),
-        key=lambda p: int(p.removeprefix(prefix)),
-    )
-    return hosting.with_structure(text, [fetch.whole(path) for path in paths])
-
-
-def rest_structs(
-    train_step: ParallelStep[..., Any], samples: Samples, shapes: StateShapes, step: int
-) -> list[Any]:
-    """Structs of what a step takes after the state, over all processes.
-
-    Args:
-      train_step: the step.
-      samples: what it is trained on.
-      shapes: of the state.
-      step: its number.
-    """
-    rest, named = samples.arguments(step, train_step.world)
-    if named:
-        names = list(inspect.signature(train_step).parameters)
-        count = len(shapes.arguments()) + len(rest)
-        rest = (*rest, *(named[n] for n in names[count:] if n in named))
-    return [jax.tree.map(struct_of, x) for x in rest]

@@ -9,11 +9,13 @@ It listens on this machine only, unless a host is named.
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 import http.server
 import json
 import os
 import secrets
+import socket
 import threading
 import time
 from http import HTTPStatus
@@ -28,7 +30,7 @@ from autopar.errors import EventError, PlanError
 TOKEN_VARIABLE, _SHORTEST = "AUTOPAR_EVENTS_TOKEN", 16
 # Requests a second over a longer time, at once, and at the same time.
 _RATE, _BURST, _CONNECTIONS = 10.0, 40, 8
-# Seconds in which a client must have sent its request.
+# Seconds in which a client must have sent its request; and, after its answer, the rest.
 _PATIENCE_S = 5.0
 
 
@@ -117,6 +119,7 @@ class _Server(http.server.ThreadingHTTPServer):
     """A server that keeps to a number of connections."""
 
     daemon_threads = True
+    request_queue_size = 64  # with fewer, clients that come together wait for seconds
     allow_reuse_address = True
 
     def __init__(self, address: tuple[str, int], sink: Sink, token: str) -> None:
@@ -221,6 +224,20 @@ class _Handler(http.server.BaseHTTPRequestHandler):
         self.close_connection = True
         self.end_headers()
         self.wfile.write(data)
+
+    def finish(self) -> None:
+        """Throws away what the client still sends, or it could not read its answer.
+
+        A socket that is closed on bytes that nobody has read resets the connection.
+        """
+        super().finish()
+        with contextlib.suppress(OSError):
+            self.connection.shutdown(socket.SHUT_WR)
+            end, left = time.monotonic() + _PATIENCE_S, LARGEST_BYTES
+            while left > 0 and (rest_s := end - time.monotonic()) > 0:
+                self.connection.settimeout(rest_s)
+                found = self.connection.recv(1 << 16)
+                left = left - len(found) if found else 0
 
     def log_message(self, format: str, *args: Any) -> None:
         """The ledger has what is worth noting."""

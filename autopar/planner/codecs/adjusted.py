@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -75,6 +75,12 @@ def adjusted(
     return tuple(made)
 
 
+def adjusted_plan(plan: Plan, wanted: Collection[Codec]) -> Plan:
+    """A plan whose decisions are `adjusted`, each stage's by themselves."""
+    made = [adjusted(stage.gradients, wanted) for stage in plan.stages]
+    return plan.with_gradients([g for stage in made for g in stage])
+
+
 def check_rooms(decisions: Decisions) -> None:
     """Checks that what gradients send fits into the room that decisions state.
 
@@ -101,11 +107,11 @@ def check_rooms(decisions: Decisions) -> None:
 
 def program_plan(plan: Plan) -> Plan:
     """A plan with what its program is made of: inputs are left out."""
-    return plan.with_stage(
-        gradients=tuple(
+    return plan.with_gradients(
+        [
             msgspec.structs.replace(g, codec=g.limit, wire_bytes=0.0) if g.limit else g
             for g in plan.gradients
-        )
+        ]
     )
 
 

@@ -236,15 +236,29 @@ def _state_bytes(summation: Summation, codec: Codec) -> float:
 
 
 def choose(
-    analysis: Analysis, candidate: Candidate, budget: float, errors: Errors
+    analysis: Analysis,
+    candidate: Candidate,
+    budget: float,
+    errors: Errors,
+    *,
+    most: float | None = None,
 ) -> CodecChoice:
-    """The codecs that make a given assignment fastest, within the budget."""
+    """The codecs that make a given assignment fastest, within the budget.
+
+    Args:
+      analysis: the step.
+      candidate: the assignment.
+      budget: of the error of all of its gradients together.
+      errors: that were measured.
+      most: largest error of one gradient; None: `MOST_OF_BUDGET`.
+    """
+    most = MOST_OF_BUDGET * budget if most is None else most
     found = sites(analysis, candidate.assignment, candidate.pricer.mesh.axes)
     large = [s for s in found if s.compressible]
     nothing = judged(candidate, found, [""] * len(found), errors)
     if not large:
         return nothing
-    rows = [_allowed(candidate.pricer, site, budget, errors) for site in large]
+    rows = [_allowed(candidate.pricer, site, most, errors) for site in large]
     problem = _selection(candidate, found, large, rows, budget)
     answer = solve_selection(problem, seconds=2.0, gap=GAP)
     if answer.status not in (Status.OPTIMAL, Status.FEASIBLE):
@@ -265,13 +279,13 @@ def choose(
 
 
 def _allowed(
-    pricer: Pricer, site: Site, budget: float, errors: Errors
+    pricer: Pricer, site: Site, most: float, errors: Errors
 ) -> list[tuple[str, Option]]:
     """Returns the codecs that a gradient may be sent by, and their effects."""
     known = [t for t in CANDIDATES if not t or not site.refuses(parse_codec(t))]
     options = [(text, _option(pricer, site, text, errors)) for text in known]
-    most = math.prod(site.shape) * (MOST_OF_BUDGET * budget) ** 2
-    return [(text, o) for text, o in options if o.weighted_error <= most]
+    limit = math.prod(site.shape) * most**2
+    return [(text, o) for text, o in options if o.weighted_error <= limit]
 
 
 def _selection(

@@ -43,13 +43,21 @@ def left_to_compiler(
 
 
 def warn_of_no_use(
-    analysis: Analysis, assignment: Assignment, found: Sequence[Site], text: str
+    stages: Sequence[tuple[Analysis, Assignment, Sequence[Site]]], text: str
 ) -> None:
-    """Warns that a codec which was asked for sends nothing, with a reason by group."""
-    groups = left_to_compiler(analysis, assignment, found)
-    for site in found:
-        why = site.refuses(parse_codec(text)) if site.compressible else SMALL
-        groups.setdefault(why, []).append(site.name)
+    """Warns that a codec which was asked for sends nothing, with a reason by group.
+
+    Args:
+      stages: of each stage of the plan its analysis, layouts and gradients.
+      text: the codec.
+    """
+    groups: dict[str, list[str]] = {}
+    for analysis, assignment, found in stages:
+        for why, names in left_to_compiler(analysis, assignment, found).items():
+            groups.setdefault(why, []).extend(names)
+        for site in found:
+            why = site.refuses(parse_codec(text)) if site.compressible else SMALL
+            groups.setdefault(why, []).append(site.name)
     said = [
         f"\n  {reason} ({len(names)}): "
         + ", ".join(names[:_NAMES])

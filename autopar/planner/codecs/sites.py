@@ -129,7 +129,7 @@ def parameter_names(
 ) -> dict[int, str]:
     """Names gradients by the parameter that they update.
 
-    A gradient is followed through operators of the update that keep its shape, to
+    A gradient is followed through operators that keep its shape, to
     the first parameter of that shape which comes back. One that is reached by no
     such way is named by the module that makes it.
     """
@@ -172,7 +172,7 @@ def _reached(
         if current in targets:
             return targets[current]
         for op in readers.get(current, []):
-            if op.role is not Role.UPDATE:
+            if op.role is Role.FORWARD:
                 continue
             for out in op.outputs:
                 if out not in seen and graph.values[out].shape == shape:
@@ -208,7 +208,7 @@ def decision(
         dense_bytes=collective_bytes(
             route.kind, summation.elements * site.itemsize, summation.workers
         ),
-        within_bytes=sum(message.sent for message in route.within_messages),
+        within_bytes=sum((m.sent for m in route.within_messages), 0.0),
     )
     return repriced(made)
 

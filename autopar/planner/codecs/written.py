@@ -82,7 +82,7 @@ def with_codecs_of(
     given = {g.name: g for g in plan.gradients}
     if edited:
         _check_given(given, found)
-    codecs = _codecs(given, found)
+    codecs = codecs_of(given, found)
     choice = judged(best, found, codecs, {})
     compression = plan.compression
     if edited:
@@ -125,7 +125,7 @@ def check_fits(best: Candidate) -> None:
         )
 
 
-def _codecs(given: dict[str, GradientDecision], found: Sequence[Site]) -> list[str]:
+def codecs_of(given: dict[str, GradientDecision], found: Sequence[Site]) -> list[str]:
     """The codec of each gradient; 'dense' where that of the plan cannot send it."""
     texts = [given[s.name].codec if s.name in given else "" for s in found]
     if not any(texts):

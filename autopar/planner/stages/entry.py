@@ -12,6 +12,7 @@ import numpy as np
 from autopar.cluster import Cluster
 from autopar.cluster.slices import shapes
 from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.codecs.request import CodecRequest, requested
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import another_step
 from autopar.planner.stages.layer_map import LayerMap
@@ -24,8 +25,8 @@ from autopar.planner.stages.plan import (
     microbatch_counts,
     plan_stages,
 )
+from autopar.planner.stages.stage_search import StageSite, hints_of
 from autopar.planner.stages.staged import (
-    StageSite,
     Wanted,
     schedule_of,
     staged_plan,
@@ -48,7 +49,11 @@ _PER_STAGE = 4
 
 
 def plan_pipeline(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    stages: int,
+    codecs: CodecRequest | None = None,
 ) -> Plan:
     """Plans a step in so many stages of as many devices each.
 
@@ -57,6 +62,7 @@ def plan_pipeline(
       cluster: what to plan for.
       options: hints and limits.
       stages: how many stages; 2 or more.
+      codecs: what was said about codecs; None: what the options say.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
@@ -76,7 +82,7 @@ def plan_pipeline(
         wanted = Wanted(
             layers=starts, parts=cuts, schedule=schedule, sites=_sites(cluster, stages)
         )
-        return planned(whole, cluster, options, wanted, count)
+        return planned(whole, cluster, options, wanted, count, codecs)
     if parts > layers.count:
         raise PlanError(
             f"stages={stages}: the step has {layers.count} layers, and schedule "
@@ -89,11 +95,14 @@ def plan_pipeline(
         schedule=schedule,
         sites=_sites(cluster, stages),
     )
-    return planned(whole, cluster, options, wanted, count)
+    return planned(whole, cluster, options, wanted, count, codecs)
 
 
 def best_pipeline(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    codecs: CodecRequest | None = None,
 ) -> Plan | None:
     """Finds the best pipeline of a step; None: one stage is better, or needed.
 
@@ -101,6 +110,7 @@ def best_pipeline(
       analysis: the step on the whole batch.
       cluster: what to plan for.
       options: hints and limits; what they say of microbatches and schedule holds.
+      codecs: what was said about codecs; None: what the options say.
 
     Raises:
       InfeasibleError: no pipeline fits, and no plan of one stage either.
@@ -109,7 +119,7 @@ def best_pipeline(
     whole = analysis.whole or analysis
     _check_options(options)
     if whole.stacked and not cluster.groups:
-        return _best_of_loops(whole, cluster, options)
+        return _best_of_loops(whole, cluster, options, codecs)
     asked = options.microbatches
     counts = [asked] if isinstance(asked, int) else None
     asked_for = options.schedule
@@ -123,12 +133,17 @@ def best_pipeline(
     )
     if len(choice.stages) == 1:
         return None
-    made = planned(whole, cluster, options, wanted_of(choice), choice.microbatches)
+    made = planned(
+        whole, cluster, options, wanted_of(choice), choice.microbatches, codecs
+    )
     return _reported(made, choice)
 
 
 def _best_of_loops(
-    whole: Analysis, cluster: Cluster, options: PlanOptions
+    whole: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    codecs: CodecRequest | None,
 ) -> Plan | None:
     """`best_pipeline` of a step with loops over layers.
 
@@ -158,7 +173,7 @@ def _best_of_loops(
         microbatches=choice.microbatches,
         schedule=choice.schedule.kind.value,
     )
-    return plan_pipeline(whole, cluster, asked_for, stages)
+    return plan_pipeline(whole, cluster, asked_for, stages, codecs)
 
 
 def _most_pieces(whole: Analysis, most: int) -> int:
@@ -223,6 +238,7 @@ def planned(
     options: PlanOptions,
     wanted: Wanted,
     count: int,
+    codecs: CodecRequest | None = None,
 ) -> Plan:
     """Plans the stages that are wanted.
 
@@ -232,6 +248,7 @@ def planned(
       options: hints and limits.
       wanted: the pipeline.
       count: the number of microbatches.
+      codecs: what was said about codecs; None: what the options say.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
@@ -250,7 +267,8 @@ def planned(
         )
     except CutError as error:
         raise PlanError(f"the step cannot be cut into stages: {error}") from error
-    return staged_plan(cut, cluster, wanted, seconds=options.seconds)
+    asked = codecs or requested(options)
+    return staged_plan(cut, cluster, wanted, asked, hints_of(options))
 
 
 def _cut(
@@ -302,10 +320,7 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
 def _check_options(options: PlanOptions) -> None:
     """Raises `PlanError` for what plans of several stages cannot hold yet."""
     said = {
-        "pins=": bool(options.pins),
         "layouts=": options.layouts is not None,
-        "compression=": options.compression != "none",
-        "axis_names=": options.axis_names is not None,
     }
     if given := [name for name, there in said.items() if there]:
         raise PlanError(
@@ -407,7 +422,11 @@ def _balanced(weights: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def plan_with_stages(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions, one_stage: Plan | None
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    one_stage: Plan | None,
+    codecs: CodecRequest | None = None,
 ) -> Plan | None:
     """The pipeline that the options ask for; None: one stage is as good.
 
@@ -416,15 +435,16 @@ def plan_with_stages(
       cluster: what to plan for.
       options: of which ``stages`` is a number above 1, or ``auto``.
       one_stage: the best plan of one stage; None: none fits.
+      codecs: what was said about codecs; None: what the options say.
 
     Raises:
       InfeasibleError: neither fits.
       PlanError: the step cannot be cut or split so.
     """
     if isinstance(options.stages, int):
-        return plan_pipeline(analysis, cluster, options, options.stages)
+        return plan_pipeline(analysis, cluster, options, options.stages, codecs)
     try:
-        found = best_pipeline(analysis, cluster, options)
+        found = best_pipeline(analysis, cluster, options, codecs)
     except InfeasibleError:
         if one_stage is None:
             raise

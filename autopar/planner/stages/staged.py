@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import msgspec
 
-from autopar.cluster import Cluster, MeshShape
-from autopar.cost.pricer import Pricer
+from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
 from autopar.planner.candidate import Candidate, SearchResult
-from autopar.planner.hints import pin_restriction
-from autopar.planner.problem import Restriction
+from autopar.planner.codecs.request import CodecRequest
 from autopar.planner.record import make_plan
-from autopar.planner.search import search
+from autopar.planner.stages.codecs import StagedChoice, choose_staged, warn_of_unused
 from autopar.planner.stages.stage_costs import StageCosts, saved_bytes, stage_costs
+from autopar.planner.stages.stage_search import StageHints, StageSearch, StageSite
 from autopar.plans import NO_SCHEDULE, PipelineData, Plan, StagePlan
-from autopar.progress import say
-from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import over_microbatches
 from autopar.steps.pieces import sizes_by_path
 from autopar.steps.stages import CutStep
-from autopar_passes.layer_loops.paths import whole_path
-from autopar_passes.layouts import Layout
 from autopar_solver import (
     Schedule,
     ScheduleKind,
@@ -37,21 +31,6 @@ from autopar_solver import (
 
 # How often stages are searched anew with less memory, to fit what a schedule keeps.
 _ROUNDS = 4
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class StageSite:
-    """Where a stage runs.
-
-    Attributes:
-      devices: positions in the cluster, in the order of the mesh.
-      cluster: these devices as a cluster.
-      mesh: its logical mesh; None: the best one.
-    """
-
-    devices: tuple[int, ...]
-    cluster: Cluster
-    mesh: MeshShape | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -85,8 +64,29 @@ def schedule_of(plan: Plan) -> Schedule:
     return Schedule(ScheduleKind(plan.schedule), chunks)
 
 
+@dataclasses.dataclass(frozen=True)
+class _Laid:
+    """The stages of a pipeline with layouts, and with codecs where there are any.
+
+    Attributes:
+      found: the layouts of each stage.
+      costs: what the pipeline costs.
+      memory: bytes that a device of each stage holds at most.
+      choice: the codecs; None: none were asked for.
+    """
+
+    found: list[Candidate]
+    costs: StageCosts
+    memory: list[float]
+    choice: StagedChoice | None = None
+
+
 def staged_plan(
-    cut: CutStep, cluster: Cluster, wanted: Wanted, *, seconds: float | None = None
+    cut: CutStep,
+    cluster: Cluster,
+    wanted: Wanted,
+    codecs: CodecRequest,
+    hints: StageHints,
 ) -> Plan:
     """Plans every stage of a step that is cut, and writes the plan down.
 
@@ -94,15 +94,37 @@ def staged_plan(
       cut: the step as stages, cut as wanted.
       cluster: all devices.
       wanted: the pipeline.
-      seconds: time limit of the search of a stage.
+      codecs: what was said about codecs.
+      hints: what was said of layouts.
 
     Raises:
       InfeasibleError: a stage does not fit the memory of its devices.
+      PlanError: the codec that was asked for can be used in no stage, or a pin does
+        not fit.
     """
     start = time.perf_counter()
     table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
+    search = StageSearch(cut=cut, sites=wanted.sites, hints=hints)
+    laid = _laid(cut, cluster, wanted, table, search)
+    if codecs.mode != "none":
+        own = dataclasses.replace(search, codecs=codecs, known={})
+        every = (laid, _laid(cut, cluster, wanted, table, own))
+        sent = [_sent(cut, table, x, codecs) for x in every]
+        laid = min(sent, key=lambda x: play(table, x.costs.tasks).makespan_s)
+        assert laid.choice is not None
+        warn_of_unused(cut.stages, laid.choice, codecs)
+    return _finished(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+
+
+def _laid(
+    cut: CutStep,
+    cluster: Cluster,
+    wanted: Wanted,
+    table: ScheduleTable,
+    search: StageSearch,
+) -> _Laid:
+    """The layouts of all stages, with what the schedule keeps in memory."""
     devices = [site.devices for site in wanted.sites]
-    known: dict[object, Candidate] = {}
     # What each stage may hold while one microbatch runs.
     again = [_again(cut, wanted, k) for k in range(len(wanted.sites))]
     # The search knows of nothing that is computed again.
@@ -110,7 +132,7 @@ def staged_plan(
         1e18 if again[k] else float(site.cluster.device.memory_bytes)
         for k, site in enumerate(wanted.sites)
     ]
-    found = _all_searched(cut, wanted, rooms, known, seconds)
+    found = search.all(rooms)
     for _ in range(_ROUNDS):
         costs = stage_costs(cut, cluster, devices, found)
         saved = _saved(cut, wanted, again, found)
@@ -120,99 +142,93 @@ def staged_plan(
         left = _rooms(wanted, costs, memory)
         rooms = [left[k] if k in over else room for k, room in enumerate(rooms)]
         try:
-            found = _all_searched(cut, wanted, rooms, known, seconds)
+            found = search.all(rooms)
         except InfeasibleError:
-            break  # the check below says what does not fit
+            break  # what does not fit is said where the plan is written
     costs = stage_costs(cut, cluster, devices, found)
     memory = _memory_bytes(table, costs, _saved(cut, wanted, again, found))
-    _check_memory(wanted, found, memory)
-    timeline = play(table, costs.tasks)
-    return _written(
-        cut,
-        cluster,
-        wanted,
-        found,
-        costs,
-        memory,
-        timeline,
-        time.perf_counter() - start,
+    return _Laid(found, costs, memory)
+
+
+def _sent(
+    cut: CutStep, table: ScheduleTable, laid: _Laid, codecs: CodecRequest
+) -> _Laid:
+    """The layouts with codecs for them."""
+    choice = choose_staged(
+        cut.stages, laid.found, laid.memory, laid.costs, table, codecs
     )
+    pairs = zip(laid.memory, choice.choices, strict=True)
+    memory = [nbytes + own.memory_bytes for nbytes, own in pairs]
+    return _Laid(laid.found, choice.costs, memory, choice)
 
 
-def _all_searched(
+def kept_plan(
     cut: CutStep,
+    cluster: Cluster,
     wanted: Wanted,
-    rooms: Sequence[float],
-    known: dict[object, Candidate],
-    seconds: float | None,
-) -> list[Candidate]:
-    """The best layouts of each stage; those of equal stages are searched once.
+    codecs: CodecRequest,
+    found: Sequence[Candidate],
+) -> Plan:
+    """The plan of stages whose layouts are given; codecs are chosen for them.
+
+    Args:
+      cut: the step as stages, cut as wanted.
+      cluster: all devices.
+      wanted: the pipeline.
+      codecs: what was said about codecs.
+      found: the layouts of each stage.
+
+    Raises:
+      InfeasibleError: a stage does not fit the memory of its devices.
+    """
+    start = time.perf_counter()
+    table = make_table(wanted.schedule, len(wanted.sites), cut.found.microbatches)
+    devices = [site.devices for site in wanted.sites]
+    again = [_again(cut, wanted, k) for k in range(len(wanted.sites))]
+    costs = stage_costs(cut, cluster, devices, found)
+    memory = _memory_bytes(table, costs, _saved(cut, wanted, again, found))
+    laid = _Laid(list(found), costs, memory)
+    if codecs.mode != "none":
+        laid = _sent(cut, table, laid, codecs)
+    return _finished(cut, cluster, wanted, laid, table, time.perf_counter() - start)
+
+
+def _finished(
+    cut: CutStep,
+    cluster: Cluster,
+    wanted: Wanted,
+    laid: _Laid,
+    table: ScheduleTable,
+    seconds: float,
+) -> Plan:
+    """The plan of stages that are laid out.
 
     Args:
       cut: the step as stages.
+      cluster: all devices.
       wanted: the pipeline.
-      rooms: by stage, what a device may hold while one microbatch runs.
-      known: what was searched before.
-      seconds: time limit of each search.
+      laid: the layouts and codecs of the stages.
+      table: the schedule.
+      seconds: that planning took.
+
+    Raises:
+      InfeasibleError: a stage does not fit the memory of its devices.
     """
-    found: dict[int, Candidate] = {}
-    count = len(wanted.sites)
-    # Pieces of one array lie alike on all stages; one in the middle decides.
-    middle = count // 2
-    for number in sorted(range(count), key=lambda k: k != middle):
-        say(f"planning stage {number + 1} of {count}")
-        site, analysis, room = wanted.sites[number], cut.stages[number], rooms[number]
-        like = found.get(middle)
-        key = (analysis.fingerprint, site.cluster.fingerprint(), site.mesh, room)
-        if key not in known:
-            known[key] = _searched(analysis, site, room, seconds, like)
-        found[number] = _alike(analysis, known[key])
-    return [found[k] for k in range(count)]
+    _check_memory(wanted, laid.found, laid.memory)
+    timeline = play(table, laid.costs.tasks)
+    made = _written(
+        cut, cluster, wanted, laid.found, laid.costs, laid.memory, timeline, seconds
+    )
+    return made if laid.choice is None else _with_codecs(cut, made, laid.choice)
 
 
-def _searched(
-    analysis: Analysis,
-    site: StageSite,
-    room: float,
-    seconds: float | None,
-    like: Candidate | None,
-) -> Candidate:
-    """The best layouts of a stage.
-
-    Args:
-      analysis: of the stage.
-      site: where it runs.
-      room: bytes that a device may hold while one microbatch runs.
-      seconds: time limit.
-      like: of another stage with pieces of the same arrays, which lie here as there.
-    """
-    meshes = None if site.mesh is None else [site.mesh]
-    restriction: Callable[[Pricer], Restriction] | None = None
-    if like is not None and (layouts := _like(analysis, like)):
-        meshes = [like.pricer.mesh]
-        limit = pin_restriction(analysis, layouts)
-        restriction = lambda _: limit  # noqa: E731
-    device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
-    limited = dataclasses.replace(site.cluster, device=device)
-    best = search(
-        analysis, limited, meshes=meshes, seconds=seconds, restriction=restriction
-    ).best
-    pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
-    return dataclasses.replace(best, pricer=pricer)
-
-
-def _like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
-    """The layouts that another stage gives to its pieces of the same arrays."""
-    given = {
-        whole_path(i.path): i.value
-        for i in other.assignment.analysis.graph.inputs
-        if whole_path(i.path)
-    }
-    return {
-        i.value: other.assignment.home_layout(given[whole])
-        for i in analysis.graph.inputs
-        if (whole := whole_path(i.path)) in given
-    }
+def _with_codecs(cut: CutStep, plan: Plan, choice: StagedChoice) -> Plan:
+    """The plan with the codecs of its stages."""
+    pairs = zip(plan.stages, choice.decisions(cut.analysis.graph), strict=True)
+    stages = tuple(msgspec.structs.replace(s, gradients=g) for s, g in pairs)
+    return msgspec.structs.replace(
+        plan, stages=stages, compression=choice.compression
+    ).stamped()
 
 
 def _over(wanted: Wanted, memory: Sequence[float]) -> list[int]:
@@ -232,12 +248,6 @@ def _rooms(wanted: Wanted, costs: StageCosts, memory: Sequence[float]) -> list[f
             wanted.sites, memory, costs.step_bytes, strict=True
         )
     ]
-
-
-def _alike(analysis: Analysis, other: Candidate) -> Candidate:
-    """The layouts of a stage for another one with the same program."""
-    assignment = dataclasses.replace(other.assignment, analysis=analysis)
-    return dataclasses.replace(other, assignment=assignment)
 
 
 def _again(cut: CutStep, wanted: Wanted, stage: int) -> frozenset[int]:

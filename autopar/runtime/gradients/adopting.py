@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from autopar.cost.pricer import Pricer
-from autopar.planner.search import plan_mesh
+from autopar.planner.stages.sites import stage_pricers
 from autopar.plans import Plan
 from autopar.reports.gradients import codec_rows
 
@@ -164,11 +164,13 @@ def saved_s(before: Plan, after: Plan) -> float:
     Raises:
       PlanError: the plan's mesh is none of its cluster.
     """
-    cluster = before.cluster.read()
-    pricer = Pricer(cluster, plan_mesh(cluster, before.axis_names, before.axis_sizes))
-    return _codecs_s(before, pricer) - _codecs_s(after, pricer)
+    pricers = stage_pricers(before)
+    return _codecs_s(before, pricers) - _codecs_s(after, pricers)
 
 
-def _codecs_s(plan: Plan, pricer: Pricer) -> float:
-    """Seconds of a step for encoding, sending and decoding."""
-    return sum(row.seconds for row in codec_rows(plan, pricer))
+def _codecs_s(plan: Plan, pricers: Sequence[Pricer]) -> float:
+    """Seconds of a step for encoding, sending and decoding, on the slowest stage."""
+    return max(
+        sum(row.seconds for row in codec_rows(stage.gradients, pricer))
+        for stage, pricer in zip(plan.stages, pricers, strict=True)
+    )

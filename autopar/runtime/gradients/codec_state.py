@@ -21,13 +21,15 @@ import jax.numpy as jnp
 from autopar.errors import PlanError
 from autopar.runtime import placement
 from autopar.runtime.gradients.adjusted_state import adjusted_state
-from autopar.runtime.gradients.sums import GradientSums, State
+from autopar.runtime.gradients.regrouping import parameter_of, regrouped
+from autopar.runtime.gradients.staged_sums import AnySums
+from autopar.runtime.gradients.sums import State
 
 # Earlier versions did not save these parts of a state.
 _SINCE = {"skipped", "codecs"}
 
 
-def carry_over(state: State, new: GradientSums) -> State:
+def carry_over(state: State, new: AnySums) -> State:
     """The state for a plan, from the state under another plan of the same step.
 
     Args:
@@ -38,8 +40,12 @@ def carry_over(state: State, new: GradientSums) -> State:
     members = {m.decision.name: m for m in new.members.values()}
     gradients: dict[str, Any] = {}
     fresh: State | None = None
+    before = {
+        **state["gradients"],
+        **regrouped(state["gradients"], wanted["gradients"]),
+    }
     for name, struct in wanted["gradients"].items():
-        old = state["gradients"].get(name, {"residual": (), "codec": ()})
+        old = before.get(name, {"residual": (), "codec": ()})
         where = shardings["gradients"][name]
         levels = _levels(struct["codec"], new)
         kept = [_kept(old["codec"], level, k) for k, level in enumerate(levels)]
@@ -63,7 +69,7 @@ def carry_over(state: State, new: GradientSums) -> State:
     }
 
 
-def restored(state: Any, new: GradientSums) -> State:
+def restored(state: Any, new: AnySums) -> State:
     """A state that was saved, placed for a plan.
 
     Raises:
@@ -75,8 +81,8 @@ def restored(state: Any, new: GradientSums) -> State:
             "compression_state: expected {'step': ..., 'gradients': {...}} as read "
             "from step.compression_state; got " + type(state).__name__ + "."
         )
-    names = {m.decision.name for m in new.members.values()}
-    if unknown := sorted(set(state["gradients"]) - names):
+    names = {parameter_of(m.decision.name) for m in new.members.values()}
+    if unknown := sorted(n for n in state["gradients"] if parameter_of(n) not in names):
         raise PlanError(
             "compression_state: it holds gradients that this step does not compress: "
             f"{', '.join(unknown[:4])}. Restore it into the step it was saved from."
@@ -89,7 +95,7 @@ def _of(fresh: State | None, name: str) -> Any:
     return fresh["gradients"][name]["codec"]
 
 
-def _levels(codec: Any, how: GradientSums) -> tuple[Any, ...]:
+def _levels(codec: Any, how: AnySums) -> tuple[Any, ...]:
     """The codec's state of each level."""
     return (codec,) if how.fallback is None else codec
 
@@ -154,16 +160,33 @@ def _residual(name: str, old: Any, struct: Any) -> Any:
     return jnp.broadcast_to(part, struct.shape)
 
 
-def check_fits(state: State, new: GradientSums) -> None:
+def check_fits(state: State, new: AnySums) -> None:
     """Checks that `carry_over` can take a state; nothing is moved.
 
     Raises:
-      PlanError: a residual is of another shape than its gradient.
+      PlanError: a residual is of another shape than its gradient, or lies in another
+        process.
     """
+    where = new.shardings()["gradients"]
     for name, struct in new.structs()["gradients"].items():
         old = state["gradients"].get(name, {"residual": ()})["residual"]
+        _check_reached(name, old, where[name]["residual"])
         if not isinstance(old, tuple) and not isinstance(struct["residual"], tuple):
             _check_residual(name, old, struct["residual"])
+
+
+def _check_reached(name: str, old: Any, where: Any) -> None:
+    """Checks that a residual does not have to move between processes."""
+    if not isinstance(old, jax.Array) or old.sharding == where:
+        return
+    here = (lies.addressable_devices for lies in (old.sharding, where))
+    if not isinstance(where, tuple) and not all(here):
+        raise PlanError(
+            f"compression_state: the residual of '{name}' lies on a stage of one "
+            "process and would have to go to another. Residuals of stages stay in "
+            "their process: keep the stages where they are, or assign None to "
+            "compression_state first."
+        )
 
 
 def _check_residual(name: str, old: Any, struct: Any) -> None:

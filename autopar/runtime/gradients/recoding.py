@@ -15,7 +15,7 @@ import numpy as np
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.errors import PlanError
-from autopar.planner.codecs.adjusted import adjusted, changed_families, families
+from autopar.planner.codecs.adjusted import adjusted_plan, changed_families, families
 from autopar.planner.codecs.sites import repriced
 from autopar.plans import GradientDecision, Plan
 from autopar.runtime.agreement import content_digest
@@ -80,7 +80,7 @@ class Recoding:
                 )
             made[name] = decision if why else with_codec(decision, codec)
         after = tuple(made.get(g.name, g) for g in plan.gradients)
-        new = self.with_inputs(plan, plan.with_stage(gradients=after), often=often)
+        new = self.with_inputs(plan, plan.with_gradients(after), often=often)
         return self._remembered(plan, new.gradients)
 
     def with_inputs(self, before: Plan, after: Plan, *, often: bool) -> Plan:
@@ -94,8 +94,7 @@ class Recoding:
         wanted = families(before.gradients)
         if often:
             wanted |= changed_families(before.gradients, after.gradients)
-        made = adjusted(after.gradients, wanted)
-        return after.with_stage(gradients=made) if wanted else after
+        return adjusted_plan(after, wanted) if wanted else after
 
     def resumed(self, plan: Plan, state: Any) -> Plan:
         """The plan with the codecs that were saved with a state.
@@ -123,8 +122,9 @@ class Recoding:
                 )
                 limit = _text(texts[g.name].get("limit", ()))
                 limits.append(msgspec.structs.replace(g, limit=limit))
-        after = [made.get(g.name, g) for g in plan.gradients]
-        return self._remembered(plan, adjusted(after, families(limits)))
+        after = plan.with_gradients([made.get(g.name, g) for g in plan.gradients])
+        new = adjusted_plan(after, families(limits))
+        return self._remembered(plan, new.gradients)
 
     def texts(self, plan: Plan, names: Iterable[str]) -> dict[str, dict[str, Any]]:
         """Returns the codecs of some gradients to save: as planned, and as sent.
@@ -147,7 +147,7 @@ class Recoding:
         """The plan with other decisions; itself if they are what it says."""
         if after == plan.gradients:
             return plan
-        new = plan.with_stage(gradients=after)
+        new = plan.with_gradients(after)
         before = {
             old.name: old.codec
             for old, made in zip(plan.gradients, after, strict=True)

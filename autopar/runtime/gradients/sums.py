@@ -118,6 +118,11 @@ class GradientSums:
     fallback: Fallback | None = None
 
     @property
+    def parts(self) -> tuple[GradientSums, ...]:
+        """The sums of each stage; there is one."""
+        return (self,)
+
+    @property
     def num_levels(self) -> int:
         """Number of ways to send a gradient, of which each step takes one."""
         return 1 + len(self.fallback.codecs) if self.fallback else 1
@@ -186,7 +191,12 @@ class GradientSums:
 
 
 def gradient_sums(
-    assignment: Assignment, plan: Plan, mesh: Any, fallback: Fallback | None = None
+    assignment: Assignment,
+    plan: Plan,
+    mesh: Any,
+    fallback: Fallback | None = None,
+    *,
+    first: int = 0,
 ) -> GradientSums | None:
     """Returns the sums of a plan's gradients; None: the compiler sums all of them.
 
@@ -195,6 +205,7 @@ def gradient_sums(
       plan: the plan.
       mesh: the mesh it runs on.
       fallback: the codecs of a step in which the plan's send too little.
+      first: the seed of the first gradient's codec; others have those behind it.
 
     Raises:
       PlanError: a codec cannot be used for its gradient or does not fit its limit, or
@@ -205,7 +216,7 @@ def gradient_sums(
         return None
     check_rooms(chosen)
     members: dict[int, Member] = {}
-    for number, decision in enumerate(chosen):
+    for number, decision in enumerate(chosen, first):
         members[decision.value] = _member(assignment, decision, number, mesh, fallback)
     return GradientSums(mesh, members, fallback)
 

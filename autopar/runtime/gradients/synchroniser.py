@@ -96,7 +96,7 @@ class CodecSynchroniser:
     @property
     def finite(self) -> jax.Array:
         """Whether all gradients are finite, a bool scalar; once `complete`."""
-        return jnp.all(self._telemetry()[:, NON_FINITE] == 0)
+        return jnp.all(self.telemetry()[:, NON_FINITE] == 0)
 
     def finish(self) -> tuple[State, jax.Array]:
         """The state for the next step, and a row of telemetry for each gradient.
@@ -115,9 +115,10 @@ class CodecSynchroniser:
             "skipped": self.state["skipped"] + ~self.finite,
             "gradients": gradients,
         }
-        return after, self._telemetry()
+        return after, self.telemetry()
 
-    def _telemetry(self) -> jax.Array:
+    def telemetry(self) -> jax.Array:
+        """A row for each gradient, float32 (gradients, 6); once `complete`."""
         if self._totals is None:
             self._totals = jnp.stack([self.rows[name] for name in self._names])
         return self._totals

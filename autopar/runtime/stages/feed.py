@@ -11,9 +11,12 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.runtime.noise.staged import Rows, StagedNoise
+from autopar.runtime.gradients.sums import State
+from autopar.runtime.noise.staged import StagedNoise
+from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import Pipeline
-from autopar.runtime.stages.run import run_step
+from autopar.runtime.stages.restoring import Carried, kept_or_restored
+from autopar.runtime.stages.run import Ran, run_step
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.rows import part
@@ -57,6 +60,7 @@ class Feed:
         self.deal = {s: self._deal_code(s, ks) for s, ks in self.dealt.items()}
         self.state = set(analysis.carried.values())
         self.numbers = self._numbers(arguments)
+        self._late: dict[int, Any] = {}
         self.ahead = None if self.found.ahead is None else self._ahead_code()
 
     def _lies(self, k: int, value: int, shape: tuple[int, ...]) -> NamedSharding:
@@ -116,14 +120,47 @@ class Feed:
         return jax.jit(functools.partial(evaluate, ahead))
 
     def __call__(self, *arguments: Any) -> Any:
-        """Runs one step; measured noise comes and goes behind the other arrays."""
-        flat = arguments[: len(self.values)]
-        made, rows = self._step(flat)
-        if self.noise is None:
-            return made
-        return made, self.noise.updated(arguments[-1], rows)
+        """Runs one step.
 
-    def _step(self, flat: Sequence[Any]) -> tuple[list[Any], Rows]:
+        The state of codecs comes behind the other arrays, and goes with telemetry and
+        levels (`autopar.runtime.planned.PlannedStep.function`); measured noise comes
+        and goes last.
+        """
+        flat = arguments[: len(self.values)]
+        behind = list(arguments[len(self.values) :])
+        state = behind.pop(0) if self.pipeline.codecs is not None else None
+        made, ran = self._step(flat, state)
+        beside: list[Any] = []
+        if ran.codecs is not None:
+            self._restore(ran.codecs, flat, made)
+            sent = ran.codecs.finish()
+            beside = [sent.state, sent.telemetry, sent.levels]
+        if self.noise is not None:
+            beside.append(self.noise.updated(behind[0], ran.noise))
+        return (made, *beside) if beside else made
+
+    def _restore(self, codecs: CodecStep, flat: Sequence[Any], made: list[Any]) -> None:
+        """Restores the state that no task could."""
+        for carried in self.pipeline.late:
+            owner = self.owners[carried.old]
+            if self.pipeline.here(owner):
+                old, code = flat[carried.argument], self._restores(carried)
+                made[carried.result] = code(
+                    old,
+                    jax.device_put(made[carried.result], old.sharding),
+                    codecs.finite[owner],
+                )
+
+    def _restores(self, carried: Carried) -> Any:
+        """A jitted function of an array before and after a step, and the verdict."""
+        if carried.argument not in self._late:
+            self._late[carried.argument] = jax.jit(
+                functools.partial(kept_or_restored, own=carried.own),
+                out_shardings=self.in_shardings[carried.argument],
+            )
+        return self._late[carried.argument]
+
+    def _step(self, flat: Sequence[Any], codecs: State | None) -> tuple[list[Any], Ran]:
         """Runs one step on the flat arguments."""
         split = set(self.found.batch)
         known = {
@@ -142,15 +179,15 @@ class Feed:
             parts = self.deal[stage](*(flat[k] for k in positions))
             for given, arrays in zip(micro, parts, strict=True):
                 given.update(zip(values, arrays, strict=True))
-        state, told, rows = run_step(self.pipeline, known, micro)
-        told.update(self._passed(flat))
+        ran = run_step(self.pipeline, known, micro, codecs)
+        ran.told.update(self._passed(flat))
         made = [
             atom.value
             if isinstance(atom, Scalar)
-            else (state if k in self.state else told)[atom]
+            else (ran.state if k in self.state else ran.told)[atom]
             for k, atom in enumerate(self.program.body.outputs)
         ]
-        return made, rows
+        return made, ran
 
     def _passed(self, flat: Sequence[Any]) -> dict[int, Any]:
         """The arrays of the batch that the step returns as they are."""
@@ -168,7 +205,7 @@ class Feed:
     def clear_cache(self) -> None:
         """Frees compiled code."""
         self.pipeline.clear_cache()
-        for code in self.deal.values():
+        for code in (*self.deal.values(), *self._late.values()):
             code.clear_cache()
 
     def _given(self, flat: Sequence[Any]) -> dict[int, Any]:

@@ -9,17 +9,18 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from autopar.runtime.noise.staged import TaskNoise
+from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.order import Issue
 from autopar.runtime.stages.recording import Recorder
+from autopar.runtime.stages.restoring import Carried
+from autopar.runtime.stages.running_sums import finish_code, zeros_code
 from autopar.runtime.stages.stage import (
     RESULT,
     Sent,
     Stage,
     TaskCode,
-    finish_code,
     layout_code,
     task_code,
-    zeros_code,
 )
 from autopar.runtime.stages.transport import Links
 from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey
@@ -85,6 +86,7 @@ class Pipeline:
         links: Links | None = None,
         shown: Collection[int] = (),
         noise: Mapping[TaskKey, TaskNoise] | None = None,
+        codecs: StagedCodecs | None = None,
     ) -> None:
         """Makes the code of all tasks; nothing is compiled yet.
 
@@ -99,8 +101,10 @@ class Pipeline:
           links: to the other processes that have stages; None: there are none.
           shown: results that every process is told; others stay on their stage.
           noise: what tasks measure of gradients.
+          codecs: how stages sum gradients by codecs; None: none does.
         """
         self.links = links
+        self.codecs = codecs
         self.shown = frozenset(shown)
         self.noise = noise or {}
         self.processes = tuple(s.mesh.devices.flat[0].process_index for s in stages)
@@ -126,6 +130,7 @@ class Pipeline:
         self.outputs = frozenset(v for v in leaving if isinstance(v, int))
         self.microbatches = 1 + max(issue.microbatch for issue in order)
         self.given = {v: i for i, v in cut.parts.flow.carried.items()}
+        self.restored = {} if codecs is None else self._restored(codecs.state)
         self._donated = self._donations() if donate else {}
         self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
         self.sums = self._summed()
@@ -175,6 +180,7 @@ class Pipeline:
             received=self._received(task),
             donated=self._donated.get(key, ()),
             noise=self.noise.get(key),
+            restores=self.restored.get(key, ()),
         )
         update = key.phase is Phase.UPDATE
         batch = self.cut.parts.flow.batch
@@ -266,6 +272,25 @@ class Pipeline:
         mine = {v for v, maker in task.inputs if maker is not None or v in batch}
         return tuple(v for v in mine if v not in read)
 
+    def _restored(self, state: Iterable[Carried]) -> dict[TaskKey, tuple[Carried, ...]]:
+        """State that an update has before and after it, and restores itself."""
+        known = {c.new: c for c in state if c.alone}
+        out: dict[TaskKey, tuple[Carried, ...]] = {}
+        for key, task in self.cut.tasks.items():
+            read = {v for v, maker in task.inputs if maker is None}
+            found = [known[v] for v in task.outputs if v in known]
+            if key.phase is Phase.UPDATE:
+                out[key] = tuple(c for c in found if c.old in read)
+        return out
+
+    @property
+    def late(self) -> tuple[Carried, ...]:
+        """State that is restored at the end of a step."""
+        if self.codecs is None:
+            return ()
+        done = {c.new for found in self.restored.values() for c in found}
+        return tuple(c for c in self.codecs.state if c.new not in done)
+
     def _donations(self) -> dict[TaskKey, tuple[int, ...]]:
         """State whose next value a task makes, and that nothing reads later."""
         carried, owners = self.cut.parts.flow.carried, self.cut.owners
@@ -276,6 +301,7 @@ class Pipeline:
                 if task.key.phase is not Phase.UPDATE:
                     continue
                 later = {v for t in tasks[place + 1 :] for v, _ in t.inputs}
+                later |= {c.old for c in self.late}
                 out[task.key] = tuple(
                     v
                     for v, maker in task.inputs
@@ -379,3 +405,5 @@ class Pipeline:
             call.code.function.clear_cache()
         for code in (*self.zeros.values(), *self.finish.values()):
             code.clear_cache()
+        if self.codecs is not None:
+            self.codecs.clear_cache()

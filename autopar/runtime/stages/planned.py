@@ -12,16 +12,21 @@ import msgspec
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.staged import schedule_of
 from autopar.plans import NO_SCHEDULE, Plan
+from autopar.runtime.gradients.staged_sums import StagedSums
+from autopar.runtime.gradients.sums import gradient_sums
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.noise.sources import batch_rows
 from autopar.runtime.noise.staged import StagedNoise, staged_noise
+from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.feed import Feed
 from autopar.runtime.stages.order import issue_order
 from autopar.runtime.stages.pipeline import Crossed, Pipeline
+from autopar.runtime.stages.restoring import restored_state
 from autopar.runtime.stages.stacked import StackedArray, WithStacked
 from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links
@@ -49,8 +54,9 @@ class PipelinedStep:
       in_shardings: where each flat argument lies before a step: state at home on its
         stage, the batch on the first stage that reads it.
       function: runs a step on the flat arguments.
-      sums: None; stages sum gradients themselves.
-      gradients: None; see ``sums``.
+      sums: how codecs sum gradients; None: no stage has any. ``function`` then takes
+        and returns their state as that of one stage does.
+      gradients: None; probes of gradients are for plans of one stage.
       noise: how the noise of gradients is measured; None: it is not. Then ``function``
         takes and returns the averages last.
     """
@@ -62,7 +68,7 @@ class PipelinedStep:
     mesh: Mesh
     in_shardings: list[NamedSharding]
     function: Any
-    sums: None = None
+    sums: StagedSums | None = None
     gradients: Any = None
     noise: StagedNoise | None = None
 
@@ -76,6 +82,19 @@ class PipelinedStep:
         """The meshes that state lies on: each stage's, that of all if one is used."""
         own = [stage.mesh for stage in self.pipeline.stages]
         return tuple(_with_all(self.plan, own))
+
+    def with_inputs_of(self, plan: Plan) -> PipelinedStep:
+        """The step under a plan that differs in inputs of its programs alone.
+
+        Args:
+          plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
+        """
+        assert self.sums is not None
+        meshes = [stage.mesh for stage in self.pipeline.stages]
+        stages = _stages(self.cut, plan, meshes, self.sums.fallback)
+        found = {k: s.sums for k, s in enumerate(stages) if s.sums is not None}
+        sums = dataclasses.replace(self.sums, stages=found)
+        return dataclasses.replace(self, plan=plan, sums=sums)
 
     def compile(self) -> None:
         """Compiles the tasks of all stages."""
@@ -181,6 +200,7 @@ def pipelined_step(
     wait_s: Callable[[TaskKey], float] | None = None,
     links: Links | None = None,
     noise: NoiseOptions | None = None,
+    fallback: Fallback | None = None,
 ) -> PipelinedStep:
     """Builds a step of several stages; nothing is compiled yet.
 
@@ -193,17 +213,15 @@ def pipelined_step(
       wait_s: seconds that a task takes at least (`Pipeline`).
       links: to the other processes, where there are several.
       noise: how the noise of gradients is measured; None: it is not.
+      fallback: the codecs of a step in which the plan's send too little.
 
     Raises:
-      PlanError: there are too few devices, or no noise to measure.
+      PlanError: there are too few devices, no noise to measure, or a codec that its
+        gradient cannot be sent by.
     """
     meshes = stage_meshes(plan, devices)
-    stages = [
-        Stage(program, assignment_of(stage, one_stage(plan, k)), mesh)
-        for k, (program, stage, mesh) in enumerate(
-            zip(cut.programs, cut.stages, meshes, strict=True)
-        )
-    ]
+    stages = _stages(cut, plan, meshes, fallback)
+    codecs = _staged_codecs(cut, stages, fallback, links, noise, donate=donate)
     found = cut.found
     table = make_table(schedule_of(plan), len(stages), found.microbatches)
     measured = _staged_noise(analysis, cut, stages, noise, links)
@@ -217,6 +235,7 @@ def pipelined_step(
         links=links,
         shown=_shown(analysis, cut),
         noise=None if measured is None else measured.tasks,
+        codecs=codecs,
     )
     whole = cut.analysis.whole or cut.analysis
     feed = Feed(whole, cut, pipeline, measured)
@@ -230,7 +249,54 @@ def pipelined_step(
         Mesh(np.array(flat), ("device",)),
         shardings,
         function,
+        sums=None if codecs is None else codecs.sums,
         noise=measured,
+    )
+
+
+def _stages(
+    cut: CutStep, plan: Plan, meshes: Sequence[Mesh], fallback: Fallback | None
+) -> list[Stage]:
+    """The stages on their devices, each with the gradients that it sums by codecs."""
+    out: list[Stage] = []
+    count = 0
+    for k, (program, stage, mesh) in enumerate(
+        zip(cut.programs, cut.stages, meshes, strict=True)
+    ):
+        own = one_stage(plan, k)
+        assignment = assignment_of(stage, own)
+        sums = gradient_sums(assignment, own, mesh, fallback, first=count)
+        count += len(own.gradients)
+        out.append(Stage(program, assignment, mesh, sums=sums))
+    return out
+
+
+def _staged_codecs(
+    cut: CutStep,
+    stages: Sequence[Stage],
+    fallback: Fallback | None,
+    links: Links | None,
+    noise: NoiseOptions | None,
+    *,
+    donate: bool,
+) -> StagedCodecs | None:
+    """How the stages sum by codecs; None: none does."""
+    sums = {k: s.sums for k, s in enumerate(stages) if s.sums is not None}
+    if not sums:
+        return None
+    if noise is not None:
+        raise PlanError(
+            "noise_scale: it is not measured of gradients that several stages send by "
+            "codecs. Leave noise_scale= or compression= out, or plan with stages=1."
+        )
+    device = stages[0].mesh.devices.flat[0]
+    if links is not None:
+        device = links.devices[links.index]
+    return StagedCodecs(
+        StagedSums(sums, device, fallback),
+        restored_state(cut.analysis),
+        tuple(stages),
+        donate,
     )
 
 

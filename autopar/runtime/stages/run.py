@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import jax
 from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.errors import StageError
 from autopar.runtime import placement
-from autopar.runtime.noise.staged import Rows
+from autopar.runtime.gradients.sums import State
+from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
+from autopar.runtime.stages.outcome import Ran, told
 from autopar.runtime.stages.pipeline import Call, Copy, Pipeline
 from autopar.runtime.stages.stage import RESULT, Sent, TaskCode
 from autopar.runtime.stages.transport import Route, Tag, on_device
@@ -28,7 +29,8 @@ def run_step(
     pipeline: Pipeline,
     step: Mapping[int, Any],
     microbatches: Sequence[Mapping[int, Any]],
-) -> tuple[dict[int, Any], dict[int, Any], Rows]:
+    codecs: State | None = None,
+) -> Ran:
     """Runs one step.
 
     Args:
@@ -36,15 +38,16 @@ def run_step(
       step: value of each input that is not split -> its array, on its owner. Of owners
         in other processes any placeholder.
       microbatches: for each, value of each split input -> its array, on its owner.
-
-    Returns the values that leave the step where they lie between steps; those that all
-    processes are told, where each can read them; and what tasks measured of gradients.
+      codecs: the state of the codecs, where the pipeline has any.
 
     Raises:
       StageError: a task failed, or another process has ended.
       PlanError: another process has failed.
     """
     run = _Run(pipeline, len(microbatches))
+    if pipeline.codecs is not None:
+        assert codecs is not None
+        run.codecs = CodecStep(pipeline.codecs, codecs, pipeline.links)
     links = pipeline.links
     with contextlib.nullcontext() if links is None else links.together(run.give_up):
         run.begin(step, microbatches)
@@ -55,24 +58,8 @@ def run_step(
     for key, call in pipeline.calls.items():
         if key.phase is Phase.UPDATE:
             run.update(call)
-    return run.results, {**run.results, **run.told}, run.noise
-
-
-@contextlib.contextmanager
-def told(key: TaskKey, number: int) -> Generator[None]:
-    """Says which task an error came from.
-
-    Raises:
-      StageError: something is raised inside.
-    """
-    try:
-        yield
-    except Exception as error:
-        which = "" if number < 0 else f" of microbatch {number}"
-        raise StageError(
-            f"stage {key.stage}, {key.phase.value}{which} (part {key.number}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    told = {**run.results, **run.told}
+    return Ran(run.results, told, run.noise, run.codecs)
 
 
 class _Run:
@@ -94,6 +81,7 @@ class _Run:
         self.asked: set[Tag] = set()
         self.handed: set[Tag] = set()
         self.reached = [0 for _ in stages]
+        self.codecs: CodecStep | None = None
 
     def begin(
         self, step: Mapping[int, Any], microbatches: Sequence[Mapping[int, Any]]
@@ -396,12 +384,19 @@ class _Run:
             return
         step, issued = self.step[key.stage], self.now()
         with told(key, -1):
-            made = code.function(*(step[v] for v in code.inputs))
+            made = code.function(*(step[v] for v in code.inputs), *self.finite(code))
         self.record(code, -1, issued, made)
         made = self.measured(code, made)
         for value in code.donated:
             del step[value]
         self.hand_out(code, made, step, -1)
+
+    def finite(self, code: TaskCode) -> list[Any]:
+        """Whether all gradients are finite, for a task that restores state."""
+        if not code.restores:
+            return []
+        assert self.codecs is not None
+        return [self.codecs.finite[code.task.key.stage]]
 
     def cross(self) -> None:
         """Puts the values of microbatches together."""
@@ -409,6 +404,8 @@ class _Run:
         for stage in pipeline.finish:
             self.finish(stage)
         self.sums = {}
+        if self.codecs is not None:
+            self.codecs.decide()
         for stage, numbers in enumerate(self.micro):
             self.step[stage].update(
                 (v, numbers[-1][v]) for v in crossed.same if v in numbers[-1]
@@ -443,7 +440,7 @@ class _Run:
         pipeline, held = self.pipeline, self.pipeline.held[stage]
         made: Sequence[Any] | None = None
         if pipeline.here(stage):
-            ended: list[Any] = pipeline.finish[stage](*self.sums[stage].values())
+            ended = self.ended(stage)
             self.step[stage].update(zip(held, ended, strict=False))
             made = ended
         count = len(held)
@@ -453,6 +450,16 @@ class _Run:
             tag = ("sum", stage, sent.stage)
             self.send(tag, stage, sent, arrays, self.place(sent, -1))
             count = end
+
+    def ended(self, stage: int) -> list[Any]:
+        """The values that the running sums of a stage are of."""
+        finish, totals = self.pipeline.finish[stage], self.sums[stage].values()
+        if self.pipeline.stages[stage].sums is None:
+            return finish(*totals)
+        assert self.codecs is not None
+        made, *found = finish(*self.codecs.given(stage), *totals)
+        self.codecs.summed(stage, *found)
+        return made
 
     def give_up(self) -> None:
         """Hands others zeros for what this process failed to make, and asks no more."""

@@ -14,11 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.layouts.assignment import Assignment
+from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
+from autopar.runtime.stages.restoring import Carried, TaskRestorer
 from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.replay.segments import Later, Now, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
-from autopar_passes.sums.stacked import stack
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,12 +31,27 @@ class Stage:
       assignment: the layouts of its values.
       mesh: its devices.
       options: of the compiler.
+      sums: the gradients that it sums by codecs; None: there are none.
     """
 
     program: StageProgram
     assignment: Assignment
     mesh: Mesh
     options: Mapping[str, str] | None = None
+    sums: GradientSums | None = None
+
+    @property
+    def coded(self) -> frozenset[int]:
+        """The values that it sums by codecs."""
+        return frozenset() if self.sums is None else frozenset(self.sums.members)
+
+    @functools.cached_property
+    def settled(self) -> Stage:
+        """The stage as its updates see it: what codecs sum is whole."""
+        if self.sums is None:
+            return self
+        after = dataclasses.replace(self.assignment, settled=self.coded, _known={})
+        return dataclasses.replace(self, assignment=after)
 
     def sharding(self, value: int) -> NamedSharding:
         """Where a value lies on this stage, with its partial sums if it has any."""
@@ -138,6 +154,8 @@ class TaskCode:
       function: the jitted function of inputs and sums.
       in_structs: shapes and shardings of its arguments.
       noise: what the function measures, and returns behind all else; None: nothing.
+      restores: state that it restores where a gradient of the step is not finite.
+        Then it takes last whether all are finite.
     """
 
     task: Task
@@ -149,6 +167,7 @@ class TaskCode:
     function: Any
     in_structs: tuple[jax.ShapeDtypeStruct, ...]
     noise: TaskNoise | None = None
+    restores: tuple[Carried, ...] = ()
 
     def compile(self) -> None:
         """Compiles the function; a call then finds it."""
@@ -171,6 +190,7 @@ def task_code(
     received: Mapping[int, NamedSharding] | None = None,
     donated: Sequence[int] = (),
     noise: TaskNoise | None = None,
+    restores: Sequence[Carried] = (),
 ) -> TaskCode:
     """Makes a task of a stage a jitted function.
 
@@ -183,7 +203,10 @@ def task_code(
       received: inputs that come from other stages -> where they lie.
       donated: inputs whose memory the function takes over.
       noise: what it measures of its values; None: nothing.
+      restores: state that it restores where a gradient is not finite.
     """
+    update = task.key.phase is Phase.UPDATE
+    stage = stage.settled if update else stage
     inputs = tuple(v for v, _ in task.inputs)
     outside = [v for send in sent for v in send.values]
     seen = () if noise is None else noise.values
@@ -196,12 +219,23 @@ def task_code(
         inputs=inputs,
         outputs=(*outputs, *outside, *accumulated, *seen),
     )
-    update = task.key.phase is Phase.UPDATE
     now, kept = Now(stage.assignment, stage.mesh), len(outputs) + len(outside)
+
+    def updated(given: Sequence[Any], finite: Sequence[Any]) -> list[Any]:
+        if not restores:
+            return run(*given, synchroniser=now)
+        known = dict(zip(inputs, given, strict=True))
+        restorer = TaskRestorer(restores, known, *finite)
+        made = run(*given, synchroniser=now, made=restorer.made)
+        state = restorer.finish((*outputs, *outside), made[:kept])
+        return [*state, *made[kept:]]
 
     def function(*arguments: Any) -> list[Any]:
         given, before = arguments[: len(inputs)], arguments[len(inputs) :]
-        made = run(*given, synchroniser=now if update else Later())
+        if update:
+            made = updated(given, before)
+            return [*made[:kept], *measured(made[kept:])]
+        made = run(*given, synchroniser=Later())
         added = [
             total + value.astype(total.dtype)
             for total, value in zip(before, made[kept:], strict=False)
@@ -216,7 +250,10 @@ def task_code(
     function.__name__ = function.__qualname__ = task_name(task)
     arrive = received or {}
     structs = [_lying(stage.struct(v), arrive.get(v)) for v in inputs]
-    totals = [_wide(stage.struct(v)) for v in accumulated]
+    totals = [wide(stage.struct(v)) for v in accumulated]
+    if restores:
+        everywhere = NamedSharding(stage.mesh, PartitionSpec())
+        totals.append(jax.ShapeDtypeStruct((), jnp.bool_, sharding=everywhere))
     places = {v: k for k, v in enumerate(inputs)}
     jitted = jax.jit(
         function,
@@ -224,7 +261,7 @@ def task_code(
         out_shardings=[
             *(stage.sharding(v) for v in outputs),
             *(where for send in sent for where in send.source),
-            *(s.sharding for s in totals),
+            *(s.sharding for s in totals[: len(accumulated)]),
             *_rows_sharding(stage, noise),
         ],
         donate_argnums=(
@@ -243,6 +280,7 @@ def task_code(
         jitted,
         (*structs, *totals),
         noise,
+        tuple(restores),
     )
 
 
@@ -269,66 +307,10 @@ def task_name(task: Task) -> str:
     return f"stage_{key.stage}_{words}_{kind}_{key.number}"
 
 
-def _wide(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+def wide(struct: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+    """The running sum of values."""
     return jax.ShapeDtypeStruct(
         struct.shape, sum_dtype(struct.dtype), sharding=struct.sharding
-    )
-
-
-def zeros_code(stage: Stage, values: Sequence[int]) -> Any:
-    """A jitted function without arguments that starts running sums."""
-    structs = [_wide(stage.struct(v)) for v in values]
-    return jax.jit(
-        lambda: [jnp.zeros(s.shape, s.dtype) for s in structs],
-        out_shardings=[s.sharding for s in structs],
-    )
-
-
-def finish_code(
-    stage: Stage,
-    scales: Mapping[int, float],
-    held: Sequence[int],
-    sent: Sequence[Sent],
-) -> Any:
-    """A jitted function from running sums to the values that they are of.
-
-    Args:
-      stage: the stage.
-      scales: value -> what its running sum is multiplied by.
-      held: the values that its own updates read, which stay partial over devices.
-      sent: the values that go to other stages, whose sums are taken here.
-    """
-    structs = {v: stage.struct(v) for v in scales}
-    now = Now(stage.assignment, stage.mesh)
-
-    def scaled(value: int, total: Any) -> Any:
-        factor = jnp.asarray(scales[value], total.dtype)
-        found = total if scales[value] == 1 else total * factor
-        return found.astype(structs[value].dtype)
-
-    def whole(value: int, array: Any) -> Any:
-        partial = stage.assignment.stacked(value)
-        if partial is None:
-            return array
-        return now.take({value: stack(array, *partial, stage.mesh)})[value]
-
-    def finish(*totals: Any) -> list[Any]:
-        known = dict(zip(scales, totals, strict=True))
-        made = {v: scaled(v, total) for v, total in known.items()}
-        outside = [whole(v, made[v]) for send in sent for v in send.values]
-        return [*(made[v] for v in held), *outside]
-
-    return jax.jit(
-        finish,
-        out_shardings=[
-            *(stage.sharding(v) for v in held),
-            *(where for send in sent for where in send.source),
-        ],
-        donate_argnums=tuple(
-            k
-            for k, (v, struct) in enumerate(structs.items())
-            if v in held and sum_dtype(struct.dtype) == struct.dtype
-        ),
     )
 
 

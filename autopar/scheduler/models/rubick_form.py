@@ -13,6 +13,10 @@ import functools
 import itertools
 import math
 
+import numpy as np
+
+from autopar.scheduler.jobs import Curve
+
 _MIB = 1024.0 * 1024.0
 
 
@@ -195,14 +199,29 @@ def step_ms(program: Program, devices: int, plan: str, again: bool) -> float:
     return passes * forward + overlapped + update + swap + moved + const
 
 
+def curve_plans(curve: Curve, most: int) -> tuple[BestPlan, ...]:
+    """The best number of devices among 0 to so many of a node, for any program.
+
+    Args:
+      curve: progress per second of the program.
+      most: devices of a node.
+    """
+    devices = np.arange(1, most + 1)
+    found = [BestPlan(-1.0, "", 0)]
+    for count, speed in zip(
+        devices, curve.goodput(np.ones_like(devices), devices), strict=True
+    ):
+        fewer = found[-1]
+        kept = fewer.devices and fewer.speed * _SAME >= speed
+        found.append(fewer if kept else BestPlan(float(speed), "", int(count)))
+    return tuple(found)
+
+
 @functools.cache
 def best_plans(application: str) -> tuple[BestPlan, ...]:
-    """The best plan on 0 to 8 devices of a node; all unknown for other programs."""
-    unknown = BestPlan(-1.0, "", 0)
-    program = PROGRAMS.get(application)
-    if program is None:
-        return (unknown,) * (PER_NODE + 1)
-    found = [unknown]
+    """The best plan on 0 to 8 devices of a node; the program is among `PROGRAMS`."""
+    program = PROGRAMS[application]
+    found = [BestPlan(-1.0, "", 0)]
     for devices in range(1, PER_NODE + 1):
         best = BestPlan(-1.0, "", devices)
         for again, (place, plan) in itertools.product((False, True), enumerate(_PLANS)):

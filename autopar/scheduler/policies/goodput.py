@@ -83,7 +83,10 @@ class Goodput:
         self._ended: dict[str, list[float]] = {}
         self._paces: dict[str, float] = {}
         self._last: dict[str, tuple[str, float]] = {}
-        self._speeds: dict[tuple[str, str], tuple[Curve, np.ndarray, np.ndarray]] = {}
+        # By job, kind of devices, devices of a node and of all of the kind.
+        self._speeds: dict[
+            tuple[str, str, int, int], tuple[Curve, np.ndarray, np.ndarray]
+        ] = {}
 
     def decide(
         self,
@@ -152,9 +155,10 @@ class Goodput:
         self, view: JobView, kind: str, per_node: int, total: int
     ) -> tuple[np.ndarray, np.ndarray]:
         """Sizes, and the goodput of each, of one job on one kind."""
-        curve, key = view.on(kind), (view.name, kind)
+        # A node that joins makes more sizes than were asked for.
+        curve, key = view.on(kind), (view.name, kind, per_node, total)
         known = self._speeds.get(key)
-        if known is None or known[0] is not curve or known[1][-1] > total:
+        if known is None or known[0] is not curve:
             counts = np.array(sizes_of(per_node, total))
             found = curve.goodput(-(-counts // per_node), counts)
             if not np.all(np.isfinite(found)) or found.min() < 0:

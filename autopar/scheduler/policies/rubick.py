@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import collections
 import heapq
+import math
 from collections.abc import Mapping
 
 from autopar.scheduler.decisions import Decisions
-from autopar.scheduler.jobs import Allocation, JobView, Views
+from autopar.scheduler.jobs import Allocation, Views
 from autopar.scheduler.models.rubick_form import (
     PER_NODE,
     PROGRAMS,
     BestPlan,
     best_plans,
+    curve_plans,
 )
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts, changes
@@ -39,7 +41,6 @@ _LARGE: dict[str, dict[int, tuple[int, ...]]] = {
     },
     "llama30": {48: (888888,), 40: (88888,), 32: (8888,), 24: (444444,)},
 }
-_UNKNOWN = BestPlan(-1.0, "", 0)
 
 
 class Rubick:
@@ -102,6 +103,8 @@ class _Round:
         # Slopes are those of before the round, all through it.
         self._before = {name: len(places) for name, places in self.places.items()}
         self._known = known
+        self._widest = max(PER_NODE, nodes.widest)
+        self._curves: dict[str, tuple[BestPlan, ...]] = {}
 
     def free(self) -> dict[int, int]:
         """Devices that are free, of nodes that have any."""
@@ -110,8 +113,21 @@ class _Round:
         return {i: n for i, n in left.items() if n > 0}
 
     def _best(self, name: str, devices: int) -> BestPlan:
-        plans = best_plans(self.jobs[name].application)
-        return plans[devices] if 0 <= devices < len(plans) else _UNKNOWN
+        """By the published tables, or by the job's curve where they lack it."""
+        view = self.jobs[name]
+        if view.application in PROGRAMS:
+            plans = best_plans(view.application)
+            return plans[devices] if devices < len(plans) else plans[0]
+        if name not in self._curves:
+            self._curves[name] = curve_plans(view.curve, self._widest)
+        return self._curves[name][min(devices, self._widest)]
+
+    def _asked(self, name: str) -> float:
+        """Progress per second of the configuration that slopes are measured in."""
+        view = self.jobs[name]
+        if view.application in PROGRAMS:
+            return PROGRAMS[view.application].asked
+        return max(self._best(name, view.asked).speed, math.ulp(0.0))
 
     def slope(self, name: str, delta: int) -> float:
         """Change of samples per second by device, beside what was asked for."""
@@ -120,11 +136,11 @@ class _Round:
             return 1e9
         held = self._before[name]
         if name in self._known:
-            low, high = self._best(name, held), min(held + delta, PER_NODE)
+            low, high = self._best(name, held), min(held + delta, self._widest)
             gained = low.speed - self._best(name, high).speed
         else:
             gained = self._best(name, delta).speed
-        return abs(gained) / _asked(view) / delta
+        return abs(gained) / self._asked(name) / delta
 
     def release_wide(self, order: list[str]) -> None:
         """Large models on many devices are placed anew while they moved rarely."""
@@ -146,14 +162,15 @@ class _Round:
                 continue
             held = places.count(node)
             if free.get(node, 0):
-                best = self._best(name, min(free.get(node, 0) + held, PER_NODE))
+                best = self._best(name, min(free.get(node, 0) + held, self._widest))
                 self._put(name, node, best.devices)
                 return
 
     def _put(self, name: str, node: int, devices: int) -> None:
         kept = [other for other in self.places[name] if other != node]
         self.places[name] = kept + [node] * devices
-        self.plans[name] = self._best(name, devices).plan
+        if plan := self._best(name, devices).plan:
+            self.plans[name] = plan
 
     def grow_on(self, node: int, left: int) -> None:
         """Gives what was free on a node to the job with the steepest curve there."""
@@ -167,7 +184,7 @@ class _Round:
                 if self.jobs[name].application in _LARGE:
                     continue
                 held = self._before[name]
-                best = self._best(name, min(held + left, PER_NODE))
+                best = self._best(name, min(held + left, self._widest))
                 grown[name] = best.devices
                 left -= best.devices - held
                 ends = ends or best.devices == held
@@ -192,11 +209,6 @@ class _Round:
                     self.plans[name] = _large_plan(placement)
                     return
         self.places[name] = old
-
-
-def _asked(view: JobView) -> float:
-    program = PROGRAMS.get(view.application)
-    return 1.0 if program is None else program.asked
 
 
 def _large_plan(placement: int) -> str:

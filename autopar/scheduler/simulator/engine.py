@@ -233,8 +233,19 @@ class _Simulation:
             lost = [k for k, v in self._current.items() if event.node in v]
             for name in lost if event.away else []:
                 self._end_span(name)
-                del self._current[name]
-                self._jobs[name].reallocate((), "")
+                self._lose(name, event.node)
+
+    def _lose(self, name: str, node: int) -> None:
+        """Takes a node from a job; one that can goes on with the rest."""
+        job, held = self._jobs[name], self._current.pop(name)
+        rest = tuple(other for other in held if other != node)
+        goes_on = getattr(job, "goes_on", False) and self._policy.adapts != "nothing"
+        if not (goes_on and rest):
+            job.reallocate((), "")
+            return
+        self._current[name] = rest
+        job.reallocate(placement_of(rest), job.plan)
+        self._begun[name] = self._now_s, rest, job.plan, job.batch
 
     def _views(self) -> dict[str, JobView]:
         oracle = self._policy.oracle

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
+import numpy as np
+
 from autopar.scheduler.jobs import Curve, Job, JobView, Oracle
 
 
@@ -95,7 +97,10 @@ class StepJob:
 
     def view(self, now_s: float, oracle: bool) -> JobView:
         """What a policy may see."""
-        left = Oracle(self.job.steps + 1 - self._steps, ()) if oracle else None
+        left = None
+        if oracle:
+            seconds = _step_seconds(self.times.curve, self.times.most)
+            left = Oracle(self.job.steps + 1 - self._steps, seconds)
         return JobView(
             name=self.job.name,
             application=self.job.application,
@@ -113,3 +118,18 @@ class StepJob:
             guaranteed=self.job.guaranteed,
             oracle=left,
         )
+
+
+def _step_seconds(curve: Curve, most: int) -> tuple[float, ...]:
+    """Seconds of a step on one to so many devices, on the best number of nodes.
+
+    Up to the first number of devices on which a step cannot run.
+    """
+    found: list[float] = []
+    for devices in range(1, most + 1):
+        nodes = np.arange(1, devices + 1)
+        best = float(curve.goodput(nodes, np.full_like(nodes, devices)).max())
+        if best <= 0:
+            break
+        found.append(1.0 / best)
+    return tuple(found)

@@ -45,7 +45,7 @@ def replay(
     def run(
         *arguments: Any,
         synchroniser: Synchroniser | None = None,
-        made: Made = _as_it_is,
+        made: Made = as_it_is,
         watch: Watch | None = None,
     ) -> list[Any]:
         arrays = dict(
@@ -69,7 +69,8 @@ def operators_of(graph: OperatorGraph) -> dict[int, list[Operator]]:
     return found
 
 
-def _as_it_is(value: int, array: Any) -> Any:
+def as_it_is(value: int, array: Any) -> Any:
+    """The `Made` that changes nothing."""
     del value
     return array
 
@@ -95,13 +96,9 @@ class Replayer:
     def step(self, made: Made) -> list[Any]:
         """Runs the program; carried state leaves in the layout it came in."""
         body, values = self.program.body, self.values
-        arrays = values.scope.values
         for eqn in body.equations:
             self.equation(eqn)
-            for value in eqn.outputs:
-                array = arrays[value]
-                if array is not None and not isinstance(array, Stacked):
-                    arrays[value] = made(value, array)
+            self.replace(eqn, made)
         if values.watch is not None:
             values.watch.end(values.held)
         layouts = [values.plan.output(k) for k in range(len(body.outputs))]
@@ -109,6 +106,14 @@ class Replayer:
             values.plain(a) if layout is None else values.read(a, layout, True)
             for a, layout in zip(body.outputs, layouts, strict=True)
         ]
+
+    def replace(self, eqn: Equation, made: Made) -> None:
+        """Takes what is used instead of an equation's results; as of `replay`."""
+        arrays = self.values.scope.values
+        for value in eqn.outputs:
+            array = arrays[value]
+            if array is not None and not isinstance(array, Stacked):
+                arrays[value] = made(value, array)
 
     def equation(self, eqn: Equation) -> None:
         """Runs one equation and adds its results to the values."""

@@ -14,7 +14,7 @@ from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.layouts import Layout
 from autopar_passes.program.equations import Equation, Program
 from autopar_passes.replay.layout_plan import LayoutPlan, Route, Synchroniser
-from autopar_passes.replay.run import Replayer, operators_of
+from autopar_passes.replay.run import Made, Replayer, as_it_is, operators_of
 from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
@@ -113,7 +113,8 @@ def replay_segment(
       outputs: the values that it returns.
 
     Partial values, in and out, are arrays with a leading dimension of partial sums. The
-    function's keyword ``synchroniser`` takes sums; without one they stay partial.
+    function's keyword ``synchroniser`` takes sums; without one they stay partial. Its
+    keyword ``made`` is as of `autopar_passes.replay.run.replay`.
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
@@ -121,13 +122,18 @@ def replay_segment(
     held = program.body.inputs[program.num_arguments :]
     constants = dict(zip(held, program.constants, strict=True))
 
-    def run(*arguments: Any, synchroniser: Synchroniser | None = None) -> list[Any]:
+    def run(
+        *arguments: Any,
+        synchroniser: Synchroniser | None = None,
+        made: Made = as_it_is,
+    ) -> list[Any]:
         pairs = zip(inputs, arguments, strict=True)
         arrays = constants | {v: _stated(plan, mesh, v, x) for v, x in pairs}
         values = Values(made_by, sources, within, mesh, synchroniser or Later(), arrays)
         replayer = Replayer(program, operators, values)
         for eqn in equations:
             replayer.equation(eqn)
+            replayer.replace(eqn, made)
         return [_as_array(values, v) for v in outputs]
 
     return run

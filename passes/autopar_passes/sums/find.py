@@ -179,7 +179,7 @@ class _Finder:
         joins = op.role is Role.BACKWARD or op.index in self.joins
         if not self.nested(op) and not joins:
             return False
-        if any(v in self.graph.outputs for v in op.outputs):
+        if any(self.leaves(v) for v in op.outputs):
             return False
         if not self.graph.values[op.outputs[0]].floating:
             return False
@@ -193,6 +193,14 @@ class _Finder:
             return op.index not in self.products
         padding = op.kind == "pad" and slot == 0
         return padding and self.is_zero(self.sources[op.equation].inputs[1])
+
+    def leaves(self, value: int) -> bool:
+        """Returns whether a value leaves the program whole.
+
+        What is added up over microbatches leaves as a running sum, which may be
+        partial.
+        """
+        return value in self.graph.outputs and value not in self.graph.accumulated
 
     def adding_up(self, partial: set[int]) -> frozenset[int]:
         """Returns the operators behind the backward pass that add partial values.

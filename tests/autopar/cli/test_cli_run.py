@@ -12,7 +12,7 @@ from autopar.cluster import Cluster
 from autopar.errors import PlanError, TargetError
 from autopar.planner.experts import Expert
 from autopar.planner.search import Candidate, search
-from autopar.profiling import profile
+from autopar.profiling import kernels, profile
 from autopar.steps.analysis import Analysis, analyse
 
 
@@ -128,6 +128,12 @@ TINY = dataclasses.replace(
 )
 
 
+@pytest.fixture
+def short_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "LONG_RUN_S", 0.002)
+
+
+@pytest.mark.usefixtures("short_runs")
 def test_profile_is_saved(
     run: Run, tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -210,6 +216,7 @@ def test_demo_uses_a_saved_profile(
     assert str(path) in shown[0]
 
 
+@pytest.mark.usefixtures("short_runs")
 def test_demo_measures_where_no_profile_is_saved(
     tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -199,7 +199,7 @@ class TestParameters:
 def test_rows_add_up_to_the_prediction(kind: str, pins: Any, codec: str) -> None:
     plan, bound = planned(hosts(1e-3, kind), pins, compression=codec)
     rows = group_collectives(bound, bound.collectives)
-    rows += codec_rows(plan, bound.pricer)
+    rows += codec_rows(plan.gradients, bound.pricer)
     total = sum(row.seconds for row in rows)
     assert total == pytest.approx(plan.predicted.communication_s, rel=1e-9)
 

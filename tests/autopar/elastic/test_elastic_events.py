@@ -24,6 +24,13 @@ def resolved(data: Any, cluster: Cluster | None = WHOLE) -> Any:
     return resolve(Event.from_data(data), cluster, own=(0, 1))
 
 
+def test_what_came_of_an_event_is_one_short_line() -> None:
+    found = resolved({"kind": "gone", "hosts": [3]})
+    assert repr(found) == "<accepted: 3x2:h100 (devices 0-5 of 4x2)>"
+    late = resolved({"kind": "gone", "hosts": [3]}, found.cluster)
+    assert str(late).startswith("late: 3x2:h100 (devices 0-5 of 4x2) (")
+
+
 def inbox(cluster: Cluster = WHOLE) -> tuple[Inbox, Ledger]:
     ledger = Ledger(None)
 

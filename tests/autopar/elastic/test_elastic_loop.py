@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import elastic_runs
@@ -64,6 +66,33 @@ def test_what_is_returned_besides_the_state() -> None:
     assert [sorted(x) for x in found] == [["loss", "norm"]] * 3
     assert int(run.state["count"]) == 3
     assert [float(x["norm"]) for x in found] == [8.0, 4.0, 2.0]
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """A module that keeps its size and its activation among its leaves."""
+
+    w: jax.Array
+    size: int
+    activation: Callable[[jax.Array], jax.Array]
+
+
+def test_parts_of_the_state_that_are_no_arrays_are_not_given_back() -> None:
+    def step(layer: Layer, moments: Any, batch: Any) -> Any:
+        out = layer.activation(batch["x"] * layer.w)
+        new = dataclasses.replace(layer, w=layer.w * 0.5)
+        return new, moments + 1, jnp.sum(out) / layer.size
+
+    def create() -> Any:
+        return Layer(jnp.ones(forms.WIDTH), forms.WIDTH, jax.nn.relu), jnp.zeros(())
+
+    planned = autopar.parallelize(step, cluster="2:cpu")
+    run = autopar.elastic(planned, create, elastic_runs.source, batch=4, steps=2)
+    assert [jnp.shape(done.result) for done in run] == [(), ()]
+    np.testing.assert_allclose(run.state[0].w, 0.25)
+    assert run.state[0].size == forms.WIDTH
+    assert float(run.state[1]) == 2
 
 
 @pytest.mark.parametrize("named", [False, True])

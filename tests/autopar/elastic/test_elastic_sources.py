@@ -19,6 +19,7 @@ from autopar import Cluster, PlanError
 from autopar.elastic.inbox import Inbox
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.resolve import Resolved
+from autopar.elastic.sources import http as http_source
 from autopar.elastic.sources.file import File
 from autopar.elastic.sources.http import TOKEN_VARIABLE, Http
 from autopar.elastic.sources.named import source_of, sources_of
@@ -26,7 +27,7 @@ from autopar.elastic.sources.signals import Signals
 from autopar.elastic.sources.source import Source
 
 TOKEN = "a token of sixteen letters"
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Heard:
@@ -213,6 +214,19 @@ class TestHttp:
             assert post(source, "{}", path="/")[0] == 404
             chunks = iter([b"{}"])
             assert request(source, "POST", "/events", right, chunks)[0] == 411
+
+    def test_who_still_sends_is_not_cut_off(
+        self, source: Http, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A refusal comes before the message does."""
+        monkeypatch.setattr(http_source, "_PATIENCE_S", PATIENCE_S)
+        with listening(source):
+            host, port = source.url.split("/")[2].split(":")
+            with socket.create_connection((host, int(port)), PATIENCE_S) as client:
+                client.sendall(b"POST /other HTTP/1.1\r\nContent-Length: 100\r\n\r\n")
+                assert client.makefile("rb").read().split()[1] == b"401"
+                for _ in range(100):
+                    client.sendall(b"{")
 
     def test_oversized(self, source: Http) -> None:
         """It is refused by its length; nothing of it is read."""

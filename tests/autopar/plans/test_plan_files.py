@@ -51,12 +51,23 @@ def test_arrays_and_structs_give_the_same_plan() -> None:
     assert without_seconds(plan) == without_seconds(made())
 
 
-def test_saving_and_loading_loses_nothing(tmp_path: pathlib.Path) -> None:
-    plan = made()
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"microbatches": 2},
+        {"stages": 2, "microbatches": 2},
+    ],
+)
+def test_saving_and_loading_loses_nothing(
+    tmp_path: pathlib.Path, options: dict[str, Any]
+) -> None:
+    plan = made(**options)
     plan.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded == plan
     assert str(loaded) == str(plan)
+    assert (loaded.digest, loaded.edited) == (plan.digest, ())
     loaded.save(str(tmp_path / "again.json"))
     assert (tmp_path / "again.json").read_bytes() == (
         tmp_path / "plan.json"

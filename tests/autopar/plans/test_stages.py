@@ -48,8 +48,8 @@ def test_devices_apart_are_listed_one_by_one() -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["stage", "mesh", "inputs", "outputs", "nodes", "copies", "gradients",
-     "axis_names", "axis_sizes"],
+    ["stage", "mesh", "inputs", "outputs", "nodes", "copies", "axis_names",
+     "axis_sizes"],
 )  # fmt: skip
 def test_what_works_on_one_stage_does_not_take_the_first(name: str) -> None:
     with pytest.raises(PlanError, match=r"has 2 stages; .*'front', 'back'"):

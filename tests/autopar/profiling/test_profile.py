@@ -115,6 +115,20 @@ def test_the_start_of_a_program_cancels():
     assert found == pytest.approx([1e-3, 2e-5, 0.1], rel=1e-6)
 
 
+@pytest.mark.usefixtures("_fake_clock")
+def test_pauses_of_the_machine_make_no_run_longer():
+    """Those in short runs neither: a trip would seem to take no time at all."""
+    calls = []
+
+    def run(trips):
+        calls.append(trips)
+        Clock.now += 1.0 + trips * 1e-3 + (10.0 if len(calls) % 3 == 2 else 0.0)
+
+    found = kernels._long_trips(kernels.TimedLoop(name="fake", run=run))
+    assert found == pytest.approx(kernels.LONG_RUN_S / 1e-3)
+    assert max(calls) < 10 * found
+
+
 def test_no_time_is_negative():
     assert kernels._typical([-2.0, -1.0, 3.0]) == 3.0
     assert kernels._typical([-2.0, -1.0]) > 0

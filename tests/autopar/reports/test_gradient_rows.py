@@ -86,7 +86,7 @@ def test_a_round_of_all_gradients_is_one_message(
     analysis: Analysis, cluster: Cluster
 ) -> None:
     plan = make(analysis, cluster, "int8")
-    rows = codec_rows(plan, pricer_of(plan, cluster))
+    rows = codec_rows(plan.gradients, pricer_of(plan, cluster))
     kernels = {f"params/{k}/kernel" for k in range(2)}
     biases = {f"params/{k}/bias" for k in range(2)}
     by_kind = {row.kind: row for row in rows if "telemetry" not in row.arrays}
@@ -105,7 +105,7 @@ def test_a_plan_without_codecs_has_no_messages(
     analysis: Analysis, cluster: Cluster
 ) -> None:
     plan = make(analysis, cluster, "none")
-    assert codec_rows(plan, pricer_of(plan, cluster)) == ()
+    assert codec_rows(plan.gradients, pricer_of(plan, cluster)) == ()
 
 
 def test_averages_of_residuals_are_sent_whole(
@@ -120,7 +120,7 @@ def test_averages_of_residuals_are_sent_whole(
     averaged = plan.with_stage(gradients=gradients)
 
     def sent(made: Plan) -> float:
-        return sum(row.sent_bytes for row in codec_rows(made, pricer))
+        return sum(row.sent_bytes for row in codec_rows(made.gradients, pricer))
 
     elements = sum(math.prod(g.shape) for g in gradients if g.average_every)
     expected = 4 * elements * 2 * (DEVICES - 1) / DEVICES

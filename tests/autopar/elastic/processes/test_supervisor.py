@@ -5,96 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from supervised import LEFT, RIGHT, WHOLE, Fake, holding, running
 
 from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.supervisor import Supervisor
-
-
-class Fake:
-    """Workers that do nothing, and a clock that stands still."""
-
-    def __init__(self, **limits: Any) -> None:
-        self.now = 0.0
-        self.rows = 0
-        self.sent: list[tuple[int, str, dict[str, Any]]] = []
-        self.killed: list[int] = []
-        self.started: list[int] = []
-        self.filled: list[tuple[int, list[int]]] = []
-        self.supervisor = Supervisor(Limits(**limits), self, lambda: self.now)
-        self.supervisor.begin()
-
-    def spawn(self, worker: int) -> None:
-        self.started.append(worker)
-
-    def send(self, worker: int, kind: str, **data: Any) -> None:
-        self.sent.append((worker, kind, data))
-
-    def kill(self, worker: int) -> None:
-        self.killed.append(worker)
-
-    def open(self, generation: int, pids: list[int]) -> str:
-        return f"127.0.0.1:{generation}"
-
-    def fill(self, generation: int, ranks: list[int]) -> None:
-        self.filled.append((generation, ranks))
-
-    def close(self, generation: int) -> None:
-        pass
-
-    def log(self, event: str, **data: Any) -> None:
-        pass
-
-    def tell(self, worker: int, kind: str, **data: Any) -> None:
-        """What a worker says."""
-        self.supervisor.take(worker, {"kind": kind, "worker": worker, **data})
-
-    def ready(self, *workers: int, holds: Any = None) -> None:
-        for worker in workers:
-            self.tell(
-                worker,
-                "ready",
-                generation=-1,
-                holds=holds or {},
-                port=9000 + worker,
-                pid=100 + worker,
-                devices=1,
-                rows=self.rows,
-            )
-
-    def formed(self, *workers: int, step: int = 0) -> None:
-        generation = self.supervisor.generation
-        for worker in workers:
-            self.tell(worker, "formed", generation=generation, step=step)
-
-    def of(self, kind: str) -> list[tuple[int, dict[str, Any]]]:
-        """Who was sent such an order, and with what."""
-        return [(w, data) for w, k, data in self.sent if k == kind]
-
-    def world(self) -> list[int]:
-        """The workers of the last world, by rank."""
-        return [m["worker"] for m in self.of("form")[-1][1]["members"]]
-
-
-def holding(step: int, generation: int, *tiles: Any, size: int = 4) -> dict[str, Any]:
-    return {
-        f"{step}.{generation}": {
-            "step": step,
-            "shapes": {"w": [[size], "float32"]},
-            "tiles": {"w": list(tiles)},
-            "extra": {"position": 8 * step},
-        }
-    }
-
-
-WHOLE, LEFT, RIGHT = [[0], [4]], [[0], [2]], [[2], [4]]
-
-
-def running(count: int = 2, **limits: Any) -> Fake:
-    """A run whose first world trains."""
-    fake = Fake(processes=count, **limits)
-    fake.ready(*range(count))
-    fake.formed(*range(count))
-    return fake
 
 
 def test_a_run_begins_with_all() -> None:
@@ -208,6 +123,45 @@ class TestChangesAtAStep:
     def test_too_few_would_stay(self) -> None:
         fake = running(2, least=2)
         assert "--min" in fake.supervisor.remove(1)
+
+
+class TestEvents:
+    def test_those_that_an_event_names_go(self) -> None:
+        fake = running(3)
+        fake.supervisor.follow(2, [1])
+        for worker in range(3):
+            fake.tell(worker, "started", generation=1, step=4)
+        fake.ready(0, 1, 2)
+        assert fake.world() == [0, 2]
+        fake.formed(0, 2, step=5)
+        assert [w for w, _ in fake.of("end")] == [1]
+
+    def test_another_cluster_is_planned_for(self) -> None:
+        """With the same workers, which form a world anew."""
+        fake = running(2)
+        fake.supervisor.follow(2, [], {"links": "slow"})
+        assert len(fake.of("pause")) == 2
+        for worker in range(2):
+            fake.tell(worker, "started", generation=1, step=4)
+        fake.ready(0, 1)
+        assert fake.of("form")[-1][1]["cluster"] == {"links": "slow"}
+        fake.formed(0, 1, step=5)
+        assert len(fake.of("pause")) == 2  # it has what was asked for
+
+    def test_a_worker_that_will_be_killed_leaves_before(self) -> None:
+        fake = running(2)
+        fake.tell(1, "leave", generation=1)
+        assert len(fake.of("pause")) == 2
+
+    def test_the_last_one_stays(self) -> None:
+        fake = running(1)
+        fake.tell(0, "leave", generation=1)
+        assert not fake.of("pause")
+
+    def test_what_a_script_sends_is_heard(self) -> None:
+        fake = running(1)
+        fake.tell(0, "event", generation=1, event="4:cpu")
+        assert fake.said[-1] == "4:cpu"
 
 
 class TestNewcomersThatDoNotFit:
@@ -391,3 +345,99 @@ class TestWorkersThatConnectAgain:
         fake = self.adopted()
         fake.supervisor.gone(0, None)
         assert self.kinds(fake) == ["welcome", "abort"]
+
+
+class TestPlaces:
+    def test_a_worker_goes_and_another_takes_its_place(self) -> None:
+        fake = running(2)
+        assert fake.supervisor.place(2, frozenset({0})) == ""
+        assert fake.started == [0, 1, 2]
+        fake.ready(2)
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        fake.ready(0, 1, holds=holding(3, 1, WHOLE))
+        assert fake.world() == [1, 2]
+        fake.formed(1, 2, step=3)
+        assert [w for w, _ in fake.of("end")] == [0]
+
+    def test_more_than_there_may_be_are_refused(self) -> None:
+        fake = running(2, most=3)
+        assert "expected 1 to 3" in fake.supervisor.place(4, frozenset())
+        assert fake.supervisor.wanted == 2
+
+    def test_workers_that_are_gone_do_not_leave_again(self) -> None:
+        fake = running(2)
+        assert fake.supervisor.place(2, frozenset({7})) == ""
+        assert fake.started == [0, 1]
+
+
+class TestSuspending:
+    def suspended(self, count: int = 2, **limits: Any) -> Fake:
+        fake = running(count, **limits)
+        fake.supervisor.suspend()
+        return fake
+
+    def test_all_save_after_the_same_step_and_end(self) -> None:
+        fake = self.suspended()
+        assert [w for w, _ in fake.of("pause")] == [0, 1]
+        fake.tell(0, "started", generation=1, step=7)
+        fake.tell(1, "started", generation=1, step=8)
+        assert [(d["step"], d["saves"]) for _, d in fake.of("limit")] == [(8, True)] * 2
+        fake.supervisor.gone(0, SUSPENDED)
+        assert fake.supervisor.result is None
+        fake.supervisor.gone(1, SUSPENDED)
+        assert fake.supervisor.result == SUSPENDED
+
+    def test_a_change_does_not_save(self) -> None:
+        fake = running(2)
+        fake.supervisor.resize(1)
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        assert not any(d["saves"] for _, d in fake.of("limit"))
+
+    def test_a_death_before_saving_forms_a_world_that_saves(self) -> None:
+        fake = self.suspended(3)
+        fake.supervisor.gone(1, -9)
+        fake.ready(0, 2, holds=holding(4, 1, WHOLE))
+        fake.sent.clear()
+        fake.formed(*fake.supervisor.world, step=4)
+        assert sorted(w for w, _ in fake.of("pause")) == [0, 2]
+
+    def test_a_run_that_never_trained_ends_at_once(self) -> None:
+        fake = Fake(processes=2)
+        fake.supervisor.suspend()
+        assert fake.supervisor.result == SUSPENDED
+
+    def test_who_has_no_part_in_the_world_ends_too(self) -> None:
+        fake = running(2)
+        fake.supervisor.resize(3)
+        fake.supervisor.suspend()
+        for worker in (0, 1):
+            fake.tell(worker, "started", generation=1, step=2)
+        assert fake.killed == [2]
+
+    def test_a_worker_that_does_not_end_its_save_is_killed(self) -> None:
+        fake = self.suspended(1)
+        fake.tell(0, "started", generation=1, step=2)
+        fake.now = 290.0
+        fake.tell(0, "beat", generation=1, step=2)
+        fake.supervisor.tick()
+        assert fake.killed == []
+        fake.now = 301.0
+        fake.tell(0, "beat", generation=1, step=2)
+        fake.supervisor.tick()
+        assert fake.killed == [0]
+
+    @pytest.mark.parametrize("ends", ["finished", "suspended"])
+    def test_a_run_that_ends_takes_no_more_workers(self, ends: str) -> None:
+        """Who starts then would wait for a world for ever."""
+        fake = running(2)
+        if ends == "suspended":
+            fake.supervisor.suspend()
+        for worker in (0, 1):
+            if ends == "suspended":
+                fake.tell(worker, "started", generation=1, step=2)
+            else:
+                fake.tell(worker, "finished", generation=1, step=9)
+        assert fake.supervisor.resize(4) == "the run is ending."
+        assert fake.started == [0, 1]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import math
 from typing import Any
 
@@ -265,6 +266,11 @@ class TestBudget:
         assert plan.solver.status == "layouts as they were given"
         assert plan.solver.gap == 0
         assert plan.gradients == self.plan(DEFAULT_BUDGET).gradients
+
+    def test_a_saved_plan_is_not_taken_for_an_edited_one(self) -> None:
+        plan = self.plan(DEFAULT_BUDGET)
+        loaded = Plan.from_json(json.dumps(plan.to_json()))
+        assert (loaded.digest, loaded.edited) == (plan.digest, ())
 
 
 def test_measured_errors_take_the_place_of_expected_ones() -> None:

@@ -194,7 +194,6 @@ def test_a_stage_that_fails_names_itself_and_changes_nothing():
         ({"stages": True}, "stages=True"),
         ({"stages": 2, "schedule": "dualpipe"}, "there are gpipe"),
         ({"stages": None, "schedule": "gpipe"}, "say stages="),
-        ({"stages": 2, "compression": "int8"}, "compression= is for plans of one"),
         ({"stages": 2, "microbatches": 3}, "3 does not divide"),
         ({"stages": 4, "schedule": "interleaved"}, "8 parts"),
     ],

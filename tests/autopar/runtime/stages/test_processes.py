@@ -35,6 +35,17 @@ def test_both_processes_are_told_the_losses_of_one_device(found, one_device):
         np.testing.assert_allclose(process["masked"], one_device["masked"], rtol=CLOSE)
 
 
+def test_stages_of_both_processes_sum_by_codecs(found, one_device):
+    """And both skip a step in which a gradient is not finite."""
+    first, second = (process["coded"] for process in found)
+    assert first == second
+    np.testing.assert_allclose(first["losses"][:3], one_device["mean"], rtol=CLOSE)
+    assert first["losses"][3] < first["losses"][0]
+    assert len(first["names"]) == len(first["skipped"]) >= 4
+    assert set(first["skipped"]) == {1}
+    assert first["warned"] == 1
+
+
 def test_both_processes_are_told_results_of_every_kind(found):
     """Also those of state, of rows and of the batch that lie in the other one."""
     assert all(process["mixed"] < CLOSE for process in found)

@@ -1,0 +1,152 @@
+"""Workers at the places that a scheduler gives a job, and at no others."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import pathlib
+import threading
+from collections.abc import Mapping, Sequence
+
+from autopar.backends.ray_nodes import Node
+from autopar.elastic.processes.launching import Launcher, Reports
+
+
+class Slots:
+    """The places of a job, and which worker is at which.
+
+    It does what `autopar.backends.ray_nodes.Places` does, but takes no node by itself.
+    """
+
+    def __init__(self, places: Mapping[str, int], file: pathlib.Path | None) -> None:
+        """Takes places.
+
+        Args:
+          places: name of a node -> how many workers it has.
+          file: keeps who is where, for a supervisor that is started again; None:
+            nothing does.
+        """
+        self._file = file
+        self._places = dict(places)
+        self._of: dict[int, str] = {}
+        self._lock = threading.Lock()
+        if file is not None:
+            with contextlib.suppress(OSError, ValueError):
+                self._of = {int(k): v for k, v in json.loads(file.read_text()).items()}
+
+    def update(self, nodes: Sequence[Node]) -> int:
+        """No node is taken because it is there."""
+        del nodes
+        return 0
+
+    def place(self, worker: int) -> Node | None:
+        """The place of a worker, which it keeps; None: all places are taken."""
+        with self._lock:
+            if worker not in self._of:
+                counts = self._counts()
+                free = [k for k, n in self._places.items() if counts.get(k, 0) < n]
+                if not free:
+                    return None
+                self._of[worker] = free[0]
+                self._write()
+            return Node(name=self._of[worker], address="", room=1)
+
+    def ended(self, worker: int, *, lost: bool = False) -> bool:
+        """A worker has ended; returns False: nobody takes its place unasked."""
+        del lost
+        with self._lock:
+            if self._of.pop(worker, None) is not None:
+                self._write()
+        return False
+
+    def move(self, places: Mapping[str, int]) -> list[int]:
+        """Takes other places; returns the workers that have none any more."""
+        with self._lock:
+            self._places = dict(places)
+            left, leaving = dict(places), list[int]()
+            for worker in sorted(self._of):
+                name = self._of[worker]
+                if left.get(name, 0) > 0:
+                    left[name] -= 1
+                else:
+                    leaving.append(worker)
+            # Their places are free for others before they have gone.
+            self._leave(leaving)
+            return leaving
+
+    def _leave(self, workers: Sequence[int]) -> None:
+        for worker in workers:
+            del self._of[worker]
+        self._write()
+
+    def forget(self) -> None:
+        """Nobody is anywhere: a new run begins."""
+        with self._lock:
+            self._leave(list(self._of))
+
+    def _counts(self) -> dict[str, int]:
+        counts: dict[str, int] = {}
+        for name in self._of.values():
+            counts[name] = counts.get(name, 0) + 1
+        return counts
+
+    def _write(self) -> None:
+        if self._file is None:
+            return
+        temporary = self._file.with_suffix(".new")
+        temporary.write_text(json.dumps({str(k): v for k, v in self._of.items()}))
+        temporary.replace(self._file)
+
+
+class PlacedLauncher:
+    """Starts workers by another launcher, each at its slot."""
+
+    def __init__(self, base: Launcher, slots: Slots) -> None:
+        """Wraps a launcher.
+
+        Args:
+          base: starts the workers; one that knows nodes asks the same slots.
+          slots: the places.
+        """
+        self._base, self._slots = base, slots
+        self._reports: Reports | None = None
+
+    def begin(self, run: str, reports: Reports) -> None:
+        """See `Launcher`."""
+        self._reports = reports
+        self._base.begin(run, self)
+
+    def start(self, worker: int, environment: Mapping[str, str]) -> int | None:
+        """See `Launcher`; where all places are taken, the worker ends at once."""
+        if self._slots.place(worker) is None:
+            self.ended(worker, None)
+            return None
+        return self._base.start(worker, environment)
+
+    def watch(self, worker: int, pid: int | None) -> bool:
+        """See `Launcher`."""
+        found = self._base.watch(worker, pid)
+        if not found:
+            self._slots.ended(worker)
+        return found
+
+    def signal(self, worker: int, number: int) -> None:
+        """See `Launcher`."""
+        self._base.signal(worker, number)
+
+    def close(self) -> None:
+        """See `Launcher`."""
+        self._base.close()
+
+    def move(self, places: Mapping[str, int]) -> Sequence[int]:
+        """See `Placing`."""
+        return self._slots.move(places)
+
+    def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
+        """See `Reports`."""
+        self._slots.ended(worker)
+        assert self._reports is not None
+        self._reports.ended(worker, code, spare=spare)
+
+    def joined(self, machines: int) -> None:
+        """See `Reports`; a scheduler says what becomes of nodes that join."""

@@ -1,0 +1,262 @@
+"""The work of ``autopar goodput``."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import multiprocessing
+import os
+import pathlib
+from collections.abc import Iterator, Sequence
+
+import msgspec
+
+from autopar.cli import common, ranges
+from autopar.cli.curve_page import curve_page
+from autopar.cli.output import Result
+from autopar.cli.target import load, parse_words
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.goodput.batched import Batches, Program
+from autopar.goodput.configurations import Wanted, chain
+from autopar.goodput.curves import CurvePoint, CurveTable
+from autopar.planner.cache import PlanCache
+from autopar.planner.options import DEFAULTS, PlanOptions
+from autopar.reports.table import columns
+from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
+from autopar.steps.analysis import analyse
+
+# Configurations that are worth a process of their own, which traces the step anew.
+_WORTH_A_PROCESS = 8
+_HEADING = (
+    "cluster", "nodes", "devices", "batch", "in", "step", "rows/s", "efficiency",
+    "goodput", "memory", "codecs", "scheme",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the command was asked for.
+
+    Attributes:
+      target: the target.
+      words: arguments of its function.
+      noise_scale: of the gradients, in rows; None: not known.
+      base_batch: rows of the base batch; None: those of the target.
+      max_batch: rows of the largest batch; None: the base batch's.
+      options: of the planner.
+      cache: a folder that keeps plans; None: nothing does.
+      anew: whether each configuration is planned from nothing.
+    """
+
+    target: str
+    words: tuple[str, ...]
+    noise_scale: float | None = None
+    base_batch: int | None = None
+    max_batch: int | None = None
+    options: PlanOptions = DEFAULTS
+    cache: pathlib.Path | None = None
+    anew: bool = False
+
+
+def told_apart(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Arguments of a target, and clusters that follow ``--clusters``.
+
+    >>> told_apart(["2:h100", "layers=2", "8:h100,memory=40GB"])
+    (['layers=2'], ['2:h100', '8:h100,memory=40GB'])
+    """
+    pairs = [w for w in words if "=" in w and w.partition("=")[0].isidentifier()]
+    return pairs, [word for word in words if word not in pairs]
+
+
+def goodput(
+    asked: Asked,
+    *,
+    clusters: Sequence[str],
+    memory: str | None,
+    processes: int | None,
+    out: pathlib.Path | None,
+    page: pathlib.Path | None,
+    as_json: bool,
+) -> Result:
+    """Makes the curve, writes the files that are asked for, and shows it.
+
+    Raises:
+      PlanError: nothing runs anywhere, and why.
+    """
+    if (asked.noise_scale is None) != (asked.max_batch is None):
+        raise PlanError(
+            "--noise-scale and --max-batch go together: larger batches are worth less "
+            "for each row, and the noise scale says how much."
+        )
+    found = [common.read_cluster(c, memory) for c in ranges.clusters(clusters)]
+    table = curve_of(asked, found, processes)
+    if not any(point.goodput for point in table.points):
+        reasons = dict.fromkeys(f"{p.cluster}: {p.reason}" for p in table.points)
+        raise PlanError(f"nothing runs on any of the clusters: {'; '.join(reasons)}")
+    if out is not None:
+        table.save(out)
+    if page is not None:
+        page.write_text(curve_page(table))
+    if as_json:
+        return Result.of(msgspec.to_builtins(table))
+    return Result("\n".join(lines_of(table)))
+
+
+def curve_of(
+    asked: Asked, clusters: Sequence[Cluster], processes: int | None = None
+) -> CurveTable:
+    """Plans a target on clusters, in several processes where that is faster.
+
+    Args:
+      asked: the target, and what may be chosen.
+      clusters: the configurations.
+      processes: how many; None: one for every few configurations.
+
+    Raises:
+      PlanError: there is no cluster, or the step has no batch.
+    """
+    if not clusters:
+        raise PlanError("say for which devices: --clusters 1:h100 2:h100 8x8:h100.")
+    _check_shapes(clusters)
+    with common.progress() as say:
+        say(f"tracing {asked.target}")
+        wanted, options = _wanted(asked)
+        chains = _chains(clusters, processes)
+        if len(chains) == 1:
+            points = _points(wanted, clusters, say)
+        else:
+            say(f"planning in {len(chains)} processes")
+            points = _in_processes(asked, chains)
+    by_cluster = {point.cluster: point for point in points}
+    batches = wanted.batches
+    return CurveTable(
+        points=tuple(by_cluster[str(c)] for c in clusters),
+        program=wanted.program.fingerprint,
+        target=asked.target,
+        options=options,
+        base_batch=batches.base,
+        max_batch=batches.most,
+        noise_scale=batches.noise_scale,
+    )
+
+
+def _check_shapes(clusters: Sequence[Cluster]) -> None:
+    """Checks that no two clusters are one configuration, before the work is done."""
+    known: dict[tuple[str, int, int], Cluster] = {}
+    for cluster in clusters:
+        kind = str(cluster) if cluster.groups else cluster.device.name
+        shape = kind, len(cluster.hosts), cluster.num_devices
+        if shape in known:
+            raise PlanError(
+                f"{known[shape]} and {cluster} have the same nodes and devices; give "
+                "one of them."
+            )
+        known[shape] = cluster
+
+
+def _wanted(asked: Asked) -> tuple[Wanted, dict[str, str]]:
+    workload = load(asked.target, parse_words(asked.words))
+    program = Program(analyse(workload.step, workload.args))
+    base = asked.base_batch or program.rows
+    wanted = Wanted(
+        program=program,
+        batches=Batches(
+            base=base, most=asked.max_batch or base, noise_scale=asked.noise_scale
+        ),
+        options=asked.options,
+        cache=None if asked.cache is None else PlanCache(asked.cache),
+        anew=asked.anew,
+    )
+    return wanted, workload.options
+
+
+def _points(
+    wanted: Wanted, clusters: Sequence[Cluster], say: common.Say
+) -> list[CurvePoint]:
+    found: list[CurvePoint] = []
+    for item in chain(wanted, _ordered(clusters)):
+        found.append(item.point)
+        say(f"{len(found)} of {len(clusters)}: {item.point.cluster}")
+    return found
+
+
+def _ordered(clusters: Sequence[Cluster]) -> list[Cluster]:
+    """Neighbours stand next to each other: by kind, then by number of devices."""
+
+    def place(cluster: Cluster) -> tuple[str, int, int]:
+        kind = "" if cluster.groups else cluster.device.name
+        return kind, cluster.num_devices, len(cluster.hosts)
+
+    return sorted(clusters, key=place)
+
+
+def _chains(clusters: Sequence[Cluster], processes: int | None) -> list[list[Cluster]]:
+    """The configurations for each process, neighbours together."""
+    ordered = _ordered(clusters)
+    if processes is None:
+        cores = len(os.sched_getaffinity(0))
+        processes = max(1, min(cores, len(ordered) // _WORTH_A_PROCESS))
+    count = min(processes, len(ordered))
+    cuts = [len(ordered) * k // count for k in range(count + 1)]
+    return [ordered[a:b] for a, b in itertools.pairwise(cuts)]
+
+
+def _in_processes(
+    asked: Asked, chains: Sequence[Sequence[Cluster]]
+) -> list[CurvePoint]:
+    # A process that has started JAX cannot be forked.
+    context = multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(len(chains), context) as pool:
+        data = [[cluster.to_data() for cluster in part] for part in chains]
+        found = pool.map(_chain_of, [asked] * len(chains), data)
+        return [point for part in found for point in part]
+
+
+def _chain_of(asked: Asked, clusters: Sequence[dict[str, object]]) -> list[CurvePoint]:
+    """What another process does."""
+    wanted, _ = _wanted(asked)
+    found = chain(wanted, [Cluster.from_data(data) for data in clusters])
+    return [item.point for item in found]
+
+
+def lines_of(table: CurveTable) -> list[str]:
+    """The table as text, and what is to be said of it."""
+    rows = [_HEADING, *(_row(point) for point in table.points)]
+    lines = columns(rows, right=range(1, 10))
+    noise = table.noise_scale
+    lines.append("")
+    lines.append(
+        f"goodput in rows of the base batch ({table.base_batch}) per second; "
+        + (
+            "no noise scale is known, so the batch is kept"
+            if noise is None
+            else f"batches up to {table.max_batch}, noise scale {noise:g} rows"
+        )
+    )
+    return [*lines, *_reasons(table), *table.dips]
+
+
+def _reasons(table: CurveTable) -> Iterator[str]:
+    for point in table.points:
+        if point.reason:
+            yield f"{point.cluster} cannot run: {point.reason}"
+
+
+def _row(point: CurvePoint) -> tuple[str, ...]:
+    head = (point.cluster, str(point.nodes), str(point.devices))
+    if point.goodput <= 0:
+        return (*head, *[""] * 5, "-", "", "", "")
+    return (
+        *head,
+        str(point.batch),
+        str(point.accumulation),
+        seconds_text(point.step_s),
+        count_text(point.batch / point.step_s),
+        share_text(point.efficiency),
+        count_text(point.goodput),
+        bytes_text(point.peak_memory_bytes),
+        " ".join(point.codecs),
+        point.scheme,
+    )

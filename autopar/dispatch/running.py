@@ -1,0 +1,158 @@
+"""The processes of jobs, each job's in a folder of its own.
+
+A job's own process supervises its workers and lives on without the scheduler. What is
+needed to find it again is in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.dispatch.backend import Ending, Look
+from autopar.dispatch.store import JobRecord
+from autopar.dispatch.supervising import ending_file, holder, write_json
+from autopar.elastic.processes.runner import command
+from autopar.errors import ScheduleError
+
+
+class ProcessRuns:
+    """Starts a process for each job; see `Runs`."""
+
+    def __init__(self, folder: pathlib.Path, words: Mapping[str, str]) -> None:
+        """Has started none.
+
+        Args:
+          folder: has a folder for each job.
+          words: how a job's process reaches the cluster (`Backend.words`).
+        """
+        self._folder, self._words = folder.absolute(), dict(words)
+        self._children: dict[str, subprocess.Popen[bytes]] = {}
+        # Bytes of progress that were read.
+        self._read: dict[str, int] = {}
+
+    def start(self, job: JobRecord) -> None:
+        """See `Runs`."""
+        folder = self._of(job)
+        folder.mkdir(parents=True, exist_ok=True)
+        if holder(folder / "lock"):
+            return
+        self._write(job)
+        with open(folder / "output", "ab") as output:
+            child = subprocess.Popen(
+                [sys.executable, "-m", "autopar.dispatch.supervising", str(folder)],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._children[job.name] = child
+        # Somebody must wait for it.
+        threading.Thread(target=child.wait, daemon=True).start()
+
+    def look(self, job: JobRecord) -> Look:
+        """See `Runs`."""
+        folder, wanted = self._of(job), None
+        # In this order: what ends after the first question is seen in the others.
+        alive = self._alive(job)
+        if alive:
+            with contextlib.suppress(OSError, ValueError):
+                wanted = command(folder, command="status")["status"]["wanted"]
+        return Look(
+            alive=alive,
+            ending=_ending(ending_file(folder, job.attempt)),
+            wanted=wanted,
+            lines=self._lines(job.name),
+        )
+
+    def move(self, job: JobRecord) -> str:
+        """See `Runs`."""
+        self._write(job)  # for a process that has not read it yet
+        return self._ask(job, command="place", places=dict(job.places))
+
+    def suspend(self, job: JobRecord) -> str:
+        """See `Runs`."""
+        return self._ask(job, command="suspend")
+
+    def kill(self, job: JobRecord) -> None:
+        """See `Runs`."""
+        pid = holder(self._of(job) / "lock")
+        if pid > 1:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+
+    def _of(self, job: JobRecord) -> pathlib.Path:
+        return self._folder / job.name
+
+    def _alive(self, job: JobRecord) -> bool:
+        child = self._children.get(job.name)
+        if child is not None and child.poll() is not None:
+            del self._children[job.name]
+            child = None
+        return child is not None or bool(holder(self._of(job) / "lock"))
+
+    def _ask(self, job: JobRecord, **words: Any) -> str:
+        try:
+            return str(command(self._of(job), **words)["wrong"])
+        except (OSError, ValueError) as error:
+            return f"its process does not answer: {error}"
+
+    def _write(self, job: JobRecord) -> None:
+        spec = job.handed.spec
+        script = pathlib.Path(job.handed.folder) / spec.script
+        data = {
+            "attempt": job.attempt,
+            "words": [str(script), *spec.args],
+            "cwd": job.handed.folder,
+            "places": dict(job.places),
+            "least": spec.min,
+            "most": max(spec.max, job.given, _MOST),
+            "save_every": spec.save_every,
+            "ahead": spec.ahead,
+            "backend": self._words,
+        }
+        try:
+            write_json(self._of(job) / "job.json", data)
+        except OSError as error:
+            raise ScheduleError(
+                f"job {job.name!r}: {error}; free the disk, and start the scheduler "
+                "again."
+            ) from error
+
+    def _lines(self, name: str) -> tuple[Mapping[str, Any], ...]:
+        """The whole lines of progress that were added."""
+        begin = self._read.get(name, 0)
+        try:
+            with open(self._folder / name / "progress.jsonl", "rb") as file:
+                file.seek(begin)
+                text = file.read()
+        except OSError:
+            return ()
+        whole = text[: text.rfind(b"\n") + 1]
+        self._read[name] = begin + len(whole)
+        found: list[Mapping[str, Any]] = []
+        for line in whole.splitlines():
+            with contextlib.suppress(ValueError):
+                data = json.loads(line)
+                if isinstance(data, dict) and data.get("kind") == "progress":
+                    found.append(data)
+        return tuple(found)
+
+
+# A run may be asked for so many workers later.
+_MOST = 4096
+
+
+def _ending(path: pathlib.Path) -> Ending | None:
+    try:
+        return Ending(**json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return None

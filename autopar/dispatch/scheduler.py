@@ -1,0 +1,356 @@
+"""The scheduler: rounds of a policy over jobs that run on a real cluster.
+
+Everything that it must not forget is in the store before it is done. A scheduler that
+was killed goes on where it was: jobs that run are found again by their folders.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.dispatch import store as states
+from autopar.dispatch.backend import Backend, Ending, Runs
+from autopar.dispatch.store import JobRecord, Store
+from autopar.dispatch.views import MOVES, MoveTimes, Numbering, view_of
+from autopar.elastic.processes.messages import SUSPENDED
+from autopar.errors import ScheduleError
+from autopar.scheduler.decisions import Decisions
+from autopar.scheduler.jobs import Allocation, JobView
+from autopar.scheduler.policies.base import Policy
+
+# The exit status of a run that was told to end.
+_INTERRUPTED = 130
+# Lines of progress of a job by which its curve is corrected.
+_LINES = 200
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a scheduler runs.
+
+    Attributes:
+      interval_s: seconds between two decisions.
+      moves: what moves cost, as policies are told.
+      losses: a job whose workers are lost so often in a row, without a step between,
+        has failed.
+      leave_s: longest that a job may take to give its devices back.
+
+    Raises:
+      ScheduleError: a number is out of its range.
+    """
+
+    interval_s: float = 10.0
+    moves: MoveTimes = MOVES
+    losses: int = 3
+    leave_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        """Checks the interval."""
+        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
+            raise ScheduleError(
+                f"the interval is {self.interval_s} s; give more than 0 seconds."
+            )
+
+
+class Scheduler:
+    """Gives the devices of a cluster to jobs, round by round."""
+
+    def __init__(
+        self,
+        store: Store,
+        backend: Backend,
+        runs: Runs,
+        policy: Policy,
+        settings: Settings | None = None,
+        clock: Callable[[], float] = time.time,
+        sleep: Callable[[float], None] = time.sleep,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """Takes up what the store knows; nothing is started yet.
+
+        Args:
+          store: the state.
+          backend: the cluster.
+          runs: the processes of jobs.
+          policy: decides.
+          settings: times.
+          clock: seconds since the epoch.
+          sleep: waits.
+          say: is told what happens, a line each.
+        """
+        self._store, self._backend, self._runs = store, backend, runs
+        self._policy, self._set = policy, settings or Settings()
+        self._clock, self._sleep, self._say = clock, sleep, say
+        self._jobs = store.jobs()
+        self._lines: dict[str, list[Mapping[str, Any]]] = {}
+        begin = store.fact("begin_s")
+        if begin is None:
+            begin = str(clock())
+            store.set_facts({"begin_s": begin})
+        self._begin_s = float(begin)
+        self._looked_s = float(store.fact("looked_s") or 0.0)
+        self._take_up()
+
+    @property
+    def now_s(self) -> float:
+        """Seconds since the scheduler's first start."""
+        return self._clock() - self._begin_s
+
+    @property
+    def jobs(self) -> Mapping[str, JobRecord]:
+        """The jobs by name."""
+        return self._jobs
+
+    def run(self) -> None:
+        """Decides in every interval until all jobs have ended."""
+        while True:
+            self.round()
+            if all(job.state in states.ENDED for job in self._jobs.values()):
+                return
+            interval = self._set.interval_s
+            self._sleep(interval - self.now_s % interval)
+
+    def round(self) -> None:
+        """Looks at all jobs, decides, and carries the decision out."""
+        now_s = self.now_s
+        numbering = Numbering(self._store, self._backend.places())
+        self._arrive(now_s)
+        self._look(now_s)
+        self._leave_lost_nodes(now_s, numbering)
+        kinds = numbering.kinds
+        views = {
+            job.name: view_of(
+                job, now_s, kinds, self._set.moves, self._lines.get(job.name, ())
+            )
+            for job in self._jobs.values()
+            if kinds and job.active and job.state != states.STOPPING
+        }
+        if not views:
+            return
+        current = {
+            name: numbering.allocation(self._jobs[name].places)
+            for name in views
+            if self._keeps(self._jobs[name])
+        }
+        decided = self._policy.decide(now_s, views, numbering.nodes, current)
+        numbering.nodes.free(decided.allocations)
+        self._store.decided(now_s, decided)
+        for reason in decided.reasons:
+            self._say(f"{now_s:.0f} s: {reason.text}")
+        self._apply(decided, views, numbering)
+
+    def _keeps(self, job: JobRecord) -> bool:
+        """Whether a policy is told what a job has.
+
+        One that lost a node has not what it asks for. A policy that changes nothing of
+        what is asked for then gives it all, or has it wait.
+        """
+        asked = job.handed.spec.devices
+        return bool(job.places) and (
+            self._policy.adapts != "nothing" or job.given == asked
+        )
+
+    # What jobs do.
+
+    def _take_up(self) -> None:
+        """Finds the processes of jobs that an earlier scheduler left running.
+
+        A job whose own process has died is taken up by another, which finds the
+        workers. What was decided and not done is done by the next round.
+        """
+        for job in self._jobs.values():
+            if job.state in (states.RUNNING, states.STOPPING):
+                look = self._runs.look(job)
+                self._note(job, look.lines)
+                if not look.alive and look.ending is None:
+                    self._say(f"job {job.name}: its process is started again")
+                    self._runs.start(job)
+                elif look.alive and job.state == states.RUNNING and job.places:
+                    self._runs.move(job)
+
+    def _arrive(self, now_s: float) -> None:
+        for job in list(self._jobs.values()):
+            late = job.handed.spec.submitted_s <= now_s
+            if job.state == states.PENDING and late:
+                self._update(job, state=states.WAITING)
+
+    def _look(self, now_s: float) -> None:
+        """Takes what became of the jobs that have devices."""
+        passed_s = max(now_s - self._looked_s, 0.0)
+        self._looked_s = now_s
+        self._store.set_facts({"looked_s": str(now_s)})
+        for job in list(self._jobs.values()):
+            if job.state not in (states.RUNNING, states.STOPPING):
+                continue
+            served = job.served_device_s + passed_s * job.given
+            look = self._runs.look(self._update(job, served_device_s=served))
+            job = self._note(self._jobs[job.name], look.lines)
+            if look.ending is not None:
+                self._ended(job, look.ending, now_s)
+            elif not look.alive:
+                self._runs.start(job)
+            elif job.state == states.STOPPING:
+                self._runs.suspend(job)
+            elif look.wanted is not None and look.wanted != job.given and job.places:
+                # Workers have died, or it was not told.
+                self._runs.move(job)
+
+    def _note(self, job: JobRecord, lines: Sequence[Mapping[str, Any]]) -> JobRecord:
+        """Takes lines of progress."""
+        if not lines:
+            return job
+        kept, before = self._lines.setdefault(job.name, []), job.devices
+        known = {name: kind for name, _, kind in self._store.nodes()}
+        kinds = {known[name] for name in job.places}
+        for line in lines:
+            # The first steps on other devices are slower.
+            if line["devices"] == before == job.given and len(kinds) == 1:
+                kept.append({**line, "device": min(kinds)})
+            before = line["devices"]
+        del kept[:-_LINES]
+        last = lines[-1]
+        further = last["step"] > job.step
+        return self._update(
+            job,
+            step=last["step"],
+            position=last["position"],
+            devices=last["devices"],
+            step_s=last["step_s"],
+            loss=last["loss"],
+            finite=last["finite"],
+            told_s=last["time_s"] - self._begin_s,
+            losses=0 if further else job.losses,
+        )
+
+    def _ended(self, job: JobRecord, ending: Ending, now_s: float) -> None:
+        """Takes the end of a job's processes."""
+        self._store.span(job.name, now_s, {})
+        gives_back = job.state == states.STOPPING and ending.code == _INTERRUPTED
+        if ending.code == SUSPENDED or gives_back:
+            self._update(job, state=states.WAITING, places={}, reason="")
+            return
+        if ending.lost and job.losses + 1 < self._set.losses:
+            self._say(f"job {job.name} lost its workers: {ending.reason}")
+            lost = job.losses + 1
+            self._update(
+                job, state=states.WAITING, places={}, reason=ending.reason, losses=lost
+            )
+            return
+        reason = ending.reason if ending.code else ""
+        if not reason and not job.finite:
+            reason = f"its loss is not finite after {job.step} steps"
+        state = states.FAILED if ending.code or reason else states.DONE
+        told_s = job.told_s if state == states.DONE else None
+        self._update(
+            job,
+            state=state,
+            places={},
+            reason=reason,
+            ended_s=now_s if told_s is None else min(told_s, now_s),
+        )
+        why = f": {reason}" if reason else ""
+        self._say(f"{now_s:.0f} s: job {job.name} is {state}{why}")
+
+    def _leave_lost_nodes(self, now_s: float, numbering: Numbering) -> None:
+        """Takes nodes that are gone from the jobs that had them."""
+        for job in list(self._jobs.values()):
+            there = numbering.there(job.places)
+            if there != dict(job.places):
+                self._say(f"{now_s:.0f} s: job {job.name} lost a node")
+                self._store.span(job.name, now_s, there)
+                self._update(job, places=there)
+
+    # What is decided.
+
+    def _apply(
+        self, decided: Decisions, views: Mapping[str, JobView], numbering: Numbering
+    ) -> None:
+        """Takes devices away first, and gives them to others then."""
+        chosen = {name: numbering.places(self._enough(name, decided)) for name in views}
+        before = {name: dict(self._jobs[name].places) for name in views}
+        changed = [name for name in views if chosen[name] != before[name]]
+        leaving = [name for name in changed if not chosen[name]]
+        for name in leaving:
+            self._suspend(self._jobs[name])
+        self._settle(leaving)
+        smaller = [n for n in changed if chosen[n] and _within(chosen[n], before[n])]
+        others = [n for n in changed if chosen[n] and n not in smaller]
+        for name in (*smaller, *others):
+            self._give(self._jobs[name], chosen[name])
+
+    def _enough(self, name: str, decided: Decisions) -> Allocation:
+        """The allocation of a job; none where it could not use so few devices."""
+        given, least = (
+            decided.allocations.get(name, ()),
+            self._jobs[name].handed.spec.min,
+        )
+        if 0 < len(given) < least:
+            self._say(f"job {name} waits: {len(given)} devices, below min = {least}")
+            return ()
+        return given
+
+    def _suspend(self, job: JobRecord) -> None:
+        """Asks a job to give all devices back; it waits for others then."""
+        if job.state != states.RUNNING:
+            return
+        wrong = self._runs.suspend(self._update(job, state=states.STOPPING))
+        if wrong:
+            self._say(f"job {job.name}: {wrong}")  # it is asked again
+
+    def _settle(self, names: Sequence[str]) -> None:
+        """Waits until jobs have given their devices back."""
+        end = self._clock() + self._set.leave_s
+        while self._clock() < end:
+            open_ = [n for n in names if self._jobs[n].state == states.STOPPING]
+            if not open_:
+                return
+            self._sleep(0.1)
+            for name in open_:
+                look = self._runs.look(self._jobs[name])
+                job = self._note(self._jobs[name], look.lines)
+                if look.ending is not None:
+                    self._ended(job, look.ending, self.now_s)
+        for name in names:
+            if self._jobs[name].state == states.STOPPING:
+                self._say(f"job {name} did not give its devices back, and is killed")
+                self._runs.kill(self._jobs[name])
+
+    def _give(self, job: JobRecord, places: Mapping[str, int]) -> None:
+        """Starts a job on devices, or moves it to them."""
+        now_s = self.now_s
+        self._store.span(job.name, now_s, places)
+        given = sum(places.values())
+        fields: dict[str, Any] = {
+            "places": dict(places),
+            "tried": max(job.tried, given),
+            "moves": job.moves + (job.attempt > 0),
+        }
+        if job.state == states.RUNNING:
+            moved = self._update(job, **fields)
+            if wrong := self._runs.move(moved):
+                self._say(f"job {job.name}: {wrong}")  # the next round tries again
+            return
+        started = job.started_s if job.started_s is not None else now_s
+        made = self._update(
+            job,
+            **fields,
+            state=states.RUNNING,
+            reason="",
+            attempt=job.attempt + 1,
+            started_s=started,
+        )
+        self._runs.start(made)
+
+    def _update(self, job: JobRecord, **fields: Any) -> JobRecord:
+        made = self._store.update(job, **fields)
+        self._jobs[job.name] = made
+        return made
+
+
+def _within(new: Mapping[str, int], old: Mapping[str, int]) -> bool:
+    """Whether no node has more devices than before."""
+    return all(n <= old.get(name, 0) for name, n in new.items())

@@ -1,0 +1,195 @@
+"""The table of jobs: one table ``[[job]]`` of a TOML file for each."""
+
+from __future__ import annotations
+
+import collections
+import math
+import pathlib
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from autopar.errors import ScheduleError
+from autopar.goodput.curves import CurveTable
+
+# The name of a job is that of its folder too.
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,63}")
+
+
+class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A job as it is handed in.
+
+    Attributes:
+      name: unique in a table.
+      script: a training script that calls `autopar.elastic`; from the table's folder.
+      args: its arguments.
+      application: which program it trains; jobs of one program are alike. The
+        script's name by default.
+      submitted_s: when it is handed in, in seconds from the scheduler's start.
+      devices: how many its owner asks for.
+      min: fewest that it can use.
+      max: most that it can use; 0: as many as its curve says, or else as asked for.
+      curve: a file that `autopar goodput --out` wrote.
+      target: what to plan a curve for instead, such as ``train.py:workload``.
+      target_args: arguments of the target's function, ``key=value``.
+      noise_scale: of its gradients, for the planned curve; None: not known.
+      max_batch: largest batch, for the planned curve.
+      guaranteed: whether it must run at least as fast as on what it asks for.
+      save_every: steps between checkpoints, for a script that says nothing of them.
+      ahead: whether a process prepares programs of likely next worlds.
+    """
+
+    name: str
+    script: str
+    args: tuple[str, ...] = ()
+    application: str = ""
+    submitted_s: float = 0.0
+    devices: int = 1
+    min: int = 1
+    max: int = 0
+    curve: str = ""
+    target: str = ""
+    target_args: tuple[str, ...] = ()
+    noise_scale: float | None = None
+    max_batch: int | None = None
+    guaranteed: bool = False
+    save_every: int = 100
+    ahead: bool = False
+
+
+class Handed(msgspec.Struct, frozen=True, kw_only=True):
+    """A job as a scheduler keeps it: what was said of it, and what follows.
+
+    Attributes:
+      spec: what was said.
+      folder: where its script runs.
+      curve: its goodput by configuration; None: not known.
+    """
+
+    spec: JobSpec
+    folder: str
+    curve: CurveTable | None = None
+
+    @property
+    def application(self) -> str:
+        """Which program it trains."""
+        return self.spec.application or pathlib.PurePath(self.spec.script).name
+
+    def most(self, kinds: tuple[str, ...]) -> int:
+        """The most devices that are of use on a cluster with these kinds."""
+        if self.spec.max:
+            return self.spec.max
+        if self.curve is None:
+            return self.spec.devices
+        return max((self.curve.on(kind).most for kind in kinds), default=0)
+
+
+def read_jobs(path: pathlib.Path) -> tuple[Handed, ...]:
+    """Reads a table of jobs, and the curves that are files.
+
+    Raises:
+      ScheduleError: the table cannot be read, or a job is wrong; names the job and key.
+    """
+    try:
+        found = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ScheduleError(f"{path}: it is no TOML: {error}.") from error
+    tables = found.pop("job", None)
+    if found:
+        raise ScheduleError(
+            f"{path}: key {next(iter(found))!r} is not known; write a table [[job]] "
+            "for each job."
+        )
+    if not isinstance(tables, list) or not tables:
+        raise ScheduleError(f"{path}: it has no jobs; write a table [[job]] for each.")
+    folder = path.resolve().parent
+    jobs = tuple(_read(path, k, table, folder) for k, table in enumerate(tables, 1))
+    counted = collections.Counter(job.spec.name for job in jobs)
+    for name, times in counted.items():
+        if times > 1:
+            raise ScheduleError(f"{path}: job {name!r} stands there twice; rename one.")
+    return jobs
+
+
+def _read(path: pathlib.Path, number: int, table: Any, folder: pathlib.Path) -> Handed:
+    named = isinstance(table, Mapping) and isinstance(table.get("name"), str)
+    where = f"{path}: job {table['name']!r}" if named else f"{path}: job {number}"
+    try:
+        spec = msgspec.convert(table, JobSpec)
+    except msgspec.ValidationError as error:
+        raise ScheduleError(f"{where}: {_plain(error)}.") from error
+    wrong = _wrong(spec, folder)
+    if wrong:
+        raise ScheduleError(f"{where}: {wrong}")
+    curve = None
+    if spec.curve:
+        try:
+            curve = CurveTable.load(folder / spec.curve)
+        except ScheduleError as error:
+            raise ScheduleError(f"{where}: curve: {error}") from error
+    return Handed(spec=spec, folder=str(folder), curve=curve)
+
+
+def _plain(error: msgspec.ValidationError) -> str:
+    """An error of the reader with keys as they are written."""
+    return re.sub(r" - at `\$\.?([^`]*)`", r", key '\1'", str(error))
+
+
+def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
+    """What is wrong with a job: the key, its value and what to do; '' if nothing is."""
+    if not _NAME.fullmatch(spec.name):
+        return f"name {spec.name!r} is no name; use letters, digits and _ . -"
+    if not (folder / spec.script).is_file():
+        return f"script {spec.script!r}: there is no such file in {folder}."
+    if not (math.isfinite(spec.submitted_s) and spec.submitted_s >= 0):
+        return f"submitted_s is {spec.submitted_s}; give a time of at least 0."
+    if spec.min < 1:
+        return f"min is {spec.min}; give at least 1."
+    if spec.devices < spec.min:
+        return f"devices is {spec.devices}, below min = {spec.min}."
+    if spec.max and spec.max < spec.devices:
+        return f"max is {spec.max}, below devices = {spec.devices}."
+    if spec.curve and spec.target:
+        return "curve and target are both given; give one."
+    if not spec.target and (spec.target_args or spec.noise_scale is not None):
+        return "target_args and noise_scale belong to target, which is missing."
+    if (spec.noise_scale is None) != (spec.max_batch is None):
+        return "noise_scale and max_batch go together; give both or none."
+    if spec.save_every < 1:
+        return f"save_every is {spec.save_every}; give at least 1 step."
+    return ""
+
+
+def check_sizes(
+    jobs: tuple[Handed, ...], devices: int, kinds: tuple[str, ...], adapts: bool
+) -> None:
+    """Checks that every job can run on a cluster.
+
+    Args:
+      jobs: the jobs.
+      devices: of the cluster.
+      kinds: of its devices.
+      adapts: whether the policy may give a job other than what it asks for.
+
+    Raises:
+      ScheduleError: a job is larger than the cluster, or runs on none of its kinds.
+    """
+    for job in jobs:
+        name, spec = job.spec.name, job.spec
+        least = spec.min if adapts else spec.devices
+        if least > devices:
+            raise ScheduleError(
+                f"job {name!r} needs {least} devices and the cluster has {devices}; "
+                "ask for fewer, or take a larger cluster."
+            )
+        if job.curve is not None and not job.most(kinds):
+            raise ScheduleError(
+                f"job {name!r} runs on {', '.join(job.curve.kinds) or 'nothing'}, by "
+                f"its curve, and the cluster has {', '.join(kinds)}; make a curve for "
+                "these."
+            )

@@ -1,0 +1,326 @@
+"""The state of a scheduler in a file of SQLite: what it needs to go on after a crash.
+
+Every change of a job is one transaction, written before what follows from it is done.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import pathlib
+import sqlite3
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+
+from autopar.dispatch.specs import Handed
+from autopar.errors import ScheduleError
+from autopar.scheduler.decisions import Decisions
+
+_SCHEMA = 1
+# What a job is: not handed in yet; without devices; with some; giving them back; and
+# the two ends.
+PENDING, WAITING, RUNNING, STOPPING = "pending", "waiting", "running", "stopping"
+DONE, FAILED = "done", "failed"
+ENDED = (DONE, FAILED)
+
+_TABLES = """
+create table if not exists facts (key text primary key, value text not null);
+create table if not exists nodes (
+  number integer primary key, name text not null unique, devices integer not null,
+  kind text not null);
+create table if not exists jobs (
+  number integer primary key, name text not null unique, handed text not null,
+  state text not null, reason text not null, attempt integer not null,
+  places text not null, started_s real, ended_s real, step integer not null,
+  position integer not null, devices integer not null, step_s real, loss real,
+  finite integer not null, told_s real, served_device_s real not null,
+  tried integer not null, moves integer not null, losses integer not null);
+create table if not exists decisions (
+  number integer primary key, at_s real not null, job text not null,
+  kept integer not null, devices integer not null, gain real, cost_s real not null,
+  compared text not null, gap real);
+create table if not exists spans (
+  number integer primary key, job text not null, start_s real not null, end_s real,
+  places text not null);
+"""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class JobRecord:
+    """What is known of a job.
+
+    Attributes:
+      name: unique.
+      handed: what was said of it.
+      state: one of `PENDING`, `WAITING`, `RUNNING`, `STOPPING`, `DONE`, `FAILED`.
+      reason: why it failed, or waits; '' otherwise.
+      attempt: how often its processes were started.
+      places: node by name -> how many devices of it the job has.
+      started_s: when it first ran; None: it did not.
+      ended_s: when it ended.
+      step: steps done, as it last said.
+      position: samples consumed.
+      devices: it said so on.
+      step_s: seconds of its steps then.
+      loss: then; None: not known, or not finite.
+      finite: whether the loss was finite.
+      told_s: when it said so.
+      served_device_s: device-seconds that it has had.
+      tried: most devices that it had.
+      moves: changes of its devices after the first start.
+      losses: ends of its processes in a row, without a step between, that it did not
+        cause itself.
+    """
+
+    name: str
+    handed: Handed
+    state: str = PENDING
+    reason: str = ""
+    attempt: int = 0
+    places: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
+    started_s: float | None = None
+    ended_s: float | None = None
+    step: int = 0
+    position: int = 0
+    devices: int = 0
+    step_s: float | None = None
+    loss: float | None = None
+    finite: bool = True
+    told_s: float | None = None
+    served_device_s: float = 0.0
+    tried: int = 0
+    moves: int = 0
+    losses: int = 0
+
+    @property
+    def given(self) -> int:
+        """How many devices it has."""
+        return sum(self.places.values())
+
+    @property
+    def active(self) -> bool:
+        """Whether it waits or runs."""
+        return self.state in (WAITING, RUNNING, STOPPING)
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What is shown of it, as plain data."""
+        spec = self.handed.spec
+        shown = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if field.name != "handed"
+        }
+        return {
+            **shown,
+            "places": dict(self.places),
+            "application": self.handed.application,
+            "submitted_s": spec.submitted_s,
+            "asked": spec.devices,
+            "guaranteed": spec.guaranteed,
+        }
+
+
+_FIELDS = tuple(f.name for f in dataclasses.fields(JobRecord))
+
+
+class Store:
+    """The file; one scheduler writes, anybody reads."""
+
+    def __init__(self, path: pathlib.Path, *, reads: bool = False) -> None:
+        """Opens the file.
+
+        Args:
+          path: of the file.
+          reads: whether it is only read, and must be there.
+
+        Raises:
+          ScheduleError: it cannot be opened, or is of another version.
+        """
+        if reads and not path.is_file():
+            raise ScheduleError(
+                f"{path.parent}: there is no scheduler's state; `autopar schedule "
+                "JOBS.toml --state DIR` makes one."
+            )
+        self.path = path
+        try:
+            self._open(reads)
+        except sqlite3.Error as error:
+            raise ScheduleError(f"{path}: {error}.") from error
+        if (found := self.fact("schema")) != str(_SCHEMA):
+            raise ScheduleError(
+                f"{path}: it is of schema {found}, and this version reads schema "
+                f"{_SCHEMA}; take another --state."
+            )
+
+    def _open(self, reads: bool) -> None:
+        self._file = sqlite3.connect(self.path, timeout=30.0, isolation_level=None)
+        self._file.execute("pragma busy_timeout = 30000")
+        if reads:
+            return
+        self._file.execute("pragma journal_mode = wal")
+        self._file.executescript(_TABLES)
+        self._file.execute(
+            "insert or ignore into facts values ('schema', ?)", (str(_SCHEMA),)
+        )
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def fact(self, key: str) -> str | None:
+        """A fact that was set; None: it was not."""
+        found = self._file.execute("select value from facts where key = ?", (key,))
+        row = found.fetchone()
+        return None if row is None else str(row[0])
+
+    def set_facts(self, facts: Mapping[str, str]) -> None:
+        """Sets facts, all at once."""
+        with self._all_or_nothing():
+            self._file.executemany(
+                "insert or replace into facts values (?, ?)", list(facts.items())
+            )
+
+    def add_jobs(self, jobs: Iterable[Handed]) -> None:
+        """Adds jobs, all or none.
+
+        Raises:
+          ScheduleError: one of a name is there.
+        """
+        with self._all_or_nothing():
+            for job in jobs:
+                self._add(job)
+
+    def _add(self, job: Handed) -> None:
+        row = _row(JobRecord(name=job.spec.name, handed=job))
+        names, marks = ", ".join(row), ", ".join("?" * len(row))
+        try:
+            self._file.execute(
+                f"insert into jobs ({names}) values ({marks})", tuple(row.values())
+            )
+        except sqlite3.IntegrityError as error:
+            raise ScheduleError(f"job {job.spec.name!r} is there already.") from error
+
+    def jobs(self) -> dict[str, JobRecord]:
+        """All jobs by name, in the order that they were added."""
+        names = ", ".join(_FIELDS)
+        rows = self._file.execute(f"select {names} from jobs order by number")
+        return {row[0]: _record(row) for row in rows}
+
+    def update(self, job: JobRecord, **fields: Any) -> JobRecord:
+        """Changes a job; returns it as it is then.
+
+        Args:
+          job: as it is kept.
+          fields: what changes.
+        """
+        changed = dataclasses.replace(job, **fields)
+        row = {key: _column(key, getattr(changed, key)) for key in fields}
+        sets = ", ".join(f"{key} = ?" for key in row)
+        self._file.execute(
+            f"update jobs set {sets} where name = ?", (*row.values(), job.name)
+        )
+        return changed
+
+    def number(self, name: str, devices: int, kind: str) -> int:
+        """The number of a node, which it keeps; a new one gets the next."""
+        self._file.execute(
+            "insert into nodes (number, name, devices, kind) select count(*), ?, ?, ? "
+            "from nodes where true on conflict (name) do update set "
+            "devices = excluded.devices, kind = excluded.kind",
+            (name, devices, kind),
+        )
+        found = self._file.execute("select number from nodes where name = ?", (name,))
+        return int(found.fetchone()[0])
+
+    def nodes(self) -> list[tuple[str, int, str]]:
+        """Name, devices and kind of every node that was ever there, by number."""
+        rows = self._file.execute(
+            "select name, devices, kind from nodes order by number"
+        )
+        return [(str(n), int(d), str(k)) for n, d, k in rows]
+
+    def decided(self, at_s: float, decisions: Decisions) -> None:
+        """Adds the reasons of jobs whose devices change."""
+        rows = [
+            (at_s, r.job, r.kept, r.devices, r.gain, r.cost_s, r.compared,
+             decisions.gap)
+            for r in decisions.reasons
+        ]  # fmt: skip
+        with self._all_or_nothing():
+            self._file.executemany(
+                "insert into decisions (at_s, job, kept, devices, gain, cost_s, "
+                "compared, gap) values (?, ?, ?, ?, ?, ?, ?, ?)",
+                rows,
+            )
+
+    def decisions(self) -> list[dict[str, Any]]:
+        """Every decision, a line for each job whose devices change."""
+        names = ("at_s", "job", "kept", "devices", "gain", "cost_s", "compared", "gap")
+        rows = self._file.execute(
+            f"select {', '.join(names)} from decisions order by number"
+        )
+        return [dict(zip(names, row, strict=True)) for row in rows]
+
+    def span(self, job: str, at_s: float, places: Mapping[str, int]) -> None:
+        """Says which devices a job has from now on."""
+        with self._all_or_nothing():
+            self._file.execute(
+                "update spans set end_s = ? where job = ? and end_s is null",
+                (at_s, job),
+            )
+            if places:
+                self._file.execute(
+                    "insert into spans (job, start_s, places) values (?, ?, ?)",
+                    (job, at_s, json.dumps(dict(places))),
+                )
+
+    def spans(self) -> list[dict[str, Any]]:
+        """Who had which devices when."""
+        rows = self._file.execute(
+            "select job, start_s, end_s, places from spans order by number"
+        )
+        return [
+            {"job": j, "start_s": s, "end_s": e, "places": json.loads(p)}
+            for j, s, e, p in rows
+        ]
+
+    def _all_or_nothing(self) -> _Transaction:
+        return _Transaction(self._file)
+
+
+class _Transaction:
+    """What is written inside is there as a whole, or not at all."""
+
+    def __init__(self, file: sqlite3.Connection) -> None:
+        self._file = file
+
+    def __enter__(self) -> None:
+        self._file.execute("begin immediate")
+
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
+        self._file.execute("commit" if kind is None else "rollback")
+
+
+def _row(job: JobRecord) -> dict[str, Any]:
+    """The columns of a job."""
+    return {name: _column(name, getattr(job, name)) for name in _FIELDS}
+
+
+def _column(name: str, value: Any) -> Any:
+    """A field as SQLite holds it."""
+    if name == "handed":
+        return msgspec.json.encode(value).decode()
+    if name == "places":
+        return json.dumps(dict(value))
+    return int(value) if name == "finite" else value
+
+
+def _record(row: tuple[Any, ...]) -> JobRecord:
+    fields = dict(zip(_FIELDS, row, strict=True))
+    fields["handed"] = msgspec.json.decode(fields["handed"], type=Handed)
+    fields["places"] = json.loads(fields["places"])
+    fields["finite"] = bool(fields["finite"])
+    return JobRecord(**fields)

@@ -1,0 +1,139 @@
+"""The process of one job: it supervises the job's workers, and outlives the scheduler.
+
+Usage: python -m autopar.dispatch.supervising FOLDER
+``job.json`` in the folder says what is run; `FileLock` keeps others away from it, and
+``ending-ATTEMPT.json`` says how it ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pathlib
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+from autopar.backends.ray import RayLauncher
+from autopar.backends.slots import PlacedLauncher, Slots
+from autopar.dispatch.backend import Ending
+from autopar.elastic.processes.launching import Launcher, LocalLauncher
+from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
+from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.runner import Job, Runner, python_command
+from autopar.errors import PlanError
+
+
+class FileLock:
+    """A lock that ends with the process that holds it."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        """Is not held yet."""
+        self._path = path
+        self._descriptor: int | None = None
+
+    def take(self) -> bool:
+        """Takes the lock; returns whether nobody else has it."""
+        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            return False
+        self._descriptor = descriptor
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, str(os.getpid()).encode())
+        return True
+
+    def free(self) -> None:
+        """Gives the lock back."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+def holder(path: pathlib.Path) -> int:
+    """The process that holds a lock; 0: nobody does."""
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return 0
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return int(os.read(descriptor, 32) or b"1")
+    finally:
+        os.close(descriptor)
+    return 0
+
+
+def write_json(path: pathlib.Path, data: Mapping[str, Any]) -> None:
+    """Writes a file as a whole."""
+    temporary = path.with_suffix(".new")
+    temporary.write_text(json.dumps(data))
+    temporary.replace(path)
+
+
+def main(folder: pathlib.Path) -> None:
+    """Runs the job of a folder to its end, and writes down how it ended."""
+    lock = FileLock(folder / "lock")
+    if not lock.take():
+        return  # another one does it
+    given = json.loads((folder / "job.json").read_text())
+    path = ending_file(folder, given["attempt"])
+    if path.exists():
+        return
+    try:
+        ending = _run(folder, given)
+    except PlanError as error:
+        ending = Ending(code=1, reason=str(error).split("\n", 1)[0])
+    except Exception as error:  # told of, not tried again for ever
+        traceback.print_exc()
+        why = f"{type(error).__name__}: {error}"
+        ending = Ending(code=1, reason=f"its own process failed: {why}; see `output`.")
+    # Before the end is told, so that who reads it may start the job again.
+    lock.free()
+    write_json(
+        path, {"code": ending.code, "reason": ending.reason, "lost": ending.lost}
+    )
+
+
+def ending_file(folder: pathlib.Path, attempt: int) -> pathlib.Path:
+    """Where is written how an attempt ended."""
+    return folder / f"ending-{attempt}.json"
+
+
+def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
+    os.chdir(given["cwd"])
+    os.environ[CHECKPOINT_VARIABLE] = str(folder / "checkpoints")
+    os.environ[EVERY_VARIABLE] = str(given["save_every"])
+    slots = Slots(given["places"], folder / "places.json")
+    if not (folder / "run.json").exists():
+        slots.forget()
+    processes = sum(given["places"].values())
+    job = Job(
+        command=python_command(given["words"]),
+        limits=Limits(
+            processes=processes,
+            least=min(given["least"], processes),
+            most=max(processes, given["most"]),
+        ),
+        folder=folder,
+        ahead=given["ahead"],
+    )
+    runner = Runner(job, PlacedLauncher(_launcher(given, slots), slots))
+    code, supervisor = runner.run(), runner.supervisor
+    return Ending(code=code, reason=supervisor.reason, lost=supervisor.lost)
+
+
+def _launcher(given: Mapping[str, Any], slots: Slots) -> Launcher:
+    words, processes = given["words"], sum(given["places"].values())
+    if given["backend"].get("name") == "ray":
+        return RayLauncher(words, processes, given["backend"]["address"], slots)
+    return LocalLauncher(python_command(words))
+
+
+if __name__ == "__main__":
+    main(pathlib.Path(sys.argv[1]))

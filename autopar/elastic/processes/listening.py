@@ -1,0 +1,182 @@
+"""Events of a run of several processes, heard where the supervisor is.
+
+Each process is a host of the cluster that the world is planned for: process k of the
+world is its host k. Events are resolved as in one process (`autopar.elastic.resolve`);
+what comes of them is a number of processes, those that go, and perhaps other links.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from autopar.cluster import Cluster
+from autopar.elastic.events import Event
+from autopar.elastic.inbox import Inbox, Notes
+from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.sizing import cluster_of
+from autopar.elastic.resolve import Resolved, ids_there
+from autopar.elastic.sources.http import Http
+from autopar.elastic.sources.named import source_of
+from autopar.elastic.sources.source import Source
+from autopar.errors import EventError, PlanError
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wanted:
+    """What comes of an event.
+
+    Attributes:
+      processes: how many there are to be.
+      gone: ranks of those that go.
+      cluster: what they plan for from now on; None: links and devices are as before.
+    """
+
+    processes: int
+    gone: tuple[int, ...]
+    cluster: Cluster | None
+
+
+class Listening:
+    """The sources that a script names, and the cluster that its world has."""
+
+    def __init__(
+        self, limits: Limits, notes: Notes, follow: Callable[[Wanted], None]
+    ) -> None:
+        """Hears nothing before the first world has formed.
+
+        Args:
+          limits: fewest and most processes.
+          notes: where events that change nothing are written down.
+          follow: carries out what comes of an event; called from any thread.
+        """
+        self._limits, self._notes, self._follow = limits, notes, follow
+        self._lock = threading.RLock()
+        self._inbox: Inbox | None = None
+        self._world: Cluster | None = None
+        self._devices = 1
+        self._sources: dict[str, Source] = {}
+
+    def formed(self, said: Mapping[str, Any]) -> None:
+        """A world has formed; starts the sources that its script names.
+
+        Args:
+          said: by a process of it: ``cluster`` that is planned for, as data;
+            ``devices`` of a process; ``events``, texts of sources.
+        """
+        world = Cluster.from_data(said["cluster"])
+        with self._lock:
+            self._world, self._devices = world, said["devices"]
+            if self._inbox is None:
+                self._inbox = Inbox(world, (), self._check, self._notes)
+            else:
+                self._inbox.take()
+                self._inbox.settle(world)
+        for text in said["events"]:
+            if text not in self._sources:
+                self._start(text)
+
+    def _start(self, text: str) -> None:
+        self._sources[text] = source = source_of(text)
+        try:
+            source.start(self)
+        except PlanError as error:
+            self.wrong(text, str(error))
+
+    def addresses(self) -> list[dict[str, str]]:
+        """Where events can be posted to, with the token that they need."""
+        https = [x for x in self._sources.values() if isinstance(x, Http)]
+        return [{"url": x.url, "token": x.token} for x in https]
+
+    def stop(self) -> None:
+        """Stops listening."""
+        for source in self._sources.values():
+            source.stop()
+
+    def heard(self, data: Any) -> None:
+        """Takes an event that a script has sent, as data."""
+        try:
+            self.put(Event.from_data(data))
+        except EventError as error:
+            self.wrong("script", str(error))
+
+    # As a sink of the sources.
+
+    def put(self, event: Event) -> Resolved:
+        """Takes an event, and returns what comes of it."""
+        with self._lock:
+            if self._inbox is None or self._world is None:
+                reason = "no world has formed yet; send it again."
+                return Resolved(
+                    event=event, status="refused", cluster=None, reason=reason
+                )
+            found = self._inbox.put(event)
+            if found.status != "accepted":
+                return found
+            self._inbox.take()
+            if found.cluster is None:
+                self._inbox.settle(self._world)
+                return self._none_left(found)
+            wanted = self._wanted(self._world, found.cluster)
+        self._follow(wanted)
+        return found
+
+    def wrong(self, source: str, reason: str) -> None:
+        """Takes note of a message that is no event."""
+        self._notes.wrong(source, reason)
+
+    def _none_left(self, found: Resolved) -> Resolved:
+        reason = (
+            f"at least {self._limits.least} processes must stay (--min); `autopar "
+            "workers --stop` ends the run."
+        )
+        refused = dataclasses.replace(
+            found, status="refused", cluster=self._world, reason=reason
+        )
+        self._notes.note(refused)
+        return refused
+
+    def _check(self, cluster: Cluster) -> None:
+        """Checks that processes can make up a cluster.
+
+        Raises:
+          PlanError: they cannot.
+        """
+        devices, limits = self._devices, self._limits
+        there = ids_there(cluster)
+        processes, rest = divmod(len(there), devices)
+        if rest or (cluster.members is not None and _parts(there, devices)):
+            raise PlanError(
+                f"a process has {devices} devices, which come and go together."
+            )
+        if not limits.least <= processes <= limits.most:
+            raise PlanError(
+                f"{processes} processes: expected {limits.least} to {limits.most} "
+                "(--min, --max)."
+            )
+
+    def _wanted(self, world: Cluster, target: Cluster) -> Wanted:
+        """What makes a cluster of the world's."""
+        there = ids_there(target)
+        count = len(ids_there(world)) // self._devices
+        firsts = [k * self._devices for k in range(count)]
+        gone = [k for k, first in enumerate(firsts) if first not in there]
+        whole = dataclasses.replace(target, members=None)
+        changed = True
+        with contextlib.suppress(PlanError):
+            changed = cluster_of(whole, count, self._devices) != world
+        return Wanted(
+            processes=len(there) // self._devices,
+            gone=tuple(gone) if target.members is not None else (),
+            cluster=whole if changed else None,
+        )
+
+
+def _parts(there: set[int], devices: int) -> Sequence[int]:
+    """The processes of which only some devices are there."""
+    counts = collections.Counter(i // devices for i in there)
+    return [k for k, count in counts.items() if count != devices]

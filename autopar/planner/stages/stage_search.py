@@ -1,0 +1,264 @@
+"""Searches the layouts of each stage of a pipeline."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fnmatch
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+from jax.sharding import PartitionSpec
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.cost.pricer import Pricer
+from autopar.errors import PlanError
+from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.codecs.choose import joint, joint_uniform
+from autopar.planner.codecs.request import CodecRequest
+from autopar.planner.hints import (
+    Pins,
+    check_pinned,
+    fitting_meshes,
+    pin_restriction,
+    pinned_layouts,
+)
+from autopar.planner.options import PlanOptions
+from autopar.planner.problem import Restriction
+from autopar.planner.search import candidate_meshes, search
+from autopar.planner.stages.codecs import summed_once
+from autopar.progress import say
+from autopar.steps.analysis import Analysis
+from autopar.steps.stages import CutStep
+from autopar_passes.layer_loops.paths import whole_path
+from autopar_passes.layouts import Layout
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSite:
+    """Where a stage runs.
+
+    Attributes:
+      devices: positions in the cluster, in the order of the mesh.
+      cluster: these devices as a cluster.
+      mesh: its logical mesh; None: the best one.
+    """
+
+    devices: tuple[int, ...]
+    cluster: Cluster
+    mesh: MeshShape | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageHints:
+    """What is said of the layouts of all stages.
+
+    Attributes:
+      pins: pattern of an input's path -> its layout on the mesh of its stage.
+      axis_names: of the mesh of each stage.
+      max_axes: most axes of the mesh of a stage.
+      seconds: time limit of the search of a stage on one mesh.
+    """
+
+    pins: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
+    axis_names: tuple[str, ...] | None = None
+    max_axes: int | None = None
+    seconds: float | None = None
+
+    @property
+    def about_meshes(self) -> bool:
+        """Whether they say anything of meshes."""
+        names, most = self.axis_names, self.max_axes
+        return bool(self.pins) or names is not None or most is not None
+
+
+def hints_of(options: PlanOptions) -> StageHints:
+    """The hints of the options of planning."""
+    names = options.axis_names
+    return StageHints(
+        pins=dict(options.pins or {}),
+        axis_names=None if names is None else tuple(names),
+        max_axes=options.max_axes,
+        seconds=options.seconds,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StageSearch:
+    """The search of the stages of one pipeline.
+
+    Attributes:
+      cut: the step as stages.
+      sites: where the stages run.
+      hints: what is said of their layouts.
+      codecs: what was said about codecs, which layouts are found for; None: layouts
+        are found for gradients that are sent as they are.
+      known: what was searched before.
+    """
+
+    cut: CutStep
+    sites: tuple[StageSite, ...]
+    hints: StageHints
+    codecs: CodecRequest | None = None
+    known: dict[object, Candidate] = dataclasses.field(
+        default_factory=dict[object, Candidate]
+    )
+
+    def all(self, rooms: Sequence[float]) -> list[Candidate]:
+        """The best layouts of each stage; those of equal stages are searched once.
+
+        Args:
+          rooms: by stage, what a device may hold while one microbatch runs.
+
+        Raises:
+          InfeasibleError: a stage does not fit.
+          PlanError: a pin does not fit.
+        """
+        check_matches(self.cut, self.hints.pins)
+        found: dict[int, Candidate] = {}
+        count = len(self.sites)
+        # Pieces of one array lie alike on all stages; one in the middle decides.
+        middle = count // 2
+        for number in sorted(range(count), key=lambda k: k != middle):
+            say(f"planning stage {number + 1} of {count}")
+            site, analysis = self.sites[number], self.cut.stages[number]
+            pins = own_pins(analysis, self.hints.pins)
+            key = (
+                analysis.fingerprint,
+                site.cluster.fingerprint(),
+                site.mesh,
+                rooms[number],
+                tuple((path, str(spec)) for path, spec in pins.items()),
+            )
+            if key not in self.known:
+                like = found.get(middle)
+                self.known[key] = self.one(number, rooms[number], pins, like)
+            found[number] = _alike(analysis, self.known[key])
+        return [found[k] for k in range(count)]
+
+    def one(
+        self, number: int, room: float, pins: Pins, like: Candidate | None
+    ) -> Candidate:
+        """The best layouts of a stage.
+
+        Args:
+          number: of the stage.
+          room: bytes that a device may hold while one microbatch runs.
+          pins: those of its inputs.
+          like: of another stage with pieces of the same arrays, which lie here as
+            there.
+        """
+        site, analysis = self.sites[number], self.cut.stages[number]
+        meshes = self._meshes(analysis, site, pins)
+        lies = {} if like is None else _like(analysis, like)
+        if like is not None and lies:
+            meshes = [like.pricer.mesh]
+        restriction: Callable[[Pricer], Restriction] | None = None
+        if lies or pins:
+            restriction = lambda pricer: pin_restriction(  # noqa: E731
+                analysis, {**lies, **pinned_layouts(analysis, pins, pricer.mesh)}
+            )
+        device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
+        limited = dataclasses.replace(site.cluster, device=device)
+        seconds = self.hints.seconds
+        result = search(
+            analysis, limited, meshes=meshes, seconds=seconds, restriction=restriction
+        )
+        best = self._for_codecs(analysis, result, restriction)
+        check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
+        pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
+        return dataclasses.replace(best, pricer=pricer)
+
+    def _meshes(
+        self, analysis: Analysis, site: StageSite, pins: Pins
+    ) -> list[MeshShape] | None:
+        """The meshes that a stage may have; None: all of its devices'."""
+        hints = self.hints
+        if not hints.about_meshes:
+            return None if site.mesh is None else [site.mesh]
+        meshes = candidate_meshes(site.cluster, hints.max_axes, hints.axis_names)
+        return fitting_meshes(analysis, pins, meshes) if pins else meshes
+
+    def _for_codecs(
+        self,
+        analysis: Analysis,
+        result: SearchResult,
+        restriction: Callable[[Pricer], Restriction] | None,
+    ) -> Candidate:
+        """The best layouts where gradients are sent by codecs."""
+        asked, once = self.codecs, summed_once(analysis)
+        if asked is None:
+            return result.best
+        if asked.codec is None:
+            choice, _ = joint(
+                once,
+                result,
+                budget=asked.budget,
+                errors=asked.errors,
+                seconds=self.hints.seconds,
+                restriction=restriction,
+            )
+            return choice.candidate
+        with contextlib.suppress(PlanError):  # no gradient here can be sent by it
+            choice, _ = joint_uniform(
+                once,
+                result,
+                asked.codec,
+                seconds=self.hints.seconds,
+                restriction=restriction,
+            )
+            return choice.candidate
+        return result.best
+
+
+def own_pins(analysis: Analysis, pins: Pins) -> dict[str, PartitionSpec]:
+    """The pins of a stage's inputs, each by its path.
+
+    A pin of an array of stacked layers is one of its pieces.
+    """
+    out: dict[str, PartitionSpec] = {}
+    for given in analysis.graph.inputs:
+        for pattern, spec in pins.items():
+            if fnmatch.fnmatchcase(whole_path(given.path) or given.path, pattern):
+                out[_escaped(given.path)] = spec
+    return out
+
+
+def _escaped(path: str) -> str:
+    """A pattern that matches this path alone."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in path)
+
+
+def check_matches(cut: CutStep, pins: Pins) -> None:
+    """Raises `PlanError` where a pin is of no input of the step."""
+    paths = [
+        whole_path(given.path) or given.path
+        for stage in cut.stages
+        for given in stage.graph.inputs
+    ]
+    for pattern in pins:
+        if not any(fnmatch.fnmatchcase(path, pattern) for path in paths):
+            raise PlanError(
+                f"pin '{pattern}' matches no input of any stage; inputs are named like "
+                f"{', '.join(paths[:3])}."
+            )
+
+
+def _like(analysis: Analysis, other: Candidate) -> dict[int, Layout]:
+    """The layouts that another stage gives to its pieces of the same arrays."""
+    given = {
+        whole_path(i.path): i.value
+        for i in other.assignment.analysis.graph.inputs
+        if whole_path(i.path)
+    }
+    return {
+        i.value: other.assignment.home_layout(given[whole])
+        for i in analysis.graph.inputs
+        if (whole := whole_path(i.path)) in given
+    }
+
+
+def _alike(analysis: Analysis, other: Candidate) -> Candidate:
+    """The layouts of a stage for another one with the same program."""
+    assignment = dataclasses.replace(other.assignment, analysis=analysis)
+    return dataclasses.replace(other, assignment=assignment)

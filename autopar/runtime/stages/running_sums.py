@@ -1,0 +1,157 @@
+"""The running sums of a stage: how they start, and the values that they end as."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from autopar.compression.codecs.blocks import WITH_BARRIERS
+from autopar.runtime.gradients.synchroniser import CodecSynchroniser
+from autopar.runtime.stages.stage import Sent, Stage, sum_dtype, wide
+from autopar_passes.replay.segments import Now
+from autopar_passes.sums.stacked import Stacked, stack
+
+
+def zeros_code(stage: Stage, values: Sequence[int]) -> Any:
+    """A jitted function without arguments that starts running sums."""
+    structs = [wide(stage.struct(v)) for v in values]
+    return jax.jit(
+        lambda: [jnp.zeros(s.shape, s.dtype) for s in structs],
+        out_shardings=[s.sharding for s in structs],
+    )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Ending:
+    """How the running sums of a stage end.
+
+    Attributes:
+      stage: the stage.
+      scales: value -> what its running sum is multiplied by.
+      held: the values that its own updates read.
+      sent: the values that go to other stages.
+    """
+
+    stage: Stage
+    scales: Mapping[int, float]
+    held: Sequence[int]
+    sent: Sequence[Sent]
+
+    @functools.cached_property
+    def structs(self) -> dict[int, jax.ShapeDtypeStruct]:
+        return {v: self.stage.struct(v) for v in self.scales}
+
+    def scaled(self, value: int, total: Any) -> Any:
+        factor = jnp.asarray(self.scales[value], total.dtype)
+        found = total if self.scales[value] == 1 else total * factor
+        return found.astype(self.structs[value].dtype)
+
+    def whole(self, value: int, array: Any) -> Any:
+        """A value whose sum over devices is taken."""
+        after = self.stage.settled
+        partial = after.assignment.stacked(value)
+        if partial is None:
+            return array
+        waiting = stack(array, *partial, after.mesh)
+        return Now(after.assignment, after.mesh).take({value: waiting})[value]
+
+    def ended(
+        self, totals: Sequence[Any], codecs: CodecSynchroniser | None
+    ) -> list[Any]:
+        known = dict(zip(self.scales, totals, strict=True))
+        made = {v: self.scaled(v, total) for v, total in known.items()}
+        if codecs is not None:
+            made |= _by_codecs(self.stage, codecs, made)
+        outside = [self.whole(v, made[v]) for send in self.sent for v in send.values]
+        return [*(made[v] for v in self.held), *outside]
+
+    def plain(self, *totals: Any) -> list[Any]:
+        return self.ended(totals, None)
+
+    def coded(self, step: Any, states: Any, *totals: Any) -> Any:
+        assert self.stage.sums is not None
+        codecs = CodecSynchroniser(self.stage.sums, {"step": step, "gradients": states})
+        made = self.ended(totals, codecs)
+        return made, codecs.new, codecs.telemetry(), codecs.taken()
+
+    @property
+    def taken(self) -> list[int]:
+        """The running sums whose memory the values take over."""
+        return [
+            k
+            for k, (v, struct) in enumerate(self.structs.items())
+            if v in self.held
+            and v not in self.stage.coded
+            and sum_dtype(struct.dtype) == struct.dtype
+        ]
+
+
+def finish_code(
+    stage: Stage,
+    scales: Mapping[int, float],
+    held: Sequence[int],
+    sent: Sequence[Sent],
+) -> Any:
+    """A jitted function from running sums to the values that they are of.
+
+    Where the stage has codecs it takes the number of the step and their state first,
+    and returns the values, the new state, telemetry and the levels that were taken.
+
+    Args:
+      stage: the stage.
+      scales: value -> what its running sum is multiplied by.
+      held: the values that its own updates read, which stay partial over devices but
+        for those that codecs sum.
+      sent: the values that go to other stages, whose sums are taken here.
+    """
+    ending = _Ending(stage, scales, held, sent)
+    leave: Any = [
+        *(stage.settled.sharding(v) for v in held),
+        *(where for send in sent for where in send.source),
+    ]
+    if stage.sums is None:
+        return jax.jit(
+            ending.plain, out_shardings=leave, donate_argnums=tuple(ending.taken)
+        )
+    return jax.jit(
+        ending.coded,
+        out_shardings=(leave, stage.sums.shardings()["gradients"], None, None),
+        donate_argnums=tuple(k + 2 for k in ending.taken),
+        compiler_options=_with_barriers(stage),
+    )
+
+
+def _by_codecs(
+    stage: Stage, codecs: CodecSynchroniser, partials: Mapping[int, Any]
+) -> dict[int, Any]:
+    """The whole gradients of a stage, bucket by bucket.
+
+    Args:
+      stage: the stage.
+      codecs: sums them.
+      partials: the stacked partial gradients, by value.
+    """
+    assert stage.sums is not None
+    whole: dict[int, Any] = {}
+    for value in stage.sums.members:
+        if value in whole:
+            continue
+        together, bucket = codecs.takes(value), dict[int, Stacked]()
+        for member in stage.sums.members:
+            if member in together:
+                partial = stage.assignment.stacked(member)
+                assert partial is not None
+                bucket[member] = stack(partials[member], *partial, stage.mesh)
+        whole |= codecs.take(bucket)
+    return whole
+
+
+def _with_barriers(stage: Stage) -> dict[str, str] | None:
+    """Options that keep what a codec is to send from being computed again, on CPUs."""
+    on_cpu = stage.mesh.devices.flat[0].platform == "cpu"
+    return {**(stage.options or {}), **WITH_BARRIERS} if on_cpu else None

@@ -1,0 +1,357 @@
+"""Five small trainings share a local Ray cluster of four raylets, under two policies.
+
+Usage: python benchmarks/ray_schedule.py [--policies goodput,fifo] [--keep FOLDER]
+
+The trainings arrive over time. One raylet is killed and one is added on the way. Steps
+are paced by a plan's seconds, as all raylets share this machine's cores. Prints the
+average completion of each policy beside the simulator's prediction, which has the same
+policy, curves, arrivals and costs of moves. These costs are measured by a training of
+its own before. Exits with 1 where a training does not finish, or its last loss is not
+that of an undisturbed run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from typing import Any
+
+import ray
+from ray import cluster_utils
+from ray_pace import seconds_of
+
+from autopar.dispatch.clusters import RayCluster
+from autopar.dispatch.running import ProcessRuns
+from autopar.dispatch.specs import Handed, JobSpec
+from autopar.dispatch.store import JobRecord, Store
+from autopar.goodput.curves import CurvePoint, CurveTable
+from autopar.scheduler.jobs import Job
+from autopar.scheduler.nodes import Nodes
+from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.simulator.curve_job import CurveJob, Moves
+from autopar.scheduler.simulator.engine import NodeEvent, Options, simulate
+from autopar.scheduler.simulator.metrics import metrics
+
+HERE = pathlib.Path(__file__).parent
+SCRIPT = HERE / "ray_schedule_script.py"
+NODES, BATCH, LIMIT_S = 4, 24, 900.0
+INTERVAL_S, KILL_S, ADD_S = 10.0, 62.0, 122.0
+# Number of the node that is killed, as policies know it.
+KILLED = 1
+# Ray shows a node that was killed as alive for so long (docs/elastic_ray.md).
+UNSEEN_S = 15.0
+TOLERANCE = 1e-4
+_STARTS = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """One of the trainings: steps, seconds of each on one device, what it asks for."""
+
+    name: str
+    at_s: float
+    steps: int
+    one_s: float
+    asks: int
+
+
+TRAININGS = (
+    Training("wide", 0.0, 100, 3.0, 4),
+    Training("small", 15.0, 40, 1.5, 1),
+    Training("pair", 35.0, 60, 2.0, 2),
+    Training("late", 65.0, 80, 2.4, 4),
+    Training("short", 85.0, 24, 1.6, 2),
+)
+
+
+def curve_of(one_s: float) -> CurveTable:
+    """The curve of a training: its goodput on 1 to 4 nodes."""
+    points = [
+        CurvePoint(
+            cluster=f"{n}x1:cpu", kind="cpu", nodes=n, devices=n, batch=BATCH,
+            step_s=seconds_of(one_s, n), goodput=BATCH / seconds_of(one_s, n),
+        )
+        for n in range(1, NODES + 1)
+    ]  # fmt: skip
+    return CurveTable(points=tuple(points), base_batch=BATCH)
+
+
+class Raylets:
+    """A head that takes no workers, and raylets of one CPU."""
+
+    def __init__(self) -> None:
+        """Starts them."""
+        self.cluster = cluster_utils.Cluster()
+        self.nodes: list[Any] = []
+        self.add(num_cpus=0, include_dashboard=False)
+        for _ in range(NODES):
+            self.add()
+
+    def add(self, **options: Any) -> None:
+        """Adds a raylet; one gives up after 15 s, which a busy machine may need."""
+        for attempt in range(_STARTS):
+            try:
+                self.nodes.append(self.cluster.add_node(**{"num_cpus": 1, **options}))
+                return
+            except Exception:
+                if attempt + 1 == _STARTS:
+                    raise
+
+    def kill(self, name: str) -> None:
+        """Kills the raylet of a node by SIGKILL."""
+        (node,) = (x for x in self.nodes if x.node_id == name)
+        for info in node.all_processes["raylet"]:
+            os.kill(info.process.pid, signal.SIGKILL)
+
+    def close(self) -> None:
+        """Ends all."""
+        self.cluster.shutdown()
+
+
+def words(folder: pathlib.Path, name: str, steps: int, one_s: float) -> list[str]:
+    """Arguments of the training script."""
+    return [str(folder / f"losses-{name}"), str(steps), "16", "2", str(one_s)]
+
+
+def written(folder: pathlib.Path, name: str) -> list[tuple[int, float, float, int]]:
+    """Step, loss, time and devices of every step that was done, by time."""
+    found: list[tuple[int, float, float, int]] = []
+    for path in folder.glob(f"losses-{name}.*"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                found.append(tuple(json.loads(line)))
+    return sorted(found, key=lambda x: x[2])
+
+
+def measured(folder: pathlib.Path, address: str) -> Moves:
+    """What moves take: a training of its own starts, grows and shrinks, twice."""
+    words_ = words(folder, "moves", 100000, 1.0)
+    spec = JobSpec(name="moves", script=str(SCRIPT), args=tuple(words_), max=NODES)
+    cluster = RayCluster(address)
+    try:
+        names = [place.name for place in cluster.places()]
+    finally:
+        cluster.close()
+    runs = ProcessRuns(folder / "moves", {"name": "ray", "address": address})
+    handed = Handed(spec=spec, folder=str(HERE))
+    job = JobRecord(name="moves", handed=handed, attempt=1, places={names[0]: 1})
+    starts: list[float] = []
+    joins: list[float] = []
+    pauses: list[float] = []
+
+    def until(done: Any) -> list[tuple[int, float, float, int]]:
+        end = time.time() + LIMIT_S / 4
+        while not done(found := written(folder, "moves")):
+            assert time.time() < end, (folder / "moves/moves/output").read_text()
+            time.sleep(0.1)
+        return found
+
+    for attempt in (1, 2):
+        begun = time.time()
+        job = dataclasses.replace(job, attempt=attempt, places={names[0]: 1})
+        runs.start(job)
+        steps = until(lambda x, t=begun: x and x[-1][2] > t)
+        starts.append(next(x[2] for x in steps if x[2] > begun) - begun)
+        for count in (2, 4, 1):
+            time.sleep(3.0)
+            asked, before = time.time(), sum(job.places.values())
+            job = dataclasses.replace(job, places=dict.fromkeys(names[:count], 1))
+            assert runs.move(job) == ""
+            steps = until(lambda x, n=count: x[-1][3] == n)
+            first = next(
+                k for k, x in enumerate(steps) if x[2] > asked and x[3] == count
+            )
+            pause = steps[first][2] - steps[first - 1][2] - seconds_of(1.0, before)
+            pauses.append(max(pause, 0.0))
+            if count > before:
+                joins.append(max(steps[first - 1][2] - asked, 0.0))
+        assert runs.suspend(job) == ""
+        while runs.look(job).ending is None:
+            time.sleep(0.1)
+    return Moves(
+        start_s=statistics.mean(starts),
+        join_s=statistics.mean(joins),
+        change_s=statistics.mean(pauses),
+    )
+
+
+def table(folder: pathlib.Path) -> pathlib.Path:
+    """Writes the table of jobs, and their curves."""
+    lines: list[str] = []
+    for t in TRAININGS:
+        curve_of(t.one_s).save(folder / f"{t.name}.json")
+        given = json.dumps(words(folder, t.name, t.steps, t.one_s))
+        lines += [
+            "[[job]]", f'name = "{t.name}"', f'script = "{SCRIPT}"',
+            f"args = {given}", f"submitted_s = {t.at_s}", f"devices = {t.asks}",
+            f"max = {NODES}", f'curve = "{t.name}.json"', "save_every = 10",
+        ]  # fmt: skip
+    path = folder / "jobs.toml"
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def scheduled(
+    folder: pathlib.Path, raylets: Raylets, policy: str, moves: Moves
+) -> dict[str, Any]:
+    """Runs the trainings under a policy; returns when each was done."""
+    folder.mkdir(parents=True, exist_ok=True)
+    state = folder / "state"
+    given = ["--backend=ray", f"--address={raylets.cluster.address}"]
+    given += [f"--policy={policy}", f"--state={state}", f"--interval={INTERVAL_S}"]
+    given += [f"--start-cost={moves.start_s}", f"--change-cost={moves.change_s}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "autopar", "schedule", str(table(folder)), *given],
+        stdout=open(folder / "output", "w"),  # noqa: SIM115 (for the child)
+        stderr=subprocess.STDOUT,
+    )
+    try:
+        begin_s = _begin(state / "state.sqlite", process)
+        time.sleep(max(begin_s + KILL_S - time.time(), 0.0))
+        raylets.kill(_names(state / "state.sqlite")[KILLED])
+        time.sleep(max(begin_s + ADD_S - time.time(), 0.0))
+        raylets.add()
+        process.wait(LIMIT_S)
+    finally:
+        if process.poll() is None:
+            process.kill()
+    store = Store(state / "state.sqlite", reads=True)
+    jobs = store.jobs()
+    store.close()
+    spent: dict[str, Any] = {}
+    for t in TRAININGS:
+        last = written(folder, t.name)[-1]
+        spent[t.name] = {
+            "state": jobs[t.name].state,
+            "moves": jobs[t.name].moves,
+            "completion_s": last[2] - begin_s - t.at_s,
+            "last_step": last[0] + 1,
+            "last_loss": last[1],
+        }
+    return spent
+
+
+def _names(path: pathlib.Path) -> list[str]:
+    """The nodes, by the numbers that policies know them by."""
+    store = Store(path, reads=True)
+    found = [name for name, _, _ in store.nodes()]
+    store.close()
+    return found
+
+
+def _begin(path: pathlib.Path, process: subprocess.Popen[bytes]) -> float:
+    """When the scheduler made its first decision."""
+    while process.poll() is None:
+        with contextlib.suppress(Exception):
+            store = Store(path, reads=True)
+            begin = store.fact("begin_s")
+            store.close()
+            if begin is not None:
+                return float(begin)
+        time.sleep(0.1)
+    raise RuntimeError((path.parent.parent / "output").read_text())
+
+
+def predicted(policy: str, moves: Moves) -> dict[str, float]:
+    """The completion of each training in the simulator.
+
+    Its first decision is one interval after its beginning: all times are that later.
+    """
+    events = (
+        NodeEvent(at_s=0.0, node=NODES, away=True),
+        NodeEvent(at_s=INTERVAL_S + KILL_S + UNSEEN_S, node=KILLED, away=True),
+        NodeEvent(at_s=INTERVAL_S + ADD_S, node=NODES, away=False),
+    )
+    options = Options(interval_s=INTERVAL_S, events=events)
+    jobs = [
+        CurveJob(
+            Job(
+                name=t.name, application=SCRIPT.name, submitted_s=INTERVAL_S + t.at_s,
+                devices=t.asks, batch=BATCH, steps=t.steps,
+            ),
+            curve_of(t.one_s).on("cpu"),
+            NODES,
+            moves,
+        )
+        for t in TRAININGS
+    ]  # fmt: skip
+    nodes = Nodes.parse(f"{NODES + 1}x1:cpu")
+    history = simulate(jobs, nodes, policy_of(policy), options)
+    assert not metrics(history).failed
+    return {
+        job.job.name: (job.completed_s or 0.0) - job.job.submitted_s
+        for job in history.jobs
+    }
+
+
+def undisturbed(folder: pathlib.Path) -> dict[str, float]:
+    """The last loss of each training, alone and without a pace."""
+    found: dict[str, float] = {}
+    for t in TRAININGS:
+        given = words(folder, f"plain-{t.name}", t.steps, 0.0)
+        subprocess.run([sys.executable, str(SCRIPT), *given], check=True)
+        found[t.name] = written(folder, f"plain-{t.name}")[-1][1]
+    return found
+
+
+def main() -> None:
+    """Runs and reports."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--policies", default="goodput,fifo")
+    parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
+    given = parser.parse_args()
+    os.environ |= {"SOAK_SPLIT": "0", "JAX_PLATFORMS": "cpu"}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = (given.keep or pathlib.Path(temporary)).absolute()
+        folder.mkdir(parents=True, exist_ok=True)
+        sys.exit(report(folder, given.policies.split(",")))
+
+
+def report(folder: pathlib.Path, policies: list[str]) -> int:
+    """Prints what was found; returns the exit code."""
+    plain = undisturbed(folder)
+    result: dict[str, Any] = {"ray": ray.__version__}
+    good = True
+    for policy in policies:
+        raylets = Raylets()
+        try:
+            moves = measured(folder / policy, raylets.cluster.address)
+            found = scheduled(folder / policy, raylets, policy, moves)
+        finally:
+            raylets.close()
+        expected = predicted(policy, moves)
+        mean = statistics.mean(x["completion_s"] for x in found.values())
+        wanted = statistics.mean(expected.values())
+        for t in TRAININGS:
+            mine = found[t.name]
+            mine["predicted_s"] = expected[t.name]
+            mine["loss_apart"] = abs(mine["last_loss"] / plain[t.name] - 1)
+            done = mine["state"] == "done" and mine["last_step"] == t.steps
+            good = good and done and mine["loss_apart"] < TOLERANCE
+        result[policy] = {
+            "moves": dataclasses.asdict(moves),
+            "average_completion_s": mean,
+            "predicted_s": wanted,
+            "error": wanted / mean - 1,
+            "jobs": found,
+        }
+        print(json.dumps({policy: result[policy]}, indent=1), flush=True)
+    if {"goodput", "fifo"} <= result.keys():
+        ours, fifo = (result[p]["average_completion_s"] for p in ("goodput", "fifo"))
+        result["faster_than_fifo"] = fifo / ours
+    print(json.dumps({k: v for k, v in result.items() if k not in policies}))
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,44 @@
+"""The training script of `ray_schedule.py`: that of `soak.py`, at the pace of a plan.
+
+Usage: ray_schedule_script.py OUT STEPS WIDTH DEPTH SECONDS
+Four raylets share two cores, so that more processes make no step faster. A step takes
+`ray_pace.seconds_of` instead: a plan's seconds on as many devices as there are.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import time
+
+import jax
+import soak_script as script
+from ray_pace import seconds_of
+
+import autopar
+
+
+def main() -> None:
+    """Trains, and writes every step down."""
+    one_s = float(sys.argv[5])
+    run = autopar.elastic(
+        script.train_step,
+        script.create_state,
+        script.source,
+        batch=24,
+        steps=script.STEPS,
+        args=(jax.random.key(0),),
+        survive=script.SURVIVE,
+    )
+    with open(f"{script.OUT}.{os.getpid()}", "a") as file:
+        for done in run:
+            devices = math.prod(run.plan.axis_sizes)
+            line = [done.step, float(done.result), time.time(), devices]
+            print(json.dumps(line), file=file, flush=True)
+            time.sleep(max(seconds_of(one_s, devices) - done.seconds, 0.0))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,100 @@
+"""The processes of a real job: killed, found again, suspended, and gone on with."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import pathlib
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+from checkout import ROOT
+
+from autopar.dispatch.backend import Look
+from autopar.dispatch.running import ProcessRuns
+from autopar.dispatch.specs import Handed, JobSpec
+from autopar.dispatch.store import JobRecord
+from autopar.dispatch.supervising import holder
+from autopar.elastic.processes.messages import SUSPENDED
+
+SCRIPT = ROOT / "tests" / "support" / "elastic_script.py"
+STEPS, LIMIT_S = 200, 120.0
+
+
+class Watched:
+    """A job, and all that was seen of it."""
+
+    def __init__(self, folder: pathlib.Path, job: Handed) -> None:
+        self.folder, self.steps = folder, list[int]()
+        self.record = JobRecord(
+            name=job.spec.name, handed=job, attempt=1, places={"node0": 1}
+        )
+        self.runs = ProcessRuns(folder, {"name": "local"})
+
+    def wait(self, done: Callable[[Look], bool]) -> Look:
+        end = time.monotonic() + LIMIT_S
+        while True:
+            look = self.runs.look(self.record)
+            self.steps += [line["step"] for line in look.lines]
+            if done(look):
+                return look
+            output = self.folder / self.record.name / "output"
+            assert time.monotonic() < end, output.read_text()
+            time.sleep(0.05)
+
+    def change(self, **fields: object) -> None:
+        self.record = dataclasses.replace(self.record, **fields)
+
+    @property
+    def supervisor(self) -> int:
+        return holder(self.folder / self.record.name / "lock")
+
+
+@pytest.fixture
+def places(monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = (ROOT, ROOT / "solver", ROOT / "passes", ROOT / "tests" / "support")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, folders)))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+
+
+@pytest.mark.usefixtures("places")
+def test_a_job_is_killed_found_suspended_and_gone_on_with(
+    tmp_path: pathlib.Path,
+) -> None:
+    losses = tmp_path / "losses"
+
+    def job(pace_s: str) -> Handed:
+        words = (str(losses), str(STEPS), "0", pace_s)
+        spec = JobSpec(name="one", script=str(SCRIPT), args=words)
+        return Handed(spec=spec, folder=str(tmp_path))
+
+    seen = Watched(tmp_path / "jobs", job("0.3"))
+    seen.runs.start(seen.record)
+    seen.wait(lambda look: bool(look.lines))
+    os.kill(seen.supervisor, signal.SIGKILL)
+    look = seen.wait(lambda look: not look.alive)
+    assert look.ending is None
+    seen.runs.start(seen.record)  # its workers are found, and go on
+    seen.wait(lambda look: look.wanted == 1)
+    assert seen.runs.suspend(seen.record) == ""
+    look = seen.wait(lambda look: look.ending is not None)
+    assert look.ending is not None
+    assert look.ending.code == SUSPENDED
+    first = max(seen.steps)
+    assert 0 < first < STEPS
+    seen.change(attempt=2, places={"node1": 1}, handed=job("0"))
+    seen.runs.start(seen.record)
+    look = seen.wait(lambda look: look.ending is not None)
+    assert look.ending is not None
+    assert look.ending.code == 0
+    assert seen.steps[-1] == STEPS
+    found = [
+        json.loads(line)[0]
+        for path in tmp_path.glob("losses.*")
+        if path.suffix != ".ledger"
+        for line in path.read_text().splitlines()
+    ]
+    assert sorted(found) == list(range(STEPS))

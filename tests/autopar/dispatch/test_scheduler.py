@@ -1,0 +1,241 @@
+"""Rounds of a scheduler over imitated jobs: moves, deaths, kills of the scheduler."""
+
+from __future__ import annotations
+
+import pathlib
+import sqlite3
+
+import pytest
+from dispatching import BATCH, World, handed
+
+from autopar.dispatch.backend import Ending, Place
+from autopar.dispatch.scheduler import Settings
+from autopar.dispatch.store import Store
+from autopar.errors import ScheduleError
+
+
+def two(folder: pathlib.Path, **fields: object) -> World:
+    """A long job, and one that is handed in 15 s later."""
+    jobs = [handed("one", max=4), handed("two", max=4, submitted_s=15.0)]
+    return World(folder, jobs, {"one": 300, "two": 60}, **fields)  # pyright: ignore
+
+
+def test_a_job_takes_all_shrinks_for_another_and_grows_again(
+    tmp_path: pathlib.Path,
+) -> None:
+    world = two(tmp_path)
+    world.rounds(2)
+    assert world.given() == {"one": 4}
+    assert world.states()["two"] == "pending"
+    world.rounds(1)
+    assert world.given() == {"one": 2, "two": 2}
+    assert world.trainings.started == [("one", 1), ("two", 1)]
+    world.scheduler.run()
+    assert set(world.states().values()) == {"done"}
+    moves = [sum(places.values()) for name, places in world.trainings.moved]
+    assert moves[0] == 2
+    assert moves[-1] == 4
+
+
+def test_no_device_is_given_out_twice(tmp_path: pathlib.Path) -> None:
+    world = two(tmp_path)
+    for _ in range(12):
+        world.rounds(1)
+        used = [p for job in world.scheduler.jobs.values() for p in job.places]
+        assert len(used) == len(set(used))
+
+
+def test_a_preempted_job_goes_on_later(tmp_path: pathlib.Path) -> None:
+    """The one that was served least runs; the other saves, and waits."""
+    jobs = [handed("one", devices=4), handed("two", devices=4, submitted_s=15.0)]
+    world = World(tmp_path, jobs, {"one": 2000, "two": 30}, policy="gavel")
+    world.rounds(45)
+    assert world.states()["two"] == "done"
+    assert world.trainings.started == [("one", 1), ("two", 1), ("one", 2)]
+    assert world.scheduler.jobs["one"].moves == 1
+    before = world.scheduler.jobs["one"].step
+    assert before > 360 * 26 / BATCH * 0.9
+    world.scheduler.run()
+    assert world.scheduler.jobs["one"].step == 2000
+
+
+@pytest.mark.parametrize("rounds", range(1, 12))
+def test_a_scheduler_that_is_killed_loses_no_job(
+    rounds: int, tmp_path: pathlib.Path
+) -> None:
+    """Jobs that run are found again, ended ones stay ended; no job starts twice."""
+    world = two(tmp_path)
+    world.rounds(rounds)
+    before = world.states()
+    world.clock.sleep(4.0)
+    again = world.again()
+    assert world.states() == before
+    again.run()
+    assert set(world.states().values()) == {"done"}
+    assert world.trainings.started == [("one", 1), ("two", 1)]
+    spans = again._store.spans()  # pyright: ignore[reportPrivateUsage]
+    assert all(span["end_s"] is not None for span in spans)
+
+
+def test_a_start_that_was_decided_and_not_done_is_done(tmp_path: pathlib.Path) -> None:
+    """The scheduler died between the store and the start of the job's process."""
+    world = two(tmp_path)
+    world.rounds(1)
+    world.trainings.of.clear()
+    world.trainings.started.clear()
+    world.again()
+    assert world.trainings.started == [("one", 1)]
+
+
+def test_a_move_that_was_not_told_is_told_again(tmp_path: pathlib.Path) -> None:
+    world = two(tmp_path)
+    world.rounds(2)
+    world.trainings.deaf.add("one")
+    world.rounds(1)
+    assert world.trainings.moved == []
+    world.trainings.deaf.clear()
+    world.rounds(1)
+    (name, places) = world.trainings.moved[0]
+    assert (name, places) == ("one", world.scheduler.jobs["one"].places)
+
+
+def test_a_job_that_dies_at_its_start_fails_alone(tmp_path: pathlib.Path) -> None:
+    world = two(tmp_path)
+    why = "worker 0 ended with code 3 before it joined the run"
+    world.trainings.fails["two"] = Ending(code=3, reason=why)
+    world.scheduler.run()
+    assert world.states() == {"one": "done", "two": "failed"}
+    assert world.scheduler.jobs["two"].reason == why
+    assert any("job two is failed" in text for text in world.said)
+
+
+def test_a_job_whose_loss_is_nan_at_its_end_has_failed(tmp_path: pathlib.Path) -> None:
+    world = two(tmp_path)
+    world.trainings.losses["two"] = float("nan")
+    world.scheduler.run()
+    assert world.states() == {"one": "done", "two": "failed"}
+    assert world.scheduler.jobs["two"].reason == (
+        "its loss is not finite after 60 steps"
+    )
+
+
+def test_a_job_that_loses_its_workers_starts_again(tmp_path: pathlib.Path) -> None:
+    """Three losses in a row without a step are too many; a step begins anew."""
+    world = two(tmp_path)
+    world.rounds(3)
+    for attempt in (2, 3, 4):
+        world.trainings.lose("one")
+        world.rounds(2)
+        assert world.scheduler.jobs["one"].attempt == attempt
+    for _ in range(3):
+        world.scheduler.round()
+        world.trainings.lose("one")
+    world.scheduler.round()
+    assert world.states()["one"] == "failed"
+    assert "workers are left" in world.scheduler.jobs["one"].reason
+    world.scheduler.run()
+    assert world.states()["two"] == "done"
+
+
+class TestNodes:
+    def test_a_job_goes_on_without_a_node_that_leaves(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        world = World(tmp_path, [handed("one", max=4)], {"one": 400})
+        world.rounds(2)
+        gone = world.cluster.found.pop(1)
+        world.rounds(1)
+        assert gone.name not in world.scheduler.jobs["one"].places
+        assert world.given() == {"one": 3}
+        assert world.trainings.started == [("one", 1)]
+        world.cluster.found.append(Place("n9", 1))
+        world.rounds(1)
+        assert world.given() == {"one": 4}
+
+    def test_a_policy_that_changes_nothing_gives_what_was_asked_for(
+        self, tmp_path: pathlib.Path
+    ) -> None:
+        """On fewer devices it waits until there are enough again."""
+        world = World(tmp_path, [handed("one", devices=4)], {"one": 400}, policy="fifo")
+        world.rounds(2)
+        gone = world.cluster.found.pop()
+        world.rounds(1)
+        assert world.states() == {"one": "waiting"}
+        world.cluster.found.append(gone)
+        world.rounds(1)
+        assert world.given() == {"one": 4}
+        assert world.trainings.started == [("one", 1), ("one", 2)]
+
+    def test_no_node_at_all(self, tmp_path: pathlib.Path) -> None:
+        world = World(tmp_path, [handed("one", max=4)], {"one": 100})
+        world.rounds(2)
+        found, world.cluster.found = world.cluster.found, []
+        world.trainings.lose("one")
+        world.rounds(2)
+        assert world.states() == {"one": "waiting"}
+        world.cluster.found = found
+        world.scheduler.run()
+        assert world.states() == {"one": "done"}
+
+
+def test_a_job_that_does_not_give_its_devices_back_is_killed(
+    tmp_path: pathlib.Path,
+) -> None:
+    jobs = [handed("one", devices=4), handed("two", devices=4, submitted_s=15.0)]
+    world = World(tmp_path, jobs, {"one": 5000, "two": 30}, policy="gavel")
+    world.rounds(30)
+    world.trainings.deaf.add("one")
+    world.rounds(12)
+    assert any("is killed" in text for text in world.said)
+    assert world.trainings.started == [("one", 1), ("two", 1), ("one", 2)]
+    assert world.states() == {"one": "running", "two": "done"}
+
+
+def test_decisions_are_kept_with_their_reasons(tmp_path: pathlib.Path) -> None:
+    world = two(tmp_path)
+    world.scheduler.run()
+    store = Store(world.path, reads=True)
+    decisions = store.decisions()
+    assert {line["job"] for line in decisions} == {"one", "two"}
+    assert all("configurations" in line["compared"] for line in decisions)
+    starts = [x["cost_s"] for x in decisions if not x["kept"]]
+    moves = [x["cost_s"] for x in decisions if x["kept"] and x["devices"]]
+    assert set(starts) == {5.0}
+    assert set(moves) <= {1.0}
+
+
+def test_progress_and_service_are_counted(tmp_path: pathlib.Path) -> None:
+    world = World(tmp_path, [handed("one", max=2)], {"one": 60})
+    world.rounds(3)
+    job = world.scheduler.jobs["one"]
+    assert job.served_device_s == pytest.approx(40.0)
+    assert (job.step, job.position) == (37, 37 * BATCH)
+    assert job.tried == 2
+
+
+def test_a_store_of_another_version_is_refused(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "state.sqlite"
+    Store(path).close()
+    with sqlite3.connect(path) as file:
+        file.execute("update facts set value = '9' where key = 'schema'")
+    with pytest.raises(ScheduleError, match=r"schema 9.*another --state"):
+        Store(path)
+    with pytest.raises(ScheduleError, match="no scheduler's state"):
+        Store(tmp_path / "other.sqlite", reads=True)
+
+
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan")])
+def test_an_interval_that_cannot_be(seconds: float) -> None:
+    with pytest.raises(ScheduleError, match="the interval is"):
+        Settings(interval_s=seconds)
+
+
+def test_a_job_waits_rather_than_run_on_too_few(tmp_path: pathlib.Path) -> None:
+    """An equal share is below what it can use, until the other has ended."""
+    jobs = [handed("one", devices=3, min=3), handed("two", devices=3, max=4)]
+    world = World(tmp_path, jobs, {"one": 60, "two": 60}, policy="fair")
+    world.rounds(1)
+    assert world.given() == {"two": 2}
+    assert any("below min = 3" in text for text in world.said)
+    world.scheduler.run()
+    assert set(world.states().values()) == {"done"}

@@ -1,0 +1,139 @@
+"""Events of a run of several processes: each is a host of the cluster."""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from typing import Any
+
+import pytest
+
+from autopar import Cluster
+from autopar.elastic.events import Event
+from autopar.elastic.processes.listening import Listening, Wanted
+from autopar.elastic.processes.members import Limits
+
+
+class Notes:
+    def __init__(self) -> None:
+        self.notes: list[Any] = []
+
+    def note(self, found: Any) -> None:
+        self.notes.append(found.status)
+
+    def wrong(self, source: str, reason: str) -> None:
+        self.notes.append(reason)
+
+
+class Heard:
+    """Four processes of two devices."""
+
+    def __init__(self, cluster: str = "4x2:h100", events: Any = ()) -> None:
+        self.wanted: list[Wanted] = []
+        self.notes = Notes()
+        limits = Limits(processes=4, least=1, most=6)
+        self.listening = Listening(limits, self.notes, self.wanted.append)
+        self.form(cluster, events)
+
+    def form(self, cluster: str, events: Any = ()) -> None:
+        data = Cluster.parse(cluster).to_data()
+        self.listening.formed({"cluster": data, "devices": 2, "events": events})
+
+    def put(self, data: Any) -> Any:
+        return self.listening.put(Event.from_data(data))
+
+
+@pytest.mark.parametrize(
+    ("data", "processes", "gone"),
+    [
+        ({"kind": "gone", "hosts": [1]}, 3, (1,)),
+        ({"kind": "gone", "hosts": ["host0", "host3"]}, 2, (0, 3)),
+        ({"kind": "gone", "devices": [4, 5]}, 3, (2,)),
+        ({"kind": "added", "hosts": ["host4", "host5"]}, 6, ()),
+        ("2x2:h100", 2, ()),
+    ],
+)
+def test_what_comes_of_an_event(data: Any, processes: int, gone: Any) -> None:
+    heard = Heard()
+    assert heard.put(data).status == "accepted"
+    assert heard.wanted == [Wanted(processes, gone, None)]
+
+
+def test_a_flat_cluster() -> None:
+    heard = Heard("8:cpu")
+    assert heard.put("4:cpu").status == "accepted"
+    assert heard.put({"kind": "gone", "devices": [2, 3]}).status == "accepted"
+    assert [(x.processes, x.gone) for x in heard.wanted] == [(2, ()), (1, (1, 2, 3))]
+
+
+def test_what_goes_and_comes_back_before_a_world_has_formed() -> None:
+    heard = Heard()
+    heard.put({"kind": "gone", "hosts": [1]})
+    assert heard.put({"kind": "added", "hosts": [1]}).status == "accepted"
+    assert (heard.wanted[-1].processes, heard.wanted[-1].gone) == (4, ())
+
+
+def test_worlds_that_form_are_what_later_events_mean() -> None:
+    heard = Heard()
+    heard.put({"kind": "gone", "hosts": [0]})
+    heard.form("3x2:h100")
+    assert heard.put({"kind": "gone", "hosts": [0]}).status == "accepted"
+    assert (heard.wanted[-1].processes, heard.wanted[-1].gone) == (2, (0,))
+
+
+def test_a_link_that_was_measured() -> None:
+    heard = Heard()
+    level = Cluster.parse("4x2:h100").levels[0].name
+    found = heard.put({"kind": "link", "level": level, "bandwidth_bytes_per_s": 1e6})
+    assert found.status == "accepted"
+    (wanted,) = heard.wanted
+    assert (wanted.processes, wanted.gone) == (4, ())
+    assert wanted.cluster is not None
+    assert wanted.cluster.levels[0].link.bandwidth_bytes_per_s == 1e6
+    assert heard.put("4x2:a100").cluster.device.name == "a100"
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        ({"kind": "gone", "devices": [1]}, "which come and go together"),
+        ("7:h100", "which come and go together"),
+        ("8x2:h100", "expected 1 to 6"),
+        ({"kind": "gone", "hosts": [0, 1, 2, 3]}, "at least 1 processes must stay"),
+    ],
+)
+def test_what_cannot_be_is_refused(data: Any, says: str) -> None:
+    heard = Heard()
+    found = heard.put(data)
+    assert found.status == "refused"
+    assert says in found.reason
+    assert not heard.wanted
+    assert heard.notes.notes == ["refused"]
+    assert heard.put({"kind": "gone", "hosts": [3]}).status == "accepted"
+
+
+def test_files_are_watched(tmp_path: pathlib.Path) -> None:
+    path = tmp_path / "cluster.txt"
+    heard = Heard(events=[f"file:{path}"])
+    path.write_text("2x2:h100")
+    end = time.monotonic() + 60
+    while not heard.wanted and time.monotonic() < end:
+        time.sleep(0.02)
+    heard.listening.stop()
+    assert heard.wanted == [Wanted(2, (), None)]
+
+
+def test_an_address_that_cannot_be_had_is_noted() -> None:
+    heard = Heard(events=["http:256.0.0.1:1"])
+    assert len(heard.notes.notes) == 1
+    heard.listening.stop()
+
+
+def test_what_a_script_sends() -> None:
+    heard = Heard()
+    heard.listening.heard("2x2:h100")
+    heard.listening.heard({"kind": "gone", "hosts": ["nobody"]})
+    heard.listening.heard({"kind": "none"})
+    assert heard.wanted == [Wanted(2, (), None)]
+    assert heard.notes.notes[0] == "refused"
+    assert "'none' is not known" in heard.notes.notes[1]

@@ -1,0 +1,56 @@
+"""Lines of progress: how far a run is, how fast, and with which loss."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+
+from autopar.elastic.ledger import Ledger
+from autopar.elastic.pace import Pace, loss_of
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def paced(*steps: tuple[float, int, Any], last: int = -1) -> list[Any]:
+    """The lines of steps: when each was done, on how many devices, its loss."""
+    ledger, clock = Ledger(None), Clock()
+    pace = Pace(ledger, 1.0, clock)
+    for k, (now, devices, loss) in enumerate(steps, 1):
+        clock.now = now
+        pace.done(k, 8 * k, 8, devices, loss, last=k == last)
+    return ledger.lines
+
+
+def test_a_line_a_second_holds_the_median_from_step_to_step() -> None:
+    """The time between steps counts, whatever the loop does there."""
+    times = (0.0, 0.2, 0.3, 0.9, 1.2)
+    first, second = paced(*((t, 2, 1.0 / (1 + t)) for t in times))
+    assert (first["step"], first["position"], first["step_s"]) == (1, 8, None)
+    assert (second["step"], second["steps"]) == (5, 4)
+    assert second["step_s"] == pytest.approx(0.25)
+    assert (second["loss"], second["finite"]) == (pytest.approx(1 / 2.2), True)
+
+
+def test_the_time_of_a_change_is_no_step() -> None:
+    _, second = paced((0.0, 2, 1.0), (0.5, 2, 1.0), (1.2, 1, 1.0))
+    assert (second["devices"], second["steps"], second["step_s"]) == (1, 0, None)
+
+
+def test_the_last_step_is_always_told() -> None:
+    lines = paced((0.0, 1, 1.0), (0.1, 1, math.nan), last=2)
+    assert [x["step"] for x in lines] == [1, 2]
+    assert (lines[1]["loss"], lines[1]["finite"]) == (None, False)
+
+
+def test_a_loss_is_the_first_number() -> None:
+    assert loss_of((jnp.ones(3), jnp.bfloat16(0.5), 2.0)) == 0.5
+    assert loss_of({"done": True, "name": jnp.ones((2, 2))}) is None

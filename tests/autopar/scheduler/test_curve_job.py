@@ -1,0 +1,91 @@
+"""A job over a curve: what starts, changes and losses of nodes take."""
+
+from __future__ import annotations
+
+import pytest
+from dispatching import BATCH, curve
+
+from autopar.errors import ScheduleError
+from autopar.scheduler.jobs import Job
+from autopar.scheduler.nodes import Nodes
+from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.simulator.curve_job import CurveJob, Moves
+from autopar.scheduler.simulator.engine import NodeEvent, Options, simulate
+
+LINE = curve(8.0, 16.0, 24.0, 32.0).on("cpu")  # a step a second on one device
+MOVES = Moves(start_s=5.0, join_s=3.0, change_s=1.0)
+
+
+def job(steps: int, **fields: float) -> CurveJob:
+    given = {"name": "one", "application": "tiny", "submitted_s": 0.0, "batch": BATCH}
+    return CurveJob(Job(**{**given, "steps": steps, **fields}), LINE, 4, MOVES)  # pyright: ignore
+
+
+def ran(made: CurveJob, seconds: float, at_s: float) -> float:
+    made.advance(at_s, seconds, 0.0)
+    return at_s + seconds
+
+
+def test_a_start_takes_its_seconds() -> None:
+    made = job(10)
+    made.reallocate((1,), "")
+    now = ran(made, 10.0, 0.0)
+    assert made.completed_s is None
+    ran(made, 10.0, now)
+    assert made.completed_s == pytest.approx(5 + 10)
+
+
+def test_a_job_that_grows_trains_until_the_others_are_there() -> None:
+    """5 s of start, 5 steps; 3 steps on one device, a pause, 12 on two."""
+    made = job(20)
+    made.reallocate((1,), "")
+    now = ran(made, 10.0, 0.0)
+    made.reallocate((1, 1), "")
+    ran(made, 100.0, now)
+    assert made.completed_s == pytest.approx(10 + 3 + 1 + 12 / 2)
+    assert made.restarts == 1
+
+
+def test_a_job_that_shrinks_pauses_at_once() -> None:
+    made = job(20)
+    made.reallocate((1, 1), "")
+    now = ran(made, 10.0, 0.0)
+    made.reallocate((1,), "")
+    ran(made, 100.0, now)
+    assert made.completed_s == pytest.approx(10 + 1 + 10)
+
+
+def test_a_job_that_is_stopped_starts_again_with_what_it_did() -> None:
+    made = job(20)
+    made.reallocate((1,), "")
+    now = ran(made, 10.0, 0.0)
+    made.reallocate((), "")
+    now = ran(made, 50.0, now)
+    made.reallocate((1,), "")
+    ran(made, 50.0, now)
+    assert made.completed_s == pytest.approx(60 + 5 + 15)
+
+
+@pytest.mark.parametrize("policy", ["goodput", "fifo"])
+def test_a_job_goes_on_where_it_loses_a_node(policy: str) -> None:
+    """A policy that changes nothing gives back what was asked for, or has it wait."""
+    events = (NodeEvent(at_s=20.0, node=1, away=True),)
+    events += (NodeEvent(at_s=60.0, node=1, away=False),)
+    options = Options(interval_s=10.0, events=events)
+    made = job(400, devices=4)
+    history = simulate([made], Nodes.parse("4x1:cpu"), policy_of(policy), options)
+    spans = [(s.start_s, len(s.allocation)) for s in history.spans]
+    expected = (
+        [(10, 4), (20, 3), (60, 4)] if policy == "goodput" else [(10, 4), (60, 4)]
+    )
+    assert spans == expected
+
+
+def test_a_placement_that_cannot_run_is_named() -> None:
+    empty = curve(8.0).on("h100")
+    made = CurveJob(
+        Job(name="one", application="", submitted_s=0.0, steps=3), empty, 1, MOVES
+    )
+    made.reallocate((1,), "")
+    with pytest.raises(ScheduleError, match="job 'one' cannot run on 1 devices"):
+        made.advance(0.0, 10.0, 0.0)
