@@ -127,11 +127,11 @@ class Ways:
             if codecs != running.key.codecs and place not in list(self._anchors):
                 self._anchors.put(place, self._studied(running, codecs))
 
-    def studied(self, running: Made) -> bool:
-        """Whether `study` is done for the layouts that run."""
+    def unstudied(self, running: Made) -> int:
+        """For how many codecs `study` is not done with the layouts that run."""
         known = list(self._anchors)
-        return all(
-            c == running.key.codecs or self._anchor(running, c) in known
+        return sum(
+            c != running.key.codecs and self._anchor(running, c) not in known
             for c in self._codecs
         )
 

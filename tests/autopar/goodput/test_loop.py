@@ -150,6 +150,27 @@ def test_codecs_are_left_where_links_are_fast() -> None:
     assert run.loop.changes == 0
 
 
+@pytest.mark.parametrize(("rest_s", "codecs"), [(1e-3, "none"), (1e6, "int8")])
+def test_codecs_are_not_compared_where_the_job_ends_soon(
+    rest_s: float, codecs: str
+) -> None:
+    """To choose them and to compile their program takes longer than the job."""
+    rows, tx = 512, cases.optimizer(base=512)
+    step = cases.parallel(tx, cluster=autopar.Cluster.parse("4x1:cpu,network=100Mb/s"))
+    rule = following(
+        base_batch=rows, max_batch=rows, codecs=codecs_of(("int8",), "none")
+    )
+
+    def seconds(*_: Any) -> float:
+        return 2.0 * step.plan.predicted.step_s
+
+    loop = Loop(step, rule, rest_s=lambda: rest_s)
+    run = Run(loop, seconds, tx=tx).go(30)
+    assert run.loop.way.codecs == codecs
+    studied = run.loop._ways.unstudied(run.loop._ways.running(rows)) == 0
+    assert studied == (codecs == "int8")
+
+
 def test_one_device_sees_its_gradients_in_two_microbatches() -> None:
     """Noise that one group compares with the step before is biased; two are not."""
     step = cases.parallel(cluster="1:cpu", split_batch=False)
