@@ -90,6 +90,7 @@ class Loop:
         record: Record | None = None,
         background: Callable[[Work], None] | None = None,
         horizon_s: Callable[[], float] | None = None,
+        rest_s: Callable[[], float] | None = None,
     ) -> None:
         """Begins with the base batch.
 
@@ -100,6 +101,8 @@ class Loop:
           record: takes the kind and the fields of a line of a ledger.
           background: does some work beside the loop; None: the loop waits for it.
           horizon_s: says in how many seconds something else changes.
+          rest_s: says how many seconds the rest of the job takes as it goes on now;
+            None: it has no end.
 
         Raises:
           PlanError: the step has run without measuring noise.
@@ -113,6 +116,7 @@ class Loop:
         self._record = record or _no_record
         self._background = background
         self._horizon_s = horizon_s or (lambda: _HORIZON_S)
+        self._rest_s = rest_s or (lambda: math.inf)
         self._ways = Ways(
             step,
             base_batch=following.base_batch,
@@ -125,6 +129,7 @@ class Loop:
         self._rule = following.rule
         self._steps = self._since = 0
         self._running: Any = None
+        self._world: Any = None
         self._key: Key | None = None
         self._busy = threading.Event()
         self._before: tuple[int, float, float] | None = None
@@ -212,12 +217,14 @@ class Loop:
 
     def _at(self) -> Made:
         """The way that runs; where it was changed from outside, all begins anew."""
-        planned = self.step.running.planned
-        if self._running is not planned:
-            if self._running is not None and self._running.plan is not planned.plan:
+        planned, before = self.step.running.planned, self._running
+        if before is not planned:
+            # A world that forms anew may have the same plan on other devices.
+            same = before is None or before.plan is planned.plan
+            if not same or self._world is not self.step.world:
                 self._since = 0
                 self._ways.forget()
-            self._running = planned
+            self._running, self._world = planned, self.step.world
         self._since += 1
         found = self._ways.running(self.batch_size)
         self._key = found.key
@@ -260,7 +267,7 @@ class Loop:
             self._explore(now)
         elif self._busy.is_set():
             return state
-        elif not self._ways.studied(made):
+        elif self._worth_studying(now):
             self._explore_beside(now)
             return state
         key, decision = self._decided(now)
@@ -288,7 +295,8 @@ class Loop:
 
         The plan of a way may say otherwise than what it was judged by.
         """
-        self._ways.study(now.made)
+        if self._worth_studying(now):
+            self._ways.study(now.made)
         for _ in range(_EXPLORED):
             key, _ = self._decided(now)
             if key is None or self._ways.made(key) is not None:
@@ -297,6 +305,29 @@ class Loop:
                 reason = self._ways.why_not(key)
                 way = dataclasses.asdict(key)
                 self._record("batch refused", way=way, reason=reason)
+
+    def _worth_studying(self, now: Now) -> bool:
+        """Whether other codecs may save more than choosing and compiling them takes.
+
+        Without codecs they save at most the synchronisation, until the next change or
+        the end of the job, which comes sooner by what is known to be better. With
+        codecs the others are always compared. One process says so for all.
+        """
+        unknown = self._ways.unstudied(now.made)
+        worth = unknown > 0 and any(g.codec for g in now.made.plan.gradients)
+        decision = self._compared(now) if unknown and not worth else None
+        if decision is not None:
+            terms = decision.chosen.way.terms
+            bare = dataclasses.replace(terms, sync_s=0.0)
+            saved = max(0.0, 1.0 - self._times.ratio(bare, terms).seconds)
+            rest_s = self._rest_s() / max(decision.chosen.least, 1.0)
+            compile_s = self.step.preparation.compile_s
+            cost_s = (1 + unknown) * compile_s
+            worth = saved * min(rest_s, self._horizon_s()) > cost_s
+        if self.step.world.process_count > 1:
+            data = b"1" if worth else b""
+            worth = bool(exchanged(self.step.world, "choosing codecs", data)[0])
+        return worth
 
     def _explore_beside(self, now: Now) -> None:
         """The same beside the loop, one at a time."""
@@ -345,6 +376,7 @@ class Loop:
             phi,
             base_batch=self.following.base_batch,
             horizon_s=self._horizon_s(),
+            rest_s=self._rest_s(),
             sigmas=self.following.sigmas,
         )
         if rows is None or rows == made.key.rows or len(decision.compared) < 2:
