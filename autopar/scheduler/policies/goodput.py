@@ -4,8 +4,8 @@ Each job has a curve: its progress per second on every configuration, best batch
 inside. A configuration's utility is concave in its speed-up over one device, so that no
 job starves, times a weight that falls with the work that is left. What is left is never
 seen. It is predicted from jobs of the same program that have ended, by Gittins' index;
-before one has, a job is taken to have as much left as it has done. A move shortens the time over which
-its gain counts. The allocation problem is solved to a stated gap.
+before one has, a job is taken to have as much left as it has done. A move shortens the
+time over which its gain counts. The allocation problem is solved to a stated gap.
 """
 
 from __future__ import annotations
