@@ -3,9 +3,9 @@
 Each job has a curve: its progress per second on every configuration, best batch or plan
 inside. A configuration's utility is concave in its speed-up over one device, so that no
 job starves, times a weight that falls with the work that is left. What is left is never
-seen. It is predicted from jobs of the same program that have ended; before one has, a
-job is taken to have as much left as it has done. A move shortens the time over which
-its gain counts. The allocation problem is solved to a stated gap.
+seen. It is predicted from jobs of the same program that have ended, by Gittins' index;
+before one has, a job is taken to have as much left as it has done. A move shortens the
+time over which its gain counts. The allocation problem is solved to a stated gap.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from autopar.errors import ScheduleError
 from autopar.scheduler.decisions import Decisions, Reason
 from autopar.scheduler.jobs import Allocation, Curve, JobView, Views, placement_of
+from autopar.scheduler.models.remaining import gittins_left
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.packing import pack, sizes_of
 from autopar.scheduler.policies.base import Adapts
@@ -142,13 +143,12 @@ class Goodput:
         """Predicted seconds on one device until a job ends."""
         whole = self._ended.get(view.application) if self._settings.learns else None
         if whole:
-            mean = sum(whole) / len(whole)
             if not view.measured:
+                mean = sum(whole) / len(whole)
                 single = self._paces.get(view.application, mean / _NEW_S)
             else:
                 self._paces[view.application] = single
-            # A job that goes on beyond the mean has a little left, never nothing.
-            return max(mean - view.progress, 0.02 * mean) / single
+            return gittins_left(whole, view.progress) / single
         return view.progress / single if view.measured else _NEW_S
 
     def _curve(

@@ -244,7 +244,7 @@ class _Simulation:
             job.reallocate((), "")
             return
         self._current[name] = rest
-        job.reallocate(placement_of(rest), job.plan)
+        job.reallocate(placement_of(rest), job.plan, self._nodes.kinds_of(rest))
         self._begun[name] = self._now_s, rest, job.plan, job.batch
 
     def _views(self) -> dict[str, JobView]:
@@ -272,7 +272,7 @@ class _Simulation:
             plan = decided.plans.get(name, job.plan)
             if new != old or (new and plan != job.plan):
                 self._end_span(name)
-                job.reallocate(placement_of(new), plan)
+                job.reallocate(placement_of(new), plan, nodes.kinds_of(new))
                 if new:
                     self._begun[name] = self._now_s, new, job.plan, job.batch
         self._current = chosen
