@@ -113,13 +113,7 @@ class Goodput:
             )
             for k, of in zip(kinds, allowed, strict=True)
         ]
-        solution = self._solved(jobs, options, budgets)
-        flat = [option for name in jobs for option in options[name]]
-        picked = {
-            name: flat[index]
-            for name, index in zip(jobs, solution.choices, strict=True)
-            if index >= 0
-        }
+        picked, solution = self._solved(jobs, options, budgets)
         wanted = {name: (o.count, allowed[o.kind]) for name, o in picked.items()}
         chosen = pack(wanted, current, nodes)
         return Decisions(
@@ -212,33 +206,32 @@ class Goodput:
 
     def _solved(
         self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
-    ) -> Allocated:
+    ) -> tuple[dict[str, _Option], Allocated]:
         """The best options; guaranteed jobs keep what they were promised.
 
-        Where the guarantees do not all fit, the jobs handed in last wait.
+        Where the guarantees do not all fit, the jobs handed in last wait: they get what
+        they were promised once it fits, and until then nothing less.
         """
-        held = [name for name, view in jobs.items() if view.guaranteed]
+        guaranteed = [name for name, view in jobs.items() if view.guaranteed]
+        held = list(guaranteed)
         while True:
-            rows = [
-                [
-                    (
-                        option.worth + (1e-9 if name in held else 0),
-                        option.kind,
-                        option.count,
-                    )
-                    for option in options[name]
-                    if name not in held or _promised(jobs[name], option, options[name])
-                ]
+            allowed = {
+                name: _promised(jobs[name], options[name])
+                if name in guaranteed
+                else options[name]
                 for name in jobs
-            ]
-            required = [
-                name in held and bool(row) for name, row in zip(jobs, rows, strict=True)
-            ]
+            }
+            rows = [[(o.worth, o.kind, o.count) for o in allowed[n]] for n in jobs]
+            required = [name in held and bool(allowed[name]) for name in jobs]
             problem = AllocationProblem.of(rows, budgets, required)
             solution = solve_allocation(problem, gap=self._settings.gap)
             if solution.status is not Status.INFEASIBLE:
-                return solution
+                break
             held.pop()
+        # The numbers of choices are those of the rows that were handed over.
+        flat = [option for name in jobs for option in allowed[name]]
+        chosen = zip(jobs, solution.choices, strict=True)
+        return {name: flat[k] for name, k in chosen if k >= 0}, solution
 
 
 def _single(curves: list[tuple[int, np.ndarray, np.ndarray]]) -> float:
@@ -250,12 +243,13 @@ def _single(curves: list[tuple[int, np.ndarray, np.ndarray]]) -> float:
     return 0.0
 
 
-def _promised(view: JobView, option: _Option, options: list[_Option]) -> bool:
-    """Whether an option is at least as fast as what the owner asked for."""
-    asked = [
-        o.speed for o in options if o.count <= view.asked and o.kind == option.kind
-    ]
-    return not asked or option.speed >= max(asked) * (1 - 1e-9)
+def _promised(view: JobView, options: list[_Option]) -> list[_Option]:
+    """The options at least as fast as what the owner asked for, on the same kind."""
+    asked: dict[int, float] = {}
+    for o in options:
+        if o.count <= view.asked:
+            asked[o.kind] = max(o.speed, asked.get(o.kind, 0.0))
+    return [o for o in options if o.speed >= asked.get(o.kind, 0.0) * (1 - 1e-9)]
 
 
 def _plans(jobs: Views, chosen: Mapping[str, Allocation]) -> dict[str, str]:
