@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.goodput import lines
 from autopar.goodput.choice import Decision, PhiRange, Way, decide
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.phi_track import PhiTrack
@@ -134,6 +135,7 @@ class Loop:
         self._busy = threading.Event()
         self._before: tuple[int, float, float] | None = None
         self._named = False
+        self._kept = 0
 
     def begin(self, state: Any) -> Any:
         """The state before the first step, told the batch; `observe` does it else.
@@ -272,6 +274,7 @@ class Loop:
             return state
         key, decision = self._decided(now)
         if key is None or decision is None:
+            self._tell_kept(made, decision)
             return state
         found = self._ways.made(key)
         if found is None:
@@ -392,13 +395,21 @@ class Loop:
             return self.following.base_batch
         return max([made.key.rows, *(way.rows for way in ways)])
 
+    def _tell_kept(self, made: Made, decision: Decision | None) -> None:
+        """Writes down why the way stays: at decisions 1, 2, 4, 8 and so on."""
+        line = None if decision is None else lines.kept(made, decision, self.phi())
+        if line is not None:
+            self._kept += 1
+            if self._kept.bit_count() == 1:
+                self._record("batch kept", **line)
+
     def _change(self, state: Any, old: Made, new: Made, decision: Decision) -> Any:
         """Goes on by another way."""
         begin = time.perf_counter()
         state = changing_batches.go_on(self.step, new.shape, new.plan, state)
         jax.block_until_ready(jax.tree.leaves(state))
         self._running = self.step.running.planned
-        self.batch_size, self._since = new.key.rows, 0
+        self.batch_size, self._since, self._kept = new.key.rows, 0, 0
         self.changes += 1
         phi = self.phi()
         self._before = (
@@ -409,9 +420,9 @@ class Loop:
         self._record(
             "batch",
             number=self.changes,
-            old=way_data(old),
-            new=way_data(new),
-            phi=None if phi is None else _numbers(phi),
+            old=lines.way_data(old),
+            new=lines.way_data(new),
+            phi=None if phi is None else lines.numbers(phi),
             compared=[x.to_data() for x in decision.compared],
             predicted={
                 "horizon_s": decision.horizon_s,
@@ -466,16 +477,6 @@ def with_rows(struct: Any, rows: int, wanted: int) -> Any:
     return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
 
 
-def way_data(made: Made) -> dict[str, Any]:
-    """A way as a line of a ledger has it."""
-    return {
-        **dataclasses.asdict(made.key),
-        "cluster": made.plan.cluster.text,
-        "meshes": [dict(s.mesh["axes"]) for s in made.plan.stages],
-        "step_s": made.plan.predicted.step_s,
-    }
-
-
 def _no_record(kind: str, **fields: Any) -> None:
     del kind, fields
 
@@ -485,8 +486,3 @@ def _finite(result: Any) -> bool:
     found = [np.asarray(x) for x in jax.tree.leaves(result)]
     kinds = [x for x in found if np.issubdtype(x.dtype, np.floating)]
     return all(bool(np.isfinite(x).all()) for x in kinds)
-
-
-def _numbers(phi: PhiRange) -> dict[str, float | None]:
-    found = {"phi": phi.phi, "low": phi.low, "high": phi.high}
-    return {k: x if math.isfinite(x) else None for k, x in found.items()}

@@ -97,9 +97,15 @@ def test_the_batch_grows_where_communication_is_slow() -> None:
 
 def test_it_ends_small_where_rows_take_the_time() -> None:
     """A plan that knew nothing of the time may try more rows; it does not keep them."""
-    run = Run(Loop(cases.parallel(), following()), slow_rows, quiet).go(90)
+    found, record = lines()
+    loop = Loop(cases.parallel(), following(), record=record)
+    run = Run(loop, slow_rows, quiet).go(90)
     assert set(run.sizes[-20:]) == {BASE}
     assert run.loop.changes <= 2
+    kept = [x for x in found if x["kind"] == "batch kept"]
+    assert 1 <= len(kept) <= 12  # not each of the decisions
+    assert kept[-1]["way"]["rows"] == BASE
+    assert kept[-1]["nearest"]["pays"] <= 1.0
 
 
 def test_it_trains_as_one_device_that_is_told_the_same() -> None:
