@@ -1,4 +1,5 @@
 import atexit
+import gc
 import os
 import shutil
 import tempfile
@@ -22,6 +23,10 @@ os.environ.setdefault(
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1",
 )
+
+# Processes that tests start read the modules that the first of them has compiled:
+# each would compile the product's 500 modules for a second.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 # Every graph that a test builds is checked.
 os.environ.setdefault("AUTOPAR_VERIFY", "1")
@@ -60,6 +65,14 @@ def _few_programs(lowered_programs: list[str]) -> Iterator[None]:
     if len(lowered_programs) > MOST_PROGRAMS:
         lowered_programs.clear()
         jax.clear_caches()
+
+
+def pytest_collection_finish() -> None:
+    """Leaves half a million objects, which stay, out of collections of garbage."""
+    gc.collect()
+    gc.freeze()
+    # Tracing makes many objects that stay for a while: look at them less often.
+    gc.set_threshold(10_000, 20, 20)
 
 
 # The fixtures ``run`` and ``saved`` of the command line's tests: one `conftest` is all

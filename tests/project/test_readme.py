@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import checkout
 import pytest
+from command_line import Run
 
 import autopar
 from autopar.cluster import Cluster
@@ -57,17 +56,8 @@ def test_python_examples_use_what_exists() -> None:
 
 
 @pytest.mark.parametrize("command", sorted(commands()))
-def test_commands_exist(command: str) -> None:
-    """In a process of their own: the command line may set up JAX."""
-    result = subprocess.run(
-        [sys.executable, "-m", "autopar", command, "--help"],
-        cwd=checkout.ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-    assert result.returncode == 0, result.stderr
+def test_commands_exist(command: str, run: Run) -> None:
+    assert run(command, "--help").code == 0
 
 
 def test_clusters_and_targets_exist() -> None:

@@ -14,7 +14,7 @@ TIMEOUT_S = 240
 # As in conftest.py, without the number of devices that a shell may ask for.
 FLAGS = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
-    "--xla_cpu_use_fusion_emitters=false"
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
 )
 
 

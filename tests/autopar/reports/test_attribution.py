@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import Any
 
@@ -57,6 +58,7 @@ def bound(workload: Any, cluster: str, compression: str = "none") -> BoundPlan:
     return bind_plan(analysis, plan_analysis(analysis, made_for, options), made_for)
 
 
+@functools.cache
 def mlp(cluster: str, compression: str = "none") -> BoundPlan:
     params, batch = mlp_params(256, 512), mlp_batch(4096, 256)
     return bound(
