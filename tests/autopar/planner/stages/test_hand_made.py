@@ -9,6 +9,7 @@ from autopar import Cluster
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import candidate_meshes
 from autopar.planner.stages.hand_made import hand_made, pipeline_recipes
+from autopar.runtime.timing import measure_plans
 from autopar.steps.analysis import analyse
 
 WIDTH = 16
@@ -96,6 +97,15 @@ def test_a_pipeline_made_by_hand_runs(made, arguments):
     _, loss = run(*arguments)
     _, expected = step(*arguments)
     assert float(loss) == pytest.approx(float(expected), rel=1e-5)
+
+
+def test_pipelines_are_timed_beside_other_plans(made, arguments):
+    analysis = analyse(step, arguments)
+    plans = {m.name: m.plan for m in made if m.name == "pipeline x data"}
+    plans["one stage"] = autopar.plan(step, *arguments, cluster="4:cpu")
+    took = measure_plans(analysis, plans, repeats=1, steps=2)
+    assert sorted(took) == ["one stage", "pipeline x data"]
+    assert min(took.values()) > 0
 
 
 def test_a_step_that_cannot_be_split_says_why(arguments):
