@@ -135,21 +135,6 @@ def test_gravac_gain_of_norms_forgives_a_residual_that_the_energy_does_not():
         assert training.codecs["w"] == expected
 
 
-def test_gravac_gain_of_updates_is_less_where_gradients_arrive_late():
-    """Adam divides by the mean square of what arrives; each element counts alike."""
-    policy = GraVAC(alpha=1.0, epsilon=0.0, gain_of="updates")
-    codec = policy.levels[0]
-    reports = {
-        # Twice the norm that comes in is sent of it, and half of the other's.
-        "late": report(codec, norm=8.0, gain=0.0625, gradient=1.0, elements=3000),
-        "starved": report(codec, norm=50.0, gain=0.25, gradient=50.0, elements=1000),
-        "exact": report(codec, norm=3.0, gain=1.0, gradient=3.0, elements=4000),
-    }
-    for step in (5, 10):
-        policy.observe(Observation(step, 1.0, reports, True))
-    assert policy.gain == pytest.approx((1500 + 500 + 4000) / 8000)
-
-
 def test_gravac_ignores_steps_that_are_not_finite():
     policy = GraVAC()
     training = Training(policy, {"w": "int8"})
