@@ -235,12 +235,18 @@ class Goodput:
 
 
 def _single(curves: list[tuple[int, np.ndarray, np.ndarray]]) -> float:
-    """Goodput on one device of the first kind that runs it, or a share of the least."""
+    """Goodput on one device, as an average over the devices of all kinds that run it.
+
+    Where one device does not run it, a device's share of the fewest that do.
+    """
+    found: list[float] = []
+    weights: list[int] = []
     for _, counts, speeds in curves:
         runs = np.flatnonzero(speeds > 0)
         if len(runs):
-            return float(speeds[runs[0]] / counts[runs[0]])
-    return 0.0
+            found.append(float(speeds[runs[0]] / counts[runs[0]]))
+            weights.append(int(counts[-1]))
+    return float(np.average(found, weights=weights)) if found else 0.0
 
 
 def _promised(view: JobView, options: list[_Option]) -> list[_Option]:

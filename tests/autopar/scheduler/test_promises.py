@@ -123,3 +123,18 @@ def test_a_curve_with_a_goodput_that_cannot_be_is_refused(wrong: float) -> None:
 def test_a_curve_that_falls_is_not_followed_down() -> None:
     """Two devices are the best of it, so no more are given."""
     assert decided(view("falls", Table(1.0, 1.9, 1.2, 0.8)))["falls"] == 2
+
+
+def test_the_names_of_kinds_decide_nothing() -> None:
+    """The work of a job counts in average devices, whichever name comes first."""
+    shapes: list[dict[str, list[int]]] = []
+    for slow, fast in (("a", "b"), ("b", "a")):
+        jobs: dict[str, JobView] = {}
+        for k in range(6):
+            progress = 300.0 * 4**k
+            kinds = {slow: LINEAR, fast: Table(*(9.0 * LINEAR.speeds[1:]))}
+            jobs[f"j{k}"] = view(f"j{k}", progress=progress, by_kind=kinds)
+        nodes = Nodes.parse(f"3x4:{slow}+1x4:{fast}")
+        found = Goodput().decide(600.0, jobs, nodes, {}).allocations
+        shapes.append({name: sorted(places) for name, places in found.items()})
+    assert shapes[0] == shapes[1]
