@@ -18,12 +18,14 @@ import itertools
 import json
 import os
 import sys
+import zlib
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import unet
 import workloads
 
 import autopar
@@ -38,11 +40,12 @@ CASES = {
     "gpt": {**_SMALL, "layers": 4},
     "gpt-scan": {**_SMALL, "layers": 4},
     "gpt-nnx": {**_SMALL, "layers": 4},
-    "llama": {**_SMALL, "layers": 4},
+    "llama": {**_SMALL, "layers": 4, "kv_heads": 2, "ffn": 64},
     "vit": {"d_model": 32, "heads": 4, "layers": 4, "size": 16, "batch": 16},
     "resnet-slow": {"width": 8, "size": 16, "batch": 16},
     "moe": {**_SMALL, "layers": 4, "ffn": 64},
     "lstm": {"d_model": 32, "seq": 16, "batch": 16, "layers": 2},
+    "unet": {"widths": (32, 64), "heads": 2, "size": 8, "batch": 16},
 }
 # What couples the rows of a batch is computed from each microbatch.
 _COUPLED = {"moe"}
@@ -71,6 +74,41 @@ def main() -> None:
             print(json.dumps(case.row(stages, schedule)), flush=True)
 
 
+def _training(name: str, options: dict):
+    return workloads.training(name, **options)
+
+
+class _UNet:
+    """The U-Net of the benchmarks, as the examples have their training."""
+
+    def __init__(self, dtype: str = "float32", **options) -> None:
+        """Makes its step; ``dtype`` is that of its state."""
+        self.step, (self.structs, self.batch) = unet.train_step(**options, dtype=dtype)
+
+    def create_state(self, key):
+        """Kernels drawn by their fan-in, scales of one, all else zero."""
+
+        def made(path, struct):
+            name, shape = jax.tree_util.keystr(path), struct.shape
+            if "'params'" not in name:
+                return jnp.zeros(shape, struct.dtype)
+            if "'kernel'" in name:
+                drawn = jax.random.fold_in(key, zlib.crc32(name.encode()))
+                return jax.random.normal(drawn, shape) / np.sqrt(np.prod(shape[:-1]))
+            return jnp.full(shape, float("'scale'" in name), struct.dtype)
+
+        return jax.tree_util.tree_map_with_path(made, self.structs)
+
+    def batches(self, *, seed: int):
+        """Random images, noise and times."""
+        random = np.random.default_rng(seed)
+        while True:
+            yield {
+                name: abs(random.standard_normal(s.shape)).astype(np.float32)
+                for name, s in self.batch.items()
+            }
+
+
 class _Case:
     """An example, and what one device makes of it."""
 
@@ -83,7 +121,7 @@ class _Case:
           args: of the command.
         """
         self.name, self.args = name, args
-        self.run = workloads.training(name, **options)
+        self.run = _UNet(**options) if name == "unet" else _training(name, options)
         steps = 1 if args.float64 else args.steps
         self.batches = list(itertools.islice(self.run.batches(seed=0), steps))
         self.analysis = analyse(self.run.step, self.arguments(self.state()))

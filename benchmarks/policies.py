@@ -73,9 +73,9 @@ BANDWIDTHS_MBIT = (10, 100)
 # By what a run may end above a level that it is compared with.
 SLACK = 1.01
 # Gain and epsilon: the published code's, the paper's text with its epsilon, and with
-# one that only asks for more than a level that starves.
+# one that only asks for more than a level that starves; and that of Adam's metric.
 GAINS: tuple[tuple[GainOf, float], ...] = (
-    ("norms", 0.75), ("energy", 0.75), ("energy", 0.2),
+    ("norms", 0.75), ("energy", 0.75), ("energy", 0.2), ("updates", 0.5),
 )  # fmt: skip
 # Of the paper's 25 steps, of tens of thousands; here runs have some hundred.
 WINDOW = 1
@@ -392,10 +392,12 @@ def gravac_study(
     steps: int,
     most_steps: int,
     links_mbit: Sequence[float],
+    compute_s: float | None = None,
+    gains: Sequence[str] = tuple(dict(GAINS)),
 ) -> None:
     """Prints GraVAC against the levels that it moves between."""
     levels = topk_levels(10, 1000)
-    compute_s = trainer.compute_s()
+    compute_s = trainer.compute_s() if compute_s is None else compute_s
     static = {text: trainer.run(text, most_steps) for text in ("dense", *levels)}
     finals = sorted(static[text].after(steps) for text in levels)
     targets = (SLACK * finals[0], SLACK * finals[-1])
@@ -412,7 +414,7 @@ def gravac_study(
         link = mbit * MBIT
         runs = {t: timed(c, compute_s, link) for t, c in static.items()}
         best = [min(runs[t].reach_s(x) for t in levels) for x in targets]
-        for gain_of, epsilon in GAINS:
+        for gain_of, epsilon in (x for x in GAINS if x[0] in gains):
             policy = GraVAC(
                 levels=levels, window=WINDOW, gain_of=gain_of, epsilon=epsilon
             )
@@ -474,14 +476,20 @@ def main() -> int:
     parser.add_argument("--accordion-steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--mbit", type=float, nargs="+", default=BANDWIDTHS_MBIT)
+    parser.add_argument("--compute-ms", type=float, help="of a step; else measured")
+    parser.add_argument("--gains", nargs="+", default=tuple(dict(GAINS)),
+                        choices=tuple(dict(GAINS)))  # fmt: skip
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     gpt = Trainer(lambda seed: language_model.build(seed, GPT))
-    if given.only in (None, "gpt"):
-        gravac_study("GPT", gpt, given.steps, given.most_steps, given.mbit)
-    if given.only in (None, "n-grams"):
-        model = Trainer(ngrams)
-        gravac_study("n-grams", model, given.steps, given.most_steps, given.mbit)
+    models = {"gpt": gpt, "n-grams": Trainer(ngrams)}
+    compute_s = None if given.compute_ms is None else 1e-3 * given.compute_ms
+    for name, model in models.items():
+        if given.only in (None, name):
+            gravac_study(
+                name, model, given.steps, given.most_steps, given.mbit, compute_s,
+                given.gains,
+            )  # fmt: skip
     if given.only in (None, "accordion"):
         accordion_study(gpt, given.accordion_steps, given.seeds)
     return 0

@@ -34,6 +34,7 @@ from autopar.dispatch.clusters import RayCluster
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.specs import Handed, JobSpec
 from autopar.dispatch.store import JobRecord, Store
+from autopar.dispatch.supervising import ending_file
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.scheduler.jobs import Job
 from autopar.scheduler.nodes import Nodes
@@ -51,7 +52,7 @@ KILLED = 1
 # Ray shows a node that was killed as alive for so long (docs/elastic_ray.md).
 UNSEEN_S = 15.0
 TOLERANCE = 1e-4
-_STARTS = 4
+_STARTS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,7 +143,8 @@ def measured(folder: pathlib.Path, address: str) -> Moves:
         names = [place.name for place in cluster.places()]
     finally:
         cluster.close()
-    runs = ProcessRuns(folder / "moves", {"name": "ray", "address": address})
+    runs_folder = folder / "moves" / "moves"
+    runs = ProcessRuns(runs_folder.parent, {"name": "ray", "address": address})
     handed = Handed(spec=spec, folder=str(HERE))
     job = JobRecord(name="moves", handed=handed, attempt=1, places={names[0]: 1})
     starts: list[float] = []
@@ -152,7 +154,8 @@ def measured(folder: pathlib.Path, address: str) -> Moves:
     def until(done: Any) -> list[tuple[int, float, float, int]]:
         end = time.time() + LIMIT_S / 4
         while not done(found := written(folder, "moves")):
-            assert time.time() < end, (folder / "moves/moves/output").read_text()
+            if time.time() > end or ending_file(runs_folder, job.attempt).exists():
+                raise RuntimeError((runs_folder / "output").read_text())
             time.sleep(0.1)
         return found
 
@@ -299,7 +302,9 @@ def undisturbed(folder: pathlib.Path) -> dict[str, float]:
     found: dict[str, float] = {}
     for t in TRAININGS:
         given = words(folder, f"plain-{t.name}", t.steps, 0.0)
-        subprocess.run([sys.executable, str(SCRIPT), *given], check=True)
+        kept = written(folder, f"plain-{t.name}")
+        if not kept or kept[-1][0] + 1 != t.steps:
+            subprocess.run([sys.executable, str(SCRIPT), *given], check=True)
         found[t.name] = written(folder, f"plain-{t.name}")[-1][1]
     return found
 
@@ -310,7 +315,10 @@ def main() -> None:
     parser.add_argument("--policies", default="goodput,fifo")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
     given = parser.parse_args()
+    # Actors work in other folders than this process.
+    paths = [os.path.abspath(x) for x in sys.path]
     os.environ |= {"SOAK_SPLIT": "0", "JAX_PLATFORMS": "cpu"}
+    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (given.keep or pathlib.Path(temporary)).absolute()
         folder.mkdir(parents=True, exist_ok=True)

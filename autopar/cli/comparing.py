@@ -14,6 +14,8 @@ from autopar.planner.candidate import SearchResult
 from autopar.planner.experts import Expert, expert_plans
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import check_plan, make_plan
+from autopar.planner.stages.entry import cut_as
+from autopar.planner.stages.hand_made import HandMade, hand_made
 from autopar.plans import Plan
 from autopar.reports.table import bytes_text, columns, mesh_text, seconds_text
 from autopar.runtime.timing import measure_plans
@@ -52,11 +54,14 @@ def compare(
         analysis, cluster = found.analysis, found.cluster
         experts = expert_plans(analysis, cluster, seconds=limits.seconds)
         experts = best_experts(experts)
-        rows = [_our_row(name, plan) for name, plan in ours.items()]
+        piped = best_pipelines(hand_made(analysis, cluster, limits))
+        rows = [_plan_row(name, plan) for name, plan in ours.items()]
         rows += [expert_row(e, cluster) for e in experts]
+        rows += [pipeline_row(p) for p in piped]
         if repeats:
             say("running the plans")
             plans = ours | _plans(analysis, experts, cluster)
+            plans |= {p.name: p.plan for p in piped if p.plan is not None}
             took = measure_plans(analysis, plans, repeats=repeats)
             rows = [row | {"measured_s": took.get(row["name"])} for row in rows]
     if as_json:
@@ -103,7 +108,10 @@ def _subjects(
     plans = {target: found.plan}
     for path in saved:
         plan = Plan.load(path)
-        check_plan(found.analysis, plan)
+        if len(plan.stages) > 1:
+            cut_as(found.analysis, plan)
+        else:
+            check_plan(found.analysis, plan)
         _check_cluster(path, plan.cluster.read(), found.cluster)
         plans[path] = plan
     if cluster is not None:
@@ -151,11 +159,40 @@ def fits(expert: Expert, cluster: Cluster) -> bool:
     return made is not None and made.peak_memory_bytes <= cluster.memory_bytes
 
 
-def _our_row(name: str, plan: Plan) -> dict[str, Any]:
+def best_pipelines(pipelines: Sequence[HandMade]) -> list[HandMade]:
+    """The fastest pipeline of each name; one that is possible, if any."""
+
+    def rank(made: HandMade) -> float:
+        return made.plan.predicted.step_s if made.plan else float("inf")
+
+    found: dict[str, HandMade] = {}
+    for made in pipelines:
+        if made.name not in found or rank(made) < rank(found[made.name]):
+            found[made.name] = made
+    return list(found.values())
+
+
+def pipeline_row(made: HandMade) -> dict[str, Any]:
+    """Returns a row of the table for a pipeline; it may have no times."""
+    if made.plan is not None:
+        return _plan_row(made.name, made.plan)
+    mesh = f"{made.stages} x {made.mesh}" if made.mesh else f"{made.stages} stages"
+    row = {"name": made.name, "mesh": mesh, "fits": False}
+    return row | {"step_s": None, "reason": made.reason}
+
+
+def _meshes_text(plan: Plan) -> str:
+    """The mesh of a plan; of several stages, how many and what they have."""
+    found = dict.fromkeys(mesh_text(stage) for stage in plan.stages)
+    text = ", ".join(found)
+    return text if len(plan.stages) == 1 else f"{len(plan.stages)} x {text}"
+
+
+def _plan_row(name: str, plan: Plan) -> dict[str, Any]:
     predicted = plan.to_json()["predicted"]
     return {
         "name": name,
-        "mesh": mesh_text(plan),
+        "mesh": _meshes_text(plan),
         **predicted,
         "fits": True,
         "reason": "",

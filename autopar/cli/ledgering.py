@@ -118,6 +118,8 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
         way = line.get("way") or {}
         reason = str(line.get("reason", "")).split("\n", 1)[0]
         return f"{_way_text(way)}: refused", "the batch", reason
+    if line["kind"] == "batch kept":
+        return f"{_way_text(line.get('way') or {})}: kept", "the batch", _kept(line)
     if line["kind"] in ("refused", "stop"):
         events = line.get("events", ())
         what = "; ".join(x.get("what", "") for x in events)
@@ -126,3 +128,18 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
         first = str(reason).split("\n", 1)[0]
         return f"{what}: {line['kind']}", source, first
     return None
+
+
+def _kept(line: _Line) -> str:
+    """Why a batch stays: what the nearest other way gains, and what it costs."""
+    nearest = line.get("nearest") or {}
+    least, cost_s = nearest.get("least"), nearest.get("cost_s")
+    horizon_s = line.get("horizon_s")
+    said = [f"{line.get('nearest_name', '')} does not pay"]
+    if least is not None:
+        said.append(f"nearly surely at least x{least:.2f} of the goodput")
+    if cost_s is not None:
+        said.append(f"{seconds_text(cost_s)} to get there")
+    if horizon_s is not None:
+        said.append(f"{seconds_text(horizon_s)} until the next change")
+    return ", ".join(said)

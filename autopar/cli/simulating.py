@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 
 from autopar.cli.output import Result
@@ -39,6 +40,11 @@ def simulated(asked: Asked, *, as_json: bool) -> Result:
     options = Options(
         interval_s=asked.interval_s, interference=asked.interference, events=events
     )
+    restart_s = asked.restart_s
+    if restart_s is not None and not 0 <= restart_s < math.inf:
+        raise ScheduleError(
+            f"the restart takes {restart_s} s; give a finite time of at least 0."
+        )
     jobs = jobs_of(asked.trace, asked.tables, nodes, policy, asked.restart_s)
     if not jobs:
         raise ScheduleError(f"{asked.trace}: it has no jobs; give one row at least.")

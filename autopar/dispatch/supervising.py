@@ -25,6 +25,9 @@ from autopar.elastic.processes.members import Limits
 from autopar.elastic.processes.runner import Job, Runner, python_command
 from autopar.errors import PlanError
 
+# So much of the end of an output is read for its last line.
+_TAIL_BYTES = 4096
+
 
 class FileLock:
     """A lock that ends with the process that holds it."""
@@ -125,7 +128,21 @@ def _run(folder: pathlib.Path, given: Mapping[str, Any]) -> Ending:
     )
     runner = Runner(job, PlacedLauncher(_launcher(given, slots), slots))
     code, supervisor = runner.run(), runner.supervisor
-    return Ending(code=code, reason=supervisor.reason, lost=supervisor.lost)
+    reason = supervisor.reason
+    if code and reason:
+        reason = f"{reason} {_last_line(folder / 'output')}".strip()
+    return Ending(code=code, reason=reason, lost=supervisor.lost)
+
+
+def _last_line(path: pathlib.Path) -> str:
+    """The last line of a job's output, and where the rest is."""
+    try:
+        text = path.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")
+    except OSError:
+        return ""
+    own = [x for x in text.splitlines() if x.strip() and not x.startswith("autopar")]
+    shown = "/".join(path.parts[-2:])
+    return f"Last line of {shown}: {own[-1].strip()}" if own else ""
 
 
 def _launcher(given: Mapping[str, Any], slots: Slots) -> Launcher:

@@ -53,6 +53,7 @@ class TrainRun:
             record=self._write,
             background=None if run.ahead is None else run.ahead.beside,
             horizon_s=self._horizon_s,
+            rest_s=self._rest_s,
         )
         self._step_s = math.nan
         self._worth = 0.0
@@ -161,14 +162,16 @@ class TrainRun:
 
     def _horizon_s(self) -> float:
         """Seconds until the next change of devices, or the end of the run."""
-        rest_s = math.inf
         steps = self.run.rest_steps
-        if steps is not None:
-            rest_s = steps * self._step_s
-        elif self._samples is not None and self._worth > 0:
-            each = self._worth / max(self.run.step, 1)
-            rest_s = (self._samples - self._worth) / each * self._step_s
-        return self.run.horizon_s(max(rest_s, 0.0))
+        rest_s = self._rest_s() if steps is None else max(0.0, steps * self._step_s)
+        return self.run.horizon_s(rest_s)
+
+    def _rest_s(self) -> float:
+        """Seconds that the rest of the rows takes; infinite where no number is said."""
+        if self._samples is None or not self._worth > 0:
+            return math.inf
+        each = self._worth / max(self.run.step, 1)
+        return max(0.0, (self._samples - self._worth) / each * self._step_s)
 
     def _write(self, kind: str, **fields: Any) -> None:
         """Writes a line of the ledger, with where the run stands."""

@@ -229,5 +229,7 @@ def error_of(plan: Plan) -> CodecError:
         if getattr(codec, "rounding", "") == "stochastic":
             own = max(own, squared)
         elif getattr(codec, "unbiased", False):
-            shared = max(shared, squared)
+            # A draw that is scaled up errs by more than what it leaves out.
+            scaled = squared / (1 - squared) if squared < 1 else math.inf
+            shared = max(shared, scaled)
     return CodecError(own=own, shared=shared, workers=workers)

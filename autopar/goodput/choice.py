@@ -4,8 +4,9 @@ A way to go on is worth its goodput: rows a second, times what a row is worth. B
 uncertain, so ways are judged by the quotient of goodputs of which it is nearly sure
 that it is reached. A way whose program must be compiled, or whose state must move,
 first costs seconds in which nothing is trained. It is taken only where, until the next
-change is expected, it still finishes more than the way that runs. So a choice does not
-swing: gains within what is uncertain are none.
+change is expected, it still finishes more than the way that runs; of ways that finish
+the rest of a job, the one is best that does so first. So a choice does not swing: gains
+within what is uncertain are none.
 """
 
 from __future__ import annotations
@@ -100,7 +101,8 @@ class Judged:
       efficiency: progress of a row beside one of the base batch.
       goodput: rows of the base batch that a second's rows are worth.
       least: of its goodput over that of the way that runs, what is nearly sure.
-      pays: work until the next change over that of the way that runs, nearly sure.
+      pays: work until the next change, or pace of the rest of the job, over that of
+        the way that runs, nearly sure.
     """
 
     way: Way
@@ -182,6 +184,7 @@ def decide(
     base_batch: int,
     horizon_s: float,
     sigmas: float,
+    rest_s: float = math.inf,
 ) -> Decision:
     """Compares ways to go on with the one that runs.
 
@@ -193,6 +196,7 @@ def decide(
       base_batch: rows of the base batch.
       horizon_s: seconds until the next change is expected.
       sigmas: standard deviations of step times within which a gain is none.
+      rest_s: seconds that the rest of the job takes the way that runs.
     """
 
     def judged(way: Way) -> Judged:
@@ -202,6 +206,8 @@ def decide(
         if way is not current:
             least = _least(way, current, times, phi, base_batch, sigmas)
         left = max(0.0, 1.0 - way.cost_s / horizon_s) if horizon_s > 0 else 0.0
+        if rest_s > 0:
+            left = min(left, 1.0 / (1.0 + way.cost_s * least / rest_s))
         return Judged(
             way=way,
             step_s=seconds,

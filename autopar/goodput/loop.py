@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.goodput import lines
 from autopar.goodput.choice import Decision, PhiRange, Way, decide
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.phi_track import PhiTrack
@@ -90,6 +91,7 @@ class Loop:
         record: Record | None = None,
         background: Callable[[Work], None] | None = None,
         horizon_s: Callable[[], float] | None = None,
+        rest_s: Callable[[], float] | None = None,
     ) -> None:
         """Begins with the base batch.
 
@@ -100,6 +102,8 @@ class Loop:
           record: takes the kind and the fields of a line of a ledger.
           background: does some work beside the loop; None: the loop waits for it.
           horizon_s: says in how many seconds something else changes.
+          rest_s: says how many seconds the rest of the job takes as it goes on now;
+            None: it has no end.
 
         Raises:
           PlanError: the step has run without measuring noise.
@@ -113,6 +117,7 @@ class Loop:
         self._record = record or _no_record
         self._background = background
         self._horizon_s = horizon_s or (lambda: _HORIZON_S)
+        self._rest_s = rest_s or (lambda: math.inf)
         self._ways = Ways(
             step,
             base_batch=following.base_batch,
@@ -125,10 +130,12 @@ class Loop:
         self._rule = following.rule
         self._steps = self._since = 0
         self._running: Any = None
+        self._world: Any = None
         self._key: Key | None = None
         self._busy = threading.Event()
         self._before: tuple[int, float, float] | None = None
         self._named = False
+        self._kept = 0
 
     def begin(self, state: Any) -> Any:
         """The state before the first step, told the batch; `observe` does it else.
@@ -212,12 +219,14 @@ class Loop:
 
     def _at(self) -> Made:
         """The way that runs; where it was changed from outside, all begins anew."""
-        planned = self.step.running.planned
-        if self._running is not planned:
-            if self._running is not None and self._running.plan is not planned.plan:
+        planned, before = self.step.running.planned, self._running
+        if before is not planned:
+            # A world that forms anew may have the same plan on other devices.
+            same = before is None or before.plan is planned.plan
+            if not same or self._world is not self.step.world:
                 self._since = 0
                 self._ways.forget()
-            self._running = planned
+            self._running, self._world = planned, self.step.world
         self._since += 1
         found = self._ways.running(self.batch_size)
         self._key = found.key
@@ -260,11 +269,12 @@ class Loop:
             self._explore(now)
         elif self._busy.is_set():
             return state
-        elif not self._ways.studied(made):
+        elif self._worth_studying(now):
             self._explore_beside(now)
             return state
         key, decision = self._decided(now)
         if key is None or decision is None:
+            self._tell_kept(made, decision)
             return state
         found = self._ways.made(key)
         if found is None:
@@ -288,7 +298,8 @@ class Loop:
 
         The plan of a way may say otherwise than what it was judged by.
         """
-        self._ways.study(now.made)
+        if self._worth_studying(now):
+            self._ways.study(now.made)
         for _ in range(_EXPLORED):
             key, _ = self._decided(now)
             if key is None or self._ways.made(key) is not None:
@@ -297,6 +308,29 @@ class Loop:
                 reason = self._ways.why_not(key)
                 way = dataclasses.asdict(key)
                 self._record("batch refused", way=way, reason=reason)
+
+    def _worth_studying(self, now: Now) -> bool:
+        """Whether other codecs may save more than choosing and compiling them takes.
+
+        Without codecs they save at most the synchronisation, until the next change or
+        the end of the job, which comes sooner by what is known to be better. With
+        codecs the others are always compared. One process says so for all.
+        """
+        unknown = self._ways.unstudied(now.made)
+        worth = unknown > 0 and any(g.codec for g in now.made.plan.gradients)
+        decision = self._compared(now) if unknown and not worth else None
+        if decision is not None:
+            terms = decision.chosen.way.terms
+            bare = dataclasses.replace(terms, sync_s=0.0)
+            saved = max(0.0, 1.0 - self._times.ratio(bare, terms).seconds)
+            rest_s = self._rest_s() / max(decision.chosen.least, 1.0)
+            compile_s = self.step.preparation.compile_s
+            cost_s = (1 + unknown) * compile_s
+            worth = saved * min(rest_s, self._horizon_s()) > cost_s
+        if self.step.world.process_count > 1:
+            data = b"1" if worth else b""
+            worth = bool(exchanged(self.step.world, "choosing codecs", data)[0])
+        return worth
 
     def _explore_beside(self, now: Now) -> None:
         """The same beside the loop, one at a time."""
@@ -345,6 +379,7 @@ class Loop:
             phi,
             base_batch=self.following.base_batch,
             horizon_s=self._horizon_s(),
+            rest_s=self._rest_s(),
             sigmas=self.following.sigmas,
         )
         if rows is None or rows == made.key.rows or len(decision.compared) < 2:
@@ -360,13 +395,21 @@ class Loop:
             return self.following.base_batch
         return max([made.key.rows, *(way.rows for way in ways)])
 
+    def _tell_kept(self, made: Made, decision: Decision | None) -> None:
+        """Writes down why the way stays: at decisions 1, 2, 4, 8 and so on."""
+        line = None if decision is None else lines.kept(made, decision, self.phi())
+        if line is not None:
+            self._kept += 1
+            if self._kept.bit_count() == 1:
+                self._record("batch kept", **line)
+
     def _change(self, state: Any, old: Made, new: Made, decision: Decision) -> Any:
         """Goes on by another way."""
         begin = time.perf_counter()
         state = changing_batches.go_on(self.step, new.shape, new.plan, state)
         jax.block_until_ready(jax.tree.leaves(state))
         self._running = self.step.running.planned
-        self.batch_size, self._since = new.key.rows, 0
+        self.batch_size, self._since, self._kept = new.key.rows, 0, 0
         self.changes += 1
         phi = self.phi()
         self._before = (
@@ -377,9 +420,9 @@ class Loop:
         self._record(
             "batch",
             number=self.changes,
-            old=way_data(old),
-            new=way_data(new),
-            phi=None if phi is None else _numbers(phi),
+            old=lines.way_data(old),
+            new=lines.way_data(new),
+            phi=None if phi is None else lines.numbers(phi),
             compared=[x.to_data() for x in decision.compared],
             predicted={
                 "horizon_s": decision.horizon_s,
@@ -434,16 +477,6 @@ def with_rows(struct: Any, rows: int, wanted: int) -> Any:
     return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
 
 
-def way_data(made: Made) -> dict[str, Any]:
-    """A way as a line of a ledger has it."""
-    return {
-        **dataclasses.asdict(made.key),
-        "cluster": made.plan.cluster.text,
-        "meshes": [dict(s.mesh["axes"]) for s in made.plan.stages],
-        "step_s": made.plan.predicted.step_s,
-    }
-
-
 def _no_record(kind: str, **fields: Any) -> None:
     del kind, fields
 
@@ -453,8 +486,3 @@ def _finite(result: Any) -> bool:
     found = [np.asarray(x) for x in jax.tree.leaves(result)]
     kinds = [x for x in found if np.issubdtype(x.dtype, np.floating)]
     return all(bool(np.isfinite(x).all()) for x in kinds)
-
-
-def _numbers(phi: PhiRange) -> dict[str, float | None]:
-    found = {"phi": phi.phi, "low": phi.low, "high": phi.high}
-    return {k: x if math.isfinite(x) else None for k, x in found.items()}

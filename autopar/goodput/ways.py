@@ -15,6 +15,7 @@ import functools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
+from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import AutoparError, ClusterError, PlanError
 from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
@@ -126,11 +127,11 @@ class Ways:
             if codecs != running.key.codecs and place not in list(self._anchors):
                 self._anchors.put(place, self._studied(running, codecs))
 
-    def studied(self, running: Made) -> bool:
-        """Whether `study` is done for the layouts that run."""
+    def unstudied(self, running: Made) -> int:
+        """For how many codecs `study` is not done with the layouts that run."""
         known = list(self._anchors)
-        return all(
-            c == running.key.codecs or self._anchor(running, c) in known
+        return sum(
+            c != running.key.codecs and self._anchor(running, c) not in known
             for c in self._codecs
         )
 
@@ -352,7 +353,8 @@ def expected_error(plan: Plan) -> CodecError:
 
     A codec with error feedback is biased. Of what it leaves out, e of the norm, most is
     sent later; until its progress has been measured it counts like an unbiased codec
-    that keeps as much: e^2 / (1 - e^2).
+    that keeps as much: e^2 / (1 - e^2). Where all workers draw the same elements, they
+    err together.
     """
     sent = [g for g in plan.gradients if g.codec not in ("", "dense")]
     if not sent:
@@ -360,4 +362,8 @@ def expected_error(plan: Plan) -> CodecError:
     square = plan.compression.error**2
     if any(g.feedback for g in sent):
         square = square / (1 - square) if square < 1 else float("inf")
-    return CodecError(own=square, workers=max(g.workers for g in sent))
+    workers = max(g.workers for g in sent)
+    codecs = [parse_codec(g.codec) for g in sent]
+    if all(getattr(codec, "unbiased", False) for codec in codecs):
+        return CodecError(shared=square, workers=workers)
+    return CodecError(own=square, workers=workers)

@@ -41,6 +41,7 @@ from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.planner.stages.entry import plan_with_stages, without_stages
+from autopar.planner.stages.kept import kept_pipeline
 from autopar.plans import Plan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
@@ -77,6 +78,10 @@ def plan_analysis(
             "plan_analysis: logical_axis_rules need the step's arguments; turn them "
             "into pins with with_logical_pins(options, call)."
         )
+    kept = options.layouts
+    if kept is not None and len(kept.stages) > 1:
+        asked = requested(options, sent, errors)
+        return kept_pipeline(analysis, cluster, options, kept, asked)
     if options.stages not in (None, 1):
         return _in_stages(analysis, cluster, options, requested(options, sent, errors))
     if options.microbatches == "auto":

@@ -49,10 +49,11 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     )
     solver = SolverReport(
         status=solution.status.value if result.searched else GIVEN,
-        gap=float(max(0.0, solution.gap)) if result.searched else 0.0,
+        gap=min(max(0.0, float(solution.gap)), 1.0) if result.searched else 0.0,
         seconds=result.seconds,
         cost=float(solution.cost),
-        bound=float(solution.bound),
+        # No step takes less than no time: a search that ended early may know no more.
+        bound=max(0.0, float(solution.bound)),
         meshes={str(m): c.step_s for m, c in result.tried if c is not None},
     )
     seconds = Seconds(

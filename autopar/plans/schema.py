@@ -56,7 +56,7 @@ class SolverReport(
     Attributes:
       status: how the search ended. ``proved optimal`` means that no plan searched is
         faster by more than ``gap``, at most 0.5 %.
-      gap: (cost - bound) / cost, 0 without a search.
+      gap: (cost - bound) / cost, 0 without a search, at most 1.
       seconds: that the search took.
       cost: what the solver made least, in seconds.
       bound: a lower bound of it over the plans of all meshes.

@@ -145,8 +145,9 @@ def carried_over(state: State, spec: Measured) -> State:
         made.update({k: known[k] for k in ("weight", "sqr", "var", "excess", "steps")})
     if spec.options.base_batch is not None:
         made["base_batch"] = known["base_batch"]
+    # Copies, as a step consumes them: fresh averages are one array in several places.
     return jax.tree.map(
-        lambda x, like, where: placement.place(jnp.asarray(x, like.dtype), where),
+        lambda x, like, where: placement.place(jnp.array(x, like.dtype), where),
         made,
         wanted,
         spec.shardings(),

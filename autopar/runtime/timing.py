@@ -10,8 +10,10 @@ from typing import Any
 import jax
 import numpy as np
 
+from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
 from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.runtime.stages.planned import PipelinedStep, pipelined_step
 from autopar.runtime.world import World
 from autopar.steps.analysis import Analysis
 from autopar_passes import jax_compat
@@ -44,18 +46,26 @@ def measure_plans(
     return {name: statistics.median(found) for name, found in turns.items()}
 
 
-def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep:
+def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep | PipelinedStep:
     """Builds the step of a plan on the local devices."""
-    mesh = device_mesh(plan, World.current().devices)
+    devices = World.current().devices
+    if len(plan.stages) > 1:
+        cut = cut_as(analysis, plan)
+        return pipelined_step(analysis, cut, plan, devices, donate=True)
+    mesh = device_mesh(plan, devices)
     return planned_step(analysis, plan, mesh, donate=True)
 
 
 class _Runner:
     """A compiled step with made-up inputs, carried from call to call."""
 
-    def __init__(self, planned: PlannedStep) -> None:
+    def __init__(self, planned: PlannedStep | PipelinedStep) -> None:
         self.planned = planned
-        self.compiled = planned.lower().compile()
+        if isinstance(planned, PipelinedStep):
+            planned.compile()
+            self.compiled = planned.function
+        else:
+            self.compiled = planned.lower().compile()
         self.arguments = made_up_inputs(planned)
 
     def turn(self, steps: int) -> float:
@@ -71,7 +81,7 @@ class _Runner:
         return time.perf_counter() - start
 
 
-def made_up_inputs(planned: PlannedStep) -> list[Any]:
+def made_up_inputs(planned: PlannedStep | PipelinedStep) -> list[Any]:
     """Returns an array in its shards for each flat argument."""
     graph = planned.analysis.graph
     rng = np.random.default_rng(0)

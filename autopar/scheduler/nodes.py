@@ -60,6 +60,10 @@ class Nodes:
         """The nodes whose devices are of a kind."""
         return tuple(i for i, other in enumerate(self.kinds) if other == kind)
 
+    def kinds_of(self, allocation: Allocation) -> tuple[str, ...]:
+        """The kinds of an allocation's devices, each once."""
+        return tuple(dict.fromkeys(self.kinds[node] for node in allocation))
+
     def without(self, away: Iterable[int]) -> Nodes:
         """The same nodes, some of them away: they keep their numbers."""
         gone = set(away)

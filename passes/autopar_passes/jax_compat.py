@@ -21,6 +21,10 @@ import numpy as np
 # `compile_without_devices` says why.
 from jax._src import compiler as _compiler
 
+# Options that a thread sets for itself (``with jax.enable_x64(True)``) can be read and
+# set for another one by the objects of `jax._src.config` alone (0.10.2).
+from jax._src import config as _config
+
 # jax.extend.core exports ClosedJaxpr and Literal (public since 0.4.36). What is
 # missing there in 0.10.2 is the name stack of an equation and how to bind an
 # equation under one; both live in `jax._src.source_info_util`.
@@ -69,6 +73,14 @@ def source_line(eqn: Any) -> str:
             name = frame.file_name.rsplit("/", 1)[-1]
             return f"{name}:{frame.start_line}"
     return ""
+
+
+def thread_options() -> list[Any]:
+    """Returns contexts of the options of JAX that this thread has set for itself."""
+    own = [x for x in vars(_config).values() if isinstance(x, _config.State)]
+    unset = _config.config_ext.unset
+    found = [(x, x.get_local()) for x in own if x.get_local() is not unset]
+    return [_config.StateContextManager(x, value) for x, value in found]
 
 
 @contextlib.contextmanager

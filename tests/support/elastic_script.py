@@ -3,7 +3,7 @@
 Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE PACE_S [CHECKPOINTS [CODEC
 [STAGES]]]
 
-The last steps take a second each until there is a file OUT.go.
+Unless PACE_S is 0, the last steps take a second each until there is a file OUT.go.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def main() -> None:
             print(json.dumps([done.step, float(done.result)]), file=file, flush=True)
             # The last steps wait for all that shall happen, also on a busy machine.
             last = done.step > int(steps) - LAST and not os.path.exists(f"{out}.go")
-            time.sleep(max(float(pace_s), 1.0) if last else float(pace_s))
+            time.sleep(1.0 if last and float(pace_s) else float(pace_s))
     print(f"finished {run.step} steps", flush=True)
 
 

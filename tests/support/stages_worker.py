@@ -145,6 +145,26 @@ def refused() -> dict[str, Any]:
     return {"said": said, "seconds": seconds, "loss": float(loss)}
 
 
+def late() -> dict[str, Any]:
+    """What a process says, and how soon, where an update fails on process 1."""
+    from stage_cases import adam, mean_loss
+
+    made, state, _ = adam(mean_loss)
+    step = autopar.parallelize(made, **ASKED)
+    state, _ = step(state, rows(0))
+    begin, said = time.monotonic(), "nothing"
+    fails = jax.process_index() == 1
+    broken = unittest.mock.patch.object(
+        run._Run, "finite", side_effect=ZeroDivisionError("division by zero")
+    )
+    with broken if fails else contextlib.nullcontext():
+        try:
+            step(state, rows(1))
+        except (AutoparError, ZeroDivisionError) as error:
+            said = f"{type(error).__name__}: {error}"
+    return {"said": said, "seconds": time.monotonic() - begin}
+
+
 def uneven() -> str:
     """What is said of a stage that lies in two processes."""
     from stage_cases import adam, mean_loss
@@ -158,8 +178,12 @@ def uneven() -> str:
     return "not refused"
 
 
-def killed() -> dict[str, Any]:
-    """What a process says, and how soon, when process 1 is killed in a step."""
+def killed(how: int = signal.SIGKILL) -> dict[str, Any]:
+    """What a process says, and how soon, when process 1 is killed in a step.
+
+    Args:
+      how: the signal; with SIGSTOP it hangs.
+    """
     from stage_cases import adam, mean_loss
 
     made, state, _ = adam(mean_loss)
@@ -168,7 +192,7 @@ def killed() -> dict[str, Any]:
     float(loss)
     begin = time.monotonic()
     dies = jax.process_index() == 1
-    kill = lambda: os.kill(os.getpid(), signal.SIGKILL)  # noqa: E731
+    kill = lambda: os.kill(os.getpid(), how)  # noqa: E731
     with stopped_at(2, kill) if dies else contextlib.nullcontext():
         try:
             step(state, rows(1))
@@ -182,6 +206,8 @@ def results(case: str) -> Any:
     """What a process finds."""
     if case == "killed":
         return killed()
+    if case == "hangs":
+        return killed(signal.SIGSTOP)
     return {
         "masked": train("masked"),
         "coded": coded(),
@@ -189,6 +215,7 @@ def results(case: str) -> Any:
         "moved": moved(),
         "refused": refused(),
         "uneven": uneven(),
+        "late": late(),
     }
 
 

@@ -32,10 +32,17 @@ def compare(
     memory: options.Memory = None,
     compression: options.Compression = "none",
     error_budget: options.ErrorBudget = None,
+    microbatches: options.Microbatches = None,
+    coupled: options.Coupled = "refuse",
+    stages: options.Stages = None,
+    schedule: options.Schedule = None,
     as_json: options.Json = False,
 ) -> Result:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
+    Beside plans of one stage stand pipelines of equal stages, each with replicas or
+    with tensors split within a host. --stages and --schedule are of the plan;
+    --schedule and --microbatches hold for these pipelines, too.
     Saved plans are compared as they are, on the cluster that they are for.
 
     With --compression only the plan has codecs, the usual ones have none.
@@ -46,7 +53,13 @@ def compare(
     from autopar.cli import common, comparing
 
     limits = common.plan_options(
-        seconds=seconds, compression=compression, error_budget=error_budget
+        seconds=seconds,
+        compression=compression,
+        error_budget=error_budget,
+        microbatches=microbatches,
+        coupled=coupled,
+        stages=stages,
+        schedule=schedule,
     )
     if devices is not None:
         common.simulate_devices(devices)

@@ -6,16 +6,19 @@ the same with the residual, and ``C`` the codec of a level::
 
     gain       = sum E |C(w)| / sum E |g|          (norms)
                = sum E |C(w)|^2 / sum E |w|^2      (energy)
+               = mean min(|C(w)| / |g|, |g| / |C(w)|)  (updates)
     throughput = steps per second x gain
 
 sums being over gradients. The first is that of the published code
 (github.com/sahiltyagi4/GraVAC, run/compression_throughput.py), the second that of the
-paper's text. They differ where errors are fed back: what is late is sent in the end,
-so that the first comes back to about 1, or more, once the residual holds what a level
-leaves waiting; in the second a residual counts against its level for good. Measured
-(docs/results.md), the first is right for SGD with momentum, to which late gradients do
-little harm, and climbs too far for Adam, to which they do much. The second falls back
-too early, which costs time but no accuracy, and is the default.
+paper's text. The third, whose mean is over elements, is in the metric of Adam's family
+(`signals.updates`). The first two differ where errors are fed back: what is late is
+sent in the end, so that the first comes back to about 1, or more, once the residual
+holds what a level leaves waiting; in the second a residual counts against its level for
+good. Measured (docs/results.md), the first is right for SGD with momentum, to which
+late gradients do little harm, and climbs too far for Adam, to which they do much. The
+second falls back too early, which costs time but no accuracy, and is the default. In
+the third, late gradients count for less, as they do for Adam.
 
 The levels, from the least to the largest factor, are climbed one at a time. A
 window of observations is spent on each; the next is tried as long as throughput
@@ -50,12 +53,13 @@ from autopar.compression.policies.signals import (
     restore,
     saved,
     squared_norms,
+    updates,
 )
 
 Stepping = Literal["geometric", "exponential"]
-GainOf = Literal["norms", "energy"]
+GainOf = Literal["norms", "energy", "updates"]
 
-_SUMS = {"norms": norms, "energy": squared_norms}
+_SUMS = {"norms": norms, "energy": squared_norms, "updates": updates}
 
 PUT_OFF = -1
 

@@ -64,6 +64,24 @@ def norms(reports: Iterable[GradientReport]) -> tuple[float, float]:
     return sent, raw
 
 
+def updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
+    """Sums over gradients of the size of updates, and of that of dense gradients.
+
+    Adam's family divides by the root of the mean square of what arrives, so that each
+    element counts alike, whatever the norm of its gradient. What arrives late, in few
+    large values, has the same mean and a larger square: its updates are smaller by the
+    quotient of the norms. Where less arrives than comes in, so are they.
+    """
+    size = dense = 0.0
+    for report in reports:
+        raw = report.gradient_norm
+        sent = math.sqrt(report.gain) * report.norm
+        larger = max(raw, sent)
+        size += report.elements * (min(raw, sent) / larger if larger else 1.0)
+        dense += report.elements
+    return size, dense
+
+
 def changes(
     wish: Mapping[str, str], gradients: Mapping[str, GradientReport]
 ) -> dict[str, str] | None:

@@ -139,7 +139,7 @@ def never_started(worker: int, code: int) -> str:
     how = f"with code {code}" if code >= 0 else "by a signal"
     return (
         f"worker {worker} ended {how} before it joined the run: its script must "
-        "call autopar.elastic(...) and take its steps; see its output above."
+        "call autopar.elastic(...) and take its steps; see its output."
     )
 
 

@@ -198,7 +198,7 @@ class Supervisor:
         elif member.phase == "starting" and not self._ever and code is not None:
             self.stop(members.never_started(worker, code), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
-            why = f"worker {worker} ended with code {code}; see its output above."
+            why = f"worker {worker} ended with code {code}; see its output."
             self.stop(why, code or 1)
         else:
             died = not left and (code is None or code < 0)

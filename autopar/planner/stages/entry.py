@@ -68,8 +68,29 @@ def plan_pipeline(
       InfeasibleError: a stage does not fit the memory of its devices.
       PlanError: the step cannot be cut or split so.
     """
-    whole = analysis.whole or analysis
     _check_options(options)
+    whole, wanted, count = even_pipeline(analysis, cluster, options, stages)
+    return planned(whole, cluster, options, wanted, count, codecs)
+
+
+def even_pipeline(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
+) -> tuple[Analysis, Wanted, int]:
+    """A pipeline of equal slices and about equal layers.
+
+    Args:
+      analysis: the step on the whole batch.
+      cluster: what to plan for.
+      options: of which schedule and microbatches count.
+      stages: how many stages; 2 or more.
+
+    Returns the step on the whole batch, its loops in pieces; the pipeline; and the
+    number of microbatches.
+
+    Raises:
+      PlanError: there are too few layers, or no such slices.
+    """
+    whole = analysis.whole or analysis
     schedule = _schedule(options.schedule or ScheduleKind.ONE_F_ONE_B.value)
     count = _microbatches(whole, options, stages)
     parts = stages * schedule.chunks
@@ -79,23 +100,17 @@ def plan_pipeline(
     layers = layers_of(whole, cluster)
     if whole.pieces:
         starts, cuts = parts_at_loops(whole, layers, stages)
-        wanted = Wanted(
-            layers=starts, parts=cuts, schedule=schedule, sites=_sites(cluster, stages)
-        )
-        return planned(whole, cluster, options, wanted, count, codecs)
-    if parts > layers.count:
+    elif parts > layers.count:
         raise PlanError(
             f"stages={stages}: the step has {layers.count} layers, and schedule "
             f"{schedule.name} needs {parts} parts of at least one layer each. Ask for "
             f"fewer stages{_loops_text(whole)}."
         )
-    wanted = Wanted(
-        layers=tuple(layers.starts),
-        parts=_balanced(_weights(layers), parts),
-        schedule=schedule,
-        sites=_sites(cluster, stages),
-    )
-    return planned(whole, cluster, options, wanted, count, codecs)
+    else:
+        starts, cuts = tuple(layers.starts), _balanced(_weights(layers), parts)
+    sites = _sites(cluster, stages)
+    wanted = Wanted(layers=starts, parts=cuts, schedule=schedule, sites=sites)
+    return whole, wanted, count
 
 
 def best_pipeline(
@@ -254,10 +269,29 @@ def planned(
       InfeasibleError: a stage does not fit the memory of its devices.
       PlanError: the step cannot be cut or split so.
     """
+    cut = cut_for(whole, options, wanted, count)
+    asked = codecs or requested(options)
+    return staged_plan(cut, cluster, wanted, asked, hints_of(options))
+
+
+def cut_for(
+    whole: Analysis, options: PlanOptions, wanted: Wanted, count: int
+) -> CutStep:
+    """The step, cut into the stages that are wanted.
+
+    Args:
+      whole: the step on the whole batch.
+      options: which say whether rows may be coupled.
+      wanted: the pipeline.
+      count: the number of microbatches.
+
+    Raises:
+      PlanError: the step cannot be cut or split so.
+    """
     couple = options.coupled == "microbatch"
     micro = one_microbatch(whole, count, couple=couple)
     try:
-        cut = _cut(
+        return _cut(
             micro,
             wanted.layers,
             wanted.parts,
@@ -267,8 +301,6 @@ def planned(
         )
     except CutError as error:
         raise PlanError(f"the step cannot be cut into stages: {error}") from error
-    asked = codecs or requested(options)
-    return staged_plan(cut, cluster, wanted, asked, hints_of(options))
 
 
 def _cut(
@@ -318,14 +350,11 @@ def cut_as(analysis: Analysis, plan: Plan) -> CutStep:
 
 
 def _check_options(options: PlanOptions) -> None:
-    """Raises `PlanError` for what plans of several stages cannot hold yet."""
-    said = {
-        "layouts=": options.layouts is not None,
-    }
-    if given := [name for name, there in said.items() if there]:
+    """Raises `PlanError` for layouts of one stage that several should keep."""
+    if options.layouts is not None:
         raise PlanError(
-            f"stages={options.stages}: {', '.join(given)} is for plans of one stage. "
-            "Leave it out, or plan with stages=1."
+            f"stages={options.stages}: the plan given as layouts= has one stage, whose "
+            "layouts are no stage's. Leave layouts= out, or plan with stages=1."
         )
 
 

@@ -25,6 +25,7 @@ from autopar.planner.hints import (
 )
 from autopar.planner.options import PlanOptions
 from autopar.planner.problem import Restriction
+from autopar.planner.recipes import Recipe, restriction_of
 from autopar.planner.search import candidate_meshes, search
 from autopar.planner.stages.codecs import summed_once
 from autopar.progress import say
@@ -58,12 +59,14 @@ class StageHints:
       axis_names: of the mesh of each stage.
       max_axes: most axes of the mesh of a stage.
       seconds: time limit of the search of a stage on one mesh.
+      recipe: a rule about the axes of the mesh of each stage; None: there is none.
     """
 
     pins: Mapping[str, PartitionSpec] = dataclasses.field(default_factory=dict)
     axis_names: tuple[str, ...] | None = None
     max_axes: int | None = None
     seconds: float | None = None
+    recipe: Recipe | None = None
 
     @property
     def about_meshes(self) -> bool:
@@ -153,11 +156,7 @@ class StageSearch:
         lies = {} if like is None else _like(analysis, like)
         if like is not None and lies:
             meshes = [like.pricer.mesh]
-        restriction: Callable[[Pricer], Restriction] | None = None
-        if lies or pins:
-            restriction = lambda pricer: pin_restriction(  # noqa: E731
-                analysis, {**lies, **pinned_layouts(analysis, pins, pricer.mesh)}
-            )
+        restriction = self._restriction(analysis, pins, lies)
         device = dataclasses.replace(site.cluster.device, memory_bytes=math.floor(room))
         limited = dataclasses.replace(site.cluster, device=device)
         seconds = self.hints.seconds
@@ -168,6 +167,25 @@ class StageSearch:
         check_pinned(pins, analysis, best.assignment, best.pricer.mesh)
         pricer = dataclasses.replace(best.pricer, cluster=site.cluster)
         return dataclasses.replace(best, pricer=pricer)
+
+    def _restriction(
+        self, analysis: Analysis, pins: Pins, lies: Mapping[int, Layout]
+    ) -> Callable[[Pricer], Restriction] | None:
+        """What pins, pieces on other stages and a recipe leave; None: everything."""
+        recipe = self.hints.recipe
+
+        def held(pricer: Pricer) -> Restriction:
+            given = pinned_layouts(analysis, pins, pricer.mesh)
+            return pin_restriction(analysis, {**lies, **given})
+
+        if recipe is None:
+            return held if lies or pins else None
+
+        def both(pricer: Pricer) -> Restriction:
+            rules = held(pricer), restriction_of(analysis, recipe, pricer)
+            return lambda node, strategy: all(rule(node, strategy) for rule in rules)
+
+        return both
 
     def _meshes(
         self, analysis: Analysis, site: StageSite, pins: Pins

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.compression.synchronise import NON_FINITE, restore_unless_finite
@@ -114,6 +115,8 @@ class CodecStep:
         self.steps: dict[int, Any] = dict(zip(own, moved, strict=True))
         self.new: dict[int, dict[str, Any]] = {}
         self.told: dict[int, tuple[Any, Any]] = {}
+        # The stages whose telemetry has gone to all processes.
+        self.shared: set[int] = set()
         # By stage, whether all gradients of the step are finite; once `decide` ran.
         self.finite: dict[int, Any] = {}
         self.counted: tuple[Any, ...] = ()
@@ -150,15 +153,22 @@ class CodecStep:
         )
         self.finite = dict(zip(own, moved, strict=True))
 
+    def give_up(self) -> None:
+        """Hands others zeros for what this process failed to find."""
+        for stage in self.codecs.sums.stages:
+            if stage not in self.shared:
+                self._shared(stage)
+
     def _shared(self, stage: int) -> tuple[Any, Any]:
         """Telemetry and levels of a stage, on a device of this process."""
         if self.links is None:
             return self.told[stage]
+        self.shared.add(stage)
         members = len(self.codecs.names(stage))
         counts = self.codecs.sums.num_levels
         rows, levels = self.told.get(stage) or (
-            jax.ShapeDtypeStruct((members, 6), jnp.float32),
-            jax.ShapeDtypeStruct((members, counts), jnp.int32),
+            np.zeros((members, 6), np.float32),
+            np.zeros((members, counts), np.int32),
         )
         links, process = self.links, self._process(stage)
         return (

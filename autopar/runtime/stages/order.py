@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Executor, wait
+from concurrent.futures import Future, wait
+from typing import Any
 
+from autopar_passes import jax_compat
 from autopar_passes.stages.cut import Phase, TaskKey
 from autopar_solver import ScheduleTable, TaskKind
 
@@ -72,11 +76,53 @@ def _waits_for(
         yield kind, part + 1
 
 
+class Threads:
+    """Threads that work in the background, and never keep the process from ending."""
+
+    def __init__(self, count: int, name: str) -> None:
+        """Starts them.
+
+        Args:
+          count: how many.
+          name: of each, before its number.
+        """
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for number in range(count):
+            thread = threading.Thread(
+                target=self._serve, name=f"{name}_{number}", daemon=True
+            )
+            thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+
+    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
+        """Calls a function in one of the threads, under this thread's JAX options."""
+        future: Future[None] = Future()
+        options = jax_compat.thread_options()  # contexts serve one thread, once
+
+        def work() -> None:
+            try:
+                with contextlib.ExitStack() as stack:
+                    for option in options:
+                        stack.enter_context(option)
+                    function(*arguments)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(None)
+
+        self._work.put(work)
+        return future
+
+
 def run_in_threads(
-    executor: Executor,
+    executor: Threads,
     by_stage: Sequence[Sequence[Issue]],
     run: Callable[[Issue], None],
     waits_for: Mapping[TaskKey, Sequence[TaskKey]],
+    join: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> None:
     """Issues the tasks of each stage in a thread of its own.
 
@@ -88,6 +134,7 @@ def run_in_threads(
       by_stage: the tasks of each stage, in order.
       run: issues one task.
       waits_for: task -> tasks of other stages that it reads of, of its microbatch.
+      join: waits for the threads by a function that it is given.
 
     Raises:
       Exception: the first that a task raised; the others are not issued any more.
@@ -119,6 +166,6 @@ def run_in_threads(
                 changed.notify_all()
 
     futures = [executor.submit(work, issues) for issues in by_stage]
-    wait(futures)
+    join(lambda: wait(futures))
     for future in futures:
         future.result()

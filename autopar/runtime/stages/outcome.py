@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator
+import re
+from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
 from autopar.errors import StageError
 from autopar.runtime.noise.staged import Rows
 from autopar.runtime.stages.codecs import CodecStep
+from autopar_passes.jax_compat import source_line
+from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import TaskKey
+
+_ENCOUNTERED = re.compile(r"encountered in (\w+)")
+# An operator may occur in many lines; so many are named.
+_MOST_LINES = 3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +38,15 @@ class Ran:
 
 
 @contextlib.contextmanager
-def told(key: TaskKey, number: int) -> Generator[None]:
-    """Says which task an error came from.
+def told(
+    key: TaskKey, number: int, operators: Callable[[], Iterable[Equation]] = tuple
+) -> Generator[None]:
+    """Says which task an error came from, and which of its operators.
+
+    Args:
+      key: the task.
+      number: the microbatch; -1: of the step.
+      operators: makes the equations of the task.
 
     Raises:
       StageError: something is raised inside.
@@ -43,5 +57,19 @@ def told(key: TaskKey, number: int) -> Generator[None]:
         which = "" if number < 0 else f" of microbatch {number}"
         raise StageError(
             f"stage {key.stage}, {key.phase.value}{which} (part {key.number}): "
-            f"{type(error).__name__}: {error}"
+            f"{type(error).__name__}: {error}{_lines(error, operators())}"
         ) from error
+
+
+def _lines(error: Exception, operators: Iterable[Equation]) -> str:
+    """The lines of the operator that made a number that is not finite.
+
+    Under ``jax_debug_nans`` JAX runs the task again by operators, and names the first
+    that does so.
+    """
+    found = _ENCOUNTERED.search(str(error))
+    if found is None or not isinstance(error, FloatingPointError):
+        return ""
+    named = [e for e in operators if e.primitive == found[1]]
+    lines = dict.fromkeys(line for e in named if (line := source_line(e.source)))
+    return f" ({', '.join(list(lines)[:_MOST_LINES])})" if lines else ""

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.codecs import StagedCodecs
-from autopar.runtime.stages.order import Issue
+from autopar.runtime.stages.order import Issue, Threads
 from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.restoring import Carried
 from autopar.runtime.stages.running_sums import finish_code, zeros_code
@@ -114,9 +113,7 @@ class Pipeline:
         # CPUs run small programs and callbacks where they are issued: a thread for
         # each stage keeps one from waiting for another.
         platform = stages[0].mesh.devices.flat[0].platform
-        self.threads = (
-            ThreadPoolExecutor(len(stages), "stage") if platform == "cpu" else None
-        )
+        self.threads = Threads(len(stages), "stage") if platform == "cpu" else None
         self.by_stage = [
             [issue for issue in order if issue.key.stage == stage]
             for stage in range(len(stages))

@@ -2,23 +2,22 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
 
-from autopar.runtime import placement
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
 from autopar.runtime.stages.outcome import Ran, told
-from autopar.runtime.stages.pipeline import Call, Copy, Pipeline
+from autopar.runtime.stages.pipeline import Call, Pipeline
 from autopar.runtime.stages.stage import RESULT, Sent, TaskCode
-from autopar.runtime.stages.transport import Route, Tag, on_device
-from autopar_passes.stages.cut import Phase, TaskKey
+from autopar.runtime.stages.transfers import Transfers
+from autopar.runtime.stages.transport import Tag, meeting
+from autopar_passes.program.equations import Equation
+from autopar_passes.stages.cut import Phase, TaskKey, equations_of
 
 # Values from other processes are asked for so many tasks ahead of the one that is
 # issued, so that they travel while earlier tasks run.
@@ -48,40 +47,19 @@ def run_step(
     if pipeline.codecs is not None:
         assert codecs is not None
         run.codecs = CodecStep(pipeline.codecs, codecs, pipeline.links)
-    links = pipeline.links
-    with contextlib.nullcontext() if links is None else links.together(run.give_up):
+    with meeting(pipeline.links, run.give_up, "running a step"):
         run.begin(step, microbatches)
         begin = time.perf_counter()
         run.issue_all()
         pipeline.issuing_s = time.perf_counter() - begin
-    run.cross()
-    for key, call in pipeline.calls.items():
-        if key.phase is Phase.UPDATE:
-            run.update(call)
+    with meeting(pipeline.links, run.give_up_rest, "updating the state"):
+        run.end()
     told = {**run.results, **run.told}
     return Ran(run.results, told, run.noise, run.codecs)
 
 
-class _Run:
-    """One step: the arrays of each stage by microbatch."""
-
-    def __init__(self, pipeline: Pipeline, microbatches: int) -> None:
-        self.pipeline = pipeline
-        stages = range(len(pipeline.stages))
-        self.step: list[dict[int, Any]] = [{} for _ in stages]
-        self.micro: list[list[dict[int, Any]]] = [
-            [{} for _ in range(microbatches)] for _ in stages
-        ]
-        self.sums: dict[int, dict[int, Any]] = {}
-        self.results: dict[int, Any] = {}
-        self.told: dict[int, Any] = {}
-        # What tasks have measured of gradients, of each microbatch.
-        self.noise: dict[TaskKey, list[Any]] = {key: [] for key in pipeline.noise}
-        # Of other processes: what has been asked for, and what they were handed.
-        self.asked: set[Tag] = set()
-        self.handed: set[Tag] = set()
-        self.reached = [0 for _ in stages]
-        self.codecs: CodecStep | None = None
+class _Run(Transfers):
+    """One step: its tasks, on the arrays of each stage."""
 
     def begin(
         self, step: Mapping[int, Any], microbatches: Sequence[Mapping[int, Any]]
@@ -117,166 +95,20 @@ class _Run:
             return
         own = [k for k in range(len(pipeline.stages)) if pipeline.here(k)]
         by_stage = [pipeline.by_stage[k] for k in own]
-        run_in_threads(pipeline.threads, by_stage, self.issue, pipeline.waits_here)
-
-    # What moves between stages.
-
-    def copy(
-        self,
-        tag: Tag,
-        copy: Copy,
-        places: Sequence[dict[int, Any]],
-        present: Collection[int],
-    ) -> None:
-        """Sends what a stage has to another one.
-
-        Args:
-          tag: names this transfer.
-          copy: what is sent.
-          places: the arrays of each stage.
-          present: the values that there are; others are not of these places.
-        """
-        source, sent = places[copy.stage], copy.sent
-        found = [k for k, v in enumerate(sent.values) if v in present]
-        if not found:
-            return
-        if len(found) < len(sent.values):
-            sent = Sent(
-                sent.stage,
-                tuple(sent.values[k] for k in found),
-                tuple(sent.source[k] for k in found),
-                tuple(sent.target[k] for k in found),
+        links, waits = pipeline.links, pipeline.waits_here
+        if links is None:
+            run_in_threads(pipeline.threads, by_stage, self.issue, waits)
+        else:
+            run_in_threads(
+                pipeline.threads, by_stage, self.issue, waits, join=links.waited
             )
-        arrays = None
-        if self.pipeline.here(copy.stage):
-            arrays = [source[v] for v in sent.values]
-            if len(found) == len(copy.sent.values):
-                arrays = copy.layout(*arrays)
-            elif not self.pipeline.here(sent.stage):
-                arrays = jax.device_put(arrays, list(sent.source))
-        self.send(tag, copy.stage, sent, arrays, places[sent.stage])
 
-    def send(
-        self,
-        tag: Tag,
-        stage: int,
-        sent: Sent,
-        arrays: Sequence[Any] | None,
-        place: dict[int, Any],
-    ) -> None:
-        """Moves arrays of a stage to another, or to where they lie between steps.
-
-        Args:
-          tag: names this transfer.
-          stage: where the arrays are.
-          sent: what goes where.
-          arrays: the arrays; None where the stage runs in another process.
-          place: the arrays of the other stage.
-        """
-        pipeline = self.pipeline
-        if sent.stage == RESULT:
-            self.leave_all(tag, stage, sent, arrays)
-        elif pipeline.here(stage) and pipeline.here(sent.stage):
-            assert arrays is not None
-            moved = jax.device_put(list(arrays), list(sent.target))
-            place.update(zip(sent.values, moved, strict=True))
-        elif pipeline.here(stage):
-            assert arrays is not None
-            assert pipeline.links is not None
-            self.handed.add(tag)
-            pipeline.links.offer(tag, arrays, self.routes(sent))
-        elif pipeline.here(sent.stage):
-            self.fetch(tag, stage, sent, place)
-
-    def fetch(self, tag: Tag, stage: int, sent: Sent, place: dict[int, Any]) -> None:
-        """Takes what a stage of another process sends."""
-        links = self.pipeline.links
-        assert links is not None
-        self.asked.add(tag)
-        process = self.pipeline.processes[stage]
-        moved = links.fetch(process, tag, self.routes(sent))
-        place.update(zip(sent.values, moved, strict=True))
-
-    def routes(self, sent: Sent) -> list[Route]:
-        """How the values of a transfer go to another process."""
-        return [
-            self.route(*way)
-            for way in zip(sent.values, sent.source, sent.target, strict=True)
-        ]
-
-    def route(self, value: int, source: NamedSharding, target: NamedSharding) -> Route:
-        """How a value goes to another process."""
-        assert self.pipeline.links is not None
-        found = self.struct(value)
-        return self.pipeline.links.route(found.shape, found.dtype, source, target)
-
-    def struct(self, value: int) -> jax.ShapeDtypeStruct:
-        """Shape and dtype of a value as it leaves its stage."""
-        known = self.pipeline.cut.program.values[value]
-        struct = jax.ShapeDtypeStruct(known.shape, known.dtype)
-        together = self.pipeline.crossed.rows.get(value)
-        if together is None or not self.crossing:
-            return struct
-        return jax.eval_shape(together, [struct] * self.pipeline.microbatches)
-
-    @property
-    def crossing(self) -> bool:
-        """Whether microbatches have been put together."""
-        return not self.micro
-
-    def leave_all(
-        self, tag: Tag, stage: int, sent: Sent, arrays: Sequence[Any] | None
-    ) -> None:
-        """Hands results of a stage to where they lie between steps."""
-        if self.pipeline.links is None:
-            assert arrays is not None
-            moved = jax.device_put(list(arrays), list(sent.target))
-            self.results.update(zip(sent.values, moved, strict=True))
-            return
-        for k, value in enumerate(sent.values):
-            array = None if arrays is None else arrays[k]
-            self.leave(tag, stage, value, array, sent.source[k], sent.target[k])
-
-    def leave(
-        self,
-        tag: Any,
-        stage: int,
-        value: int,
-        array: Any,
-        source: NamedSharding,
-        target: NamedSharding,
-    ) -> None:
-        """Hands a result to its owner, where it is state, and tells it to all."""
-        pipeline = self.pipeline
-        if pipeline.links is None:
-            self.results[value] = (
-                array if source == target else jax.device_put(array, target)
-            )
-            return
-        owner = stage
-        if value in pipeline.given:
-            owner = pipeline.cut.owners[pipeline.given[value]]
-        sent = Sent(owner, (value,), (source,), (target,))
-        arrays = [array] if pipeline.here(stage) else None
-        self.send(("result", tag, value), stage, sent, arrays, self.results)
-        if not pipeline.here(owner):
-            self.results[value] = placement.absent(self.struct(value), target)
-        if value in pipeline.shown:
-            self.told[value] = self.show(stage, value, array, source)
-
-    def show(self, stage: int, value: int, array: Any, source: NamedSharding) -> Any:
-        """A result on this process, whichever made it."""
-        pipeline, links = self.pipeline, self.pipeline.links
-        assert links is not None
-        made = pipeline.processes[stage]
-        if made != links.index:
-            way = self.route(value, source, on_device(links.devices[links.index]))
-            return links.fetch(made, ("shown", value, links.index), [way])[0]
-        for process, device in enumerate(links.devices):
-            if process != made:
-                way = self.route(value, source, on_device(device))
-                links.offer(("shown", value, process), [array], [way])
-        return array
+    def end(self) -> None:
+        """Puts the microbatches together, and issues the updates."""
+        self.cross()
+        for key, call in self.pipeline.calls.items():
+            if key.phase is Phase.UPDATE:
+                self.update(call)
 
     # Tasks.
 
@@ -315,7 +147,7 @@ class _Run:
             sums = self.sums[stage]
             arguments.extend(sums[v] for v in code.accumulated)
         begin, issued = time.perf_counter(), self.now()
-        with told(code.task.key, number):
+        with told(code.task.key, number, lambda: self.operators(code)):
             made = code.function(*arguments)
         if (wait_s := self.pipeline.wait_s) is not None:
             jax.block_until_ready(made)
@@ -328,6 +160,10 @@ class _Run:
             self.sums[stage].update(zip(code.accumulated, made[rest:], strict=True))
         for value in call.last:
             micro.pop(value, None)
+
+    def operators(self, code: TaskCode) -> tuple[Equation, ...]:
+        """The equations of a task."""
+        return equations_of(self.pipeline.cut.program, code.task)
 
     def now(self) -> float:
         """Seconds since the step began, if somebody watches."""
@@ -377,13 +213,13 @@ class _Run:
     def update(self, call: Call) -> None:
         """Issues a task that runs once, or takes what another process makes by it."""
         code, key = call.code, call.code.task.key
-        if not self.pipeline.here(key.stage):
+        if not self.makes(key.stage):
             for sent in code.sent:
                 tag = _micro_tag(key, sent.stage, -1)
                 self.send(tag, key.stage, sent, None, self.place(sent, -1))
             return
         step, issued = self.step[key.stage], self.now()
-        with told(key, -1):
+        with told(key, -1, lambda: self.operators(code)):
             made = code.function(*(step[v] for v in code.inputs), *self.finite(code))
         self.record(code, -1, issued, made)
         made = self.measured(code, made)
@@ -405,7 +241,7 @@ class _Run:
             self.finish(stage)
         self.sums = {}
         if self.codecs is not None:
-            self.codecs.decide()
+            self.codecs.give_up() if self.failed else self.codecs.decide()
         for stage, numbers in enumerate(self.micro):
             self.step[stage].update(
                 (v, numbers[-1][v]) for v in crossed.same if v in numbers[-1]
@@ -420,27 +256,13 @@ class _Run:
         for value, stage in pipeline.unsummed:
             self.leave_unsummed(value, stage)
 
-    def leave_unsummed(self, value: int, stage: int) -> None:
-        """Hands on a result of microbatches that is not summed."""
-        pipeline = self.pipeline
-        _, target = pipeline.place(stage, value)
-        array = self.step[stage].get(value)
-        if pipeline.links is None:
-            assert array is not None
-            source = array.sharding
-        else:
-            source = NamedSharding(pipeline.stages[stage].mesh, PartitionSpec())
-            array = None if array is None else jax.device_put(array, source)
-        if value not in pipeline.given:
-            target = source
-        self.leave("unsummed", stage, value, array, source, target)
-
     def finish(self, stage: int) -> None:
         """Ends the sums of a stage, and sends them to whoever reads them."""
         pipeline, held = self.pipeline, self.pipeline.held[stage]
         made: Sequence[Any] | None = None
-        if pipeline.here(stage):
-            ended = self.ended(stage)
+        if self.makes(stage):
+            with told(TaskKey(Phase.UPDATE, stage, 0), -1):
+                ended = self.ended(stage)
             self.step[stage].update(zip(held, ended, strict=False))
             made = ended
         count = len(held)
@@ -460,6 +282,11 @@ class _Run:
         made, *found = finish(*self.codecs.given(stage), *totals)
         self.codecs.summed(stage, *found)
         return made
+
+    def give_up_rest(self) -> None:
+        """`give_up`, of what comes after the microbatches."""
+        self.failed, self.micro = True, []
+        self.end()
 
     def give_up(self) -> None:
         """Hands others zeros for what this process failed to make, and asks no more."""

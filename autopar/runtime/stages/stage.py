@@ -122,7 +122,7 @@ class Stage:
 RESULT = -1
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Sent:
     """Values that go to another stage, and where they lie on both.
 
@@ -137,6 +137,22 @@ class Sent:
     values: tuple[int, ...]
     source: tuple[NamedSharding, ...]
     target: tuple[NamedSharding, ...]
+
+    @functools.cached_property
+    def moves(self) -> tuple[int, ...]:
+        """The positions of the values that lie elsewhere afterwards."""
+        pairs = enumerate(zip(self.source, self.target, strict=True))
+        return tuple(k for k, (source, target) in pairs if source != target)
+
+    def landed(self, arrays: Sequence[Any]) -> list[Any]:
+        """The values, which lie as they are sent, on the other stage."""
+        out = list(arrays)
+        given = [out[k] for k in self.moves]
+        if given:
+            moved = jax.device_put(given, [self.target[k] for k in self.moves])
+            for k, array in zip(self.moves, moved, strict=True):
+                out[k] = array
+        return out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,7 +8,7 @@ import functools
 import hashlib
 import threading
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from autopar.errors import StageError
 from autopar.runtime import ending
 from autopar.runtime.exchange import exchanged, told
+from autopar.runtime.stages.watch import SILENCE_S, LostError, Watch, waited
 from autopar.runtime.world import World
 from autopar_passes import jax_compat
 
 Tag = tuple[Any, ...]
+T = TypeVar("T")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -83,6 +85,18 @@ def on_device(device: Any) -> NamedSharding:
     return NamedSharding(Mesh(np.array([device]), ("one",)), PartitionSpec())
 
 
+@contextlib.contextmanager
+def meeting(
+    links: Links | None, release: Callable[[], None], what: str
+) -> Generator[None]:
+    """`Links.together`; without links as it is."""
+    if links is None:
+        yield
+        return
+    with links.together(release, what):
+        yield
+
+
 class Links:
     """What this process hands to the others that run stages, and takes from them.
 
@@ -106,15 +120,22 @@ class Links:
         with told(world, "connecting the stages"):
             self._server = serve()
         own = self._server.address().encode()
-        found = exchanged(world, "connecting the stages", own)
+        addresses = exchanged(world, "connecting the stages", own)
         self.world = world
         self.index = world.process_index
         self.number = 0
-        self._addresses = [address.decode() for address in found]
+        self._addresses = [address.decode() for address in addresses]
         self._connections: dict[int, Any] = {}
         self._lock = threading.Lock()
         self._routes: dict[Any, Route] = {}
         self._joins: dict[NamedSharding, Any] = {}
+        found = jax_compat.coordination()
+        self._watch = (
+            None if found is None else Watch(found.client, found.index, found.count)
+        )
+        # What a step has asked for and has not got: by tag the process and the arrays.
+        self._asked: dict[Tag, tuple[int, list[Any]]] = {}
+        self._lost: StageError | None = None
 
     @functools.cached_property
     def devices(self) -> tuple[Any, ...]:
@@ -150,8 +171,16 @@ class Links:
         pulled: list[Any] = []
         if wanted:
             pulled = self._connection(process).pull(self._id(tag), wanted)
+        self._ask(tag, process, pulled)
         rest = iter(pulled)
         return [_landed(way, rest) for way in routes]
+
+    def _ask(self, tag: Tag, process: int, pulled: list[Any]) -> None:
+        """Keeps what was asked for until it is there, and drops what has come."""
+        with self._lock:
+            for key in [k for k, (_, arrays) in self._asked.items() if _there(arrays)]:
+                del self._asked[key]
+            self._asked[tag] = process, pulled
 
     def give_up(self, tag: Tag, routes: Sequence[Route]) -> None:
         """Offers zeros in place of what this process failed to make.
@@ -225,12 +254,15 @@ class Links:
         return len({x[8:] for x in every}) == 1
 
     @contextlib.contextmanager
-    def together(self, release: Callable[[], None]) -> Generator[None]:
+    def together(
+        self, release: Callable[[], None], what: str = "running a step"
+    ) -> Generator[None]:
         """Does something on all processes; where it fails on one it fails on all.
 
         Args:
           release: called where it fails here, so that no other process waits for what
             this one will not make.
+          what: is being done.
 
         Raises:
           PlanError: another process has failed.
@@ -244,19 +276,19 @@ class Links:
             with contextlib.suppress(Exception):
                 release()
         try:
-            every = self._gather(b"\0" if failed is None else b"\1", "running a step")
+            every = self._gather(b"\0" if failed is None else b"\1", what)
         except StageError as lost:
             raise lost from failed or lost.__cause__
         if not any(map(any, every)):
             return
-        with told(self.world, "running a step"):
+        with told(self.world, what):
             if failed is not None:
                 raise failed
-        exchanged(self.world, "running a step")
+        exchanged(self.world, what)
 
     def _gather(self, data: bytes, what: str) -> list[bytes]:
         try:
-            return self.world.channel.gather(data)
+            return self.waited(lambda: self.world.channel.gather(data), what)
         except jax.errors.JaxRuntimeError as error:
             ending.leave_at_end()
             raise StageError(
@@ -264,6 +296,38 @@ class Links:
                 "ended or cannot be reached. The stages of a pipeline need all "
                 f"processes: start all of them again from a checkpoint. ({error})"
             ) from error
+
+    def waited(self, work: Callable[[], T], what: str = "running a step") -> T:
+        """The result of what waits for other processes.
+
+        Args:
+          work: waits.
+          what: is being done.
+
+        Raises:
+          StageError: a process does not answer.
+        """
+        if self._lost is not None:
+            raise self._lost
+        try:
+            return waited(self._watch, work)
+        except LostError as lost:
+            ending.leave_at_end()
+            numbers = ", ".join(map(str, lost.processes))
+            self._lost = StageError(
+                f"process {self.index} has waited {SILENCE_S:g} s for process "
+                f"{numbers} while {what}{self._awaited()}: it does not answer, as if "
+                "it hung. The stages of a pipeline need all processes: start all of "
+                "them again from a checkpoint."
+            )
+            raise self._lost from lost
+
+    def _awaited(self) -> str:
+        """Which task's results have not come, of those that were asked for."""
+        for tag, (process, arrays) in list(self._asked.items()):
+            if not _there(arrays):
+                return f", {task_text(tag)} of process {process}"
+        return ""
 
     def _connection(self, process: int) -> Any:
         with self._lock:
@@ -277,6 +341,24 @@ class Links:
         text = repr((self.number, tag)).encode()
         found = hashlib.blake2b(text, digest_size=8).digest()
         return int.from_bytes(found, "little") >> 1
+
+
+def task_text(tag: Tag) -> str:
+    """Says what a transfer is of.
+
+    >>> task_text(("backward", 1, 1, 0, 3))
+    'for backward of stage 1 and microbatch 3'
+    """
+    if len(tag) == 5 and isinstance(tag[1], int):
+        phase, stage, _, _, number = tag
+        which = "" if number < 0 else f" and microbatch {number}"
+        return f"for {phase} of stage {stage}{which}"
+    return f"for {' '.join(map(str, tag))}"
+
+
+def _there(arrays: Sequence[Any]) -> bool:
+    """Whether arrays have come; what was taken over by a program has."""
+    return all(array.is_deleted() or array.is_ready() for array in arrays)
 
 
 def _wide(dtype: Any) -> Any:

@@ -3,9 +3,9 @@
 Each job has a curve: its progress per second on every configuration, best batch or plan
 inside. A configuration's utility is concave in its speed-up over one device, so that no
 job starves, times a weight that falls with the work that is left. What is left is never
-seen. It is predicted from jobs of the same program that have ended; before one has, a
-job is taken to have as much left as it has done. A move shortens the time over which
-its gain counts. The allocation problem is solved to a stated gap.
+seen. It is predicted from jobs of the same program that have ended, by Gittins' index;
+before one has, a job is taken to have as much left as it has done. A move shortens the
+time over which its gain counts. The allocation problem is solved to a stated gap.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import numpy as np
 from autopar.errors import ScheduleError
 from autopar.scheduler.decisions import Decisions, Reason
 from autopar.scheduler.jobs import Allocation, Curve, JobView, Views, placement_of
+from autopar.scheduler.models.remaining import gittins_left
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.packing import pack, sizes_of
 from autopar.scheduler.policies.base import Adapts
@@ -112,13 +113,7 @@ class Goodput:
             )
             for k, of in zip(kinds, allowed, strict=True)
         ]
-        solution = self._solved(jobs, options, budgets)
-        flat = [option for name in jobs for option in options[name]]
-        picked = {
-            name: flat[index]
-            for name, index in zip(jobs, solution.choices, strict=True)
-            if index >= 0
-        }
+        picked, solution = self._solved(jobs, options, budgets)
         wanted = {name: (o.count, allowed[o.kind]) for name, o in picked.items()}
         chosen = pack(wanted, current, nodes)
         return Decisions(
@@ -142,13 +137,12 @@ class Goodput:
         """Predicted seconds on one device until a job ends."""
         whole = self._ended.get(view.application) if self._settings.learns else None
         if whole:
-            mean = sum(whole) / len(whole)
             if not view.measured:
+                mean = sum(whole) / len(whole)
                 single = self._paces.get(view.application, mean / _NEW_S)
             else:
                 self._paces[view.application] = single
-            # A job that goes on beyond the mean has a little left, never nothing.
-            return max(mean - view.progress, 0.02 * mean) / single
+            return gittins_left(whole, view.progress) / single
         return view.progress / single if view.measured else _NEW_S
 
     def _curve(
@@ -212,50 +206,56 @@ class Goodput:
 
     def _solved(
         self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
-    ) -> Allocated:
+    ) -> tuple[dict[str, _Option], Allocated]:
         """The best options; guaranteed jobs keep what they were promised.
 
-        Where the guarantees do not all fit, the jobs handed in last wait.
+        Where the guarantees do not all fit, the jobs handed in last wait: they get what
+        they were promised once it fits, and until then nothing less.
         """
-        held = [name for name, view in jobs.items() if view.guaranteed]
+        guaranteed = [name for name, view in jobs.items() if view.guaranteed]
+        held = list(guaranteed)
         while True:
-            rows = [
-                [
-                    (
-                        option.worth + (1e-9 if name in held else 0),
-                        option.kind,
-                        option.count,
-                    )
-                    for option in options[name]
-                    if name not in held or _promised(jobs[name], option, options[name])
-                ]
+            allowed = {
+                name: _promised(jobs[name], options[name])
+                if name in guaranteed
+                else options[name]
                 for name in jobs
-            ]
-            required = [
-                name in held and bool(row) for name, row in zip(jobs, rows, strict=True)
-            ]
+            }
+            rows = [[(o.worth, o.kind, o.count) for o in allowed[n]] for n in jobs]
+            required = [name in held and bool(allowed[name]) for name in jobs]
             problem = AllocationProblem.of(rows, budgets, required)
             solution = solve_allocation(problem, gap=self._settings.gap)
             if solution.status is not Status.INFEASIBLE:
-                return solution
+                break
             held.pop()
+        # The numbers of choices are those of the rows that were handed over.
+        flat = [option for name in jobs for option in allowed[name]]
+        chosen = zip(jobs, solution.choices, strict=True)
+        return {name: flat[k] for name, k in chosen if k >= 0}, solution
 
 
 def _single(curves: list[tuple[int, np.ndarray, np.ndarray]]) -> float:
-    """Goodput on one device of the first kind that runs it, or a share of the least."""
+    """Goodput on one device, as an average over the devices of all kinds that run it.
+
+    Where one device does not run it, a device's share of the fewest that do.
+    """
+    found: list[float] = []
+    weights: list[int] = []
     for _, counts, speeds in curves:
         runs = np.flatnonzero(speeds > 0)
         if len(runs):
-            return float(speeds[runs[0]] / counts[runs[0]])
-    return 0.0
+            found.append(float(speeds[runs[0]] / counts[runs[0]]))
+            weights.append(int(counts[-1]))
+    return float(np.average(found, weights=weights)) if found else 0.0
 
 
-def _promised(view: JobView, option: _Option, options: list[_Option]) -> bool:
-    """Whether an option is at least as fast as what the owner asked for."""
-    asked = [
-        o.speed for o in options if o.count <= view.asked and o.kind == option.kind
-    ]
-    return not asked or option.speed >= max(asked) * (1 - 1e-9)
+def _promised(view: JobView, options: list[_Option]) -> list[_Option]:
+    """The options at least as fast as what the owner asked for, on the same kind."""
+    asked: dict[int, float] = {}
+    for o in options:
+        if o.count <= view.asked:
+            asked[o.kind] = max(o.speed, asked.get(o.kind, 0.0))
+    return [o for o in options if o.speed >= asked.get(o.kind, 0.0) * (1 - 1e-9)]
 
 
 def _plans(jobs: Views, chosen: Mapping[str, Allocation]) -> dict[str, str]:

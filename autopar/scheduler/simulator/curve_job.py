@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 from autopar.errors import ScheduleError
-from autopar.scheduler.jobs import Curve, Job, JobView, Oracle, Shape
+from autopar.scheduler.jobs import Curve, Job, JobView, MoveSeconds, Oracle, Shape
 
 
 class StepCurve(Curve, Protocol):
@@ -30,16 +31,27 @@ class Moves:
       start_s: from a start to the first step.
       join_s: until the processes of more devices are there; the job trains meanwhile.
       change_s: the pause of a job whose devices change.
+      by_pair: the pause by what it changes from and to; `change_s` where None.
+      told_s: what a policy is told that any change takes; the truth where None.
     """
 
     start_s: float
     join_s: float
     change_s: float
+    by_pair: MoveSeconds | None = None
+    told_s: float | None = None
 
     def move_s(self, old: Shape, new: Shape) -> float:
-        """What a policy is told that a move costs."""
-        del new
-        return self.start_s if old == (0, 0) else self.change_s
+        """What a move takes; from (0, 0) for a start."""
+        if old == (0, 0):
+            return self.start_s
+        return self.change_s if self.by_pair is None else self.by_pair(old, new)
+
+    def told(self, old: Shape, new: Shape) -> float:
+        """What a policy is told that a move takes."""
+        if old == (0, 0) or self.told_s is None:
+            return self.move_s(old, new)
+        return self.told_s
 
 
 class CurveJob:
@@ -47,7 +59,14 @@ class CurveJob:
 
     goes_on = True  # where it loses some of its nodes
 
-    def __init__(self, job: Job, curve: StepCurve, most: int, moves: Moves) -> None:
+    def __init__(
+        self,
+        job: Job,
+        curve: StepCurve,
+        most: int,
+        moves: Moves,
+        by_kind: Mapping[str, StepCurve] | None = None,
+    ) -> None:
         """Nothing has run.
 
         Args:
@@ -55,8 +74,12 @@ class CurveJob:
           curve: its steps and goodput by configuration.
           most: no more devices are of use.
           moves: what moves take.
+          by_kind: its curve on kinds of devices; ``curve`` on those that are missing.
         """
         self.job, self._curve, self._most, self._moves = job, curve, most, moves
+        self._by_kind = dict(by_kind or {})
+        self._kinds: tuple[str, ...] = ()
+        self._pause_s = 0.0
         self.completed_s: float | None = None
         self.placement: tuple[int, ...] = ()
         self.plan = self.failed = ""
@@ -90,7 +113,11 @@ class CurveJob:
 
     def _train(self, now_s: float, seconds: float, slowdown: float) -> float:
         """Does steps; returns the seconds until the last one, if it is among them."""
-        step_s = self._curve.step_s(len(self._trains), sum(self._trains))
+        # On several kinds a step waits for the slowest.
+        step_s = max(
+            self._by_kind.get(kind, self._curve).step_s(*_shape(self._trains))
+            for kind in self._kinds or ("",)
+        )
         if not math.isfinite(step_s):
             raise ScheduleError(
                 f"job {self.job.name!r} cannot run on {sum(self._trains)} devices of "
@@ -108,20 +135,23 @@ class CurveJob:
         if self._joins_s > 0:
             self._joins_s -= seconds
             if self._joins_s <= 0:
-                self._trains, self._waits_s = self.placement, self._moves.change_s
+                self._trains, self._waits_s = self.placement, self._pause_s
 
-    def reallocate(self, placement: tuple[int, ...], plan: str) -> None:
+    def reallocate(
+        self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
+    ) -> None:
         """Moves to a placement; () stops it, its state saved."""
         del plan
-        grows = bool(self._trains) and sum(placement) > sum(self._trains)
-        if placement and not self.placement:
-            self._trains, self._waits_s = placement, self._moves.start_s
-        elif grows:
+        larger = bool(self._trains) and sum(placement) > sum(self._trains)
+        grows = larger and kinds == self._kinds and self._moves.join_s > 0
+        if placement:
+            self._pause_s = self._moves.move_s(_shape(self._trains), _shape(placement))
+        if grows:
             self._joins_s = self._moves.join_s
         else:
-            self._trains, self._waits_s = placement, self._moves.change_s
-        if not grows:
+            self._trains, self._waits_s = placement, self._pause_s
             self._joins_s = 0.0
+        self._kinds = kinds
         self.restarts += bool(placement)
         self.placement = placement
 
@@ -144,5 +174,10 @@ class CurveJob:
             restart_s=self._moves.start_s,
             guaranteed=self.job.guaranteed,
             oracle=left,
-            moves=self._moves.move_s,
+            by_kind=self._by_kind,
+            moves=self._moves.told,
         )
+
+
+def _shape(placement: tuple[int, ...]) -> Shape:
+    return len(placement), sum(placement)

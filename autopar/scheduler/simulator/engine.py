@@ -14,6 +14,9 @@ from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Policy
 from autopar.scheduler.simulator.running import RunningJob
 
+# So often in a row a policy may give nothing of an idle cluster to jobs that wait.
+_IDLE_ROUNDS = 1000
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class NodeEvent:
@@ -168,6 +171,7 @@ class _Simulation:
         self._spans: list[Span] = []
         self._away: set[int] = set()
         self._events = sorted(options.events, key=lambda event: event.at_s)
+        self._idle = 0
 
     def run(self) -> History:
         """Steps to the end."""
@@ -179,6 +183,7 @@ class _Simulation:
                     f"{self._policy.name!r}; it may never get what it needs."
                 )
             self._step()
+            self._refuse_idleness()
         jobs = tuple(self._jobs.values())
         return History(
             self._policy.name,
@@ -208,6 +213,20 @@ class _Simulation:
             nodes = self._nodes.without(self._away)
             decided = self._policy.decide(self._now_s, views, nodes, self._current)
             self._apply(views, nodes, decided)
+
+    def _refuse_idleness(self) -> None:
+        """Raises where jobs wait, nobody runs, and nothing is still to come."""
+        waiting = self._open()
+        comes = any(job.job.submitted_s > self._now_s for job in waiting)
+        idle = bool(waiting) and not (self._current or comes or self._events)
+        self._idle = self._idle + 1 if idle else 0
+        if self._idle >= _IDLE_ROUNDS:
+            raise ScheduleError(
+                f"job {waiting[0].job.name!r} waits, and policy {self._policy.name!r} "
+                f"gives it nothing of an idle cluster with {self._nodes.total} "
+                "devices; its tables may have no configuration that fits: take a "
+                "larger cluster, or leave it out."
+            )
 
     def _advance(self, job: RunningJob, seconds: float, slowed: set[str]) -> None:
         slowdown = self._options.interference if job.job.name in slowed else 0.0
@@ -244,7 +263,7 @@ class _Simulation:
             job.reallocate((), "")
             return
         self._current[name] = rest
-        job.reallocate(placement_of(rest), job.plan)
+        job.reallocate(placement_of(rest), job.plan, self._nodes.kinds_of(rest))
         self._begun[name] = self._now_s, rest, job.plan, job.batch
 
     def _views(self) -> dict[str, JobView]:
@@ -272,7 +291,7 @@ class _Simulation:
             plan = decided.plans.get(name, job.plan)
             if new != old or (new and plan != job.plan):
                 self._end_span(name)
-                job.reallocate(placement_of(new), plan)
+                job.reallocate(placement_of(new), plan, nodes.kinds_of(new))
                 if new:
                     self._begun[name] = self._now_s, new, job.plan, job.batch
         self._current = chosen

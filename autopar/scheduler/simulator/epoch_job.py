@@ -100,9 +100,11 @@ class EpochJob:
         gain = (var + sqr) / (var / scale + sqr)
         return gain / (step_s + (step_s - sync_s) * self._more)
 
-    def reallocate(self, placement: tuple[int, ...], plan: str) -> None:
+    def reallocate(
+        self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
+    ) -> None:
         """Moves to a placement, which takes the restart's seconds; () stops it."""
-        del plan
+        del plan, kinds  # the tables are of one kind
         self.placement = placement
         if placement:
             self._choose_batch()

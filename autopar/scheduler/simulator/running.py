@@ -30,8 +30,10 @@ class RunningJob(Protocol):
         """Runs from ``now_s`` for some seconds, slower by a share of its speed."""
         ...
 
-    def reallocate(self, placement: tuple[int, ...], plan: str) -> None:
-        """Moves to a placement; () stops it."""
+    def reallocate(
+        self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
+    ) -> None:
+        """Moves to a placement on devices of some kinds; () stops it."""
         ...
 
     def view(self, now_s: float, oracle: bool) -> JobView:

@@ -79,12 +79,15 @@ class StepJob:
         self._part_s += seconds - whole * step_s
         self._served += seconds * sum(self.placement)
 
-    def reallocate(self, placement: tuple[int, ...], plan: str) -> None:
+    def reallocate(
+        self, placement: tuple[int, ...], plan: str, kinds: tuple[str, ...] = ()
+    ) -> None:
         """Moves to a placement, which takes the restart's seconds; () stops it.
 
         The same placement on other nodes with the same plan costs nothing in the
         published simulator; here it does, unless ``ghosts`` is set.
         """
+        del kinds  # the tables are of one kind
         if not placement:
             if not self._ghosts:
                 self.placement = ()

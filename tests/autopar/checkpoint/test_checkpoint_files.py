@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import hashlib
 import pathlib
 
 import jax.numpy as jnp
@@ -130,3 +131,18 @@ def test_file_names() -> None:
     assert len({x.lower() for x in names.values()}) == len(paths)
     assert all(len(x) < 130 and "/" not in x for x in names.values())
     assert "_metadata" not in {x.lower() for x in names.values()}
+
+
+def test_manifests_without_noise_and_notes_are_those_of_before() -> None:
+    """Fields that an earlier version did not know leave its checksums as they were."""
+    plain = msgspec.to_builtins(made())
+    for name in ("noise", "noise_tree", "notes"):
+        del plain[name]
+    plain["checksum"] = ""
+    digest = hashlib.sha256(msgspec.json.encode(plain)).hexdigest()[:32]
+    old = msgspec.json.encode({**plain, "checksum": digest})
+    assert manifest.decode(old, "m").notes is None
+    new = made(notes={"rows": 3}).encode()
+    assert manifest.decode(new, "m").notes == {"rows": 3}
+    with pytest.raises(CheckpointError, match="its checksum"):
+        manifest.decode(new.replace(b'"rows": 3', b'"rows": 4'), "m")

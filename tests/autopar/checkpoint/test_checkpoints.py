@@ -394,3 +394,25 @@ def test_a_read_names_the_array(tmp_path: pathlib.Path) -> None:
     }
     with pytest.raises(CheckpointError, match="'x/b' cannot be read"):
         store.read(tmp_path / "arrays", structs, {"x/a": "a", "x/b": "b"})
+
+
+def test_the_noise_scale_and_notes_are_kept(tmp_path: pathlib.Path) -> None:
+    """Another plan goes on with the averages, and with what the loop wrote down."""
+    import following_cases as cases
+
+    batch = cases.source(0, cases.BASE)
+    step, state = cases.parallel(), cases.create()
+    for _ in range(3):
+        state, _ = step(state, batch)
+    saved = Checkpoints(tmp_path)
+    saved.save(step, state, step=3, notes={"rows": [1, 2]})
+    saved.wait()
+    assert saved.notes() == {"rows": [1, 2]}
+    other = cases.parallel(cluster="2:cpu")
+    found = saved.restore(other, cases.create, batch=batch)
+    assert found.notes == {"rows": [1, 2]}
+    one, again = step.noise_state, other.noise_state
+    for name in ("weight", "sqr", "var", "steps"):
+        np.testing.assert_array_equal(np.asarray(again[name]), np.asarray(one[name]))
+    state, _ = other(found.state, batch)
+    assert int(other.noise_state["steps"]) == 4

@@ -101,9 +101,14 @@ def test_changes_of_the_batch(run: Any, tmp_path: Path) -> None:
         goodput_after=2222.0,
     )
     ledger.write("batch refused", way=other, reason="no plan fits\nat all")
+    nearest = {"least": 1.2, "cost_s": 12.0, "pays": 0.9}
+    near = {"nearest_name": "512 rows, codecs int8", "nearest": nearest}
+    ledger.write("batch kept", way=other, horizon_s=40.0, **near)
     text = run("ledger", ledger.path).out
     for part in ("32 none data=4", "256/2 int8 data=4", "512.5", "2345", "2222"):
         assert part in text
     for part in ("x1.87", "10.0 ms", "20.0 ms", "no plan fits"):
         assert part in text
+    kept = "512 rows, codecs int8 does not pay, nearly surely at least x1.20 of the"
+    assert f"{kept} goodput, 12.0 s to get there, 40.0 s until" in text
     assert "at all" not in text

@@ -98,3 +98,17 @@ def test_a_job_is_killed_found_suspended_and_gone_on_with(
         for line in path.read_text().splitlines()
     ]
     assert sorted(found) == list(range(STEPS))
+
+
+@pytest.mark.usefixtures("places")
+def test_what_a_job_said_last_is_told(tmp_path: pathlib.Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit('no data here')")
+    job = Handed(spec=JobSpec(name="dies", script=str(script)), folder=str(tmp_path))
+    seen = Watched(tmp_path / "jobs", job)
+    seen.runs.start(seen.record)
+    look = seen.wait(lambda look: look.ending is not None)
+    assert look.ending is not None
+    assert look.ending.code == 1
+    assert look.ending.reason.startswith("worker 0 ended with code 1")
+    assert look.ending.reason.endswith("Last line of dies/output: no data here")

@@ -125,3 +125,24 @@ class TestCodecs:
         made = found(way(BASE), [coded], sure(100.0))
         assert not made.changes
         assert made.compared[1].to_data()["goodput"] is not None
+
+
+def test_the_rest_of_a_job_is_finished_first() -> None:
+    """More work until a horizon is no help where less is left to do."""
+    current = way(BASE, sync_s=1.0)
+    quick = way(4 * BASE, sync_s=1.0, cost_s=1.0)
+    fast = way(4 * BASE, sync_s=0.1, codecs="int8", cost_s=20.0)
+    times = seen(current, quick, fast)
+
+    def chosen(rest_s: float) -> Way:
+        options: dict[str, Any] = {"base_batch": BASE, "horizon_s": 600.0}
+        return decide(
+            current, [quick, fast], times, sure(1e4), sigmas=1.0, rest_s=rest_s,
+            **options,
+        ).chosen.way  # fmt: skip
+
+    assert chosen(math.inf) is fast
+    assert chosen(600.0) is fast
+    # 20 s and then a fortieth of 40 s, or 1 s and then a quarter of them.
+    assert chosen(40.0) is quick
+    assert chosen(1.0) is current

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -95,9 +97,15 @@ def test_the_batch_grows_where_communication_is_slow() -> None:
 
 def test_it_ends_small_where_rows_take_the_time() -> None:
     """A plan that knew nothing of the time may try more rows; it does not keep them."""
-    run = Run(Loop(cases.parallel(), following()), slow_rows, quiet).go(90)
+    found, record = lines()
+    loop = Loop(cases.parallel(), following(), record=record)
+    run = Run(loop, slow_rows, quiet).go(90)
     assert set(run.sizes[-20:]) == {BASE}
     assert run.loop.changes <= 2
+    kept = [x for x in found if x["kind"] == "batch kept"]
+    assert 1 <= len(kept) <= 12  # not each of the decisions
+    assert kept[-1]["way"]["rows"] == BASE
+    assert kept[-1]["nearest"]["pays"] <= 1.0
 
 
 def test_it_trains_as_one_device_that_is_told_the_same() -> None:
@@ -146,6 +154,56 @@ def test_codecs_are_left_where_links_are_fast() -> None:
     run = Run(Loop(step, rule), lambda rows, codecs: 1e-3).go(30)
     assert run.loop.way.codecs == "none"
     assert run.loop.changes == 0
+
+
+@pytest.mark.parametrize(("rest_s", "codecs"), [(1e-3, "none"), (1e6, "int8")])
+def test_codecs_are_not_compared_where_the_job_ends_soon(
+    rest_s: float, codecs: str
+) -> None:
+    """To choose them and to compile their program takes longer than the job."""
+    rows, tx = 512, cases.optimizer(base=512)
+    step = cases.parallel(tx, cluster=autopar.Cluster.parse("4x1:cpu,network=100Mb/s"))
+    rule = following(
+        base_batch=rows, max_batch=rows, codecs=codecs_of(("int8",), "none")
+    )
+
+    def seconds(*_: Any) -> float:
+        return 2.0 * step.plan.predicted.step_s
+
+    loop = Loop(step, rule, rest_s=lambda: rest_s)
+    run = Run(loop, seconds, tx=tx).go(30)
+    assert run.loop.way.codecs == codecs
+    studied = run.loop._ways.unstudied(run.loop._ways.running(rows)) == 0
+    assert studied == (codecs == "int8")
+
+
+def test_one_device_sees_its_gradients_in_two_microbatches() -> None:
+    """Noise that one group compares with the step before is biased; two are not."""
+    step = cases.parallel(cluster="1:cpu", split_batch=False)
+    run = Run(Loop(step, following()), slow_sync).go(4)
+    assert step.noise_scale.groups == 1
+    run.go(30)
+    assert run.loop.way.rows > BASE
+    assert run.loop.way.microbatches == 2
+    scale = step.noise_scale
+    assert (scale.groups, scale.biased) == (2, False)
+
+
+def test_a_world_that_forms_anew_begins_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may have the same plan on other devices: programs of the old ones are void."""
+    step = cases.parallel()
+    run = Run(Loop(step, following()), slow_sync).go(30)
+    assert run.loop.changes == 1
+    key, held = run.loop.way, run.loop._ways
+    small = dataclasses.replace(key, rows=BASE)
+    assert held.made(small) is not None
+    planned = copy.copy(step.running.planned)
+    anew = dataclasses.replace(step.running, planned=planned)
+    monkeypatch.setattr(step, "_current", anew)
+    monkeypatch.setattr(step, "_world", dataclasses.replace(step.world))
+    run.go(1)
+    assert held.made(small) is None
+    assert run.loop.way == key
 
 
 def test_losses_that_are_not_numbers_teach_nothing() -> None:

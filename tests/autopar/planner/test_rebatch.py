@@ -156,3 +156,27 @@ def test_axis_names_are_those_of_the_layouts() -> None:
 def test_max_axes_must_allow_the_layouts() -> None:
     with pytest.raises(PlanError, match=r"max_axes=1: .* data, tensor; leave max_axes"):
         plan_analysis(analysed(16), CLUSTER, PlanOptions(layouts=planned(), max_axes=1))
+
+
+def test_a_plan_with_a_copy_that_is_not_considered_is_written_down() -> None:
+    """What the layouts of another batch cost is a number, in the report as well."""
+
+    def step(w: Any, batch: Any) -> Any:
+        def loss(w: Any) -> Any:
+            out = jax.numpy.tanh(batch["x"] @ w["a"]) @ w["b"]
+            return ((out - batch["y"]) ** 2).mean()
+
+        value, grads = jax.value_and_grad(loss)(w)
+        return jax.tree.map(lambda a, g: a - g, w, grads), value
+
+    def at(rows: int) -> Analysis:
+        one = jax.ShapeDtypeStruct((64, 64), np.float32)
+        given = jax.ShapeDtypeStruct((rows, 64), np.float32)
+        return analyse(step, ({"a": one, "b": one}, {"x": given, "y": given}))
+
+    cluster = autopar.Cluster.parse("8:cpu")
+    options = PlanOptions(pins={"batch/*": P("data")}, axis_names=("data",))
+    before = plan_analysis(at(32), cluster, options)
+    plan = plan_analysis(at(64), cluster, PlanOptions(layouts=before))
+    assert math.isfinite(plan.solver.cost)
+    assert Plan.from_json(msgspec.json.encode(plan)).digest == plan.digest

@@ -35,6 +35,7 @@ from autopar.planner.experts import expert_plans, search_from_experts
 from autopar.planner.hints import pin_restriction, pinned_layouts
 from autopar.planner.infeasible import size_text
 from autopar.planner.problem import FEW_NODES, Formulation, formulate, small_state
+from autopar.planner.record import make_plan
 from autopar.planner.search import candidate_meshes, search
 from autopar.planner.solving import TimeOutError, solve_mesh
 from autopar.planner.ties import split_batch_inputs
@@ -72,6 +73,16 @@ def test_never_slower_than_an_expert(name: str, cluster: str) -> None:
     known = [e.candidate.step_s for e in experts if e.candidate is not None]
     assert known
     assert result.best.step_s <= min(known)
+
+
+def test_a_plan_without_a_bound_is_saved_and_read(tmp_path) -> None:
+    """A search that ended early may know nothing of other plans."""
+    result = searched("cheap")
+    best = dataclasses.replace(result.best, lower_s=-math.inf)
+    plan = make_plan(mlp(), dataclasses.replace(result, best=best, floor_s=-math.inf))
+    plan.save(tmp_path / "plan.json")
+    read = autopar.Plan.load(tmp_path / "plan.json").solver
+    assert (read.gap, read.bound) == (1.0, 0.0)
 
 
 @pytest.mark.parametrize("cluster", sorted(CLUSTERS))

@@ -74,3 +74,17 @@ def test_what_only_the_whole_search_knows(running: Plan) -> None:
     assert not can_be_warm(EIGHT, PlanOptions(layouts=running), running)
     groups = Cluster.parse("1x4:h100+1x4:a100")
     assert not can_be_warm(groups, PlanOptions(), running)
+
+
+def test_another_number_of_microbatches_is_another_program() -> None:
+    """Its nodes are others than those of the running plan, which gives no start."""
+    import following_cases as cases
+    import jax
+
+    step = cases.parallel()
+    state = jax.eval_shape(cases.create)
+    found = analyse(step.__wrapped__, (state, cases.source(0, 32)))
+    before = plan_analysis(found, EIGHT, PlanOptions(axis_names=("data",)))
+    options = PlanOptions(axis_names=("data",), microbatches=2)
+    warm = warm_plan(found, EIGHT, options, before)
+    assert warm.microbatches == 2

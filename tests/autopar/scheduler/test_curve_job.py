@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from dispatching import BATCH, curve
 
@@ -89,3 +91,39 @@ def test_a_placement_that_cannot_run_is_named() -> None:
     made.reallocate((1,), "")
     with pytest.raises(ScheduleError, match="job 'one' cannot run on 1 devices"):
         made.advance(0.0, 10.0, 0.0)
+
+
+def test_a_step_takes_what_its_kind_of_devices_takes() -> None:
+    """The engine says on which kind a job is; over several it is as slow as one."""
+    slow, fast = curve(8.0, 16.0).on("cpu"), curve(80.0, 160.0).on("cpu")
+    given = Job(name="one", application="tiny", submitted_s=0.0, batch=BATCH, steps=100)
+
+    def spent_s(cluster: str, devices: int) -> float:
+        made = CurveJob(
+            dataclasses.replace(given, devices=devices), slow, 2, MOVES, {"fast": fast}
+        )
+        nodes, policy = Nodes.parse(cluster), policy_of("fifo")
+        simulate([made], nodes, policy, Options(interval_s=5.0))
+        return (made.completed_s or 0.0) - 10.0  # of a decision and of the start
+
+    assert spent_s("1x1:slow", 1) == pytest.approx(100)
+    assert spent_s("1x1:fast", 1) == pytest.approx(10)
+    assert spent_s("1x1:slow+1x1:fast", 2) == pytest.approx(50)
+
+
+def test_a_move_takes_what_its_pair_takes_and_a_policy_is_told() -> None:
+    moves = Moves(
+        start_s=5.0, join_s=0.0, change_s=1.0, by_pair=lambda old, new: old[1] + new[1]
+    )
+    given = Job(name="one", application="tiny", submitted_s=0.0, batch=BATCH, steps=20)
+    made = CurveJob(given, LINE, 4, moves)
+    made.reallocate((1,), "")
+    ran(made, 10.0, 0.0)
+    assert made.view(10.0, oracle=False).move_s((1, 1), (2, 2)) == 3
+    made.reallocate((1, 1), "")
+    ran(made, 100.0, 10.0)
+    assert made.completed_s == pytest.approx(10 + 3 + 15 / 2)
+    constant = dataclasses.replace(moves, told_s=30.0)
+    view = CurveJob(given, LINE, 4, constant).view(0.0, oracle=False)
+    assert view.move_s((1, 1), (2, 2)) == 30
+    assert view.move_s((0, 0), (2, 2)) == 5

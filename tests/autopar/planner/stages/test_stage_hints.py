@@ -77,3 +77,35 @@ def test_as_many_axes_as_are_asked_for():
 def test_hints_that_no_stage_can_keep_are_refused(options, message):
     with pytest.raises(PlanError, match=message):
         planned(**options)
+
+
+def test_the_stages_and_layouts_of_a_plan_are_kept():
+    names = ("rows", "columns")
+    pins = {"params/*": P(None, "columns")}
+    first = planned(axis_names=names, pins=pins, schedule="gpipe")
+    # Without the plan there would be other layouts, and another schedule.
+    again = planned(layouts=first, compression="int8", stages=None, microbatches=None)
+    assert [stage.inputs for stage in again.stages] == [s.inputs for s in first.stages]
+    assert (again.schedule, again.microbatches) == ("gpipe", 2)
+    assert again.pipeline.parts == first.pipeline.parts
+    assert {g.codec for g in again.gradients} <= {"int8", "dense"}
+    assert again.solver.status == "layouts as they were given"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"stages": 4}, "stages=4: the plan given as layouts= has 2 stages"),
+        ({"microbatches": 4}, "microbatches=4: the plan given"),
+        ({"cluster": "2:cpu"}, "no slice"),
+        ({"pins": {"nobody": P()}}, "matches no input of any stage"),
+    ],
+)
+def test_what_contradicts_the_plan_that_is_kept_is_refused(options, message):
+    with pytest.raises(PlanError, match=message):
+        planned(layouts=planned(), **options)
+
+
+def test_layouts_of_one_stage_are_none_of_several():
+    with pytest.raises(PlanError, match="layouts= has one stage"):
+        planned(layouts=planned(stages=None, microbatches=None))

@@ -215,6 +215,9 @@ def test_codecs_are_changed_while_training():
     programs = len(step._store)
     step.recode({other: "topk:ratio=0.21"}, often=True)
     assert len(step._store) == programs
+    step.recode("auto")
+    assert len(step.plan.stages) == 2
+    assert step.plan.compression.mode == "auto"
     with pytest.raises(PlanError, match="no compressed gradient named nobody"):
         step.recode({"nobody": "int8"})
 

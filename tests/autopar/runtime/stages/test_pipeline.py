@@ -5,6 +5,7 @@ import json
 import math
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
@@ -186,6 +187,40 @@ def test_a_stage_that_fails_names_itself_and_changes_nothing():
     assert math.isfinite(float(loss))
 
 
+def test_a_number_that_is_not_one_names_its_operator():
+    def logarithm(params, batch):
+        x = batch["x"]
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+        return jnp.mean(jnp.log(x - batch["y"] + 9.0))
+
+    made, state, example = adam(logarithm)
+    step = autopar.parallelize(
+        made, cluster="2:cpu", stages=2, microbatches=2, donate=False
+    )
+    step(state, example)
+    bad = {**example, "y": example["y"].copy()}
+    bad["y"][-1] = 99.0
+    message = r"stage 1, forward of microbatch 1.*log \(test_pipeline.py:\d+\)"
+    with jax.debug_nans(True), pytest.raises(StageError, match=message):
+        step(state, bad)
+
+
+def test_options_of_the_calling_thread_hold_in_every_stage():
+    with jax.enable_x64(True):
+        made, state, example = adam(LOSSES["mean"])
+        state, example = jax.tree.map(
+            lambda x: jnp.asarray(x, jnp.float64) if x.dtype == np.float32 else x,
+            (state, example),
+        )
+        step = autopar.parallelize(
+            made, cluster="2:cpu", stages=2, microbatches=2, donate=False
+        )
+        _, loss = step(state, example)
+        _, expected = jax.jit(made)(state, example)
+        assert float(loss) == pytest.approx(float(expected), rel=1e-12)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -216,6 +251,33 @@ def test_a_loss_that_couples_the_batch_is_refused():
     step, state, example = adam(coupled)
     with pytest.raises(PlanError, match="compares each row"):
         autopar.plan(step, state, example, cluster="4:cpu", stages=2, microbatches=2)
+
+
+def test_what_couples_rows_is_of_each_microbatch_where_that_is_asked_for():
+    """As with one stage and as many microbatches."""
+
+    def centred(params, batch):
+        x = batch["x"]
+        for p in params:
+            x = jnp.tanh(x @ p["w"] + p["b"])
+            x = x - jnp.mean(x, axis=0)
+        return jnp.mean((x - batch["y"]) ** 2)
+
+    made, state, example = adam(centred)
+    losses: list[list[float]] = []
+    for stages in (1, 2):
+        step = autopar.parallelize(
+            made,
+            cluster="2:cpu",
+            stages=stages,
+            microbatches=2,
+            coupled="microbatch",
+            donate=False,
+        )
+        after, first = step(state, example)
+        losses.append([float(first), float(step(after, example)[1])])
+    assert losses[1] == pytest.approx(losses[0], rel=CLOSE)
+    assert step.plan.local
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero-bubble"])

@@ -71,6 +71,15 @@ def test_a_failure_of_one_process_reaches_all_and_consumes_nothing(found, one_de
         assert process["loss"] == pytest.approx(one_device["mean"][1], rel=CLOSE)
 
 
+def test_a_failure_of_an_update_reaches_all(found):
+    """Behind the point up to which a step that fails consumes nothing."""
+    first, second = (process["late"] for process in found)
+    told = "stage 1, update (part 0): ZeroDivisionError: division by zero"
+    assert first["said"].startswith(f"StageError: process 1: {told}")
+    assert second["said"] == f"StageError: {told}"
+    assert max(first["seconds"], second["seconds"]) < 10
+
+
 def test_a_stage_of_two_processes_is_refused(found):
     for process in found:
         assert "on devices of processes 0, 1" in process["uneven"]
@@ -89,4 +98,21 @@ def test_a_killed_process_is_an_error_of_the_other(tmp_path):
             process.communicate()
     said = json.loads((tmp_path / "out_0.json").read_text())
     assert "process 0 has lost another process while running a step" in said["said"]
+    assert said["seconds"] < AT_ONCE_S
+
+
+def test_a_process_that_hangs_is_an_error_of_the_other(tmp_path):
+    first, second = start_processes(WORKER, 2, [str(tmp_path / "out"), "hangs"])
+    try:
+        log, _ = first.communicate(timeout=180)
+        assert first.returncode == 0, log
+        assert second.poll() is None
+    finally:
+        for process in (first, second):
+            process.kill()
+            process.communicate()
+    said = json.loads((tmp_path / "out_0.json").read_text())
+    assert "for process 1 while running a step" in said["said"]
+    assert "it does not answer" in said["said"]
+    assert "of stage 1 and microbatch" in said["said"]
     assert said["seconds"] < AT_ONCE_S

@@ -1,0 +1,53 @@
+"""What a loop whose batch follows writes into a ledger."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+from autopar.goodput.choice import Decision, PhiRange
+from autopar.goodput.ways import Made
+
+
+def way_data(made: Made) -> dict[str, Any]:
+    """A way as a line of a ledger has it."""
+    return {
+        **dataclasses.asdict(made.key),
+        "cluster": made.plan.cluster.text,
+        "meshes": [dict(s.mesh["axes"]) for s in made.plan.stages],
+        "step_s": made.plan.predicted.step_s,
+    }
+
+
+def kept(made: Made, decision: Decision, phi: PhiRange | None) -> dict[str, Any] | None:
+    """Why a way stays; None: there is no other.
+
+    Args:
+      made: the way that runs.
+      decision: that compared it with others.
+      phi: the noise scale.
+    """
+    others = [x for x in decision.compared if x is not decision.current]
+    if not others:
+        return None
+    nearest = max(others, key=lambda x: x.pays)
+    return {
+        "way": way_data(made),
+        "nearest_name": nearest.way.name,
+        "nearest": nearest.to_data(),
+        "compared": len(decision.compared),
+        "horizon_s": number(decision.horizon_s),
+        "phi": None if phi is None else numbers(phi),
+    }
+
+
+def number(given: float) -> float | None:
+    """A number that JSON can hold."""
+    return given if math.isfinite(given) else None
+
+
+def numbers(phi: PhiRange) -> dict[str, float | None]:
+    """A noise scale and its range."""
+    found = {"phi": phi.phi, "low": phi.low, "high": phi.high}
+    return {k: x if math.isfinite(x) else None for k, x in found.items()}

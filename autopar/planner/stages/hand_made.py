@@ -1,0 +1,149 @@
+"""The pipelines that people write by hand, under the same cost model.
+
+They are Megatron's: equal stages, each on a slice of the cluster with the model split
+within a host and replicas over the rest. Within such a rule the solver makes the best
+of each stage.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from autopar.cluster import Cluster, MeshShape
+from autopar.errors import PlanError
+from autopar.planner.codecs.request import requested
+from autopar.planner.options import PlanOptions
+from autopar.planner.recipes import Recipe
+from autopar.planner.search import candidate_meshes
+from autopar.planner.stages.entry import cut_for, even_pipeline
+from autopar.planner.stages.plan import batch_rows, divisors
+from autopar.planner.stages.stage_search import StageHints
+from autopar.planner.stages.staged import Wanted, staged_plan
+from autopar.plans import Plan
+from autopar.progress import say
+from autopar.steps.analysis import Analysis
+from autopar.steps.stages import CutStep
+
+# Microbatches for each stage: so many, or fewer where the batch cannot be split so.
+_PER_STAGE = (4, 2, 1)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class HandMade:
+    """One pipeline; without a plan, ``reason`` says why it is not possible.
+
+    Attributes:
+      name: what people call it.
+      stages: how many there are.
+      mesh: of each stage, as text.
+      plan: the plan.
+      reason: why there is none.
+    """
+
+    name: str
+    stages: int
+    mesh: str
+    plan: Plan | None
+    reason: str = ""
+
+
+def hand_made(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    *,
+    most_stages: int | None = None,
+) -> list[HandMade]:
+    """Plans pipelines as people do, with every number of equal stages.
+
+    Args:
+      analysis: the step on the whole batch.
+      cluster: what to plan for; of devices of several kinds there are none.
+      options: of which schedule, microbatches, coupled rows and seconds count.
+      most_stages: no more stages than these; None: as many as there are devices.
+    """
+    out: list[HandMade] = []
+    if cluster.groups:
+        return out
+    for stages in divisors(cluster.num_devices)[1:]:
+        if most_stages is not None and stages > most_stages:
+            break
+        say(f"planning pipelines of {stages} stages as experts do")
+        try:
+            out.extend(_of(analysis, cluster, options, stages))
+        except PlanError as error:
+            out.append(HandMade("pipeline", stages, "", None, _line(error)))
+    return out
+
+
+def _of(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
+) -> Iterator[HandMade]:
+    """The pipelines of a number of stages.
+
+    Raises:
+      PlanError: the step cannot be cut into so many.
+    """
+    cut, wanted = _cut(analysis, cluster, options, stages)
+    dense = requested(dataclasses.replace(options, compression="none"))
+    for mesh in candidate_meshes(wanted.sites[0].cluster):
+        sites = tuple(dataclasses.replace(site, mesh=mesh) for site in wanted.sites)
+        placed = dataclasses.replace(wanted, sites=sites)
+        for recipe in pipeline_recipes(mesh, cluster):
+            hints = StageHints(seconds=options.seconds, recipe=recipe)
+            try:
+                plan = staged_plan(cut, cluster, placed, dense, hints)
+                yield HandMade(recipe.name, stages, str(mesh), plan)
+            except PlanError as error:
+                yield HandMade(recipe.name, stages, str(mesh), None, _line(error))
+
+
+def _cut(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, stages: int
+) -> tuple[CutStep, Wanted]:
+    """The stages, with as many microbatches for each as the batch can be split into.
+
+    Raises:
+      PlanError: the step cannot be cut or split so.
+    """
+    asked = options.microbatches
+    rows = batch_rows(analysis.whole or analysis)
+    counts = [each * stages for each in _PER_STAGE if rows % (each * stages) == 0]
+    if isinstance(asked, int) or not counts:
+        counts = [asked]
+    for number, count in enumerate(counts, 1):
+        wanting = dataclasses.replace(options, microbatches=count)
+        try:
+            whole, wanted, found = even_pipeline(analysis, cluster, wanting, stages)
+            return cut_for(whole, options, wanted, found), wanted
+        except PlanError:
+            if number == len(counts):
+                raise
+    raise AssertionError("the last number returns or raises")
+
+
+def pipeline_recipes(mesh: MeshShape, cluster: Cluster) -> Iterator[Recipe]:
+    """The rules for the mesh of a stage: tensors are split within hosts alone.
+
+    Args:
+      mesh: of each stage.
+      cluster: all devices.
+    """
+    within = cluster.levels[-1].link
+    every = tuple(range(len(mesh.axes)))
+    if mesh.num_devices == 1:
+        yield Recipe("pipeline", every)
+        return
+    yield Recipe("pipeline x data", every)
+    for axis in every:
+        if mesh.axes[axis].link != within:
+            continue
+        rest = tuple(k for k in every if k != axis)
+        name = "pipeline x data x tensor" if rest else "pipeline x tensor"
+        for sequence in (False, True):
+            yield Recipe(name, rest, (axis,), sequence=sequence)
+
+
+def _line(error: Exception) -> str:
+    return str(error).split("\n", 1)[0]

@@ -1,0 +1,238 @@
+"""The arrays of one step of a pipeline, and how they move between stages."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.runtime import placement
+from autopar.runtime.stages.codecs import CodecStep
+from autopar.runtime.stages.pipeline import Copy, Pipeline
+from autopar.runtime.stages.stage import RESULT, Sent
+from autopar.runtime.stages.transport import Route, Tag, on_device
+from autopar_passes.stages.cut import TaskKey
+
+
+class Transfers:
+    """One step: the arrays of each stage by microbatch, and how they move."""
+
+    def __init__(self, pipeline: Pipeline, microbatches: int) -> None:
+        """Starts without any.
+
+        Args:
+          pipeline: the tasks.
+          microbatches: how many there are.
+        """
+        self.pipeline = pipeline
+        stages = range(len(pipeline.stages))
+        self.step: list[dict[int, Any]] = [{} for _ in stages]
+        self.micro: list[list[dict[int, Any]]] = [
+            [{} for _ in range(microbatches)] for _ in stages
+        ]
+        self.sums: dict[int, dict[int, Any]] = {}
+        self.results: dict[int, Any] = {}
+        self.told: dict[int, Any] = {}
+        # What tasks have measured of gradients, of each microbatch.
+        self.noise: dict[TaskKey, list[Any]] = {key: [] for key in pipeline.noise}
+        # Of other processes: what has been asked for, and what they were handed.
+        self.asked: set[Tag] = set()
+        self.handed: set[Tag] = set()
+        self.reached = [0 for _ in stages]
+        self.codecs: CodecStep | None = None
+        # Whether this process has failed: others get zeros for what it does not make.
+        self.failed = False
+
+    def makes(self, stage: int) -> bool:
+        """Whether this process makes what a stage makes, and has not failed."""
+        return self.pipeline.here(stage) and not self.failed
+
+    def copy(
+        self,
+        tag: Tag,
+        copy: Copy,
+        places: Sequence[dict[int, Any]],
+        present: Collection[int],
+    ) -> None:
+        """Sends what a stage has to another one.
+
+        Args:
+          tag: names this transfer.
+          copy: what is sent.
+          places: the arrays of each stage.
+          present: the values that there are; others are not of these places.
+        """
+        source, sent = places[copy.stage], copy.sent
+        found = [k for k, v in enumerate(sent.values) if v in present]
+        if not found:
+            return
+        if len(found) < len(sent.values):
+            sent = Sent(
+                sent.stage,
+                tuple(sent.values[k] for k in found),
+                tuple(sent.source[k] for k in found),
+                tuple(sent.target[k] for k in found),
+            )
+        arrays = None
+        if self.makes(copy.stage):
+            arrays = [source[v] for v in sent.values]
+            if len(found) == len(copy.sent.values):
+                arrays = copy.layout(*arrays)
+            elif not self.pipeline.here(sent.stage):
+                arrays = jax.device_put(arrays, list(sent.source))
+        self.send(tag, copy.stage, sent, arrays, places[sent.stage])
+
+    def send(
+        self,
+        tag: Tag,
+        stage: int,
+        sent: Sent,
+        arrays: Sequence[Any] | None,
+        place: dict[int, Any],
+    ) -> None:
+        """Moves arrays of a stage to another, or to where they lie between steps.
+
+        Args:
+          tag: names this transfer.
+          stage: where the arrays are.
+          sent: what goes where.
+          arrays: the arrays; None where the stage runs in another process.
+          place: the arrays of the other stage.
+        """
+        pipeline = self.pipeline
+        if sent.stage == RESULT:
+            self.leave_all(tag, stage, sent, arrays)
+        elif self.failed:
+            self.release(tag, stage, sent)
+        elif pipeline.here(stage) and pipeline.here(sent.stage):
+            assert arrays is not None
+            place.update(zip(sent.values, sent.landed(arrays), strict=True))
+        elif pipeline.here(stage):
+            assert arrays is not None
+            assert pipeline.links is not None
+            self.handed.add(tag)
+            pipeline.links.offer(tag, arrays, self.routes(sent))
+        elif pipeline.here(sent.stage):
+            self.fetch(tag, stage, sent, place)
+
+    def release(self, tag: Tag, stage: int, sent: Sent) -> None:
+        """Ends a transfer of which this process will make or use nothing."""
+        links, pipeline = self.pipeline.links, self.pipeline
+        assert links is not None
+        mine, theirs = pipeline.here(stage), pipeline.here(sent.stage)
+        if mine and not theirs and tag not in self.handed:
+            links.give_up(tag, self.routes(sent))
+        elif theirs and not mine and tag not in self.asked:
+            links.fetch(pipeline.processes[stage], tag, self.routes(sent))
+
+    def fetch(self, tag: Tag, stage: int, sent: Sent, place: dict[int, Any]) -> None:
+        """Takes what a stage of another process sends."""
+        links = self.pipeline.links
+        assert links is not None
+        self.asked.add(tag)
+        process = self.pipeline.processes[stage]
+        moved = links.fetch(process, tag, self.routes(sent))
+        place.update(zip(sent.values, moved, strict=True))
+
+    def routes(self, sent: Sent) -> list[Route]:
+        """How the values of a transfer go to another process."""
+        return [
+            self.route(*way)
+            for way in zip(sent.values, sent.source, sent.target, strict=True)
+        ]
+
+    def route(self, value: int, source: NamedSharding, target: NamedSharding) -> Route:
+        """How a value goes to another process."""
+        assert self.pipeline.links is not None
+        found = self.struct(value)
+        return self.pipeline.links.route(found.shape, found.dtype, source, target)
+
+    def struct(self, value: int) -> jax.ShapeDtypeStruct:
+        """Shape and dtype of a value as it leaves its stage."""
+        known = self.pipeline.cut.program.values[value]
+        struct = jax.ShapeDtypeStruct(known.shape, known.dtype)
+        together = self.pipeline.crossed.rows.get(value)
+        if together is None or not self.crossing:
+            return struct
+        return jax.eval_shape(together, [struct] * self.pipeline.microbatches)
+
+    @property
+    def crossing(self) -> bool:
+        """Whether microbatches have been put together."""
+        return not self.micro
+
+    def leave_all(
+        self, tag: Tag, stage: int, sent: Sent, arrays: Sequence[Any] | None
+    ) -> None:
+        """Hands results of a stage to where they lie between steps."""
+        if self.pipeline.links is None:
+            assert arrays is not None
+            self.results.update(zip(sent.values, sent.landed(arrays), strict=True))
+            return
+        for k, value in enumerate(sent.values):
+            array = None if arrays is None else arrays[k]
+            self.leave(tag, stage, value, array, sent.source[k], sent.target[k])
+
+    def leave(
+        self,
+        tag: Any,
+        stage: int,
+        value: int,
+        array: Any,
+        source: NamedSharding,
+        target: NamedSharding,
+    ) -> None:
+        """Hands a result to its owner, where it is state, and tells it to all."""
+        pipeline = self.pipeline
+        if pipeline.links is None:
+            self.results[value] = (
+                array if source == target else jax.device_put(array, target)
+            )
+            return
+        owner = stage
+        if value in pipeline.given:
+            owner = pipeline.cut.owners[pipeline.given[value]]
+        sent = Sent(owner, (value,), (source,), (target,))
+        arrays = [array] if pipeline.here(stage) else None
+        self.send(("result", tag, value), stage, sent, arrays, self.results)
+        if not pipeline.here(owner):
+            self.results[value] = placement.absent(self.struct(value), target)
+        if value in pipeline.shown:
+            self.told[value] = self.show(stage, value, array, source)
+
+    def show(self, stage: int, value: int, array: Any, source: NamedSharding) -> Any:
+        """A result on this process, whichever made it."""
+        pipeline, links = self.pipeline, self.pipeline.links
+        assert links is not None
+        made = pipeline.processes[stage]
+        if made != links.index:
+            tag, device = ("shown", value, links.index), links.devices[links.index]
+            self.asked.add(tag)
+            return links.fetch(
+                made, tag, [self.route(value, source, on_device(device))]
+            )[0]
+        for process, device in enumerate(links.devices):
+            tag = ("shown", value, process)
+            if process == made or tag in self.handed:
+                continue
+            way = [self.route(value, source, on_device(device))]
+            self.handed.add(tag)
+            links.give_up(tag, way) if self.failed else links.offer(tag, [array], way)
+        return array
+
+    def leave_unsummed(self, value: int, stage: int) -> None:
+        """Hands on a result of microbatches that is not summed."""
+        pipeline = self.pipeline
+        _, target = pipeline.place(stage, value)
+        array = self.step[stage].get(value)
+        if pipeline.links is None:
+            assert array is not None
+            source = array.sharding
+        else:
+            source = NamedSharding(pipeline.stages[stage].mesh, PartitionSpec())
+            array = None if array is None else jax.device_put(array, source)
+        if value not in pipeline.given:
+            target = source
+        self.leave("unsummed", stage, value, array, source, target)

@@ -1,0 +1,37 @@
+"""What is left of a job, from jobs of the same program that have ended.
+
+Gittins' index is the best rate of ends by work: the largest share of jobs that end in
+the next so much work, over the work that they take until then or until their end.
+Serving jobs by this index makes the mean completion time least where only the
+distribution of their work is known (Gittins, 1979). Here its inverse stands for the
+work that is left. A job that has outlived the short ones has more left than a new one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def gittins_left(wholes: Sequence[float], done: float) -> float:
+    """The inverse of Gittins' index, in units of work.
+
+    Args:
+      wholes: the whole work of jobs that ended, at least one.
+      done: the work that a job has done. One that has done more than all of them has
+        as much left as it has done.
+
+    >>> gittins_left([10.0, 1000.0], 0.0)
+    20.0
+    >>> gittins_left([10.0, 1000.0], 10.0)
+    990.0
+    """
+    longer = np.sort(np.asarray(wholes, float))
+    longer = longer[longer > done] - done
+    if not len(longer):
+        return done
+    ended = np.arange(1, len(longer) + 1)
+    # Until the k-th ends, k jobs worked to their ends and the others as long as it.
+    worked = np.cumsum(longer) + longer * (len(longer) - ended)
+    return float((worked / ended).min())

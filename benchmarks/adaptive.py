@@ -1,0 +1,372 @@
+"""Time to a loss of a training whose batch, plan and codecs follow its noise.
+
+    python benchmarks/adaptive.py --rates 100 1000 --seeds 0 1 2 --out adaptive.json
+    python benchmarks/adaptive.py --rates 10000 --seconds 20 \\
+        --ways fixed forced naive ours --out fast.json
+
+A character model with a table of pairs of characters is trained on four simulated
+devices of one process, each of which stands for a host with one core. A step takes a
+quarter of the CPU seconds that all four need, and as long as its plan's bytes take on
+a link of the rate given (Mbit/s): a clock that other programs on the machine do not
+change. The ways of training:
+
+* ``fixed``: the base batch, dense gradients;
+* ``codecs``: the base batch, codecs follow;
+* ``forced``: the base batch, the codec with the fewest bytes of those that err little;
+* ``batch``: the batch follows, dense gradients;
+* ``naive``: the codec that is fastest for the base batch, and a batch that follows the
+  noise scale of compressed gradients, as Pollux would measure it;
+* ``mild``: the same with the fastest of the codecs that err little;
+* ``accordion``: Accordion's rule: the base batch in critical regimes, else 8 of them,
+  with windows of a thirtieth of the job; dense gradients;
+* ``ours``: all follow.
+
+Planning and compiling another program costs all of its CPU seconds, as if steps waited
+for it; the column "of them" says how many. Evaluations cost none. The loss to reach is
+that of ``fixed`` after ``--seconds``. The job is said to be as long as it is for
+``fixed``, which is what ``samples=`` says to `autopar.train`. "promised" is the goodput
+after the last change over that of ``fixed``, as it was predicted then; "given" is the
+seconds of ``fixed`` over those of the way. What is finished is kept in the file
+``--out``, and not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+import os
+import pathlib
+import time
+from typing import Any
+
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
+)
+
+import goodput_samples
+import jax
+import numpy as np
+import optax
+import workloads
+from goodput_samples import BASE, PINS, VOCAB, WORKERS, rows
+
+import autopar
+from autopar.goodput import CriticalRegimes, NoiseOptions, progress, scaled
+from autopar.goodput.choice import PhiRange
+from autopar.goodput.following import Following, codecs_of
+from autopar.goodput.loop import Loop
+from autopar.goodput.ways import expected_error
+
+WAYS = ("fixed", "codecs", "batch", "naive", "mild", "ours")
+CODECS = (
+    "int8:rounding=stochastic",
+    "int4:rounding=stochastic",
+    "randk:unbiased=true,ratio=0.25",
+    "randk:unbiased=true,ratio=0.1",
+)
+# A squared error, as a part of the squared norm, up to which a codec errs little.
+LITTLE = 0.1
+MOST, WIDTH, LATENCY_S = 2048, 96, 1e-4
+# Steps between evaluations, of small batches and of others.
+EVERY = (50, 10)
+# Seconds of `fixed` after which a way is given up, as a multiple.
+PATIENCE = 1.5
+
+
+def model(seed: int, tx: Any) -> Any:
+    """The first state of a seed."""
+    keys = jax.random.split(jax.random.key(seed), 3)
+    inputs = 16 * goodput_samples.CONTEXT
+    w = {
+        "embed": 0.3 * jax.random.normal(keys[0], (VOCAB, 16)),
+        "pairs": jax.numpy.zeros((VOCAB * VOCAB, 16)),
+        "hidden": jax.random.normal(keys[1], (inputs, WIDTH)) / 11.0,
+        "out": jax.random.normal(keys[2], (WIDTH, VOCAB)) / 10.0,
+    }
+    return {"w": w, "opt": tx.init(w)}
+
+
+def loss_of(w: Any, batch: Any) -> Any:
+    """The loss of the next character, after characters and pairs of them."""
+    now = batch["x"]
+    before = jax.numpy.pad(now, ((0, 0), (1, 0)))[:, :-1]
+    x = w["embed"][now] + w["pairs"][before * VOCAB + now]
+    logits = jax.numpy.tanh(x.reshape(len(now), -1) @ w["hidden"]) @ w["out"]
+    found = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
+    return found.mean()
+
+
+def link_s(plan: autopar.Plan, rate_mbit: float) -> float:
+    """Seconds that a plan's messages take on the link."""
+    sent = [g for g in plan.gradients if g.codec]
+    messages = 2 * max(1, len({g.bucket for g in sent})) * (WORKERS - 1)
+    nbytes = plan.predicted.communication_bytes
+    return messages * LATENCY_S + 8 * nbytes / (rate_mbit * 1e6)
+
+
+def cluster(rate_mbit: float) -> autopar.Cluster:
+    """Four hosts on links of a rate."""
+    latency = f"network_latency={LATENCY_S * 1e6:g}us"
+    text = f"{WORKERS}x1:cpu,network={rate_mbit:g}Mb/s,{latency}"
+    return autopar.Cluster.parse(text)
+
+
+def layouts() -> autopar.Plan:
+    """Data parallelism, as one plans who has not looked at the links."""
+    tx = scaled(optax.sgd(0.1), "adascale", base_batch=BASE)
+    return autopar.plan(
+        step_of(tx),
+        model(0, tx),
+        rows(4096, 0, 0),
+        cluster=f"{WORKERS}x1:cpu,network=1000Gb/s,network_latency=1us",
+        axis_names=("data",),
+        pins={"batch/*": PINS["batch/*"], "state/*": PINS["state/*"]},
+        seconds=None,
+    )
+
+
+def step_of(tx: Any) -> Any:
+    """The train step."""
+
+    def step(state: Any, batch: Any) -> Any:
+        loss, grads = jax.value_and_grad(loss_of)(state["w"], batch)
+        updates, opt = tx.update(grads, state["opt"], state["w"])
+        return {"w": optax.apply_updates(state["w"], updates), "opt": opt}, loss
+
+    return step
+
+
+class Naive(Loop):
+    """Reads the noise scale of compressed gradients, and knows no error of codecs."""
+
+    def phi(self) -> PhiRange | None:
+        """(1 + w) phi + w M / K, as an estimator finds that is fed with them."""
+        found = super().phi()
+        if found is None:
+            return None
+        w, part = expected_error(self.step.plan).own, self.batch_size / WORKERS
+        # Where all draw the same elements, w is a factor of both norms.
+        ends = (found.phi, found.low, found.high)
+        return PhiRange(*((1 + w) * x + w * part for x in ends))
+
+
+class Training:
+    """One way of training at one rate, from one seed."""
+
+    def __init__(
+        self, way: str, rate_mbit: float, seed: int, lr: float, job: float
+    ) -> None:
+        """Makes the run; nothing has run yet.
+
+        Args:
+          way: of training.
+          rate_mbit: of the links, in Mbit/s.
+          seed: of the model and the data.
+          lr: the learning rate of the base batch.
+          job: rows of the base batch that the job is long; infinite: not known.
+        """
+        self.way, self.rate, self.seed, self.job = way, rate_mbit, seed, job
+        self.tx = scaled(optax.sgd(lr), "adascale", base_batch=BASE)
+        self.held_out = rows(2048, 10**6, 0)
+        self.evaluate = jax.jit(loss_of)
+        self.rest_s = math.inf
+        kept = layouts()
+        self.codec = self._first(kept)
+        self.step = autopar.parallelize(
+            step_of(self.tx),
+            cluster=cluster(rate_mbit),
+            layouts=kept,
+            compression=self.codec,
+            noise_scale=NoiseOptions(base_batch=BASE, decay=0.99),
+            programs=16,
+        )
+        # Seconds of compiling are on the clock of the steps, too.
+        self.step.preparation._store._clock = time.process_time
+        self.lines: list[dict[str, Any]] = []
+        self.loop = self._loop()
+
+    def _first(self, kept: autopar.Plan) -> str:
+        """The codec of the first step."""
+        if self.way not in ("forced", "naive", "mild"):
+            return "none"
+        found: dict[str, float] = {}
+        for codec in CODECS:
+            plan = autopar.plan(
+                step_of(self.tx), model(0, self.tx), rows(BASE, 0, 0),
+                cluster=cluster(self.rate), layouts=kept, compression=codec,
+            )  # fmt: skip
+            error = expected_error(plan)
+            if self.way == "naive" or error.own + error.shared <= LITTLE:
+                found[codec] = plan.predicted.step_s
+                if self.way == "forced":
+                    found[codec] = plan.predicted.communication_bytes
+        return min(found, key=lambda x: found[x])
+
+    def _loop(self) -> Loop:
+        naive = self.way in ("naive", "mild")
+        follows = naive or self.way in ("batch", "ours")
+        codecs: Any = CODECS if self.way in ("codecs", "ours") else ()
+        if naive:
+            codecs = {self.codec: 1.0}
+        following = Following(
+            base_batch=BASE,
+            max_batch=MOST if follows else BASE,
+            codecs=codecs_of(codecs, self.codec),
+        )
+        if self.way == "accordion":
+            rule = CriticalRegimes(window=self.job / BASE / 30)
+            following = Following(base_batch=BASE, max_batch=8 * BASE, rule=rule)
+
+        def record(kind: str, **fields: Any) -> None:
+            self.lines.append({"kind": kind, **fields})
+
+        kind = Naive if naive else Loop
+        return kind(self.step, following, record=record, horizon_s=lambda: self.rest_s)
+
+    def to(self, level: float, most_s: float, until_s: float) -> dict[str, Any]:
+        """Trains to a held-out loss.
+
+        Args:
+          level: the loss.
+          most_s: seconds after which it is given up.
+          until_s: seconds after which it ends, too.
+        """
+        state = self.loop.begin(model(self.seed, self.tx))
+        clock, curve, position, k = 0.0, [(0.0, math.inf)], 0, 0
+        planning, steps_s = 0.0, []
+        while True:
+            size = self.loop.batch_size
+            batch = rows(size, self.seed, position)
+            position += size
+            begin = time.process_time()
+            state, loss = jax.block_until_ready(self.step(state, batch))
+            ended = time.process_time()
+            seconds = (ended - begin) / WORKERS + link_s(self.step.plan, self.rate)
+            self._look_ahead(state, size / seconds)
+            state = self.loop.observe(state, batch, seconds=seconds, loss=loss)
+            beside = time.process_time() - ended
+            # The first step compiles, in each way of training.
+            clock += seconds + beside if k else 0.0
+            planning += beside if k else 0.0
+            steps_s.append(seconds)
+            k += 1
+            if k % EVERY[size > 4 * BASE] == 0 or clock > until_s:
+                w = jax.tree.map(np.asarray, state["w"])
+                curve.append((clock, float(self.evaluate(w, self.held_out))))
+                lost = not curve[-1][1] < 2 * curve[1][1]
+                if curve[-1][1] <= level or lost or clock > min(most_s, until_s):
+                    return {
+                        "planning_s": planning,
+                        "step_s": float(np.median(steps_s[2:10])),
+                        "last_step_s": float(np.median(steps_s[-10:])),
+                        **self._record(curve, level, k),
+                    }
+
+    def _look_ahead(self, state: Any, rows_per_s: float) -> None:
+        """Seconds until the job ends, as it goes on now."""
+        if math.isfinite(self.job):
+            opt = state["opt"]
+            worth = float(opt.gain) * BASE / self.loop.batch_size
+            left = max(0.0, self.job - progress(state))
+            self.rest_s = left / (rows_per_s * max(worth, 1e-9))
+
+    def _record(self, curve: Any, level: float, steps: int) -> dict[str, Any]:
+        made = [x for x in self.lines if x["kind"] == "batch"]
+        changes = [
+            {"phi": x["phi"]["phi"], "to": [x["new"]["rows"], x["new"]["codecs"]],
+             "goodput": x["predicted"]["goodput"],
+             "before": x["predicted"]["goodput_before"]} for x in made
+        ]  # fmt: skip
+        return {
+            "way": self.way,
+            "rate": self.rate,
+            "seed": self.seed,
+            "codec": self.codec,
+            "curve": curve,
+            "seconds": seconds_to(curve, level),
+            "steps": steps,
+            "batch": self.loop.batch_size,
+            "codecs": self.loop.way.codecs,
+            "changes": changes,
+            "refused": [x for x in self.lines if x["kind"] == "batch refused"],
+        }
+
+
+def seconds_to(curve: Any, level: float) -> float | None:
+    """Seconds until a loss is reached, between evaluations linearly; None: never."""
+    for (before_s, before), (after_s, after) in itertools.pairwise(curve):
+        if after <= level:
+            part = (before - level) / (before - after) if math.isfinite(before) else 1.0
+            return before_s + part * (after_s - before_s)
+    return None
+
+
+def known(path: pathlib.Path | None) -> list[dict[str, Any]]:
+    """What was finished before."""
+    return json.loads(path.read_text()) if path is not None and path.exists() else []
+
+
+def trained(given: Any, found: list[Any], way: str, rate: float, seed: int) -> Any:
+    """A record, from the file or by training."""
+    for x in found:
+        if (x["way"], x["rate"], x["seed"]) == (way, rate, seed):
+            return x
+    if way == "fixed":
+        made = Training(way, rate, seed, given.lr, math.inf)
+        record = made.to(-math.inf, math.inf, given.seconds)
+        record["level"] = record["curve"][-1][1]
+        record["seconds"] = record["curve"][-1][0]
+    else:
+        base = trained(given, found, "fixed", rate, seed)
+        made = Training(way, rate, seed, given.lr, BASE * base["steps"])
+        record = made.to(base["level"], PATIENCE * base["seconds"], math.inf)
+    found.append(record)
+    if given.out:
+        given.out.write_text(json.dumps(found))
+    return record
+
+
+def main() -> None:
+    """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--rates", type=float, nargs="+", default=[100.0, 1000.0])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--seconds", type=float, default=100.0, help="of fixed")
+    parser.add_argument("--lr", type=float, default=0.05, help="of the base batch")
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, "forced", "accordion"),
+                        default=list(WAYS))  # fmt: skip
+    parser.add_argument("--out", type=pathlib.Path)
+    given = parser.parse_args()
+    found = known(given.out)
+    workloads.row(
+        "Mbit/s", "seed", "way", "seconds", "of them planning", "over ours", "steps",
+        "last batch", "last codecs", "ms a step, first", "last", "promised", "given",
+    )  # fmt: skip
+    workloads.row(*["---"] * 13)
+    for rate, seed in itertools.product(given.rates, given.seeds):
+        records = [trained(given, found, way, rate, seed) for way in given.ways]
+        named = {x["way"]: x for x in records}
+        for x in records:
+            _row(x, trained(given, found, "fixed", rate, seed), named.get("ours"))
+
+
+def _row(x: dict[str, Any], fixed: dict[str, Any], ours: dict[str, Any] | None) -> None:
+    seconds = x["seconds"]
+    reached = seconds is not None
+    over = ours and ours["seconds"] and reached and seconds / ours["seconds"]
+    promised = BASE / x["step_s"] if x["codec"] != "none" else None
+    promised = x["changes"][-1]["goodput"] if x["changes"] else promised
+    workloads.row(
+        f"{x['rate']:g}", x["seed"], x["way"], f"{seconds:.1f}" if reached else "never",
+        f"{x['planning_s']:.1f}", f"{over:.2f}" if over else "", x["steps"],
+        x["batch"], x["codecs"], f"{1e3 * x['step_s']:.2f}",
+        f"{1e3 * x['last_step_s']:.2f}",
+        f"{promised * fixed['step_s'] / BASE:.1f}" if promised else "",
+        f"{fixed['seconds'] / seconds:.1f}" if reached else "0",
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main()

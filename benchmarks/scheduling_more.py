@@ -1,0 +1,137 @@
+"""Our policy on synthetic kinds of devices, without its abilities, and its fairness.
+
+    python benchmarks/scheduling_more.py [--only kinds] [--shared ../shared]
+
+Rows: ``kinds`` (beside Sia's policy on three kinds of devices), ``ablation`` (without
+plans, batches, codecs, or costs of pairs of moves, on slower networks), ``fairness``
+(finish-time fairness beside Pollux's policy on its workloads; long), ``plans`` (models
+of steps on Rubick's tables). The jobs of the first two are made from seeds
+(`synthetic_jobs.py`): codecs' speed is modelled.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import time
+from typing import Annotated
+
+import numpy as np
+import plan_models
+import scheduling
+import synthetic_jobs as synthetic
+import typer
+
+from autopar.scheduler.nodes import Nodes
+from autopar.scheduler.policies.named import policy_of
+from autopar.scheduler.simulator.engine import simulate
+from autopar.scheduler.simulator.fairness import finish_time_ratios
+from autopar.scheduler.simulator.metrics import metrics
+from autopar.scheduler.simulator.traces.detect import jobs_of
+
+# Sia's cluster: 64 devices of three kinds.
+THREE = (("t4", 6, 4), ("rtx", 3, 8), ("a100", 2, 8))
+ONE = (("t4", 16, 4),)
+SEEDS = (0, 1, 2)
+JOBS = {"0.5": 60, "1.0": 120, "2.0": 240, "4.0": 480}
+
+
+def run(
+    only: Annotated[str | None, typer.Option(help="One row.")] = None,
+    shared: Annotated[
+        pathlib.Path, typer.Option(help="Public traces.")
+    ] = scheduling.DEFAULT,
+    loads: Annotated[str, typer.Option(help="Of the row fairness.")] = "0.5,1.0",
+) -> None:
+    """Prints a table for each row."""
+    if only in (None, "kinds"):
+        kinds()
+    if only in (None, "ablation"):
+        ablation()
+    if only in (None, "plans"):
+        plan_models.table(shared / "scheduling" / "rubick" / "traces")
+    if only in (None, "fairness"):
+        fairness(shared / "scheduling" / "pollux", loads.split(","))
+
+
+def _text(kinds: tuple[tuple[str, int, int], ...]) -> str:
+    return "+".join(f"{nodes}x{per}:{kind}" for kind, nodes, per in kinds)
+
+
+def kinds() -> None:
+    """Ours and Sia's policy on the same jobs; neither has seen them."""
+    print("| load | seed | ours s | Sia s | ratio |\n" + "| --- " * 5 + "|")
+    nodes, ratios = Nodes.parse(_text(THREE)), list[float]()
+    for load, count in JOBS.items():
+        for seed in SEEDS:
+            found: list[float] = []
+            for name in ("goodput", "sia"):
+                jobs = synthetic.jobs(seed, THREE, count=count)
+                found.append(metrics(simulate(jobs, nodes, policy_of(name))).average_s)
+            ratios.append(found[0] / found[1])
+            print(
+                f"| {load} | {seed} | {found[0]:.0f} | {found[1]:.0f} | "
+                f"{ratios[-1]:.3f} |",
+                flush=True,
+            )
+    print(f"\nmean {np.mean(ratios):.3f}, worst {max(ratios):.3f}")
+
+
+def ablation() -> None:
+    """The mean completion without each ability, over that with all."""
+    without = {
+        "all": synthetic.ALL,
+        "plan": synthetic.Abilities(plan=False),
+        "batch": synthetic.Abilities(batch=False),
+        "compression": synthetic.Abilities(compression=False),
+        "pairs": synthetic.Abilities(pairs=False),
+    }
+    print("| network | without | average s | over all | most over all |")
+    print("| --- " * 5 + "|")
+    nodes = Nodes.parse(_text(ONE))
+    for slower in (1, 4, 16):
+        base: list[float] = []
+        for name, can in without.items():
+            spent = [
+                _averaged(seed, nodes, synthetic.FAR / slower, can) for seed in SEEDS
+            ]
+            base = base or spent
+            ratios = np.array(spent) / np.array(base)
+            print(
+                f"| /{slower} | {name} | {np.mean(spent):.0f} | {ratios.mean():.3f} | "
+                f"{ratios.min():.3f} to {ratios.max():.3f} |",
+                flush=True,
+            )
+
+
+def _averaged(seed: int, nodes: Nodes, far: float, can: synthetic.Abilities) -> float:
+    jobs = synthetic.jobs(seed, ONE, far=far, can=can)
+    return metrics(simulate(jobs, nodes, policy_of("goodput"))).average_s
+
+
+def fairness(folder: pathlib.Path, loads: list[str]) -> None:
+    """The worst finish-time ratios of ours and of Pollux's search."""
+    print("| load | workload | policy | average s | worst | 99 % | over 1 | CPU s |")
+    print("| --- " * 8 + "|")
+    nodes = Nodes.parse("16x4")
+    for load in loads:
+        for workload in scheduling.WORKLOADS:
+            trace = folder / scheduling.LOADS[load] / f"{workload}.csv"
+            for name in ("goodput", "pollux"):
+                begin, policy = time.process_time(), policy_of(name)
+                history = simulate(jobs_of(trace, None, nodes, policy), nodes, policy)
+                # The same jobs by the same model for both, or their shares differ.
+                fresh = jobs_of(trace, None, nodes, policy_of("goodput"))
+                ratios = np.array(list(finish_time_ratios(history, fresh).values()))
+                cells = (
+                    f"{metrics(history).average_s:.1f}",
+                    f"{ratios.max():.2f}",
+                    f"{np.quantile(ratios, 0.99):.2f}",
+                    f"{np.mean(ratios > 1):.0%}",
+                    f"{time.process_time() - begin:.0f}",
+                )
+                row = " | ".join((load, workload, name, *cells))
+                print(f"| {row} |", flush=True)
+
+
+if __name__ == "__main__":
+    typer.run(run)
