@@ -31,8 +31,8 @@ from autopar.scheduler.simulator.traces.detect import jobs_of
 # Sia's cluster: 64 devices of three kinds.
 THREE = (("t4", 6, 4), ("rtx", 3, 8), ("a100", 2, 8))
 ONE = (("t4", 16, 4),)
-SEEDS = (0, 1, 2)
-JOBS = {"0.5": 60, "1.0": 120, "2.0": 240, "4.0": 480}
+SEEDS = (0, 1, 2, 3, 4)
+JOBS = {"0.5": 60, "1.0": 120, "2.0": 240}
 
 
 def run(
@@ -62,7 +62,7 @@ def kinds() -> None:
     print("| load | seed | ours s | Sia s | ratio |\n" + "| --- " * 5 + "|")
     nodes, ratios = Nodes.parse(_text(THREE)), list[float]()
     for load, count in JOBS.items():
-        for seed in SEEDS:
+        for seed in SEEDS[:3]:
             found: list[float] = []
             for name in ("goodput", "sia"):
                 jobs = synthetic.jobs(seed, THREE, count=count)
