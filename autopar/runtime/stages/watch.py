@@ -7,6 +7,7 @@ process that waits in a step asks for that meanwhile.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import threading
 import time
@@ -15,11 +16,15 @@ from typing import Any, TypeVar
 
 import jax
 
+from autopar_passes import jax_compat
+
 T = TypeVar("T")
 
 # A process is lost whose count stands still for so long.
 SILENCE_S = 7.0
 _BEAT_S, _POLL_S = 0.5, 0.1
+# How long the end of the program waits for a thread to come back to Python.
+_END_S = 5.0
 _ROOT = "autopar/beats"
 
 
@@ -29,7 +34,7 @@ class Watch:
     def __init__(
         self, client: Any, index: int, count: int, silence_s: float = SILENCE_S
     ) -> None:
-        """Begins to count, in a thread that ends with the process.
+        """Begins to count, in a thread that ends with the program.
 
         Args:
           client: of the coordination service.
@@ -45,16 +50,35 @@ class Watch:
         # When each count was seen to change last, and when this looked last.
         self._seen = dict.fromkeys(self._others, time.monotonic())
         self._looked = time.monotonic()
-        threading.Thread(target=self._beat, name="watch", daemon=True).start()
+        self._ended = threading.Event()
+        beat = threading.Thread(target=self._beat, name="watch", daemon=True)
+        self._threads = [beat]
+        beat.start()
+        # A thread that comes back to Python after its end would abort the process.
+        atexit.register(self.close)
+
+    def close(self) -> None:
+        """Stops counting, and waits for the threads that were left to themselves."""
+        atexit.unregister(self.close)
+        self._ended.set()
+        end = time.monotonic() + _END_S
+        for thread in self._threads:
+            thread.join(max(0.0, end - time.monotonic()))
+
+    def leave(self, thread: threading.Thread) -> None:
+        """Leaves a thread to itself that waits for a process which is lost."""
+        self._threads.append(thread)
 
     def _beat(self) -> None:
-        while True:
+        while not self._ended.wait(_BEAT_S):
+            found = jax_compat.coordination()
+            if found is None or found.client is not self._client:
+                return  # the world of these processes has been left
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 self._client.key_value_increment(f"{_ROOT}/{self._index}", 1)
                 for process in self._others:
                     self._look(process)
                 self._looked = time.monotonic()
-            time.sleep(_BEAT_S)
 
     def _look(self, process: int) -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # not there yet
@@ -116,9 +140,11 @@ def waited(watch: Watch | None, work: Callable[[], T]) -> T:
         done.set()
 
     begin = time.monotonic()
-    threading.Thread(target=run, name="waits for others", daemon=True).start()
+    thread = threading.Thread(target=run, name="waits for others", daemon=True)
+    thread.start()
     while not done.wait(_POLL_S):
         if lost := watch.lost(begin):
+            watch.leave(thread)
             raise LostError(lost)
     good, value = found[0]
     if not good:
