@@ -94,6 +94,23 @@ def plan_options(
     )
 
 
+def count_of(text: str | None, option: str) -> int | str | None:
+    """A number, or ``auto``.
+
+    Args:
+      text: what the option was given; None: nothing.
+      option: its name, for the error.
+
+    Raises:
+      PlanError: it is neither.
+    """
+    if text is None or text == "auto":
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise PlanError(f"{option} {text}: expected a whole number such as 4, or auto.")
+    return int(text)
+
+
 def plan_workload(
     workload: Workload, cluster: Cluster, limits: PlanOptions, say: Say
 ) -> tuple[Analysis, Plan]:

@@ -1,6 +1,6 @@
 """The work of ``autopar compare``."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -54,7 +54,7 @@ def compare(
         analysis, cluster = found.analysis, found.cluster
         experts = expert_plans(analysis, cluster, seconds=limits.seconds)
         experts = best_experts(experts)
-        piped = best_pipelines(hand_made(analysis, cluster, limits))
+        piped = _pipelines(analysis, cluster, limits, ours)
         rows = [_plan_row(name, plan) for name, plan in ours.items()]
         rows += [expert_row(e, cluster) for e in experts]
         rows += [pipeline_row(p) for p in piped]
@@ -67,6 +67,20 @@ def compare(
     if as_json:
         return Result.of({"cluster": str(cluster), "plans": rows})
     return Result("\n".join([f"cluster  {cluster}", "", *table_lines(rows)]))
+
+
+def _pipelines(
+    analysis: Analysis, cluster: Cluster, limits: PlanOptions, ours: Mapping[str, Plan]
+) -> list[HandMade]:
+    """Pipelines as people write them, where stages are asked for or compared.
+
+    There are many, each a search of its own, so they are not made for nothing.
+    """
+    asked = limits.stages
+    if asked in (None, 1) and all(len(plan.stages) == 1 for plan in ours.values()):
+        return []
+    most = asked if isinstance(asked, int) and asked > 1 else None
+    return best_pipelines(hand_made(analysis, cluster, limits, most_stages=most))
 
 
 def cluster_said(text: str | None, memory: str | None) -> Cluster | None:

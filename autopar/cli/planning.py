@@ -81,24 +81,11 @@ def limits(
         layouts=None if layouts is None else Plan.load(layouts),
         pins=parse_pins(pin),
         axis_names=parse_axis_names(axis_names),
-        microbatches=_count(microbatches, "--microbatches"),
+        microbatches=common.count_of(microbatches, "--microbatches"),
         coupled=coupled,
-        stages=_count(stages, "--stages"),
+        stages=common.count_of(stages, "--stages"),
         schedule=schedule,
     )
-
-
-def _count(text: str | None, option: str) -> int | str | None:
-    """A number, or ``auto``.
-
-    Raises:
-      PlanError: it is neither.
-    """
-    if text is None or text == "auto":
-        return text
-    if not text.isdecimal() or int(text) < 1:
-        raise PlanError(f"{option} {text}: expected a whole number such as 4, or auto.")
-    return int(text)
 
 
 def _page(analysis: Analysis, found: Plan, cluster: Cluster) -> str:

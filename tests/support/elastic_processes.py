@@ -106,7 +106,7 @@ class Run:
         """Every step and loss that any process wrote."""
         found: list[tuple[int, float]] = []
         for path in self.folder.glob("losses.*"):
-            if path.is_file() and path.suffix not in (".ledger", ".go"):
+            if path.is_file() and path.suffix != ".ledger":
                 for line in path.read_text().splitlines():
                     with contextlib.suppress(ValueError):
                         found.append(tuple(json.loads(line)[:2]))
@@ -117,7 +117,7 @@ class Run:
 
     def wait(self) -> int:
         """Waits for the end; nothing more is done to the run."""
-        (self.folder / "losses.go").touch()
+        (self.folder / "go").touch()
         return self.process.wait(LIMIT_S)
 
     def clean(self) -> None:

@@ -3,13 +3,15 @@
 Usage: autopar run ... elastic_script.py OUT STEPS SURVIVE PACE_S [CHECKPOINTS [CODEC
 [STAGES]]]
 
-Unless PACE_S is 0, the last steps take a second each until there is a file OUT.go.
+Unless PACE_S is 0, the last steps take a second each until there is a file `go`
+beside OUT.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import pathlib
 import sys
 import time
 
@@ -27,6 +29,7 @@ def main() -> None:
     out, steps, survive, pace_s, *more = sys.argv[1:]
     folder = f"{out}.{more[0]}" if more and more[0] else None
     codec = more[1] if len(more) > 1 else "none"
+    go = pathlib.Path(out).with_name("go")
     stages = int(more[2]) if len(more) > 2 else None
     cluster = forms.cheap("2:cpu")
     step = autopar.parallelize(
@@ -52,7 +55,7 @@ def main() -> None:
         for done in run:
             print(json.dumps([done.step, float(done.result)]), file=file, flush=True)
             # The last steps wait for all that shall happen, also on a busy machine.
-            last = done.step > int(steps) - LAST and not os.path.exists(f"{out}.go")
+            last = done.step > int(steps) - LAST and not go.exists()
             time.sleep(1.0 if last and float(pace_s) else float(pace_s))
     print(f"finished {run.step} steps", flush=True)
 

@@ -40,9 +40,9 @@ def compare(
 ) -> Result:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
 
-    Beside plans of one stage stand pipelines of equal stages, each with replicas or
-    with tensors split within a host. --stages and --schedule are of the plan;
-    --schedule and --microbatches hold for these pipelines, too.
+    With --stages, pipelines of equal stages stand beside the plans of one stage, each
+    with replicas or with tensors split within a host. --schedule and --microbatches
+    hold for them, too.
     Saved plans are compared as they are, on the cluster that they are for.
 
     With --compression only the plan has codecs, the usual ones have none.
@@ -56,9 +56,9 @@ def compare(
         seconds=seconds,
         compression=compression,
         error_budget=error_budget,
-        microbatches=microbatches,
+        microbatches=common.count_of(microbatches, "--microbatches"),
         coupled=coupled,
-        stages=stages,
+        stages=common.count_of(stages, "--stages"),
         schedule=schedule,
     )
     if devices is not None:

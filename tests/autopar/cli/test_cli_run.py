@@ -68,6 +68,16 @@ def test_compare_measures_what_fits(
     assert (second["step_s"], second["reason"]) == (None, "too big")
 
 
+def test_compare_has_pipelines_where_stages_are_asked_for(run: Run) -> None:
+    words = ("width=64", "batch=64", "layers=2", "--cluster", "2:cpu", "--json")
+    plain = run("compare", TARGET, *words).json["plans"]
+    staged = ("--stages", "2", "--microbatches", "2")
+    found = run("compare", TARGET, *words, *staged).json["plans"]
+    more = {row["name"] for row in found} - {row["name"] for row in plain}
+    assert more
+    assert all("pipeline" in name for name in more)
+
+
 @pytest.mark.parametrize("spec", ["2x8:cpu", "2x8:h100"])
 def test_compare_cannot_measure_on_devices_it_lacks(run: Run, spec: str) -> None:
     result = run("compare", TARGET, *SMALL, "--cluster", spec, "--measure")
