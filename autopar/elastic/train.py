@@ -118,7 +118,7 @@ def train(
     rows = _left(step, checkpoint, following)
     changing_batches.measure_noise(step, noise_options(step, following, lr_rule))
     most = math.inf if steps is None else steps
-    ends = Ends(samples=samples, until=until)
+    ends = Ends(samples=samples, until=until, steps=most)
     together = join_run(
         step,
         create_state,

@@ -36,7 +36,7 @@ _UNTIMED, _SETTLED = 2, 8
 # Ways that are planned for one decision, at most.
 _EXPLORED = 3
 # Seconds until something changes, where nobody knows.
-_HORIZON_S = 600.0
+HORIZON_S = 600.0
 
 Record = Callable[..., None]
 Work = Callable[[], None]
@@ -116,7 +116,7 @@ class Loop:
         self.changes = 0
         self._record = record or _no_record
         self._background = background
-        self._horizon_s = horizon_s or (lambda: _HORIZON_S)
+        self._horizon_s = horizon_s or (lambda: HORIZON_S)
         self._rest_s = rest_s or (lambda: math.inf)
         self._ways = Ways(
             step,
@@ -147,6 +147,11 @@ class Loop:
         self._named = True
         phi = self.phi()
         return told(state, batch=self.batch_size, phi=None if phi is None else phi.phi)
+
+    @property
+    def steps(self) -> int:
+        """How many steps were observed, before it was gone on with, too."""
+        return self._steps
 
     def to_data(self) -> dict[str, Any]:
         """Where the loop stands, as JSON can hold it."""

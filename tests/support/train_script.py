@@ -33,7 +33,8 @@ def main() -> None:
         source,
         base_batch=cases.BASE,
         max_batch=4 * cases.BASE,
-        steps=int(steps),
+        # Not steps=, so that a change of the batch pays on a busy machine, too.
+        until=lambda done: done.step + 1 >= int(steps),
         survive=int(survive),
         ledger=f"{out}.ledger",
     )

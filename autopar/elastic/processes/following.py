@@ -7,13 +7,14 @@ world take it from there, so they count steps alike and decide at the same ones.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.loop import Step
 from autopar.elastic.samples import Samples
 from autopar.goodput.following import Following, check_rule
-from autopar.goodput.loop import Loop, Record
+from autopar.goodput.loop import HORIZON_S, Loop, Record
 from autopar.goodput.rates import Rule, progress
 from autopar.runtime import changing_batches
 from autopar.runtime.parallel_step import ParallelStep
@@ -26,14 +27,30 @@ class Ends:
     Attributes:
       samples: rows of the base batch; None: never.
       until: ends it behind a step for which it is true on all processes; None: never.
+      steps: how many steps there are.
     """
 
     samples: float | None = None
     until: Callable[[Step], bool] | None = None
+    steps: float = math.inf
 
     def reached(self, worth: float) -> bool:
         """Whether steps were worth so many rows of the base batch."""
         return self.samples is not None and worth >= self.samples
+
+    def rest_s(self, step: int, worth: float, gained: float, step_s: float) -> float:
+        """Seconds until the run ends; infinite where nobody can say.
+
+        Args:
+          step: number of steps done.
+          worth: rows of the base batch that they were worth.
+          gained: rows that the last of them was worth.
+          step_s: seconds that it took.
+        """
+        steps = self.steps - step
+        if self.samples is not None and gained > 0:
+            steps = min(steps, (self.samples - worth) / gained)
+        return math.inf if math.isinf(steps) else max(0.0, steps * step_s)
 
 
 class TeamFollowing:
@@ -65,8 +82,15 @@ class TeamFollowing:
         """
         self._step = step
         self._rule: Rule | None = rule
-        self.loop = Loop(step, following, record=record)
         self.ends, self.worth = ends, 0.0
+        self._gained, self._step_s = 0.0, 0.0
+        self.loop = Loop(
+            step,
+            following,
+            record=record,
+            horizon_s=lambda: min(HORIZON_S, self._rest_s()),
+            rest_s=self._rest_s,
+        )
 
     def begin(self, state: Any) -> Any:
         """The state before the first step, or after a checkpoint, told the batch.
@@ -108,9 +132,15 @@ class TeamFollowing:
           seconds: that it took.
           result: what it returned besides the state.
         """
+        self._step_s = seconds
         made = self.loop.observe(state, *rest, seconds=seconds, loss=result, **named)
-        self.worth = progress(made)
+        before, self.worth = self.worth, progress(made)
+        self._gained = self.worth - before
         return made
+
+    def _rest_s(self) -> float:
+        done = self.loop.steps
+        return self.ends.rest_s(done, self.worth, self._gained, self._step_s)
 
     def sized(self, samples: Samples, step: int) -> Samples:
         """The samples from a step on, as many as the loop wants."""
