@@ -12,9 +12,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -23,12 +21,12 @@ from collections.abc import Callable
 from typing import Any
 
 import ray
+import raylets
 from ray import cluster_utils
 from soak import losses, plain_losses
 
 SCRIPT = pathlib.Path(__file__).parent / "ray_script.py"
 LIMIT_S = 240.0
-_STARTS = 4
 # Steps take so long until the last node has joined; the run must not end before.
 SLOW_S = 0.25
 # Roundings differ, as worlds of other sizes add up in another order.
@@ -72,21 +70,13 @@ class RayRun:
         """Adds a raylet; the first one is the head.
 
         Raises:
-          Exception: of Ray, where none starts. A raylet gives up after 15 s, which a
-            busy machine may need more than once.
+          Exception: of Ray, where none starts.
         """
-        for attempt in range(_STARTS):
-            try:
-                self.nodes.append(self.cluster.add_node(**{"num_cpus": 1, **options}))
-                return
-            except Exception:
-                if attempt + 1 == _STARTS:
-                    raise
+        self.nodes.append(raylets.added(self.cluster, **options))
 
     def kill(self, node: Any) -> None:
         """Kills a raylet by SIGKILL."""
-        for info in node.all_processes["raylet"]:
-            os.kill(info.process.pid, signal.SIGKILL)
+        raylets.kill(node)
 
     def worlds(self) -> list[tuple[float, list[int]]]:
         """When each world had the state, and its workers."""

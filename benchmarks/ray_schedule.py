@@ -18,7 +18,6 @@ import dataclasses
 import json
 import os
 import pathlib
-import signal
 import statistics
 import subprocess
 import sys
@@ -27,6 +26,7 @@ import time
 from typing import Any
 
 import ray
+import raylets
 from ray import cluster_utils
 from ray_pace import seconds_of
 
@@ -52,7 +52,6 @@ KILLED = 1
 # Ray shows a node that was killed as alive for so long (docs/elastic_ray.md).
 UNSEEN_S = 15.0
 TOLERANCE = 1e-4
-_STARTS = 12
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,20 +98,13 @@ class Raylets:
             self.add()
 
     def add(self, **options: Any) -> None:
-        """Adds a raylet; one gives up after 15 s, which a busy machine may need."""
-        for attempt in range(_STARTS):
-            try:
-                self.nodes.append(self.cluster.add_node(**{"num_cpus": 1, **options}))
-                return
-            except Exception:
-                if attempt + 1 == _STARTS:
-                    raise
+        """Adds a raylet; the first one is the head."""
+        self.nodes.append(raylets.added(self.cluster, **options))
 
     def kill(self, name: str) -> None:
         """Kills the raylet of a node by SIGKILL."""
         (node,) = (x for x in self.nodes if x.node_id == name)
-        for info in node.all_processes["raylet"]:
-            os.kill(info.process.pid, signal.SIGKILL)
+        raylets.kill(node)
 
     def close(self) -> None:
         """Ends all."""

@@ -13,25 +13,14 @@ import os
 import sys
 import time
 
-import jax
 import soak_script as script
 from ray_pace import seconds_of
-
-import autopar
 
 
 def main() -> None:
     """Trains, and writes every step down."""
     one_s = float(sys.argv[5])
-    run = autopar.elastic(
-        script.train_step,
-        script.create_state,
-        script.source,
-        batch=24,
-        steps=script.STEPS,
-        args=(jax.random.key(0),),
-        survive=script.SURVIVE,
-    )
+    run = script.started()
     with open(f"{script.OUT}.{os.getpid()}", "a") as file:
         for done in run:
             devices = math.prod(run.plan.axis_sizes)

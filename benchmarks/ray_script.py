@@ -11,24 +11,13 @@ import os
 import pathlib
 import time
 
-import jax
 import soak_script as script
-
-import autopar
 
 
 def main() -> None:
     """Trains, and writes every step down."""
     pace = pathlib.Path(script.OUT).with_name("pace")
-    run = autopar.elastic(
-        script.train_step,
-        script.create_state,
-        script.source,
-        batch=24,
-        steps=script.STEPS,
-        args=(jax.random.key(0),),
-        survive=script.SURVIVE,
-    )
+    run = script.started()
     with open(f"{script.OUT}.{os.getpid()}", "a") as file:
         for done in run:
             line = [done.step, float(done.result), time.time()]

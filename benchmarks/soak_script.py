@@ -90,9 +90,9 @@ def source(position: int, rows: int) -> Any:
     return {"x": x, "y": np.sin(3 * x)}
 
 
-def main() -> None:
-    """Trains, and writes every step down."""
-    run = autopar.elastic(
+def started(**options: Any) -> Any:
+    """The run of this process, with further options of `autopar.elastic`."""
+    return autopar.elastic(
         train_step,
         create_state,
         source,
@@ -100,8 +100,13 @@ def main() -> None:
         steps=STEPS,
         args=(jax.random.key(0),),
         survive=SURVIVE,
-        ledger=f"{OUT}.ledger",
+        **options,
     )
+
+
+def main() -> None:
+    """Trains, and writes every step down."""
+    run = started(ledger=f"{OUT}.ledger")
     with open(f"{OUT}.{os.getpid()}", "a") as file:
         for done in run:
             line = [done.step, float(done.result), time.time()]

@@ -17,9 +17,10 @@ import threading
 from collections.abc import Mapping
 from typing import Any
 
+from autopar.checkpoint.folders import put
 from autopar.dispatch.backend import Ending, Look
 from autopar.dispatch.store import JobRecord
-from autopar.dispatch.supervising import ending_file, holder, write_json
+from autopar.dispatch.supervising import ending_file, holder
 from autopar.elastic.processes.runner import command
 from autopar.errors import ScheduleError
 
@@ -120,7 +121,7 @@ class ProcessRuns:
             "backend": self._words,
         }
         try:
-            write_json(self._of(job) / "job.json", data)
+            put(self._of(job) / "job.json", json.dumps(data).encode())
         except OSError as error:
             raise ScheduleError(
                 f"job {job.name!r}: {error}; free the disk, and start the scheduler "

@@ -18,6 +18,7 @@ from typing import Any
 
 from autopar.backends.ray import RayLauncher
 from autopar.backends.slots import PlacedLauncher, Slots
+from autopar.checkpoint.folders import put
 from autopar.dispatch.backend import Ending
 from autopar.elastic.processes.launching import Launcher, LocalLauncher
 from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
@@ -72,13 +73,6 @@ def holder(path: pathlib.Path) -> int:
     return 0
 
 
-def write_json(path: pathlib.Path, data: Mapping[str, Any]) -> None:
-    """Writes a file as a whole."""
-    temporary = path.with_suffix(".new")
-    temporary.write_text(json.dumps(data))
-    temporary.replace(path)
-
-
 def main(folder: pathlib.Path) -> None:
     """Runs the job of a folder to its end, and writes down how it ended."""
     lock = FileLock(folder / "lock")
@@ -98,9 +92,8 @@ def main(folder: pathlib.Path) -> None:
         ending = Ending(code=1, reason=f"its own process failed: {why}; see `output`.")
     # Before the end is told, so that who reads it may start the job again.
     lock.free()
-    write_json(
-        path, {"code": ending.code, "reason": ending.reason, "lost": ending.lost}
-    )
+    told = {"code": ending.code, "reason": ending.reason, "lost": ending.lost}
+    put(path, json.dumps(told).encode())
 
 
 def ending_file(folder: pathlib.Path, attempt: int) -> pathlib.Path:

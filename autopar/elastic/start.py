@@ -78,10 +78,7 @@ def elastic(
     """
     check_step("elastic", step, create_state, source)
     _check_counts(batch, steps)
-    checkpoint, every = of_scheduler(checkpoint, every)
-    check_saves("elastic", checkpoint, every)
-    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
-        checkpoint = Checkpoints(os.fspath(checkpoint))
+    checkpoints, every = saves_of("elastic", checkpoint, every)
     samples = Samples(source, batch, others_of(others))
     together = join_run(
         step,
@@ -91,7 +88,7 @@ def elastic(
         steps=steps,
         events=events,
         ledger=ledger,
-        checkpoints=checkpoint,
+        checkpoints=checkpoints,
         every=every,
         survive=survive,
         shows=progress,
@@ -105,7 +102,7 @@ def elastic(
         ledger=Ledger(ledger),
         sources=sources_of(events),
         ahead=ahead and step.world.process_count == 1,
-        checkpoints=checkpoint,
+        checkpoints=checkpoints,
         every=every,
         shows=progress,
     )
@@ -117,24 +114,33 @@ def elastic(
     return run
 
 
-def of_scheduler(checkpoint: Any, every: Any) -> tuple[Any, Any]:
+def saves_of(
+    name: str, checkpoint: Any, every: Any
+) -> tuple[Checkpoints | None, int | None]:
     """Where and how often a run is saved; a scheduler says it for scripts that do not.
 
-    A job that is preempted goes on from a checkpoint.
-    """
-    folder = os.environ.get(CHECKPOINT_VARIABLE)
-    if checkpoint is not None or not folder:
-        return checkpoint, every
-    return folder, every or int(os.environ.get(EVERY_VARIABLE, "0")) or None
-
-
-def check_saves(name: str, checkpoint: Any, every: Any) -> None:
-    """Checks what is said of checkpoints.
+    A job that is preempted goes on from a checkpoint. Nothing is read or written yet.
 
     Args:
       name: of the function that was called, for the error.
-      checkpoint: where they are kept.
-      every: after how many steps.
+      checkpoint: where checkpoints are kept; None: nothing was said.
+      every: after how many steps; None: at the end alone.
+
+    Raises:
+      PlanError: what is said of checkpoints is wrong.
+    """
+    folder = os.environ.get(CHECKPOINT_VARIABLE)
+    if checkpoint is None and folder:
+        checkpoint = folder
+        every = every or int(os.environ.get(EVERY_VARIABLE, "0")) or None
+    _check_saves(name, checkpoint, every)
+    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
+        checkpoint = Checkpoints(os.fspath(checkpoint))
+    return checkpoint, every
+
+
+def _check_saves(name: str, checkpoint: Any, every: Any) -> None:
+    """Checks what is said of checkpoints.
 
     Raises:
       PlanError: it is wrong.

@@ -16,7 +16,7 @@ from autopar.elastic.processes.training import TeamRun
 from autopar.elastic.samples import Samples, others_of
 from autopar.elastic.sources.named import sources_of
 from autopar.elastic.sources.source import Source
-from autopar.elastic.start import check_saves, check_step, of_scheduler
+from autopar.elastic.start import check_step, saves_of
 from autopar.elastic.training import TrainRun
 from autopar.errors import PlanError
 from autopar.goodput.critical import CriticalRegimes
@@ -102,8 +102,7 @@ def train(
       InfeasibleError: no plan fits the memory of a device.
     """
     check_step("train", step, create_state, source)
-    checkpoint, every = of_scheduler(checkpoint, every)
-    check_saves("train", checkpoint, every)
+    checkpoints, every = saves_of("train", checkpoint, every)
     _check_end(steps, samples, until)
     own = step.preparation.planner.options.compression
     following = Following(
@@ -113,9 +112,7 @@ def train(
         rule=rule,
     )
     _check_state(create_state, args)
-    if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
-        checkpoint = Checkpoints(os.fspath(checkpoint))
-    rows = _left(step, checkpoint, following)
+    rows = _left(step, checkpoints, following)
     changing_batches.measure_noise(step, noise_options(step, following, lr_rule))
     most = math.inf if steps is None else steps
     ends = Ends(samples=samples, until=until, steps=most)
@@ -127,7 +124,7 @@ def train(
         steps=most,
         events=events,
         ledger=ledger,
-        checkpoints=checkpoint,
+        checkpoints=checkpoints,
         every=every,
         survive=survive,
         shows=progress,
@@ -144,7 +141,7 @@ def train(
         ledger=Ledger(ledger),
         sources=sources_of(events),
         ahead=ahead and step.world.process_count == 1,
-        checkpoints=checkpoint,
+        checkpoints=checkpoints,
         every=every,
         shows=progress,
     )

@@ -12,6 +12,7 @@ within what is uncertain are none.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -119,8 +120,8 @@ class Judged:
             "rows": self.way.rows,
             "microbatches": self.way.microbatches,
             "codecs": self.way.codecs,
-            "cost_s": _finite(self.way.cost_s),
-            **{name: _finite(getattr(self, name)) for name in numbers},
+            "cost_s": json_number(self.way.cost_s),
+            **{name: json_number(getattr(self, name)) for name in numbers},
         }
 
 
@@ -172,7 +173,14 @@ def batches(base: int, most: int, split: int) -> tuple[int, ...]:
     for k in range(1, count):
         rows = base * 2 ** (k / _EACH_DOUBLING)
         found.add(int(rows / split + 0.5) * split)
-    return tuple(sorted(rows for rows in found if base <= rows <= most))
+    sizes = sorted(rows for rows in found if base <= rows <= most)
+    # Two may have been rounded to one, which leaves a doubling without a middle.
+    middles = [
+        max((a + b) // 2 // split * split, a // split * split + split)
+        for a, b in itertools.pairwise(sizes)
+        if b >= 2 * a and b - a > split
+    ]
+    return tuple(sorted({*sizes, *middles}))
 
 
 def decide(
@@ -251,6 +259,6 @@ def _efficiency(way: Way, phi: float, base_batch: int) -> float:
     return max(efficiency(phi, way.rows, base_batch, error), 1e-12)
 
 
-def _finite(number: float) -> float | None:
-    """A number that JSON can hold."""
+def json_number(number: float) -> float | None:
+    """A number that JSON can hold; None: it is not finite."""
     return number if math.isfinite(number) else None

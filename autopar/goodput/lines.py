@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
-from autopar.goodput.choice import Decision, PhiRange
+from autopar.goodput.choice import Decision, PhiRange, json_number
 from autopar.goodput.ways import Made
 
 
@@ -37,17 +36,12 @@ def kept(made: Made, decision: Decision, phi: PhiRange | None) -> dict[str, Any]
         "nearest_name": nearest.way.name,
         "nearest": nearest.to_data(),
         "compared": len(decision.compared),
-        "horizon_s": number(decision.horizon_s),
+        "horizon_s": json_number(decision.horizon_s),
         "phi": None if phi is None else numbers(phi),
     }
-
-
-def number(given: float) -> float | None:
-    """A number that JSON can hold."""
-    return given if math.isfinite(given) else None
 
 
 def numbers(phi: PhiRange) -> dict[str, float | None]:
     """A noise scale and its range."""
     found = {"phi": phi.phi, "low": phi.low, "high": phi.high}
-    return {k: x if math.isfinite(x) else None for k, x in found.items()}
+    return {k: json_number(x) for k, x in found.items()}

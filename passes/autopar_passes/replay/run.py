@@ -7,7 +7,7 @@ has nothing left to choose.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from autopar_passes import jax_compat
@@ -96,9 +96,7 @@ class Replayer:
     def step(self, made: Made) -> list[Any]:
         """Runs the program; carried state leaves in the layout it came in."""
         body, values = self.program.body, self.values
-        for eqn in body.equations:
-            self.equation(eqn)
-            self.replace(eqn, made)
+        self.run(body.equations, made)
         if values.watch is not None:
             values.watch.end(values.held)
         layouts = [values.plan.output(k) for k in range(len(body.outputs))]
@@ -106,6 +104,12 @@ class Replayer:
             values.plain(a) if layout is None else values.read(a, layout, True)
             for a, layout in zip(body.outputs, layouts, strict=True)
         ]
+
+    def run(self, equations: Iterable[Equation], made: Made) -> None:
+        """Runs equations in their order, and takes what is used instead of results."""
+        for eqn in equations:
+            self.equation(eqn)
+            self.replace(eqn, made)
 
     def replace(self, eqn: Equation, made: Made) -> None:
         """Takes what is used instead of an equation's results; as of `replay`."""

@@ -7,7 +7,6 @@ segment as stacked partial values, and come into the one that takes them.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
@@ -119,43 +118,32 @@ def replay_segment(
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
+    within = _Within(plan, inputs)
     held = program.body.inputs[program.num_arguments :]
     constants = dict(zip(held, program.constants, strict=True))
 
-    def values_of(arguments: Sequence[Any], synchroniser: Synchroniser) -> Values:
-        pairs = zip(inputs, arguments, strict=True)
-        arrays = constants | {v: _stated(plan, mesh, v, x) for v, x in pairs}
-        within = _Within(plan, inputs)
-        return Values(made_by, sources, within, mesh, synchroniser, arrays)
+    def run(
+        *arguments: Any, synchroniser: Synchroniser | None = None, made: Made = as_it_is
+    ) -> list[Any]:
+        arrays = constants | _stated(plan, mesh, inputs, arguments)
+        values = Values(made_by, sources, within, mesh, synchroniser or Later(), arrays)
+        Replayer(program, operators, values).run(equations, made)
+        return [_as_array(values, v) for v in outputs]
 
-    def replayer_of(values: Values) -> Replayer:
-        return Replayer(program, operators, values)
-
-    return functools.partial(_run, values_of, replayer_of, equations, outputs)
-
-
-def _run(
-    values_of: Callable[[Sequence[Any], Synchroniser], Values],
-    replayer_of: Callable[[Values], Replayer],
-    equations: Sequence[Equation],
-    outputs: Sequence[int],
-    *arguments: Any,
-    synchroniser: Synchroniser | None = None,
-    made: Made = as_it_is,
-) -> list[Any]:
-    """Runs a segment on its inputs (`replay_segment`)."""
-    values = values_of(arguments, synchroniser or Later())
-    replayer = replayer_of(values)
-    for eqn in equations:
-        replayer.equation(eqn)
-        replayer.replace(eqn, made)
-    return [_as_array(values, v) for v in outputs]
+    return run
 
 
-def _stated(plan: LayoutPlan, mesh: Any, value: int, array: Any) -> Any:
-    """An input of a segment, as a partial value where it is one."""
-    partial = plan.stacked(value)
-    return array if partial is None else stacked.stack(array, *partial, mesh)
+def _stated(
+    plan: LayoutPlan, mesh: Any, inputs: Sequence[int], arguments: Sequence[Any]
+) -> dict[int, Any]:
+    """The inputs of a segment, as partial values where they are."""
+    out: dict[int, Any] = {}
+    for value, array in zip(inputs, arguments, strict=True):
+        partial = plan.stacked(value)
+        if partial is not None:
+            array = stacked.stack(array, *partial, mesh)
+        out[value] = array
+    return out
 
 
 def _as_array(values: Values, value: int) -> Any:

@@ -7,7 +7,7 @@ import math
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from autopar.errors import PlanError
@@ -41,6 +41,7 @@ def found(current: Way, others: list[Way], phi: PhiRange, **more: Any) -> Any:
 
 
 @settings(max_examples=50)
+@example(7, 9, 4)
 @given(st.integers(1, 300), st.integers(1, 5000), st.sampled_from([1, 4, 6, 8]))
 def test_batches_lie_between_the_limits_and_split(
     base: int, more: int, split: int
