@@ -92,6 +92,8 @@ class Team:
           PlanError: there is no supervisor.
         """
         self._form: Message | None = None
+        # The world that ends without a supervisor.
+        self._last_generation: int | None = None
         self._client: Any = None
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self.rows, self._events = survive, rows, tuple(events)
@@ -111,8 +113,12 @@ class Team:
 
     @property
     def orphaned(self) -> bool:
-        """Whether the supervisor is gone for good: the run ends at this step."""
-        return self._link.lost
+        """Whether the supervisor is gone for good: the run ends at this step.
+
+        The first process decides it for all, as they notice the loss at other times.
+        """
+        form = self._form
+        return form is not None and form["generation"] == self._last_generation
 
     @property
     def suspended(self) -> bool:
@@ -136,6 +142,7 @@ class Team:
     def _stop_together(self, form: Message) -> None:
         """Does what the supervisor does for a pause; the first process calls it."""
         generation, token = form["generation"], self._link.address.token
+        self._last_generation = generation
         peers = [Peer(m["port"], token) for m in form["members"][1:]]
         started = [self._link.pause(generation)]
         started += [p.order("pause", generation=generation) for p in peers]
@@ -148,6 +155,7 @@ class Team:
         """Follows the first process where there is no supervisor."""
         if request["order"] == "pause":
             return self._link.pause(request["generation"])
+        self._last_generation = request["generation"]
         self._link.limit(request["generation"], request["step"])
         return None
 
