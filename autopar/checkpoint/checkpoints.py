@@ -192,7 +192,7 @@ class Checkpoints:
           batch: an example batch, arrays or ``ShapeDtypeStruct``s.
           others: all arguments after the state, in place of ``batch``.
           step: which checkpoint; None: the last one that is whole. Damaged ones are
-            passed over with a warning.
+            passed over with a warning. A save that is under way is waited for.
 
         Raises:
           CheckpointError: there is none, it is damaged, or of another model.
@@ -233,6 +233,10 @@ class Checkpoints:
     ) -> Restored:
         """Restores the first of the checkpoints that is not damaged."""
         damaged: list[str] = []
+        try:
+            self.wait()
+        except CheckpointError as error:  # those before it are as they were
+            damaged.append(str(error))
         for folder in self._candidates(step):
             try:
                 held, arrays, codecs, noise = _read(folder, train_step, wanted)

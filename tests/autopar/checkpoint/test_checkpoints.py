@@ -24,7 +24,7 @@ from flax import nnx
 
 import autopar
 from autopar import CheckpointError, Checkpoints, PlanError
-from autopar.checkpoint import manifest, saving, store
+from autopar.checkpoint import folders, manifest, saving, store
 
 
 def kinds() -> dict[str, Any]:
@@ -152,6 +152,29 @@ def test_the_same_step_again(tmp_path: pathlib.Path) -> None:
     made.wait()
     assert made.steps() == [1, 2]
     assert bits(restored(made).state) == bits(numbers(7))
+
+
+def test_a_save_under_way_is_restored(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, awaited = saved(tmp_path, 1), threading.Event()
+    commit, wait = folders.commit, made.wait
+
+    def commit_late(*arguments: Any) -> None:
+        awaited.wait(60.0)
+        commit(*arguments)
+
+    def wait_now() -> None:
+        awaited.set()
+        wait()
+
+    monkeypatch.setattr(folders, "commit", commit_late)
+    made.save(small(), numbers(2), step=2)
+    monkeypatch.setattr(made, "wait", wait_now)
+    found = restored(made)
+    awaited.set()
+    assert found.step == 2
+    assert bits(found.state) == bits(numbers(2))
 
 
 def test_orbax_reads_it(tmp_path: pathlib.Path) -> None:
