@@ -1,7 +1,8 @@
 """Prepares likely next clusters while the run goes on.
 
-A thread of low priority plans and compiles for one cluster after the other. Plans go to
-the cache on disk too (``cache=`` of `autopar.parallelize`).
+A thread of low priority plans for one cluster after the other. Programs for CPUs are
+compiled by another process (`autopar.runtime.compiler`), others by the thread. Plans go
+to the cache on disk too (``cache=`` of `autopar.parallelize`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from autopar.elastic.options import dividing_part
 from autopar.errors import AutoparError, ClusterError
 from autopar.plans import Plan
 from autopar.progress import LOGGER
+from autopar.runtime.compiler import Compiler, CompilerClosedError, compiled_by
 from autopar.runtime.parallel_step import ParallelStep
 
 # Most clusters that are prepared at a time: more programs would drive others out.
@@ -42,6 +44,7 @@ class Ahead:
           rows: samples of a step.
         """
         self._step, self.rows = step, rows
+        self._compiler = Compiler()
         self._wanted: tuple[Cluster, ...] = ()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -53,7 +56,7 @@ class Ahead:
         with self._changed:
             self._wanted = tuple(clusters)[:MOST]
             if self._thread is None and self._wanted and not self._closed:
-                # No daemon: Python waits at its end for a compilation under way.
+                # No daemon: Python waits at its end for a plan under way.
                 self._thread = threading.Thread(target=self._work, name="autopar-ahead")
                 self._thread.start()
             self._changed.notify_all()
@@ -81,10 +84,11 @@ class Ahead:
         threading.Thread(target=done, name="autopar-beside").start()
 
     def close(self) -> None:
-        """Prepares nothing more; what is under way comes to its end."""
+        """Prepares nothing more; a program under way is given up."""
         with self._changed:
             self._wanted, self._closed = (), True
             self._changed.notify_all()
+        self._compiler.close()
 
     def wait(self) -> None:
         """Waits until all that was wanted is prepared."""
@@ -104,7 +108,7 @@ class Ahead:
                     return
                 cluster, *rest = self._wanted
                 self._wanted, self._busy = tuple(rest), True
-            with _switching_often():
+            with _switching_often(), compiled_by(self._compiler):
                 self._prepare_one(cluster)
 
     def _prepare_one(self, cluster: Cluster) -> None:
@@ -128,6 +132,8 @@ class Ahead:
         plan, part = min(found, key=lambda pair: pair[0].predicted.step_s)
         try:
             preparation.made_for(analysed, step.setting, part, plan=plan)
+        except CompilerClosedError:
+            return
         except Exception as error:  # the run goes on without it
             LOGGER.warning("cannot prepare %s: %s", part, error)
 

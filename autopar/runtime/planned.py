@@ -16,6 +16,7 @@ from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.planner.record import restore
 from autopar.plans import Plan
+from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.probing import partial_gradients
 from autopar.runtime.gradients.restoring import Restorer
 from autopar.runtime.gradients.sums import (
@@ -146,7 +147,7 @@ class PlannedStep:
         Shardings are part of what JAX finds compiled code by, so the structs that
         are lowered carry them.
         """
-        self.lower().compile()
+        compile_lowered(self.lower())
 
 
 def planned_step(

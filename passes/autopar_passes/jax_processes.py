@@ -1,8 +1,8 @@
-"""The names of JAX that are not public and join or leave a world of processes.
+"""The names of JAX that are not public and have to do with other processes.
 
 `jax.distributed.initialize` hosts the coordination service in process 0 and joins once.
 Here the service lives in a process of its own, and a process joins one world after
-another (0.10.2).
+another (0.10.2). One process can also compile what another one runs.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 import os
 import re
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
 from jax._src import distributed as _distributed
+from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
 from jax.extend import backend as _backend
+from jaxlib.mlir import ir as _ir
 
 # The supervisor watches processes. JAX's own heartbeats must not end one that is slow.
 _HEARTBEAT_S = 24 * 3600
@@ -172,3 +174,85 @@ def imitated_backend(address: str, count: int, local_devices: int) -> Any:
     for client, _ in made:
         client.shutdown()
     return made[0][1]
+
+
+# From a module as MLIR's bytecode, XLA's options serialised, and the numbers of the
+# devices, to a compiled program.
+CompileBytes = Callable[[bytes, bytes, tuple[int, ...]], bytes]
+
+
+def compile_by(lowered: Any, compile_bytes: CompileBytes) -> bool:
+    """Compiles a lowered program by a function, such as one that asks another process.
+
+    JAX takes the result for its own: calls of the jitted function find it, as they find
+    what ``lowered.compile()`` leaves. Public JAX can only load a program into an object
+    that calls do not know (0.10.2).
+
+    Args:
+      lowered: `jax.stages.Lowered`, for CPU devices of this process.
+      compile_bytes: does what `compiled_bytes` does.
+
+    Returns:
+      False: nothing was done, as the program has parts of this process, such as host
+      callbacks, or belongs to devices that another process does not have alike.
+    """
+    computation = lowered._lowering
+    arguments = computation.compile_args
+    client = arguments["backend"]
+    ids = [d.id for d in client.devices()]
+    own = arguments["host_callbacks"] or arguments["keepalive"]
+    if client.platform != "cpu" or client.process_index() or own:
+        return False
+    if ids != list(range(len(ids))) or client.device_count() != len(ids):
+        return False
+    arguments["backend"] = _Elsewhere(client, compile_bytes)
+    try:
+        made = lowered.compile()
+    finally:
+        arguments["backend"] = client
+    made._executable._unloaded_executable.backend = client
+    return True
+
+
+class _Elsewhere:
+    """A client of XLA that compiles by a function, and is another one in all else."""
+
+    def __init__(self, client: Any, compile_bytes: CompileBytes) -> None:
+        self._client, self._compile_bytes = client, compile_bytes
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    def compile_and_load(
+        self, module: Any, executable_devices: Any, compile_options: Any
+    ) -> Any:
+        """What XLA calls it, with its arguments."""
+        found = self._compile_bytes(
+            _mlir.module_to_bytecode(module),
+            compile_options.SerializeAsString(),
+            tuple(d.id for d in executable_devices),
+        )
+        return self._client.deserialize_executable(
+            found,
+            executable_devices=executable_devices,
+            compile_options=compile_options,
+        )
+
+
+def compiled_bytes(module: bytes, options: bytes, devices: tuple[int, ...]) -> bytes:
+    """Compiles a module for CPU devices of this process, and returns the program.
+
+    Args:
+      module: StableHLO, as MLIR's bytecode.
+      options: XLA's, serialised.
+      devices: numbers of the devices.
+    """
+    own = jax.devices("cpu")
+    client = own[0].client
+    with _mlir.make_ir_context():
+        made = client.compile_and_load(
+            _ir.Module.parse(module),
+            executable_devices=_xla_client.DeviceList(tuple(own[k] for k in devices)),
+            compile_options=_xla_client.CompileOptions.ParseFromString(options),
+        )
+    return client.serialize_executable(made)

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.layouts.assignment import Assignment
+from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.restoring import Carried, TaskRestorer
@@ -187,7 +188,7 @@ class TaskCode:
 
     def compile(self) -> None:
         """Compiles the function; a call then finds it."""
-        self.function.lower(*self.in_structs).compile()
+        compile_lowered(self.function.lower(*self.in_structs))
 
 
 def sum_dtype(dtype: Any) -> Any:

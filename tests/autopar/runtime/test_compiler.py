@@ -1,0 +1,120 @@
+"""Programs that another process compiles, for calls of this one."""
+
+from __future__ import annotations
+
+import io
+import os
+import signal
+from collections.abc import Generator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from autopar.runtime import compiler as compilers
+from autopar.runtime.compiler import (
+    Compiler,
+    CompilerClosedError,
+    CompilerError,
+    compile_lowered,
+    compiled_by,
+)
+from autopar_passes import jax_processes
+
+
+@pytest.fixture(scope="module")
+def compiler() -> Generator[Compiler]:
+    made = Compiler()
+    yield made
+    made.close()
+
+
+def lowered(function: Any) -> tuple[Any, list[Any]]:
+    """A function of a replicated and of a split array on four devices, lowered."""
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    places = [NamedSharding(mesh, PartitionSpec(*x)) for x in ((), ("data",))]
+    arrays = [
+        jax.device_put(np.ones(shape, np.float32), place)
+        for shape, place in zip(((8, 8), (12, 8)), places, strict=True)
+    ]
+    return function.lower(*arrays), arrays
+
+
+def test_a_call_finds_what_another_process_compiled(
+    compiler: Compiler, caplog: pytest.LogCaptureFixture
+) -> None:
+    def summed(w: Any, x: Any) -> Any:
+        return w + jnp.tanh(x @ w).sum(0)
+
+    function = jax.jit(summed, donate_argnums=0)
+    made, (w, x) = lowered(function)
+    asked = []
+
+    def compile_there(*arguments: Any) -> bytes:
+        asked.append(arguments[2])
+        return compiler.compile(*arguments)
+
+    assert jax_processes.compile_by(made, compile_there)
+    assert asked == [(0, 1, 2, 3)]
+    with jax.log_compiles(True):
+        found = function(w, x)
+    assert not [r for r in caplog.records if "Compiling jit(summed)" in r.message]
+    assert w.is_deleted()
+    np.testing.assert_allclose(found, 1.0 + 12 * np.tanh(8.0), rtol=1e-6)
+
+
+def test_what_only_this_process_has_is_compiled_here(compiler: Compiler) -> None:
+    def told(w: Any, x: Any) -> Any:
+        struct = jax.ShapeDtypeStruct((), jnp.float32)
+        return w + jax.pure_callback(lambda a: np.float32(a[0, 0]), struct, x)
+
+    function = jax.jit(told)
+    made, arrays = lowered(function)
+    with compiled_by(compiler):
+        assert not jax_processes.compile_by(made, compiler.compile)
+        compile_lowered(made)
+    np.testing.assert_array_equal(function(*arrays), np.full((8, 8), 2.0))
+
+
+def test_a_process_that_is_gone_is_done_without() -> None:
+    own = Compiler()
+    own._started()
+    assert own._process is not None
+    os.kill(own._process.pid, signal.SIGKILL)
+    function = jax.jit(lambda w, x: w * x.sum())
+    made, arrays = lowered(function)
+    with compiled_by(own):
+        compile_lowered(made)
+    with pytest.raises(CompilerError, match="has ended"):
+        own.compile(b"", b"", ())
+    own.close()
+    np.testing.assert_array_equal(function(*arrays), np.full((8, 8), 96.0))
+
+
+def test_nothing_is_compiled_after_the_end() -> None:
+    own = Compiler()
+    own.close()
+    made, _ = lowered(jax.jit(lambda w, x: w - x.sum()))
+    with compiled_by(own), pytest.raises(CompilerClosedError):
+        compile_lowered(made)
+
+
+def test_an_error_is_told(compiler: Compiler) -> None:
+    with pytest.raises(CompilerError, match="Error"):
+        compiler.compile(b"no module", b"", (0,))
+
+
+def test_every_request_has_an_answer() -> None:
+    requests, answers = io.BytesIO(), io.BytesIO()
+    for part in (b"no module", b"", b""):
+        compilers._put(requests, part)
+    compilers._put(requests, b"cut off")
+    requests.seek(0)
+    compilers.serve(requests, answers)
+    answers.seek(0)
+    assert compilers._take(answers) == b"0"
+    assert b"Error" in compilers._take(answers)
+    assert answers.read() == b""
