@@ -8,9 +8,8 @@ from typing import Any
 from autopar.cli import common
 from autopar.cli.gradients import gradient_data, gradient_lines
 from autopar.cli.output import Result
-from autopar.cost.memory import habits_of, memory_at_peak
+from autopar.cost.memory import habits_of, held_bytes, memory_at_peak
 from autopar.errors import PlanError
-from autopar.layouts.layout import shards
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import given as layouts_alone
 from autopar.plans.specs import spec_text
@@ -168,9 +167,7 @@ def _memory_by_role(bound: BoundPlan) -> dict[str, float]:
     """Bytes of the step's inputs on one device."""
     out: dict[str, float] = defaultdict(float)
     for given in bound.analysis.graph.inputs:
-        layout = bound.assignment.home_layout(given.value)
-        nbytes = bound.analysis.graph.values[given.value].nbytes
-        out[given.role.value] += nbytes / shards(layout, bound.pricer.sizes)
+        out[given.role.value] += held_bytes(bound.assignment, given)
     return dict(out)
 
 

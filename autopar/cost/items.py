@@ -16,11 +16,11 @@ import numpy as np
 from autopar.cost.breakdown import CostBreakdown
 from autopar.cost.combining import SUMS
 from autopar.cost.compute import work_once_s
+from autopar.cost.memory import held_bytes
 from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
 from autopar.cost.traffic import Collective, joined, traffic
 from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import shards
 from autopar.steps.positions import PASSES
 from autopar.steps.work import OperatorWork
 from autopar_passes.graph.operators import Operator
@@ -198,9 +198,7 @@ def held_items(assignment: Assignment) -> Iterator[CostItem]:
     """The bytes that a device holds of each input."""
     graph = assignment.graph
     for given in graph.inputs:
-        split = shards(assignment.home_layout(given.value), assignment.sizes)
-        nbytes = graph.values[given.value].nbytes / split
         name = _HELD.get(given.role, "other_bytes")
-        cost = CostBreakdown(**{name: nbytes})
+        cost = CostBreakdown(**{name: held_bytes(assignment, given)})
         op = assignment.contraction.producer[given.value].index
         yield CostItem(op, Paid.SYNCHRONISATION, cost)

@@ -3,7 +3,7 @@
 The model follows what XLA does with a step:
 
 * inputs are allocated throughout; carried outputs take the place of the inputs
-  they replace (donation);
+  they replace (donation), beside spare copies (`autopar.steps.spares`);
 * an element-wise result is fused into its readers: what it reads stays live
   until they run, and it has no buffer of its own; costly element-wise results
   with several readers, and results that a product, a reduction or a region
@@ -28,7 +28,7 @@ import numpy as np
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
-from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.operators import GraphInput, Operator
 from autopar_passes.graph.roles import Role
 
 # Convolutions run on operands copied into the order that their kernels want.
@@ -198,14 +198,18 @@ def held_until(op: Operator) -> int:
     return -1 if op.kind == "slice_step" else op.until
 
 
+def held_bytes(assignment: Assignment, given: GraphInput) -> float:
+    """Bytes of an input on one device, with the spare copies of what is carried."""
+    split = shards(assignment.home_layout(given.value), assignment.sizes)
+    copies = 1.0
+    if given.output >= 0:
+        copies = float(assignment.analysis.spares.copies(split))
+    return copies * assignment.graph.values[given.value].nbytes / split
+
+
 def input_bytes(assignment: Assignment) -> float:
     """Bytes of the inputs on one device."""
-    graph = assignment.graph
-    return sum(
-        graph.values[i.value].nbytes
-        / shards(assignment.home_layout(i.value), assignment.sizes)
-        for i in graph.inputs
-    )
+    return sum(held_bytes(assignment, given) for given in assignment.graph.inputs)
 
 
 def usage_by_time(found: Sequence[Buffer], length: int) -> np.ndarray:

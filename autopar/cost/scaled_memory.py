@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.memory import buffers, habits_of, usage_by_time
+from autopar.cost.memory import buffers, habits_of, held_bytes, usage_by_time
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
@@ -27,12 +27,7 @@ class ScaledMemory:
         found = buffers(assignment, life)
         self._buffers = [(b, labels.degree(b.value)) for b in found]
         self._inputs = [
-            (
-                graph.values[i.value].nbytes
-                / shards(assignment.home_layout(i.value), assignment.sizes),
-                labels.degree(i.value),
-            )
-            for i in graph.inputs
+            (held_bytes(assignment, i), labels.degree(i.value)) for i in graph.inputs
         ]
         self._sums_bytes = _sums_bytes(assignment)
 

@@ -62,6 +62,7 @@ class _Writer:
     ) -> None:
         self.graph = analysis.graph
         self.contraction = analysis.contraction
+        self.spares = analysis.spares
         self.life = analysis.life(habits_of(pricer.cluster.device.kind))
         self.spaces = spaces
         self.sizes = pricer.sizes
@@ -85,6 +86,8 @@ class _Writer:
             if home is not None:
                 nbytes = self.graph.values[given.value].nbytes
                 usage = self.usage(home.node, home.dims, nbytes)
+                if given.output >= 0 and nbytes:
+                    usage = usage * self.spares.copies(nbytes / usage)
                 yield MemoryTerm(node=home.node, start=0, end=self.length, usage=usage)
 
     def homes(self, *, least: bool = False) -> Iterator[MemoryTerm]:

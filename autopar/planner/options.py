@@ -21,6 +21,8 @@ from autopar.planner.option_checks import (
 )
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
+from autopar.steps import spares
+from autopar.steps.spares import Spares
 from autopar_passes.program.calls import Call
 
 
@@ -85,6 +87,7 @@ class PlanOptions:
       schedule: in which order stages run microbatches: ``gpipe``, ``1f1b``,
         ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
         number of stages is given.
+      spares: what devices hold of the state beside the one in use.
 
     Raises:
       PlanError: there is no such codec, or the budget is no number of at least 0 or
@@ -104,6 +107,7 @@ class PlanOptions:
     coupled: str = "refuse"
     stages: int | str | None = None
     schedule: str | None = None
+    spares: Spares = spares.NONE
 
     def __post_init__(self) -> None:
         """Checks the codecs before any work is done."""

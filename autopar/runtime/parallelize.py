@@ -30,6 +30,7 @@ from autopar.runtime.noise.options import NoiseOptions, noise_options
 from autopar.runtime.parallel_step import ParallelStep, Setting
 from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.world import World
+from autopar.steps.spares import Spares
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -198,6 +199,7 @@ def parallelize(
         coupled=coupled,
         stages=stages,
         schedule=schedule,
+        spares=Spares(always=0 if donate else 1),
     )
     if given is not None:
         _check_given(named, options)

@@ -21,6 +21,7 @@ from autopar.plans import Plan
 from autopar.runtime.arguments import signature
 from autopar.runtime.recent import Recent
 from autopar.steps.analysis import Analysis, analyse_call
+from autopar.steps.spares import Spares
 from autopar.steps.state import warn_of_state
 from autopar_passes.program.calls import Call
 
@@ -92,13 +93,25 @@ class StepPlanner:
         for found in known:
             if found.fits(call):
                 return found
-        analysis = analyse_call(self.step, call)
+        analysis = dataclasses.replace(
+            analyse_call(self.step, call), spares=self.options.spares
+        )
         warn_of_state(self.step, analysis)
         hints = with_logical_pins(self.options, call)
         weak = frozenset(_weak(call) - analysis.carried.keys())
         made = Analysed(key, weak, analysis, hints)
         self._analysed.put(key, (*known, made))
         return made
+
+    def hold(self, spares: Spares) -> None:
+        """Plans for devices that hold more of the state; forgets what it analysed.
+
+        Args:
+          spares: what they hold beside the state in use.
+        """
+        if spares != self.options.spares:
+            self.options = dataclasses.replace(self.options, spares=spares)
+            self._analysed.discard(lambda _: True)
 
     def plan(
         self,

@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from autopar.progress import say
+from autopar.steps import spares
 from autopar.steps.batch import DimLabels, dim_labels
 from autopar.steps.fingerprints import fingerprint, structure
 from autopar.steps.fusion import BOUNDARY, MATRIX, Fusion, fusion, made_again
@@ -17,6 +18,7 @@ from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes, lifetimes
 from autopar.steps.nodes import Contraction, contract
 from autopar.steps.positions import Positions, positions
+from autopar.steps.spares import Spares
 from autopar.steps.sums import CodedSums, Sums, coded_sums, sums_due
 from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.work import (
@@ -77,6 +79,7 @@ class Analysis:
       whole: of a step that was split, the analysis of the step as it is written.
       pieces: flat argument -> how many layers each piece of it has, where loops over
         layers are in pieces (`autopar.steps.pieces`).
+      spares: what devices hold of the state beside the one in use.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -92,6 +95,7 @@ class Analysis:
     split: Microbatched | None = None
     whole: Analysis | None = None
     pieces: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    spares: Spares = spares.NONE
     trace_s: float = 0.0
     graph_s: float = 0.0
 

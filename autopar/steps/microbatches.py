@@ -74,6 +74,7 @@ def in_microbatches(
             origin=whole.origin,
             split=found,
             whole=whole,
+            spares=whole.spares,
             trace_s=whole.trace_s,
             graph_s=whole.graph_s + time.perf_counter() - start,
         )
@@ -112,6 +113,7 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
             origin=whole.origin,
             split=found,
             whole=whole,
+            spares=whole.spares,
             trace_s=whole.trace_s,
             graph_s=whole.graph_s + time.perf_counter() - start,
         )

@@ -54,6 +54,7 @@ def with_pieces(analysis: Analysis, sizes: Mapping[int, Sequence[int]]) -> Analy
             traced=traced,
             origin=analysis.origin,
             pieces=dict(key),
+            spares=analysis.spares,
             trace_s=analysis.trace_s,
             graph_s=analysis.graph_s + time.perf_counter() - start,
         )

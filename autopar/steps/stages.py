@@ -157,4 +157,5 @@ def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> A
     )
     made = {v for op in graph.operators for v in op.outputs}
     graph = dataclasses.replace(graph, accumulated=found.accumulated & made)
-    return over_microbatches(analyse_program(stage.program, graph), found)
+    made = analyse_program(stage.program, graph)
+    return over_microbatches(dataclasses.replace(made, spares=analysis.spares), found)

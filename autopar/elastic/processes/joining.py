@@ -26,6 +26,7 @@ from autopar.errors import PlanError
 from autopar.goodput.loop import Record
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
+from autopar.steps.spares import Spares
 
 
 def join_run(
@@ -70,6 +71,10 @@ def join_run(
             f"elastic: survive={survive!r} must be a whole number, at least 0."
         )
     donate = survive == 0
+    if survive:
+        # While a step runs, the state before it and the two before that are kept, and
+        # neighbours' (`Team.done`); arrays that others have too are kept once.
+        step.preparation.planner.hold(Spares(always=1, split=2 + survive))
     if text := os.environ.get(AHEAD_VARIABLE):
         shapes = state_shapes(create_state, args)
         structs = (*shapes.arguments(), *rest_structs(step, samples, shapes, 0))

@@ -120,7 +120,7 @@ def test_workers_save_and_stop_where_no_supervisor_comes_back(start: Start) -> N
             break
         signal.sigtimedwait([], 0.05)
     assert not any(_alive(pid) for pid in pids)
-    assert run.output().count("steps was saved") == 2
+    assert run.output().count("steps was saved") == 2, run.output()
     saved = run.last_step()
     assert saved < 120
     run.options = {"processes": 1}
