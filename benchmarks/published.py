@@ -32,6 +32,7 @@ from typing import Any
 import decoder
 
 import autopar
+from autopar.cost.certainty import interval_s
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate
@@ -119,6 +120,7 @@ def result(row: dict[str, Any], found: Candidate) -> dict[str, Any]:
         "source": row["source"],
         "measured_s": row["step_s"],
         "predicted_s": found.step_s,
+        "interval_s": interval_s(cost, found.pricer.cluster.device),
         "ratio": found.step_s / row["step_s"],
         "matrix_s": cost.matrix_s,
         "vector_s": cost.vector_s + cost.kernel_s,
@@ -169,8 +171,14 @@ def left_out(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
                 f"{kind} without {row['source']}", fitted(others)
             )
         seconds = with_sustained(row, part)
+        times = seconds / row["predicted_s"]
         judged.append(
-            row | {"predicted_s": seconds, "ratio": seconds / row["measured_s"]}
+            row
+            | {
+                "predicted_s": seconds,
+                "ratio": seconds / row["measured_s"],
+                "interval_s": [times * x for x in row["interval_s"]],
+            }
         )
     kinds = sorted({r["device"] for r in done if r["sustained"] < 1.0})
     whole = {kind: fitted([r for r in done if r["device"] == kind]) for kind in kinds}
@@ -196,8 +204,14 @@ def summary(done: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def within(part: float) -> float:
         return sum(1 - part <= r <= 1 + part for r in ratios) / len(ratios)
 
+    inside = [r["interval_s"][0] <= r["measured_s"] <= r["interval_s"][1] for r in done]
+    widths = [
+        (r["interval_s"][1] - r["interval_s"][0]) / r["predicted_s"] for r in done
+    ]
     return {
         "rows": len(done),
+        "in_interval": sum(inside) / len(done),
+        "median_width": statistics.median(widths),
         "median": statistics.median(ratios),
         "least": min(ratios),
         "most": max(ratios),

@@ -6,6 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Sequence
 
+from autopar.cost.certainty import interval_s
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import from_spec, to_spec
@@ -39,6 +40,7 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best
     solution = result.report
+    low_s, high_s = interval_s(best.cost, best.pricer.cluster.device)
     predicted = Predicted(
         step_s=best.step_s,
         compute_s=best.compute_s,
@@ -46,6 +48,8 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         hidden_s=best.hidden_s,
         communication_bytes=best.communication_bytes,
         peak_memory_bytes=float(best.peak_memory_bytes),
+        low_s=low_s,
+        high_s=high_s,
     )
     solver = SolverReport(
         status=solution.status.value if result.searched else GIVEN,

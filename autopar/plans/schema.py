@@ -38,6 +38,8 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       hidden_s: seconds of it that run beside work.
       communication_bytes: bytes that one device sends.
       peak_memory_bytes: most bytes live at once on one device.
+      low_s: nine in ten steps should take at least so long; 0: nothing is said.
+      high_s: and at most so long; 0: nothing is said.
     """
 
     step_s: float
@@ -46,6 +48,13 @@ class Predicted(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     communication_bytes: float
     peak_memory_bytes: float
     hidden_s: float = 0.0
+    low_s: float = 0.0
+    high_s: float = 0.0
+
+    def scaled(self, step_s: float) -> tuple[float, float]:
+        """``low_s`` and ``high_s`` of a step that is longer for a known reason."""
+        times = step_s / self.step_s if self.step_s > 0 else 0.0
+        return self.low_s * times, self.high_s * times
 
 
 class SolverReport(

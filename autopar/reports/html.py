@@ -25,6 +25,7 @@ from autopar.reports.table import (
     gradient_rows,
     input_rows,
     planning_times,
+    range_text,
     seconds_text,
     shape_of_plan,
     stage_text,
@@ -118,6 +119,7 @@ def _figures(plan: Plan) -> str:
     expected, worth = plan.predicted, plan.worth
     figures = [
         ("step", seconds_text(expected.step_s)),
+        *([("nine times in ten", range_text(expected))] if expected.high_s else []),
         ("compute", seconds_text(expected.compute_s)),
         ("communication", communication_text(expected)),
         ("sent by a device", bytes_text(expected.communication_bytes)),

@@ -73,6 +73,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"step     {seconds_text(expected.step_s)}: "
         f"compute {seconds_text(expected.compute_s)}, "
         f"communication {communication_text(expected)}",
+        *range_lines(expected),
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
         *_bubble_lines(plan),
@@ -80,11 +81,23 @@ def summary_lines(plan: Plan) -> list[str]:
     ]
 
 
+def range_lines(expected: Predicted) -> list[str]:
+    """Between what times a step should be, where that is known."""
+    if not expected.high_s:
+        return []
+    return [f"range    {range_text(expected)}, nine times in ten"]
+
+
 def _bubble_lines(plan: Plan) -> list[str]:
     """What part of a step stages wait for each other."""
     if plan.pipeline is None:
         return []
     return [f"bubble   a stage waits {bubble(plan):.1%} of the step on average"]
+
+
+def range_text(expected: Predicted) -> str:
+    """The shortest and the longest time of a step."""
+    return f"{seconds_text(expected.low_s)} to {seconds_text(expected.high_s)}"
 
 
 def communication_text(expected: Predicted) -> str:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import msgspec
 
 from autopar.compression.codecs.registry import parse_codec
+from autopar.cost.certainty import interval_s
 from autopar.errors import PlanError
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.codecs.choose import CodecChoice, gradient_decisions, judged
@@ -42,6 +43,7 @@ def with_codecs(
     found = dataclasses.replace(result, best=best, floor_s=floor_s)
     plan = make_plan(analysis, found)
     gradients = gradient_decisions(choice)
+    low_s, high_s = interval_s(choice.cost, best.pricer.cluster.device)
     predicted = msgspec.structs.replace(
         plan.predicted,
         step_s=choice.step_s,
@@ -50,6 +52,8 @@ def with_codecs(
         hidden_s=choice.cost.cover_s,
         communication_bytes=choice.cost.communication_bytes,
         peak_memory_bytes=plan.predicted.peak_memory_bytes + choice.memory_bytes,
+        low_s=low_s,
+        high_s=high_s,
     )
     made = msgspec.structs.replace(
         plan.with_stage(gradients=gradients),

@@ -326,6 +326,8 @@ def _written(
     whole = over_microbatches(cut.analysis, cut.analysis.split or cut.found)
     first, step_s = plans[0], timeline.makespan_s
     compute_s = max(p.predicted.compute_s for p in plans)
+    slowest = max((p.predicted for p in plans), key=lambda found: found.step_s)
+    low_s, high_s = slowest.scaled(step_s)
     predicted = msgspec.structs.replace(
         first.predicted,
         step_s=step_s,
@@ -334,6 +336,8 @@ def _written(
         hidden_s=0.0,
         communication_bytes=max(costs.sent_bytes),
         peak_memory_bytes=max(memory),
+        low_s=low_s,
+        high_s=high_s,
     )
     gaps = [p.solver.gap for p in plans]
     solver = msgspec.structs.replace(

@@ -51,7 +51,10 @@ def test_plan_as_json_is_one_object(run: Run) -> None:
     (stage,) = found["stages"]
     assert stage["mesh"] == {"axes": {"data": 2, "tensor": 4}}
     parts = {"step_s", "compute_s", "communication_s", "communication_bytes"}
-    assert set(found["predicted"]) == parts | {"peak_memory_bytes", "hidden_s"}
+    parts |= {"peak_memory_bytes", "hidden_s", "low_s", "high_s"}
+    assert set(found["predicted"]) == parts
+    low_s, high_s = (found["predicted"][name] for name in ("low_s", "high_s"))
+    assert 0.0 < low_s < found["predicted"]["step_s"] < high_s
     assert {"status", "gap", "seconds"} <= set(found["solver"])
     assert set(found["seconds"]) == {"trace", "graph", "solve", "total"}
     assert len(stage["inputs"]["params/0/kernel"]) == 2
