@@ -63,6 +63,7 @@ def parallelize(
     coupled: str = ...,
     stages: int | str | None = ...,
     schedule: str | None = ...,
+    remat: int | str | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
@@ -93,6 +94,7 @@ def parallelize(
     coupled: str = ...,
     stages: int | str | None = ...,
     schedule: str | None = ...,
+    remat: int | str | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
@@ -124,6 +126,7 @@ def parallelize(
     coupled: str = "refuse",
     stages: int | str | None = None,
     schedule: str | None = None,
+    remat: int | str | None = None,
     static_argnames: Sequence[str] = (),
     last_batch: str = "run",
     cache: str | os.PathLike[str] | None = None,
@@ -168,6 +171,7 @@ def parallelize(
         to take each ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut, or ``auto``.
       schedule: in which order stages run their microbatches.
+      remat: how many layers compute their activations again, or ``auto``.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       last_batch: what a batch of fewer rows than the planned one does, such as the
@@ -198,6 +202,7 @@ def parallelize(
         coupled=coupled,
         stages=stages,
         schedule=schedule,
+        remat=remat,
     )
     if given is not None:
         _check_given(named, options)
@@ -304,6 +309,7 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
         "coupled": options.coupled != "refuse",
         "stages": options.stages is not None,
         "schedule": options.schedule is not None,
+        "remat": options.remat is not None,
     }
     if ignored := [f"{name}=" for name, given in said.items() if given]:
         raise PlanError(
