@@ -46,6 +46,7 @@ def plan(
     coupled: str = "refuse",
     stages: int | str | None = None,
     schedule: str | None = None,
+    remat: int | str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: Sequence[str] = (),
 ) -> Plan:
@@ -85,6 +86,11 @@ def plan(
         what fits. None: one. docs/pipelines.md says how.
       schedule: in which order stages run their microbatches: ``gpipe``, ``1f1b``,
         ``interleaved`` or ``zero-bubble``.
+      remat: how many layers compute their activations again in the backward pass
+        instead of keeping them: a number, ``all``, or with a level, as in ``4:dots``,
+        which keeps matrix products; ``auto``: as is fastest of what fits; ``none``
+        drops the step's own ``jax.checkpoint``. None: as the step says.
+        docs/rematerialisation.md has the rules.
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
       kwargs: the step's arguments that are given by name.
@@ -111,6 +117,7 @@ def plan(
         coupled=coupled,
         stages=stages,
         schedule=schedule,
+        remat=remat,
     )
     made_for = as_cluster(cluster)
     call = opened(step, args, kwargs, static_argnames)

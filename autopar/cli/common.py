@@ -65,6 +65,7 @@ def plan_options(
     axis_names: Sequence[str] | None = None,
     stages: int | str | None = None,
     schedule: str | None = None,
+    remat: str | None = None,
 ) -> PlanOptions:
     """Returns the options of a command that are about the search for a plan.
 
@@ -91,6 +92,7 @@ def plan_options(
         axis_names=axis_names,
         stages=stages,
         schedule=schedule,
+        remat=remat,
     )
 
 

@@ -101,6 +101,15 @@ Schedule = Annotated[
         help="Order of microbatches in stages: gpipe, 1f1b, interleaved, zero-bubble.",
     ),
 ]
+Remat = Annotated[
+    str | None,
+    typer.Option(
+        metavar="{auto,none,N,all}[:dots]",
+        help="How many layers compute their activations again in the backward pass; "
+        "dots: their matrix products are kept; auto: as is fastest of what fits; none: "
+        "not even those of jax.checkpoint.",
+    ),
+]
 Traceback = Annotated[
     bool,
     typer.Option("--traceback", help="On an error, print where it was raised."),

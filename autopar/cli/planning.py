@@ -67,6 +67,7 @@ def limits(
     axis_names: str | None,
     stages: str | None = None,
     schedule: str | None = None,
+    remat: str | None = None,
 ) -> PlanOptions:
     """Returns the options of the command that are about the search.
 
@@ -85,6 +86,7 @@ def limits(
         coupled=coupled,
         stages=common.count_of(stages, "--stages"),
         schedule=schedule,
+        remat=remat,
     )
 
 

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from autopar.errors import PlanError
 from autopar.plans import NodeDecision, Plan, Spec
 from autopar.steps.analysis import Analysis
+from autopar.steps.remat import modules_again
 
 
 def check_consistent(analysis: Analysis, plan: Plan) -> None:
@@ -30,6 +31,8 @@ def check_consistent(analysis: Analysis, plan: Plan) -> None:
         if (copy.producer, copy.slot) not in analysis.sources:
             raise _wrong(f"nothing reads the copy '{copy.name}'")
         _check_axes(copy.name, copy.axes, axes)
+    if plan.stage.rematerialisation != modules_again(analysis):
+        raise _wrong("it computes other modules again than its layers have")
     if list(plan.inputs) != [i.path for i in analysis.graph.inputs]:
         raise _wrong("its inputs are not those of the step")
 
@@ -41,12 +44,6 @@ def _check_runs(plan: Plan) -> None:
         raise PlanError(
             f"the plan is for devices {stage.devices} of its cluster, and plans of one "
             "stage run on the first devices, in order."
-        )
-    if stage.rematerialisation:
-        raise PlanError(
-            "the plan computes results again in the backward pass "
-            f"({', '.join(stage.rematerialisation[:3])}), which is not carried out: "
-            "use jax.checkpoint in the step."
         )
 
 

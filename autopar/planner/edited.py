@@ -44,7 +44,9 @@ _WHY_NOT = {
     "local": "it says what is computed from each microbatch alone",
     "schedule": "there is one stage",
     "pipeline": "there is one stage",
-    "rematerialisation": "use jax.checkpoint in the step",
+    "rematerialisation": "it says which modules the layers of remat have",
+    "remat": "other layers to compute again are another plan: make it with "
+    "autopar.plan(..., remat=)",
     "name": "it names the only stage",
 }
 

@@ -97,8 +97,7 @@ def _sizes(start: float) -> Iterator[int]:
 
 
 _FEWER_ACTIVATIONS = (
-    "a smaller batch, microbatches='auto', stages='auto' or jax.checkpoint around the "
-    "layers"
+    "remat='auto', microbatches='auto', stages='auto' or a smaller batch"
 )
 
 

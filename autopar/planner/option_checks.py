@@ -10,6 +10,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.plans import NO_SCHEDULE, SCHEDULES
+from autopar_passes.remat.recompute import FULL, LEVELS
 
 # What is done where the loss of a row depends on the others of its batch.
 COUPLED = ("refuse", "microbatch")
@@ -81,6 +82,56 @@ def check_stages(stages: Any, schedule: Any) -> None:
             f"schedule={schedule!r} is for a pipeline: say stages=, too, a number or "
             "'auto'."
         )
+
+
+def check_remat(remat: Any, stages: Any) -> None:
+    """Checks what is to be computed again.
+
+    Raises:
+      PlanError: it is none of the forms, or is said of a number of stages.
+    """
+    if remat in (None, "auto", "none"):
+        pass
+    else:
+        layers_asked(remat)
+    if remat is not None and stages not in (None, 1, "auto"):
+        raise PlanError(
+            f"remat={remat!r} is for plans of one stage, and stages={stages!r}. Leave "
+            "remat out; with stages='auto' layers are chosen that compute again."
+        )
+    if remat not in (None, "auto") and stages == "auto":
+        raise PlanError(
+            f"remat={remat!r}: stages='auto' chooses itself which layers compute "
+            "again. Leave remat out, or say stages=1."
+        )
+
+
+def layers_asked(remat: Any) -> tuple[int | None, str]:
+    """How many layers are computed again, and what is kept of them.
+
+    >>> layers_asked("4:dots")
+    (4, 'dots')
+
+    Returns:
+      The number of layers, None for all, and the level.
+
+    Raises:
+      PlanError: it is neither a number, ``all``, nor one of them with a level.
+    """
+    whole = isinstance(remat, int) and not isinstance(remat, bool)
+    text = str(remat) if whole or isinstance(remat, str) else ""
+    layers, _, level = text.partition(":")
+    if layers in LEVELS and not level:
+        layers, level = "all", layers
+    known = layers == "all" or layers.isdecimal()
+    if not known or (level or FULL) not in LEVELS or text.endswith(":"):
+        raise PlanError(
+            f"remat={remat!r}: expected how many layers compute their activations "
+            "again, a whole number such as 4, 'all', '4:dots' or 'all:dots' to keep "
+            "their matrix products, 'auto', or 'none' to drop the step's own "
+            "jax.checkpoint."
+        )
+    return (None if layers == "all" else int(layers)), level or FULL
 
 
 def check_hints(pins: Any, rules: Any, axis_names: Any) -> None:

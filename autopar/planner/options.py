@@ -17,6 +17,7 @@ from autopar.planner.option_checks import (
     check_hints,
     check_limits,
     check_microbatches,
+    check_remat,
     check_stages,
 )
 from autopar.planner.search import plan_mesh
@@ -84,6 +85,10 @@ class PlanOptions:
         to split the batch, or take the ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut; ``auto``: as is fastest.
         None: one.
+      remat: how many layers, from the first on, compute their activations again in the
+        backward pass, ``all``, or a number with a level as in ``4:dots``; ``auto``: as
+        is fastest of what fits; ``none``: none, and the step's own ``jax.checkpoint``
+        is dropped. None: as the plan given as layouts says, else as the step does.
       schedule: in which order stages run microbatches: ``gpipe``, ``1f1b``,
         ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
         number of stages is given.
@@ -108,6 +113,7 @@ class PlanOptions:
     stages: int | str | None = None
     schedule: str | None = None
     spares: Spares = spares.NONE
+    remat: int | str | None = None
 
     def __post_init__(self) -> None:
         """Checks the codecs before any work is done."""
@@ -116,6 +122,7 @@ class PlanOptions:
         check_limits(self.max_axes, self.seconds)
         check_microbatches(self.microbatches, self.coupled)
         check_stages(self.stages, self.schedule)
+        check_remat(self.remat, self.stages)
         check_hints(self.pins, self.logical_axis_rules, self.axis_names)
 
 

@@ -39,6 +39,7 @@ from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.planner.problem import Restriction
 from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
+from autopar.planner.remat import as_asked, fastest, wanted
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.planner.stages.entry import plan_with_stages, without_stages
 from autopar.planner.stages.kept import kept_pipeline
@@ -46,7 +47,7 @@ from autopar.plans import Plan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_shape
-from autopar.steps.microbatches import in_microbatches, numbers_of_microbatches
+from autopar.steps.microbatches import numbers_of_microbatches
 from autopar_passes.graph.roles import InputRole
 
 
@@ -56,6 +57,8 @@ def plan_analysis(
     options: PlanOptions = DEFAULTS,
     sent: Plan | None = None,
     errors: Errors | None = None,
+    *,
+    advise: bool = True,
 ) -> Plan:
     """`autopar.plan`, for a step that is already analysed.
 
@@ -67,6 +70,7 @@ def plan_analysis(
         ``options.compression`` is what layouts are found for then.
       errors: relative errors that were measured while training, by name of the
         gradient and codec; the others are expected ones.
+      advise: whether the error, if no plan fits, says a size of memory that is enough.
 
     Raises:
       InfeasibleError: no plan fits the memory of a device.
@@ -85,7 +89,13 @@ def plan_analysis(
     if options.stages not in (None, 1):
         return _in_stages(analysis, cluster, options, requested(options, sent, errors))
     if options.microbatches == "auto":
-        return _fastest_split(analysis, cluster, options, sent, errors)
+        return _fastest_split(analysis, cluster, options, sent, errors, advise=advise)
+    if options.remat == "auto" and options.layouts is None:
+
+        def plan(on: Cluster, asked: PlanOptions, advise: bool) -> Plan:
+            return plan_analysis(analysis, on, asked, sent, errors, advise=advise)
+
+        return fastest(analysis, cluster, options, plan, advise=advise)
     analysis = _split(analysis, options)
     names, pins = options.axis_names, options.pins or {}
     codecs = requested(options, sent, errors)
@@ -99,7 +109,7 @@ def plan_analysis(
         meshes = fitting_meshes(analysis, pins, meshes)
     if options.split_batch:
         check_batch(analysis, cluster, meshes)
-    return _searched(analysis, cluster, meshes, pins, codecs, seconds)
+    return _searched(analysis, cluster, meshes, pins, codecs, seconds, advise=advise)
 
 
 def _in_stages(
@@ -148,20 +158,26 @@ def _in_stages(
 
 
 def _split(analysis: Analysis, options: PlanOptions) -> Analysis:
-    """The step, its batch split into as many microbatches as is asked for.
+    """The step, split into microbatches and computing again as is asked for.
 
     Raises:
-      PlanError: it cannot be split so, or the layouts are for another number.
+      PlanError: it cannot be rewritten so, or the layouts are for another program.
     """
     kept, asked = options.layouts, options.microbatches
     if kept is None:
-        count = int(asked or 1)
-        return in_microbatches(analysis, count, couple=options.coupled == "microbatch")
+        return as_asked(analysis, options)
     if asked not in (None, kept.microbatches):
         raise PlanError(
             f"microbatches={asked}: the plan given as layouts= has "
             f"{kept.microbatches}; leave microbatches out."
         )
+    if options.remat not in (None, "auto"):
+        whole = dataclasses.replace(options, microbatches=kept.microbatches)
+        if wanted(analysis, whole) != kept.remat:
+            raise PlanError(
+                f"remat={options.remat!r}: the plan given as layouts= computes other "
+                "layers again; leave remat out."
+            )
     return split_as(analysis, kept)
 
 
@@ -171,6 +187,8 @@ def _fastest_split(
     options: PlanOptions,
     sent: Plan | None,
     errors: Errors | None,
+    *,
+    advise: bool,
 ) -> Plan:
     """The plan with the number of microbatches that is fastest of what fits.
 
@@ -185,26 +203,29 @@ def _fastest_split(
             analysis, cluster, dataclasses.replace(options, microbatches=None), sent
         )
     best: Plan | None = None
-    failed: InfeasibleError | None = None
+    failed: PlanOptions | None = None
     for count in numbers_of_microbatches(analysis):
         asked = dataclasses.replace(options, microbatches=count)
         try:
-            found = plan_analysis(analysis, cluster, asked, sent, errors)
-        except InfeasibleError as error:
-            failed = error
+            found = plan_analysis(analysis, cluster, asked, sent, errors, advise=False)
+        except InfeasibleError:
+            failed = asked
             continue
         except PlanError as error:
             # More microbatches do not divide the rows either, nor keep the meaning.
             if best is not None:
                 break
-            raise (failed or error) from error
+            if failed is None:
+                raise
+            say(f"the batch is split no further: {error}")
+            break
         if best is not None and found.predicted.step_s >= best.predicted.step_s:
             break
         best = found
     if best is not None:
         return best
     assert failed is not None
-    raise failed
+    return plan_analysis(analysis, cluster, failed, sent, errors, advise=advise)
 
 
 def plan_beside(
@@ -279,6 +300,8 @@ def _searched(
     pins: Pins,
     codecs: CodecRequest,
     seconds: float | None,
+    *,
+    advise: bool = True,
 ) -> Plan:
     """The fastest layouts, and codecs chosen together with them."""
     started = time.perf_counter()
@@ -288,7 +311,12 @@ def _searched(
 
     limit = restrict if pins else None
     result = search(
-        analysis, cluster, meshes=meshes, seconds=seconds, restriction=limit
+        analysis,
+        cluster,
+        meshes=meshes,
+        seconds=seconds,
+        restriction=limit,
+        advise=advise,
     )
     check_pinned(pins, analysis, result.best.assignment, result.best.pricer.mesh)
     if codecs.mode == "none":

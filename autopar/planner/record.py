@@ -27,8 +27,8 @@ from autopar.plans import (
 )
 from autopar.plans.specs import spec_text
 from autopar.steps.analysis import Analysis
-from autopar.steps.microbatches import in_microbatches
 from autopar.steps.names import node_name, operator_name
+from autopar.steps.remat import modules_again, rematerialised
 from autopar.version import __version__
 from autopar_passes.graph.roles import InputRole
 
@@ -81,6 +81,7 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         structure=analysis.structure,
         microbatches=analysis.microbatches,
         local=() if analysis.split is None else analysis.split.local,
+        remat=analysis.remat,
         shapes={
             i.path: tuple(analysis.graph.values[i.value].shape)
             for i in analysis.graph.inputs
@@ -101,6 +102,7 @@ def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
         outputs=outputs,
         nodes=_node_decisions(analysis, best.assignment, names),
         copies=_copy_decisions(analysis, best.assignment, names),
+        rematerialisation=modules_again(analysis),
     )
 
 
@@ -154,14 +156,17 @@ def _copy_decisions(
 
 
 def split_as(analysis: Analysis, plan: Plan) -> Analysis:
-    """The step, its batch split into the microbatches of a plan.
+    """The step in the microbatches of a plan, with the layers that it computes again.
 
     Raises:
-      PlanError: it cannot be split so.
+      PlanError: it cannot be split or rewritten so.
     """
-    if len(plan.stages) > 1 or plan.microbatches == analysis.microbatches:
+    as_planned = plan.microbatches, plan.remat
+    if len(plan.stages) > 1 or as_planned == (analysis.microbatches, analysis.remat):
         return analysis
-    return in_microbatches(analysis, plan.microbatches, couple=bool(plan.local))
+    return rematerialised(
+        analysis, plan.remat, plan.microbatches, couple=bool(plan.local)
+    )
 
 
 def check_plan(analysis: Analysis, plan: Plan) -> None:

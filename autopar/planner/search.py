@@ -96,6 +96,7 @@ def search(
     restriction: Callable[[Pricer], Restriction] | None = None,
     starts: Sequence[Candidate] = (),
     experts: bool = True,
+    advise: bool = True,
 ) -> SearchResult:
     """Finds the best plan of a step on a cluster.
 
@@ -109,6 +110,8 @@ def search(
         that fit.
       experts: whether plans that people write start the search of a mesh whose plan
         is not proved at once.
+      advise: whether the error says a size of memory that is enough, which takes
+        about as long as the search.
 
     Raises:
       InfeasibleError: no mesh has a plan that fits the memory of a device.
@@ -138,7 +141,7 @@ def search(
             failures.append((pricer, error))
     solved = [c for _, c in tried if c is not None]
     if not solved:
-        raise _no_mesh(analysis, failures, seconds, restriction)
+        raise _no_mesh(analysis, failures, seconds, restriction, advise=advise)
     best = min(solved, key=lambda c: c.step_s)
     late = any(isinstance(error, TimeOutError) for _, error in failures)
     floor_s = 0.0 if late else min(c.bound_s for c in solved)
@@ -170,15 +173,19 @@ def _no_mesh(
     failures: Sequence[tuple[Pricer, PlanError]],
     seconds: float | None,
     restriction: Callable[[Pricer], Restriction] | None,
+    *,
+    advise: bool,
 ) -> PlanError:
     """The error where no mesh has a plan: that of the mesh that needs least memory.
 
-    It advises a size of memory for which a plan was found on that mesh.
+    With ``advise`` it says a size of memory for which a plan was found on that mesh.
     """
     unfit = [(p, e) for p, e in failures if isinstance(e, InfeasibleError)]
     if len(unfit) < len(failures):
         return next(e for _, e in failures if not isinstance(e, InfeasibleError))
     pricer, failure = min(unfit, key=lambda pair: pair[1].least_bytes)
+    if not advise:
+        return failure
     limit = min(seconds or _CHECK_S, _CHECK_S)
 
     def plans(nbytes: int) -> bool:

@@ -29,11 +29,11 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.plan import check_batch, plan_analysis
 from autopar.planner.problem import FEW_NODES, Restriction, Within
 from autopar.planner.record import assignment_of, make_plan, split_as
+from autopar.planner.remat import as_asked
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
-from autopar.steps.microbatches import in_microbatches
 from autopar.steps.nodes import Node
 
 # Seconds of the solver on each mesh, and seconds after which no other mesh is tried.
@@ -90,11 +90,14 @@ def warm_plan(
 
 
 def _split(analysis: Analysis, options: PlanOptions, running: Plan) -> Analysis:
-    """The step in microbatches; ``auto``: in as many as it runs in."""
-    if options.microbatches == "auto":
+    """The step as is asked for; ``auto``: as it runs."""
+    count, remat = options.microbatches, options.remat
+    if count == "auto" and remat in (None, "auto"):
         return split_as(analysis, running)
-    count = int(options.microbatches or 1)
-    return in_microbatches(analysis, count, couple=options.coupled == "microbatch")
+    count = running.microbatches if count == "auto" else int(count or 1)
+    if remat == "auto" and count == running.microbatches:
+        return split_as(analysis, running)
+    return as_asked(analysis, dataclasses.replace(options, microbatches=count))
 
 
 def _meshes(

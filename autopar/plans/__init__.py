@@ -4,6 +4,7 @@ from autopar.plans.cluster_data import ClusterData
 from autopar.plans.files import SCHEMA
 from autopar.plans.gradients import Compression, GradientDecision
 from autopar.plans.pipeline import PipelineData
+from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
 from autopar.plans.schema import (
     NO_SCHEDULE,
     SCHEDULES,
@@ -17,6 +18,7 @@ from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import AxisUse, Worth
 
 __all__ = [
+    "AS_WRITTEN",
     "NO_SCHEDULE",
     "SCHEDULES",
     "SCHEMA",
@@ -29,6 +31,7 @@ __all__ = [
     "PipelineData",
     "Plan",
     "Predicted",
+    "Rematerialisation",
     "Seconds",
     "SolverReport",
     "Spec",

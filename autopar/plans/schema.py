@@ -17,6 +17,7 @@ from autopar.plans.edits import with_layouts
 from autopar.plans.gradients import Compression, GradientDecision
 from autopar.plans.optimality import optimality_text
 from autopar.plans.pipeline import PipelineData
+from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
@@ -116,6 +117,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         batch has it of all rows.
       schedule: the order in which stages run microbatches, one of `SCHEDULES`.
       pipeline: how the step is cut into the stages; None for one stage.
+      remat: what a plan of one stage computes again; `pipeline` has that of several.
       shapes: pytree path of each input -> its shape.
       target: what the command line made the plan for, such as
         ``file.py:function``; '' for a plan made in a program.
@@ -145,6 +147,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE
     pipeline: PipelineData | None = None
+    remat: Rematerialisation = AS_WRITTEN
     shapes: dict[str, tuple[int, ...]] = {}
     target: str = ""
     options: dict[str, str] = {}

@@ -63,9 +63,10 @@ class StagePlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
       nodes: decisions, in the order of the contracted graph.
       copies: decisions about shared copies.
       gradients: how each gradient is summed.
-      rematerialisation: names of the operators whose results the plan computes again
-        in the backward pass. Empty: only what the step itself computes again, by
-        ``jax.checkpoint``, and copies whose decision is not to be kept.
+      rematerialisation: the modules whose results the plan computes again in the
+        backward pass, for people; `Plan.remat` says which layers they belong to.
+        Empty: only what the step itself computes again, by ``jax.checkpoint``, and
+        copies whose decision is not to be kept.
 
     Raises:
       PlanError: there are no devices, one stands twice, or the mesh has another

@@ -17,6 +17,7 @@ from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.units import bytes_text, seconds_text, three_digits
 from autopar.reports.worth import worth_lines
+from autopar_passes.remat.recompute import DOTS
 
 _MOMENTS = "optimizer state"
 # A word that stands for several, such as {mu,nu}; numbers alone are a range.
@@ -76,6 +77,7 @@ def summary_lines(plan: Plan) -> list[str]:
         *range_lines(expected),
         f"sends    {bytes_text(expected.communication_bytes)} from each device",
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
+        *_remat_lines(plan),
         *_bubble_lines(plan),
         *worth_lines(plan.worth),
     ]
@@ -86,6 +88,18 @@ def range_lines(expected: Predicted) -> list[str]:
     if not expected.high_s:
         return []
     return [f"range    {range_text(expected)}, nine times in ten"]
+
+
+def _remat_lines(plan: Plan) -> list[str]:
+    """What the plan computes again beside what the step does."""
+    remat = plan.remat
+    if not remat.checkpoints:
+        return ["remat    nothing: the step's own jax.checkpoint is dropped"]
+    if not remat.layers:
+        return []
+    what = f"the activations of {len(remat.layers)} of {len(remat.starts)} layers"
+    kept = " but their matrix products" if remat.level == DOTS else ""
+    return [f"remat    {what}{kept}"]
 
 
 def _bubble_lines(plan: Plan) -> list[str]:

@@ -64,6 +64,7 @@ def parallelize(
     coupled: str = ...,
     stages: int | str | None = ...,
     schedule: str | None = ...,
+    remat: int | str | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
@@ -94,6 +95,7 @@ def parallelize(
     coupled: str = ...,
     stages: int | str | None = ...,
     schedule: str | None = ...,
+    remat: int | str | None = ...,
     static_argnames: Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
@@ -125,6 +127,7 @@ def parallelize(
     coupled: str = "refuse",
     stages: int | str | None = None,
     schedule: str | None = None,
+    remat: int | str | None = None,
     static_argnames: Sequence[str] = (),
     last_batch: str = "run",
     cache: str | os.PathLike[str] | None = None,
@@ -169,6 +172,7 @@ def parallelize(
         to take each ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut, or ``auto``.
       schedule: in which order stages run their microbatches.
+      remat: how many layers compute their activations again, or ``auto``.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
       last_batch: what a batch of fewer rows than the planned one does, such as the
@@ -200,6 +204,7 @@ def parallelize(
         stages=stages,
         schedule=schedule,
         spares=Spares(always=0 if donate else 1),
+        remat=remat,
     )
     if given is not None:
         _check_given(named, options)
@@ -306,6 +311,7 @@ def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:
         "coupled": options.coupled != "refuse",
         "stages": options.stages is not None,
         "schedule": options.schedule is not None,
+        "remat": options.remat is not None,
     }
     if ignored := [f"{name}=" for name, given in said.items() if given]:
         raise PlanError(

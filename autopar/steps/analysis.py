@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps import spares
 from autopar.steps.batch import DimLabels, dim_labels
@@ -80,6 +81,8 @@ class Analysis:
       pieces: flat argument -> how many layers each piece of it has, where loops over
         layers are in pieces (`autopar.steps.pieces`).
       spares: what devices hold of the state beside the one in use.
+      remat: what the program computes again (`autopar.steps.remat`).
+      written: of a step without its checkpoints, the analysis of the step with them.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -96,6 +99,8 @@ class Analysis:
     whole: Analysis | None = None
     pieces: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
     spares: Spares = spares.NONE
+    remat: Rematerialisation = AS_WRITTEN
+    written: Analysis | None = None
     trace_s: float = 0.0
     graph_s: float = 0.0
 
@@ -113,6 +118,16 @@ class Analysis:
     def single(self) -> dict[tuple[int, bool], Analysis]:
         """What `autopar.steps.microbatches.one_microbatch` has made of it."""
         return {}
+
+    @functools.cached_property
+    def rewritten(self) -> dict[tuple[int, bool, Rematerialisation], Analysis]:
+        """What `autopar.steps.remat.rematerialised` has made of it."""
+        return {}
+
+    @functools.cached_property
+    def without_checkpoints(self) -> list[Analysis]:
+        """The step without its checkpoints, once `autopar.steps.remat` has made it."""
+        return []
 
     @functools.cached_property
     def cuts(self) -> dict[tuple[tuple[int, tuple[int, ...]], ...], Analysis]:

@@ -34,6 +34,7 @@ from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchErr
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program, Value, walk
 from autopar_passes.program.trace import TracedStep, TraceError, trace_call
+from autopar_passes.remat.merge import trace_without_checkpoints
 from autopar_passes.sums.deferral import Deferral
 
 # Shapes of raw random keys, which are no rows.
@@ -75,6 +76,7 @@ def in_microbatches(
             split=found,
             whole=whole,
             spares=whole.spares,
+            remat=whole.remat,
             trace_s=whole.trace_s,
             graph_s=whole.graph_s + time.perf_counter() - start,
         )
@@ -114,6 +116,7 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
             split=found,
             whole=whole,
             spares=whole.spares,
+            remat=whole.remat,
             trace_s=whole.trace_s,
             graph_s=whole.graph_s + time.perf_counter() - start,
         )
@@ -175,7 +178,8 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
         arrays[k] = jax.ShapeDtypeStruct(tuple(shape), arrays[k].dtype)
     call: Call = dataclasses.replace(origin.call, arrays=arrays)
     try:
-        return in_pieces(trace_call(origin.step, call), analysis.pieces)
+        trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints
+        return in_pieces(trace(origin.step, call), analysis.pieces)
     except TraceError as error:
         rows = {arrays[k].shape[dim] for k, dim in dims.items()}
         raise MicrobatchError(

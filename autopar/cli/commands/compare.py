@@ -36,6 +36,7 @@ def compare(
     coupled: options.Coupled = "refuse",
     stages: options.Stages = None,
     schedule: options.Schedule = None,
+    remat: options.Remat = None,
     as_json: options.Json = False,
 ) -> Result:
     """Compares the plan with the usual ones: data parallel, ZeRO, tensor parallel ...
@@ -60,6 +61,7 @@ def compare(
         coupled=coupled,
         stages=common.count_of(stages, "--stages"),
         schedule=schedule,
+        remat=remat,
     )
     if devices is not None:
         common.simulate_devices(devices)

@@ -36,6 +36,7 @@ def plan(
     axis_names: options.AxisNames = None,
     stages: options.Stages = None,
     schedule: options.Schedule = None,
+    remat: options.Remat = None,
     trace: Annotated[
         pathlib.Path | None,
         typer.Option(
@@ -69,6 +70,7 @@ def plan(
             axis_names=axis_names,
             stages=stages,
             schedule=schedule,
+            remat=remat,
         ),
         out=out,
         html=html,

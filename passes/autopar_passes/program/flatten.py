@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -50,7 +51,9 @@ _DROPPED = frozenset(
 )
 
 
-def flatten(closed: Any, replicas: frozenset[str] = frozenset()) -> Program:
+def flatten(
+    closed: Any, replicas: frozenset[str] = frozenset(), *, checkpoints: bool = True
+) -> Program:
     """Inlines the calls of a closed jaxpr and numbers its values and equations.
 
     Equations whose results nobody reads are dropped, as the compiler would.
@@ -58,8 +61,9 @@ def flatten(closed: Any, replicas: frozenset[str] = frozenset()) -> Program:
     Args:
       closed: the jaxpr.
       replicas: names of the axes of one replica; collectives over them are dropped.
+      checkpoints: whether what ``jax.checkpoint`` repeats stands behind a barrier.
     """
-    builder = _Builder(replicas)
+    builder = _Builder(replicas, checkpoints=checkpoints)
     constants = list(closed.consts)
     arguments = [builder.new_value(v.aval) for v in closed.jaxpr.invars]
     const_ids = [builder.new_value(v.aval) for v in closed.jaxpr.constvars]
@@ -81,8 +85,9 @@ def flatten(closed: Any, replicas: frozenset[str] = frozenset()) -> Program:
 class _Builder:
     """Accumulates values and equations while calls are inlined."""
 
-    def __init__(self, replicas: frozenset[str]) -> None:
+    def __init__(self, replicas: frozenset[str], *, checkpoints: bool) -> None:
         self.replicas = replicas
+        self.checkpoints = checkpoints
         self.values: list[Value] = []
         self.equations: list[Equation] = []
         self.hoisted: list[tuple[int, Any]] = []
@@ -189,12 +194,12 @@ class _Builder:
         JAX's own lowering of ``checkpoint`` puts an ``optimization_barrier``
         around the inputs when ``prevent_cse`` is set; inlining must keep it.
         """
-        if not eqn.params.get("prevent_cse", True):
+        if not self.checkpoints or not eqn.params.get("prevent_cse", True):
             return inputs
         arrays = [i for i in inputs if isinstance(i, int)]
         if not arrays:
             return inputs
-        template = _barrier_equation([self.values[i] for i in arrays])
+        template = barrier_equation([self.values[i] for i in arrays])
         env: dict[Any, Atom] = {}
         self.emit(template, list(arrays), env, stack, ())
         renamed = dict(zip(arrays, (env[v] for v in template.outvars), strict=True))
@@ -213,7 +218,8 @@ class _Builder:
         return region
 
 
-def _barrier_equation(values: list[Value]) -> Any:
+def barrier_equation(values: Sequence[Value]) -> Any:
+    """JAX's equation of an ``optimization_barrier`` around values of these shapes."""
     structs = [jax.ShapeDtypeStruct(v.shape, v.dtype) for v in values]
     closed = jax.make_jaxpr(lambda xs: jax.lax.optimization_barrier(xs))(structs)
     return closed.jaxpr.eqns[0]

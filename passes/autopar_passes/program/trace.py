@@ -132,11 +132,19 @@ def opened_within(
         raise TraceError(_call_failure(parameters.step, error)) from error
 
 
-def trace_call(step: Callable[..., Any], call: Call) -> TracedStep:
+def trace_call(
+    step: Callable[..., Any], call: Call, *, checkpoints: bool = True
+) -> TracedStep:
     """Traces a step on the arrays or structs of a call.
 
     A carried array that is weakly typed at first and not when it comes back is traced
     as it comes back: the second call then runs the program of the first.
+
+    Args:
+      step: the step.
+      call: a call of it.
+      checkpoints: whether what ``jax.checkpoint`` repeats is kept apart from the
+        forward pass, by a barrier.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -151,7 +159,7 @@ def trace_call(step: Callable[..., Any], call: Call) -> TracedStep:
         found = _traced(step, call.form, strong)
     return TracedStep(
         name=step_name(step),
-        program=flatten(found.jaxpr, found.replicas),
+        program=flatten(found.jaxpr, found.replicas, checkpoints=checkpoints),
         form=call.form,
         result=found.result,
         input_paths=tuple(call.form.paths(found.inputs)),

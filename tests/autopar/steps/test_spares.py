@@ -49,7 +49,9 @@ def planned(spares: Spares, cluster: str, **options: object) -> autopar.Plan:
     return planner.plan(analysed, autopar.Cluster.parse(cluster))
 
 
-@pytest.mark.parametrize("options", [{}, {"microbatches": 2}])
+@pytest.mark.parametrize(
+    "options", [{}, {"microbatches": 2}, {"remat": 1}, {"remat": "none"}]
+)
 def test_a_plan_counts_them(options: dict[str, object]) -> None:
     plain = planned(Spares(), "1:h100", **options).predicted.peak_memory_bytes
     two = planned(Spares(always=2), "1:h100", **options).predicted.peak_memory_bytes

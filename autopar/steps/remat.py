@@ -1,0 +1,202 @@
+"""The analysis of a step whose backward pass computes layers again."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+
+from autopar.errors import PlanError
+from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
+from autopar.progress import say
+from autopar.steps.analysis import Analysis, analyse_program
+from autopar.steps.microbatches import in_microbatches, one_microbatch
+from autopar_passes.graph.build import step_graph
+from autopar_passes.microbatches.accumulate import accumulated
+from autopar_passes.microbatches.microbatched import Microbatched
+from autopar_passes.program.equations import Program
+from autopar_passes.program.trace import TracedStep
+from autopar_passes.remat.merge import REPEATED, trace_without_checkpoints
+from autopar_passes.remat.recompute import Recomputation, RematError, recomputed
+from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
+
+# A loop with more than this part of the forward FLOPs holds the layers of a step.
+_LOOP = 0.5
+
+
+def rematerialised(
+    analysis: Analysis,
+    remat: Rematerialisation = AS_WRITTEN,
+    count: int = 1,
+    *,
+    couple: bool = False,
+) -> Analysis:
+    """Returns the analysis of a step in microbatches that computes layers again.
+
+    Its program takes the whole batch, and is planned and run as any other. In a loop
+    over microbatches each iteration computes its own activations again.
+
+    Args:
+      analysis: of the step; one that was rewritten stands for the step as written.
+      remat: what is computed again.
+      count: number of microbatches.
+      couple: as of `autopar.steps.microbatches.in_microbatches`.
+
+    Raises:
+      PlanError: the step cannot be split or rewritten so, with the reason.
+    """
+    base = as_said(analysis, remat)
+    split = in_microbatches(base, count, couple=couple)
+    if not remat.layers:
+        return split
+    key = count, couple, remat
+    known = base.rewritten.get(key)
+    if known is None:
+        known = base.rewritten[key] = _rewritten(base, remat, count, couple=couple)
+    return known
+
+
+def as_said(analysis: Analysis, remat: Rematerialisation) -> Analysis:
+    """The step on the whole batch, with its own checkpoints or without them.
+
+    Raises:
+      PlanError: they cannot be dropped.
+    """
+    whole = analysis.whole or analysis
+    written = whole.written or whole
+    if remat.checkpoints:
+        return written
+    known = written.without_checkpoints
+    if not known:
+        known.append(_without_checkpoints(written))
+    return known[0]
+
+
+def _without_checkpoints(written: Analysis) -> Analysis:
+    """The step as if it had no ``jax.checkpoint``."""
+    name, origin = written.pytrees.name, written.origin
+    if origin is None:
+        raise PlanError(f"{name}: remat='none' needs a step, not a program alone.")
+    start = time.perf_counter()
+    say("dropping the checkpoints of the step")
+    try:
+        traced = trace_without_checkpoints(origin.step, origin.call)
+    except RematError as error:
+        raise PlanError(f"{name}: remat='none': {error}") from error
+    return dataclasses.replace(
+        _analysed(traced),
+        origin=origin,
+        written=written,
+        spares=written.spares,
+        remat=Rematerialisation(checkpoints=False),
+        trace_s=written.trace_s,
+        graph_s=written.graph_s + time.perf_counter() - start,
+    )
+
+
+def _analysed(traced: TracedStep) -> Analysis:
+    graph = step_graph(traced)
+    made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
+    return dataclasses.replace(made, traced=traced)
+
+
+def _rewritten(
+    base: Analysis, remat: Rematerialisation, count: int, *, couple: bool
+) -> Analysis:
+    start = time.perf_counter()
+    say(f"computing {len(remat.layers)} of {len(remat.starts)} layers again")
+    micro = one_microbatch(base, count, couple=couple)
+    found = micro.split
+    assert found is not None
+    wanted = Recomputation(remat.starts, remat.layers, remat.level)
+    try:
+        program = recomputed(
+            micro.program, micro.graph, wanted, _batch_values(micro, found)
+        )
+    except RematError as error:
+        raise PlanError(
+            f"{base.pytrees.name}: its layers cannot be computed again: {error}"
+        ) from error
+    split = None if count == 1 else _with_program(found, program)
+    traced = (
+        dataclasses.replace(base.pytrees, program=program)
+        if split is None
+        else accumulated(base.pytrees, split)
+    )
+    return dataclasses.replace(
+        _analysed(traced),
+        origin=base.origin,
+        split=split,
+        whole=base,
+        spares=base.spares,
+        remat=remat,
+        trace_s=base.trace_s,
+        graph_s=base.graph_s + time.perf_counter() - start,
+    )
+
+
+def _with_program(found: Microbatched, program: Program) -> Microbatched:
+    """A step over microbatches, each of which runs another program."""
+    traced = dataclasses.replace(found.traced, program=program)
+    return dataclasses.replace(found, traced=traced)
+
+
+def _batch_values(micro: Analysis, found: Microbatched) -> frozenset[int]:
+    return frozenset(micro.graph.inputs[k].value for k in found.batch)
+
+
+def layer_starts(
+    analysis: Analysis, count: int = 1, *, couple: bool = False
+) -> tuple[int, ...]:
+    """The layers of a step: the forward equation at which each begins.
+
+    Args:
+      analysis: as for `rematerialised`.
+      count: number of microbatches; the equations are those of one of them.
+      couple: as for `rematerialised`.
+
+    Raises:
+      PlanError: the step has no layers that can be computed again, with the reason.
+    """
+    micro = one_microbatch(analysis, count, couple=couple)
+    assert micro.split is not None
+    batch = _batch_values(micro, micro.split)
+    name = micro.pytrees.name
+    chain = forward_chain(micro.program, micro.graph, batch)
+    if _in_loop(micro.program, chain):
+        raise PlanError(
+            f"{name}: its layers are in a loop (jax.lax.scan), whose residuals would "
+            "be computed again all at once. Use jax.checkpoint around the loop's body."
+        )
+    starts = cluster_layers(micro.program, micro.graph, batch=batch)
+    if not starts:
+        raise PlanError(
+            f"{name}: it has no layers to compute again: nothing in its forward pass "
+            "depends on both the state and the batch."
+        )
+    return starts
+
+
+def _in_loop(program: Program, chain: ForwardChain) -> bool:
+    """Whether one loop has most of the forward pass."""
+    loops = {e.index for e in program.body.equations if e.regions}
+    work = zip(chain.equations, chain.work, strict=True)
+    most = max((w for index, w in work if index in loops), default=0.0)
+    return most > _LOOP * float(chain.work.sum())
+
+
+def modules_again(analysis: Analysis) -> tuple[str, ...]:
+    """The modules whose operators the plan computes again, each once, in order.
+
+    Beside layers, what the step's own ``jax.checkpoint``s repeat is among them.
+
+    Args:
+      analysis: of the step as it is planned.
+    """
+    if not analysis.remat.layers:
+        return ()
+    found: dict[str, None] = {}
+    for op in analysis.graph.operators:
+        path = op.module.split("/")
+        if path[-1] == REPEATED:
+            found["/".join(path[:-1])] = None
+    return tuple(found)

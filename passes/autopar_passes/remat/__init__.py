@@ -1,0 +1,1 @@
+"""Rematerialisation: what the backward pass computes again instead of keeping it."""

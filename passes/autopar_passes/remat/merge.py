@@ -1,0 +1,89 @@
+"""Drops ``jax.checkpoint``: what the backward pass repeats is merged with the first.
+
+A step is traced without the barriers that keep its checkpoints. An equation that they
+repeat is then the same as an earlier one of the forward pass, which is read instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+from autopar_passes import jax_compat
+from autopar_passes.program.building import renumbered
+from autopar_passes.program.calls import Call
+from autopar_passes.program.equations import Equation, Program, Region, walk
+from autopar_passes.program.trace import TracedStep, trace_call
+from autopar_passes.remat.recompute import RematError
+from autopar_passes.rules.book import signature
+
+# JAX's name for the part of a backward pass that repeats a forward pass.
+REPEATED = "rematted_computation"
+_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+
+
+def trace_without_checkpoints(step: Callable[..., Any], call: Call) -> TracedStep:
+    """Traces a step as if it had no ``jax.checkpoint``.
+
+    Args:
+      step: the step.
+      call: a call of it.
+
+    Raises:
+      TraceError: JAX cannot trace the step.
+      RematError: a checkpoint cannot be dropped, with the place.
+    """
+    traced = trace_call(step, call, checkpoints=False)
+    return replace(traced, program=merged(traced.program))
+
+
+def merged(program: Program) -> Program:
+    """Returns the program in which nothing is repeated that is there already.
+
+    Args:
+      program: traced without the barriers of its checkpoints.
+
+    Raises:
+      RematError: a product or a loop is repeated that the forward pass has not.
+    """
+    first: dict[Any, Equation] = {}
+    same: dict[int, int] = {}
+    out: list[Equation] = []
+    for given in program.body.equations:
+        eqn = renumbered(given, lambda v: same.get(v, v), lambda index: index)
+        key = (signature(eqn, program.values), _read(eqn))
+        known = first.get(key)
+        if known is not None and _repeats(eqn) and not eqn.regions:
+            same.update(zip(eqn.outputs, known.outputs, strict=True))
+            continue
+        if not eqn.source.effects:
+            first.setdefault(key, eqn)
+        out.append(eqn)
+    _check_dropped(out)
+    outputs = tuple(
+        same.get(a, a) if isinstance(a, int) else a for a in program.body.outputs
+    )
+    region = Region(program.body.inputs, tuple(out), outputs)
+    return replace(program, body=region)
+
+
+def _read(eqn: Equation) -> tuple[int | None, ...]:
+    """The values among the operands; the signature has the scalars."""
+    return tuple(a if isinstance(a, int) else None for a in eqn.inputs)
+
+
+def _repeats(eqn: Equation) -> bool:
+    return REPEATED in eqn.name_stack.split("/")
+
+
+def _check_dropped(equations: Iterable[Equation]) -> None:
+    """Raises `RematError` where work is left that a checkpoint repeats."""
+    for eqn in equations:
+        for one in (eqn, *(e for r in eqn.regions for e in walk(r))):
+            if _repeats(one) and (one.primitive in _PRODUCTS or one.regions):
+                raise RematError(
+                    "a jax.checkpoint cannot be dropped: what it repeats at "
+                    f"{jax_compat.source_line(one.source)} is within a loop, or "
+                    "differs from the forward pass. Take it out of the step."
+                )

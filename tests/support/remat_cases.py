@@ -1,0 +1,182 @@
+"""Train steps whose layers can be computed again, and their rewritten programs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import linen as nn
+from microbatch_cases import evaluated
+
+from autopar.plans import Rematerialisation
+from autopar.steps.analysis import Analysis, analyse
+from autopar.steps.remat import layer_starts, rematerialised
+from autopar_passes import jax_compat
+from autopar_passes.program.trace import opened
+
+Step = Callable[..., Any]
+ROWS, WIDTH, DEPTH, WORDS = 8, 16, 3, 11
+
+
+def drawn(*shape: int, seed: int = 0) -> jax.Array:
+    """Numbers of about the size of weights."""
+    return jax.random.normal(jax.random.key(seed), shape, jnp.float32) / 4
+
+
+def descent(loss: Step, *, aux: bool = False) -> Step:
+    """One step of gradient descent; returns the new state and what the loss does."""
+
+    def step(params: Any, *batch: Any) -> Any:
+        value, grads = jax.value_and_grad(loss, has_aux=aux)(params, *batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def blocks(depth: int = DEPTH) -> list[tuple[jax.Array, jax.Array]]:
+    """Weights of as many layers."""
+    return [
+        (drawn(WIDTH, 4 * WIDTH, seed=k), drawn(4 * WIDTH, WIDTH, seed=9 + k))
+        for k in range(depth)
+    ]
+
+
+def block(w: Any, x: jax.Array) -> jax.Array:
+    """A layer with an activation between two products."""
+    return x + jnp.tanh(jax.nn.gelu(x @ w[0]) @ w[1])
+
+
+def mlp(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = block(w, x)
+    return jnp.mean(x**2)
+
+
+def dropout(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+    for k, w in enumerate(params):
+        kept = jax.random.bernoulli(jax.random.fold_in(key, k), 0.8, x.shape)
+        x = block(w, jnp.where(kept, x / 0.8, 0))
+    return jnp.mean(x**2)
+
+
+def tied(params: Any, tokens: jax.Array) -> jax.Array:
+    table, layers = params
+    x = table[tokens]
+    for w in layers:
+        x = block(w, x)
+    logits = x @ table.T
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens).mean()
+
+
+def with_results(params: Any, x: jax.Array) -> Any:
+    """A loss that also returns numbers of its layers."""
+    sizes: list[jax.Array] = []
+    for w in params:
+        x = block(w, x)
+        sizes.append(jnp.max(jnp.abs(x)))
+    return jnp.mean(x**2), jnp.stack(sizes)
+
+
+def checkpointed(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = jax.checkpoint(block)(w, x)
+    return jnp.mean(x**2)
+
+
+def looping(params: Any, x: jax.Array) -> jax.Array:
+    """Each layer has a loop in it, which is little of its work."""
+
+    def halved(c: jax.Array, _: Any) -> Any:
+        return jnp.sin(c) / 2, c.sum()
+
+    for w in params:
+        x, sums = jax.lax.scan(halved, block(w, x), None, length=3)
+        x = x + jnp.mean(sums)
+    return jnp.mean(x**2)
+
+
+def two_losses(params: Any, x: jax.Array) -> Any:
+    """A second forward and backward pass after the first, of other weights."""
+    value, grads = jax.value_and_grad(mlp)(params, x)
+    moved = jax.tree.map(lambda p, g: p - 0.1 * g, params, grads)
+    again, more = jax.value_and_grad(mlp)(moved, x)
+    return jax.tree.map(lambda p, g: p - 0.1 * g, moved, more), value + again
+
+
+class Normed(nn.Module):
+    """Layers with batch normalisation, whose statistics the forward pass makes."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Rows to numbers."""
+        for _ in range(DEPTH):
+            x = nn.BatchNorm(use_running_average=False)(nn.Dense(WIDTH)(x))
+            x = nn.relu(x)
+        return nn.Dense(1)(x)
+
+
+def normed(state: Any, x: jax.Array) -> Any:
+    params, stats = state
+
+    def loss(p: Any) -> Any:
+        out, changed = Normed().apply(
+            {"params": p, "batch_stats": stats}, x, mutable=["batch_stats"]
+        )
+        return jnp.mean((out - 1) ** 2), changed["batch_stats"]
+
+    (value, made), grads = jax.value_and_grad(loss, has_aux=True)(params)
+    return (jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), made), value
+
+
+def normed_state() -> Any:
+    variables = Normed().init(jax.random.key(0), drawn(ROWS, WIDTH))
+    return variables["params"], variables["batch_stats"]
+
+
+X = drawn(ROWS, WIDTH, seed=5)
+TOKENS = jnp.arange(ROWS * 2).reshape(ROWS, 2) % WORDS
+# Name -> a step and its arguments.
+CASES: dict[str, tuple[Step, tuple[Any, ...]]] = {
+    "mlp": (descent(mlp), (blocks(), X)),
+    "dropout": (descent(dropout), (blocks(), X, jax.random.key(3))),
+    "raw key": (descent(dropout), (blocks(), X, jax.random.PRNGKey(3))),
+    "tied": (descent(tied), ((drawn(WORDS, WIDTH), blocks()), TOKENS)),
+    "results": (descent(with_results, aux=True), (blocks(), X)),
+    "checkpoint": (descent(checkpointed), (blocks(), X)),
+    "loops": (descent(looping), (blocks(), X)),
+    "two losses": (two_losses, (blocks(), X)),
+    "batch norm": (normed, (normed_state(), X)),
+}
+
+
+def again(
+    analysis: Analysis, layers: int | None, level: str = "full", count: int = 1
+) -> Analysis:
+    """The analysis of a step whose first layers, or all, are computed again."""
+    starts = layer_starts(analysis, count)
+    number = len(starts) if layers is None else layers
+    remat = Rematerialisation(layers=tuple(range(number)), starts=starts, level=level)
+    return rematerialised(analysis, remat, count)
+
+
+def analysed(name: str) -> Analysis:
+    step, args = CASES[name]
+    return analyse(step, args)
+
+
+def flat(name: str) -> list[Any]:
+    step, args = CASES[name]
+    return [jnp.asarray(x) for x in opened(step, args).arrays]
+
+
+def results(analysis: Analysis, arrays: Sequence[Any]) -> list[np.ndarray]:
+    """What a program returns, equation by equation and without a compiler."""
+    found = evaluated(analysis.program, arrays)
+    return [
+        np.asarray(jax.random.key_data(x) if jax_compat.is_extended(x.dtype) else x)
+        for x in map(jnp.asarray, found)
+    ]
