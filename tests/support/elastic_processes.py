@@ -81,7 +81,7 @@ class Run:
 
     def supervisor(self) -> int:
         """The process id that the last supervisor wrote down."""
-        return int(json.loads((self.folder / "run.json").read_text())["pid"])
+        return int(json.loads((self.folder / "run.json").read_text()).get("pid", 0))
 
     def kill(self, worker: int, how: int = signal.SIGKILL) -> None:
         os.kill(self.pid(worker), how)

@@ -93,6 +93,8 @@ class Runner:
         self._server = listen(known.get("port", 0))
         self._port = int(self._server.getsockname()[1])
         self._connections: dict[int, Connection] = {}
+        # Whether a worker has said a word to this supervisor; one that it starts will.
+        self._heard = not known
         self._host: subprocess.Popen[str] | None = None
         self._ahead: subprocess.Popen[bytes] | None = None
         self._log = open(job.folder / "log.jsonl", "a")  # noqa: SIM115 (kept open)
@@ -111,8 +113,18 @@ class Runner:
         with self._signals():
             while (code := self.supervisor.result) is None:
                 self._turn()
+                if self.supervisor.lost and not self._heard:
+                    self._begin_anew()
             self._end()
         return code
+
+    def _begin_anew(self) -> None:
+        """Starts workers where all that were taken up were about to end."""
+        self.log("begin anew")
+        self._heard = True
+        self.supervisor = Supervisor(self._job.limits, self)
+        self.supervisor.begin()
+        self._write()
 
     def summary(self) -> str:
         """How the run ended, in a line."""
@@ -332,7 +344,7 @@ class Runner:
             )
 
     def _greet(self, worker: int, first: Message, connection: Connection) -> None:
-        self._connections[worker] = connection
+        self._connections[worker], self._heard = connection, True
         known = worker in self._pids or self._launcher.watch(worker, first["pid"])
         self._pids[worker] = int(first["pid"])
         if not known:

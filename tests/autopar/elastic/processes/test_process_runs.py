@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -127,6 +130,23 @@ def test_workers_save_and_stop_where_no_supervisor_comes_back(start: Start) -> N
     run.process = run.started()
     assert run.wait() == 0, run.output()
     check_losses(run, 150)
+
+
+def test_workers_that_end_as_they_are_taken_up(
+    start: Start, tmp_path: pathlib.Path
+) -> None:
+    """A supervisor that starts then begins anew; it found nobody who trains."""
+    (tmp_path / "run").mkdir()
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as ending:
+        known = {"workers": {"0": ending.pid}, "world": [0], "generation": 1}
+        known |= {"run": "1", "token": "t", "numbers": 1, "wanted": 1}
+        (tmp_path / "run" / "run.json").write_text(json.dumps(known))
+        run = start(12, 0, 0.0, processes=1)
+        run.wait_for(lambda: run.supervisor() == run.process.pid)
+        assert not run.worlds()
+        ending.kill()
+    assert run.wait() == 0, run.output()
+    check_losses(run, 12)
 
 
 def _alive(pid: int) -> bool:
