@@ -96,9 +96,14 @@ def _sizes(start: float) -> Iterator[int]:
         yield round(math.ceil(wanted / unit / digits) * digits * unit)
 
 
-_FEWER_ACTIVATIONS = (
-    "remat='auto', microbatches='auto', stages='auto' or a smaller batch"
-)
+def _fewer_activations(analysis: Analysis) -> str:
+    """Options with which less is kept for the backward pass, of those not in use."""
+    options = ["stages='auto'"]
+    if analysis.microbatches == 1:
+        options.insert(0, "microbatches='auto'")
+    if not analysis.remat.layers:
+        options.insert(0, "remat='auto'")
+    return f"{', '.join(options)} or a smaller batch"
 
 
 def _unchecked(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
@@ -114,7 +119,7 @@ def _unchecked(analysis: Analysis, pricer: Pricer, need: float) -> list[str]:
     factor = max(2, -(-int(need) // max(1, limit)))
     fixes = [f"{factor * cluster.num_devices} or more devices"]
     if need > 1.5 * inputs / cluster.num_devices:
-        fixes.append(_FEWER_ACTIVATIONS)
+        fixes.append(_fewer_activations(analysis))
     if state / cluster.num_devices > limit / 2:
         fixes.append("an optimizer with less state, such as adafactor or lion")
     return fixes

@@ -290,3 +290,11 @@ def test_auto_passes_over_layers_in_a_loop() -> None:
     )
 
     assert found.remat == AS_WRITTEN
+
+
+def test_what_is_in_use_is_not_advised() -> None:
+    with pytest.raises(InfeasibleError) as told:
+        planned(MEMORY // 8, remat="all", microbatches=2)
+    assert "stages='auto' or a smaller batch" in str(told.value)
+    assert "remat=" not in str(told.value)
+    assert "microbatches=" not in str(told.value)
