@@ -140,6 +140,8 @@ class _Search:
                 break
             least = max(least, numbers[first]) if plain is None else 1
             self.more(level, numbers[first + 1 :])
+        if plain is None and self.best is not None:
+            self.closer(self.best.remat)
 
     def is_easy(self, plain: Plan) -> bool:
         """Whether memory does not hold back a plan that computes nothing again."""
@@ -178,6 +180,18 @@ class _Search:
             self.tried(f"{number}:{level}")
             if self.best is before:
                 return
+
+    def closer(self, found: Rematerialisation) -> None:
+        """Tries the numbers of layers between one that fits and one that does not."""
+        high = len(found.layers)
+        tried = [k for k in range(high) if f"{k}:{found.level}" in self.known]
+        low = max(tried, default=0) + 1
+        while low < high:
+            middle = (low + high) // 2
+            if self.tried(f"{middle}:{found.level}"):
+                high = middle
+            else:
+                low = middle + 1
 
     def tried(self, remat: str) -> bool:
         """Whether a plan fits; the fastest one is kept."""

@@ -6,7 +6,7 @@ repeat is then the same as an earlier one of the forward pass, which is read ins
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -48,29 +48,35 @@ def merged(program: Program) -> Program:
       RematError: a product or a loop is repeated that the forward pass has not.
     """
     first: dict[Any, Equation] = {}
-    same: dict[int, int] = {}
+    # Value -> the one that is read instead, and -> the first one that is equal.
+    instead: dict[int, int] = {}
+    equal: dict[int, int] = {}
     out: list[Equation] = []
     for given in program.body.equations:
-        eqn = renumbered(given, lambda v: same.get(v, v), lambda index: index)
-        key = (signature(eqn, program.values), _read(eqn))
-        known = first.get(key)
-        if known is not None and _repeats(eqn) and not eqn.regions:
-            same.update(zip(eqn.outputs, known.outputs, strict=True))
+        eqn = renumbered(given, lambda v: instead.get(v, v), lambda index: index)
+        key = (signature(eqn, program.values), _read(eqn, equal))
+        known = (
+            None if eqn.regions or eqn.source.effects else first.setdefault(key, eqn)
+        )
+        if known is None or known is eqn:
+            out.append(eqn)
             continue
-        if not eqn.source.effects:
-            first.setdefault(key, eqn)
-        out.append(eqn)
+        same = dict(zip(eqn.outputs, known.outputs, strict=True))
+        equal.update(same)
+        if _repeats(eqn):
+            instead.update(same)
+        else:
+            out.append(eqn)
     _check_dropped(out)
     outputs = tuple(
-        same.get(a, a) if isinstance(a, int) else a for a in program.body.outputs
+        instead.get(a, a) if isinstance(a, int) else a for a in program.body.outputs
     )
-    region = Region(program.body.inputs, tuple(out), outputs)
-    return replace(program, body=region)
+    return replace(program, body=Region(program.body.inputs, tuple(out), outputs))
 
 
-def _read(eqn: Equation) -> tuple[int | None, ...]:
+def _read(eqn: Equation, equal: Mapping[int, int]) -> tuple[int | None, ...]:
     """The values among the operands; the signature has the scalars."""
-    return tuple(a if isinstance(a, int) else None for a in eqn.inputs)
+    return tuple(equal.get(a, a) if isinstance(a, int) else None for a in eqn.inputs)
 
 
 def _repeats(eqn: Equation) -> bool:
