@@ -84,6 +84,7 @@ def plan_analysis(
         )
     kept = options.layouts
     if kept is not None and len(kept.stages) > 1:
+        _check_no_remat(options, kept)
         asked = requested(options, sent, errors)
         return kept_pipeline(analysis, cluster, options, kept, asked)
     if options.stages not in (None, 1):
@@ -110,6 +111,15 @@ def plan_analysis(
     if options.split_batch:
         check_batch(analysis, cluster, meshes)
     return _searched(analysis, cluster, meshes, pins, codecs, seconds, advise=advise)
+
+
+def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
+    """Checks that nothing is said of what a plan of several stages computes again."""
+    if options.remat not in (None, "auto"):
+        raise PlanError(
+            f"remat={options.remat!r} is for plans of one stage, and the plan given as "
+            f"layouts= has {len(kept.stages)}; leave remat out."
+        )
 
 
 def _in_stages(
@@ -173,7 +183,12 @@ def _split(analysis: Analysis, options: PlanOptions) -> Analysis:
         )
     if options.remat not in (None, "auto"):
         whole = dataclasses.replace(options, microbatches=kept.microbatches)
-        if wanted(analysis, whole) != kept.remat:
+        said, has = wanted(analysis, whole), kept.remat
+        if (said.layers, said.level, said.checkpoints) != (
+            has.layers,
+            has.level,
+            has.checkpoints,
+        ):
             raise PlanError(
                 f"remat={options.remat!r}: the plan given as layouts= computes other "
                 "layers again; leave remat out."

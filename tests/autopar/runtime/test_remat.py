@@ -283,6 +283,21 @@ def test_what_cannot_be_is_refused() -> None:
         autopar.parallelize(STEP, plan=plain(), remat=2)
 
 
+def test_the_noise_of_gradients_is_measured() -> None:
+    run = autopar.parallelize(
+        STEP,
+        cluster="8:cpu",
+        donate=False,
+        remat=2,
+        noise_scale=True,
+        microbatches=2,
+        axis_names=("data",),
+    )
+
+    np.testing.assert_allclose(losses(run), expected(), rtol=1e-5)
+    assert run.noise_scale.groups == 16
+
+
 def test_auto_passes_over_layers_in_a_loop() -> None:
     stacked = jax.tree.map(lambda *w: jnp.stack(w), *blocks(DEPTH))
     found = autopar.plan(
