@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
-from autopar.runtime.stages.stage import Sent, Stage, sum_dtype, wide
+from autopar.runtime.stages.sent import Sent
+from autopar.runtime.stages.stage import Stage, sum_dtype, wide
 from autopar_passes.replay.segments import Now
 from autopar_passes.sums.stacked import Stacked, stack
 
