@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
 from autopar.planner.record import assignment_of
+from autopar.planner.stages.sites import one_stage
 from autopar.planner.stages.staged import schedule_of
-from autopar.plans import NO_SCHEDULE, Plan
+from autopar.plans import Plan
 from autopar.runtime.gradients.staged_sums import StagedSums
 from autopar.runtime.gradients.sums import gradient_sums
 from autopar.runtime.noise.options import NoiseOptions
@@ -357,18 +357,6 @@ def _staged_noise(
     assignments = [stage.assignment for stage in stages]
     device = stages[0].mesh.devices.flat[0]
     return staged_noise(cut, assignments, batch_rows(analysis), noise, device)
-
-
-def one_stage(plan: Plan, number: int) -> Plan:
-    """A stage of a plan as a plan of its own.
-
-    Args:
-      plan: the plan.
-      number: of the stage, from 0.
-    """
-    return msgspec.structs.replace(
-        plan, stages=(plan.stages[number],), schedule=NO_SCHEDULE, pipeline=None
-    )
 
 
 def _shown(analysis: Analysis, cut: CutStep) -> set[int]:
