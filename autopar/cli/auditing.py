@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 
 from autopar.api import audit_analysis
@@ -47,7 +45,7 @@ def audit(
 def _start_devices(source: str, cluster: str | None) -> None:
     """Simulates the devices of the plan before anything starts JAX."""
     if common.is_plan_file(source):
-        count = math.prod(Plan.load(source).axis_sizes)
+        count = 1 + max(d for stage in Plan.load(source).stages for d in stage.devices)
     else:
         count = common.read_cluster(cluster).num_devices
     common.simulate_devices(count)

@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.order import Issue, Threads, turns
@@ -115,14 +117,15 @@ class Pipeline:
         self.codecs = codecs
         self.shown = frozenset(shown)
         self.noise = noise or {}
-        self.processes = tuple(s.mesh.devices.flat[0].process_index for s in stages)
+        firsts = [_first_device(stage) for stage in stages]
+        self.processes = tuple(d.process_index if d else 0 for d in firsts)
         self.recorder: Recorder | None = None
         # Seconds in which the last step issued the tasks of its microbatches.
         self.issuing_s = 0.0
         # CPUs run small programs and callbacks where they are issued: a thread for
         # each stage keeps one from waiting for another.
-        platform = stages[0].mesh.devices.flat[0].platform
-        self.threads = Threads(len(stages), "stage") if platform == "cpu" else None
+        on_cpu = firsts[0] is not None and firsts[0].platform == "cpu"
+        self.threads = Threads(len(stages), "stage") if on_cpu else None
         self.by_stage = [
             [issue for issue in order if issue.key.stage == stage]
             for stage in range(len(stages))
@@ -419,3 +422,9 @@ def _taker(keys: Sequence[int]) -> Callable[[Mapping[int, Any]], tuple[Any, ...]
     if len(keys) > 1:
         return operator.itemgetter(*keys)
     return lambda arrays: tuple(arrays[k] for k in keys)
+
+
+def _first_device(stage: Stage) -> Any:
+    """The first device of a stage; None of one that is not to run."""
+    abstract = isinstance(stage.mesh, AbstractMesh)
+    return None if abstract else stage.mesh.devices.flat[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
@@ -254,8 +254,26 @@ def pipelined_step(
     )
 
 
+def audited_pipeline(
+    cut: CutStep, plan: Plan, meshes: Sequence[Mesh | AbstractMesh]
+) -> Pipeline:
+    """The tasks of a plan of several stages, to be looked at and not run.
+
+    Args:
+      cut: the step as the plan's stages.
+      plan: the plan.
+      meshes: of the stages, with devices or without.
+    """
+    stages = _stages(cut, plan, meshes, None)
+    table = make_table(schedule_of(plan), len(stages), cut.found.microbatches)
+    return Pipeline(cut.cut, stages, issue_order(table), _crossed(cut.found))
+
+
 def _stages(
-    cut: CutStep, plan: Plan, meshes: Sequence[Mesh], fallback: Fallback | None
+    cut: CutStep,
+    plan: Plan,
+    meshes: Sequence[Any],
+    fallback: Fallback | None,
 ) -> list[Stage]:
     """The stages on their devices, each with the gradients that it sums by codecs."""
     out: list[Stage] = []
