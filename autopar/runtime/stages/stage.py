@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.layouts.assignment import Assignment
+from autopar.layouts.floating import kept_layout
 from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.restoring import Carried, TaskRestorer
@@ -74,7 +75,7 @@ class Stage:
     def _layout(self, value: int) -> Layout:
         partial = self.assignment.stacked(value)
         if partial is None:
-            return self.assignment.home_layout(value)
+            return kept_layout(self.assignment, value)
         axes, layout = partial
         return (axes, *layout)
 
@@ -85,8 +86,8 @@ class Stage:
         leading axes. Devices then hold the same parts on both sides, and copy them
         without the host; each stage reshards on its own devices.
         """
-        mine = self.assignment.home_layout(value)
-        theirs = other.assignment.home_layout(value)
+        mine = kept_layout(self.assignment, value)
+        theirs = kept_layout(other.assignment, value)
         layout = tuple(
             self._leading(own, other._parts(another))
             for own, another in zip(mine, theirs, strict=True)
