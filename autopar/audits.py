@@ -17,6 +17,7 @@ from autopar.reports.staged_audit import (
     COTANGENTS,
     ONCE,
     StagedAudit,
+    Transfer,
     transfers_of,
 )
 from autopar.runtime.planned import abstract_mesh
@@ -67,7 +68,7 @@ def audit_stages(
     return StagedAudit(plan, stages, _transfers(bound, pipeline))
 
 
-def _transfers(bound: BoundStages, pipeline: Pipeline):
+def _transfers(bound: BoundStages, pipeline: Pipeline) -> tuple[Transfer, ...]:
     sent = sent_between(pipeline, _NAMES, BATCH)
     return transfers_of(links(bound), sent, bound.plan.microbatches)
 
