@@ -160,7 +160,26 @@ def audit(
     made_for = found.cluster.read() if cluster is None else as_cluster(cluster)
     analysis = analyse(step, args, kwargs, static_argnames)
     held = carried_out(analysis, found, made_for, seconds=SOLVER_SECONDS)
-    return audit_analysis(analysis, held, made_for, compiled=compiled, target=target)
+    return audit_any(analysis, held, made_for, compiled=compiled, target=target)
+
+
+def audit_any(
+    analysis: Analysis,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    compiled: bool = False,
+    target: str | None = None,
+) -> Audit | StagedAudit:
+    """`audit`, for a step that is already analysed, of one stage or of several."""
+    if len(plan.stages) == 1:
+        return audit_analysis(analysis, plan, cluster, compiled=compiled, target=target)
+    if target is not None:
+        raise PlanError(
+            f"target {target}: the compilers of accelerators take steps of one "
+            f"stage, and this plan has {len(plan.stages)}. Leave target out."
+        )
+    return audit_stages(analysis, plan, cluster, compiled=compiled)
 
 
 def audit_analysis(
@@ -170,15 +189,8 @@ def audit_analysis(
     *,
     compiled: bool = False,
     target: str | None = None,
-) -> Audit | StagedAudit:
-    """`audit`, for a step that is already analysed."""
-    if len(plan.stages) > 1:
-        if target is not None:
-            raise PlanError(
-                f"target {target}: the compilers of accelerators take steps of one "
-                f"stage, and this plan has {len(plan.stages)}. Leave target out."
-            )
-        return audit_stages(analysis, plan, cluster, compiled=compiled)
+) -> Audit:
+    """`audit`, for a step of one stage that is already analysed."""
     bound = bind_plan(analysis, plan, cluster)
     abstract = planned_step(analysis, plan, abstract_mesh(plan))
     found = None
