@@ -6,9 +6,11 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from autopar.audits import audit_stages
 from autopar.cluster import Cluster
 from autopar.compilers.compiled import check_target, compile_for
 from autopar.compilers.targets import target_of
+from autopar.errors import PlanError
 from autopar.planner.edited import carried_out
 from autopar.planner.hints import LogicalRules, Pins
 from autopar.planner.limits import SOLVER_SECONDS
@@ -22,6 +24,7 @@ from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.reports.audit import Audit, audit_lowered
 from autopar.reports.explain import bind_plan
+from autopar.reports.staged_audit import StagedAudit
 from autopar.reports.target_audit import target_audit
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse, analyse_call
@@ -135,10 +138,11 @@ def audit(
     target: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: Sequence[str] = (),
-) -> Audit:
+) -> Audit | StagedAudit:
     """Partitions a planned step with the compiler, and compares the communication.
 
-    No device is needed unless the step is compiled.
+    No device is needed unless the step is compiled. Of a plan of several stages each
+    task is a program; what stages send each other is compared, too.
 
     Args:
       step: the train step that the plan was made for.
@@ -163,7 +167,26 @@ def audit(
     made_for = found.cluster.read() if cluster is None else as_cluster(cluster)
     analysis = analyse(step, args, kwargs, static_argnames)
     held = carried_out(analysis, found, made_for, seconds=SOLVER_SECONDS)
-    return audit_analysis(analysis, held, made_for, compiled=compiled, target=target)
+    return audit_any(analysis, held, made_for, compiled=compiled, target=target)
+
+
+def audit_any(
+    analysis: Analysis,
+    plan: Plan,
+    cluster: Cluster,
+    *,
+    compiled: bool = False,
+    target: str | None = None,
+) -> Audit | StagedAudit:
+    """`audit`, for a step that is already analysed, of one stage or of several."""
+    if len(plan.stages) == 1:
+        return audit_analysis(analysis, plan, cluster, compiled=compiled, target=target)
+    if target is not None:
+        raise PlanError(
+            f"target {target}: the compilers of accelerators take steps of one "
+            f"stage, and this plan has {len(plan.stages)}. Leave target out."
+        )
+    return audit_stages(analysis, plan, cluster, compiled=compiled)
 
 
 def audit_analysis(
@@ -174,7 +197,7 @@ def audit_analysis(
     compiled: bool = False,
     target: str | None = None,
 ) -> Audit:
-    """`audit`, for a step that is already analysed."""
+    """`audit`, for a step of one stage that is already analysed."""
     bound = bind_plan(analysis, plan, cluster)
     abstract = planned_step(analysis, plan, abstract_mesh(plan))
     found = None

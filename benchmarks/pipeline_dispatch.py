@@ -1,91 +1,166 @@
 """Time that the host takes to issue the tasks of a pipeline.
 
-    python benchmarks/pipeline_dispatch.py [--stages 2] [--microbatches 8] [--steps 20]
+    python benchmarks/pipeline_dispatch.py [--against OLD] [--stages 2 4] [--turns 5]
 
-Plans the GPT example in stages on simulated devices. Prints a JSON line: microseconds
-to issue a task where programs are empty (they take and return arrays of the same shapes
-and compute nothing), all stages together, and the share of the real step that this is,
-in percent. Medians, and the least of all steps: what else runs on the machine adds to a
-step, and takes nothing off.
+Plans the GPT example in stages of one simulated device each, under every schedule.
+Prints a JSON line for each: microseconds to issue a task where programs are empty (they
+take and return arrays of the same shapes and compute nothing), all stages together, and
+the share of the real step that this is, in percent. Medians, and the least of all
+steps: what else runs on the machine adds to a step, and takes nothing off.
+
+``--against`` names another checkout, which takes turns with this one: each turn begins
+with the one that ended the turn before.
 """
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
-import os
+import pathlib
 import statistics
+import subprocess
+import sys
 import time
+from collections.abc import Iterator
+from typing import Any
 
-os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+import side_by_side
 
-import jax
-import jax.numpy as jnp
-import workloads
-
-import autopar
-from autopar_passes.stages.cut import Phase
+SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+# Steps of a turn: empty ones, and real ones.
+EMPTY, REAL = 10, 3
 
 
 def main() -> None:
-    """Times real and empty steps in turn."""
+    """Times each schedule on each number of stages."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, default=2)
-    parser.add_argument("--devices", type=int, default=8)
+    parser.add_argument("--against", type=pathlib.Path, help="another checkout")
+    parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--schedules", nargs="+", default=SCHEDULES, choices=SCHEDULES)
     parser.add_argument("--microbatches", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--child", help="a request, of a process that this one starts")
     args = parser.parse_args()
+    if args.child:
+        serve(**json.loads(args.child))
+        return
+    roots = {"new": side_by_side.ROOT}
+    if args.against is not None:
+        roots = {"old": args.against.resolve(), **roots}
+    for stages, schedule in itertools.product(args.stages, args.schedules):
+        request = {
+            "stages": stages,
+            "schedule": schedule,
+            "microbatches": args.microbatches,
+        }
+        print(json.dumps({**request, **timed(roots, request, args.turns)}), flush=True)
+
+
+def timed(
+    roots: dict[str, pathlib.Path], request: dict[str, Any], turns: int
+) -> dict[str, Any]:
+    """Times checkouts in turns; returns their medians."""
+    words = [sys.executable, __file__, "--child", json.dumps(request)]
+    children = {
+        name: subprocess.Popen(
+            words,
+            env=side_by_side.environment(root),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for name, root in roots.items()
+    }
+    lines = {name: iter(child.stdout) for name, child in children.items()}
+    sizes = {name: side_by_side.answer(lines[name]) for name in children}
+    found: dict[str, list[dict[str, list[float]]]] = {name: [] for name in children}
+    for turn in range(turns):
+        for name in list(children)[:: 1 if turn % 2 else -1]:
+            children[name].stdin.write("go\n")
+            children[name].stdin.flush()
+            found[name].append(side_by_side.answer(lines[name]))
+    for child in children.values():
+        child.stdin.close()
+        child.wait()
+    return {name: row(sizes[name], found[name]) for name in children}
+
+
+def row(sizes: dict[str, int], found: list[dict[str, list[float]]]) -> dict[str, float]:
+    """What is told of one checkout."""
+    empty = [s for turn in found for s in turn["empty"]]
+    real_s = statistics.median(s for turn in found for s in turn["real"])
+    empty_s, tasks = statistics.median(empty), sizes["tasks"]
+    return {
+        **sizes,
+        "empty_us_a_task": round(1e6 * empty_s / tasks, 1),
+        "least_us_a_task": round(1e6 * min(empty) / tasks, 1),
+        "real_step_ms": round(1e3 * real_s, 2),
+        "share_percent": round(100 * empty_s / real_s, 2),
+    }
+
+
+def serve(stages: int, schedule: str, microbatches: int) -> None:
+    """Runs a turn for each line of the input."""
+    import jax
+    import workloads
+
+    import autopar
+    from autopar_passes.stages.cut import Phase
+
     training = workloads.training("gpt", batch=32)
     state = training.create_state(jax.random.key(0))
     batch = next(training.batches(seed=0))
     step = autopar.parallelize(
         training.step,
-        cluster=autopar.Cluster.local(args.devices),
-        stages=args.stages,
-        microbatches=args.microbatches,
+        cluster=autopar.Cluster.local(stages),
+        stages=stages,
+        microbatches=microbatches,
+        schedule=schedule,
     )
     state, loss = step(state, batch)
     jax.block_until_ready(loss)
-    planned = step.prepare(state, batch)
-    pipeline = planned.pipeline
+    pipeline = step.prepare(state, batch).pipeline
     real = dict(pipeline.calls)
     empty = {
-        key: call if key.phase is Phase.UPDATE else emptied(call)
+        key: call if key.phase is Phase.UPDATE else emptied(call, pipeline.outputs)
         for key, call in real.items()
     }
-    flat = jax.tree.leaves(state)
-    seconds: dict[str, list[float]] = {"real": [], "empty": []}
-    for number in range(2 * (args.steps + 1)):
-        name, calls = (("real", real), ("empty", empty))[number % 2]
+
+    def run(calls: dict[Any, Any], count: int) -> Iterator[tuple[float, float]]:
+        """Seconds of steps: the whole, and issuing the microbatches' tasks."""
+        nonlocal state
         pipeline.calls.update(calls)
-        begin = time.perf_counter()
-        state, loss = step(state, batch)
-        jax.block_until_ready((state, loss))
-        if number > 1:
-            whole_s = time.perf_counter() - begin
-            seconds[name].append(whole_s if name == "real" else pipeline.issuing_s)
-    tasks = len(pipeline.order)
-    real_s, empty_s = (statistics.median(seconds[k]) for k in ("real", "empty"))
-    print(
-        json.dumps(
-            {
-                "stages": args.stages,
-                "devices": args.devices,
-                "microbatches": args.microbatches,
-                "arrays": len(flat),
-                "tasks": tasks,
-                "empty_us_a_task": round(1e6 * empty_s / tasks, 1),
-                "least_us_a_task": round(1e6 * min(seconds["empty"]) / tasks, 1),
-                "real_step_ms": round(1e3 * real_s, 2),
-                "share_percent": round(100 * empty_s / real_s, 2),
-            }
-        )
-    )
+        for _ in range(count):
+            begin = time.perf_counter()
+            state, loss = step(state, batch)
+            jax.block_until_ready((state, loss))
+            yield time.perf_counter() - begin, pipeline.issuing_s
+
+    list(run(empty, 2))
+    answer({"arrays": len(jax.tree.leaves(state)), "tasks": len(pipeline.order)})
+    for _ in sys.stdin:
+        real_s = [whole for whole, _ in run(real, REAL)]
+        empty_s = [issuing for _, issuing in run(empty, EMPTY)]
+        answer({"real": real_s, "empty": empty_s})
 
 
-def emptied(call):
-    """A task with the same arguments and results that computes nothing."""
+def answer(what: Any) -> None:
+    """Tells the process that asked."""
+    print(side_by_side.ANSWER + json.dumps(what), flush=True)
+
+
+def emptied(call: Any, leaving: frozenset[int]) -> Any:
+    """A task with the same arguments and results that computes nothing.
+
+    Args:
+      call: the task.
+      leaving: the values that leave the step, which the next one consumes.
+    """
+    import jax
+    import jax.numpy as jnp
+
     code = call.code
     made = jax.eval_shape(code.function, *code.in_structs)
     shardings = code.function.lower(*code.in_structs).compile().output_shardings
@@ -94,16 +169,18 @@ def emptied(call):
     )()
     jax.block_until_ready(zeros)
     kept = len(zeros) - len(code.accumulated)
+    fresh = [k for k, value in enumerate(code.outputs) if value in leaving]
     one = jax.jit(
         lambda *arguments: [arguments[0].ravel()[:1]] if arguments else [],
         keep_unused=True,
     )
 
-    def function(*arguments):
+    def function(*arguments: Any) -> list[Any]:
         one(*arguments)
-        # What leaves the step is consumed by the next one.
-        fresh = [jnp.copy(x) if x.ndim == 0 else x for x in zeros[:kept]]
-        return [*fresh, *arguments[len(code.inputs) :]]
+        out = [*zeros[:kept], *arguments[len(code.inputs) :]]
+        for k in fresh:
+            out[k] = jnp.copy(out[k])
+        return out
 
     return dataclasses.replace(call, code=dataclasses.replace(code, function=function))
 

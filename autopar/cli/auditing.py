@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import jax
 
-from autopar.api import audit_analysis
+from autopar.api import audit_any
 from autopar.cli import common
 from autopar.cli.output import Result
 from autopar.compilers.targets import target_of
@@ -36,7 +34,7 @@ def audit(
         found = common.subject(source, words, cluster, limits, say)
         compiling = f" and compiling for {target or 'simulated devices'}"
         say("partitioning" + (compiling if compiled or target else ""))
-        result = audit_analysis(
+        result = audit_any(
             found.analysis, found.plan, found.cluster, compiled=compiled, target=target
         )
     if as_json:
@@ -47,7 +45,7 @@ def audit(
 def _start_devices(source: str, cluster: str | None) -> None:
     """Simulates the devices of the plan before anything starts JAX."""
     if common.is_plan_file(source):
-        count = math.prod(Plan.load(source).axis_sizes)
+        count = 1 + max(d for stage in Plan.load(source).stages for d in stage.devices)
     else:
         count = common.read_cluster(cluster).num_devices
     common.simulate_devices(count)

@@ -13,7 +13,13 @@ from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.search import given as layouts_alone
 from autopar.plans.specs import spec_text
-from autopar.reports.attribution import WAYS, attributed, part_lines, step_of
+from autopar.reports.attribution import (
+    WAYS,
+    Part,
+    attributed,
+    part_lines,
+    step_of,
+)
 from autopar.reports.explain import (
     Alternative,
     BoundPlan,
@@ -24,6 +30,13 @@ from autopar.reports.explain import (
     input_decisions,
 )
 from autopar.reports.gradients import codec_rows
+from autopar.reports.staged import (
+    BoundStages,
+    bind_stages,
+    link_lines,
+    links,
+    staged_parts,
+)
 from autopar.reports.table import (
     CollectiveRow,
     bytes_text,
@@ -32,6 +45,7 @@ from autopar.reports.table import (
     columns,
     seconds_text,
     shape_text,
+    stage_text,
     summary_lines,
     template,
 )
@@ -64,6 +78,8 @@ def explain(
     _check_way(by, tensor)
     with common.progress() as say:
         found = common.subject(source, words, cluster, limits, say)
+        if len(found.plan.stages) > 1:
+            return explain_stages(found, tensor=tensor, by=by, top=top, as_json=as_json)
         bound = bind_plan(found.analysis, found.plan, found.cluster)
         matched = [] if tensor is None else input_decisions(bound, tensor)
         matched.sort(key=lambda d: -d.nbytes)
@@ -126,25 +142,38 @@ def _paths(decision: Decision) -> list[str]:
 
 
 def _overview(bound: BoundPlan, as_json: bool) -> Result:
-    rows = group_collectives(bound, bound.collectives)
-    rows += codec_rows(bound.plan.gradients, bound.pricer)
-    rows = sorted(rows, key=lambda row: -row.seconds)
-    memory = _memory_by_role(bound)
-    peak = _memory_at_peak(bound)
     if as_json:
         return Result.of(
-            {
-                "predicted": bound.plan.to_json()["predicted"],
-                "state_bytes": memory,
-                "peak_bytes": peak,
-                "collectives": list(map(_row_data, rows)),
-            }
+            {"predicted": bound.plan.to_json()["predicted"], **overview_data(bound)}
         )
+    lines = [*summary_lines(bound.plan), "", *overview_lines(bound)]
+    return Result("\n".join(lines))
+
+
+def _rows(bound: BoundPlan) -> list[CollectiveRow]:
+    """The communication of a step, what takes longest first."""
+    rows = [*group_collectives(bound, bound.collectives)]
+    rows += codec_rows(bound.plan.gradients, bound.pricer)
+    return sorted(rows, key=lambda row: -row.seconds)
+
+
+def overview_data(bound: BoundPlan) -> dict[str, Any]:
+    """Memory and communication of a plan of one stage, as plain values."""
+    return {
+        "state_bytes": _memory_by_role(bound),
+        "peak_bytes": _memory_at_peak(bound),
+        "collectives": list(map(_row_data, _rows(bound))),
+    }
+
+
+def overview_lines(bound: BoundPlan) -> list[str]:
+    """Memory and communication of a plan of one stage, as tables."""
+    rows = _rows(bound)
     cells = [("held on each device", "bytes")]
-    cells += [(role, bytes_text(nbytes)) for role, nbytes in memory.items()]
+    cells += [(k, bytes_text(v)) for k, v in _memory_by_role(bound).items()]
     cells += [("besides, at the peak", "")]
-    cells += [(kind, bytes_text(nbytes)) for kind, nbytes in peak.items()]
-    lines = [*summary_lines(bound.plan), "", *columns(cells, right=(1,)), ""]
+    cells += [(k, bytes_text(v)) for k, v in _memory_at_peak(bound).items()]
+    lines = [*columns(cells, right=(1,)), ""]
     lines += (
         collective_lines(rows[:_MOST_COLLECTIVES]) if rows else ["no communication"]
     )
@@ -152,7 +181,7 @@ def _overview(bound: BoundPlan, as_json: bool) -> Result:
         rest = rows[_MOST_COLLECTIVES:]
         total = seconds_text(sum(r.seconds for r in rest))
         lines.append(f"... and {len(rest)} that take less, {total} together")
-    return Result("\n".join(lines))
+    return lines
 
 
 def _memory_at_peak(bound: BoundPlan) -> dict[str, float]:
@@ -273,3 +302,49 @@ def _alternative_cells(other: Alternative, step_s: float) -> tuple[str, str, str
     mark = "" if other.proved else "<= "
     change = f"{other.step_s / step_s - 1:+.2%}" if step_s else ""
     return (spec_text(other.spec), f"{mark}{seconds_text(other.step_s)}", change, part)
+
+
+def explain_stages(
+    found: common.Subject,
+    *,
+    tensor: str | None,
+    by: str | None,
+    top: int,
+    as_json: bool,
+) -> Result:
+    """Explains a plan of several stages, stage by stage.
+
+    Raises:
+      PlanError: other layouts of an input are asked for.
+    """
+    plan = found.plan
+    if tensor is not None:
+        raise PlanError(
+            f"--tensor {tensor}: other layouts are tried in plans of one stage, and "
+            f"this plan has {len(plan.stages)}. Leave --tensor out, or give --by layer."
+        )
+    bound = bind_stages(found.analysis, plan, found.cluster)
+    parts = None if by is None else staged_parts(bound, by)
+    if as_json:
+        return Result.of(_staged_data(bound, by, parts))
+    lines = summary_lines(plan)
+    for number, stage in enumerate(plan.stages):
+        own = overview_lines(bound.stages[number])
+        lines += ["", stage_text(number, stage)]
+        lines += own if parts is None else part_lines(parts[number], top)
+    return Result("\n".join([*lines, "", *link_lines(links(bound))]))
+
+
+def _staged_data(
+    bound: BoundStages, by: str | None, parts: list[list[Part]] | None
+) -> dict[str, Any]:
+    """A plan of several stages as plain values."""
+    sent = [dataclasses.asdict(link) for link in links(bound)]
+    if parts is None:
+        predicted = bound.plan.to_json()["predicted"]
+        stages = [overview_data(stage) for stage in bound.stages]
+        return {"predicted": predicted, "stages": stages, "links": sent}
+    step_s = bound.plan.predicted.step_s
+    every = [[dataclasses.asdict(part) for part in own] for own in parts]
+    stages = [{"parts": own} for own in every]
+    return {"step_s": step_s, "by": by, "stages": stages, "links": sent}

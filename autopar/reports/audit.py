@@ -45,7 +45,7 @@ class Audit:
     def agrees(self) -> bool:
         """Whether every audit finds the bytes that the plan predicts."""
         predicted = sum(self.predicted.values())
-        return all(_equal(predicted, sum(f.values())) for f in self.found.values())
+        return all(equal_bytes(predicted, sum(f.values())) for f in self.found.values())
 
     @property
     def found(self) -> dict[str, BytesByKind]:
@@ -128,6 +128,20 @@ def _totals(found: BytesByKind) -> dict[str, Any]:
 
 def audit_lines(audit: Audit) -> list[str]:
     """The comparison as a table, and a verdict."""
+    lines = [f"plan     {audit.plan.cluster}, mesh {mesh_text(audit.plan)}", ""]
+    lines += kind_rows(audit)
+    if audit.compiled is not None:
+        held = bytes_text(audit.compiled.peak_memory_bytes)
+        expected = bytes_text(audit.plan.predicted.peak_memory_bytes)
+        lines += ["", f"memory   predicted {expected}, compiled {held} on each device"]
+        lines += [f"note     {name}" for name in audit.compiled.exceptions]
+    if audit.target is not None:
+        lines += ["", *audit.target.lines()]
+    return [*lines, "", *verdicts(audit)]
+
+
+def kind_rows(audit: Audit) -> list[str]:
+    """The bytes of each kind of collective as a table."""
     audits = audit.found
     kinds = sorted({*audit.predicted, *(k for found in audits.values() for k in found)})
     rows: list[tuple[str, ...]] = [
@@ -136,33 +150,22 @@ def audit_lines(audit: Audit) -> list[str]:
     for kind in kinds:
         values = (audit.predicted, *audits.values())
         rows.append((kind, *(bytes_text(v.get(kind, 0.0)) for v in values)))
-    totals = tuple(sum(v.values()) for v in (audit.predicted, *audits.values()))
+    totals = (sum(v.values()) for v in (audit.predicted, *audits.values()))
     rows.append(("total", *map(bytes_text, totals)))
-    lines = [f"plan     {audit.plan.cluster}, mesh {mesh_text(audit.plan)}", ""]
-    lines += columns(rows, right=range(1, len(rows[0])))
-    if audit.compiled is not None:
-        held = bytes_text(audit.compiled.peak_memory_bytes)
-        expected = bytes_text(audit.plan.predicted.peak_memory_bytes)
-        lines += ["", f"memory   predicted {expected}, compiled {held} on each device"]
-        lines += [f"note     {name}" for name in audit.compiled.exceptions]
-    if audit.target is not None:
-        lines += ["", *audit.target.lines()]
-    return [
-        *lines,
-        "",
-        *_verdicts(totals[0], dict(zip(audits, totals[1:], strict=True))),
-    ]
+    return columns(rows, right=range(1, len(rows[0])))
 
 
-def _equal(predicted: float, total: float) -> bool:
+def equal_bytes(predicted: float, total: float) -> bool:
+    """Whether bytes are as predicted, up to rounding."""
     return math.isclose(predicted, total, rel_tol=1e-6, abs_tol=0.5)
 
 
-def _verdicts(predicted: float, audited: dict[str, float]) -> list[str]:
-    """Says of each audit whether it agrees with the prediction."""
-    out: list[str] = []
-    for name, total in audited.items():
-        if _equal(predicted, total):
+def verdicts(audit: Audit) -> list[str]:
+    """Says of each way to look whether it agrees with the prediction."""
+    predicted, out = sum(audit.predicted.values()), list[str]()
+    for name, found in audit.found.items():
+        total = sum(found.values())
+        if equal_bytes(predicted, total):
             out.append(f"{name} communicates what the plan predicts")
         else:
             share = f" ({total / predicted - 1:+.2%})" if predicted else ""

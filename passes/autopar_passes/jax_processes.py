@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import threading
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -18,6 +19,7 @@ from jax._src import distributed as _distributed
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
+from jax.experimental import transfer as _transfer
 from jax.extend import backend as _backend
 from jaxlib.mlir import ir as _ir
 
@@ -174,6 +176,29 @@ def imitated_backend(address: str, count: int, local_devices: int) -> Any:
     for client, _ in made:
         client.shutdown()
     return made[0][1]
+
+
+def transfer_server() -> Any:
+    """Starts a server that hands this process's arrays to others, and takes theirs.
+
+    ``jax.experimental.transfer`` is public, but neither documented nor stable (0.10.2).
+    It listens where the coordination service sees this process from: of JAX, only its
+    address tells which network the processes share.
+    """
+    host = _own_address(_distributed.global_state.coordinator_address)
+    client = jax.local_devices()[0].client
+    return _transfer.start_transfer_server(client, f"{host}:0", [f"{host}:0"])
+
+
+def _own_address(coordinator: str | None) -> str:
+    """The address of this process on the network of the coordination service."""
+    host, _, port = (coordinator or "127.0.0.1:1").rpartition(":")
+    found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    family, kind, protocol, _, address = sorted(found)[0]
+    with socket.socket(family, kind, protocol) as probe:
+        probe.connect(address)  # a datagram socket sends nothing here
+        own = probe.getsockname()[0]
+    return f"[{own}]" if family == socket.AF_INET6 else own
 
 
 # From a module as MLIR's bytecode, XLA's options serialised, and the numbers of the

@@ -13,10 +13,10 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.record import GIVEN, assignment_of
 from autopar.planner.search import given
 from autopar.planner.stages.entry import cut_as
-from autopar.planner.stages.sites import stage_pricers
+from autopar.planner.stages.sites import one_stage, stage_pricers
 from autopar.planner.stages.stage_search import StageSite, check_matches, own_pins
 from autopar.planner.stages.staged import Wanted, kept_plan, schedule_of
-from autopar.plans import NO_SCHEDULE, Plan
+from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
 
@@ -66,13 +66,10 @@ def kept_pipeline(
 
 def _candidate(cut: CutStep, kept: Plan, number: int, site: StageSite) -> Candidate:
     """The layouts of a stage, priced on its devices."""
-    stage = msgspec.structs.replace(kept.stages[number], gradients=())
-    alone = msgspec.structs.replace(
-        kept, stages=(stage,), schedule=NO_SCHEDULE, pipeline=None
-    )
+    alone = one_stage(kept, number).with_gradients(())
     analysis = cut.stages[number]
     assignment = assignment_of(analysis, alone)
-    return given(analysis, site.cluster, assignment, stage.axis_names).best
+    return given(analysis, site.cluster, assignment, alone.axis_names).best
 
 
 def _check(options: PlanOptions, kept: Plan) -> None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import msgspec
+
 from autopar.cluster import Cluster
 from autopar.cluster.slices import block, shapes
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
 from autopar.planner.search import plan_mesh
-from autopar.plans import Plan
+from autopar.plans import NO_SCHEDULE, Plan
 
 
 def stage_cluster(cluster: Cluster, devices: Sequence[int]) -> Cluster:
@@ -58,4 +60,16 @@ def stage_pricers(plan: Plan, cluster: Cluster | None = None) -> tuple[Pricer, .
     return tuple(
         Pricer(part, plan_mesh(part, stage.axis_names, stage.axis_sizes))
         for part, stage in zip(parts, plan.stages, strict=True)
+    )
+
+
+def one_stage(plan: Plan, number: int) -> Plan:
+    """A stage of a plan as a plan of its own.
+
+    Args:
+      plan: the plan.
+      number: of the stage, from 0.
+    """
+    return msgspec.structs.replace(
+        plan, stages=(plan.stages[number],), schedule=NO_SCHEDULE, pipeline=None
     )

@@ -12,6 +12,7 @@ import numpy as np
 from autopar.cluster import Cluster, LinkSpec
 from autopar.cost.items import CostItem, Paid
 from autopar.cost.memory import habits_of
+from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.planner.candidate import Candidate
 from autopar.steps.stages import CutStep
@@ -159,9 +160,8 @@ def _inside(cut: CutStep, index: int) -> Iterable[int]:
     return [e.index for region in eqn.regions for e in walk(region)]
 
 
-def _device_bytes(cut: CutStep, values: Iterable[int], candidate: Candidate) -> float:
+def _device_bytes(cut: CutStep, values: Iterable[int], assignment: Assignment) -> float:
     """Bytes of values on one device of a stage."""
-    assignment = candidate.assignment
     return sum(
         cut.analysis.graph.values[v].nbytes
         / shards(assignment.home_layout(v), assignment.sizes)
@@ -181,7 +181,7 @@ def _activation_bytes(cut: CutStep, part: int, found: Sequence[Candidate]) -> fl
         if (maker is None and value in batch)
         or (maker is not None and maker.phase is Phase.FORWARD)
     }
-    return _device_bytes(cut, kept, found[stage])
+    return _device_bytes(cut, kept, found[stage].assignment)
 
 
 def _sent(cut: CutStep, part: int, other: int, *, forward: bool) -> set[int]:
@@ -208,23 +208,41 @@ def _link(
     found: Sequence[Candidate],
     part: int,
 ) -> tuple[float, float, float]:
-    """Seconds of activations and cotangents between a part and the next, and latency.
-
-    What skips parts is counted with the last one that it reaches.
-    """
+    """Seconds of activations and of cotangents from a part to the next, and latency."""
     one, two = cut.cut.stage_of[part], cut.cut.stage_of[part + 1]
     if one == two:
         return 0.0, 0.0, 0.0
     link = link_between(cluster, devices[one], devices[two])
+    ahead, back = link_bytes(cut, [c.assignment for c in found], part)
+    rate = link.bandwidth_bytes_per_s
+    return ahead / rate, back / rate, link.latency_s
+
+
+def link_bytes(
+    cut: CutStep, assignments: Sequence[Assignment], part: int
+) -> tuple[float, float]:
+    """Bytes that a device sends of a microbatch from a part to the next, and back.
+
+    What skips parts is counted with the last one that it reaches. Parts of one stage
+    send nothing.
+
+    Args:
+      cut: the step as stages.
+      assignments: the layouts of each stage.
+      part: the first of both.
+    """
+    one, two = cut.cut.stage_of[part], cut.cut.stage_of[part + 1]
+    if one == two:
+        return 0.0, 0.0
     ahead: set[int] = set()
     back: set[int] = set()
     for k in range(part + 1):
         ahead |= _sent(cut, k, part + 1, forward=True)
         back |= _sent(cut, part + 1, k, forward=False)
-    rate = link.bandwidth_bytes_per_s
-    forward_s = _device_bytes(cut, ahead, found[one]) / rate
-    backward_s = _device_bytes(cut, back, found[two]) / rate
-    return forward_s, backward_s, link.latency_s
+    return (
+        _device_bytes(cut, ahead, assignments[one]),
+        _device_bytes(cut, back, assignments[two]),
+    )
 
 
 def link_between(
@@ -282,6 +300,6 @@ def saved_bytes(
         read = any(flow.roles[r] is Role.BACKWARD for r in flow.readers.get(value, ()))
         if read and value in written and value not in known:
             held.setdefault(layer, []).append(value)
-    sizes = [_device_bytes(cut, values, found) for values in held.values()]
+    sizes = [_device_bytes(cut, values, found.assignment) for values in held.values()]
     overhead = device.calibrated.memory_overhead
     return overhead * (sum(sizes) - max(sizes, default=0.0))

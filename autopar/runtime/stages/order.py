@@ -117,55 +117,103 @@ class Threads:
         return future
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Turn:
+    """A task of a microbatch in the order of its stage.
+
+    Attributes:
+      issue: the task.
+      number: among all tasks of the order.
+      waits_for: the numbers of the tasks of other stages that it reads of.
+      tells: the threads of the stages that wait for it.
+    """
+
+    issue: Issue
+    number: int
+    waits_for: tuple[int, ...]
+    tells: tuple[int, ...]
+
+
+def turns(
+    order: Sequence[Issue],
+    stages: Sequence[int],
+    waits_for: Mapping[TaskKey, Sequence[TaskKey]],
+) -> list[list[Turn]]:
+    """The tasks of each stage, in order.
+
+    Args:
+      order: the tasks of all stages, each after those that it waits for.
+      stages: the stages that run here; a thread for each.
+      waits_for: task -> tasks of these stages that it reads of, of its microbatch.
+    """
+    threads = {stage: k for k, stage in enumerate(stages)}
+    numbers = {issue: k for k, issue in enumerate(order)}
+    needs: dict[int, tuple[int, ...]] = {}
+    readers: dict[int, dict[int, None]] = {}
+    for issue, number in numbers.items():
+        makers = [Issue(key, issue.microbatch) for key in waits_for[issue.key]]
+        needs[number] = tuple(numbers[maker] for maker in makers)
+        if issue.key.stage in threads:
+            for maker in needs[number]:
+                readers.setdefault(maker, {})[threads[issue.key.stage]] = None
+    return [
+        [
+            Turn(issue, number, needs[number], tuple(readers.get(number, ())))
+            for issue, number in numbers.items()
+            if issue.key.stage == stage
+        ]
+        for stage in stages
+    ]
+
+
 def run_in_threads(
     executor: Threads,
-    by_stage: Sequence[Sequence[Issue]],
+    by_stage: Sequence[Sequence[Turn]],
     run: Callable[[Issue], None],
-    waits_for: Mapping[TaskKey, Sequence[TaskKey]],
     join: Callable[[Callable[[], Any]], Any] = lambda work: work(),
 ) -> None:
     """Issues the tasks of each stage in a thread of its own.
 
     A stage keeps its order, and issues a task once the tasks of other stages that it
-    waits for are issued.
+    waits for are issued. Each thread has an inbox of these, so that it wakes for what
+    it reads alone.
 
     Args:
       executor: has a thread for each stage.
-      by_stage: the tasks of each stage, in order.
+      by_stage: the tasks of each stage, in order (`turns`).
       run: issues one task.
-      waits_for: task -> tasks of other stages that it reads of, of its microbatch.
       join: waits for the threads by a function that it is given.
 
     Raises:
       Exception: the first that a task raised; the others are not issued any more.
     """
-    issued: set[tuple[TaskKey, int]] = set()
-    failed = False
-    changed = threading.Condition()
+    inboxes = [queue.SimpleQueue[int | None]() for _ in by_stage]
+    failed = threading.Event()
 
-    def ready(issue: Issue) -> bool:
-        number = issue.microbatch
-        return failed or all((k, number) in issued for k in waits_for[issue.key])
+    def work(own: Sequence[Turn], inbox: queue.SimpleQueue[int | None]) -> None:
+        issued: set[int | None] = set()
+        for turn in own:
+            while not (failed.is_set() or issued.issuperset(turn.waits_for)):
+                issued.add(inbox.get())
+            if failed.is_set():
+                return
+            run(turn.issue)
+            for reader in turn.tells:
+                inboxes[reader].put(turn.number)
 
-    def work(issues: Sequence[Issue]) -> None:
-        nonlocal failed
-        for issue in issues:
-            with changed:
-                changed.wait_for(lambda issue=issue: ready(issue))
-                if failed:
-                    return
-            try:
-                run(issue)
-            except BaseException:
-                with changed:
-                    failed = True
-                    changed.notify_all()
-                raise
-            with changed:
-                issued.add((issue.key, issue.microbatch))
-                changed.notify_all()
+    def guarded(own: Sequence[Turn], inbox: queue.SimpleQueue[int | None]) -> None:
+        try:
+            work(own, inbox)
+        except BaseException:
+            failed.set()
+            for other in inboxes:
+                other.put(None)  # wakes it
+            raise
 
-    futures = [executor.submit(work, issues) for issues in by_stage]
+    futures = [
+        executor.submit(guarded, own, inbox)
+        for own, inbox in zip(by_stage, inboxes, strict=True)
+    ]
     join(lambda: wait(futures))
     for future in futures:
         future.result()

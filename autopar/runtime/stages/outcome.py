@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Generator, Iterable
 from typing import Any
 
 from autopar.errors import StageError
@@ -38,15 +38,12 @@ class Ran:
 
 
 @contextlib.contextmanager
-def told(
-    key: TaskKey, number: int, operators: Callable[[], Iterable[Equation]] = tuple
-) -> Generator[None]:
-    """Says which task an error came from, and which of its operators.
+def told(key: TaskKey, number: int) -> Generator[None]:
+    """Says which task an error came from.
 
     Args:
       key: the task.
       number: the microbatch; -1: of the step.
-      operators: makes the equations of the task.
 
     Raises:
       StageError: something is raised inside.
@@ -54,11 +51,25 @@ def told(
     try:
         yield
     except Exception as error:
-        which = "" if number < 0 else f" of microbatch {number}"
-        raise StageError(
-            f"stage {key.stage}, {key.phase.value}{which} (part {key.number}): "
-            f"{type(error).__name__}: {error}{_lines(error, operators())}"
-        ) from error
+        raise failure(key, number, error) from error
+
+
+def failure(
+    key: TaskKey, number: int, error: Exception, operators: Iterable[Equation] = ()
+) -> StageError:
+    """The error of a task, with the operator that it came from if that is known.
+
+    Args:
+      key: the task.
+      number: the microbatch; -1: of the step.
+      error: what was raised.
+      operators: the equations of the task.
+    """
+    which = "" if number < 0 else f" of microbatch {number}"
+    return StageError(
+        f"stage {key.stage}, {key.phase.value}{which} (part {key.number}): "
+        f"{type(error).__name__}: {error}{_lines(error, operators)}"
+    )
 
 
 def _lines(error: Exception, operators: Iterable[Equation]) -> str:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import operator
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from jax.sharding import AbstractMesh
+
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.codecs import StagedCodecs
-from autopar.runtime.stages.order import Issue, Threads
+from autopar.runtime.stages.order import Issue, Threads, turns
 from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.restoring import Carried
 from autopar.runtime.stages.running_sums import finish_code, zeros_code
+from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.stage import (
-    RESULT,
-    Sent,
     Stage,
     TaskCode,
     layout_code,
@@ -46,13 +48,22 @@ class Call:
 
     Attributes:
       code: the task as code.
-      of_step: for each input, whether it is the step's and not a microbatch's.
       last: the inputs of a microbatch that no later task of the stage reads.
+      inputs: takes what the task reads from the arrays of its stage.
+      totals: takes the running sums that it adds to.
     """
 
     code: TaskCode
-    of_step: tuple[bool, ...]
     last: tuple[int, ...]
+    inputs: Callable[[Mapping[int, Any]], tuple[Any, ...]]
+    totals: Callable[[Mapping[int, Any]], tuple[Any, ...]]
+
+    @property
+    def idle(self) -> bool:
+        """Whether the task makes nothing."""
+        code = self.code
+        made = (code.outputs, code.sent, code.accumulated, code.noise)
+        return not any(made) and code.task.key.phase is not Phase.UPDATE
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -106,14 +117,15 @@ class Pipeline:
         self.codecs = codecs
         self.shown = frozenset(shown)
         self.noise = noise or {}
-        self.processes = tuple(s.mesh.devices.flat[0].process_index for s in stages)
+        firsts = [_first_device(stage) for stage in stages]
+        self.processes = tuple(d.process_index if d else 0 for d in firsts)
         self.recorder: Recorder | None = None
         # Seconds in which the last step issued the tasks of its microbatches.
         self.issuing_s = 0.0
         # CPUs run small programs and callbacks where they are issued: a thread for
         # each stage keeps one from waiting for another.
-        platform = stages[0].mesh.devices.flat[0].platform
-        self.threads = Threads(len(stages), "stage") if platform == "cpu" else None
+        on_cpu = firsts[0] is not None and firsts[0].platform == "cpu"
+        self.threads = Threads(len(stages), "stage") if on_cpu else None
         self.by_stage = [
             [issue for issue in order if issue.key.stage == stage]
             for stage in range(len(stages))
@@ -153,10 +165,14 @@ class Pipeline:
             key: tuple({m for _, m in task.inputs if m and m.stage != key.stage})
             for key, task in cut.tasks.items()
         }
-        self.waits_here = {
-            key: tuple(m for m in makers if self.here(m.stage))
-            for key, makers in self.waits_for.items()
-        }
+        self.turns = turns(
+            order,
+            [stage for stage in range(len(stages)) if self.here(stage)],
+            {
+                key: [m for m in makers if self.here(m.stage)]
+                for key, makers in self.waits_for.items()
+            },
+        )
         self.unsummed = tuple(self._unsummed())
 
     def here(self, stage: int) -> bool:
@@ -179,12 +195,7 @@ class Pipeline:
             noise=self.noise.get(key),
             restores=self.restored.get(key, ()),
         )
-        update = key.phase is Phase.UPDATE
-        batch = self.cut.parts.flow.batch
-        of_step = tuple(
-            update or (maker is None and v not in batch) for v, maker in task.inputs
-        )
-        return Call(code, of_step, self._last(task))
+        return Call(code, self._last(task), _taker(code.inputs), _taker(summed))
 
     def _readers(self, task: Task, stage: int) -> set[int]:
         """What tasks of a stage read of a task, microbatch by microbatch or once."""
@@ -404,3 +415,16 @@ class Pipeline:
             code.clear_cache()
         if self.codecs is not None:
             self.codecs.clear_cache()
+
+
+def _taker(keys: Sequence[int]) -> Callable[[Mapping[int, Any]], tuple[Any, ...]]:
+    """A function from a mapping to its values of some keys, in order."""
+    if len(keys) > 1:
+        return operator.itemgetter(*keys)
+    return lambda arrays: tuple(arrays[k] for k in keys)
+
+
+def _first_device(stage: Stage) -> Any:
+    """The first device of a stage; None of one that is not to run."""
+    abstract = isinstance(stage.mesh, AbstractMesh)
+    return None if abstract else stage.mesh.devices.flat[0]

@@ -8,15 +8,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import msgspec
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compression.fallback import Fallback
 from autopar.errors import PlanError
 from autopar.planner.record import assignment_of
+from autopar.planner.stages.sites import one_stage
 from autopar.planner.stages.staged import schedule_of
-from autopar.plans import NO_SCHEDULE, Plan
+from autopar.plans import Plan
 from autopar.runtime.gradients.staged_sums import StagedSums
 from autopar.runtime.gradients.sums import gradient_sums
 from autopar.runtime.noise.options import NoiseOptions
@@ -254,8 +254,26 @@ def pipelined_step(
     )
 
 
+def audited_pipeline(
+    cut: CutStep, plan: Plan, meshes: Sequence[Mesh | AbstractMesh]
+) -> Pipeline:
+    """The tasks of a plan of several stages, to be looked at and not run.
+
+    Args:
+      cut: the step as the plan's stages.
+      plan: the plan.
+      meshes: of the stages, with devices or without.
+    """
+    stages = _stages(cut, plan, meshes, None)
+    table = make_table(schedule_of(plan), len(stages), cut.found.microbatches)
+    return Pipeline(cut.cut, stages, issue_order(table), _crossed(cut.found))
+
+
 def _stages(
-    cut: CutStep, plan: Plan, meshes: Sequence[Mesh], fallback: Fallback | None
+    cut: CutStep,
+    plan: Plan,
+    meshes: Sequence[Any],
+    fallback: Fallback | None,
 ) -> list[Stage]:
     """The stages on their devices, each with the gradients that it sums by codecs."""
     out: list[Stage] = []
@@ -357,18 +375,6 @@ def _staged_noise(
     assignments = [stage.assignment for stage in stages]
     device = stages[0].mesh.devices.flat[0]
     return staged_noise(cut, assignments, batch_rows(analysis), noise, device)
-
-
-def one_stage(plan: Plan, number: int) -> Plan:
-    """A stage of a plan as a plan of its own.
-
-    Args:
-      plan: the plan.
-      number: of the stage, from 0.
-    """
-    return msgspec.structs.replace(
-        plan, stages=(plan.stages[number],), schedule=NO_SCHEDULE, pipeline=None
-    )
 
 
 def _shown(analysis: Analysis, cut: CutStep) -> set[int]:

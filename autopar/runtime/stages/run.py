@@ -11,9 +11,10 @@ import jax
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
-from autopar.runtime.stages.outcome import Ran, told
+from autopar.runtime.stages.outcome import Ran, failure, told
 from autopar.runtime.stages.pipeline import Call, Pipeline
-from autopar.runtime.stages.stage import RESULT, Sent, TaskCode
+from autopar.runtime.stages.sent import RESULT, Sent
+from autopar.runtime.stages.stage import TaskCode
 from autopar.runtime.stages.transfers import Transfers
 from autopar.runtime.stages.transport import Tag, meeting
 from autopar_passes.program.equations import Equation
@@ -76,6 +77,9 @@ class _Run(Transfers):
             for number, given in enumerate(microbatches):
                 places = [arrays[number] for arrays in self.micro]
                 self.copy(("input", k, number), copy, places, given)
+        for own, numbers in zip(self.step, self.micro, strict=True):
+            for arrays in numbers:
+                arrays.update(own)  # a task finds all that it reads in one place
         self.sums = {
             s: dict(zip(pipeline.sums[s], code(), strict=True))
             for s, code in pipeline.zeros.items()
@@ -93,15 +97,11 @@ class _Run(Transfers):
                 if pipeline.here(issue.key.stage):
                     self.issue(issue)
             return
-        own = [k for k in range(len(pipeline.stages)) if pipeline.here(k)]
-        by_stage = [pipeline.by_stage[k] for k in own]
-        links, waits = pipeline.links, pipeline.waits_here
+        links, by_stage = pipeline.links, pipeline.turns
         if links is None:
-            run_in_threads(pipeline.threads, by_stage, self.issue, waits)
+            run_in_threads(pipeline.threads, by_stage, self.issue)
         else:
-            run_in_threads(
-                pipeline.threads, by_stage, self.issue, waits, join=links.waited
-            )
+            run_in_threads(pipeline.threads, by_stage, self.issue, join=links.waited)
 
     def end(self) -> None:
         """Puts the microbatches together, and issues the updates."""
@@ -137,29 +137,37 @@ class _Run(Transfers):
 
     def task(self, call: Call, number: int) -> None:
         """Issues a task of a microbatch, and sends what others wait for."""
-        code, stage = call.code, call.code.task.key.stage
-        step, micro = self.step[stage], self.micro[stage][number]
-        arguments = [
-            step[v] if whole else micro[v]
-            for v, whole in zip(code.inputs, call.of_step, strict=True)
-        ]
-        if code.accumulated:
-            sums = self.sums[stage]
-            arguments.extend(sums[v] for v in code.accumulated)
-        begin, issued = time.perf_counter(), self.now()
-        with told(code.task.key, number, lambda: self.operators(code)):
-            made = code.function(*arguments)
+        code, key = call.code, call.code.task.key
+        micro, begin = self.micro[key.stage][number], time.perf_counter()
+        issued, made = self.now(), self.called(call, number)
         if (wait_s := self.pipeline.wait_s) is not None:
             jax.block_until_ready(made)
-            rest = begin + wait_s(code.task.key) - time.perf_counter()
+            rest = begin + wait_s(key) - time.perf_counter()
             time.sleep(max(0.0, rest))
         self.record(code, number, issued, made)
         made = self.measured(code, made)
         rest = self.hand_out(code, made, micro, number)
         if code.accumulated:
-            self.sums[stage].update(zip(code.accumulated, made[rest:], strict=True))
+            self.sums[key.stage].update(zip(code.accumulated, made[rest:], strict=True))
         for value in call.last:
             micro.pop(value, None)
+
+    def called(self, call: Call, number: int) -> Sequence[Any]:
+        """What a task makes of a microbatch.
+
+        Raises:
+          StageError: it failed.
+        """
+        code, key = call.code, call.code.task.key
+        if call.idle:
+            return ()
+        arguments = call.inputs(self.micro[key.stage][number])
+        if code.accumulated:
+            arguments += call.totals(self.sums[key.stage])
+        try:
+            return code.function(*arguments)
+        except Exception as error:
+            raise failure(key, number, error, self.operators(code)) from error
 
     def operators(self, code: TaskCode) -> tuple[Equation, ...]:
         """The equations of a task."""
@@ -219,8 +227,10 @@ class _Run(Transfers):
                 self.send(tag, key.stage, sent, None, self.place(sent, -1))
             return
         step, issued = self.step[key.stage], self.now()
-        with told(key, -1, lambda: self.operators(code)):
-            made = code.function(*(step[v] for v in code.inputs), *self.finite(code))
+        try:
+            made = code.function(*call.inputs(step), *self.finite(code))
+        except Exception as error:
+            raise failure(key, -1, error, self.operators(code)) from error
         self.record(code, -1, issued, made)
         made = self.measured(code, made)
         for value in code.donated:

@@ -12,7 +12,8 @@ import jax.numpy as jnp
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
-from autopar.runtime.stages.stage import Sent, Stage, sum_dtype, wide
+from autopar.runtime.stages.sent import Sent
+from autopar.runtime.stages.stage import Stage, sum_dtype, wide
 from autopar_passes.replay.segments import Now
 from autopar_passes.sums.stacked import Stacked, stack
 
@@ -114,12 +115,17 @@ def finish_code(
         *(stage.settled.sharding(v) for v in held),
         *(where for send in sent for where in send.source),
     ]
+    totals = [wide(struct).sharding for struct in ending.structs.values()]
     if stage.sums is None:
         return jax.jit(
-            ending.plain, out_shardings=leave, donate_argnums=tuple(ending.taken)
+            ending.plain,
+            in_shardings=tuple(totals),
+            out_shardings=leave,
+            donate_argnums=tuple(ending.taken),
         )
     return jax.jit(
         ending.coded,
+        in_shardings=(None, stage.sums.shardings()["gradients"], *totals),
         out_shardings=(leave, stage.sums.shardings()["gradients"], None, None),
         donate_argnums=tuple(k + 2 for k in ending.taken),
         compiler_options=_with_barriers(stage),

@@ -14,10 +14,12 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.layouts.assignment import Assignment
+from autopar.layouts.floating import kept_layout
 from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.sums import GradientSums
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.restoring import Carried, TaskRestorer
+from autopar.runtime.stages.sent import Sent
 from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.replay.segments import Later, Now, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
@@ -74,7 +76,7 @@ class Stage:
     def _layout(self, value: int) -> Layout:
         partial = self.assignment.stacked(value)
         if partial is None:
-            return self.assignment.home_layout(value)
+            return kept_layout(self.assignment, value)
         axes, layout = partial
         return (axes, *layout)
 
@@ -85,8 +87,8 @@ class Stage:
         leading axes. Devices then hold the same parts on both sides, and copy them
         without the host; each stage reshards on its own devices.
         """
-        mine = self.assignment.home_layout(value)
-        theirs = other.assignment.home_layout(value)
+        mine = kept_layout(self.assignment, value)
+        theirs = kept_layout(other.assignment, value)
         layout = tuple(
             self._leading(own, other._parts(another))
             for own, another in zip(mine, theirs, strict=True)
@@ -117,43 +119,6 @@ class Stage:
             sizes = (self.assignment.sizes[a] for a in partial[0])
             shape = (functools.reduce(operator.mul, sizes, 1), *shape)
         return jax.ShapeDtypeStruct(shape, known.dtype, sharding=self.sharding(value))
-
-
-# In place of a stage: values that leave the step.
-RESULT = -1
-
-
-@dataclasses.dataclass(frozen=True)
-class Sent:
-    """Values that go to another stage, and where they lie on both.
-
-    Attributes:
-      stage: the other stage, or `RESULT`.
-      values: what goes there.
-      source: where each value lies before.
-      target: where it lies there.
-    """
-
-    stage: int
-    values: tuple[int, ...]
-    source: tuple[NamedSharding, ...]
-    target: tuple[NamedSharding, ...]
-
-    @functools.cached_property
-    def moves(self) -> tuple[int, ...]:
-        """The positions of the values that lie elsewhere afterwards."""
-        pairs = enumerate(zip(self.source, self.target, strict=True))
-        return tuple(k for k, (source, target) in pairs if source != target)
-
-    def landed(self, arrays: Sequence[Any]) -> list[Any]:
-        """The values, which lie as they are sent, on the other stage."""
-        out = list(arrays)
-        given = [out[k] for k in self.moves]
-        if given:
-            moved = jax.device_put(given, [self.target[k] for k in self.moves])
-            for k, array in zip(self.moves, moved, strict=True):
-                out[k] = array
-        return out
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from autopar.runtime import placement
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.pipeline import Copy, Pipeline
-from autopar.runtime.stages.stage import RESULT, Sent
+from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.transport import Route, Tag, on_device
 from autopar_passes.stages.cut import TaskKey
 

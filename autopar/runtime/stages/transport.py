@@ -20,7 +20,7 @@ from autopar.runtime import ending
 from autopar.runtime.exchange import exchanged, told
 from autopar.runtime.stages.watch import SILENCE_S, LostError, Watch, waited
 from autopar.runtime.world import World
-from autopar_passes import jax_compat
+from autopar_passes import jax_compat, jax_processes
 
 Tag = tuple[Any, ...]
 T = TypeVar("T")
@@ -106,7 +106,7 @@ class Links:
     """
 
     def __init__(
-        self, world: World, serve: Callable[[], Any] = jax_compat.transfer_server
+        self, world: World, serve: Callable[[], Any] = jax_processes.transfer_server
     ) -> None:
         """Starts this process's server; all processes do so together.
 

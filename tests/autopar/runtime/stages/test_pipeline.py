@@ -187,6 +187,23 @@ def test_a_stage_that_fails_names_itself_and_changes_nothing():
     assert math.isfinite(float(loss))
 
 
+def test_a_task_without_results_is_not_run():
+    step, state = staged(schedule="zero-bubble", donate=False)
+    step(state, batch())
+    pipeline = step.prepare(state, batch()).pipeline
+    (key,) = [key for key, call in pipeline.calls.items() if call.idle]
+    assert (key.stage, key.phase) == (0, Phase.BACKWARD_INPUT)
+
+    def refuse(*_):
+        raise AssertionError("it was run")
+
+    call = pipeline.calls[key]
+    code = dataclasses.replace(call.code, function=refuse)
+    pipeline.calls[key] = dataclasses.replace(call, code=code)
+    _, loss = step(state, batch())
+    assert math.isfinite(float(loss))
+
+
 def test_a_number_that_is_not_one_names_its_operator():
     def logarithm(params, batch):
         x = batch["x"]

@@ -1,0 +1,171 @@
+"""Why a plan of several stages takes its time: each stage's step, and what is sent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import msgspec
+
+from autopar.cluster import Cluster
+from autopar.cost.traffic import joined, traffic
+from autopar.planner.record import assignment_of
+from autopar.planner.stages.entry import cut_as
+from autopar.planner.stages.sites import one_stage, stage_pricers
+from autopar.planner.stages.stage_costs import link_bytes
+from autopar.plans import Plan
+from autopar.reports.attribution import Part, attributed, step_of
+from autopar.reports.explain import BoundPlan
+from autopar.reports.schedule import played
+from autopar.reports.table import bytes_text, columns, seconds_text
+from autopar.steps.analysis import Analysis
+from autopar.steps.stages import CutStep
+
+WAITS = "waits for other stages"
+_HEADING = (
+    "from", "to", "activations", "cotangents", "of each microbatch", "in the step",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True)
+class BoundStages:
+    """A plan of several stages with the step that it is for.
+
+    Attributes:
+      plan: the plan.
+      cut: the step as its stages.
+      stages: each stage as a plan of its own; its predicted step is what the stage
+        computes and communicates of all microbatches, without what it waits for.
+    """
+
+    plan: Plan
+    cut: CutStep
+    stages: tuple[BoundPlan, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Link:
+    """What goes between a part of a pipeline and the next one.
+
+    Attributes:
+      source: the stage of the part.
+      target: the stage of the next part.
+      activation_bytes: that one device sends of a microbatch.
+      cotangent_bytes: that one device of ``target`` sends back.
+      activation_s: seconds of one microbatch's activations, with latency.
+      cotangent_s: seconds of one microbatch's cotangents, with latency.
+      microbatches: how often each goes in a step.
+    """
+
+    source: int
+    target: int
+    activation_bytes: float
+    cotangent_bytes: float
+    activation_s: float
+    cotangent_s: float
+    microbatches: int
+
+    @property
+    def step_s(self) -> float:
+        """Seconds that the link is used in a step."""
+        return self.microbatches * (self.activation_s + self.cotangent_s)
+
+
+def bind_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundStages:
+    """Puts a plan of several stages and its step together.
+
+    Args:
+      analysis: the step on the whole batch.
+      plan: the plan.
+      cluster: all devices.
+
+    Raises:
+      PlanError: the plan is for another step or cluster.
+    """
+    cut = cut_as(analysis, plan)
+    busy = busy_s(plan)
+    stages: list[BoundPlan] = []
+    for number, pricer in enumerate(stage_pricers(plan, cluster)):
+        own = _alone(plan, number, busy[number])
+        assignment = assignment_of(cut.stages[number], own)
+        collectives = tuple(joined(pricer, traffic(assignment)))
+        bound = BoundPlan(assignment.analysis, own, assignment, pricer, collectives)
+        stages.append(bound)
+    return BoundStages(plan, cut, tuple(stages))
+
+
+def _alone(plan: Plan, number: int, seconds: float) -> Plan:
+    """A stage as a plan, with what is predicted of it alone."""
+    own = one_stage(plan, number)
+    assert plan.pipeline is not None
+    held = plan.pipeline.memory_bytes[number]
+    predicted = msgspec.structs.replace(
+        own.predicted, step_s=seconds, peak_memory_bytes=held
+    )
+    return msgspec.structs.replace(own, predicted=predicted)
+
+
+def busy_s(plan: Plan) -> list[float]:
+    """By stage, the seconds of a step in which it runs tasks."""
+    table, seconds, _ = played(plan)
+    tasks_s = seconds.task_s.sum(axis=1) * plan.microbatches
+    return [
+        float(tasks_s[stage :: table.stages].sum() + seconds.step_s[stage])
+        for stage in range(table.stages)
+    ]
+
+
+def staged_parts(bound: BoundStages, by: str) -> list[list[Part]]:
+    """By stage, the parts of the step; they add up to the predicted step.
+
+    Args:
+      bound: the plan.
+      by: ``operator`` or ``layer``.
+    """
+    out: list[list[Part]] = []
+    for stage in bound.stages:
+        parts = attributed(stage, by)
+        waits_s = bound.plan.predicted.step_s - step_of(parts)
+        out.append([*parts, Part(WAITS, (), "", waits_s)])
+    return out
+
+
+def links(bound: BoundStages) -> list[Link]:
+    """What goes between parts on different stages, in order."""
+    data, stages = bound.plan.pipeline, bound.cut.cut.stage_of
+    assert data is not None
+    layouts = [stage.assignment for stage in bound.stages]
+    out: list[Link] = []
+    for part in range(len(data.parts) - 1):
+        if stages[part] == stages[part + 1]:
+            continue
+        ahead, back = link_bytes(bound.cut, layouts, part)
+        once = data.latency_s[part]
+        out.append(
+            Link(
+                stages[part],
+                stages[part + 1],
+                ahead,
+                back,
+                data.forward_link_s[part] + once,
+                data.backward_link_s[part] + once,
+                bound.plan.microbatches,
+            )
+        )
+    return out
+
+
+def link_lines(found: Sequence[Link]) -> list[str]:
+    """What goes between stages as a table."""
+    rows = [
+        (
+            f"stage {link.source}",
+            f"stage {link.target}",
+            bytes_text(link.activation_bytes),
+            bytes_text(link.cotangent_bytes),
+            seconds_text(link.activation_s + link.cotangent_s),
+            seconds_text(link.step_s),
+        )
+        for link in found
+    ]
+    return columns([_HEADING, *rows], right=(2, 3, 4, 5))

@@ -1,0 +1,202 @@
+"""Plans of several stages are explained and audited stage by stage."""
+
+import math
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from stage_cases import LOSSES, adam, batch, copied, weights
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.errors import PlanError
+from autopar.layouts.floating import kept_layout
+from autopar.reports.attribution import WAYS, step_of
+from autopar.reports.schedule import played
+from autopar.reports.staged import WAITS, bind_stages, busy_s, links, staged_parts
+from autopar.reports.staged_audit import ACTIVATIONS, BATCH, COTANGENTS, ONCE
+from autopar.runtime.stages.sent import Sent
+from autopar.steps.analysis import analyse
+
+PINS = {"batch/*": P("data")}
+SCHEDULES = ["gpipe", "1f1b", "interleaved", "zero-bubble"]
+
+
+def planned(name="mean", **options):
+    """A step, its arguments and a plan of two stages of two devices."""
+    step, state, example = adam(LOSSES[name])
+    asked = {"stages": 2, "microbatches": 4, "cluster": "4:cpu", **options}
+    asked = {"pins": PINS, "axis_names": ("data",), **asked}
+    return step, (state, example), autopar.plan(step, state, example, **asked)
+
+
+def sgd(loss):
+    def step(params, batch):
+        value, grads = jax.value_and_grad(loss)(params, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grads), value
+
+    return step
+
+
+def bound(name="mean", **options):
+    step, args, plan = planned(name, **options)
+    return bind_stages(analyse(step, args), plan, plan.cluster.read())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("by", WAYS)
+def test_parts_and_waits_add_up_to_the_step(schedule, by):
+    found = bound(schedule=schedule)
+    bubble = played(found.plan)[2].bubble
+    step_s = found.plan.predicted.step_s
+    for number, parts in enumerate(staged_parts(found, by)):
+        assert step_of(parts) == pytest.approx(step_s)
+        (waits,) = [part for part in parts if part.what == WAITS]
+        assert waits.seconds == pytest.approx(bubble[number] * step_s, rel=1e-6)
+
+
+def test_codecs_are_part_of_what_a_stage_is_busy_with():
+    step, rows = sgd(LOSSES["mean"]), np.ones((64, 64), np.float32)
+    args = weights(width=64), {"x": rows, "y": rows}
+    plan = autopar.plan(
+        step, *args, cluster="4:cpu", stages=2, microbatches=2,
+        pins={"*/x": P("data"), "received/*": P("data")}, compression="int8",
+        axis_names=("data",),
+    )  # fmt: skip
+    found = bind_stages(analyse(step, args), plan, Cluster.parse("4:cpu"))
+    assert any("codecs" in [p.what for p in ps] for ps in staged_parts(found, "layer"))
+    busy = busy_s(found.plan)
+    for seconds, parts in zip(busy, staged_parts(found, "layer"), strict=True):
+        own = [part for part in parts if part.what != WAITS]
+        assert step_of(own) == pytest.approx(seconds)
+
+
+def test_links_are_those_of_the_schedule():
+    found = bound(schedule="interleaved")
+    stages = [(link.source, link.target) for link in links(found)]
+    assert stages == [(0, 1), (1, 0), (0, 1)]
+    for link in links(found):
+        # A quarter of the rows, on two devices.
+        assert link.activation_bytes == batch()["x"].nbytes / 4 / 2
+        assert link.cotangent_bytes == link.activation_bytes
+
+
+def sent_by_the_runtime(step, args, plan, monkeypatch):
+    """Bytes that land on one device of another stage in a step, by way."""
+    run = autopar.parallelize(step, plan=plan, donate=False)
+    run(*args)
+    owner = {
+        device: number
+        for number, stage in enumerate(plan.stages)
+        for device in (jax.devices()[d] for d in stage.devices)
+    }
+    landed, found = Sent.landed, dict[tuple[int, int], float]()
+
+    def counted(self, arrays):
+        out = landed(self, arrays)
+        for before, after in zip(arrays, out, strict=True):
+            ways = [owner[next(iter(x.devices()))] for x in (before, after)]
+            if ways[0] != ways[1]:
+                nbytes = after.addressable_shards[0].data.nbytes
+                found[tuple(ways)] = found.get(tuple(ways), 0.0) + nbytes
+        return out
+
+    monkeypatch.setattr(Sent, "landed", counted)
+    jax.block_until_ready(run(*args))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "schedule"),
+    [("mean", "1f1b"), ("masked", "zero-bubble"), ("tied", "gpipe"),
+     ("mean", "interleaved")],
+)  # fmt: skip
+def test_an_audit_counts_what_stages_send_each_other(monkeypatch, name, schedule):
+    step, args, plan = planned(name, schedule=schedule)
+    audit = autopar.audit(step, *args, plan=plan)
+    expected = sent_by_the_runtime(step, (copied(args[0]), args[1]), plan, monkeypatch)
+    told: dict[tuple[int, int], float] = {}
+    for t in audit.transfers:
+        way = (t.source, t.target)
+        told[way] = told.get(way, 0.0) + t.sent_bytes
+    assert told == expected
+
+
+def test_an_audit_finds_what_the_plan_predicts_of_each_stage():
+    step, args, plan = normed()
+    audit = autopar.audit(step, *args, plan=plan, compiled=True)
+    assert audit.agrees
+    for stage in audit.stages:
+        assert sum(stage.predicted.values()) > 0
+        assert stage.predicted["all_reduce"] == pytest.approx(
+            stage.shardy["all_reduce"]
+        )
+        assert stage.compiled is not None
+    kinds = {t.what for t in audit.transfers}
+    assert {ACTIVATIONS, COTANGENTS} <= kinds <= {
+        ACTIVATIONS, COTANGENTS, ONCE, BATCH,
+    }  # fmt: skip
+    text = str(audit)
+    assert "stages send each other what the plan predicts" in text
+    assert text.count("shardy communicates what the plan predicts") == 2
+    assert len(audit.to_json()["stage_audits"]) == 2
+
+
+def test_an_audit_with_a_target_is_refused():
+    step, args, plan = planned()
+    with pytest.raises(PlanError, match="Leave target out"):
+        autopar.audit(step, *args, plan=plan, target="h100")
+
+
+def normed_loss(params, batch):
+    """Layers behind a normalisation, whose scale is as large as no operand."""
+    x = batch["x"]
+    for p in params:
+        scale = jax.lax.rsqrt(jax.numpy.mean(x**2, -1, keepdims=True) + 1e-6) * p["b"]
+        x = x + jax.numpy.tanh((x * scale) @ p["w"])
+    return jax.numpy.mean((x - batch["y"]) ** 2)
+
+
+def normed():
+    """A plan whose forward passes keep values that have no home."""
+
+    step, args = sgd(normed_loss), (weights(), batch(rows=256))
+    plan = autopar.plan(
+        step, *args, cluster="4:cpu", stages=2, microbatches=2,
+        pins=PINS, axis_names=("data",),
+    )  # fmt: skip
+    return step, args, plan
+
+
+def test_values_without_a_home_are_kept_as_they_are_made():
+    step, args, plan = normed()
+    found = bind_stages(analyse(step, args), plan, Cluster.parse("4:cpu"))
+    kept = [
+        (stage.assignment, value)
+        for key, task in found.cut.cut.tasks.items()
+        for stage in [found.stages[key.stage]]
+        for value in task.outputs
+        if value in stage.assignment.contraction.floating
+    ]
+    layouts = [kept_layout(assignment, value) for assignment, value in kept]
+    assert any(layout[0] == (0,) for layout in layouts)
+    assert autopar.audit(step, *args, plan=plan).agrees
+    state, example = args
+    _, loss = autopar.parallelize(step, plan=plan, donate=False)(state, example)
+    _, expected = jax.jit(step)(state, example)
+    assert math.isclose(loss, expected, rel_tol=1e-5)
+
+
+def test_kept_layouts_split_what_they_can():
+    step, args, plan = normed()
+    found = bind_stages(analyse(step, args), plan, Cluster.parse("4:cpu"))
+    mesh = Mesh(np.array(jax.devices()[:2]), ("data",), axis_types=(AxisType.Auto,))
+    for stage in found.stages:
+        graph = stage.analysis.graph
+        for value in stage.assignment.contraction.floating:
+            layout = kept_layout(stage.assignment, value)
+            spec = P(*("data" if axes else None for axes in layout))
+            shape = tuple(graph.values[value].shape)
+            NamedSharding(mesh, spec).shard_shape(shape)  # raises where it cannot
