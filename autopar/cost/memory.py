@@ -25,8 +25,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import Layout, shards
+from autopar.layouts.assignment import Assignment, Way
+from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
 from autopar_passes.graph.operators import GraphInput, Operator
 from autopar_passes.graph.roles import Role
@@ -90,19 +90,18 @@ def buffers(
     ends: dict[int, int] = {}
     forms: dict[tuple[object, ...], list[float]] = {}
     out: list[Buffer] = []
+    read_by, ways = assignment.analysis.readings.of, assignment.ways
     for op in among:
-        if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
-            continue
         until = max(life.reads[op.index], op.until)
         start = life.time[op.index]
-        for slot, value in enumerate(op.inputs):
-            if value is not None:
-                layout = assignment.layout(op, op.rule.operands[slot])
-                _read(assignment, life, op, value, layout, until, ends, forms)
-                if op.kind in _COPIES_OPERANDS:
-                    split = shards(layout, assignment.sizes)
-                    nbytes = graph.values[value].nbytes / split
-                    out.append(Buffer(value, nbytes, start, start))
+        for reading in read_by[op.index]:
+            for source, way in zip(reading.sources, ways[reading.group], strict=True):
+                _read(assignment, source, way, (start, until), ends, forms)
+            if op.kind in _COPIES_OPERANDS:
+                layout = assignment.layout(op, op.rule.operands[reading.slot])
+                split = shards(layout, assignment.sizes)
+                nbytes = graph.values[reading.value].nbytes / split
+                out.append(Buffer(reading.value, nbytes, start, start))
     for key, (nbytes, start, end) in forms.items():
         value = int(str(key[0]))
         out.append(Buffer(value, nbytes, int(start), int(end), "gathered copies"))
@@ -114,31 +113,26 @@ def buffers(
 
 def _read(
     assignment: Assignment,
-    life: Lifetimes,
-    op: Operator,
-    value: int,
-    layout: Layout,
-    until: int,
+    source: int,
+    way: Way,
+    span: tuple[int, int],
     ends: dict[int, int],
     forms: dict[tuple[object, ...], list[float]],
 ) -> None:
-    """Notes that an operator needs a value in a layout until some time."""
-    start = life.time[op.index]
-    for source, wanted in assignment.required(value, layout):
-        steps, fresh = assignment.fetch_steps(
-            source, wanted, assignment.is_backward(op)
-        )
-        ends[source] = max(ends.get(source, 0), start if steps else until)
-        if not steps:
-            continue
-        nbytes = assignment.graph.values[source].nbytes
-        split = shards(steps[-1].layout, assignment.sizes)
-        key = (source, fresh, *(s.layout for s in steps))
-        known = forms.get(key)
-        if known is None:
-            forms[key] = [nbytes / split, start, until]
-        else:
-            known[1], known[2] = min(known[1], start), max(known[2], until)
+    """Notes that an operator needs a value from a time on until another."""
+    steps, fresh = way
+    start, until = span
+    ends[source] = max(ends.get(source, 0), start if steps else until)
+    if not steps:
+        return
+    nbytes = assignment.graph.values[source].nbytes
+    split = shards(steps[-1].layout, assignment.sizes)
+    key = (source, fresh, *(s.layout for s in steps))
+    known = forms.get(key)
+    if known is None:
+        forms[key] = [nbytes / split, start, until]
+    else:
+        known[1], known[2] = min(known[1], start), max(known[2], until)
 
 
 def _homes(

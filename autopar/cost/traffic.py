@@ -7,8 +7,8 @@ from collections.abc import Collection, Sequence
 
 from autopar.cost.combining import GATHERS, SUMS, Group, Place
 from autopar.cost.pricer import Pricer
-from autopar.layouts.assignment import Assignment
-from autopar.layouts.layout import Layout, ReshardStep
+from autopar.layouts.assignment import Assignment, Way
+from autopar.layouts.layout import ReshardStep
 from autopar.steps.sums import times_due
 from autopar_passes.graph.operators import Operator
 from autopar_passes.rules.factor_rule import INNER
@@ -89,19 +89,25 @@ def traffic(
     forms = _Forms([], {}, set())
     among = operators_of(assignment, only)
     made = None if only is None else {v for op in among for v in op.outputs}
+    read_by, ways = assignment.analysis.readings.of, assignment.ways
+    partial = bool(assignment.stackings)
     for op in among:
-        if op.kind != "return" and op.class_index in assignment.contraction.node_of:
-            for slot, value in enumerate(op.inputs):
-                if value is not None and not stays_partial(assignment, op, value):
-                    layout = assignment.layout(op, op.rule.operands[slot])
-                    _read(assignment, forms, op, value, layout, op.input_trips[slot])
+        for reading in read_by[op.index]:
+            if partial and stays_partial(assignment, op, reading.value):
+                continue
+            trips = op.input_trips[reading.slot]
+            for source, way in zip(reading.sources, ways[reading.group], strict=True):
+                _read(assignment, forms, op, source, way, trips)
     last = assignment.graph.operators[-1]
     for position, value in enumerate(assignment.graph.outputs):
         if value is None or (made is not None and value not in made):
             continue
         layout = assignment.output(position)
         if layout is not None:
-            _read(assignment, forms, last, value, layout, 1.0)
+            backward = assignment.is_backward(last)
+            for source, wanted in assignment.required(value, layout):
+                way = assignment.fetch_steps(source, wanted, backward)
+                _read(assignment, forms, last, source, way, 1.0)
     due = _due(assignment, forms)
     if only is not None:
         counted = frozenset(only)
@@ -145,31 +151,29 @@ def _read(
     assignment: Assignment,
     forms: _Forms,
     op: Operator,
-    value: int,
-    layout: Layout,
+    source: int,
+    way: Way,
     trips: float,
 ) -> None:
     """Adds the collectives that bring a value to one reader, each form made once."""
-    backward = assignment.is_backward(op)
-    for source, wanted in assignment.required(value, layout):
-        steps, fresh = assignment.fetch_steps(source, wanted, backward)
-        nbytes = assignment.graph.values[source].nbytes
-        form: Form = (source, fresh)
-        if fresh:
-            forms.read.add((source, False))
-        for step in steps:
-            before, form = form, (*form, step.layout)
-            made = forms.children.setdefault(before, {})
-            if form in made:
-                continue
-            made[form] = step
-            if step.kind != "slice":
-                place = _gather_place(assignment, source, op, step)
-                collective = Collective(
-                    step, nbytes, trips, source, op.index, place, op.index
-                )
-                forms.collectives.append(collective)
-        forms.read.add(form)
+    steps, fresh = way
+    form: Form = (source, fresh)
+    if fresh:
+        forms.read.add((source, False))
+    for step in steps:
+        before, form = form, (*form, step.layout)
+        made = forms.children.setdefault(before, {})
+        if form in made:
+            continue
+        made[form] = step
+        if step.kind != "slice":
+            nbytes = assignment.graph.values[source].nbytes
+            place = _gather_place(assignment, source, op, step)
+            collective = Collective(
+                step, nbytes, trips, source, op.index, place, op.index
+            )
+            forms.collectives.append(collective)
+    forms.read.add(form)
 
 
 def _gather_place(

@@ -19,6 +19,9 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.replay.layout_plan import Route
 from autopar_passes.rules.factor_rule import Dims
 
+# The steps to a reader's layout, and whether they make a backward copy anew.
+Way = tuple[tuple[ReshardStep, ...], bool]
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class CopyChoice:
@@ -226,9 +229,29 @@ class Assignment:
         """The values with a home that make ``value``, and the layouts they need."""
         return required(self.graph, self.contraction, value, layout)
 
-    def fetch_steps(
-        self, value: int, layout: Layout, backward: bool
-    ) -> tuple[tuple[ReshardStep, ...], bool]:
+    @property
+    def ways(self) -> tuple[tuple[Way, ...], ...]:
+        """How each group of readings is brought: of each of its parts, `fetch_steps`.
+
+        The groups are those of `autopar.steps.readings.Readings`.
+        """
+        return self._memo(("ways",), self._ways)
+
+    def _ways(self) -> tuple[tuple[Way, ...], ...]:
+        out: list[tuple[Way, ...]] = []
+        for group in self.analysis.readings.groups:
+            op = group.operator
+            layout = self.layout(op, op.rule.operands[group.slot])
+            backward = self.is_backward(op)
+            out.append(
+                tuple(
+                    self.fetch_steps(source, _layout_of_part(layout, dims), backward)
+                    for source, dims in group.parts
+                )
+            )
+        return tuple(out)
+
+    def fetch_steps(self, value: int, layout: Layout, backward: bool) -> Way:
         """The steps from a value's home, by its copy, to a reader's layout.
 
         Also says whether they make a backward copy anew.
@@ -246,6 +269,11 @@ class Assignment:
         )
         anew = backward and not choice.reuse and (key, False) in self.copies
         return steps, anew and any(s.kind != "slice" for s in steps)
+
+
+def _layout_of_part(layout: Layout, dims: Dims) -> Layout:
+    """The layout of a part of an operand (`autopar.steps.readings.ReadingGroup`)."""
+    return tuple(layout[d[0]] if d else () for d in dims)
 
 
 def assign(

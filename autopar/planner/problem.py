@@ -141,6 +141,7 @@ def formulate(
     memory_limit: float | None = None,
     prices: Prices | None = None,
     discounts: Discounts | None = None,
+    small: frozenset[int] | None = None,
 ) -> Formulation:
     """Prices every strategy and every resharding of a program on one mesh.
 
@@ -152,11 +153,15 @@ def formulate(
         without, it is smaller, and enough where memory is plenty.
       prices: with them gradients may be sent by codecs.
       discounts: on what may be hidden.
+      small: nodes of state that are kept whole where they may; None: `small_state`.
 
     Raises:
       PlanError: no plan does without the messages that ``pricer`` rules out.
     """
-    spaces, costs = _node_costs(analysis, pricer, restriction, discounts)
+    if small is None:
+        memory_bytes = float(pricer.cluster.memory_bytes)
+        small = small_state(analysis.graph, analysis.contraction, memory_bytes)
+    spaces, costs = _node_costs(analysis, pricer, restriction, discounts, small)
     edges: list[tuple[int, int]] = []
     matrices: list[np.ndarray] = []
     for edge, matrix in _result_edges(analysis, spaces, pricer, prices, discounts):
@@ -196,11 +201,11 @@ def _node_costs(
     pricer: Pricer,
     restriction: Restriction | None,
     discounts: Discounts | None,
+    small: frozenset[int],
 ) -> tuple[list[Space], list[np.ndarray]]:
     spaces: list[Space] = []
     costs: list[np.ndarray] = []
     graph, contraction = analysis.graph, analysis.contraction
-    small = small_state(graph, contraction, float(pricer.cluster.memory_bytes))
     for node in contraction.nodes:
         space = strategy_space(graph, contraction, node, pricer.sizes)
         kept = allowed_strategies(

@@ -13,6 +13,7 @@ from autopar.cost.combining import SUMS, Group
 from autopar.cost.overlap import discounts
 from autopar.cost.pricer import Pricer
 from autopar.errors import PlanError
+from autopar.garbage import collector_paused
 from autopar.planner.candidate import WORTHWHILE, Candidate, candidate_of, choices_of
 from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_of
 from autopar.planner.infeasible import infeasible
@@ -33,6 +34,7 @@ _ROUNDS = 5
 _PROBLEM_SHARE, _EXPERT_SHARE = 0.45, 0.15
 
 
+@collector_paused()
 def solve_mesh(
     analysis: Analysis,
     pricer: Pricer,

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from autopar.garbage import collector_paused
 from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps import spares
@@ -19,6 +20,7 @@ from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes, lifetimes
 from autopar.steps.nodes import Contraction, contract
 from autopar.steps.positions import Positions, positions
+from autopar.steps.readings import Readings, readings
 from autopar.steps.spares import Spares
 from autopar.steps.sums import CodedSums, Sums, coded_sums, sums_due
 from autopar.steps.uses import Source, ValueClass, collect
@@ -231,6 +233,11 @@ class Analysis:
         }
 
     @functools.cached_property
+    def readings(self) -> Readings:
+        """What operators read, grouped by how it is brought to them."""
+        return readings(self.graph, self.contraction)
+
+    @functools.cached_property
     def independent(self) -> Independent:
         """The operators whose collectives need no other's result."""
         return independent(self.graph, self.deferrals)
@@ -290,6 +297,7 @@ def analyse(
     return analyse_call(step, opened(step, args, kwargs, static))
 
 
+@collector_paused()
 def analyse_call(step: Callable[..., Any], call: Call) -> Analysis:
     """`analyse`, for a call whose arrays are already taken out."""
     start = time.perf_counter()

@@ -57,9 +57,13 @@ def build_graph(
     signatures = [signature(e, program.values) for e in equations]
     found = rule_book(program, equations, signatures)
     emitted = emit_operators(program, found.rules, found.kernels)
-    operators = _with_roles(emitted.operators, emitted.stacks)
-    inputs = _inputs(program, operators, input_paths, carried)
-    operators = _with_classes(program, operators, inputs, share=share_repeated)
+    roles = operator_roles(emitted.stacks, read_operators(emitted.operators))
+    inputs = _inputs(program, emitted.operators, roles, input_paths, carried)
+    classes = _classes(program, emitted.operators, roles, inputs, share=share_repeated)
+    operators = [
+        dataclasses.replace(op, role=role, class_index=class_index)
+        for op, role, class_index in zip(emitted.operators, roles, classes, strict=True)
+    ]
     outputs = tuple(a if isinstance(a, int) else None for a in program.body.outputs)
     graph = OperatorGraph(
         program.values,
@@ -74,17 +78,10 @@ def build_graph(
     return graph
 
 
-def _with_roles(operators: Sequence[Operator], stacks: Sequence[str]) -> list[Operator]:
-    roles = operator_roles(stacks, read_operators(operators))
-    return [
-        dataclasses.replace(op, role=role)
-        for op, role in zip(operators, roles, strict=True)
-    ]
-
-
 def _inputs(
     program: Program,
     operators: Sequence[Operator],
+    role_of: Sequence[Role],
     paths: Sequence[str],
     carried: dict[int, int],
 ) -> tuple[GraphInput, ...]:
@@ -95,7 +92,7 @@ def _inputs(
     for op in operators:
         for v in op.inputs:
             if v in inner_of and op.kind not in ("input", "return"):
-                readers[inner_of[v]].append(op.role)
+                readers[inner_of[v]].append(role_of[op.index])
                 if op.kind in ("enter", "slice_step"):
                     inner_of.update((out, inner_of[v]) for out in op.outputs)
     after = (Role.BACKWARD, Role.UPDATE)
@@ -107,7 +104,7 @@ def _inputs(
         floating=[program.values[v].floating for v in values],
         read_by=[readers[v] for v in values],
         from_backward=[
-            isinstance(m, int) and producer[m].role in after for m in makers
+            isinstance(m, int) and role_of[producer[m].index] in after for m in makers
         ],
     )
     return tuple(
@@ -116,33 +113,31 @@ def _inputs(
     )
 
 
-def _with_classes(
+def _classes(
     program: Program,
-    operators: list[Operator],
+    operators: Sequence[Operator],
+    roles: Sequence[Role],
     inputs: Sequence[GraphInput],
     *,
     share: bool,
-) -> list[Operator]:
+) -> list[int]:
+    """The first operator that shares the decisions of each."""
     if not share:
-        return [dataclasses.replace(op, class_index=op.index) for op in operators]
-    role_of = {i.value: (i.role, i.output >= 0) for i in inputs}
+        return [op.index for op in operators]
+    given = {i.value: (i.role, i.output >= 0) for i in inputs}
     keys = [
         (
-            _class_key(program, op),
-            role_of.get(op.outputs[0]) if op.kind == "input" else None,
+            _class_key(program, op, role),
+            given.get(op.outputs[0]) if op.kind == "input" else None,
         )
-        for op in operators
+        for op, role in zip(operators, roles, strict=True)
     ]
-    classes = repeated_classes(keys)
-    return [
-        dataclasses.replace(op, class_index=int(c))
-        for op, c in zip(operators, classes, strict=True)
-    ]
+    return [int(c) for c in repeated_classes(keys)]
 
 
-def _class_key(program: Program, op: Operator) -> tuple[Any, ...]:
+def _class_key(program: Program, op: Operator, role: Role) -> tuple[Any, ...]:
     shapes = tuple(
-        None if v is None else (program.values[v].shape, str(program.values[v].dtype))
+        None if v is None else (program.values[v].shape, program.values[v].dtype)
         for v in (*op.inputs, *op.outputs)
     )
-    return (op.kind, op.role, op.rule, shapes, op.trips, op.kernel)
+    return (op.kind, role, op.rule, shapes, op.trips, op.kernel)

@@ -59,6 +59,10 @@ def emit_operators(
     )
 
 
+# What stands for an operand that is a scalar constant.
+_SCALAR = Value((), jnp.dtype("float32"))
+
+
 class _Emitter:
     """Emits operators region by region."""
 
@@ -154,8 +158,7 @@ class _Emitter:
 
     def plain(self, eqn: Equation, trips: float) -> None:
         values = self.program.values
-        scalar = Value((), jnp.dtype("float32"))
-        operands = [scalar if isinstance(a, Scalar) else values[a] for a in eqn.inputs]
+        operands = [_SCALAR if isinstance(a, Scalar) else values[a] for a in eqn.inputs]
         results = [values[v] for v in eqn.outputs]
         kernel = self.kernels.get(eqn.index)
         if kernel is None:

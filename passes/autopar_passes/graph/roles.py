@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import functools
 import re
 from collections.abc import Sequence
 
@@ -27,6 +28,8 @@ class InputRole(enum.Enum):
 _WRAPPER = re.compile(r"^(?:transpose|jvp|vmap|remat|checkpoint|jit|pjit)\((.*)\)$")
 
 
+# A layer's equations share a few name stacks.
+@functools.lru_cache(maxsize=1 << 12)
 def module_path(name_stack: str) -> str:
     """Strips what JAX's transformations add to a name stack.
 

@@ -54,7 +54,7 @@ def signature(eqn: Equation, values: Sequence[Value]) -> tuple[Any, ...]:
     operands = tuple(
         ("literal", str(a.aval.dtype), str(a.value))
         if isinstance(a, Scalar)
-        else (values[a].shape, str(values[a].dtype))
+        else (values[a].shape, values[a].dtype)
         for a in eqn.inputs
     )
     return (eqn.primitive, _params_key(eqn.params), operands)

@@ -68,6 +68,7 @@ class _Finder:
         self.products: set[int] = set()
         # Operators of the update that only add gradients up, or scale them for that.
         self.joins: frozenset[int] = frozenset()
+        self.outputs = frozenset(graph.outputs)
         self.readers = readers(graph.operators)
         self.producer = producers(graph.operators)
 
@@ -200,7 +201,7 @@ class _Finder:
         What is added up over microbatches leaves as a running sum, which may be
         partial.
         """
-        return value in self.graph.outputs and value not in self.graph.accumulated
+        return value in self.outputs and value not in self.graph.accumulated
 
     def adding_up(self, partial: set[int]) -> frozenset[int]:
         """Returns the operators behind the backward pass that add partial values.

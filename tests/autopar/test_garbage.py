@@ -1,0 +1,67 @@
+"""The garbage collector rests while a step is analysed and planned, and no longer."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+
+import jax.numpy as jnp
+import pytest
+
+from autopar.garbage import collector_paused
+from autopar.steps.analysis import analyse
+
+
+@pytest.fixture(autouse=True)
+def collecting() -> Iterator[None]:
+    """The collector runs before each test, and is left as it was."""
+    before = gc.isenabled()
+    gc.enable()
+    yield
+    (gc.enable if before else gc.disable)()
+
+
+def test_goes_on_after_it() -> None:
+    with collector_paused():
+        assert not gc.isenabled()
+
+    assert gc.isenabled()
+
+
+def test_goes_on_after_an_error() -> None:
+    with pytest.raises(ValueError, match="inside"), collector_paused():
+        raise ValueError("inside")
+
+    assert gc.isenabled()
+
+
+def test_the_outer_pause_holds() -> None:
+    with collector_paused():
+        with collector_paused():
+            pass
+        assert not gc.isenabled()
+
+    assert gc.isenabled()
+
+
+def test_stays_off_where_it_was_off() -> None:
+    gc.disable()
+
+    with collector_paused():
+        pass
+
+    assert not gc.isenabled()
+
+
+def test_rests_while_a_step_is_traced() -> None:
+    seen: list[bool] = []
+
+    def step(x):  # type: ignore[no-untyped-def]
+        seen.append(gc.isenabled())
+        return x + 1.0
+
+    analyse(step, (jnp.ones((8, 8)),))
+
+    assert seen
+    assert not any(seen)
+    assert gc.isenabled()
