@@ -35,6 +35,7 @@ from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program, Value, walk
 from autopar_passes.program.trace import TracedStep, TraceError, trace_call
 from autopar_passes.remat.merge import trace_without_checkpoints
+from autopar_passes.remat.recompute import RematError
 from autopar_passes.sums.deferral import Deferral
 
 # Shapes of raw random keys, which are no rows.
@@ -180,7 +181,7 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
     try:
         trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints
         return in_pieces(trace(origin.step, call), analysis.pieces)
-    except TraceError as error:
+    except (TraceError, RematError) as error:
         rows = {arrays[k].shape[dim] for k, dim in dims.items()}
         raise MicrobatchError(
             f"on a microbatch of {max(rows, default=0)} rows "
