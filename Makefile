@@ -11,8 +11,8 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 
 GOLDEN_TESTS := tests/autopar/cli/test_cli_commands.py tests/examples/test_golden_plans.py \
-	tests/autopar/reports/test_table.py \
-	tests/autopar/plans/test_stages.py tests/autopar/cli/test_cli_remat.py
+	tests/autopar/reports/test_table.py tests/autopar/plans/test_stages.py \
+	tests/autopar/cli/test_cli_remat.py
 
 .PHONY: help demo test test-ray golden lint format docs wheel-check lock clean
 
