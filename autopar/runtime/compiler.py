@@ -152,7 +152,7 @@ def _environment() -> dict[str, str]:
     found = {**os.environ, "JAX_PLATFORMS": "cpu"}
     found["PYTHONPATH"] = os.pathsep.join(os.path.abspath(x or ".") for x in sys.path)
     if _COUNT_FLAG not in found.get("XLA_FLAGS", ""):
-        found["JAX_NUM_CPU_DEVICES"] = str(len(jax.devices("cpu")))
+        found["JAX_NUM_CPU_DEVICES"] = str(jax_processes.local_device_count())
     # What is compiled ahead is kept by the process that trains.
     found.pop("JAX_COMPILATION_CACHE_DIR", None)
     return found
