@@ -206,7 +206,7 @@ def ahead(names: list[str]) -> bool:
     alone: list[float] = []
     beside: list[float] = []
     for devices in names[1:] or ("6:cpu", "4:cpu", "2:cpu"):
-        alone += [next(run).seconds for _ in range(20)]
+        alone += [next(run).seconds for _ in range(100)]
         worker = Ahead(run._train_step, BATCH)
         worker.prepare([cluster_of(devices)])
         time.sleep(0.05)
@@ -214,6 +214,7 @@ def ahead(names: list[str]) -> bool:
             beside.append(next(run).seconds)
         worker.close()
         worker.wait()
+        alone += [next(run).seconds for _ in range(100)]
     run.close()
     ratio = statistics.median(beside) / statistics.median(alone)
     mean = statistics.fmean(beside) / statistics.fmean(alone)
