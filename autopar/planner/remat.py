@@ -8,6 +8,7 @@ as plans get faster: with memory to spare layouts may be faster, too.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -165,13 +166,16 @@ class _Search:
                 break
         else:
             return None
-        while low < high:
-            middle = (low + high) // 2
-            if self.tried(f"{numbers[middle]}:{level}"):
-                high = middle
-            else:
-                low = middle + 1
-        return high
+        return self.first(level, numbers, low, high)
+
+    def first(self, level: str, numbers: Sequence[int], low: int, high: int) -> int:
+        """Position of the first number of layers from ``low`` on that fits.
+
+        The one at ``high`` is known to fit, and is not tried.
+        """
+        return bisect.bisect_left(
+            numbers, True, low, high, key=lambda k: self.tried(f"{k}:{level}")
+        )
 
     def more(self, level: str, numbers: Sequence[int]) -> None:
         """Tries more layers as long as plans get faster."""
@@ -185,13 +189,7 @@ class _Search:
         """Tries the numbers of layers between one that fits and one that does not."""
         high = len(found.layers)
         tried = [k for k in range(high) if f"{k}:{found.level}" in self.known]
-        low = max(tried, default=0) + 1
-        while low < high:
-            middle = (low + high) // 2
-            if self.tried(f"{middle}:{found.level}"):
-                high = middle
-            else:
-                low = middle + 1
+        self.first(found.level, range(high), max(tried, default=0) + 1, high)
 
     def tried(self, remat: str) -> bool:
         """Whether a plan fits; the fastest one is kept."""
