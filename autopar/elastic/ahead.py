@@ -1,8 +1,9 @@
 """Prepares likely next clusters while the run goes on.
 
 A thread of low priority plans for one cluster after the other. Programs for CPUs are
-compiled by another process (`autopar.runtime.compiler`), others by the thread. Plans go
-to the cache on disk too (``cache=`` of `autopar.parallelize`).
+compiled by another process (`autopar.runtime.compiler`) that leaves most of the time to
+the run, others by the thread. Plans go to the cache on disk too (``cache=`` of
+`autopar.parallelize`).
 """
 
 from __future__ import annotations
@@ -90,9 +91,13 @@ class Ahead:
             self._changed.notify_all()
         self._compiler.close()
 
+    def awaited(self) -> contextlib.AbstractContextManager[None]:
+        """Within it, what is prepared comes first: the run waits for a new plan."""
+        return self._compiler.awaited()
+
     def wait(self) -> None:
         """Waits until all that was wanted is prepared."""
-        with self._changed:
+        with self.awaited(), self._changed:
             self._changed.wait_for(
                 lambda: not (self._wanted or self._busy or self._beside)
             )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -298,7 +299,10 @@ class ElasticRun:
         if change.cluster is None:
             self._leave(change)
             return None
-        return self._moved(change, change.cluster)
+        with contextlib.ExitStack() as stack:
+            if self.ahead is not None:
+                stack.enter_context(self.ahead.awaited())
+            return self._moved(change, change.cluster)
 
     def _leave(self, change: Change) -> None:
         """Ends the run, as no device is left."""

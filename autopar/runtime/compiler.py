@@ -1,10 +1,12 @@
 """Compiles programs in another process, which takes no time from this one.
 
 XLA compiles for CPUs in threads of its own. They share the cores with the devices, and
-do not take the low priority of a thread that asks. A process that only runs where the
-machine is idle does not slow a step. The other process gets a lowered program, so it
-needs neither the step nor its data. Accelerators compute meanwhile, and a second
-process could not share them: programs for them are compiled here.
+do not take the low priority of a thread that asks. The other process runs where the
+machine is idle. Even so it takes caches and memory from a step on the other cores, so
+it works in bursts and rests between them, until somebody waits for its program. It gets
+a lowered program, so it needs neither the step nor its data. Accelerators compute
+meanwhile, and a second process could not share them: programs for them are compiled
+here.
 """
 
 from __future__ import annotations
@@ -12,6 +14,8 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import os
+import select
+import signal
 import struct
 import subprocess
 import sys
@@ -27,6 +31,10 @@ from autopar_passes import jax_processes
 
 _LENGTH = struct.Struct("<q")
 _COUNT_FLAG = "host_platform_device_count"
+# Seconds of a burst and of the rest after it: steps run undisturbed three quarters of
+# the time, and programs are there four times as late. A burst is long beside the
+# milliseconds that stopping takes.
+_BURST_S, _REST_S = 0.1, 0.3
 
 
 class CompilerError(AutoparError):
@@ -49,6 +57,9 @@ class Compiler:
         self._closed = False
         # One program at a time; `close` does not wait for it.
         self._turn, self._starting = threading.Lock(), threading.Lock()
+        # How many wait for a program; with any there are no rests.
+        self._waiting = 0
+        self._hurry, self._counting = threading.Event(), threading.Lock()
 
     def compile(self, module: bytes, options: bytes, devices: tuple[int, ...]) -> bytes:
         """Compiles a program (`autopar_passes.jax_processes.compiled_bytes`).
@@ -66,6 +77,7 @@ class Compiler:
                 for part in (module, options, ids):
                     _put(process.stdin, part)
                 process.stdin.flush()
+                self._await(process)
                 good, found = _take(process.stdout), _take(process.stdout)
             except (OSError, EOFError) as error:
                 self._check_open()
@@ -76,6 +88,39 @@ class Compiler:
         if good != b"1":
             raise CompilerError(found.decode(errors="replace"))
         return found
+
+    @contextlib.contextmanager
+    def awaited(self) -> Generator[None]:
+        """Within it, the other process does not rest: somebody waits for it."""
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, more: int) -> None:
+        with self._counting:
+            self._waiting += more
+            if self._waiting:
+                self._hurry.set()
+            else:
+                self._hurry.clear()
+
+    def _await(self, process: subprocess.Popen[bytes]) -> None:
+        """Lets the other process work in bursts until it answers, or has ended."""
+        if os.name != "posix":
+            return
+        assert process.stdout is not None
+        answer = select.poll()
+        answer.register(process.stdout, select.POLLIN)
+        while not answer.poll(_BURST_S * 1e3):
+            if self._hurry.is_set():
+                continue
+            process.send_signal(signal.SIGSTOP)
+            try:
+                self._hurry.wait(_REST_S)
+            finally:
+                process.send_signal(signal.SIGCONT)
 
     def close(self) -> None:
         """Ends the other process, also in the middle of a program."""
@@ -102,6 +147,9 @@ class Compiler:
                     stdout=subprocess.PIPE,
                     stderr=subprocess.DEVNULL,
                     env=_environment(),
+                    # Where this process ends while the other rests, the system ends
+                    # that one: its group has no parent then (POSIX, `_exit`).
+                    process_group=0 if os.name == "posix" else None,
                 )
             return self._process
 

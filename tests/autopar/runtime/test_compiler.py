@@ -5,6 +5,10 @@ from __future__ import annotations
 import io
 import os
 import signal
+import subprocess
+import sys
+import threading
+import time
 from collections.abc import Generator
 from typing import Any
 
@@ -118,3 +122,88 @@ def test_every_request_has_an_answer() -> None:
     assert compilers._take(answers) == b"0"
     assert b"Error" in compilers._take(answers)
     assert answers.read() == b""
+
+
+@pytest.fixture
+def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Signals that the other process gets; bursts and rests are short."""
+    sent: list[int] = []
+    send = subprocess.Popen.send_signal
+
+    def recorded(process: subprocess.Popen[bytes], number: int) -> None:
+        sent.append(number)
+        send(process, number)
+
+    monkeypatch.setattr(subprocess.Popen, "send_signal", recorded)
+    monkeypatch.setattr(compilers, "_BURST_S", 1e-3)
+    monkeypatch.setattr(compilers, "_REST_S", 1e-3)
+    return sent
+
+
+def test_it_rests_between_bursts(compiler: Compiler, signals: list[int]) -> None:
+    function = jax.jit(lambda w, x: (w @ w).sum() + jnp.sin(x))
+    made, arrays = lowered(function)
+    with compiled_by(compiler):
+        compile_lowered(made)
+    stops = len(signals) // 2
+    assert stops
+    assert signals == [signal.SIGSTOP, signal.SIGCONT] * stops
+    np.testing.assert_allclose(function(*arrays), 512 + np.sin(1.0), rtol=1e-6)
+
+
+def test_it_does_not_rest_while_somebody_waits(
+    compiler: Compiler, signals: list[int]
+) -> None:
+    made, _ = lowered(jax.jit(lambda w, x: (w @ w).sum() + jnp.cos(x)))
+    with compiled_by(compiler), compiler.awaited(), compiler.awaited():
+        compile_lowered(made)
+    assert not signals
+
+
+def test_who_waits_ends_a_rest(
+    compiler: Compiler, signals: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compilers, "_REST_S", 3600.0)
+    made, _ = lowered(jax.jit(lambda w, x: (w @ w).sum() + jnp.tan(x)))
+
+    def compile_there() -> None:
+        with compiled_by(compiler):
+            compile_lowered(made)
+
+    thread = threading.Thread(target=compile_there)
+    thread.start()
+    while not signals:
+        time.sleep(1e-3)
+    with compiler.awaited():
+        thread.join()
+    assert signals == [signal.SIGSTOP, signal.SIGCONT]
+
+
+ORPHAN = """
+import os, signal
+from autopar.runtime.compiler import Compiler
+process = Compiler()._started()
+process.send_signal(signal.SIGSTOP)
+print(process.pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_rest_does_not_outlive_who_asked() -> None:
+    found = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
+    pid = int(found.stdout)
+    for _ in range(1000):
+        if not is_running(pid):
+            return
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("the other process is still there.")
+
+
+def is_running(pid: int) -> bool:
+    """Whether a process is there; one that nobody has waited for is not."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
