@@ -10,7 +10,8 @@ holds transformers 4. What is not there is skipped, with the reason.
 
 Each step is planned at its authors' size for two clusters. Then it runs 4 steps small,
 on 8 simulated devices, and everything that it returns and leaves behind is compared
-with one device. Prints a table; ``--markdown FILE`` writes it as well.
+with one device. Prints a table; ``--markdown FILE`` writes it as well. ``--parts w``
+runs each step with microbatches, in two stages, and with all layers computed again.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ FLAX = (
 )
 HUGGINGFACE = ("gpt2", "bert", "vit", "whisper", "llama")
 OTHERS = ("equinox_cnn", "equinox_stateful", "haiku_transformer")
+WAYS = ("microbatches", "stages", "remat")
 HEADER = ("step", *CLUSTERS, "ran", "returned", "state", "rounding", "user changed")
 
 
@@ -141,6 +143,27 @@ def _ran(found: dict[str, Any] | None) -> tuple[str, str, str, str]:
     )
 
 
+def way_cells(title: str, found: dict[str, Any]) -> tuple[str, ...]:
+    """A row of the table of other ways to run a step."""
+    if why := found.get("skipped") or found.get("error"):
+        kind = "skipped" if "skipped" in found else "failed"
+        return (title, f"{kind}: {why}", *("" for _ in WAYS[1:]))
+    return (title, *(_way(found[way]) for way in WAYS))
+
+
+def _way(found: dict[str, Any]) -> str:
+    if "error" in found:
+        return f"**{_first(found['error'])}**"
+    if "refused" in found:
+        return f"refused: {_first(found['refused'])}"
+    wrong = [*found["returned"]["wrong"], *found["state"]["wrong"]]
+    if wrong:
+        return f"**differs: {', '.join(wrong[:2])}**"
+    largest = max(found["returned"]["largest"], found["state"]["largest"])
+    local = f"; alone: {_first(', '.join(found['local']))}" if found["local"] else ""
+    return f"{largest:.1e}{local}"
+
+
 def _largest(found: dict[str, Any]) -> str:
     if not found["arrays"]:
         return "nothing"
@@ -151,10 +174,10 @@ def _first(text: str) -> str:
     return text.split("\n", 1)[0][:160]
 
 
-def table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> Iterator[str]:
     """The lines of a table in markdown."""
-    yield "| " + " | ".join(HEADER) + " |"
-    yield "|" + "---|" * len(HEADER)
+    yield "| " + " | ".join(header) + " |"
+    yield "|" + "---|" * len(header)
     for row in rows:
         yield "| " + " | ".join(cell.replace("|", "/") for cell in row) + " |"
 
@@ -168,7 +191,7 @@ def main() -> None:
     parser.add_argument("--python", default=sys.executable)
     parser.add_argument("--transformers", default="", help="interpreter that has it")
     parser.add_argument("--only", default="", help="names, with commas")
-    parser.add_argument("--parts", default="pr", help="p: plan, r: run")
+    parser.add_argument("--parts", default="pr", help="p: plan, r: run, w: ways")
     parser.add_argument("--limit", type=float, default=1200.0, help="seconds a step")
     parser.add_argument("--markdown", type=pathlib.Path)
     parser.add_argument("--save", type=pathlib.Path, help="everything, as JSON")
@@ -181,11 +204,13 @@ def main() -> None:
             continue
         found = tried(step, chosen.parts, chosen.limit)
         everything[step.title] = found
-        rows.append(cells(step.title, found))
+        row = way_cells if chosen.parts == "w" else cells
+        rows.append(row(step.title, found))
         print(" | ".join(rows[-1]), flush=True)
         if chosen.save:
             chosen.save.write_text(json.dumps(everything, indent=1))
-    text = "\n".join(table(rows))
+    header = ("step", *WAYS) if chosen.parts == "w" else HEADER
+    text = "\n".join(table(header, rows))
     print(f"\n{text}")
     if chosen.markdown:
         chosen.markdown.write_text(text + "\n")

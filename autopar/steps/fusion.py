@@ -224,7 +224,9 @@ def _readers(graph: OperatorGraph) -> dict[int, list[Operator]]:
 
 def is_elementwise(op: Operator) -> bool:
     """Whether a compiler fuses the operator into its readers."""
-    if op.kind in BOUNDARY or op.kind in ("slice_step", "stack_step", "random_bits"):
+    if op.kind in BOUNDARY or op.kind in ("slice_step", "stack_step"):
+        return False
+    if op.kind in ("random_bits", "threefry2x32"):
         return False
     if op.kind in ("gather", "scatter-add", "sort", "top_k") or is_product(op):
         return False

@@ -34,6 +34,7 @@ MIN_ELEMENTS = 2
 _ANCHORED = frozenset(
     {
         "random_bits",
+        "threefry2x32",
         "enter",
         "carry",
         "merge",

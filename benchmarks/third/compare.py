@@ -57,12 +57,30 @@ class Difference:
     wrong: tuple[str, ...]
 
 
-def compared(case: Case, cluster: str) -> dict[str, Any]:
-    """Runs a case on one device, under a plan, and from rounded states."""
+@dataclasses.dataclass(frozen=True)
+class Reference:
+    """What a case does on one device.
+
+    Attributes:
+      one: the run of the authors' step.
+      moved: the same from rounded states.
+    """
+
+    one: Run
+    moved: tuple[Run, ...]
+
+
+def referred(case: Case) -> Reference:
+    """Runs a case on one device, also from rounded states."""
     one = ran(case, case.plain, case.state())
+    moved = (ran(case, case.plain, perturbed(case, seed)) for seed in SEEDS)
+    return Reference(one, tuple(moved))
+
+
+def compared(case: Case, reference: Reference, cluster: str) -> dict[str, Any]:
+    """Runs a case under a plan, and compares it with one device."""
     planned = autopar.parallelize(case.step, cluster=cluster, **case.options)
     other = ran(case, planned, case.state())
-    moved = [ran(case, case.plain, perturbed(case, seed)) for seed in SEEDS]
     plan = planned.plan
     found: dict[str, Any] = {
         "mesh": plan.mesh["axes"],
@@ -71,10 +89,55 @@ def compared(case: Case, cluster: str) -> dict[str, Any]:
         "operators split": sum(any(node.axes) for node in plan.nodes),
         "operators": len(plan.nodes),
     }
+    return found | differences(reference.one, other, reference.moved)
+
+
+def compared_way(
+    case: Case, reference: Reference, cluster: str, options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The same under options that choose how the step is run.
+
+    What a plan computes of each microbatch alone, such as batch statistics, one device
+    does not know. The comparison is with one device and as many microbatches then.
+    """
+    try:
+        planned = autopar.parallelize(
+            case.step, cluster=cluster, **case.options, **options
+        )
+        other = ran(case, planned, case.state())
+    except autopar.AutoparError as error:
+        return {"refused": str(error)}
+    plan, one = planned.plan, reference.one
+    if plan.local:
+        count = options["microbatches"]
+        alone = autopar.parallelize(
+            case.step, cluster="1:cpu", **case.options, microbatches=count
+        )
+        one = ran(case, alone, case.state())
+    found = {"local": list(plan.local), "stages": len(plan.stages)}
+    return found | differences(one, other, reference.moved, reference.one)
+
+
+def differences(
+    one: Run, other: Run, moved: Sequence[Run], unmoved: Run | None = None
+) -> dict[str, Any]:
+    """How a run differs from one on one device, by name of what it made.
+
+    Args:
+      one: the run on one device.
+      other: the run under a plan.
+      moved: runs on one device from rounded states.
+      unmoved: the run that these are to be compared with; None: ``one``.
+    """
+    found = {}
     for name in ("returned", "state"):
-        rounded = [getattr(x, name) for x in moved]
-        compared = difference(getattr(one, name), getattr(other, name), rounded)
-        found[name] = dataclasses.asdict(compared)
+        difference = differ(
+            getattr(one, name),
+            getattr(other, name),
+            [getattr(x, name) for x in moved],
+            getattr(unmoved or one, name),
+        )
+        found[name] = dataclasses.asdict(difference)
     return found
 
 
@@ -104,13 +167,16 @@ def _array(leaf: Any) -> np.ndarray:
     return np.array(leaf)
 
 
-def difference(one: Arrays, other: Arrays, rounded: Sequence[Arrays]) -> Difference:
+def differ(
+    one: Arrays, other: Arrays, rounded: Sequence[Arrays], unrounded: Arrays
+) -> Difference:
     """Compares two runs array by array.
 
     Args:
       one: the arrays of the run on one device.
       other: those of the planned run.
       rounded: those of runs on one device from states that are off by a rounding.
+      unrounded: those of the run from the state itself.
     """
     if list(one) != list(other):
         missing = tuple(sorted(set(one) ^ set(other)))
@@ -119,7 +185,8 @@ def difference(one: Arrays, other: Arrays, rounded: Sequence[Arrays]) -> Differe
     wrong: list[str] = []
     for path, a in one.items():
         gap = relative(a, other[path])
-        noise = max((relative(a, x[path]) for x in rounded), default=0.0)
+        exact = unrounded[path]
+        noise = max((relative(exact, x[path]) for x in rounded), default=0.0)
         if noise > TOLERANCE / 10 and np.isfinite(gap):
             count += 1
             times = max(times, gap / noise)

@@ -1,9 +1,9 @@
 """One row of the table, in a process of its own; prints it as JSON.
 
-    python benchmarks/third/row.py FAMILY NAME SOURCE
+    python benchmarks/third/row.py FAMILY NAME SOURCE [PARTS]
 
 The process imports a step from SOURCE, plans it at full size for two clusters, runs it
-small on 8 simulated devices and compares it with one device.
+small on 8 simulated devices and compares it with one device, or what PARTS says of it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,12 @@ from typing import Any
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 CLUSTERS = ("8x8:h100", "2x4:a100")
 DEVICES = 8
+# Other ways to run a step, by the options that ask for them.
+WAYS: dict[str, dict[str, Any]] = {
+    "microbatches": {"microbatches": 2},
+    "stages": {"stages": 2, "schedule": "1f1b", "microbatches": 2},
+    "remat": {"remat": "all"},
+}
 # Eight devices on which splitting small arrays pays: slow ones on fast links.
 SMALL = "2x4:cpu,efficiency=0.0001,network_latency=1us,network=100GB/s"
 
@@ -70,10 +76,16 @@ def row(family: str, name: str, parts: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for cluster in CLUSTERS if "p" in parts else ():
         found[cluster] = attempted(lambda c=cluster: planned(build, c))
-    if "r" in parts:
+    if "p" not in parts or "r" in parts:
         case = build(cases.Size())
-        found["run"] = attempted(lambda: compare.compared(case, SMALL))
+        reference = compare.referred(case)
         found["changed"] = case.changed
+        if "r" in parts:
+            found["run"] = attempted(lambda: compare.compared(case, reference, SMALL))
+        for way, options in WAYS.items() if "w" in parts else ():
+            found[way] = attempted(
+                lambda o=options: compare.compared_way(case, reference, SMALL, o)
+            )
     return found
 
 

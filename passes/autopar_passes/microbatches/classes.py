@@ -60,6 +60,8 @@ class Edits:
       first: operands that count in the first microbatch only; they are zero in others.
       ahead: operands that are read from the whole batch.
       folded: random keys that are made different in each microbatch.
+      drawn: equations that draw for the rows of a microbatch what they draw for these
+        rows in the whole batch -> `Rows.inner` of those.
       kept: equations whose scalars stay those of a microbatch.
       replaced: values that are computed from the whole batch wherever they are read.
     """
@@ -68,6 +70,7 @@ class Edits:
     first: set[tuple[int, int]] = dataclasses.field(default_factory=set)
     ahead: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     folded: set[tuple[int, int]] = dataclasses.field(default_factory=set)
+    drawn: dict[int, int] = dataclasses.field(default_factory=dict)
     kept: set[int] = dataclasses.field(default_factory=set)
     replaced: set[int] = dataclasses.field(default_factory=set)
 
@@ -78,4 +81,5 @@ class Edits:
                 del table[key]
         for found in (self.first, self.folded):
             found.difference_update({k for k in found if k[0] == equation})
+        self.drawn.pop(equation, None)
         self.kept.discard(equation)

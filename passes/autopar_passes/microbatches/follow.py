@@ -26,6 +26,7 @@ from autopar_passes.microbatches.classes import (
     Split,
     joined,
 )
+from autopar_passes.microbatches.draws import can_draw
 from autopar_passes.microbatches.facts import RANDOM, Facts
 from autopar_passes.microbatches.microbatched import MicrobatchError
 from autopar_passes.microbatches.pairs import Pair, place
@@ -158,11 +159,36 @@ class Follower:
         if eqn.primitive in RANDOM:
             if eqn.primitive not in operators.FOLDED:
                 return self._coupled(eqn, "draws random numbers for rows")
-            if given[0].kind is Kind.SAME:
-                self.edits.folded.add((eqn.index, 0))
-        elif eqn.primitive not in operators.SPREADING:
+            return [self._drawn(eqn, given[0])]
+        if eqn.primitive not in operators.SPREADING:
             return self._coupled(eqn, "makes rows that differ")
-        return [ANY_ROWS if eqn.primitive not in RANDOM else Split(Kind.ROWS, 1)]
+        return [ANY_ROWS]
+
+    def _drawn(self, eqn: Equation, key: Split) -> Split:
+        """Random numbers for rows: those of the whole batch, if they can be had."""
+        inner = self._adjacent(eqn.outputs[0])
+        of = eqn.inputs[0]
+        if key.kind is Kind.SAME and isinstance(of, int):
+            if can_draw(eqn, self.pair.micro.values[of].dtype):
+                self.edits.drawn[eqn.index] = inner
+            else:
+                self.edits.folded.add((eqn.index, 0))
+                op = self.facts.operators[eqn.index]
+                self.local.setdefault(f"random numbers of {op.module or op.source}")
+        return Split(Kind.ROWS, inner)
+
+    def _adjacent(self, value: int) -> int:
+        """How many adjacent rows of a value are of one row of the batch, or of a group.
+
+        A batch of B rows that is flattened with S others has B S rows, S of each.
+        """
+        body, rows = self.pair.whole.body, self.pair.rows_of(value)
+        for given in body.inputs:
+            if self.pair.has_rows(given):
+                held = rows * self.classes[given].inner
+                if held % self.pair.rows_of(given) == 0:
+                    return held // self.pair.rows_of(given)
+        return 1
 
     def _rows(self, eqn: Equation, given: list[Split]) -> list[Split]:
         op = self.facts.operators[eqn.index]

@@ -56,6 +56,10 @@ class Pair:
         """Whether a value has a dimension with the rows of the batch."""
         return self.dims[value] >= 0
 
+    def rows_of(self, value: int) -> int:
+        """How many rows a value has in the whole batch."""
+        return self.whole.values[value].shape[self.dims[value]]
+
 
 def paired(whole: Program, micro: Program, count: int) -> Pair:
     """Compares two programs.

@@ -12,7 +12,8 @@ import numpy as np
 
 from autopar_passes import jax_compat
 from autopar_passes.microbatches.classes import Edits
-from autopar_passes.microbatches.microbatched import MicrobatchError
+from autopar_passes.microbatches.draws import drawn
+from autopar_passes.microbatches.microbatched import MicrobatchError, Rows
 from autopar_passes.microbatches.pairs import Pair, place
 from autopar_passes.program.building import Builder, needed, next_index
 from autopar_passes.program.equations import Atom, Equation, Program, Region, Scalar
@@ -51,7 +52,7 @@ class _Writer:
 
     def run(self) -> Rewritten:
         micro = self.pair.micro
-        if self.edits.first or self.edits.folded:
+        if self.edits.first or self.edits.folded or self.edits.drawn:
             self.number = self.builder.value((), jnp.dtype("int32"))
         for value in sorted({*self.edits.ahead.values(), *self.edits.replaced}):
             of = self.pair.whole.values[value]
@@ -108,8 +109,26 @@ class _Writer:
             self.taken.append({})
             regions.append(self.region(a, b))
             taken.append(self.taken.pop())
+        if micro.index in self.edits.drawn:
+            self.draw(whole, micro, read[0])
+            return
         made = dataclasses.replace(micro, inputs=tuple(read), regions=tuple(regions))
         self.builder.equations.append(self.with_taken(made, taken))
+
+    def draw(self, whole: Equation, micro: Equation, key: Atom) -> None:
+        """What is drawn for the rows of the whole batch, for those of a microbatch."""
+        assert isinstance(key, int)
+        assert self.number is not None
+        (value,) = micro.outputs
+        ahead = len(self.builder.values[key].shape)
+        rows = Rows(self.pair.dims[value] - ahead, self.edits.drawn[micro.index])
+        shape = tuple(whole.params["shape"])
+        self.builder.call(
+            lambda k, n: drawn(micro, k, n, shape=shape, rows=rows),
+            [key, self.take(self.number)],
+            micro.name_stack,
+            value,
+        )
 
     def take(self, value: int) -> int:
         """The value that stands for one of the program in the innermost region."""

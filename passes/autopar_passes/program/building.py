@@ -41,7 +41,11 @@ class Builder:
         return self.next_index - 1
 
     def call(
-        self, function: Callable[..., Any], atoms: Sequence[int], stack: str = ""
+        self,
+        function: Callable[..., Any],
+        atoms: Sequence[int],
+        stack: str = "",
+        result: int | None = None,
     ) -> Atom:
         """Adds the equations of a function of arrays; returns its only result.
 
@@ -49,12 +53,18 @@ class Builder:
           function: of arrays without constants of its own; returns an array.
           atoms: the values that it is called with.
           stack: the name stack of the equations.
+          result: the value that it makes, which no equation made yet; None: a new one.
         """
-        (result,) = self.calls(function, atoms, stack)
-        return result
+        results = () if result is None else (result,)
+        (found,) = self.calls(function, atoms, stack, results)
+        return found
 
     def calls(
-        self, function: Callable[..., Any], atoms: Sequence[int], stack: str = ""
+        self,
+        function: Callable[..., Any],
+        atoms: Sequence[int],
+        stack: str = "",
+        results: Sequence[int] = (),
     ) -> list[Any]:
         """`call`, for a function that returns one array or several."""
         made = [self.values[a] for a in atoms]
@@ -62,11 +72,14 @@ class Builder:
         inner = flatten(jax.make_jaxpr(function)(*structs))
         assert not inner.constants
         numbers = dict(zip(inner.body.inputs, atoms, strict=True))
+        named = dict(zip(inner.body.outputs, results, strict=False))
         for eqn in inner.body.equations:
             for value in eqn.outputs:
-                numbers[value] = self.value(
-                    inner.values[value].shape, inner.values[value].dtype
-                )
+                of = inner.values[value]
+                if value in named:
+                    numbers[value] = named[value]
+                else:
+                    numbers[value] = self.value(of.shape, of.dtype)
             read = tuple(numbers[a] if isinstance(a, int) else a for a in eqn.inputs)
             outputs = tuple(numbers[v] for v in eqn.outputs)
             self.equations.append(

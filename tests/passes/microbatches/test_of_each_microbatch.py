@@ -145,7 +145,7 @@ def test_statistics_inside_of_loops_are_found() -> None:
 
 
 @pytest.mark.parametrize("raw", [False, True])
-def test_random_numbers_of_rows_differ_by_microbatch(raw: bool) -> None:
+def test_random_numbers_of_rows_are_those_of_the_whole_batch(raw: bool) -> None:
     def loss(w: Any, x: Any, key: Any) -> Any:
         kept = jax.random.bernoulli(key, 0.5, (x.shape[0], CLASSES))
         shift = jax.random.normal(jax.random.fold_in(key, 1), (CLASSES,))
@@ -158,40 +158,45 @@ def test_random_numbers_of_rows_differ_by_microbatch(raw: bool) -> None:
         return (w - grad, key), value
 
     key = jax.random.PRNGKey(3) if raw else jax.random.key(3)
-    new, now = jax.random.split(key)
 
-    def by_hand(w: Any, number: int) -> Any:
-        def part(w: Any) -> Any:
-            x = rows_of(X, COUNT, number)
-            draw = jax.random.fold_in(now, number)
-            kept = jax.random.bernoulli(draw, 0.5, (x.shape[0], CLASSES))
-            shift = jax.random.normal(jax.random.fold_in(now, 1), (CLASSES,))
-            return jnp.mean((jnp.where(kept, x @ w, 0) + shift) ** 2)
-
-        return jax.value_and_grad(part)(w)
-
-    loss_, grad = mean_of([by_hand(W, m) for m in range(COUNT)])
-
-    assert_close(run(step, ((W, key), X), COUNT), ((W - grad, new), loss_))
+    assert_close(run(step, ((W, key), X), COUNT), step((W, key), X))
 
 
-def test_so_they_do_inside_of_loops() -> None:
-    """Without it, equal rows of different microbatches would drop the same units."""
-
+@pytest.mark.parametrize("grouped", [False, True])
+def test_so_they_are_inside_of_loops_and_in_other_shapes(grouped: bool) -> None:
     def step(state: Any, batch: Any) -> Any:
+        if grouped:  # pairs of rows
+            batch = batch.reshape(ROWS // 2, 2, -1)
+
         def layer(h: Any, key: Any) -> Any:
-            kept = jax.random.bernoulli(key, 0.5, h.shape)
-            return jnp.where(kept, h, 0), jnp.sum(kept)
+            flat = h.reshape(h.shape[0] * 8, -1)
+            kept = jax.random.bernoulli(key, 0.5, flat.shape)
+            each = jax.random.split(jax.random.fold_in(key, 1), len(h))
+            noise = jax.vmap(lambda k: jax.random.normal(k, h.shape[1:]))(each)
+            return jnp.where(kept, flat, 0).reshape(h.shape) + noise, jnp.sum(kept)
 
         keys = jax.random.split(state, 3)
-        h, _ = jax.lax.scan(layer, batch, keys)
-        return jax.random.fold_in(state, 1), {"units": h}
+        h, kept = jax.lax.scan(layer, batch, keys)
+        return jax.random.fold_in(state, 1), {"units": h, "kept": kept}
 
-    ones = np.ones((ROWS, 64))
-    key, out = run(step, (jax.random.key(0), ones), COUNT)
-    parts = [rows_of(out["units"], COUNT, m) for m in range(COUNT)]
+    arguments = (jax.random.key(0), np.ones((ROWS, 64)))
 
-    assert_close(key, jax.random.fold_in(jax.random.key(0), 1))
+    assert_close(run(step, arguments, COUNT), step(*arguments))
+
+
+def test_other_keys_are_folded_and_it_is_said() -> None:
+    def step(state: Any, batch: Any) -> Any:
+        kept = jax.random.bernoulli(state, 0.5, batch.shape)
+        return jax.random.fold_in(state, 1), {"kept": jnp.where(kept, batch, 0)}
+
+    key, ones = jax.random.key(0, impl="rbg"), np.ones((ROWS, 64))
+    found = split(step, (key, ones), COUNT).split
+    assert found is not None
+    _, out = run(step, (key, ones), COUNT)
+    parts = [rows_of(out["kept"], COUNT, m) for m in range(COUNT)]
+
+    assert len(found.local) == 1
+    assert found.local[0].startswith("random numbers of ")
     assert all((parts[0] != other).any() for other in parts[1:])
 
 

@@ -1,0 +1,116 @@
+"""Draws for the rows of a microbatch what a step on the whole batch draws for them.
+
+JAX draws by Threefry: an element's bits follow from the key and from its number in the
+array (``jax_threefry_partitionable``; Salmon et al., "Parallel random numbers: as easy
+as 1, 2, 3", SC 2011). So the rows of a microbatch can be drawn without the others.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.extend.random import threefry2x32_p
+
+from autopar_passes.microbatches.microbatched import Rows
+from autopar_passes.program.equations import Equation
+
+_PRIMITIVES = frozenset({"random_bits", "random_split"})
+_WORD = 2**32
+
+
+@functools.cache
+def _threefry() -> Any:
+    """The dtype of Threefry's keys."""
+    return jax.eval_shape(lambda: jax.random.key(0, impl="threefry2x32")).dtype
+
+
+def can_draw(eqn: Equation, key_dtype: Any) -> bool:
+    """Whether `drawn` knows an equation; its operand is a key of this dtype."""
+    whole = bool(jax.config.jax_threefry_partitionable)
+    return whole and eqn.primitive in _PRIMITIVES and key_dtype == _threefry()
+
+
+def drawn(
+    eqn: Equation, key: Any, number: Any, *, shape: tuple[int, ...], rows: Rows
+) -> Any:
+    """What an equation draws for the whole batch, for the rows of one microbatch.
+
+    Args:
+      eqn: the equation of a microbatch, ``random_bits`` or ``random_split``.
+      key: the key, or an array of them.
+      number: of the microbatch, int32.
+      shape: drawn for each key, of the whole batch.
+      rows: where its rows are in what a key draws.
+
+    Returns:
+      An array of ``key.shape`` and of the rest of the shape that ``eqn`` draws.
+    """
+    count = shape[rows.dim] // eqn.params["shape"][rows.dim]
+
+    def draw(key: Any) -> Any:
+        first, second = jax.random.key_data(key)
+        high, low = _numbers(shape, rows, count, number)
+        words = threefry2x32_p.bind(first, second, high, low)
+        if eqn.primitive == "random_split":
+            data = jnp.stack(words, axis=-1)
+            return jax.random.wrap_key_data(data, impl="threefry2x32")
+        return _bits(*words, eqn.params["bit_width"])
+
+    for _ in range(key.ndim):
+        draw = jax.vmap(draw)
+    return draw(key)
+
+
+def _bits(first: Any, second: Any, width: int) -> Any:
+    dtype = jnp.dtype(f"uint{width}")
+    if width == 64:
+        return (first.astype(dtype) << np.uint64(32)) | second.astype(dtype)
+    return (first ^ second).astype(dtype)
+
+
+def _numbers(
+    shape: tuple[int, ...], rows: Rows, count: int, number: Any
+) -> tuple[Any, Any]:
+    """The numbers of a microbatch's elements in the whole array, row by row.
+
+    Returns:
+      Their high and low words, uint32, each of the shape of the microbatch's part.
+    """
+    part = tuple(n // count if d == rows.dim else n for d, n in enumerate(shape))
+    high = low = jnp.zeros(part, np.uint32)
+    stride, small = 1, math.prod(shape) <= _WORD
+    for dim in reversed(range(len(shape))):
+        index = jax.lax.broadcasted_iota(np.uint32, part, dim)
+        if dim == rows.dim:
+            index = _dealt(index, rows.inner, count, number.astype(np.uint32))
+        more_high, more_low = _times(index, stride)
+        low = low + more_low
+        if not small:
+            high = high + more_high + (low < more_low).astype(np.uint32)
+        stride *= shape[dim]
+    return high, low
+
+
+def _dealt(index: Any, inner: int, count: int, number: Any) -> Any:
+    """Where a row of a microbatch is in the whole batch (`Rows`)."""
+    if inner == 1:
+        return index * np.uint32(count) + number
+    group, rest = index // np.uint32(inner), index % np.uint32(inner)
+    return (group * np.uint32(count) + number) * np.uint32(inner) + rest
+
+
+def _times(index: Any, stride: int) -> tuple[Any, Any]:
+    """High and low word of a product below 2**64, of halves of 16 bits."""
+    top, bottom = np.uint32(stride // _WORD), np.uint32(stride % _WORD)
+    half, mask = np.uint32(16), np.uint32(0xFFFF)
+    a, b = index >> half, index & mask
+    c, d = bottom >> half, bottom & mask
+    middle = a * d + ((b * d) >> half)
+    other = b * c + (middle & mask)
+    high = a * c + (middle >> half) + (other >> half) + index * top
+    return high, index * bottom
