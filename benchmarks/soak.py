@@ -142,6 +142,9 @@ class Soak:
             time.sleep(self.draw.uniform(0.0, 1.0))
             if not self.event():
                 print(f"event {k} was not recovered: {self.events[-1]}", flush=True)
+                for name in ("log.jsonl", "output"):
+                    text = (self.folder / name).read_text().splitlines()
+                    print(f"the end of {name}:", *text[-40:], sep="\n", flush=True)
                 return
             if (k + 1) % 10 == 0:
                 print(f"{k + 1} events", flush=True)
@@ -223,9 +226,11 @@ def main() -> None:
 def report(soak: Soak, given: Any) -> int:
     """Prints what was found; returns the exit code."""
     steps = losses(soak.folder)
-    last = max(x[0] for x in steps)
+    last = max((x[0] for x in steps), default=-1)
     plain = plain_losses(soak.folder, last + 1)
-    worst = max(abs(x[1] - plain[x[0]]) / abs(plain[x[0]]) for x in steps)
+    worst = max(
+        (abs(x[1] - plain[x[0]]) / abs(plain[x[0]]) for x in steps), default=0.0
+    )
     missing = set(range(last + 1)) - {x[0] for x in steps}
     killed = {x["worker"] for x in soak.log() if x["event"] == "kill"}
     killed |= set(soak.lost(0.0))
