@@ -309,7 +309,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             self._codecs.prepare(planned, placed, self.world)
         with self._preparation.compiling(planned, self.__name__):
             flat = self._noise.run(planned, placed, self._codecs)
-        placement.consume(call.arrays, placed, carried)
+        placement.consume(call.arrays, placed, carried, flat)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
         return planned.analysis.pytrees.result.returned(flat)

@@ -70,13 +70,20 @@ def separate(given: Sequence[Any], placed: list[Any], donated: Iterable[int]) ->
 
 
 def consume(
-    given: Sequence[Any], placed: Sequence[Any], donated: Iterable[int]
+    given: Sequence[Any],
+    placed: Sequence[Any],
+    donated: Iterable[int],
+    results: Iterable[Any],
 ) -> None:
     """Deletes what a call consumed, also where its memory could not be used again.
 
-    An array that was moved into its place first still belongs to the caller.
+    An array that was moved into its place first still belongs to the caller. One that
+    is a result lives on: a pipeline hands state that does not change through.
     """
+    kept = {id(x) for x in results}
     for k in donated:
+        if id(placed[k]) in kept:
+            continue
         held = [placed[k]]
         if isinstance(given[k], jax.Array) and given[k].sharding.is_equivalent_to(
             placed[k].sharding, given[k].ndim

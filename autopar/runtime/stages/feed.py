@@ -42,11 +42,13 @@ class Feed:
           pipeline: its tasks on devices.
           noise: what is measured of gradients.
         """
-        self.noise = noise
+        self.noise, self.analysis = noise, analysis
         self.found = cut.found
         self.program: Program = cut.cut.program
         self.pipeline = pipeline
         arguments = self.program.body.inputs
+        held = arguments[self.program.num_arguments :]
+        self.constants = dict(zip(held, self.program.constants, strict=True))
         self.values = arguments[: len(analysis.graph.inputs)]
         self.owners = pipeline.cut.owners
         shapes = [analysis.graph.values[i.value].shape for i in analysis.graph.inputs]
@@ -181,13 +183,24 @@ class Feed:
                 given.update(zip(values, arrays, strict=True))
         ran = run_step(self.pipeline, known, micro, codecs)
         ran.told.update(self._passed(flat))
-        made = [
-            atom.value
-            if isinstance(atom, Scalar)
-            else (ran.state if k in self.state else ran.told)[atom]
-            for k, atom in enumerate(self.program.body.outputs)
-        ]
-        return made, ran
+        return [
+            self._result(k, ran) for k in range(len(self.program.body.outputs))
+        ], ran
+
+    def _result(self, k: int, ran: Ran) -> Any:
+        """A flat result of a step."""
+        atom = self.program.body.outputs[k]
+        if isinstance(atom, Scalar):
+            return atom.value
+        if atom not in self.constants:
+            return (ran.state if k in self.state else ran.told)[atom]
+        # A new array each time: state is consumed by the next step.
+        old = next((a for a, new in self.analysis.carried.items() if new == k), None)
+        here = (s for n, s in enumerate(self.pipeline.stages) if self.pipeline.here(n))
+        where = NamedSharding(next(here).mesh, PartitionSpec())
+        return jax.device_put(
+            self.constants[atom], where if old is None else self.in_shardings[old]
+        )
 
     def _passed(self, flat: Sequence[Any]) -> dict[int, Any]:
         """The arrays of the batch that the step returns as they are."""

@@ -158,6 +158,9 @@ class _Cutter:
         self.stage_of = stage_of
         self.crossings = crossings
         self.recomputed = recomputed
+        program = self.flow.program
+        # Every task has the program's constants.
+        self.constants = program.body.inputs[program.num_arguments :]
         self.order = {index: k for k, index in enumerate(self.flow.equations)}
         # Equation -> the task that runs it; free equations are in none.
         self.owner: dict[int, TaskKey] = {}
@@ -331,9 +334,10 @@ class _Cutter:
     def inputs(
         self, key: TaskKey, equations: Sequence[int]
     ) -> list[tuple[int, TaskKey | None]]:
-        """What a task reads and does not make, with the tasks that make it."""
+        """What a task reads and does not have, with the tasks that make it."""
         flow = self.flow
         own = {v for index in equations for v in flow.equations[index].outputs}
+        own.update(self.constants)
         out: dict[int, TaskKey | None] = {}
         for index in equations:
             for value in reads(flow.equations[index]):

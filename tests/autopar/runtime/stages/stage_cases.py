@@ -79,8 +79,13 @@ def adam(loss: Callable[..., Any]) -> Case:
     return step, {"params": params, "moments": optimizer.init(params)}, batch()
 
 
+# Arrays that the step holds: constants of its program.
+TABLE = np.linspace(0.5, 1.5, WIDTH, dtype=np.float32)
+ORDER = np.arange(WIDTH)[::-1].copy()
+
+
 def mixed_step(state: Any, batch: Any, scale: Any) -> Any:
-    """State with a key and a count, and results of every kind beside the loss."""
+    """State of every kind, constants, and results of every kind beside the loss."""
     params, (key, new) = state["params"], jax.random.split(state["key"])
 
     def loss(params: Any) -> Any:
@@ -88,6 +93,7 @@ def mixed_step(state: Any, batch: Any, scale: Any) -> Any:
         for k, p in enumerate(params):
             kept = jax.random.bernoulli(jax.random.fold_in(key, k), 0.8, (WIDTH,))
             x = x + kept * jnp.tanh(x @ p["w"] + p["b"])
+            x = x[:, ORDER] * TABLE + state["frozen"] + state["reset"]
         rows = jnp.mean((x - batch["y"]) ** 2, axis=-1)
         return scale * jnp.mean(rows), (rows, x)
 
@@ -97,11 +103,19 @@ def mixed_step(state: Any, batch: Any, scale: Any) -> Any:
     count = state["count"] + 1
     told = {"loss": value, "rows": rows, "x": x, "norm": norm}
     told |= {"count": count, "passed": batch["y"], "weight": params[0]["w"]}
-    return {"params": params, "key": new, "count": count}, told
+    told |= {"table": TABLE, "frozen": state["frozen"]}
+    after = {"params": params, "key": new, "count": count, "reset": TABLE}
+    return {**after, "frozen": state["frozen"]}, told
 
 
 def mixed_state() -> Any:
-    return {"params": weights(), "key": jax.random.key(5), "count": jnp.int32(0)}
+    return {
+        "params": weights(),
+        "key": jax.random.key(5),
+        "count": jnp.int32(0),
+        "frozen": jnp.full((WIDTH,), 0.1),
+        "reset": jnp.zeros(WIDTH),
+    }
 
 
 def mixed_distance(
