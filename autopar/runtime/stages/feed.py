@@ -111,7 +111,8 @@ class Feed:
         """The arguments that are read ahead of the microbatches."""
         assert self.found.ahead is not None
         body = self.found.ahead.body
-        read = {a for eqn in walk(body) for a in eqn.inputs} | {*body.outputs}
+        atoms = [*(a for eqn in walk(body) for a in eqn.inputs), *body.outputs]
+        read = {a for a in atoms if isinstance(a, int)}
         arguments = body.inputs[: len(self.values)]
         return frozenset(k for k, value in enumerate(arguments) if value in read)
 

@@ -353,6 +353,8 @@ def task_text(tag: Tag) -> str:
         phase, stage, _, _, number = tag
         which = "" if number < 0 else f" and microbatch {number}"
         return f"for {phase} of stage {stage}{which}"
+    if tag[:1] == ("rows",):
+        return "for its rows of the batch"
     return f"for {' '.join(map(str, tag))}"
 
 

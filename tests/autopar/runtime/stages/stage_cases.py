@@ -45,7 +45,9 @@ def mean_loss(params: Any, batch: Any) -> jax.Array:
 def masked_loss(params: Any, batch: Any) -> jax.Array:
     """A mean over the rows that count, with a regularisation."""
     rows = jnp.mean((chain(params, batch["x"]) - batch["y"]) ** 2, axis=-1)
-    mean = jnp.sum(rows * batch["mask"]) / jnp.maximum(jnp.sum(batch["mask"]), 1.0)
+    mean = jnp.sum(rows * batch["mask"]) / jnp.maximum(
+        jnp.sum(batch["mask"]), np.float32(1.0)
+    )
     return mean + 0.01 * sum(jnp.sum(p["w"] ** 2) for p in params)
 
 
