@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, joined, traffic
+from autopar.cost.replicas import all_collectives
+from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards, to_spec
@@ -95,7 +96,7 @@ def bind_plan(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundPlan:
     """
     assignment = restore(analysis, plan)
     pricer = Pricer(cluster, mesh_of(plan, cluster))
-    collectives = tuple(joined(pricer, traffic(assignment)))
+    collectives = tuple(all_collectives(assignment, pricer))
     return BoundPlan(assignment.analysis, plan, assignment, pricer, collectives)
 
 
