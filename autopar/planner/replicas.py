@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
+import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.cost.pricer import Pricer
@@ -37,6 +38,8 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import batch_dims
 from autopar.steps.replicas import check_can_be_dealt_out, with_turns
 from autopar_solver import deal_out
+
+Counts = Sequence[int]
 
 # What a plan says of how it was found.
 STATUS = "shares and layouts of replicas compared"
@@ -256,21 +259,42 @@ def _shared(
 
     if isinstance(options.microbatches, tuple):
         return dealt(options.microbatches)
-    most = count - len(sites) + 1
-    tables = [[at(site, n).step_s for n in range(1, most + 1)] for site in sites]
     even = tuple(
         count // len(sites) + (k < count % len(sites)) for k in range(len(sites))
     )
-    shares = dealt(deal_out([_rising(row) for row in tables], count))
-    return min(shares, dealt(even), key=lambda d: d.step_s)
+    return _best_shares(dealt, even)
 
 
-def _rising(seconds: Sequence[float]) -> list[float]:
-    """Seconds that do not decrease: rounding alone could make them."""
-    out: list[float] = []
-    for s in seconds:
-        out.append(max(s, out[-1] if out else s))
-    return out
+def _best_shares(dealt: Callable[[tuple[int, ...]], Dealt], even: Counts) -> Dealt:
+    """The shares whose last replica ends first.
+
+    Seconds grow with microbatches, and nearly in proportion: what is hidden beside
+    work alone bends them. They are priced at the ends and wherever a choice falls, and
+    taken to be straight in between, until a choice falls where prices are known.
+    """
+    most = sum(even) - len(even) + 1
+    points: list[dict[int, float]] = [{} for _ in even]
+    asked: list[Counts] = [even, *([n] * len(even) for n in (1, most))]
+    found: list[Dealt] = []
+    while True:
+        for counts in asked:
+            made = dealt(tuple(counts))
+            if sum(counts) == sum(even):
+                found.append(made)
+            for known, n, c in zip(points, counts, made.replicas, strict=True):
+                known[n] = c.step_s
+        shares = deal_out([_between(known, most) for known in points], sum(even))
+        if all(n in known for n, known in zip(shares, points, strict=True)):
+            found.append(dealt(shares))
+            return min(found, key=lambda d: d.step_s)
+        asked = [shares]
+
+
+def _between(known: dict[int, float], most: int) -> list[float]:
+    """Seconds of 1, 2 ... microbatches, of which some are known; never decreasing."""
+    at = sorted(known)
+    values = np.maximum.accumulate([known[n] for n in at])
+    return [float(s) for s in np.interp(range(1, most + 1), at, values)]
 
 
 def _check_fits(found: Candidate, site: Site) -> None:

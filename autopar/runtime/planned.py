@@ -136,7 +136,9 @@ class PlannedStep:
                 )
         traced = self.function.trace(*structs)
         if abstract:
-            kind = self.plan.cluster.read().device.kind
+            cluster = self.plan.cluster.read()
+            # The groups of replicas are all of one program.
+            kind = (cluster.groups[0] if cluster.groups else cluster).device.kind
             platform = platform or lowering_platform(graph, kind)
             with lowered_without_devices():
                 return traced.lower(lowering_platforms=(platform,))
@@ -161,6 +163,7 @@ def planned_step(
     fallback: Fallback | None = None,
     noise: NoiseOptions | None = None,
     wait: Wait | None = None,
+    turns: int | None = None,
 ) -> PlannedStep:
     """Builds the jitted function of a planned step.
 
@@ -174,6 +177,8 @@ def planned_step(
       noise: how the noise of gradients is measured; None: it is not.
       wait: of a plan with replicas, what waits in each turn of one
         (`autopar_passes.replay.replicas.Replicas`), to simulate slower devices.
+      turns: of a plan with replicas, how many turns each has, for audits alone; None:
+        as many as the plan says.
 
     Raises:
       PlanError: the plan belongs to another step, or a kernel of the step cannot run
@@ -186,7 +191,7 @@ def planned_step(
     if noise is not None:
         assignment = with_waiting(assignment)
     analysis = assignment.analysis
-    dealt = _replicas(analysis, plan, noise, wait)
+    dealt = _replicas(analysis, plan, noise, wait, turns)
     run = replay(analysis.program, analysis.graph, assignment, mesh, dealt)
     run = _named(run, analysis)
     carried = tuple(sorted(analysis.carried)) if donate else ()
@@ -228,7 +233,11 @@ def planned_step(
 
 
 def _replicas(
-    analysis: Analysis, plan: Plan, noise: NoiseOptions | None, wait: Wait | None
+    analysis: Analysis,
+    plan: Plan,
+    noise: NoiseOptions | None,
+    wait: Wait | None,
+    turns: int | None,
 ) -> Replicas | None:
     """How the plan deals microbatches out; None: it has no replicas.
 
@@ -244,7 +253,8 @@ def _replicas(
         )
     loop = analysis.pytrees.loop
     assert loop is not None
-    return Replicas(loop, tuple(r.microbatches for r in plan.replicas), wait)
+    counts = tuple(r.microbatches for r in plan.replicas)
+    return Replicas(loop, counts, wait, turns)
 
 
 def _noise_spec(

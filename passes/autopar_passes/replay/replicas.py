@@ -43,11 +43,14 @@ class Replicas:
       counts: how many each replica has; the first has the first ones.
       wait: called at the beginning of each turn; a simulation of slower devices waits
         there. None: nothing is called.
+      turns: how many turns every replica has; for audits, which count what one of them
+        sends, and cannot where the number is read as the step runs. None: its own.
     """
 
     loop: int
     counts: tuple[int, ...]
     wait: Wait | None = None
+    turns: int | None = None
 
     def run(
         self,
@@ -121,6 +124,11 @@ class Replicas:
             return number + 1, list(carried), stacks
 
         state = (start, list(carry), buffers)
+        if self.turns is not None:
+            counted = jax.lax.scan(
+                lambda s, x: (body(s), x), state, None, length=self.turns
+            )
+            return counted[0][1:]
         _, ends, stacks = jax.lax.while_loop(lambda s: s[0] < end, body, state)
         return ends, stacks
 
