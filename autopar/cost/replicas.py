@@ -19,6 +19,10 @@ from autopar_passes.graph.operators import Operator
 from autopar_passes.replay.replicas import AXIS
 
 
+# Narrower numbers are added up in 32 bits.
+_WIDE_BYTES = 4
+
+
 def all_collectives(assignment: Assignment, pricer: Pricer) -> list[Collective]:
     """The collectives of one step, with those between replicas, and their messages.
 
@@ -42,7 +46,8 @@ def _between(assignment: Assignment) -> Iterator[Collective]:
         value = op.outputs[1 if op.kind == "carry" else 0]
         layout = _layout(assignment, op, value)
         parts = math.prod(assignment.sizes[a] for axes in layout for a in axes)
-        nbytes = assignment.graph.values[value].nbytes
+        of = assignment.graph.values[value]
+        nbytes = max(of.nbytes, _WIDE_BYTES * of.size)
         step = ReshardStep("all_reduce", (AXIS,), 1.0 / parts, layout)
         yield Collective(step, nbytes, 1.0, value, op.index)
 

@@ -303,6 +303,8 @@ def plan_beside(
       InfeasibleError: the batch does not fit the memory of a device like this.
       PlanError: the running plan's mesh is none that the cluster has.
     """
+    if running.replicas:
+        return _replicas_beside(analysis, cluster, options, running)
     try:
         kept = dataclasses.replace(options, layouts=running, microbatches=None)
         return plan_analysis(analysis, cluster, kept, sent)
@@ -317,6 +319,31 @@ def plan_beside(
     pins = _state_pins(analysis, running)
     codecs = requested(options, sent)
     return _searched(analysis, cluster, meshes, pins, codecs, options.seconds)
+
+
+def _replicas_beside(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
+) -> Plan:
+    """`plan_beside`, on replicas of unequal devices.
+
+    Raises:
+      InfeasibleError: the batch does not fit the memory of a device.
+      PlanError: it cannot be dealt out, or only on another mesh.
+    """
+    kept = dataclasses.replace(
+        options,
+        pins=_state_pins(analysis, running),
+        axis_names=running.axis_names[1:],
+        microbatches="auto",
+        layouts=None,
+    )
+    found = plan_replicas(analysis, cluster, kept)
+    if found.axis_sizes != running.axis_sizes:
+        raise PlanError(
+            "a batch of this size is planned on another mesh than the running one; "
+            "fill it up, or leave it out."
+        )
+    return found
 
 
 def _state_pins(analysis: Analysis, plan: Plan) -> dict[str, PartitionSpec]:

@@ -17,7 +17,7 @@ from autopar.errors import PlanError
 from autopar.runtime.planned import device_mesh, planned_step
 from autopar.steps.analysis import analyse
 
-ROWS, WIDTH = 48, 64
+ROWS, WIDTH = 1536, 64
 # Four devices as they are, and four with products of a fifth of their speed.
 MIXED = "1x4:cpu+1x4:cpu,efficiency=0.1"
 DATA = {"batch": PartitionSpec("data"), "w*": PartitionSpec()}
@@ -110,13 +110,22 @@ def test_the_compiler_communicates_what_the_plan_says() -> None:
         assert autopar.audit(step, *SHAPES, plan=plan).agrees
 
 
+def test_a_smaller_last_batch_runs() -> None:
+    run = parallel([8, 4], FSDP)
+    w, _ = run(state(), batch())
+    found = run(w, batch(40))[1][0]
+
+    w, _ = jax.jit(step)(state(), batch())
+    np.testing.assert_allclose(found, jax.jit(step)(w, batch(40))[1][0], rtol=1e-5)
+
+
 def test_a_training_moves_to_replicas_and_back() -> None:
     run = autopar.parallelize(step, cluster="8:cpu", microbatches=4, donate=False)
     w, found = run(state(), batch())
-    w = run.replan(w, cluster=MIXED)
+    w = run.replan(MIXED, w)
     assert len(run.plan.replicas) == 2
     w, _ = run(w, batch())
-    w = run.replan(w, cluster="8:cpu")
+    w = run.replan("8:cpu", w)
     w, found = run(w, batch())
 
     plain, other = jax.jit(step), state()
