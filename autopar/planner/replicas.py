@@ -237,7 +237,7 @@ def _searched(view: Analysis, options: PlanOptions, site: Site) -> Candidate:
 def _shared(
     base: Analysis, layouts: Candidate, sites: Sequence[Site], options: PlanOptions
 ) -> Dealt:
-    """The best shares for given layouts; even ones where those are as good.
+    """The best shares for given layouts.
 
     Raises:
       InfeasibleError: a replica does not fit the memory of its devices.
@@ -262,32 +262,35 @@ def _shared(
     even = tuple(
         count // len(sites) + (k < count % len(sites)) for k in range(len(sites))
     )
-    return _best_shares(dealt, even)
+    shares = best_shares(lambda k, n: at(sites[k], n).step_s, even)
+    return dealt(tuple(shares))
 
 
-def _best_shares(dealt: Callable[[tuple[int, ...]], Dealt], even: Counts) -> Dealt:
-    """The shares whose last replica ends first.
+def best_shares(price: Callable[[int, int], float], even: Counts) -> Counts:
+    """The shares whose last replica ends first, of few prices.
 
-    Seconds grow with microbatches, and nearly in proportion: what is hidden beside
-    work alone bends them. They are priced at the ends and wherever a choice falls, and
-    taken to be straight in between, until a choice falls where prices are known.
+    Seconds grow with microbatches, and nearly in proportion: what is hidden beside work
+    alone bends them. They are taken to be straight between those that are known. A
+    choice is proved once what it takes is known, and what each replica would take with
+    one microbatch more: no other can do with less unless it gives one to a replica that
+    has time for it.
+
+    Args:
+      price: the number of a replica and of its microbatches -> seconds.
+      even: equal shares; their sum is that of all.
     """
     most = sum(even) - len(even) + 1
-    points: list[dict[int, float]] = [{} for _ in even]
-    asked: list[Counts] = [even, *([n] * len(even) for n in (1, most))]
-    found: list[Dealt] = []
-    while True:
-        for counts in asked:
-            made = dealt(tuple(counts))
-            if sum(counts) == sum(even):
-                found.append(made)
-            for known, n, c in zip(points, counts, made.replicas, strict=True):
-                known[n] = c.step_s
-        shares = deal_out([_between(known, most) for known in points], sum(even))
-        if all(n in known for n, known in zip(shares, points, strict=True)):
-            found.append(dealt(shares))
-            return min(found, key=lambda d: d.step_s)
-        asked = [shares]
+    known: list[dict[int, float]] = [{} for _ in even]
+    asked: list[tuple[int, int]] = []
+    for k, n in enumerate(even):
+        asked += [(k, 1), (k, n), (k, most)]
+    while asked:
+        for k, n in asked:
+            known[k][n] = price(k, n)
+        shares = deal_out([_between(row, most) for row in known], sum(even))
+        wanted = [(k, m) for k, n in enumerate(shares) for m in (n, n + 1)]
+        asked = [(k, n) for k, n in wanted if n <= most and n not in known[k]]
+    return shares
 
 
 def _between(known: dict[int, float], most: int) -> list[float]:
