@@ -53,10 +53,8 @@ SHAPES = jax.eval_shape(lambda: (state(), jnp.asarray(batch())))
 
 
 def parallel(counts: Any, pins: Any = DATA, **options: Any) -> Any:
-    return autopar.parallelize(
-        step, cluster=MIXED, microbatches=counts, pins=pins, axis_names=("data",),
-        **options,
-    )  # fmt: skip
+    asked = {"cluster": MIXED, "axis_names": ("data",), **options}
+    return autopar.parallelize(step, microbatches=counts, pins=pins, **asked)
 
 
 def check_same(run: Any, steps: int = 3) -> None:
@@ -87,6 +85,25 @@ def test_steps_are_those_of_one_device(pins: Any) -> None:
     assert plan.mesh == {"axes": {"replica": 2, "data": 4}}
     assert "8 + 4 microbatches" in str(plan)
     assert all("replica" not in names for s in plan.inputs.values() for names in s)
+
+
+def test_a_group_may_have_several_replicas() -> None:
+    run = parallel([3, 2, 1], cluster="2x2:cpu+1x2:cpu,efficiency=0.1")
+    check_same(run, 1)
+    assert run.plan.axis_sizes == (3, 2)
+
+
+def test_half_precision_is_added_up_as_on_equal_devices() -> None:
+    def half(cluster: str, counts: Any) -> Any:
+        run = parallel(counts, TENSOR, cluster=cluster)
+        w = jax.tree.map(lambda x: x.astype(jnp.bfloat16), state())
+        return run(w, batch().astype(jnp.bfloat16))
+
+    (w, (loss, means, *_)), (other, expected) = half(MIXED, [8, 4]), half("1x4:cpu", 12)
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    np.testing.assert_array_equal(means, expected[1])
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(
+        np.float32(a), np.float32(b), rtol=1e-2), w, other)  # fmt: skip
 
 
 def test_a_saved_plan_runs_without_being_planned_again(tmp_path: Path) -> None:
