@@ -205,8 +205,9 @@ def audit_analysis(
     if target is not None:
         if plan.replicas:
             raise PlanError(
-                f"target {target}: the compilers of accelerators take steps for devices "
-                "of one kind, and the plan has replicas of several. Leave target out."
+                f"target {target}: the compilers of accelerators take steps for "
+                "devices of one kind, and the plan has replicas of several. Leave "
+                "target out."
             )
         device = target_of(target)
         check_target(device, cluster)

@@ -1,14 +1,14 @@
-"""Replicas on devices of two kinds, half of them twice as fast: ours against even shares.
+"""Replicas on devices of two kinds, half of them twice as fast: against even shares.
 
     python benchmarks/replicas_mixed.py [--steps 3] [layers=4 d_model=128 ...]
 
 Plans the GPT example on 8 simulated devices, 4 of which are said to be half as fast as
 the others, as replicas whose shares the planner chooses, and in the best even way: as
-replicas with as many microbatches each, 1, 2 or 4, and as one mesh of all devices at the
-speed of the slow ones. All have one mesh axis within a replica. Ours and the best even
-replicas run on devices that wait in each microbatch for its part of the seconds that the
-replica is predicted to take, times a factor. Prints a JSON line: the predicted seconds,
-the ratios of even to ours, and the ratio of replicas as it ran.
+replicas with as many microbatches each, 1, 2 or 4, and as one mesh of all devices at
+the speed of the slow ones. All have one mesh axis within a replica. Ours and the best
+even replicas run on devices that wait in each microbatch for its part of the seconds
+that the replica is predicted to take, times a factor. Prints a JSON line: the predicted
+seconds, the ratios of even to ours, and the ratio of replicas as it ran.
 """
 
 from __future__ import annotations

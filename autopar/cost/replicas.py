@@ -18,7 +18,6 @@ from autopar.layouts.layout import Layout, ReshardStep
 from autopar_passes.graph.operators import Operator
 from autopar_passes.replay.replicas import AXIS
 
-
 # Narrower numbers are added up in 32 bits.
 _WIDE_BYTES = 4
 

@@ -48,8 +48,9 @@ def check_microbatches(microbatches: Any, coupled: Any) -> None:
     Raises:
       PlanError: it is no number of at least 1 and no several, or there is no such way.
     """
-    several = isinstance(microbatches, tuple) and len(microbatches) > 1
-    each = microbatches if several else (microbatches,)
+    each: Sequence[Any] = (microbatches,)
+    if isinstance(microbatches, tuple) and len(cast(Sequence[Any], microbatches)) > 1:
+        each = cast(Sequence[Any], microbatches)
     whole = all(isinstance(n, int) and not isinstance(n, bool) for n in each)
     if not (microbatches in (None, "auto") or (whole and min(each) >= 1)):
         raise PlanError(

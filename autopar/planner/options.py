@@ -26,7 +26,6 @@ from autopar.steps import spares
 from autopar.steps.spares import Spares
 from autopar_passes.program.calls import Call
 
-
 # What may be said of microbatches; `PlanOptions` has the meaning.
 Microbatches = int | str | Sequence[int] | None
 
@@ -136,6 +135,14 @@ class PlanOptions:
             )
         check_remat(self.remat, self.stages)
         check_hints(self.pins, self.logical_axis_rules, self.axis_names)
+
+    @property
+    def count(self) -> int:
+        """The number of microbatches that is asked for; 1 where none is."""
+        asked = self.microbatches
+        if isinstance(asked, int):
+            return asked
+        return 1 if asked is None or isinstance(asked, str) else sum(asked)
 
 
 def _counts(given: Sequence[int] | str) -> Sequence[int] | str:

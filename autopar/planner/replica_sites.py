@@ -137,9 +137,7 @@ def _mesh_on(site: Site, found: Candidate) -> MeshShape:
     mesh = found.pricer.mesh
     levels = site.part.levels
     return MeshShape(
-        axes=tuple(
-            dataclasses.replace(a, link=levels[a.level].link) for a in mesh.axes
-        )
+        axes=tuple(dataclasses.replace(a, link=levels[a.level].link) for a in mesh.axes)
     )
 
 

@@ -171,7 +171,9 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
         return
     dims = batch_dims(whole)
     values = [whole.graph.values[whole.graph.inputs[k].value] for k in dims]
-    rows = min((v.shape[d] for v, d in zip(values, dims.values(), strict=True)), default=1)
+    rows = min(
+        (v.shape[d] for v, d in zip(values, dims.values(), strict=True)), default=1
+    )
     found = [n for n in range(least, least * _PER_REPLICA + 1) if rows % n == 0]
     if not found:
         raise PlanError(
@@ -284,13 +286,14 @@ def best_shares(price: Callable[[int, int], float], even: Counts) -> Counts:
     asked: list[tuple[int, int]] = []
     for k, n in enumerate(even):
         asked += [(k, 1), (k, n), (k, most)]
-    while asked:
+    while True:
         for k, n in asked:
             known[k][n] = price(k, n)
         shares = deal_out([_between(row, most) for row in known], sum(even))
         wanted = [(k, m) for k, n in enumerate(shares) for m in (n, n + 1)]
         asked = [(k, n) for k, n in wanted if n <= most and n not in known[k]]
-    return shares
+        if not asked:
+            return shares
 
 
 def _between(known: dict[int, float], most: int) -> list[float]:

@@ -47,8 +47,8 @@ def check_replicas(
     counts = tuple(r.microbatches for r in replicas)
     if len(stages) > 1 or len(counts) < 2 or min(counts) < 1:
         raise PlanError(
-            f"replicas of {counts} microbatches: a plan of one stage may have two replicas or "
-            "more, each with a microbatch at least."
+            f"replicas of {counts} microbatches: a plan of one stage may have two "
+            "replicas or more, each with a microbatch at least."
         )
     if sum(counts) != microbatches:
         raise PlanError(
@@ -59,8 +59,8 @@ def check_replicas(
     name, size = stage.axis_names[0], stage.axis_sizes[0]
     if size != len(counts):
         raise PlanError(
-            f"replicas of {counts} microbatches: the first axis of the mesh, '{name}', is that "
-            f"of the replicas, and has {size} positions."
+            f"replicas of {counts} microbatches: the first axis of the mesh, "
+            f"'{name}', is that of the replicas, and has {size} positions."
         )
     for owner, axes in _layouts(stage):
         if name in axes:

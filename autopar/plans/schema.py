@@ -17,8 +17,8 @@ from autopar.plans.edits import with_layouts
 from autopar.plans.gradients import Compression, GradientDecision
 from autopar.plans.optimality import optimality_text
 from autopar.plans.pipeline import PipelineData
-from autopar.plans.replicas import ReplicaPlan, check_replicas
 from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
+from autopar.plans.replicas import ReplicaPlan, check_replicas
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth

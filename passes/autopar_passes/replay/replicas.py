@@ -116,7 +116,9 @@ class Replicas:
             # JAX makes constants part of the carry. Without the barrier Shardy would
             # reshard them to the last layout that the body states, in each turn.
             held = [jax.lax.optimization_barrier(x) for x in constants]
-            carried, (made, _) = turn(held, carried, [_entry(x, number) for x in slices])
+            carried, (made, _) = turn(
+                held, carried, [_entry(x, number) for x in slices]
+            )
             stacks = [
                 jax.lax.dynamic_update_index_in_dim(stack, x, number, 0)
                 for stack, x in zip(stacks, made, strict=True)

@@ -103,9 +103,7 @@ class Replayer:
         self.program = program
         self.operators = operators
         self.values = values
-        self.control_flow = ControlFlow(
-            values, program.values, self.equation, replicas
-        )
+        self.control_flow = ControlFlow(values, program.values, self.equation, replicas)
 
     def step(self, made: Made) -> list[Any]:
         """Runs the program; carried state leaves in the layout it came in."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Sequence
 
 
@@ -30,7 +31,7 @@ def deal_out(seconds: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
     >>> deal_out([[1, 2, 3, 4, 5, 6, 7, 8], [2, 4, 6, 8, 10, 12, 14, 16]], 12)
     (8, 4)
     """
-    if any(b < a for row in seconds for a, b in zip(row, row[1:], strict=False)):
+    if any(b < a for row in seconds for a, b in itertools.pairwise(row)):
         raise ValueError("deal_out: seconds must not decrease with microbatches.")
     most = sum(len(row) for row in seconds)
     if not (len(seconds) <= count <= most and all(seconds)):

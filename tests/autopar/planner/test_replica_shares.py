@@ -62,9 +62,7 @@ def shapes(rows: int = 6144) -> tuple[Any, ...]:
 
 
 def seconds(microbatches: Any, rows: int = 6144) -> float:
-    plan = autopar.plan(
-        step, *shapes(rows), cluster=MIXED, microbatches=microbatches
-    )
+    plan = autopar.plan(step, *shapes(rows), cluster=MIXED, microbatches=microbatches)
     return plan.predicted.step_s
 
 
@@ -87,9 +85,7 @@ def test_auto_is_never_worse_than_even_shares() -> None:
 
 
 def test_equal_groups_get_equal_shares() -> None:
-    plan = autopar.plan(
-        step, *shapes(), cluster="1x2:cpu+1x2:cpu", microbatches=4
-    )
+    plan = autopar.plan(step, *shapes(), cluster="1x2:cpu+1x2:cpu", microbatches=4)
     assert [r.microbatches for r in plan.replicas] == [2, 2]
 
 

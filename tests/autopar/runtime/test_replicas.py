@@ -200,7 +200,9 @@ def test_random_numbers_are_those_of_equal_shares() -> None:
     one = autopar.parallelize(drawn, cluster="local", microbatches=6, donate=False)
     run = autopar.parallelize(drawn, cluster=MIXED, microbatches=[5, 1], donate=False)
 
-    np.testing.assert_allclose(run(w, key, batch())[2], one(w, key, batch())[2], rtol=1e-5)
+    np.testing.assert_allclose(
+        run(w, key, batch())[2], one(w, key, batch())[2], rtol=1e-5
+    )
 
 
 def test_layers_may_be_computed_again() -> None:
@@ -252,5 +254,3 @@ def test_plans_that_contradict_themselves_are_refused() -> None:
     )
     with pytest.raises(PlanError, match="edits of plans with replicas"):
         autopar.parallelize(step, plan=swapped)(state(), batch())
-
-
