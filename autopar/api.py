@@ -45,7 +45,7 @@ def plan(
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | str | os.PathLike[str] | None = None,
-    microbatches: int | str | None = None,
+    microbatches: int | str | Sequence[int] | None = None,
     coupled: str = "refuse",
     stages: int | str | None = None,
     schedule: str | None = None,
@@ -199,14 +199,22 @@ def audit_analysis(
 ) -> Audit:
     """`audit`, for a step of one stage that is already analysed."""
     bound = bind_plan(analysis, plan, cluster)
-    abstract = planned_step(analysis, plan, abstract_mesh(plan))
+    turns = bound.analysis.turns
+    abstract = planned_step(analysis, plan, abstract_mesh(plan), turns=turns)
     found = None
     if target is not None:
+        if plan.replicas:
+            raise PlanError(
+                f"target {target}: the compilers of accelerators take steps for "
+                "devices of one kind, and the plan has replicas of several. Leave "
+                "target out."
+            )
         device = target_of(target)
         check_target(device, cluster)
         program = compile_for(abstract.lower(device.platform), device, cluster)
         found = target_audit(bound, device, program)
     done = None
     if compiled:
-        done = planned_step(analysis, plan, device_mesh(plan)).lower().compile()
+        here = planned_step(analysis, plan, device_mesh(plan), turns=turns)
+        done = here.lower().compile()
     return audit_lowered(bound, abstract.lower(), done, found)

@@ -59,7 +59,7 @@ def plan_options(
     compression: str = "none",
     error_budget: float | None = None,
     layouts: Plan | None = None,
-    microbatches: int | str | None = None,
+    microbatches: int | str | Sequence[int] | None = None,
     coupled: str = "refuse",
     pins: Pins | None = None,
     axis_names: Sequence[str] | None = None,
@@ -111,6 +111,26 @@ def count_of(text: str | None, option: str) -> int | str | None:
     if not text.isdecimal() or int(text) < 1:
         raise PlanError(f"{option} {text}: expected a whole number such as 4, or auto.")
     return int(text)
+
+
+def microbatches_of(text: str | None) -> int | str | Sequence[int] | None:
+    """A number, ``auto``, or the numbers of replicas, such as ``8+4``.
+
+    Args:
+      text: what ``--microbatches`` was given; None: nothing.
+
+    Raises:
+      PlanError: it is none of them.
+    """
+    parts = (text or "").split("+")
+    if len(parts) == 1:
+        return count_of(text, "--microbatches")
+    if not all(part.isdecimal() and int(part) for part in parts):
+        raise PlanError(
+            f"--microbatches {text}: expected a whole number such as 4, auto, or how "
+            "many each replica runs, such as 8+4."
+        )
+    return [int(part) for part in parts]
 
 
 def plan_workload(

@@ -81,6 +81,11 @@ def explain(
         if len(found.plan.stages) > 1:
             return explain_stages(found, tensor=tensor, by=by, top=top, as_json=as_json)
         bound = bind_plan(found.analysis, found.plan, found.cluster)
+        if tensor is not None and bound.plan.replicas:
+            raise PlanError(
+                f"--tensor {tensor}: other layouts are not tried in plans with "
+                "replicas. Leave --tensor out, or give --by layer."
+            )
         matched = [] if tensor is None else input_decisions(bound, tensor)
         matched.sort(key=lambda d: -d.nbytes)
         explained = [

@@ -61,9 +61,9 @@ ErrorBudget = Annotated[
 Microbatches = Annotated[
     str | None,
     typer.Option(
-        metavar="{auto,N}",
+        metavar="{auto,N,N+M}",
         help="Into how many microbatches the batch is split; auto: as is fastest of "
-        "what fits.",
+        "what fits; 8+4: how many each replica of unequal devices runs.",
     ),
 ]
 Coupled = Annotated[

@@ -82,7 +82,7 @@ def limits(
         layouts=None if layouts is None else Plan.load(layouts),
         pins=parse_pins(pin),
         axis_names=parse_axis_names(axis_names),
-        microbatches=common.count_of(microbatches, "--microbatches"),
+        microbatches=common.microbatches_of(microbatches),
         coupled=coupled,
         stages=common.count_of(stages, "--stages"),
         schedule=schedule,

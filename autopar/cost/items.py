@@ -19,7 +19,8 @@ from autopar.cost.compute import work_once_s
 from autopar.cost.memory import held_bytes
 from autopar.cost.overlap import Timeline
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, joined, traffic
+from autopar.cost.replicas import all_collectives
+from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment
 from autopar.steps.positions import PASSES
 from autopar.steps.work import OperatorWork
@@ -68,7 +69,7 @@ def items(assignment: Assignment, pricer: Pricer) -> list[CostItem]:
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
     """
-    collectives = joined(pricer, traffic(assignment))
+    collectives = all_collectives(assignment, pricer)
     found = [
         *work_items(assignment, pricer),
         *(collective_item(assignment, pricer, c) for c in collectives),

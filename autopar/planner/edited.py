@@ -41,6 +41,8 @@ _WHY_NOT = {
     "compression": "it says why gradients are sent as they are: edit their codecs",
     "microbatches": "other microbatches are another plan: make it with "
     "autopar.plan(..., microbatches=)",
+    "replicas": "they are for clusters of unequal devices: make another plan with "
+    "autopar.plan(..., microbatches=)",
     "local": "it says what is computed from each microbatch alone",
     "schedule": "there is one stage",
     "pipeline": "there is one stage",
@@ -77,6 +79,12 @@ def carried_out(
             f"the plan's {', '.join(parts)} was edited, and edits of plans of several "
             "stages are not carried out. Make another plan with autopar.plan(..., "
             "stages=, schedule=, microbatches=)."
+        )
+    if plan.replicas:
+        raise PlanError(
+            f"the plan's {', '.join(parts)} was edited, and edits of plans with "
+            "replicas are not carried out. Make another plan with autopar.plan(..., "
+            "pins=, microbatches=)."
         )
     _check_parts(parts)
     analysis = split_as(analysis, plan)

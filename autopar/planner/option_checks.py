@@ -46,13 +46,17 @@ def check_microbatches(microbatches: Any, coupled: Any) -> None:
     """Checks into how many microbatches a batch is split, and how.
 
     Raises:
-      PlanError: it is no number of at least 1, or there is no such way.
+      PlanError: it is no number of at least 1 and no several, or there is no such way.
     """
-    whole = isinstance(microbatches, int) and not isinstance(microbatches, bool)
-    if not (microbatches in (None, "auto") or (whole and int(microbatches) >= 1)):
+    each: Sequence[Any] = (microbatches,)
+    if isinstance(microbatches, tuple) and len(cast(Sequence[Any], microbatches)) > 1:
+        each = cast(Sequence[Any], microbatches)
+    whole = all(isinstance(n, int) and not isinstance(n, bool) for n in each)
+    if not (microbatches in (None, "auto") or (whole and min(each) >= 1)):
         raise PlanError(
             f"microbatches={microbatches!r}: expected into how many microbatches the "
-            "batch is split, a whole number such as 4, or 'auto'."
+            "batch is split, a whole number such as 4, or 'auto'; for replicas of "
+            "unequal devices, how many each runs, such as [8, 4]."
         )
     if coupled not in COUPLED:
         raise PlanError(

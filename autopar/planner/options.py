@@ -26,6 +26,9 @@ from autopar.steps import spares
 from autopar.steps.spares import Spares
 from autopar_passes.program.calls import Call
 
+# What may be said of microbatches; `PlanOptions` has the meaning.
+Microbatches = int | str | Sequence[int] | None
+
 
 def as_cluster(given: Cluster | str) -> Cluster:
     """Returns a cluster, or the one that a text such as ``2x4:h100`` describes.
@@ -80,7 +83,8 @@ class PlanOptions:
       error_budget: for ``auto``, the largest relative error of the gradients.
       layouts: a plan whose layouts are kept.
       microbatches: into how many microbatches the batch is split; ``auto``: as is
-        fastest of what fits. None: as the plan given as layouts says, else one.
+        fastest of what fits; several numbers: those of each replica of a cluster of
+        unequal devices. None: as the plan given as layouts says, else one.
       coupled: what is done where the loss of a row depends on the others: ``refuse``
         to split the batch, or take the ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut; ``auto``: as is fastest.
@@ -108,7 +112,7 @@ class PlanOptions:
     compression: str = "none"
     error_budget: float | None = None
     layouts: Plan | None = None
-    microbatches: int | str | None = None
+    microbatches: Microbatches = None
     coupled: str = "refuse"
     stages: int | str | None = None
     schedule: str | None = None
@@ -119,11 +123,31 @@ class PlanOptions:
         """Checks the codecs before any work is done."""
         parsed(self.compression)
         budget_of(self.error_budget, self.compression)
+        if isinstance(self.microbatches, Sequence) and self.microbatches != "auto":
+            object.__setattr__(self, "microbatches", _counts(self.microbatches))
         check_limits(self.max_axes, self.seconds)
         check_microbatches(self.microbatches, self.coupled)
         check_stages(self.stages, self.schedule)
+        if isinstance(self.microbatches, tuple) and self.stages not in (None, 1):
+            raise PlanError(
+                f"microbatches={list(self.microbatches)} are those of replicas, and "
+                f"stages={self.stages!r}: give one number, or leave stages out."
+            )
         check_remat(self.remat, self.stages)
         check_hints(self.pins, self.logical_axis_rules, self.axis_names)
+
+    @property
+    def count(self) -> int:
+        """The number of microbatches that is asked for; 1 where none is."""
+        asked = self.microbatches
+        if isinstance(asked, int):
+            return asked
+        return 1 if asked is None or isinstance(asked, str) else sum(asked)
+
+
+def _counts(given: Sequence[int] | str) -> Sequence[int] | str:
+    """Numbers as a tuple; a text as it is, which `check_microbatches` refuses."""
+    return given if isinstance(given, str) else tuple(given)
 
 
 # What holds where nothing is said.

@@ -40,6 +40,7 @@ from autopar.planner.problem import Restriction
 from autopar.planner.rebatch import rebatched
 from autopar.planner.record import make_plan, restore, split_as
 from autopar.planner.remat import as_asked, fastest, wanted
+from autopar.planner.replicas import plan_replicas
 from autopar.planner.search import candidate_meshes, given, search
 from autopar.planner.stages.entry import plan_with_stages, without_stages
 from autopar.planner.stages.kept import kept_pipeline
@@ -87,6 +88,13 @@ def plan_analysis(
         _check_no_remat(options, kept)
         asked = requested(options, sent, errors)
         return kept_pipeline(analysis, cluster, options, kept, asked)
+    if isinstance(options.microbatches, tuple) and not cluster.groups:
+        raise PlanError(
+            f"microbatches={list(options.microbatches)} are those of replicas of "
+            f"unequal devices, and {cluster} has equal ones. Give one number."
+        )
+    if cluster.groups and options.stages in (None, 1):
+        return plan_replicas(analysis, cluster, options)
     if options.stages not in (None, 1):
         return _in_stages(analysis, cluster, options, requested(options, sent, errors))
     if options.microbatches == "auto":
@@ -138,13 +146,7 @@ def _in_stages(
     one: Plan | None = None
     failed: InfeasibleError | None = None
     if cluster.groups:
-        found = plan_with_stages(analysis, cluster, options, None, codecs)
-        if found is None:
-            raise PlanError(
-                f"one kind of devices alone trains fastest on {cluster}: plan for a "
-                "part of it, cluster.groups[0] and so on."
-            )
-        return found
+        return _on_groups(analysis, cluster, options, codecs)
     try:
         alone = without_stages(options)
         one = plan_analysis(analysis, cluster, alone, codecs.sent, codecs.errors)
@@ -165,6 +167,40 @@ def _in_stages(
         assert failed is not None
         raise failed
     return one
+
+
+def _on_groups(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, codecs: CodecRequest
+) -> Plan:
+    """A pipeline on groups of unequal devices, or replicas where these are as fast.
+
+    Raises:
+      InfeasibleError: neither fits.
+      PlanError: the step cannot be cut or split as is asked for.
+    """
+    alone = dataclasses.replace(options, stages=None, schedule=None, remat=None)
+    replicas: Plan | None = None
+    failed: PlanError | None = None
+    try:
+        replicas = plan_replicas(analysis, cluster, alone)
+    except PlanError as error:
+        say(f"planning stages only: {error}")
+        failed = error
+    try:
+        found = plan_with_stages(analysis, cluster, options, replicas, codecs)
+    except PlanError as error:
+        if replicas is None:
+            raise
+        say(f"planning replicas only: {error}")
+        return replicas
+    if found is not None:
+        return found
+    if replicas is not None:
+        return replicas
+    raise PlanError(
+        f"one kind of devices alone trains fastest on {cluster}: plan for a part of "
+        "it, cluster.groups[0] and so on."
+    ) from failed
 
 
 def _split(analysis: Analysis, options: PlanOptions) -> Analysis:
@@ -267,6 +303,8 @@ def plan_beside(
       InfeasibleError: the batch does not fit the memory of a device like this.
       PlanError: the running plan's mesh is none that the cluster has.
     """
+    if running.replicas:
+        return _replicas_beside(analysis, cluster, options, running)
     try:
         kept = dataclasses.replace(options, layouts=running, microbatches=None)
         return plan_analysis(analysis, cluster, kept, sent)
@@ -281,6 +319,31 @@ def plan_beside(
     pins = _state_pins(analysis, running)
     codecs = requested(options, sent)
     return _searched(analysis, cluster, meshes, pins, codecs, options.seconds)
+
+
+def _replicas_beside(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, running: Plan
+) -> Plan:
+    """`plan_beside`, on replicas of unequal devices.
+
+    Raises:
+      InfeasibleError: the batch does not fit the memory of a device.
+      PlanError: it cannot be dealt out, or only on another mesh.
+    """
+    kept = dataclasses.replace(
+        options,
+        pins=_state_pins(analysis, running),
+        axis_names=running.axis_names[1:],
+        microbatches="auto",
+        layouts=None,
+    )
+    found = plan_replicas(analysis, cluster, kept)
+    if found.axis_sizes != running.axis_sizes:
+        raise PlanError(
+            "a batch of this size is planned on another mesh than the running one; "
+            "fill it up, or leave it out."
+        )
+    return found
 
 
 def _state_pins(analysis: Analysis, plan: Plan) -> dict[str, PartitionSpec]:

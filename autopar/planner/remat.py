@@ -71,14 +71,14 @@ def as_asked(analysis: Analysis, options: PlanOptions) -> Analysis:
     return rematerialised(
         analysis,
         wanted(analysis, options),
-        int(options.microbatches or 1),
+        options.count,
         couple=options.coupled == "microbatch",
     )
 
 
 def _starts(analysis: Analysis, options: PlanOptions) -> tuple[int, ...]:
     couple = options.coupled == "microbatch"
-    return layer_starts(analysis, int(options.microbatches or 1), couple=couple)
+    return layer_starts(analysis, options.count, couple=couple)
 
 
 def fastest(

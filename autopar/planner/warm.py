@@ -49,6 +49,7 @@ def can_be_warm(cluster: Cluster, options: PlanOptions, running: Plan) -> bool:
     It plans one stage on equal devices, with layouts of its own.
     """
     several = options.stages not in (None, 1) or len(running.stages) > 1
+    several = several or bool(running.replicas)
     return not (several or cluster.groups or options.layouts is not None)
 
 
@@ -94,7 +95,7 @@ def _split(analysis: Analysis, options: PlanOptions, running: Plan) -> Analysis:
     count, remat = options.microbatches, options.remat
     if count == "auto" and remat in (None, "auto"):
         return split_as(analysis, running)
-    count = running.microbatches if count == "auto" else int(count or 1)
+    count = running.microbatches if count == "auto" else options.count
     if remat == "auto" and count == running.microbatches:
         return split_as(analysis, running)
     return as_asked(analysis, dataclasses.replace(options, microbatches=count))

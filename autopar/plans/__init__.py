@@ -5,6 +5,7 @@ from autopar.plans.files import SCHEMA
 from autopar.plans.gradients import Compression, GradientDecision
 from autopar.plans.pipeline import PipelineData
 from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
+from autopar.plans.replicas import ReplicaPlan
 from autopar.plans.schema import (
     NO_SCHEDULE,
     SCHEDULES,
@@ -32,6 +33,7 @@ __all__ = [
     "Plan",
     "Predicted",
     "Rematerialisation",
+    "ReplicaPlan",
     "Seconds",
     "SolverReport",
     "Spec",

@@ -18,6 +18,7 @@ from autopar.plans.gradients import Compression, GradientDecision
 from autopar.plans.optimality import optimality_text
 from autopar.plans.pipeline import PipelineData
 from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
+from autopar.plans.replicas import ReplicaPlan, check_replicas
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
@@ -113,6 +114,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
       fingerprint: of the step that the plan is for, with its shapes.
       structure: of the step without its batch; '' where it is not known.
       microbatches: into how many parts the batch is split, one after the other.
+      replicas: what each replica runs, where they are of unequal devices: they are the
+        positions of the mesh's first axis, which splits nothing. Empty: every device
+        takes part in all microbatches.
       local: what is computed from each microbatch alone, where a step on the whole
         batch has it of all rows.
       schedule: the order in which stages run microbatches, one of `SCHEDULES`.
@@ -144,6 +148,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     fingerprint: str
     structure: str = ""
     microbatches: int = 1
+    replicas: tuple[ReplicaPlan, ...] = ()
     local: tuple[str, ...] = ()
     schedule: str = NO_SCHEDULE
     pipeline: PipelineData | None = None
@@ -179,6 +184,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
                         f"{device}."
                     )
                 owner[device] = stage.name
+        check_replicas(self.replicas, self.microbatches, self.stages)
 
     @property
     def stage(self) -> StagePlan:

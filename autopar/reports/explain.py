@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster, MeshShape
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, joined, traffic
+from autopar.cost.replicas import all_collectives
+from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards, to_spec
@@ -18,7 +19,8 @@ from autopar.layouts.strategies import layout_of
 from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.hints import pin_restriction
 from autopar.planner.problem import Formulation, Restriction, formulate
-from autopar.planner.record import restore
+from autopar.planner.record import assignment_of, restore
+from autopar.planner.replica_sites import on_replica, slowest_of
 from autopar.planner.search import plan_mesh
 from autopar.planner.solving import solve_mesh
 from autopar.plans import Plan, Spec
@@ -88,14 +90,19 @@ class Alternative:
 
 
 def bind_plan(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundPlan:
-    """Puts a plan and its step together.
+    """Puts a plan and its step together; of a plan with replicas, the last to end.
 
     Raises:
       PlanError: the plan is for another step or cluster.
     """
     assignment = restore(analysis, plan)
-    pricer = Pricer(cluster, mesh_of(plan, cluster))
-    collectives = tuple(joined(pricer, traffic(assignment)))
+    if plan.replicas:
+        whole, last = assignment.analysis, slowest_of(plan)
+        view, pricer = on_replica(whole, plan, cluster, last)
+        assignment = assignment_of(view, plan)
+    else:
+        pricer = Pricer(cluster, mesh_of(plan, cluster))
+    collectives = tuple(all_collectives(assignment, pricer))
     return BoundPlan(assignment.analysis, plan, assignment, pricer, collectives)
 
 

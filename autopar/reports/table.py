@@ -79,6 +79,7 @@ def summary_lines(plan: Plan) -> list[str]:
         f"memory   {bytes_text(expected.peak_memory_bytes)} on each device at the peak",
         *_remat_lines(plan),
         *_bubble_lines(plan),
+        *_replica_lines(plan),
         *worth_lines(plan.worth),
     ]
 
@@ -109,6 +110,15 @@ def _bubble_lines(plan: Plan) -> list[str]:
     return [f"bubble   a stage waits {bubble(plan):.1%} of the step on average"]
 
 
+def _replica_lines(plan: Plan) -> list[str]:
+    """What each replica runs, and how long it takes."""
+    return [
+        f"replica  {k}: {r.microbatches} of {plan.microbatches} microbatches in "
+        f"{seconds_text(r.step_s)}, {bytes_text(r.peak_memory_bytes)}, on {r.devices}"
+        for k, r in enumerate(plan.replicas)
+    ]
+
+
 def range_text(expected: Predicted) -> str:
     """The shortest and the longest time of a step."""
     return f"{seconds_text(expected.low_s)} to {seconds_text(expected.high_s)}"
@@ -126,6 +136,9 @@ def shape_of_plan(plan: Plan) -> str:
     if len(plan.stages) == 1:
         parts = plan.microbatches
         split = f", {parts} microbatches" if parts > 1 else ""
+        if plan.replicas:
+            each = " + ".join(str(r.microbatches) for r in plan.replicas)
+            split = f", {each} microbatches"
         return f"mesh {mesh_text(plan.stage)}{split}"
     return (
         f"{len(plan.stages)} stages, {plan.schedule} of {plan.microbatches} "

@@ -32,6 +32,7 @@ from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
 from autopar_passes.jax_compat import lowered_without_devices
 from autopar_passes.layouts import partition_spec
+from autopar_passes.replay.replicas import Replicas, Wait
 from autopar_passes.replay.run import replay
 
 
@@ -135,7 +136,9 @@ class PlannedStep:
                 )
         traced = self.function.trace(*structs)
         if abstract:
-            kind = self.plan.cluster.read().device.kind
+            cluster = self.plan.cluster.read()
+            # The groups of replicas are all of one program.
+            kind = (cluster.groups[0] if cluster.groups else cluster).device.kind
             platform = platform or lowering_platform(graph, kind)
             with lowered_without_devices():
                 return traced.lower(lowering_platforms=(platform,))
@@ -159,6 +162,8 @@ def planned_step(
     gradients: Any = None,
     fallback: Fallback | None = None,
     noise: NoiseOptions | None = None,
+    wait: Wait | None = None,
+    turns: int | None = None,
 ) -> PlannedStep:
     """Builds the jitted function of a planned step.
 
@@ -170,6 +175,10 @@ def planned_step(
       gradients: that of a step that differs in the codecs alone.
       fallback: the codecs of a step in which the plan's send too little.
       noise: how the noise of gradients is measured; None: it is not.
+      wait: of a plan with replicas, what waits in each turn of one
+        (`autopar_passes.replay.replicas.Replicas`), to simulate slower devices.
+      turns: of a plan with replicas, how many turns each has, for audits alone; None:
+        as many as the plan says.
 
     Raises:
       PlanError: the plan belongs to another step, or a kernel of the step cannot run
@@ -182,7 +191,9 @@ def planned_step(
     if noise is not None:
         assignment = with_waiting(assignment)
     analysis = assignment.analysis
-    run = _named(replay(analysis.program, analysis.graph, assignment, mesh), analysis)
+    dealt = _replicas(analysis, plan, noise, wait, turns)
+    run = replay(analysis.program, analysis.graph, assignment, mesh, dealt)
+    run = _named(run, analysis)
     carried = tuple(sorted(analysis.carried)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
     outputs = _out_shardings(analysis, assignment, mesh)
@@ -219,6 +230,31 @@ def planned_step(
     return PlannedStep(
         analysis, plan, assignment, mesh, function, found, gradients, measured
     )
+
+
+def _replicas(
+    analysis: Analysis,
+    plan: Plan,
+    noise: NoiseOptions | None,
+    wait: Wait | None,
+    turns: int | None,
+) -> Replicas | None:
+    """How the plan deals microbatches out; None: it has no replicas.
+
+    Raises:
+      PlanError: what is asked for is not carried out with replicas.
+    """
+    if not plan.replicas:
+        return None
+    if noise is not None:
+        raise PlanError(
+            "noise_scale: the replicas of this plan have unequal numbers of "
+            "microbatches, whose gradients are not compared. Leave noise_scale out."
+        )
+    loop = analysis.pytrees.loop
+    assert loop is not None
+    counts = tuple(r.microbatches for r in plan.replicas)
+    return Replicas(loop, counts, wait, turns)
 
 
 def _noise_spec(

@@ -85,6 +85,8 @@ class Analysis:
       spares: what devices hold of the state beside the one in use.
       remat: what the program computes again (`autopar.steps.remat`).
       written: of a step without its checkpoints, the analysis of the step with them.
+      turns: of a step whose microbatches are dealt out to replicas, how many of them
+        one replica runs (`autopar.steps.replicas`); None: all.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -103,6 +105,7 @@ class Analysis:
     spares: Spares = spares.NONE
     remat: Rematerialisation = AS_WRITTEN
     written: Analysis | None = None
+    turns: int | None = None
     trace_s: float = 0.0
     graph_s: float = 0.0
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from autopar_passes import jax_compat
 
@@ -27,6 +27,12 @@ def partition_spec(mesh: Any, layout: Layout) -> PartitionSpec:
     while entries and entries[-1] is None:
         entries.pop()
     return PartitionSpec(*entries)
+
+
+def automatic_axes(mesh: Any) -> frozenset[str]:
+    """Returns the axes of a mesh that no ``shard_map`` around has made manual."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True)
+    return frozenset(name for name, kind in kinds if kind is not AxisType.Manual)
 
 
 def constrain(array: Any, mesh: Any, layout: Layout) -> Any:

@@ -16,6 +16,7 @@ from autopar_solver.allocation.problem import (
     AllocationProblem,
     check_allocation,
 )
+from autopar_solver.allocation.replicas import deal_out
 from autopar_solver.allocation.solve import solve_allocation
 from autopar_solver.ilp.planes import highest_minimum
 from autopar_solver.selection.check import (
@@ -128,6 +129,7 @@ __all__ = [
     "check_stages",
     "check_table",
     "crossing_bytes",
+    "deal_out",
     "equal_parts",
     "evaluate_choices",
     "evaluate_pipeline",

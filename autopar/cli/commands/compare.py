@@ -57,7 +57,7 @@ def compare(
         seconds=seconds,
         compression=compression,
         error_budget=error_budget,
-        microbatches=common.count_of(microbatches, "--microbatches"),
+        microbatches=common.microbatches_of(microbatches),
         coupled=coupled,
         stages=common.count_of(stages, "--stages"),
         schedule=schedule,

@@ -34,7 +34,8 @@ def accumulated(whole: TracedStep, found: Microbatched) -> TracedStep:
       whole: the step on the whole batch.
       found: how it is split.
     """
-    return dataclasses.replace(whole, program=_Joiner(whole.program, found).run())
+    joiner = _Joiner(whole.program, found)
+    return dataclasses.replace(whole, program=joiner.run(), loop=joiner.loop_index)
 
 
 class _Joiner:
@@ -48,6 +49,7 @@ class _Joiner:
         self.builder.values.extend(self.micro.values)
         self.first_index = self.builder.next_index
         self.builder.next_index += next_index(self.micro)
+        self.loop_index = -1
 
     def run(self) -> Program:
         before = self.before()
@@ -115,9 +117,10 @@ class _Joiner:
         rows = [self.micro.values[c.value] for c in stacked]
         stacks = [self.builder.value((count, *v.shape), v.dtype) for v in rows]
         source = _scan_source(count, len(consts), len(carries))
+        self.loop_index = self.builder.index()
         self.builder.equations.append(
             Equation(
-                self.builder.index(),
+                self.loop_index,
                 source,
                 (*consts, *carries, numbers),
                 (*ends, *stacks),

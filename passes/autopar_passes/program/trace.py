@@ -57,6 +57,8 @@ class TracedStep:
         dtype.
       replicas: names of axes over which the step has collectives, as for ``jax.pmap``;
         they have one replica, which sees the whole batch.
+      loop: index of the equation that goes through microbatches
+        (`autopar_passes.microbatches.accumulate`); None: the program has none.
     """
 
     name: str
@@ -68,6 +70,7 @@ class TracedStep:
     carried: dict[int, int]
     changed: tuple[str, ...]
     replicas: frozenset[str]
+    loop: int | None = None
 
 
 def trace(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 
 from autopar_passes.graph.operators import Operator
 from autopar_passes.program.equations import Atom, Equation, Region, Value
+from autopar_passes.replay.replicas import Replicas
 from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
@@ -21,17 +23,25 @@ Run = Callable[[Equation], None]
 class ControlFlow:
     """Runs the equations with regions of one program."""
 
-    def __init__(self, values: Values, types: Sequence[Value], run: Run) -> None:
+    def __init__(
+        self,
+        values: Values,
+        types: Sequence[Value],
+        run: Run,
+        replicas: Replicas | None = None,
+    ) -> None:
         """Starts outside of all regions.
 
         Args:
           values: the values of the program.
           types: shape and dtype of each value.
           run: runs one equation of a region.
+          replicas: deal the turns of one scan out; None: every device runs all.
         """
         self._values = values
         self._types = types
         self._run = run
+        self._replicas = replicas
 
     def scan(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
         """Runs a scan; returns its results."""
@@ -42,15 +52,22 @@ class ControlFlow:
         carries = enters[consts:first]
         outer = self._hand_in(enters, eqn.inputs)
 
-        def step(carried: Any, sliced: Any) -> tuple[Any, Any]:
-            with self._inside(body, enters, (*outer[:consts], *carried, *sliced)):
+        def step(given: Any, carried: Any, sliced: Any) -> tuple[Any, Any]:
+            with self._inside(body, enters, (*given, *carried, *sliced)):
                 ends = self._hand_on(carries, 1, body.outputs[:carry])
                 ys = self._hand_on(stacks, 0, body.outputs[carry:])
                 seen = self._seen(eqn)
             return _as_arrays(ends, carried), (ys, seen)
 
+        if self._replicas is not None and self._replicas.loop == eqn.index:
+            ends, ys = self._replicas.run(
+                self._values, step, outer[:consts], outer[consts:first], outer[first:]
+            )
+            left = [*zip(carries, ends, strict=True), *zip(stacks, ys, strict=True)]
+            return [self._replicas.left(self._values, op, x) for op, x in left]
         end, (ys, seen) = jax.lax.scan(
-            step, outer[consts:first], outer[first:], length=params["length"],
+            functools.partial(step, outer[:consts]),
+            outer[consts:first], outer[first:], length=params["length"],
             reverse=params["reverse"], unroll=params["unroll"],
         )  # fmt: skip
         if self._values.watch is not None:

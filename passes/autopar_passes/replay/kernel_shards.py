@@ -13,7 +13,7 @@ from typing import Any
 import jax
 
 from autopar_passes import jax_compat
-from autopar_passes.layouts import Layout, partition_spec
+from autopar_passes.layouts import Layout, automatic_axes, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.replay.local_body import run_body
 from autopar_passes.rules import manual, pallas_grid
@@ -56,6 +56,7 @@ def kernel_on_shards(
             mesh=mesh,
             in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
             out_specs=tuple(partition_spec(mesh, layout) for layout in results),
+            axis_names=automatic_axes(mesh),
             check_vma=False,
         )(*operands)
     )

@@ -16,6 +16,7 @@ from autopar_passes.program.equations import Equation, Program
 from autopar_passes.replay.control_flow import ControlFlow
 from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.replay.primitives import run_barrier, run_primitive
+from autopar_passes.replay.replicas import Replicas
 from autopar_passes.replay.values import Values
 from autopar_passes.sums.stacked import Stacked
 
@@ -24,7 +25,11 @@ Made = Callable[[int, Any], Any]
 
 
 def replay(
-    program: Program, graph: OperatorGraph, plan: LayoutPlan, mesh: Any
+    program: Program,
+    graph: OperatorGraph,
+    plan: LayoutPlan,
+    mesh: Any,
+    replicas: Replicas | None = None,
 ) -> Callable[..., list[Any]]:
     """Returns a function of the flat arguments that states the plan's layouts.
 
@@ -33,6 +38,8 @@ def replay(
       graph: its operator graph.
       plan: the layouts.
       mesh: a `jax.sharding.Mesh` or ``AbstractMesh`` with automatic axes.
+      replicas: deal the microbatches out over the mesh's first axis; None: every
+        device goes through all of them.
 
     The function's keyword ``synchroniser`` takes the deferred sums; without one
     they are plain reductions. Its keyword ``made`` is called with each value that
@@ -56,7 +63,7 @@ def replay(
             if op.kind == "input":
                 value = op.outputs[0]
                 arrays[value] = values.pin(arrays[value], plan.results(op, 0))
-        return Replayer(program, operators, values).step(made)
+        return Replayer(program, operators, values, replicas).step(made)
 
     return run
 
@@ -79,7 +86,11 @@ class Replayer:
     """Runs the equations of a program, one by one or all."""
 
     def __init__(
-        self, program: Program, operators: Mapping[int, list[Operator]], values: Values
+        self,
+        program: Program,
+        operators: Mapping[int, list[Operator]],
+        values: Values,
+        replicas: Replicas | None = None,
     ) -> None:
         """Starts with the inputs.
 
@@ -87,11 +98,12 @@ class Replayer:
           program: the flat program.
           operators: by the equation that they stand for (`operators_of`).
           values: what is known so far.
+          replicas: as of `replay`.
         """
         self.program = program
         self.operators = operators
         self.values = values
-        self.control_flow = ControlFlow(values, program.values, self.equation)
+        self.control_flow = ControlFlow(values, program.values, self.equation, replicas)
 
     def step(self, made: Made) -> list[Any]:
         """Runs the program; carried state leaves in the layout it came in."""

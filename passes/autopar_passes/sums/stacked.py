@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from autopar_passes import jax_compat
-from autopar_passes.layouts import Layout, constrain, partition_spec
+from autopar_passes.layouts import Layout, automatic_axes, constrain, partition_spec
 from autopar_passes.program.equations import Equation
 from autopar_passes.sums.linear import ADDITIVE
 
@@ -94,6 +94,7 @@ def stack_partials(
         mesh=mesh,
         in_specs=tuple(partition_spec(mesh, layout) for layout in layouts),
         out_specs=partition_spec(mesh, (axes, *result)),
+        axis_names=automatic_axes(mesh),
         check_vma=False,
     )(*operands)
 

@@ -1,0 +1,346 @@
+"""Plans a step on groups of unequal devices as replicas of unequal shares.
+
+Each replica holds the whole state and runs as many of the microbatches as its speed
+allows; gradients are added up over replicas once, and each updates its own state. The
+planner compares numbers of microbatches, and the layouts that are best on each kind of
+device; for each of them it deals the microbatches out so that the last replica ends
+as early as can be (`autopar_solver.deal_out`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import msgspec
+import numpy as np
+
+from autopar.cluster import Cluster
+from autopar.cost.pricer import Pricer
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.candidate import Candidate, SearchResult
+from autopar.planner.hints import (
+    check_pinned,
+    fitting_meshes,
+    pin_restriction,
+    pinned_layouts,
+)
+from autopar.planner.options import PlanOptions
+from autopar.planner.problem import Restriction
+from autopar.planner.record import make_plan
+from autopar.planner.remat import as_asked
+from autopar.planner.replica_sites import Site, priced, sites_of
+from autopar.planner.search import candidate_meshes, search
+from autopar.plans import ClusterData, Plan, ReplicaPlan
+from autopar.progress import say
+from autopar.steps.analysis import Analysis
+from autopar.steps.microbatches import batch_dims
+from autopar.steps.replicas import check_can_be_dealt_out, with_turns
+from autopar_solver import deal_out
+
+Counts = Sequence[int]
+
+# What a plan says of how it was found.
+STATUS = "shares and layouts of replicas compared"
+# Another number of microbatches is tried where it should save this part of a step.
+_WORTHWHILE = 0.01
+# Most numbers of microbatches that are tried, and most microbatches for each replica.
+_TRIED, _PER_REPLICA = 6, 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Dealt:
+    """Layouts, and how many microbatches each replica runs with them.
+
+    Attributes:
+      base: the step in its microbatches.
+      counts: of each replica.
+      replicas: the layouts as each replica runs them.
+    """
+
+    base: Analysis
+    counts: tuple[int, ...]
+    replicas: tuple[Candidate, ...]
+
+    @property
+    def step_s(self) -> float:
+        """Seconds of a step: those of the last replica."""
+        return max(c.step_s for c in self.replicas)
+
+    def expected_s(self, count: int) -> float:
+        """About the least seconds of a step in another number of microbatches.
+
+        Microbatches of other sizes are taken to need as long for each row, and
+        everything else of a step to need nothing.
+        """
+        each = [
+            c.step_s / n * self.base.microbatches / count
+            for c, n in zip(self.replicas, self.counts, strict=True)
+        ]
+        tables = [[s * n for n in range(1, count + 1)] for s in each]
+        shares = deal_out(tables, count)
+        return max(s * n for s, n in zip(each, shares, strict=True))
+
+
+def plan_replicas(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Plan:
+    """Plans a step as replicas, one or more on each group of a cluster.
+
+    Args:
+      analysis: the step on the whole batch.
+      cluster: of groups of unequal devices.
+      options: hints and limits; axes and pins are those of the mesh of a replica.
+
+    Raises:
+      InfeasibleError: no plan fits the memory of a device.
+      PlanError: the groups have no replicas of equal shape, the batch cannot be split,
+        or an option is not carried out for replicas.
+    """
+    _check_options(options)
+    started = time.perf_counter()
+    sites = sites_of(cluster)
+    whole = analysis.whole or analysis
+    best: Dealt | None = None
+    failed: InfeasibleError | None = None
+    tried = 0
+    for count in _numbers(whole, options, len(sites)):
+        if best is not None and not _promises(best, count):
+            continue
+        say(f"dealing {count} microbatches out to {len(sites)} replicas")
+        try:
+            found = _dealt(whole, options, sites, count)
+        except InfeasibleError as error:
+            failed = error
+            continue
+        except PlanError:
+            if best is None:
+                raise
+            continue
+        tried += 1
+        if best is None or found.step_s < best.step_s:
+            best = found
+        if tried == _TRIED:
+            break
+    if best is None:
+        assert failed is not None
+        raise failed
+    return _written(best, cluster, sites, time.perf_counter() - started)
+
+
+def _check_options(options: PlanOptions) -> None:
+    """Raises `PlanError` for options that are not carried out for replicas."""
+    if options.compression != "none":
+        raise PlanError(
+            f"compression={options.compression!r}: replicas of unequal devices send "
+            "gradients as they are. Leave compression out, or plan with stages='auto'."
+        )
+    if options.layouts is not None:
+        raise PlanError(
+            "layouts=: replicas of unequal devices are planned anew. Leave layouts "
+            "out, or run the plan as it is with plan=."
+        )
+    if options.remat == "auto":
+        raise PlanError(
+            "remat='auto': for replicas of unequal devices say how many layers "
+            "compute again, such as remat='all', or leave remat out."
+        )
+
+
+def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]:
+    """Yields the numbers of microbatches to try, few first.
+
+    Raises:
+      PlanError: there are no numbers, or fewer are asked for than there are replicas.
+    """
+    asked = options.microbatches
+    if isinstance(asked, tuple):
+        if len(asked) != least:
+            raise PlanError(
+                f"microbatches={list(asked)}: the cluster has {least} replicas, and "
+                f"{len(asked)} are given."
+            )
+        yield sum(asked)
+        return
+    if isinstance(asked, int):
+        if asked < least:
+            raise PlanError(
+                f"microbatches={asked}: each of {least} replicas of unequal devices "
+                f"runs one or more. Give {least} or more, or 'auto'."
+            )
+        yield asked
+        return
+    dims = batch_dims(whole)
+    values = [whole.graph.values[whole.graph.inputs[k].value] for k in dims]
+    rows = min(
+        (v.shape[d] for v, d in zip(values, dims.values(), strict=True)), default=1
+    )
+    found = [n for n in range(least, least * _PER_REPLICA + 1) if rows % n == 0]
+    if not found:
+        raise PlanError(
+            f"the batch has {rows} rows, which cannot be split into microbatches for "
+            f"{least} replicas of unequal devices. Give a batch with more rows."
+        )
+    yield from found
+
+
+def _promises(best: Dealt, count: int) -> bool:
+    """Whether another number of microbatches may be worth a search."""
+    return best.expected_s(count) < (1 - _WORTHWHILE) * best.step_s
+
+
+def _dealt(
+    whole: Analysis, options: PlanOptions, sites: Sequence[Site], count: int
+) -> Dealt:
+    """The best layouts and shares for a number of microbatches.
+
+    Raises:
+      InfeasibleError: none fit.
+      PlanError: the batch cannot be split so.
+    """
+    base = as_asked(whole, dataclasses.replace(options, microbatches=count))
+    check_can_be_dealt_out(base)
+    found: list[Dealt] = []
+    failed: InfeasibleError | None = None
+    for site in {site.kind: site for site in sites}.values():
+        try:
+            layouts = _searched(with_turns(base, count // len(sites)), options, site)
+            found.append(_shared(base, layouts, sites, options))
+        except InfeasibleError as error:
+            failed = error
+    if not found:
+        assert failed is not None
+        raise failed
+    return min(found, key=lambda dealt: dealt.step_s)
+
+
+def _searched(view: Analysis, options: PlanOptions, site: Site) -> Candidate:
+    """The best layouts on the devices of one replica alone."""
+    pins = options.pins or {}
+    meshes = candidate_meshes(site.part, options.max_axes, options.axis_names)
+    if pins:
+        meshes = fitting_meshes(view, pins, meshes)
+
+    def restrict(pricer: Pricer) -> Restriction:
+        return pin_restriction(view, pinned_layouts(view, pins, pricer.mesh))
+
+    # The sums over replicas are no part of the search: they are priced behind it.
+    alone = dataclasses.replace(view, turns=None)
+    result = search(
+        alone,
+        site.part,
+        meshes=meshes,
+        seconds=options.seconds,
+        restriction=restrict if pins else None,
+    )
+    check_pinned(pins, alone, result.best.assignment, result.best.pricer.mesh)
+    return result.best
+
+
+def _shared(
+    base: Analysis, layouts: Candidate, sites: Sequence[Site], options: PlanOptions
+) -> Dealt:
+    """The best shares for given layouts.
+
+    Raises:
+      InfeasibleError: a replica does not fit the memory of its devices.
+    """
+    count, views = base.microbatches, dict[int, Analysis]()
+    known: dict[tuple[object, int], Candidate] = {}
+
+    def at(site: Site, turns: int) -> Candidate:
+        key = site.kind, turns
+        if key not in known:
+            view = views.setdefault(turns, with_turns(base, turns))
+            known[key] = priced(view, layouts, site)
+            _check_fits(known[key], site)
+        return known[key]
+
+    def dealt(counts: tuple[int, ...]) -> Dealt:
+        pairs = zip(sites, counts, strict=True)
+        return Dealt(base, counts, tuple(at(site, n) for site, n in pairs))
+
+    if isinstance(options.microbatches, tuple):
+        return dealt(options.microbatches)
+    even = tuple(
+        count // len(sites) + (k < count % len(sites)) for k in range(len(sites))
+    )
+    shares = best_shares(lambda k, n: at(sites[k], n).step_s, even)
+    return dealt(tuple(shares))
+
+
+def best_shares(price: Callable[[int, int], float], even: Counts) -> Counts:
+    """The shares whose last replica ends first, of few prices.
+
+    Seconds grow with microbatches, and nearly in proportion: what is hidden beside work
+    alone bends them. They are taken to be straight between those that are known. A
+    choice is proved once what it takes is known, and what each replica would take with
+    one microbatch more: no other can do with less unless it gives one to a replica that
+    has time for it.
+
+    Args:
+      price: the number of a replica and of its microbatches -> seconds.
+      even: equal shares; their sum is that of all.
+    """
+    most = sum(even) - len(even) + 1
+    known: list[dict[int, float]] = [{} for _ in even]
+    asked: list[tuple[int, int]] = []
+    for k, n in enumerate(even):
+        asked += [(k, 1), (k, n), (k, most)]
+    while True:
+        for k, n in asked:
+            known[k][n] = price(k, n)
+        shares = deal_out([_between(row, most) for row in known], sum(even))
+        wanted = [(k, m) for k, n in enumerate(shares) for m in (n, n + 1)]
+        asked = [(k, n) for k, n in wanted if n <= most and n not in known[k]]
+        if not asked:
+            return shares
+
+
+def _between(known: dict[int, float], most: int) -> list[float]:
+    """Seconds of 1, 2 ... microbatches, of which some are known; never decreasing."""
+    at = sorted(known)
+    values = np.maximum.accumulate([known[n] for n in at])
+    return [float(s) for s in np.interp(range(1, most + 1), at, values)]
+
+
+def _check_fits(found: Candidate, site: Site) -> None:
+    """Raises `InfeasibleError` where a replica does not fit its devices."""
+    need, have = found.peak_memory_bytes, site.part.memory_bytes
+    if need > have:
+        raise InfeasibleError(
+            f"a replica on {site.part} needs {need / 1e9:.3g} GB on each device, which "
+            f"has {have / 1e9:.3g} GB. Split the batch into more microbatches, or plan "
+            "with stages='auto'.",
+        )
+
+
+def _written(
+    dealt: Dealt, cluster: Cluster, sites: Sequence[Site], seconds: float
+) -> Plan:
+    """The plan: that of the last replica, with what all of them run."""
+    last = max(dealt.replicas, key=lambda c: c.step_s)
+    view = last.assignment.analysis
+    tried = ((last.pricer.mesh, last),)
+    made = make_plan(view, SearchResult(last, tried, seconds, searched=False))
+    replicas = tuple(
+        ReplicaPlan(
+            devices=str(site.part),
+            microbatches=n,
+            step_s=c.step_s,
+            peak_memory_bytes=float(c.peak_memory_bytes),
+        )
+        for site, n, c in zip(sites, dealt.counts, dealt.replicas, strict=True)
+    )
+    most = max(r.peak_memory_bytes for r in replicas)
+    # Nothing bounds what other shares and layouts take.
+    solver = msgspec.structs.replace(made.solver, status=STATUS, gap=1.0, bound=0.0)
+    return msgspec.structs.replace(
+        made,
+        cluster=ClusterData.of(cluster),
+        fingerprint=dealt.base.fingerprint,
+        structure=dealt.base.structure,
+        replicas=replicas,
+        solver=solver,
+        predicted=msgspec.structs.replace(made.predicted, peak_memory_bytes=most),
+        worth=None,
+    ).stamped()

@@ -1,0 +1,168 @@
+"""Replicas on devices of two kinds, half of them twice as fast: against even shares.
+
+    python benchmarks/replicas_mixed.py [--steps 3] [layers=4 d_model=128 ...]
+
+Plans the GPT example on 8 simulated devices, 4 of which are said to be half as fast as
+the others, as replicas whose shares the planner chooses, and in the best even way: as
+replicas with as many microbatches each, 1, 2 or 4, and as one mesh of all devices at
+the speed of the slow ones. All have one mesh axis within a replica. Ours and the best
+even replicas run on devices that wait in each microbatch for its part of the seconds
+that the replica is predicted to take, times a factor. Prints a JSON line: the predicted
+seconds, the ratios of even to ours, and the ratio of replicas as it ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import statistics
+import time
+
+os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
+
+import jax
+import numpy as np
+import workloads
+from jax.sharding import PartitionSpec
+from pipeline_mixed import mixed
+
+import autopar
+from autopar.errors import PlanError
+from autopar.planner.options import PlanOptions
+from autopar.planner.plan import plan_analysis
+from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.steps.analysis import Analysis, analyse
+from autopar_passes.layouts import automatic_axes
+from autopar_passes.program.trace import opened
+
+_OPTIONS = {"layers": 4, "d_model": 128, "seq": 64, "batch": 96}
+# Seconds that an even step is to take: then what two cores compute does not count.
+_STEP_S = 8.0
+# Most microbatches of the even shares that are tried.
+_MOST = 8
+# All plans have one mesh axis in a replica, and are solved for as long.
+_LIMITS = PlanOptions(seconds=2.0, max_axes=1)
+
+
+def main() -> None:
+    """Plans, runs and prints."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("words", nargs="*")
+    args = parser.parse_args()
+    given = {k: int(v) for k, v in (word.split("=") for word in args.words)}
+    training = workloads.training("gpt", **{**_OPTIONS, **given})
+    state = training.create_state(jax.random.key(0))
+    batch = next(training.batches(seed=0))
+    step, arguments = training.step, (state, batch)
+    analysis, cluster = analyse(step, arguments), mixed()
+    ours = plan_analysis(analysis, cluster, _LIMITS)
+    alike_s = one_mesh(analysis, cluster).predicted.step_s
+    evens = even_plans(analysis, cluster)
+    even = min(evens, key=lambda plan: plan.predicted.step_s)
+    even_s = {shares(plan): round(plan.predicted.step_s, 5) for plan in evens}
+    factor = _STEP_S / even.predicted.step_s
+    ran = {
+        name: measured(step, analysis, arguments, plan, factor, args.steps)
+        for name, plan in (("even", even), ("ours", ours))
+    }
+    print(
+        json.dumps(
+            {
+                "shares": shares(ours),
+                "ours_predicted_s": round(ours.predicted.step_s, 5),
+                "even_predicted_s": even_s | {"one mesh": round(alike_s, 5)},
+                "predicted_ratio": round(
+                    min(alike_s, *even_s.values()) / ours.predicted.step_s, 3
+                ),
+                "predicted_ratio_of_replicas": round(
+                    even.predicted.step_s / ours.predicted.step_s, 3
+                ),
+                "ratio_as_it_ran": round(ran["even"] / ran["ours"], 3),
+                "ran_s": {k: round(v, 2) for k, v in ran.items()},
+            }
+        )
+    )
+
+
+def shares(plan: autopar.Plan) -> str:
+    """The microbatches of each replica, such as ``2 + 1``."""
+    return " + ".join(str(r.microbatches) for r in plan.replicas)
+
+
+def one_mesh(analysis: Analysis, cluster: autopar.Cluster) -> autopar.Plan:
+    """The best plan of all devices as if they were slow, without replicas."""
+    slow = cluster.groups[1]
+    (level,) = slow.levels
+    larger = dataclasses.replace(level, size=2 * level.size)
+    alike = autopar.Cluster(device=slow.device, levels=(larger,))
+    auto = dataclasses.replace(_LIMITS, microbatches="auto")
+    return plan_analysis(analysis, alike, auto)
+
+
+def even_plans(analysis: Analysis, cluster: autopar.Cluster) -> list[autopar.Plan]:
+    """Replicas with as many microbatches each."""
+    found: list[autopar.Plan] = []
+    each = 1
+    while 2 * each <= _MOST:
+        asked = dataclasses.replace(_LIMITS, microbatches=(each, each))
+        try:
+            found.append(plan_analysis(analysis, cluster, asked))
+        except PlanError:
+            break
+        each *= 2
+    return found
+
+
+def measured(
+    step, analysis: Analysis, arguments, plan, factor: float, steps: int
+) -> float:
+    """Seconds of a step on devices that wait in each microbatch."""
+    turn_s = [factor * r.step_s / r.microbatches for r in plan.replicas]
+    made = planned_step(
+        analysis, plan, device_mesh(plan), donate=False, wait=waiting(turn_s)
+    )
+    return statistics.median(times(step, made, arguments, steps))
+
+
+def waiting(turn_s: list[float]):
+    """Lets every device of a replica wait, before each of its microbatches."""
+
+    def sleep(position, number):
+        time.sleep(turn_s[int(position)])
+        return np.asarray(number)
+
+    def wait(position, number):
+        mesh, spec = jax.sharding.get_abstract_mesh(), PartitionSpec()
+        result = jax.ShapeDtypeStruct((), np.int32)
+        return jax.shard_map(
+            lambda p, n: jax.pure_callback(sleep, result, p, n),
+            mesh=mesh,
+            in_specs=(spec, spec),
+            out_specs=spec,
+            axis_names=automatic_axes(mesh),
+            check_vma=False,
+        )(position, number)
+
+    return wait
+
+
+def times(step, made: PlannedStep, arguments, steps: int) -> list[float]:
+    """Seconds of steps, one by one; the first compiles and does not count."""
+    flat = opened(step, arguments).arrays
+    placed = [
+        jax.device_put(x, s) for x, s in zip(flat, made.in_shardings, strict=True)
+    ]
+    out: list[float] = []
+    for number in range(steps + 1):
+        begin = time.perf_counter()
+        jax.block_until_ready(made.function(*placed))
+        if number:
+            out.append(time.perf_counter() - begin)
+    return out
+
+
+if __name__ == "__main__":
+    main()

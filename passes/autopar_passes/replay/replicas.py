@@ -1,0 +1,194 @@
+"""Deals the microbatches of a step out to replicas, to each as many as it is given.
+
+A replica is a part of the mesh, one position of its first axis, which holds the whole
+state. The loop over microbatches runs inside a ``shard_map`` that is manual over that
+axis alone, so the plan's layouts hold inside each replica as they do in a step without
+replicas. Every replica has a number of turns of its own. What devices send each other
+in a turn stays within their replica, so replicas need not be in the same turn. Behind
+the loop the sums of all replicas are added up.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec
+
+from autopar_passes import jax_compat
+from autopar_passes.graph.operators import Operator
+from autopar_passes.layouts import constrain
+from autopar_passes.replay.values import Values
+from autopar_passes.sums.stacked import sum_partials
+
+# Constants, carry and slices of one turn -> its carry, and what it stacks.
+Turn = Callable[[Any, Any, Any], tuple[Any, Any]]
+# The position of a replica and the number of a microbatch -> the number again.
+Wait = Callable[[Any, Any], Any]
+# The mesh axis of the replicas.
+AXIS = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replicas:
+    """The microbatches of each replica.
+
+    Attributes:
+      loop: index of the equation that goes through the microbatches.
+      counts: how many each replica has; the first has the first ones.
+      wait: called at the beginning of each turn; a simulation of slower devices waits
+        there. None: nothing is called.
+      turns: how many turns every replica has; for audits, which count what one of them
+        sends, and cannot where the number is read as the step runs. None: its own.
+    """
+
+    loop: int
+    counts: tuple[int, ...]
+    wait: Wait | None = None
+    turns: int | None = None
+
+    def run(
+        self,
+        values: Values,
+        turn: Turn,
+        constants: Sequence[Any],
+        carry: Sequence[Any],
+        slices: Sequence[Any],
+    ) -> tuple[list[Any], list[Any]]:
+        """Runs the loop on all replicas.
+
+        Args:
+          values: the values of the program, outside of the loop.
+          turn: one microbatch.
+          constants: what all turns read.
+          carry: what turns add up; zero at the beginning.
+          slices: arrays of which each microbatch has one entry, ``(count, ...)``.
+
+        Returns what each replica has added up, ``(replicas, ...)``, and what it has
+        stacked, ``(replicas, count, ...)``, which is zero where it had no turn.
+        """
+        axis = values.mesh.axis_names[AXIS]
+        mesh = values.mesh
+
+        def replica(position: Any, *given: Any) -> Any:
+            values.mesh = jax.sharding.get_abstract_mesh()
+            try:
+                ends = self._turns(turn, position[0], *given)
+            finally:
+                values.mesh = mesh
+            return jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), ends)
+
+        return jax.shard_map(
+            replica,
+            mesh=mesh,
+            in_specs=(PartitionSpec(axis), *(PartitionSpec(),) * 3),
+            out_specs=PartitionSpec(axis),
+            axis_names={axis},
+            check_vma=False,
+        )(
+            np.arange(len(self.counts), dtype=np.int32),
+            list(constants),
+            list(carry),
+            list(slices),
+        )
+
+    def _turns(
+        self, turn: Turn, position: Any, constants: Any, carry: Any, slices: Any
+    ) -> tuple[list[Any], list[Any]]:
+        """The turns of one replica."""
+        starts = [0, *itertools.accumulate(self.counts)]
+        start = jnp.asarray(starts[:-1], jnp.int32)[position]
+        end = jnp.asarray(starts[1:], jnp.int32)[position]
+        buffers = [
+            jnp.zeros((starts[-1], *x.shape), x.dtype)
+            for x in _stacked(turn, constants, carry, slices)
+        ]
+
+        def body(state: Any) -> Any:
+            number, carried, stacks = state
+            if self.wait is not None:
+                number = self.wait(position, number)
+            # JAX makes constants part of the carry. Without the barrier Shardy would
+            # reshard them to the last layout that the body states, in each turn.
+            held = [jax.lax.optimization_barrier(x) for x in constants]
+            carried, (made, _) = turn(
+                held, carried, [_entry(x, number) for x in slices]
+            )
+            stacks = [
+                jax.lax.dynamic_update_index_in_dim(stack, x, number, 0)
+                for stack, x in zip(stacks, made, strict=True)
+            ]
+            return number + 1, list(carried), stacks
+
+        state = (start, list(carry), buffers)
+        if self.turns is not None:
+            counted = jax.lax.scan(
+                lambda s, x: (body(s), x), state, None, length=self.turns
+            )
+            return counted[0][1:]
+        _, ends, stacks = jax.lax.while_loop(lambda s: s[0] < end, body, state)
+        return ends, stacks
+
+    def left(self, values: Values, op: Operator, array: Any) -> Any:
+        """Adds up what `run` returns of one result, in the layouts of the plan.
+
+        A sum over the devices of each replica that is due here is taken first: then
+        replicas send each other no more than a device holds of the result.
+
+        Args:
+          values: the values of the program, outside of the loop.
+          op: the operator that hands the result out of the loop.
+          array: the result of all replicas, ``(replicas, ...)``.
+        """
+        slot = 1 if op.kind == "carry" else 0
+        value, plan, mesh = op.outputs[slot], values.plan, values.mesh
+        partial = plan.stacked(value)
+        if partial is None:
+            layouts = plan.results(op, slot)
+            first = layouts[0] if layouts else ((),) * (array.ndim - 1)
+            array = constrain(array, mesh, ((AXIS,), *first))
+            return values.pin(_total(array), layouts)
+        if op.kind == "stack_step":
+            array = jnp.moveaxis(array, 2, 1)
+        axes, layout = partial
+        array = constrain(array, mesh, ((AXIS,), axes, *layout))
+        due = plan.due(value)
+        if due is None:
+            return values.defer(value, _total(array))
+        zero = np.zeros((), array.dtype)
+        array = jax.lax.reduce(array, zero, jax.lax.add, (1,))
+        for stated in due:
+            array = constrain(array, mesh, ((AXIS,), *stated))
+        return values.pin(_total(array), due[-1:])
+
+
+def _entry(array: Any, number: Any) -> Any:
+    return jax.lax.dynamic_index_in_dim(array, number, 0, keepdims=False)
+
+
+def _stacked(turn: Turn, constants: Any, carry: Any, slices: Any) -> Sequence[Any]:
+    """Shape and dtype of what a turn stacks."""
+
+    def made(held: Any, carried: Any, arrays: Any) -> Any:
+        return turn(held, carried, [x[0] for x in arrays])[1][0]
+
+    return jax.eval_shape(made, constants, carry, slices)
+
+
+def _total(array: Any) -> Any:
+    """The sum over replicas; of numbers of less than 32 bits in 32 bits."""
+    if array.dtype.itemsize >= np.dtype(np.float32).itemsize:
+        return sum_partials(array)
+    floating = jnp.issubdtype(array.dtype, jnp.floating)
+    wide = jnp.float32 if floating else jnp.int32
+    return sum_partials(array.astype(wide)).astype(array.dtype)
+
+
+def can_add_up(dtype: Any) -> bool:
+    """Whether values of a dtype can be put together as sums over replicas."""
+    return not jax_compat.is_extended(dtype)

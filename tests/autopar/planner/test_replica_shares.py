@@ -1,0 +1,120 @@
+"""Shares of replicas: as good as all others, by prices and by the model."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.replica_sites import sites_of
+from autopar.planner.replicas import best_shares
+
+MIXED = "1x2:cpu+1x2:cpu,efficiency=0.1"
+
+
+@pytest.mark.parametrize("replicas", [2, 3])
+def test_few_prices_find_the_best_shares(replicas: int) -> None:
+    draw = np.random.default_rng(replicas)
+    for _ in range(150):
+        count = int(draw.integers(replicas, 9))
+        # Some take no more for a microbatch more, and some many times as much.
+        steps = draw.integers(0, 4, (replicas, count)) ** draw.integers(0, 3)
+        rows = np.cumsum(steps, axis=1)
+        even = tuple(
+            count // replicas + (k < count % replicas) for k in range(replicas)
+        )
+        found = best_shares(lambda k, n, rows=rows: float(rows[k, n - 1]), even)
+
+        every = itertools.product(range(1, count + 1), repeat=replicas)
+        least = min(end_s(rows, c) for c in every if sum(c) == count)
+        assert sum(found) == count
+        assert end_s(rows, found) == least
+
+
+def end_s(rows: Any, counts: Any) -> float:
+    """When the last replica ends."""
+    return max(row[n - 1] for row, n in zip(rows, counts, strict=True))
+
+
+def step(w: Any, batch: Any) -> Any:
+    def loss_of(w: Any) -> Any:
+        return jnp.mean((jnp.tanh(batch @ w) @ w.T - 1.0) ** 2)
+
+    loss, grad = jax.value_and_grad(loss_of)(w)
+    return w - 0.1 * grad, loss
+
+
+def shapes(rows: int = 6144) -> tuple[Any, ...]:
+    return (
+        jax.ShapeDtypeStruct((256, 256), jnp.float32),
+        jax.ShapeDtypeStruct((rows, 256), jnp.float32),
+    )
+
+
+def seconds(microbatches: Any, rows: int = 6144) -> float:
+    plan = autopar.plan(step, *shapes(rows), cluster=MIXED, microbatches=microbatches)
+    return plan.predicted.step_s
+
+
+def test_no_other_shares_are_predicted_to_be_faster() -> None:
+    plan = autopar.plan(step, *shapes(), cluster=MIXED, microbatches=6)
+    shares = tuple(r.microbatches for r in plan.replicas)
+
+    assert shares[0] > shares[1]
+    every = {n: seconds([n, 6 - n]) for n in range(1, 6)}
+    assert plan.predicted.step_s == pytest.approx(min(every.values()))
+    assert every[shares[0]] == pytest.approx(min(every.values()))
+    assert plan.predicted.step_s == max(r.step_s for r in plan.replicas)
+
+
+def test_auto_is_never_worse_than_even_shares() -> None:
+    best = autopar.plan(step, *shapes(), cluster=MIXED)
+
+    assert best.predicted.step_s < min(seconds([n, n]) for n in (1, 2, 3))
+    assert best.microbatches == sum(r.microbatches for r in best.replicas)
+
+
+def test_equal_groups_get_equal_shares() -> None:
+    plan = autopar.plan(step, *shapes(), cluster="1x2:cpu+1x2:cpu", microbatches=4)
+    assert [r.microbatches for r in plan.replicas] == [2, 2]
+
+
+def test_stages_are_compared_with_replicas() -> None:
+    plan = autopar.plan(step, *shapes(), cluster=MIXED, stages="auto", microbatches=6)
+    assert plan.predicted.step_s <= seconds(6)
+
+
+@pytest.mark.parametrize(
+    ("text", "each"),
+    [
+        ("1x4:cpu+1x4:cpu", [4, 4]),
+        ("4x8:h100+2x8:a100", [16, 16, 16]),
+        ("8:h100+4:a100", [4, 4, 4]),
+        ("3x8:h100+2x8:a100", [8] * 5),
+    ],
+)
+def test_groups_are_cut_into_replicas_of_one_shape(text: str, each: list[int]) -> None:
+    sites = sites_of(Cluster.parse(text))
+
+    assert [site.part.num_devices for site in sites] == each
+    ids = [i for site in sites for i in site.part.ids]
+    assert ids == list(range(sum(each)))
+    assert {site.whole.num_devices for site in sites} == {sum(each)}
+
+
+def test_what_does_not_fit_is_an_error_with_a_way_out() -> None:
+    text = "1x2:cpu,memory=100kB+1x2:cpu,memory=100kB"
+    with pytest.raises(InfeasibleError):
+        autopar.plan(step, *shapes(), cluster=text, microbatches=4)
+
+
+def test_a_batch_that_cannot_be_dealt_out_is_refused() -> None:
+    with pytest.raises(PlanError, match="cannot be split into microbatches"):
+        autopar.plan(step, *shapes(37), cluster="1x2:cpu+1x2:cpu")
