@@ -21,7 +21,7 @@ from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.remat import layer_starts, rematerialised
-from autopar_passes.remat.recompute import DOTS, FULL
+from autopar_passes.remat.levels import DOTS, FULL
 
 # Plans a step on a cluster; the last argument is that of `plan_analysis`, ``advise``.
 Planner = Callable[[Cluster, PlanOptions, bool], Plan]

@@ -13,7 +13,7 @@ from remat_cases import X, block, blocks, checkpointed, descent, mlp
 
 from autopar_passes.program.trace import TracedStep, opened, trace
 from autopar_passes.remat.merge import merged, trace_without_checkpoints
-from autopar_passes.remat.recompute import RematError
+from autopar_passes.remat.levels import RematError
 
 
 def dropped(loss: Any, *args: Any) -> TracedStep:
