@@ -16,9 +16,9 @@ from autopar_passes.microbatches.accumulate import accumulated
 from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.program.equations import Equation, Program
 from autopar_passes.program.trace import TracedStep
+from autopar_passes.remat.levels import RematError, names_in
 from autopar_passes.remat.loops import loops_through
 from autopar_passes.remat.merge import REPEATED, trace_without_checkpoints
-from autopar_passes.remat.levels import RematError
 from autopar_passes.remat.recompute import Recomputation, recomputed
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 
@@ -166,9 +166,7 @@ def layer_starts(
     name = micro.pytrees.name
     chain = forward_chain(micro.program, micro.graph, batch)
     if loops := _layer_loops(micro.program, chain):
-        return tuple(
-            eqn.index for eqn in loops for _ in range(eqn.params["length"])
-        )
+        return tuple(eqn.index for eqn in loops for _ in range(eqn.params["length"]))
     starts = cluster_layers(micro.program, micro.graph, batch=batch)
     if not starts:
         raise PlanError(
@@ -176,6 +174,20 @@ def layer_starts(
             "depends on both the state and the batch."
         )
     return starts
+
+
+def named_values(
+    analysis: Analysis, count: int = 1, *, couple: bool = False
+) -> tuple[str, ...]:
+    """What a step names by `jax.ad_checkpoint.checkpoint_name`, sorted.
+
+    Args:
+      analysis: as for `rematerialised`.
+      count: number of microbatches.
+      couple: as for `rematerialised`.
+    """
+    micro = one_microbatch(analysis, count, couple=couple)
+    return tuple(name for name in names_in(micro.program) if "," not in name)
 
 
 def _layer_loops(program: Program, chain: ForwardChain) -> list[Equation]:

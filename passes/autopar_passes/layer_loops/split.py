@@ -441,13 +441,9 @@ class Splitter:
                 )
                 for v in eqn.outputs[: params["num_carry"]]
             ]
-            made = Equation(
-                self.builder.index(),
-                eqn.source.replace(params={**params, "length": own[k]}),
-                (*consts, *carry, *(x[k] for x in given)),
-                (*ends, *(x.values[k] for x in stacked)),
-                eqn.name_stack,
-                tuple(self.copied(r) for r in eqn.regions),
+            read = (*consts, *carry, *(x[k] for x in given))
+            made = self.shorter(
+                eqn, own[k], read, (*ends, *(x.values[k] for x in stacked))
             )
             self.builder.equations.append(made)
             indices[k] = made.index
@@ -457,6 +453,19 @@ class Splitter:
             zip(eqn.outputs[params["num_carry"] :], stacked, strict=True)
         )
         return indices
+
+    def shorter(
+        self, eqn: Equation, length: int, read: Sequence[Atom], made: Sequence[int]
+    ) -> Equation:
+        """A loop of fewer iterations, with values and equations of its own."""
+        return Equation(
+            self.builder.index(),
+            eqn.source.replace(params={**eqn.params, "length": length}),
+            tuple(read),
+            tuple(made),
+            eqn.name_stack,
+            tuple(self.copied(r) for r in eqn.regions),
+        )
 
     def copied(self, region: Region) -> Region:
         """A body with values and equations of its own."""

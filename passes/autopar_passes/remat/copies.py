@@ -59,7 +59,9 @@ class Numbers:
         def copy(value: int) -> int:
             return numbers.get(value, value)
 
-        made = [_named(renumbered(eqn, copy, lambda _: self.index())) for eqn in equations]
+        made = [
+            _named(renumbered(eqn, copy, lambda _: self.index())) for eqn in equations
+        ]
         return made, copy
 
 

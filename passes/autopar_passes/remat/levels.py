@@ -39,7 +39,7 @@ def is_level(level: str) -> bool:
     >>> [is_level(text) for text in ("dots", "names=a,b", "names=", "names=a,,b")]
     [True, True, False, False]
     """
-    return level in LEVELS or bool(names_of(level)) and all(names_of(level))
+    return level in LEVELS or (bool(names_of(level)) and all(names_of(level)))
 
 
 def check_level(program: Program, level: str) -> None:

@@ -1,13 +1,13 @@
 """Rewrites loops over layers so that their backward loops compute activations again.
 
 JAX differentiates a ``scan`` into two: the forward loop stacks what each iteration
-keeps, its *residuals*, and the backward loop goes through these stacks. Here the forward
-loop stops to stack the residuals of chosen iterations. The backward loop is given what
-the forward loop was: its constants, its slices, and the carry with which each iteration
-began, which is stacked instead. From them each iteration makes its residuals again,
-behind an optimization barrier.
+keeps, its *residuals*, and the backward loop goes through these stacks. Here the
+forward loop no longer stacks the residuals of chosen iterations. The backward loop is
+given what the forward loop was: its constants, its slices, and the carry with which
+each iteration began, which is stacked instead. From them each iteration makes its
+residuals again, behind an optimization barrier.
 
-Where the first iterations alone are chosen, both loops are cut in two behind each other.
+Where the first iterations alone are chosen, both loops are cut in two.
 """
 
 from __future__ import annotations
@@ -97,12 +97,13 @@ def _first_stack(eqn: Equation) -> int:
 def loops_through(program: Program, eqn: Equation) -> list[int]:
     """Indices of the other loops that go through what a loop stacks."""
     made = set(eqn.outputs[eqn.params["num_carry"] :])
-    found: list[int] = []
-    for other in program.body.equations:
-        if other.primitive == "scan" and other.params["length"] == eqn.params["length"]:
-            if made.intersection(other.inputs[_first_stack(other) :]):
-                found.append(other.index)
-    return found
+    return [
+        other.index
+        for other in program.body.equations
+        if other.primitive == "scan"
+        and other.params["length"] == eqn.params["length"]
+        and made.intersection(other.inputs[_first_stack(other) :])
+    ]
 
 
 def _readers(program: Program, loop: int, backward: Collection[int]) -> tuple[int, ...]:
@@ -129,17 +130,7 @@ def _divided(
       computed again.
     """
     top = _top(program)
-    # Loop -> where its stacks are cut, and which of the two pieces is computed again.
-    cuts: dict[int, tuple[tuple[int, int], int]] = {}
-    for loop, readers in pairs.items():
-        length, count = top[loop].params["length"], loops[loop]
-        if count == length:
-            continue
-        late = bool(top[loop].params["reverse"])
-        sizes = (length - count, count) if late else (count, length - count)
-        for k in (loop, *readers):
-            if cuts.setdefault(k, (sizes, int(late))) != (sizes, int(late)):
-                raise RematError("a backward loop goes through several forward loops.")
+    cuts = _cuts(top, loops, pairs)
     if not cuts:
         return program, dict(pairs)
     splitter = Splitter(program, {})
@@ -158,6 +149,25 @@ def _divided(
         for k, readers in pairs.items()
     }
     return divided, found
+
+
+def _cuts(
+    top: Mapping[int, Equation],
+    loops: Mapping[int, int],
+    pairs: Mapping[int, tuple[int, ...]],
+) -> dict[int, tuple[tuple[int, int], int]]:
+    """Loop -> where its stacks are cut, and which of the two is computed again."""
+    out: dict[int, tuple[tuple[int, int], int]] = {}
+    for loop, readers in pairs.items():
+        length, count = top[loop].params["length"], loops[loop]
+        if count == length:
+            continue
+        late = bool(top[loop].params["reverse"])
+        sizes = (length - count, count) if late else (count, length - count)
+        for k in (loop, *readers):
+            if out.setdefault(k, (sizes, int(late))) != (sizes, int(late)):
+                raise RematError("a backward loop goes through several forward loops.")
+    return out
 
 
 def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
@@ -200,7 +210,9 @@ class _Loop:
         carries = self.forward.params["num_carry"]
         # Stack -> the value of an iteration that it is of.
         self.stacks: dict[int, Atom] = dict(
-            zip(self.forward.outputs[carries:], self.body.outputs[carries:], strict=True)
+            zip(
+                self.forward.outputs[carries:], self.body.outputs[carries:], strict=True
+            )
         )
 
     def run(self) -> Program:
@@ -273,9 +285,7 @@ class _Loop:
                 return stack, True
         like = self.program.values[value]
         length = self.forward.params["length"]
-        stack = self.numbers.new(
-            dataclasses.replace(like, shape=(length, *like.shape))
-        )
+        stack = self.numbers.new(dataclasses.replace(like, shape=(length, *like.shape)))
         self.stacks[stack] = value
         return stack, True
 
@@ -292,27 +302,12 @@ class _Loop:
         if not gone:
             return eqn
         equations, given = self.needed(gone.values())
-        more: tuple[dict[int, Atom], dict[int, Atom]] = {}, {}
-        inside: dict[int, int] = {}
-        for value in given:
-            atom, stacked = self.source(value)
-            among = body.inputs[first:] if stacked else body.inputs[:consts]
-            known = [v for v in among if operands[v] == atom]
-            inner = known[0] if known else self.numbers.new(self.program.values[value])
-            inside[value] = inner
-            if not known:
-                more[stacked][inner] = atom
+        inside, more = self.operands(eqn, operands, given)
         gates = _gates(body, gone, body.inputs[consts:first])
         again, instead = self.again(eqn, equations, inside, gates)
         instead.update({inner: instead[value] for inner, value in gone.items()})
         renamed = {v: instead[v] for v in (*gone, *gates)}
-        rest = [
-            renumbered(e, lambda v: renamed.get(v, v), lambda k: k)
-            for e in body.equations
-        ]
-        outputs = tuple(
-            renamed.get(a, a) if isinstance(a, int) else a for a in body.outputs
-        )
+        rest, outputs = _reading(body, renamed)
         left = [v for v in body.inputs[first:] if v not in gone]
         inputs = (
             *body.inputs[:consts],
@@ -328,6 +323,34 @@ class _Loop:
             inputs=tuple(operands[v] for v in inputs),
             regions=(Region(inputs, (*again, *rest), outputs),),
         )
+
+    def operands(
+        self, eqn: Equation, known: Mapping[int, Atom], given: Sequence[int]
+    ) -> tuple[dict[int, int], tuple[dict[int, Atom], dict[int, Atom]]]:
+        """What a backward loop is given of the forward loop.
+
+        Args:
+          eqn: the backward loop.
+          known: input of its body -> its operand.
+          given: the values of the forward loop's body that it needs.
+
+        Returns:
+          Value -> the input of the backward body that is it; and the inputs that are
+          new, with their operands: constants, and stacks.
+        """
+        first, consts = _first_stack(eqn), eqn.params["num_consts"]
+        own, inputs = dict[int, int](), eqn.regions[0].inputs
+        more: tuple[dict[int, Atom], dict[int, Atom]] = {}, {}
+        for value in given:
+            atom, stacked = self.source(value)
+            among = inputs[first:] if stacked else inputs[:consts]
+            same = [v for v in among if known[v] == atom]
+            own[value] = (
+                same[0] if same else self.numbers.new(self.program.values[value])
+            )
+            if not same:
+                more[stacked][own[value]] = atom
+        return own, more
 
     def again(
         self,
@@ -373,6 +396,18 @@ class _Loop:
             outputs=(*self.forward.outputs[:carries], *left),
             regions=(body,),
         )
+
+
+def _reading(
+    body: Region, renamed: Mapping[int, int]
+) -> tuple[list[Equation], tuple[Atom, ...]]:
+    """The equations and results of a body that read other values instead."""
+    equations = [
+        renumbered(e, lambda v: renamed.get(v, v), lambda k: k) for e in body.equations
+    ]
+    return equations, tuple(
+        renamed.get(a, a) if isinstance(a, int) else a for a in body.outputs
+    )
 
 
 def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[int]:
