@@ -127,8 +127,9 @@ class _Search:
         # What needed least memory of what did not fit.
         self.last: str | int = 0
         self.known: dict[str, bool] = {}
-        # Bytes that a plan takes, or that every plan needs where none fits.
+        # Bytes that every plan needs where none fits.
         self.needs: dict[str, float] = {}
+        self.plans: dict[str, Plan] = {}
 
     def run(self) -> None:
         self.tried("0")
@@ -150,7 +151,11 @@ class _Search:
                 continue
             # What keeps more of each layer has to compute as many of them again.
             least = max(least, first) if level == FULL else least
-            self.more(level, [k for k in _numbers(layers) if k > first])
+            above = [k for k in _numbers(layers) if k > first]
+            if self.may_gain(level, first):
+                self.more(level, above)
+            if self.best is self.plans.get(f"{layers - 1}:{level}"):
+                self.more(level, above[::-1])
 
     def levels(self) -> list[str]:
         """What may be kept of a layer, the least first."""
@@ -170,6 +175,7 @@ class _Search:
         for level in self.levels():
             if held:
                 self.more(level, numbers)
+                self.more(level, numbers[::-1])
             elif self.is_faster(plain, f"{layers}:{level}"):
                 self.more(level, numbers[::-1])
 
@@ -183,18 +189,35 @@ class _Search:
 
     def is_faster(self, plain: Plan, remat: str) -> bool:
         """Whether layers that are computed again make a plan faster that is kept."""
+        return self.priced_s(plain, "0", remat) < self.priced_s(plain, "0", "0")
+
+    def may_gain(self, level: str, first: int) -> bool:
+        """Whether other layouts than fit with the fewest layers are faster.
+
+        The plan with most layers has memory to spare. Where its layouts are no faster
+        with the fewest layers, more of them only compute more.
+        """
+        few = f"{first}:{level}"
+        many = max(
+            (r for r in self.plans if r.partition(":")[2] == level),
+            key=lambda r: int(r.partition(":")[0]),
+        )
+        if few == many:
+            return False
+        least, most = self.plans[few], self.plans[many]
+        free_s = self.priced_s(most, many, few)
+        return free_s < (1 - _GAP) * self.priced_s(least, few, few)
+
+    def priced_s(self, plan: Plan, planned: str, other: str) -> float:
+        """Seconds of a step in the layouts of a plan; 0: not found in time."""
         before, after = (
             as_asked(self.analysis, dataclasses.replace(self.options, remat=r))
-            for r in (0, remat)
+            for r in (planned, other)
         )
-        roomy = _roomy(self.cluster)
         try:
-            now_s, then_s = (
-                priced(plain, before, to, roomy).step_s for to in (before, after)
-            )
-        except PlanError:  # nothing was found in time, so plans are looked for
-            return True
-        return then_s < now_s
+            return priced(plan, before, after, _roomy(self.cluster)).step_s
+        except PlanError:
+            return 0.0
 
     def fewest(self, level: str, least: int, layers: int) -> int | None:
         """The fewest layers with which a plan fits, ``least`` or more; None: none.
@@ -208,27 +231,30 @@ class _Search:
             if not self.tried(f"{top}:{level}"):
                 return None
         low = least - 1
-        guess = self.guess(level, low, top)
+        guess = self.guess(f"{top}:{level}", top)
         return first_that(lambda n: self.tried(f"{n}:{level}"), low, top, guess)
 
-    def guess(self, level: str, low: int, high: int) -> int:
-        """The first number between that fits if memory falls evenly with layers."""
-        need = self.needs.get(f"{low}:{level}", self.needs["0"])
-        takes, limit = self.needs[f"{high}:{level}"], self.cluster.memory_bytes
+    def guess(self, remat: str, layers: int) -> int:
+        """The first number that fits if memory falls evenly with layers.
+
+        Args:
+          remat: layers with which a plan fits.
+          layers: how many these are.
+        """
+        need, limit = self.needs["0"], self.cluster.memory_bytes
+        takes = self.plans[remat].predicted.peak_memory_bytes
         part = (need - limit) / (need - takes) if need > limit else 0.5
-        return low + math.ceil(part * (high - low))
+        return math.ceil(part * layers)
 
     def more(self, level: str, numbers: Sequence[int]) -> None:
-        """Tries numbers of layers from both ends as long as plans get faster."""
-        for order in (numbers, numbers[::-1]):
-            for number in order:
-                before = self.best
-                remat = f"{number}:{level}"
-                if remat in self.known:
-                    break
-                self.tried(remat)
-                if self.best is before:
-                    break
+        """Tries numbers of layers as long as plans get faster."""
+        for number in numbers:
+            before, remat = self.best, f"{number}:{level}"
+            if remat in self.known and before is not self.plans.get(remat):
+                return
+            self.tried(remat)
+            if self.best is before and before is not self.plans.get(remat):
+                return
 
     def tried(self, remat: str) -> bool:
         """Whether a plan fits; the fastest one is kept."""
@@ -243,7 +269,7 @@ class _Search:
         except InfeasibleError as error:
             self.last, self.needs[remat] = remat, error.least_bytes
             return False
-        self.needs[remat] = found.predicted.peak_memory_bytes
+        self.plans[remat] = found
         before_s = math.inf if self.best is None else self.best.predicted.step_s
         if found.predicted.step_s < before_s:
             self.best = found

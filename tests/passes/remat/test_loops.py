@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
+from flax import nnx
 from microbatch_cases import evaluated
 from remat_cases import (
     CASES,
@@ -30,6 +32,7 @@ from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.remat import layer_starts
 from autopar_passes.graph.verify import verify
 from autopar_passes.program.equations import Equation
+from autopar_passes.program.trace import opened
 from autopar_passes.remat.levels import RematError
 from autopar_passes.remat.recompute import Recomputation, recomputed
 
@@ -174,6 +177,71 @@ def test_what_the_backward_pass_reads_at_once_is_kept() -> None:
 
     for a, b in zip(results(found, arrays), results(plain, arrays), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+class Layer(nn.Module):
+    """A layer with dropout, as a loop of Flax runs it."""
+
+    @nn.compact
+    def __call__(self, x: jax.Array, _: None) -> Any:
+        """Rows to rows."""
+        inner = nn.gelu(nn.Dense(32)(x))
+        inner = nn.Dropout(0.2, deterministic=False)(inner)
+        return x + nn.Dense(x.shape[-1])(inner), None
+
+
+def linen_case() -> tuple[Any, tuple[Any, ...]]:
+    """Layers in ``flax.linen.scan``."""
+    stack = nn.scan(
+        Layer,
+        variable_axes={"params": 0},
+        split_rngs={"params": True, "dropout": True},
+        length=3,
+    )()
+    x, key = drawn(8, 16), jax.random.key(1)
+    params = stack.init({"params": key, "dropout": key}, x, None)["params"]
+
+    def loss(params: Any, x: jax.Array, key: jax.Array) -> jax.Array:
+        out, _ = stack.apply({"params": params}, x, None, rngs={"dropout": key})
+        return jnp.mean(out**2)
+
+    return descent(loss), (params, x, key)
+
+
+def nnx_case() -> tuple[Any, tuple[Any, ...]]:
+    """Layers in ``flax.nnx.scan``."""
+
+    @nnx.split_rngs(splits=3)
+    @nnx.vmap
+    def layers(rngs: nnx.Rngs) -> nnx.Linear:
+        return nnx.Linear(16, 16, rngs=rngs)
+
+    graph, params = nnx.split(layers(nnx.Rngs(0)))
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        through = nnx.scan(
+            lambda x, layer: x + jnp.tanh(nnx.gelu(layer(x))),
+            in_axes=(nnx.Carry, 0),
+            out_axes=nnx.Carry,
+        )
+        return jnp.mean(through(x, nnx.merge(graph, params)) ** 2)
+
+    return descent(loss), (params, drawn(8, 16))
+
+
+@pytest.mark.parametrize("case", [linen_case, nnx_case])
+def test_loops_of_flax(case: Any) -> None:
+    step, args = case()
+    plain = analyse(step, args)
+    arrays = opened(step, args).arrays
+    expected = results(plain, arrays)
+
+    assert len(layer_starts(plain)) == 3
+    for count in (2, 3):
+        found = again(plain, count)
+        assert stacked_bytes(found) < stacked_bytes(plain)
+        for a, b in zip(results(found, arrays), expected, strict=True):
+            np.testing.assert_array_equal(a, b)
 
 
 def test_wrong_iterations_are_refused() -> None:
