@@ -90,10 +90,11 @@ def plan(
       schedule: in which order stages run their microbatches: ``gpipe``, ``1f1b``,
         ``interleaved`` or ``zero-bubble``.
       remat: how many layers compute their activations again in the backward pass
-        instead of keeping them: a number, ``all``, or with a level, as in ``4:dots``,
-        which keeps matrix products; ``auto``: as is fastest of what fits; ``none``
-        drops the step's own ``jax.checkpoint``. None: as the step says.
-        docs/rematerialisation.md has the rules.
+        instead of keeping them: a number, ``all``, or with a level: ``4:dots`` keeps
+        matrix products, ``4:names=a,b`` what `jax.ad_checkpoint.checkpoint_name` calls
+        so; ``auto``: as is fastest of what fits; ``none`` drops the step's own
+        ``jax.checkpoint``. None: as the step says. docs/rematerialisation.md has the
+        rules.
       error_budget: for ``auto``, the largest relative error of the gradients, in
         the optimizer's metric; default: that of int4 codes.
       kwargs: the step's arguments that are given by name.

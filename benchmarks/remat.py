@@ -1,11 +1,14 @@
-"""A GPT with more and more layers computed again: memory and seconds.
+"""A model with more and more layers computed again: memory and seconds.
 
-    python benchmarks/remat.py [--share 0.6] [layers=6 d_model=128 ...]
+    python benchmarks/remat.py [--share 0.6] [--level dots] [layers=6 d_model=128 ...]
+    python benchmarks/remat.py --target h100 --example gpt-scan layers=6 ...
 
-Plans an example for 8 simulated CPU devices, with each number of layers, and then with
+Plans an example for 8 devices, with each number of layers, and then with
 ``remat="auto"`` in a share of the memory that the plan takes which computes nothing
 again. Prints a row for each plan: what is predicted, and the memory of a device by the
-compiler (arguments, results and temporaries).
+compiler. Without ``--target`` the devices are simulated CPUs; with it the compiler of
+that accelerator is asked, which needs no accelerator
+(docs/howto/compile-without-devices.md).
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import jax
 import workloads
 
 import autopar
+from autopar.cluster import Cluster
 from autopar.runtime.planned import device_mesh, planned_step
 from autopar.steps.analysis import analyse
 
@@ -33,21 +37,27 @@ def main() -> None:
     parser.add_argument("--share", type=float, default=0.6)
     parser.add_argument("--example", default="gpt")
     parser.add_argument("--level", default="full")
+    parser.add_argument("--target", help="an accelerator, such as h100; default: CPUs")
+    parser.add_argument("--counts", help="numbers of layers, such as 0,4; default: all")
     parser.add_argument("words", nargs="*")
     args = parser.parse_args()
-    given = {k: int(v) for k, v in (word.split("=") for word in args.words)}
-    training = workloads.training(args.example, **{**_OPTIONS, **given})
-    state = training.create_state(jax.random.key(0))
-    call = state, next(training.batches(seed=0))
-    local = autopar.Cluster.parse("8:cpu")
-    plain = row("nothing", training.step, call, local)
-    layers = len(planned(training.step, call, local, "all").remat.starts)
-    for count in range(1, layers + 1):
-        row(f"{count}:{args.level}", training.step, call, local)
+    given = dict(word.split("=") for word in args.words)
+    options = {k: int(v) if v.isdecimal() else v for k, v in given.items()}
+    step, call = workloads.arguments(args.example, **{**_OPTIONS, **options})
+    local = Cluster.parse(f"8:{args.target or 'cpu'}")
+    plain = row("nothing", step, call, local, args.target)
+    layers = len(planned(step, call, local, "all").remat.starts)
+    wanted = range(1, layers + 1)
+    if args.counts:
+        wanted = [int(n) for n in args.counts.split(",")]
+    for count in wanted:
+        row(f"{count}:{args.level}", step, call, local, args.target)
+    if not args.share:
+        return
     limit = int(args.share * plain.predicted.peak_memory_bytes)
     print(f"limit {limit / 1e6:.2f} MB")
     device = dataclasses.replace(local.device, memory_bytes=limit)
-    row("auto", training.step, call, dataclasses.replace(local, device=device))
+    row("auto", step, call, dataclasses.replace(local, device=device), args.target)
 
 
 def planned(step, call, cluster, remat) -> autopar.Plan:
@@ -55,19 +65,27 @@ def planned(step, call, cluster, remat) -> autopar.Plan:
     return autopar.plan(step, *call, cluster=cluster, remat=remat, axis_names=("data",))
 
 
-def row(remat, step, call, cluster) -> autopar.Plan:
-    """Plans, and prints a row."""
-    start = time.process_time()
-    plan = planned(step, call, cluster, None if remat == "nothing" else remat)
-    spent_s = time.process_time() - start
+def compiled_bytes(step, call, plan, target) -> int:
+    """Memory of a device by the compiler."""
+    if target is not None:
+        audit = autopar.audit(step, *call, plan=plan, target=target)
+        return audit.target.memory.peak_bytes
     made = planned_step(analyse(step, call), plan, device_mesh(plan, jax.devices()))
     found = made.lower().compile().memory_analysis()
-    held = (
+    return (
         found.argument_size_in_bytes
         + found.output_size_in_bytes
         + found.temp_size_in_bytes
         - found.alias_size_in_bytes
     )
+
+
+def row(remat, step, call, cluster, target) -> autopar.Plan:
+    """Plans, and prints a row."""
+    start = time.process_time()
+    plan = planned(step, call, cluster, None if remat == "nothing" else remat)
+    spent_s = time.process_time() - start
+    held = compiled_bytes(step, call, plan, target)
     done = plan.predicted
     cells = (
         f"{remat}: {len(plan.remat.layers)} layers, {plan.remat.level}",

@@ -104,10 +104,11 @@ Schedule = Annotated[
 Remat = Annotated[
     str | None,
     typer.Option(
-        metavar="{auto,none,N,all}[:dots]",
+        metavar="{auto,none,N,all}[:dots|:names=A,B]",
         help="How many layers compute their activations again in the backward pass; "
-        "dots: their matrix products are kept; auto: as is fastest of what fits; none: "
-        "not even those of jax.checkpoint.",
+        "dots: their matrix products are kept; names: what checkpoint_name calls A or "
+        "B is kept; auto: as is fastest of what fits; none: not even those of "
+        "jax.checkpoint.",
     ),
 ]
 Traceback = Annotated[

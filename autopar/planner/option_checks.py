@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.plans import NO_SCHEDULE, SCHEDULES
-from autopar_passes.remat.recompute import FULL, LEVELS
+from autopar_passes.remat.levels import FULL, is_level
 
 # What is done where the loss of a row depends on the others of its batch.
 COUPLED = ("refuse", "microbatch")
@@ -115,6 +115,8 @@ def layers_asked(remat: Any) -> tuple[int | None, str]:
 
     >>> layers_asked("4:dots")
     (4, 'dots')
+    >>> layers_asked("all:names=attn_out,mlp_in")
+    (None, 'names=attn_out,mlp_in')
 
     Returns:
       The number of layers, None for all, and the level.
@@ -125,15 +127,15 @@ def layers_asked(remat: Any) -> tuple[int | None, str]:
     whole = isinstance(remat, int) and not isinstance(remat, bool)
     text = str(remat) if whole or isinstance(remat, str) else ""
     layers, _, level = text.partition(":")
-    if layers in LEVELS and not level:
-        layers, level = "all", layers
+    if is_level(text):
+        layers, level = "all", text
     known = layers == "all" or layers.isdecimal()
-    if not known or (level or FULL) not in LEVELS or text.endswith(":"):
+    if not known or not is_level(level or FULL) or text.endswith(":"):
         raise PlanError(
             f"remat={remat!r}: expected how many layers compute their activations "
             "again, a whole number such as 4, 'all', '4:dots' or 'all:dots' to keep "
-            "their matrix products, 'auto', or 'none' to drop the step's own "
-            "jax.checkpoint."
+            "their matrix products, '4:names=a,b' to keep what checkpoint_name calls "
+            "so, 'auto', or 'none' to drop the step's own jax.checkpoint."
         )
     return (None if layers == "all" else int(layers)), level or FULL
 

@@ -90,9 +90,10 @@ class PlanOptions:
       stages: into how many pipeline stages the step is cut; ``auto``: as is fastest.
         None: one.
       remat: how many layers, from the first on, compute their activations again in the
-        backward pass, ``all``, or a number with a level as in ``4:dots``; ``auto``: as
-        is fastest of what fits; ``none``: none, and the step's own ``jax.checkpoint``
-        is dropped. None: as the plan given as layouts says, else as the step does.
+        backward pass, ``all``, or a number with a level as in ``4:dots`` or
+        ``4:names=a,b``; ``auto``: as is fastest of what fits; ``none``: none, and the
+        step's own ``jax.checkpoint`` is dropped. None: as the plan given as layouts
+        says, else as the step does.
       schedule: in which order stages run microbatches: ``gpipe``, ``1f1b``,
         ``interleaved`` or ``zero-bubble``; None: as is fastest, or ``1f1b`` where the
         number of stages is given.

@@ -2,26 +2,31 @@
 
 The first layers compute again: what they keep is needed longest. The more of them do,
 the less memory a plan needs and the more it computes. So the search looks for the
-fewest layers with which a plan fits, by bisection, and goes on to more of them as long
-as plans get faster: with memory to spare layouts may be faster, too.
+fewest layers with which a plan fits. It begins where a straight line from what every
+plan needs without them to what a plan takes with them meets the memory of a device,
+looks beside that number, and bisects what is left. It goes on to more layers as long as
+plans get faster: with memory to spare layouts may be faster, too.
+
+Where a plan fits that computes nothing again, that plan is priced with all layers
+computed again before other plans are looked for.
 """
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError, PlanError
+from autopar.planner.kept_layouts import priced
 from autopar.planner.option_checks import layers_asked
 from autopar.planner.options import PlanOptions
 from autopar.plans import AS_WRITTEN, Plan, Rematerialisation
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
-from autopar.steps.remat import layer_starts, rematerialised
-from autopar_passes.remat.recompute import DOTS, FULL
+from autopar.steps.remat import layer_starts, named_values, rematerialised
+from autopar_passes.remat.levels import DOTS, FULL, NAMES
 
 # Plans a step on a cluster; the last argument is that of `plan_analysis`, ``advise``.
 Planner = Callable[[Cluster, PlanOptions, bool], Plan]
@@ -122,74 +127,134 @@ class _Search:
         # What needed least memory of what did not fit.
         self.last: str | int = 0
         self.known: dict[str, bool] = {}
+        # Bytes that every plan needs where none fits.
+        self.needs: dict[str, float] = {}
+        self.plans: dict[str, Plan] = {}
 
     def run(self) -> None:
         self.tried("0")
         plain = self.best
-        if plain is not None and self.is_easy(plain):
-            return
         try:
             layers = len(_starts(self.analysis, self.options))
         except PlanError as error:
             say(f"nothing is computed again: {error}")
-            layers = 0
+            return
+        if plain is not None:
+            self.beside(plain, layers)
+            return
         least = 1
-        for level in (FULL, DOTS) if layers else ():
-            numbers = [k for k in _numbers(layers) if k >= least]
-            first = self.fewest(level, numbers) if plain is None else -1
+        for level in self.levels():
+            first = self.fewest(level, least, layers)
             if first is None:
-                break
-            least = max(least, numbers[first]) if plain is None else 1
-            self.more(level, numbers[first + 1 :])
-        if plain is None and self.best is not None:
-            self.closer(self.best.remat)
+                if level == FULL:
+                    break
+                continue
+            # What keeps more of each layer has to compute as many of them again.
+            least = max(least, first) if level == FULL else least
+            above = [k for k in _numbers(layers) if k > first]
+            if self.may_gain(level, first):
+                self.more(level, above)
+            if self.best is self.plans.get(f"{layers - 1}:{level}"):
+                self.more(level, above[::-1])
+
+    def levels(self) -> list[str]:
+        """What may be kept of a layer, the least first."""
+        count = int(self.options.microbatches or 1)
+        couple = self.options.coupled == "microbatch"
+        names = named_values(self.analysis, count, couple=couple)
+        return [FULL, DOTS, *([NAMES + ",".join(names)] if names else [])]
+
+    def beside(self, plain: Plan, layers: int) -> None:
+        """Tries layers where a plan fits that computes nothing again.
+
+        They may be faster where memory holds that plan back, or where it takes longer
+        to write and read activations than to compute them.
+        """
+        held = not self.is_easy(plain)
+        numbers = _numbers(layers)
+        for level in self.levels():
+            if held:
+                self.more(level, numbers)
+                self.more(level, numbers[::-1])
+            elif self.is_faster(plain, f"{layers}:{level}"):
+                self.more(level, numbers[::-1])
 
     def is_easy(self, plain: Plan) -> bool:
         """Whether memory does not hold back a plan that computes nothing again."""
         if plain.predicted.peak_memory_bytes <= _EASY * self.cluster.memory_bytes:
             return True
-        device = dataclasses.replace(self.cluster.device, memory_bytes=_UNLIMITED)
-        roomy = dataclasses.replace(self.cluster, device=device)
+        roomy = _roomy(self.cluster)
         free = self.plan(roomy, dataclasses.replace(self.options, remat=0), False)
         return plain.predicted.step_s <= (1 + _GAP) * free.predicted.step_s
 
-    def fewest(self, level: str, numbers: Sequence[int]) -> int | None:
-        """Position of the fewest layers with which a plan fits; None: none does.
+    def is_faster(self, plain: Plan, remat: str) -> bool:
+        """Whether layers that are computed again make a plan faster that is kept."""
+        return self.priced_s(plain, "0", remat) < self.priced_s(plain, "0", "0")
+
+    def may_gain(self, level: str, first: int) -> bool:
+        """Whether other layouts than fit with the fewest layers are faster.
+
+        The plan with most layers has memory to spare. Where its layouts are no faster
+        with the fewest layers, more of them only compute more.
+        """
+        few = f"{first}:{level}"
+        many = max(
+            (r for r in self.plans if r.partition(":")[2] == level),
+            key=lambda r: int(r.partition(":")[0]),
+        )
+        if few == many:
+            return False
+        least, most = self.plans[few], self.plans[many]
+        free_s = self.priced_s(most, many, few)
+        return free_s < (1 - _GAP) * self.priced_s(least, few, few)
+
+    def priced_s(self, plan: Plan, planned: str, other: str) -> float:
+        """Seconds of a step in the layouts of a plan; 0: not found in time."""
+        before, after = (
+            as_asked(self.analysis, dataclasses.replace(self.options, remat=r))
+            for r in (planned, other)
+        )
+        try:
+            return priced(plan, before, after, _roomy(self.cluster)).step_s
+        except PlanError:
+            return 0.0
+
+    def fewest(self, level: str, least: int, layers: int) -> int | None:
+        """The fewest layers with which a plan fits, ``least`` or more; None: none.
 
         With more layers the plan needs less memory, but for the last layer: its
         activations are needed as soon as they are made.
         """
-        low, high = 0, len(numbers) - 1
-        for top in dict.fromkeys((max(0, high - 1), high)):
-            if self.tried(f"{numbers[top]}:{level}"):
-                high = top
-                break
-        else:
-            return None
-        return self.first(level, numbers, low, high)
+        top = max(layers - 1, least)
+        if not self.tried(f"{top}:{level}"):
+            top = layers
+            if not self.tried(f"{top}:{level}"):
+                return None
+        low = least - 1
+        guess = self.guess(f"{top}:{level}", top)
+        return first_that(lambda n: self.tried(f"{n}:{level}"), low, top, guess)
 
-    def first(self, level: str, numbers: Sequence[int], low: int, high: int) -> int:
-        """Position of the first number of layers from ``low`` on that fits.
+    def guess(self, remat: str, layers: int) -> int:
+        """The first number that fits if memory falls evenly with layers.
 
-        The one at ``high`` is known to fit, and is not tried.
+        Args:
+          remat: layers with which a plan fits.
+          layers: how many these are.
         """
-        return bisect.bisect_left(
-            numbers, True, low, high, key=lambda k: self.tried(f"{k}:{level}")
-        )
+        need, limit = self.needs["0"], self.cluster.memory_bytes
+        takes = self.plans[remat].predicted.peak_memory_bytes
+        part = (need - limit) / (need - takes) if need > limit else 0.5
+        return math.ceil(part * layers)
 
     def more(self, level: str, numbers: Sequence[int]) -> None:
-        """Tries more layers as long as plans get faster."""
+        """Tries numbers of layers as long as plans get faster."""
         for number in numbers:
-            before = self.best
-            self.tried(f"{number}:{level}")
-            if self.best is before:
+            before, remat = self.best, f"{number}:{level}"
+            if remat in self.known and before is not self.plans.get(remat):
                 return
-
-    def closer(self, found: Rematerialisation) -> None:
-        """Tries the numbers of layers between one that fits and one that does not."""
-        high = len(found.layers)
-        tried = [k for k in range(high) if f"{k}:{found.level}" in self.known]
-        self.first(found.level, range(high), max(tried, default=0) + 1, high)
+            self.tried(remat)
+            if self.best is before and before is not self.plans.get(remat):
+                return
 
     def tried(self, remat: str) -> bool:
         """Whether a plan fits; the fastest one is kept."""
@@ -201,13 +266,45 @@ class _Search:
         asked = dataclasses.replace(self.options, remat=remat)
         try:
             found = self.plan(self.cluster, asked, False)
-        except InfeasibleError:
-            self.last = remat
+        except InfeasibleError as error:
+            self.last, self.needs[remat] = remat, error.least_bytes
             return False
+        self.plans[remat] = found
         before_s = math.inf if self.best is None else self.best.predicted.step_s
         if found.predicted.step_s < before_s:
             self.best = found
         return True
+
+
+def first_that(holds: Callable[[int], bool], low: int, high: int, guess: int) -> int:
+    """The first number for which something holds that holds for all larger ones.
+
+    The guess is asked for first, then the number beside it; what is left is bisected.
+
+    >>> first_that(lambda n: n >= 5, 0, 12, guess=6)
+    5
+
+    Args:
+      holds: is asked for few numbers between ``low`` and ``high``.
+      low: it does not hold for this one.
+      high: it holds for this one.
+      guess: where it may begin to hold.
+    """
+    number, asked = guess, 0
+    while high - low > 1:
+        number = min(max(number, low + 1), high - 1)
+        yes = holds(number)
+        low, high = (low, number) if yes else (number, high)
+        beside = number - 1 if yes else number + 1
+        number = beside if asked == 0 else (low + high) // 2
+        asked += 1
+    return high
+
+
+def _roomy(cluster: Cluster) -> Cluster:
+    """A cluster whose devices hold whatever is planned for them."""
+    device = dataclasses.replace(cluster.device, memory_bytes=_UNLIMITED)
+    return dataclasses.replace(cluster, device=device)
 
 
 def _numbers(layers: int) -> list[int]:

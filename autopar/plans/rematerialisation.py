@@ -16,9 +16,10 @@ class Rematerialisation(
     Attributes:
       layers: those whose activations are computed again.
       starts: the forward equation of one microbatch's program at which each layer
-        begins, by its number; empty where no layer is computed again.
-      level: what is kept of such a layer: nothing (``full``), or its matrix products
-        and convolutions (``dots``).
+        begins, by its number; empty where no layer is computed again. The iterations of
+        a loop over layers all begin at the loop.
+      level: what is kept of such a layer: nothing (``full``), its matrix products and
+        convolutions (``dots``), or the values that the step names so (``names=a,b``).
       checkpoints: whether the step's own ``jax.checkpoint``s hold.
     """
 

@@ -17,7 +17,7 @@ from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.units import bytes_text, seconds_text, three_digits
 from autopar.reports.worth import worth_lines
-from autopar_passes.remat.recompute import DOTS
+from autopar_passes.remat.levels import DOTS, names_of
 
 _MOMENTS = "optimizer state"
 # A word that stands for several, such as {mu,nu}; numbers alone are a range.
@@ -100,6 +100,8 @@ def _remat_lines(plan: Plan) -> list[str]:
         return []
     what = f"the activations of {len(remat.layers)} of {len(remat.starts)} layers"
     kept = " but their matrix products" if remat.level == DOTS else ""
+    if names := names_of(remat.level):
+        kept = f" but {', '.join(names)}"
     return [f"remat    {what}{kept}"]
 
 

@@ -34,8 +34,8 @@ from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchErr
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program, Value, walk
 from autopar_passes.program.trace import TracedStep, TraceError, trace_call
+from autopar_passes.remat.levels import RematError
 from autopar_passes.remat.merge import trace_without_checkpoints
-from autopar_passes.remat.recompute import RematError
 from autopar_passes.sums.deferral import Deferral
 
 # Shapes of raw random keys, which are no rows.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
+from collections import Counter
 
 from autopar.errors import PlanError
 from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
@@ -13,13 +14,15 @@ from autopar.steps.microbatches import in_microbatches, one_microbatch
 from autopar_passes.graph.build import step_graph
 from autopar_passes.microbatches.accumulate import accumulated
 from autopar_passes.microbatches.microbatched import Microbatched
-from autopar_passes.program.equations import Program
+from autopar_passes.program.equations import Equation, Program
 from autopar_passes.program.trace import TracedStep
+from autopar_passes.remat.levels import RematError, names_in
+from autopar_passes.remat.loops import loops_through
 from autopar_passes.remat.merge import REPEATED, trace_without_checkpoints
-from autopar_passes.remat.recompute import Recomputation, RematError, recomputed
+from autopar_passes.remat.recompute import Recomputation, recomputed
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 
-# A loop with more than this part of the forward FLOPs holds the layers of a step.
+# Loops with more than this part of the forward FLOPs hold the layers of a step.
 _LOOP = 0.5
 
 
@@ -162,11 +165,8 @@ def layer_starts(
     batch = _batch_values(micro, micro.split)
     name = micro.pytrees.name
     chain = forward_chain(micro.program, micro.graph, batch)
-    if _in_loop(micro.program, chain):
-        raise PlanError(
-            f"{name}: its layers are in a loop (jax.lax.scan), whose residuals would "
-            "be computed again all at once. Use jax.checkpoint around the loop's body."
-        )
+    if loops := _layer_loops(micro.program, chain):
+        return tuple(eqn.index for eqn in loops for _ in range(eqn.params["length"]))
     starts = cluster_layers(micro.program, micro.graph, batch=batch)
     if not starts:
         raise PlanError(
@@ -176,12 +176,42 @@ def layer_starts(
     return starts
 
 
-def _in_loop(program: Program, chain: ForwardChain) -> bool:
-    """Whether one loop has most of the forward pass."""
-    loops = {e.index for e in program.body.equations if e.regions}
-    work = zip(chain.equations, chain.work, strict=True)
-    most = max((w for index, w in work if index in loops), default=0.0)
-    return most > _LOOP * float(chain.work.sum())
+def named_values(
+    analysis: Analysis, count: int = 1, *, couple: bool = False
+) -> tuple[str, ...]:
+    """What a step names by `jax.ad_checkpoint.checkpoint_name`, sorted.
+
+    Args:
+      analysis: as for `rematerialised`.
+      count: number of microbatches.
+      couple: as for `rematerialised`.
+    """
+    micro = one_microbatch(analysis, count, couple=couple)
+    return tuple(name for name in names_in(micro.program) if "," not in name)
+
+
+def _layer_loops(program: Program, chain: ForwardChain) -> list[Equation]:
+    """The loops whose iterations are layers: they have most of the forward pass.
+
+    Another loop also goes through what such a loop stacks, that of the backward pass.
+    A loop that repeats is a part of each layer.
+    """
+    times = Counter(chain.classes)
+    top = {eqn.index: eqn for eqn in program.body.equations}
+    found: dict[int, float] = {}
+    for index, work, classes in zip(
+        chain.equations, chain.work, chain.classes, strict=True
+    ):
+        eqn = top[index]
+        if (
+            eqn.primitive == "scan"
+            and eqn.params["length"] > 1
+            and times[classes] == 1
+            and loops_through(program, eqn)
+        ):
+            found[index] = float(work)
+    most = sum(found.values()) > _LOOP * float(chain.work.sum())
+    return [top[index] for index in found] if most else []
 
 
 def modules_again(analysis: Analysis) -> tuple[str, ...]:

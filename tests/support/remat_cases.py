@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import linen as nn
+from jax.ad_checkpoint import checkpoint_name
 from microbatch_cases import evaluated
 
 from autopar.plans import Rematerialisation
@@ -99,6 +100,78 @@ def looping(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(x**2)
 
 
+def stacked(depth: int = DEPTH) -> Any:
+    """Weights of as many layers, in one array of each kind."""
+    return jax.tree.map(lambda *w: jnp.stack(w), *blocks(depth))
+
+
+def in_loop(params: Any, x: jax.Array) -> jax.Array:
+    """Layers as the iterations of one loop."""
+    out, _ = jax.lax.scan(lambda c, w: (block(w, c), None), x, params)
+    return jnp.mean(out**2)
+
+
+def backwards(params: Any, x: jax.Array) -> jax.Array:
+    """A loop that begins with the last layer."""
+    out, _ = jax.lax.scan(
+        lambda c, w: (block(w, c), None), x, params, reverse=True, unroll=2
+    )
+    return jnp.mean(out**2)
+
+
+def remembered(params: Any, x: jax.Array) -> jax.Array:
+    body = jax.checkpoint(lambda c, w: (block(w, c), None))
+    return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
+
+
+def loop_with_results(params: Any, x: jax.Array, key: jax.Array) -> Any:
+    """Dropout from a key that is carried, a mask, a loop inside, and results."""
+    mask = jnp.where(jnp.arange(WIDTH) % 2, 1.0, jnp.tanh(x[0]))
+
+    def layer(carried: Any, w: Any) -> Any:
+        x, key = carried
+        key, mine = jax.random.split(key)
+        kept = jax.random.bernoulli(mine, 0.8, x.shape)
+        x, sums = jax.lax.scan(
+            lambda c, _: (jnp.sin(c) / 2 + x, c.sum()), jnp.where(kept, x, 0), length=3
+        )
+        x = block(w, x * mask) + jnp.mean(sums)
+        return (x, key), jnp.max(jnp.abs(x))
+
+    (x, key), sizes = jax.lax.scan(layer, (x, key), params)
+    return jnp.mean(x**2), sizes
+
+
+def encoder_decoder(params: Any, x: jax.Array) -> jax.Array:
+    """Two loops, each of layers of its own kind; the second reads all of the first."""
+    first, second = params
+    read, _ = jax.lax.scan(lambda c, w: (block(w, c), None), x, first)
+
+    def layer(c: jax.Array, w: Any) -> Any:
+        return jnp.tanh(block(w, c) * read) + c, None
+
+    out, _ = jax.lax.scan(layer, x, second)
+    return jnp.mean(out**2)
+
+
+def named_block(w: Any, x: jax.Array) -> jax.Array:
+    """A layer that names both products, and its activation."""
+    up = checkpoint_name(x @ w[0], "up")
+    act = checkpoint_name(jax.nn.gelu(up), "act")
+    return x + jnp.tanh(checkpoint_name(act @ w[1], "down"))
+
+
+def named(params: Any, x: jax.Array) -> jax.Array:
+    for w in params:
+        x = named_block(w, x)
+    return jnp.mean(x**2)
+
+
+def named_in_loop(params: Any, x: jax.Array) -> jax.Array:
+    out, _ = jax.lax.scan(lambda c, w: (named_block(w, c), None), x, params)
+    return jnp.mean(out**2)
+
+
 def two_losses(params: Any, x: jax.Array) -> Any:
     """A second forward and backward pass after the first, of other weights."""
     value, grads = jax.value_and_grad(mlp)(params, x)
@@ -148,6 +221,16 @@ CASES: dict[str, tuple[Step, tuple[Any, ...]]] = {
     "results": (descent(with_results, aux=True), (blocks(), X)),
     "checkpoint": (descent(checkpointed), (blocks(), X)),
     "loops": (descent(looping), (blocks(), X)),
+    "named": (descent(named), (blocks(), X)),
+    "scan": (descent(in_loop), (stacked(), X)),
+    "scan backwards": (descent(backwards), (stacked(), X)),
+    "scan with checkpoint": (descent(remembered), (stacked(), X)),
+    "scan with results": (
+        descent(loop_with_results, aux=True),
+        (stacked(), X, jax.random.key(3)),
+    ),
+    "scans": (descent(encoder_decoder), ((stacked(2), stacked(3)), X)),
+    "scan named": (descent(named_in_loop), (stacked(), X)),
     "two losses": (two_losses, (blocks(), X)),
     "batch norm": (normed, (normed_state(), X)),
 }
@@ -175,7 +258,8 @@ def flat(name: str) -> list[Any]:
 
 def results(analysis: Analysis, arrays: Sequence[Any]) -> list[np.ndarray]:
     """What a program returns, equation by equation and without a compiler."""
-    found = evaluated(analysis.program, arrays)
+    with jax.disable_jit():  # iterations of loops, too
+        found = evaluated(analysis.program, arrays)
     return [
         np.asarray(jax.random.key_data(x) if jax_compat.is_extended(x.dtype) else x)
         for x in map(jnp.asarray, found)

@@ -412,8 +412,23 @@ class Splitter:
         }
         if len(sizes) != 1:
             return False
-        (own,) = sizes
+        self.cut(eqn, *sizes)
+        return True
+
+    def cut(self, eqn: Equation, own: tuple[int, ...]) -> list[int]:
+        """Writes a loop as several behind each other.
+
+        Args:
+          eqn: the loop.
+          own: how many slices of the stacked arrays each one goes through.
+
+        Returns:
+          The indices of the loops, in the order of their slices.
+        """
+        params = eqn.params
+        first = params["num_consts"] + params["num_carry"]
         self.loops.add(eqn.index)
+        indices = [0] * len(own)
         consts = [self.read(a) for a in eqn.inputs[: params["num_consts"]]]
         carry = [self.read(a) for a in eqn.inputs[params["num_consts"] : first]]
         given = [self.piece(a, 0, own) for a in eqn.inputs[first:]]
@@ -426,21 +441,31 @@ class Splitter:
                 )
                 for v in eqn.outputs[: params["num_carry"]]
             ]
-            made = Equation(
-                self.builder.index(),
-                eqn.source.replace(params={**params, "length": own[k]}),
-                (*consts, *carry, *(x[k] for x in given)),
-                (*ends, *(x.values[k] for x in stacked)),
-                eqn.name_stack,
-                tuple(self.copied(r) for r in eqn.regions),
+            read = (*consts, *carry, *(x[k] for x in given))
+            made = self.shorter(
+                eqn, own[k], read, (*ends, *(x.values[k] for x in stacked))
             )
             self.builder.equations.append(made)
+            indices[k] = made.index
             carry = list(ends)
         self.whole.update(zip(eqn.outputs, ends, strict=False))
         self.pieces.update(
             zip(eqn.outputs[params["num_carry"] :], stacked, strict=True)
         )
-        return True
+        return indices
+
+    def shorter(
+        self, eqn: Equation, length: int, read: Sequence[Atom], made: Sequence[int]
+    ) -> Equation:
+        """A loop of fewer iterations, with values and equations of its own."""
+        return Equation(
+            self.builder.index(),
+            eqn.source.replace(params={**eqn.params, "length": length}),
+            tuple(read),
+            tuple(made),
+            eqn.name_stack,
+            tuple(self.copied(r) for r in eqn.regions),
+        )
 
     def copied(self, region: Region) -> Region:
         """A body with values and equations of its own."""
@@ -451,8 +476,7 @@ class Splitter:
             for inner in eqn.regions:
                 values.extend(inner.inputs)
         for v in values:
-            of = self.program.values[v]
-            own[v] = self.builder.value(of.shape, of.dtype)
+            own[v] = self.builder.like(self.program.values[v])
 
         def number(value: int) -> int:
             return own.get(value, value)

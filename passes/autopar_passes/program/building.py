@@ -35,6 +35,11 @@ class Builder:
         self.values.append(Value(shape, dtype))
         return len(self.values) - 1
 
+    def like(self, value: Value) -> int:
+        """Adds a value of the shape, dtype and name of another one."""
+        self.values.append(value)
+        return len(self.values) - 1
+
     def index(self) -> int:
         """A new index of an equation."""
         self.next_index += 1

@@ -20,11 +20,13 @@ from autopar_passes import jax_compat
 class Value:
     """One array of the program; its number is its position in the program.
 
-    ``size`` is its number of elements, ``nbytes`` the bytes of the whole array.
+    ``size`` is its number of elements, ``nbytes`` the bytes of the whole array;
+    ``name`` is what `jax.ad_checkpoint.checkpoint_name` calls it, if anything.
     """
 
     shape: tuple[int, ...]
     dtype: Any
+    name: str = dataclasses.field(default="", compare=False)
     size: int = dataclasses.field(init=False, compare=False)
     nbytes: int = dataclasses.field(init=False, compare=False)
 

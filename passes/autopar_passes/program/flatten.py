@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -108,6 +109,10 @@ class _Builder:
             return Scalar(atom.val, atom.aval)
         return self.hoist(atom.aval, atom.val)
 
+    def name(self, value: int, name: str) -> None:
+        """Gives a value its name (`jax.ad_checkpoint.checkpoint_name`)."""
+        self.values[value] = dataclasses.replace(self.values[value], name=name)
+
     def hoist(self, aval: Any, array: Any) -> int:
         """Makes an array that the program holds one of its inputs."""
         value = self.new_value(aval)
@@ -125,6 +130,8 @@ class _Builder:
         stack = _join(prefix, jax_compat.name_stack(eqn))
         if name in _DROPPED:
             env[eqn.outvars[0]] = inputs[0]
+            if name == "name" and isinstance(inputs[0], int):
+                self.name(inputs[0], eqn.params["name"])
             return
         if is_collective(eqn, self.replicas):
             self.alone(eqn, inputs, env, stack)

@@ -15,7 +15,7 @@ from autopar_passes.program.building import renumbered
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Equation, Program, Region, walk
 from autopar_passes.program.trace import TracedStep, trace_call
-from autopar_passes.remat.recompute import RematError
+from autopar_passes.remat.levels import RematError
 from autopar_passes.rules.book import signature
 
 # JAX's name for the part of a backward pass that repeats a forward pass.

@@ -10,7 +10,7 @@ from autopar_passes.program.equations import Equation
 from autopar_passes.stages.flow import Flow, reads
 
 # Draws other numbers each time it runs; what has keys draws the same ones.
-_NEVER = frozenset({"rng_uniform"})
+NEVER = frozenset({"rng_uniform"})
 
 
 def owners(flow: Flow, starts: Sequence[int]) -> dict[int, int]:
@@ -46,7 +46,7 @@ def owners(flow: Flow, starts: Sequence[int]) -> dict[int, int]:
 
 def _can_repeat(flow: Flow, eqn: Equation) -> bool:
     forward = flow.roles[eqn.index] is Role.FORWARD
-    return forward and not eqn.source.effects and eqn.primitive not in _NEVER
+    return forward and not eqn.source.effects and eqn.primitive not in NEVER
 
 
 def _forward_readers(flow: Flow, eqn: Equation) -> list[int]:

@@ -13,25 +13,24 @@ it makes. Random numbers are drawn again from the same keys.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Collection, Sequence
 
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.building import next_index, renumbered
-from autopar_passes.program.equations import Equation, Program, Region, Value, walk
+from autopar_passes.program.equations import Equation, Program, Region
 from autopar_passes.program.flatten import barrier_equation
+from autopar_passes.remat.copies import Numbers
+from autopar_passes.remat.levels import (
+    FULL,
+    RematError,
+    check_level,
+    keeps,
+    names_of,
+)
+from autopar_passes.remat.loops import iterations, recomputed_in_loops
 from autopar_passes.remat.owners import crossing, owners
 from autopar_passes.stages.flow import Flow, reads
-
-FULL, DOTS = "full", "dots"
-# What may be kept of a layer that is computed again.
-LEVELS = (FULL, DOTS)
-# JAX's name for the part of a backward pass that repeats a forward pass.
-_STACK = "transpose(rematted_computation)"
-
-
-class RematError(ValueError):
-    """The layers of a program cannot be computed again as is asked for."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,12 +39,14 @@ class Recomputation:
 
     Attributes:
       starts: the forward equation at which each layer begins, ascending
-        (`autopar_passes.stages.layers.cluster_layers`).
+        (`autopar_passes.stages.layers.cluster_layers`); a loop of the forward pass, as
+        often as it has iterations, where each of these is a layer.
       layers: numbers of the layers whose activations are computed again.
       level: ``full`` keeps nothing of such a layer but what other layers read; ``dots``
         also keeps the results of convolutions, and of matrix products without batch
         dimensions, as ``jax.checkpoint_policies.dots_with_no_batch_dims_saveable``
-        does.
+        does; ``names=a,b`` keeps the values that the step calls so by
+        `jax.ad_checkpoint.checkpoint_name`.
     """
 
     starts: tuple[int, ...]
@@ -71,19 +72,21 @@ def recomputed(
 
     Raises:
       RematError: there is no such layer or level, or the starts are not those of
-        different top-level equations.
+        different top-level equations, or a loop cannot be rewritten.
     """
     flow = Flow(program, graph, frozenset(batch), update_equations(program, graph))
     _check(flow, wanted)
+    if len(set(wanted.starts)) < len(wanted.starts):
+        loops = iterations(program, wanted.starts, wanted.layers)
+        backward = {k for k, role in flow.roles.items() if role is Role.BACKWARD}
+        return recomputed_in_loops(program, loops, backward, wanted.level)
     return _Rewriter(flow, wanted).run()
 
 
 def _check(flow: Flow, wanted: Recomputation) -> None:
+    check_level(flow.program, wanted.level)
     starts = list(wanted.starts)
-    if wanted.level not in LEVELS:
-        raise RematError(f"level '{wanted.level}': there are {' and '.join(LEVELS)}.")
-    known = [k for k in flow.equations if k in set(starts)]
-    if starts != known:
+    if starts != [k for k in flow.equations for _ in range(starts.count(k))]:
         raise RematError(
             "layers must begin at different top-level equations, in their order; got "
             f"{starts[:8]}."
@@ -119,8 +122,8 @@ class _Rewriter:
         self.position = {eqn.index: k for k, eqn in enumerate(self.order)}
         self.owner = owners(flow, wanted.starts)
         self.crossing = crossing(flow, self.owner)
-        self.values = list(flow.program.values)
-        self.next_index = next_index(flow.program)
+        self.numbers = Numbers(flow.program, next_index(flow.program))
+        self.names = names_of(wanted.level)
 
     def run(self) -> Program:
         found = {k: self.again(k) for k in sorted(set(self.wanted.layers))}
@@ -136,7 +139,7 @@ class _Rewriter:
             out.append(self.reading(eqn, renamed))
         body = self.flow.program.body
         region = Region(body.inputs, tuple(out), body.outputs)
-        return Program(tuple(self.values), region, self.flow.program.constants)
+        return Program(tuple(self.numbers.values), region, self.flow.program.constants)
 
     def backward(self, eqn: Equation) -> bool:
         return self.flow.roles[eqn.index] is Role.BACKWARD
@@ -148,7 +151,8 @@ class _Rewriter:
             return True
         if value in self.crossing or self.flow.small(value):
             return True
-        return self.wanted.level == DOTS and is_product(self.flow.equations[maker])
+        eqn, name = self.flow.equations[maker], self.flow.value(value).name
+        return keeps(self.wanted.level, eqn, name, self.names)
 
     def again(self, layer: int) -> _Again | None:
         """What is computed again of a layer; None: its backward pass needs nothing."""
@@ -223,73 +227,22 @@ class _Rewriter:
         """
         through = [*one.given, *(v for v in one.gates if v not in one.given)]
         actual = [renamed.get(v, v) if v in one.gates else v for v in through]
-        inside = {v: self.new(self.values[v]) for v in through}
+        types = [self.flow.value(v) for v in through]
+        inside = {v: self.numbers.new(t) for v, t in zip(through, types, strict=True)}
         barrier = Equation(
-            self.index(),
-            barrier_equation([self.values[v] for v in through]),
+            self.numbers.index(),
+            barrier_equation(types),
             tuple(actual),
             tuple(inside.values()),
             self.order[one.place].name_stack,
         )
-        copy = self.numbering(one.equations, inside)
-        made = [
-            _named(renumbered(eqn, copy, lambda _: self.index()))
-            for eqn in one.equations
-        ]
+        made, copy = self.numbers.copies(one.equations, inside)
         renamed.update({v: copy(v) for v in one.values})
         renamed.update({v: inside[v] for v in one.gates})
         return [barrier, *made]
-
-    def numbering(
-        self, equations: Sequence[Equation], known: dict[int, int]
-    ) -> Callable[[int], int]:
-        """The number of each value's copy: a known one, or a new one."""
-        numbers = dict(known)
-        for eqn in equations:
-            for value in _made(eqn):
-                numbers[value] = self.new(self.values[value])
-        return lambda value: numbers.get(value, value)
-
-    def new(self, like: Value) -> int:
-        self.values.append(like)
-        return len(self.values) - 1
-
-    def index(self) -> int:
-        self.next_index += 1
-        return self.next_index - 1
 
     def reading(self, eqn: Equation, renamed: dict[int, int]) -> Equation:
         """An equation; of the backward pass, it reads what is computed again."""
         if not self.backward(eqn) or renamed.keys().isdisjoint(reads(eqn)):
             return eqn
         return renumbered(eqn, lambda v: renamed.get(v, v), lambda index: index)
-
-
-def _made(eqn: Equation) -> list[int]:
-    """The values that an equation makes, also within its regions."""
-    found = list(eqn.outputs)
-    for region in eqn.regions:
-        found.extend(region.inputs)
-        found.extend(v for inner in walk(region) for v in inner.outputs)
-        found.extend(
-            v for inner in walk(region) for deep in inner.regions for v in deep.inputs
-        )
-    return found
-
-
-def _named(eqn: Equation) -> Equation:
-    """A copy under the name that JAX gives to what a backward pass computes again."""
-    stack = f"{eqn.name_stack}/{_STACK}" if eqn.name_stack else _STACK
-    regions = tuple(
-        dataclasses.replace(r, equations=tuple(_named(e) for e in r.equations))
-        for r in eqn.regions
-    )
-    return dataclasses.replace(eqn, name_stack=stack, regions=regions)
-
-
-def is_product(eqn: Equation) -> bool:
-    """Whether ``dots`` keeps the results of an equation."""
-    if eqn.primitive == "dot_general":
-        _, (left, right) = eqn.params["dimension_numbers"]
-        return not left and not right
-    return eqn.primitive in ("conv_general_dilated", "ragged_dot_general")

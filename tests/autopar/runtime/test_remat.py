@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import msgspec
 import numpy as np
 import pytest
-from remat_cases import CASES, block, blocks, checkpointed, descent, drawn, mlp
+from remat_cases import (
+    CASES,
+    blocks,
+    checkpointed,
+    descent,
+    drawn,
+    in_loop,
+    mlp,
+    remembered,
+    stacked,
+)
 
 import autopar
 from autopar.cluster import Cluster
@@ -72,9 +82,10 @@ def expected() -> list[float]:
     return losses(jax.jit(STEP))
 
 
-def compiled_bytes(plan: autopar.Plan) -> int:
+def compiled_bytes(plan: autopar.Plan, step: Any = STEP, given: Any = None) -> int:
     """The memory that XLA plans for one device."""
-    made = planned_step(analyse(STEP, args()), plan, device_mesh(plan, jax.devices()))
+    analysis = analyse(step, given or args())
+    made = planned_step(analysis, plan, device_mesh(plan, jax.devices()))
     found = made.lower().compile().memory_analysis()
     return (
         found.argument_size_in_bytes
@@ -252,29 +263,18 @@ def test_a_steps_own_checkpoint_can_be_dropped() -> None:
     assert products_again(dropped) == 0
 
 
-def in_loop(params: Any, x: jax.Array) -> jax.Array:
-    out, _ = jax.lax.scan(lambda c, w: (block(w, c), None), x, params)
-    return jnp.mean(out**2)
-
-
-def remembered(params: Any, x: jax.Array) -> jax.Array:
-    body = jax.checkpoint(lambda c, w: (block(w, c), None))
-    return jnp.mean(jax.lax.scan(body, x, params)[0] ** 2)
-
-
 def test_what_cannot_be_is_refused() -> None:
-    stacked = jax.tree.map(lambda *w: jnp.stack(w), *blocks(DEPTH))
-    loops = stacked, args()[1]
+    loops = stacked(DEPTH), args()[1]
 
-    with pytest.raises(PlanError, match=r"in a loop \(jax.lax.scan\)"):
-        autopar.plan(descent(in_loop), *loops, cluster="8:cpu", remat=2)
     with pytest.raises(PlanError, match="within a loop"):
         autopar.plan(descent(remembered), *loops, cluster="8:cpu", remat="none")
     with pytest.raises(PlanError, match="Give fewer, or 'all'"):
         planned(remat=99)
-    for wrong in ("half", "2:", "dots:2", -1, 1.5, True, "full:dots"):
+    for wrong in ("half", "2:", "dots:2", -1, 1.5, True, "full:dots", "2:names="):
         with pytest.raises(PlanError, match="expected how many layers"):
             planned(remat=wrong)
+    with pytest.raises(PlanError, match=r"named 'norm' by .*; it names none"):
+        planned(remat="2:names=norm")
     with pytest.raises(PlanError, match="is for plans of one stage"):
         planned(remat=2, stages=2)
     with pytest.raises(PlanError, match="stages='auto' chooses"):
@@ -298,13 +298,77 @@ def test_the_noise_of_gradients_is_measured() -> None:
     assert run.noise_scale.groups == 16
 
 
-def test_auto_passes_over_layers_in_a_loop() -> None:
-    stacked = jax.tree.map(lambda *w: jnp.stack(w), *blocks(DEPTH))
-    found = autopar.plan(
-        descent(in_loop), stacked, args()[1], cluster="8:cpu", remat="auto"
+def loop_plan(memory: int | None = None, **options: Any) -> autopar.Plan:
+    return autopar.plan(
+        descent(in_loop),
+        stacked(DEPTH),
+        args()[1],
+        cluster=cluster(memory),
+        axis_names=("data",),
+        **options,
     )
 
-    assert found.remat == AS_WRITTEN
+
+def test_layers_in_a_loop_are_computed_again_where_memory_is_short() -> None:
+    step, given = descent(in_loop), (stacked(DEPTH), args()[1])
+    with pytest.raises(InfeasibleError, match="remat='auto'"):
+        loop_plan(MEMORY)
+
+    plan = loop_plan(MEMORY, remat="auto")
+
+    assert plan.remat.layers
+    assert len(plan.remat.starts) == DEPTH
+    assert compiled_bytes(plan, step, given) <= MEMORY
+    assert compiled_bytes(loop_plan(), step, given) > MEMORY
+    run = autopar.parallelize(step, plan=plan, donate=False)
+    np.testing.assert_allclose(
+        losses(run, given=given), losses(jax.jit(step), given=given), rtol=1e-5
+    )
+
+
+def test_the_memory_of_a_loop_is_that_of_a_checkpoint() -> None:
+    """Where the step itself says so about the body, and where the plan does."""
+    given = stacked(DEPTH), args()[1]
+    written = autopar.plan(
+        descent(remembered), *given, cluster="8:cpu", axis_names=("data",)
+    )
+    found = loop_plan(remat="all")
+
+    assert found.predicted.peak_memory_bytes == pytest.approx(
+        written.predicted.peak_memory_bytes, rel=0.01
+    )
+    assert compiled_bytes(found, descent(in_loop), given) == pytest.approx(
+        compiled_bytes(written, descent(remembered), given), rel=0.02
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "remat"),
+    [("scan named", "2:names=up"), ("scan with results", "all:dots"), ("scans", 3)],
+)
+def test_losses_of_loops_are_those_of_one_device(name: str, remat: int | str) -> None:
+    step, given = CASES[name]
+    run = autopar.parallelize(step, cluster="8:cpu", donate=False, remat=remat)
+
+    found = run(*given)
+
+    assert run.plan.remat.layers
+    for a, b in zip(
+        jax.tree.leaves(found), jax.tree.leaves(jax.jit(step)(*given)), strict=True
+    ):
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=1e-6)
+
+
+def test_microbatches_of_loops_compute_their_own_again() -> None:
+    step, given = descent(in_loop), (stacked(DEPTH), args()[1])
+    run = autopar.parallelize(
+        step, cluster="local", donate=False, remat=2, microbatches=4
+    )
+
+    np.testing.assert_allclose(
+        losses(run, given=given), losses(jax.jit(step), given=given), rtol=1e-5
+    )
+    assert run.plan.remat.layers == (0, 1)
 
 
 def test_what_is_in_use_is_not_advised() -> None:

@@ -12,8 +12,8 @@ from microbatch_cases import evaluated
 from remat_cases import X, block, blocks, checkpointed, descent, mlp
 
 from autopar_passes.program.trace import TracedStep, opened, trace
+from autopar_passes.remat.levels import RematError
 from autopar_passes.remat.merge import merged, trace_without_checkpoints
-from autopar_passes.remat.recompute import RematError
 
 
 def dropped(loss: Any, *args: Any) -> TracedStep:

@@ -18,13 +18,9 @@ from autopar.planner.worth import is_repeated
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.graph.roles import Role
 from autopar_passes.graph.verify import verify
-from autopar_passes.program.equations import Program
-from autopar_passes.remat.recompute import (
-    LEVELS,
-    Recomputation,
-    RematError,
-    recomputed,
-)
+from autopar_passes.program.equations import Program, Region
+from autopar_passes.remat.levels import LEVELS, RematError
+from autopar_passes.remat.recompute import Recomputation, recomputed
 
 
 @pytest.mark.parametrize("level", LEVELS)
@@ -48,13 +44,21 @@ def test_values_are_made_once_and_before_they_are_read(name: str) -> None:
 
 
 def check(program: Program) -> None:
-    known = set(program.body.inputs)
-    for eqn in program.body.equations:
-        assert known.issuperset(a for a in eqn.inputs if isinstance(a, int))
-        assert known.isdisjoint(eqn.outputs)
-        known.update(eqn.outputs)
+    check_region(program.body, set())
     indices = [eqn.index for eqn in program.by_index().values()]
     assert len(indices) == len(set(indices))
+
+
+def check_region(region: Region, known: set[int]) -> None:
+    assert known.isdisjoint(region.inputs)
+    known.update(region.inputs)
+    for eqn in region.equations:
+        assert known.issuperset(a for a in eqn.inputs if isinstance(a, int))
+        for inner in eqn.regions:
+            check_region(inner, known)
+        assert known.isdisjoint(eqn.outputs)
+        known.update(eqn.outputs)
+    assert known.issuperset(a for a in region.outputs if isinstance(a, int))
 
 
 def repeated(analysis: Analysis) -> list[str]:
@@ -152,7 +156,7 @@ def test_wrong_layers_are_refused() -> None:
             plain.program, plain.graph, dataclasses.replace(wanted, **changes), ()
         )
 
-    with pytest.raises(RematError, match="there are full and dots"):
+    with pytest.raises(RematError, match="there are full, dots and names="):
         rewrite(level="half")
     with pytest.raises(RematError, match="layer 7: there are"):
         rewrite(layers=(7,))

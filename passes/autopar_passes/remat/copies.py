@@ -1,0 +1,87 @@
+"""Copies of equations that compute a forward pass again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+from autopar_passes.program.building import renumbered
+from autopar_passes.program.equations import Equation, Program, Value, walk
+
+# JAX's name for the part of a backward pass that repeats a forward pass.
+_STACK = "transpose(rematted_computation)"
+
+
+class Numbers:
+    """Gives numbers to new values and equations of a program.
+
+    Attributes:
+      values: all values.
+    """
+
+    def __init__(self, program: Program, next_index: int) -> None:
+        """Has given none yet.
+
+        Args:
+          program: whose numbers are taken.
+          next_index: the first index that no equation has.
+        """
+        self.values = list(program.values)
+        self.next_index = next_index
+
+    def new(self, like: Value) -> int:
+        """A value of the shape, dtype and name of another one."""
+        self.values.append(like)
+        return len(self.values) - 1
+
+    def index(self) -> int:
+        """An index of an equation."""
+        self.next_index += 1
+        return self.next_index - 1
+
+    def copies(
+        self, equations: Sequence[Equation], known: dict[int, int]
+    ) -> tuple[list[Equation], Callable[[int], int]]:
+        """Equations that compute the same from other values, named as repeated.
+
+        Args:
+          equations: what is copied, in order.
+          known: value -> what the copies read instead.
+
+        Returns:
+          The copies, and a function from a value to its copy.
+        """
+        numbers = dict(known)
+        for eqn in equations:
+            for value in _made(eqn):
+                numbers[value] = self.new(self.values[value])
+
+        def copy(value: int) -> int:
+            return numbers.get(value, value)
+
+        made = [
+            _named(renumbered(eqn, copy, lambda _: self.index())) for eqn in equations
+        ]
+        return made, copy
+
+
+def _made(eqn: Equation) -> list[int]:
+    """The values that an equation makes, also within its regions."""
+    found = list(eqn.outputs)
+    for region in eqn.regions:
+        found.extend(region.inputs)
+        found.extend(v for inner in walk(region) for v in inner.outputs)
+        found.extend(
+            v for inner in walk(region) for deep in inner.regions for v in deep.inputs
+        )
+    return found
+
+
+def _named(eqn: Equation) -> Equation:
+    """A copy under the name that JAX gives to what a backward pass computes again."""
+    stack = f"{eqn.name_stack}/{_STACK}" if eqn.name_stack else _STACK
+    regions = tuple(
+        dataclasses.replace(r, equations=tuple(_named(e) for e in r.equations))
+        for r in eqn.regions
+    )
+    return dataclasses.replace(eqn, name_stack=stack, regions=regions)

@@ -1,0 +1,437 @@
+"""Rewrites loops over layers so that their backward loops compute activations again.
+
+JAX differentiates a ``scan`` into two: the forward loop stacks what each iteration
+keeps, its *residuals*, and the backward loop goes through these stacks. Here the
+forward loop no longer stacks the residuals of chosen iterations. The backward loop is
+given what the forward loop was: its constants, its slices, and the carry with which
+each iteration began, which is stacked instead. From them each iteration makes its
+residuals again, behind an optimization barrier.
+
+Where the first iterations alone are chosen, both loops are cut in two.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+
+from autopar_passes import jax_compat
+from autopar_passes.layer_loops.split import Splitter
+from autopar_passes.program.building import next_index, renumbered
+from autopar_passes.program.equations import Atom, Equation, Program, Region
+from autopar_passes.program.flatten import barrier_equation
+from autopar_passes.remat.copies import Numbers
+from autopar_passes.remat.levels import RematError, keeps, names_of
+from autopar_passes.remat.owners import NEVER
+from autopar_passes.stages.flow import SMALL, reads
+
+
+def iterations(
+    program: Program, starts: Sequence[int], layers: Collection[int]
+) -> dict[int, int]:
+    """How many iterations of each loop are computed again.
+
+    Args:
+      program: the step.
+      starts: the loop of each layer, ascending.
+      layers: numbers of the layers that are computed again.
+
+    Raises:
+      RematError: a start is no loop of so many iterations, or chosen iterations are
+        not the first ones.
+    """
+    by_index = {eqn.index: eqn for eqn in program.body.equations}
+    out: dict[int, int] = {}
+    for start in dict.fromkeys(starts):
+        eqn, count = by_index[start], starts.count(start)
+        if eqn.primitive != "scan" or eqn.params["length"] != count:
+            raise RematError(
+                f"layers must begin at different top-level equations; {count} begin at "
+                f"{start}, which is no loop of {count} iterations."
+            )
+        first = starts.index(start)
+        chosen = [k - first for k in sorted(set(layers)) if 0 <= k - first < count]
+        if chosen != list(range(len(chosen))):
+            raise RematError(
+                "the first layers of a loop can be computed again, or all of them; got "
+                f"{chosen[:8]} of {count}."
+            )
+        out[start] = len(chosen)
+    return out
+
+
+def recomputed_in_loops(
+    program: Program,
+    loops: Mapping[int, int],
+    backward: Collection[int],
+    level: str,
+) -> Program:
+    """Returns the program in which chosen iterations compute activations again.
+
+    Args:
+      program: a differentiated step.
+      loops: forward loop -> how many of its first iterations are computed again.
+      backward: indices of the top-level equations of the backward pass.
+      level: what is kept (`autopar_passes.remat.levels`).
+
+    Raises:
+      RematError: the backward pass goes through no loop with the residuals of one of
+        these.
+    """
+    pairs = {k: _readers(program, k, backward) for k, n in loops.items() if n}
+    program, pieces = _divided(program, loops, pairs)
+    for loop, readers in pieces.items():
+        program = _Loop(program, loop, readers, level).run()
+    return program
+
+
+def _top(program: Program) -> dict[int, Equation]:
+    return {eqn.index: eqn for eqn in program.body.equations}
+
+
+def _first_stack(eqn: Equation) -> int:
+    """Position of the first operand of a loop that it goes through."""
+    return eqn.params["num_consts"] + eqn.params["num_carry"]
+
+
+def loops_through(program: Program, eqn: Equation) -> list[int]:
+    """Indices of the other loops that go through what a loop stacks."""
+    made = set(eqn.outputs[eqn.params["num_carry"] :])
+    return [
+        other.index
+        for other in program.body.equations
+        if other.primitive == "scan"
+        and other.params["length"] == eqn.params["length"]
+        and made.intersection(other.inputs[_first_stack(other) :])
+    ]
+
+
+def _readers(program: Program, loop: int, backward: Collection[int]) -> tuple[int, ...]:
+    """The backward loops that go through what a forward loop stacks."""
+    eqn = _top(program)[loop]
+    found = tuple(k for k in loops_through(program, eqn) if k in backward)
+    if not found:
+        raise RematError(
+            f"the backward pass does not go through the loop at "
+            f"{jax_compat.source_line(eqn.source)} again."
+        )
+    return found
+
+
+def _divided(
+    program: Program,
+    loops: Mapping[int, int],
+    pairs: Mapping[int, tuple[int, ...]],
+) -> tuple[Program, dict[int, tuple[int, ...]]]:
+    """Cuts loops in two of which the first iterations alone are computed again.
+
+    Returns:
+      The program, and forward loop -> backward loops, of the iterations that are
+      computed again.
+    """
+    top = _top(program)
+    cuts = _cuts(top, loops, pairs)
+    if not cuts:
+        return program, dict(pairs)
+    splitter = Splitter(program, {})
+    chosen: dict[int, int] = {}
+    for eqn in program.body.equations:
+        splitter.stack = eqn.name_stack
+        if eqn.index in cuts:
+            sizes, which = cuts[eqn.index]
+            chosen[eqn.index] = splitter.cut(eqn, sizes)[which]
+        else:
+            whole = tuple(splitter.read(a) for a in eqn.inputs)
+            splitter.builder.equations.append(dataclasses.replace(eqn, inputs=whole))
+    divided = _with_results(splitter, [v for k in cuts for v in top[k].outputs])
+    found = {
+        chosen.get(k, k): tuple(chosen.get(r, r) for r in readers)
+        for k, readers in pairs.items()
+    }
+    return divided, found
+
+
+def _cuts(
+    top: Mapping[int, Equation],
+    loops: Mapping[int, int],
+    pairs: Mapping[int, tuple[int, ...]],
+) -> dict[int, tuple[tuple[int, int], int]]:
+    """Loop -> where its stacks are cut, and which of the two is computed again."""
+    out: dict[int, tuple[tuple[int, int], int]] = {}
+    for loop, readers in pairs.items():
+        length, count = top[loop].params["length"], loops[loop]
+        if count == length:
+            continue
+        late = bool(top[loop].params["reverse"])
+        sizes = (length - count, count) if late else (count, length - count)
+        for k in (loop, *readers):
+            if out.setdefault(k, (sizes, int(late))) != (sizes, int(late)):
+                raise RematError("a backward loop goes through several forward loops.")
+    return out
+
+
+def _with_results(splitter: Splitter, values: Collection[int]) -> Program:
+    """What a splitter has written, with the results of loops under their own numbers.
+
+    Args:
+      splitter: has gone through the equations of its program.
+      values: results of the loops that were cut.
+    """
+    body = splitter.program.body
+    outputs = tuple(splitter.read(a) for a in body.outputs)
+    own = {splitter.whole[v]: v for v in values if v in splitter.whole}
+
+    def number(value: int) -> int:
+        return own.get(value, value)
+
+    region = Region(
+        body.inputs,
+        tuple(renumbered(e, number, lambda k: k) for e in splitter.builder.equations),
+        tuple(number(a) if isinstance(a, int) else a for a in outputs),
+    )
+    made = tuple(splitter.builder.values)
+    return Program(made, region, splitter.program.constants)
+
+
+class _Loop:
+    """Rewrites one forward loop and the backward loops that go through its stacks."""
+
+    def __init__(
+        self, program: Program, loop: int, readers: Sequence[int], level: str
+    ) -> None:
+        self.program = program
+        self.numbers = Numbers(program, next_index(program))
+        top = _top(program)
+        self.forward = top[loop]
+        self.readers = [top[k] for k in readers]
+        self.level, self.names = level, names_of(level)
+        self.body = self.forward.regions[0]
+        self.maker = {v: e for e in self.body.equations for v in e.outputs}
+        carries = self.forward.params["num_carry"]
+        # Stack -> the value of an iteration that it is of.
+        self.stacks: dict[int, Atom] = dict(
+            zip(
+                self.forward.outputs[carries:], self.body.outputs[carries:], strict=True
+            )
+        )
+
+    def run(self) -> Program:
+        dropped = self.dropped()
+        if not dropped:
+            return self.program
+        changed = {r.index: self.backward(r, dropped) for r in self.readers}
+        changed[self.forward.index] = self.without(dropped)
+        body = self.program.body
+        equations = tuple(changed.get(e.index, e) for e in body.equations)
+        region = dataclasses.replace(body, equations=equations)
+        return dataclasses.replace(
+            self.program, values=tuple(self.numbers.values), body=region
+        )
+
+    def kept(self, value: int) -> bool:
+        """Whether an iteration keeps a value, or was given it."""
+        maker = self.maker.get(value)
+        if maker is None or maker.source.effects or maker.primitive in NEVER:
+            return True
+        like = self.program.values[value]
+        if like.size <= SMALL or jax_compat.is_extended(like.dtype):
+            return True
+        return keeps(self.level, maker, like.name, self.names)
+
+    def dropped(self) -> dict[int, int]:
+        """Stack that need not be -> the value of an iteration that it is of."""
+        first = {r.index: _first_stack(r) for r in self.readers}
+        read = {a for a in self.program.body.outputs if isinstance(a, int)}
+        for eqn in self.program.body.equations:
+            # What a backward loop reads otherwise than slice by slice must be there.
+            read.update(
+                a
+                for a in (
+                    eqn.inputs[: first[eqn.index]] if eqn.index in first else reads(eqn)
+                )
+                if isinstance(a, int)
+            )
+        return {
+            stack: value
+            for stack, value in self.stacks.items()
+            if isinstance(value, int) and not self.kept(value) and stack not in read
+        }
+
+    def needed(self, values: Collection[int]) -> tuple[list[Equation], list[int]]:
+        """The equations of an iteration that make values, and what they start from."""
+        wanted, given = set(values), dict[int, None]()
+        found: list[Equation] = []
+        for eqn in reversed(self.body.equations):
+            if wanted.isdisjoint(eqn.outputs):
+                continue
+            found.append(eqn)
+            for value in reads(eqn):
+                if self.kept(value):
+                    given[value] = None
+                else:
+                    wanted.add(value)
+        return found[::-1], sorted(given)
+
+    def source(self, value: int) -> tuple[Atom, bool]:
+        """What holds a value for all iterations, and whether that is a stack."""
+        if value in self.body.inputs:
+            place = self.body.inputs.index(value)
+            if place < self.forward.params["num_consts"]:
+                return self.forward.inputs[place], False
+            if place >= _first_stack(self.forward):
+                return self.forward.inputs[place], True
+        for stack, known in self.stacks.items():
+            if known == value:
+                return stack, True
+        like = self.program.values[value]
+        length = self.forward.params["length"]
+        stack = self.numbers.new(dataclasses.replace(like, shape=(length, *like.shape)))
+        self.stacks[stack] = value
+        return stack, True
+
+    def backward(self, eqn: Equation, dropped: Mapping[int, int]) -> Equation:
+        """A backward loop that makes what it went through of the dropped stacks."""
+        first, consts = _first_stack(eqn), eqn.params["num_consts"]
+        body = eqn.regions[0]
+        operands = dict(zip(body.inputs, eqn.inputs, strict=True))
+        gone = {
+            inner: dropped[a]
+            for inner in body.inputs[first:]
+            if isinstance(a := operands[inner], int) and a in dropped
+        }
+        if not gone:
+            return eqn
+        equations, given = self.needed(gone.values())
+        inside, more = self.operands(eqn, operands, given)
+        gates = _gates(body, gone, body.inputs[consts:first])
+        again, instead = self.again(eqn, equations, inside, gates)
+        instead.update({inner: instead[value] for inner, value in gone.items()})
+        renamed = {v: instead[v] for v in (*gone, *gates)}
+        rest, outputs = _reading(body, renamed)
+        left = [v for v in body.inputs[first:] if v not in gone]
+        inputs = (
+            *body.inputs[:consts],
+            *more[False],
+            *body.inputs[consts:first],
+            *left,
+            *more[True],
+        )
+        operands |= more[False] | more[True]
+        return dataclasses.replace(
+            eqn,
+            source=_with_params(eqn, num_consts=consts + len(more[False])),
+            inputs=tuple(operands[v] for v in inputs),
+            regions=(Region(inputs, (*again, *rest), outputs),),
+        )
+
+    def operands(
+        self, eqn: Equation, known: Mapping[int, Atom], given: Sequence[int]
+    ) -> tuple[dict[int, int], tuple[dict[int, Atom], dict[int, Atom]]]:
+        """What a backward loop is given of the forward loop.
+
+        Args:
+          eqn: the backward loop.
+          known: input of its body -> its operand.
+          given: the values of the forward loop's body that it needs.
+
+        Returns:
+          Value -> the input of the backward body that is it; and the inputs that are
+          new, with their operands: constants, and stacks.
+        """
+        first, consts = _first_stack(eqn), eqn.params["num_consts"]
+        own, inputs = dict[int, int](), eqn.regions[0].inputs
+        more: tuple[dict[int, Atom], dict[int, Atom]] = {}, {}
+        for value in given:
+            atom, stacked = self.source(value)
+            among = inputs[first:] if stacked else inputs[:consts]
+            same = [v for v in among if known[v] == atom]
+            own[value] = (
+                same[0] if same else self.numbers.new(self.program.values[value])
+            )
+            if not same:
+                more[stacked][own[value]] = atom
+        return own, more
+
+    def again(
+        self,
+        eqn: Equation,
+        equations: Sequence[Equation],
+        inside: Mapping[int, int],
+        gates: Sequence[int],
+    ) -> tuple[list[Equation], dict[int, int]]:
+        """The barrier of an iteration and the equations behind it.
+
+        Args:
+          eqn: the backward loop.
+          equations: of the forward loop, that are copied.
+          inside: value that they start from -> the backward loop's own of it.
+          gates: cotangents that the iteration begins with.
+
+        Returns:
+          The equations, and value -> its copy; gate -> the one behind the barrier.
+        """
+        through = [*dict.fromkeys((*inside.values(), *gates))]
+        types = [self.numbers.values[v] for v in through]
+        behind = {v: self.numbers.new(t) for v, t in zip(through, types, strict=True)}
+        barrier = Equation(
+            self.numbers.index(),
+            barrier_equation(types),
+            tuple(through),
+            tuple(behind.values()),
+            eqn.name_stack,
+        )
+        start = {value: behind[inner] for value, inner in inside.items()}
+        made, copy = self.numbers.copies(equations, start)
+        found = {v: copy(v) for e in equations for v in e.outputs} | start
+        return [barrier, *made], found | {v: behind[v] for v in gates}
+
+    def without(self, dropped: Collection[int]) -> Equation:
+        """The forward loop without some stacks, and with those that were added."""
+        carries = self.forward.params["num_carry"]
+        left = {v: a for v, a in self.stacks.items() if v not in dropped}
+        outputs = (*self.body.outputs[:carries], *left.values())
+        body = Region(self.body.inputs, _live(self.body.equations, outputs), outputs)
+        return dataclasses.replace(
+            self.forward,
+            outputs=(*self.forward.outputs[:carries], *left),
+            regions=(body,),
+        )
+
+
+def _reading(
+    body: Region, renamed: Mapping[int, int]
+) -> tuple[list[Equation], tuple[Atom, ...]]:
+    """The equations and results of a body that read other values instead."""
+    equations = [
+        renumbered(e, lambda v: renamed.get(v, v), lambda k: k) for e in body.equations
+    ]
+    return equations, tuple(
+        renamed.get(a, a) if isinstance(a, int) else a for a in body.outputs
+    )
+
+
+def _gates(body: Region, gone: Collection[int], carries: Sequence[int]) -> list[int]:
+    """The carries that the first equation reads which reads any of what is gone."""
+    for eqn in body.equations:
+        found = reads(eqn)
+        if not set(gone).isdisjoint(found):
+            return [v for v in carries if v in found]
+    return []
+
+
+def _live(
+    equations: Sequence[Equation], outputs: Sequence[Atom]
+) -> tuple[Equation, ...]:
+    """The equations whose results are read, or that have effects."""
+    wanted = {a for a in outputs if isinstance(a, int)}
+    kept: list[Equation] = []
+    for eqn in reversed(equations):
+        if eqn.source.effects or not wanted.isdisjoint(eqn.outputs):
+            kept.append(eqn)
+            wanted.update(reads(eqn))
+    return tuple(reversed(kept))
+
+
+def _with_params(eqn: Equation, **changed: int) -> object:
+    """The JAX equation of a loop with other parameters."""
+    return eqn.source.replace(params={**eqn.params, **changed})

@@ -1,0 +1,110 @@
+"""The choice of how many layers compute again, beside trying all of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import random
+from typing import Any
+
+import pytest
+from remat_cases import again, blocks, descent, drawn, in_loop, mlp, named, stacked
+
+import autopar
+from autopar.cluster import Cluster
+from autopar.errors import InfeasibleError
+from autopar.planner.kept_layouts import priced
+from autopar.planner.remat import first_that
+from autopar.plans import AS_WRITTEN
+from autopar.steps.analysis import analyse
+
+X = drawn(2048, 16, seed=5)
+STEPS: dict[str, tuple[Any, Any]] = {
+    "mlp": (descent(mlp), (blocks(4), X)),
+    "loop": (descent(in_loop), (stacked(4), X)),
+    "named": (descent(named), (blocks(2), X)),
+}
+NAMED = "names=act,down,up"
+
+
+def cluster(memory: float | None = None) -> Cluster:
+    found = Cluster.parse("8:cpu")
+    if memory is None:
+        return found
+    device = dataclasses.replace(found.device, memory_bytes=int(memory))
+    return dataclasses.replace(found, device=device)
+
+
+def planned(name: str, share: float | None = None, **options: Any) -> autopar.Plan:
+    """A plan in a share of the memory that the step takes as it is."""
+    memory = None if share is None else share * plain(name).predicted.peak_memory_bytes
+    step, args = STEPS[name]
+    return autopar.plan(
+        step, *args, cluster=cluster(memory), axis_names=("data",), **options
+    )
+
+
+@functools.cache
+def plain(name: str) -> autopar.Plan:
+    return planned(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "share"), [("mlp", 0.7), ("loop", 3.0), ("named", 0.8)]
+)
+def test_no_number_of_layers_is_faster(name: str, share: float) -> None:
+    levels = ["full", "dots", *([NAMED] if name == "named" else [])]
+    layers = len(planned(name, remat="all").remat.starts)
+    found: list[float] = []
+    for remat in (0, *(f"{n + 1}:{v}" for v in levels for n in range(layers))):
+        try:
+            found.append(planned(name, share, remat=remat).predicted.step_s)
+        except InfeasibleError:
+            continue
+
+    chosen = planned(name, share, remat="auto").predicted.step_s
+
+    assert chosen <= min(found) * 1.005
+
+
+def test_layers_are_computed_again_where_that_is_faster_though_all_fits() -> None:
+    """The stacks of a loop are written and read; its layers are quickly computed."""
+    found = planned("loop", 3.0, remat="auto")
+
+    assert found.remat.layers
+    assert found.predicted.step_s < plain("loop").predicted.step_s
+    assert planned("mlp", 3.0, remat="auto").remat == AS_WRITTEN
+
+
+@pytest.mark.parametrize("name", ["mlp", "loop"])
+def test_a_plans_layouts_bound_the_plan_with_layers_computed_again(name: str) -> None:
+    step, args = STEPS[name]
+    analysis = analyse(step, args)
+    roomy = cluster(1e18)
+
+    same = priced(plain(name), analysis, analysis, roomy)
+    more = priced(plain(name), analysis, again(analysis, None), roomy)
+
+    assert same.step_s == pytest.approx(plain(name).predicted.step_s, rel=1e-6)
+    best = planned(name, remat="all").predicted
+    assert more.step_s >= best.step_s * 0.995
+    assert more.step_s <= best.step_s * 1.05
+
+
+def test_the_first_number_is_found_by_few_questions() -> None:
+    draw = random.Random(0)
+    for _ in range(300):
+        low, high = 0, draw.randint(1, 60)
+        first, guess = draw.randint(1, high), draw.randint(-3, high + 3)
+        asked: list[int] = []
+
+        def holds(n: int, first: int = first, asked: list[int] = asked) -> bool:
+            asked.append(n)
+            return n >= first
+
+        assert first_that(holds, low, high, guess) == first
+        assert len(asked) == len(set(asked))
+        assert all(low < n < high for n in asked)
+        assert len(asked) <= 2 + high.bit_length()
+        if low < guess < high and guess == first:
+            assert len(asked) <= 2
