@@ -126,24 +126,25 @@ class Curve:
 class Ngrams(nn.Module):
     """The next character from the rows of the n-grams that end here."""
 
+    rows: int = ROWS
+
     @nn.compact
     def __call__(self, tokens: jax.Array) -> jax.Array:
         """int32 (rows, seq) -> (rows, seq, `language_model.VOCAB`)."""
-        table = nn.Embed(ORDER * ROWS, COLUMNS)
+        table = nn.Embed(ORDER * self.rows, COLUMNS)
         hashes, parts = jnp.zeros_like(tokens, jnp.uint32), list[jax.Array]()
         for back in range(ORDER):
             shifted = jnp.pad(tokens, ((0, 0), (back, 0)))[:, : tokens.shape[1]]
             hashes = (hashes + shifted.astype(jnp.uint32) + 1) * jnp.uint32(0x9E3779B1)
-            row = (hashes >> 16) % ROWS + back * ROWS
+            row = (hashes >> 16) % self.rows + back * self.rows
             parts.append(table(row.astype(jnp.int32)))
         hidden = nn.relu(nn.Dense(128)(jnp.concatenate(parts, axis=-1)))
         return nn.Dense(language_model.VOCAB)(hidden)
 
 
-def ngrams(seed: int) -> language_model.Workload:
+def ngrams(seed: int, rows: int = ROWS) -> language_model.Workload:
     """The workload of n-grams for one seed."""
-    sizes = GPT._replace(batch=32)
-    model = Ngrams()
+    sizes, model = GPT._replace(batch=32), Ngrams(rows)
     optimizer = optax.sgd(0.5, momentum=0.9)
 
     def create() -> Any:

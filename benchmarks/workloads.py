@@ -19,6 +19,7 @@ EXAMPLES: dict[str, tuple[str, dict[str, Any]]] = {
     "resnet": ("resnet", {}),
     "moe": ("moe", {}),
     "lstm": ("lstm", {}),
+    "recommendation": ("recommendation", {}),
 }
 # The ResNet at a tenth of its learning rate: at its own, a change of one unit in
 # the last place of the parameters grows to 3e-4 of the loss within 20 steps.

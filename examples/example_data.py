@@ -1,6 +1,6 @@
-"""Data for the examples: text that ships with Python, and images made by a formula.
+"""Data for the examples: text that ships with Python; images and clicks by a formula.
 
-Nothing is downloaded. Both iterators are endless, and the same seed gives the same
+Nothing is downloaded. All iterators are endless, and the same seed gives the same
 batches on every machine with the same Python.
 """
 
@@ -66,4 +66,47 @@ def image_shapes(batch: int, size: int) -> BatchShapes:
     return {
         "images": jax.ShapeDtypeStruct((batch, size, size, 3), np.float32),
         "labels": jax.ShapeDtypeStruct((batch,), np.int32),
+    }
+
+
+def zipf_ids(random: np.random.Generator, rows: int, count: int) -> np.ndarray:
+    """Draws ids below ``rows``: id k has the probability log((k + 2) / (k + 1)) /
+    log(rows + 1), which is Zipf's law for large k."""
+    return ((rows + 1) ** random.random(count)).astype(np.int32) - 1
+
+
+@functools.cache
+def click_teacher(sizes: tuple[int, ...], dense: int) -> tuple[np.ndarray, ...]:
+    """What the clicks depend on: a weight for each dense feature, a score for each row
+    of each table. Their sum for a random sample has a standard deviation of about 4."""
+    random = np.random.default_rng(0)
+    weights = random.normal(0, 2.83 / dense**0.5, dense)
+    scores = [random.normal(0, 2.83 / len(sizes) ** 0.5, rows) for rows in sizes]
+    return weights, *scores
+
+
+def click_batches(
+    batch: int, sizes: tuple[int, ...], dense: int, seed: int = 0
+) -> Iterator[Batch]:
+    """Dense features, an id for each table by Zipf's law, and clicks.
+
+    A planted logistic teacher says how likely a click is; it is the same for all seeds.
+    """
+    weights, *scores = click_teacher(sizes, dense)
+    random = np.random.default_rng(seed)
+    while True:
+        features = random.normal(size=(batch, dense)).astype(np.float32)
+        ids = np.stack([zipf_ids(random, rows, batch) for rows in sizes], axis=1)
+        logits = features @ weights
+        logits += sum(score[ids[:, t]] for t, score in enumerate(scores))
+        clicks = random.random(batch) < 1 / (1 + np.exp(-logits))
+        yield {"dense": features, "ids": ids, "clicks": clicks.astype(np.float32)}
+
+
+def click_shapes(batch: int, sizes: tuple[int, ...], dense: int) -> BatchShapes:
+    """The shapes of what ``click_batches`` yields."""
+    return {
+        "dense": jax.ShapeDtypeStruct((batch, dense), np.float32),
+        "ids": jax.ShapeDtypeStruct((batch, len(sizes)), np.int32),
+        "clicks": jax.ShapeDtypeStruct((batch,), np.float32),
     }

@@ -72,6 +72,7 @@ def make_optimizer(name: str, clip: float = 0.0) -> optax.GradientTransformation
     """An optimizer by name, after clipping to the global norm ``clip`` if positive."""
     optimizers = {
         "adamw": lambda: optax.adamw(1e-3, b2=0.95, weight_decay=0.1),
+        "adam": lambda: optax.adam(1e-2),
         "sgd": lambda: optax.sgd(0.1, momentum=0.9),
         "adafactor": lambda: optax.adafactor(1e-2),
         "lion": lambda: optax.lion(5e-4, weight_decay=0.1),

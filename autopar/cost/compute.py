@@ -66,7 +66,8 @@ def work_s(work: OperatorWork, parts: np.ndarray, device: DeviceSpec) -> np.ndar
       device: the device.
     """
     shards = parts.prod(axis=1)
-    flops, nbytes = work.op.flops / shards, work.nbytes / shards
+    in_memory = np.delete(parts, list(work.looked_up), axis=1).prod(axis=1)
+    flops, nbytes = work.op.flops / shards, work.nbytes / in_memory
     if work.op.kernel is not None and work.is_matrix:
         compute_s = flops / kernel_flops_per_s(work.op.kernel, device)
         return np.maximum(compute_s, nbytes / device.memory_bandwidth_bytes_per_s)
@@ -140,7 +141,7 @@ def work_once_s(work: OperatorWork, parts: Sequence[int], device: DeviceSpec) ->
     bandwidth = device.memory_bandwidth_bytes_per_s
     compute_s, memory_s = (
         work.op.flops / shards / rate,
-        work.nbytes / shards / bandwidth,
+        work.nbytes / work.memory_parts(parts) / bandwidth,
     )
     known = device.calibrated
     if not work.is_matrix:

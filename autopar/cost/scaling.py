@@ -294,7 +294,7 @@ def work_pieces(
     shards_of = math.prod(parts)
     rate = attained_flops_per_s(work.dtype, device, work.is_matrix)
     compute = monomial(op.flops / shards_of / rate, _degree(len(growing)))
-    memory = _memory(assignment, work, shards_of, device)
+    memory = _memory(assignment, work, work.memory_parts(parts), device)
     if not work.is_matrix:
         slower = device.calibrated.vector_slowdown
         return largest(times(compute, slower), times(memory, slower))
@@ -356,7 +356,7 @@ def tabled_at(
     degrees = [sum(f in growing for f in factors) for factors in work.sides]
     sides = matrix_sides(op.rule, split) * batches[:, None] ** np.array(degrees)
     flops = op.flops / math.prod(parts) * batches ** len(growing)
-    memory = _memory(assignment, work, math.prod(parts), device)
+    memory = _memory(assignment, work, work.memory_parts(parts), device)
     nbytes = np.array([value_at(memory, x) for x in batches.tolist()])
     nbytes *= device.memory_bandwidth_bytes_per_s
     return tabled_s(work, flops, nbytes, sides, device)
@@ -377,7 +377,7 @@ def _lowered(p: Polynomial, degree: int) -> Polynomial:
 
 
 def _memory(
-    assignment: Assignment, work: OperatorWork, shards_of: int, device: DeviceSpec
+    assignment: Assignment, work: OperatorWork, shards_of: float, device: DeviceSpec
 ) -> Polynomial:
     """Seconds of an operator's memory traffic."""
     analysis = assignment.analysis

@@ -145,7 +145,9 @@ def search(
         raise _no_mesh(analysis, failures, seconds, restriction, advise=advise)
     best = min(solved, key=lambda c: c.step_s)
     limit = restriction(best.pricer) if restriction is not None else None
-    best = with_small_state_split(analysis, best, limit, seconds)
+    known, best = best, with_small_state_split(analysis, best, limit, seconds)
+    # The best plan stays one of those tried: codecs are chosen for each of them.
+    tried = [(mesh, best if c is known else c) for mesh, c in tried]
     late = any(isinstance(error, TimeOutError) for _, error in failures)
     floor_s = 0.0 if late else min(c.bound_s for c in solved)
     spent_s = time.perf_counter() - start

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
@@ -37,6 +38,9 @@ class OperatorWork:
       traffic: values, and how many bytes of each it reads from memory or writes to it.
       kernel: whether it writes a result, so that it starts a kernel of its own.
       sides: of a product, the factors of its sides M, N and K; empty for others.
+      looked_up: factors of the array that it takes parts of by index, or writes them
+        into, which the parts do not have. Where an axis splits them no device knows
+        which rows are its own before it has looked, so each goes through all of them.
     """
 
     op: Operator
@@ -45,11 +49,20 @@ class OperatorWork:
     traffic: tuple[tuple[int, float], ...]
     kernel: bool
     sides: tuple[tuple[int, ...], ...] = ()
+    looked_up: frozenset[int] = frozenset()
 
     @property
     def nbytes(self) -> float:
         """Bytes that it reads from memory and writes to it, of whole arrays."""
         return sum(n for _, n in self.traffic)
+
+    def memory_parts(self, parts: Sequence[float]) -> float:
+        """Into how many parts its memory traffic is split.
+
+        Args:
+          parts: into how many each factor of its rule is split.
+        """
+        return math.prod(n for f, n in enumerate(parts) if f not in self.looked_up)
 
     @property
     def is_matrix(self) -> bool:
@@ -105,7 +118,19 @@ def operator_work(graph: OperatorGraph, op: Operator, memory: InMemory) -> Opera
         _traffic(graph, op, memory),
         any(v in written for v in op.outputs),
         side_factors(op.rule) if is_product(op) else (),
+        _looked_up(op),
     )
+
+
+def _looked_up(op: Operator) -> frozenset[int]:
+    """The factors of rows that are found by index: see `OperatorWork.looked_up`."""
+    if op.kind == "gather":
+        part = op.rule.results[0]
+    elif op.kind in _PLACING and op.kind.startswith("scatter"):
+        part = op.rule.operands[_PLACING[op.kind]]
+    else:
+        return frozenset()
+    return op.rule.factors_of(op.rule.operands[0]) - op.rule.factors_of(part)
 
 
 def _copies(op: Operator, memory: InMemory) -> float:

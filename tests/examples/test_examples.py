@@ -31,6 +31,10 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     "lstm": ("lstm", TEXT | {"d_model": 256}),
     "vit": ("vit", {"layers": 1, "d_model": 32, "size": 16, "classes": 4}),
     "resnet": ("resnet", {"stages": 2, "blocks": 1, "width": 8, "classes": 4}),
+    "recommendation": (
+        "recommendation",
+        {"tables": 2, "rows": 64, "width": 8, "hidden": 64, "batch": 512},
+    ),
 }
 
 

@@ -32,6 +32,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "resnet": {"stages": 2, "blocks": 1},
     "moe": {"layers": 2},
     "lstm": {"layers": 1},
+    "recommendation": {"tables": 4},
 }
 
 

@@ -343,7 +343,7 @@ def joint(
     """The best layouts and codecs together, and the best when layouts come first."""
     known = [c for _, c in result.tried if c is not None]
     choices = [choose(analysis, c, budget, errors) for c in known]
-    first = choices[known.index(result.best)]
+    first = next(x for x in choices if x.candidate is result.best)
     best = min(choices, key=lambda c: c.step_s)
     meshes = [mesh for mesh, _ in result.tried]
     for _ in range(ROUNDS):

@@ -106,3 +106,16 @@ def _sort(
     del results
     length = operands[0].shape[params["dimension"]]
     return float(operands[0].size) * max(1.0, math.log2(max(2, length)))
+
+
+@register_flops("scatter-add")
+@register_flops("scatter-mul")
+@register_flops("scatter-min")
+@register_flops("scatter-max")
+def _scatter(
+    operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
+) -> float:
+    """One for each element of the updates, however large the array that they go into
+    (openxla/xla, ``HloCostAnalysis::HandleScatter``)."""
+    del results, params
+    return float(operands[2].size)

@@ -117,6 +117,8 @@ def test_a_search_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found = search(step(), CLUSTER, meshes=mesh, seconds=SECONDS)
 
     assert split_state(found.best)
+    # Codecs are chosen for every plan that was tried, and compared with the best's.
+    assert [c for _, c in found.tried] == [found.best]
 
 
 def _optimal(found: Candidate) -> object:

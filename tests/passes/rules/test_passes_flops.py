@@ -33,6 +33,15 @@ def test_batched_product() -> None:
     assert got == 2 * 3 * 4 * 5 * 6
 
 
+def test_a_scatter_adds_the_rows_that_it_is_given() -> None:
+    ids = jax.ShapeDtypeStruct((7,), jnp.int32)
+
+    got = flops(lambda x, i, u: x.at[i].add(u), struct(1000, 5), ids, struct(7, 5))
+
+    # Beside it are the comparison and the shift of negative indices.
+    assert 7 * 5 <= got < 7 * 5 + 10 * 7
+
+
 @pytest.mark.parametrize(("stride", "groups"), [(1, 1), (2, 1), (1, 2), (1, 8)])
 def test_convolution(stride: int, groups: int) -> None:
     def step(x: Any, w: Any) -> Any:

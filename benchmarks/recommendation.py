@@ -1,0 +1,262 @@
+"""A recommendation model: where its tables lie, and what DCT's messages cost it.
+
+    python benchmarks/recommendation.py                  # all rows
+    python benchmarks/recommendation.py --only plans
+
+Rows: ``plans`` (the plan of `examples/recommendation.py` on some clusters, beside the
+best ones with all tables whole, and with all tables split by rows), ``dct`` (training
+on 8 simulated hosts with the policy `Dct`, and with dense gradients: bytes and held-out
+loss), ``batch`` (the same with `autopar.train`: the batch follows the noise, and so does
+the choice between dense gradients and kept thresholds).
+
+``dct`` has two layouts. In ``planned`` the planner splits the tables, and the towers'
+gradients are what is sent. In ``whole`` every device has all tables, so that the
+gradient of a table, of which a batch touches few rows, is sent, too. Bytes are those
+that one host sends for gradients in a step, the small ones that go densely among them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import itertools
+import statistics
+import sys
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+import workloads
+
+HOSTS = "8x1:cpu,network=1Gb/s"
+# Cluster -> options of the model; the last one does not fit a device.
+PLANNED: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("8:cpu", {}),
+    (HOSTS, {}),
+    ("2x4:h100", {"batch": 65536, "rows": 1 << 20, "width": 64}),
+    (
+        "4x8:h100",
+        {"batch": 65536, "rows": 1 << 25, "width": 128, "tables": 26, "hidden": 1024},
+    ),
+)
+TABLES = "state/*/table_*/embedding"
+HELD_OUT = 16
+SECONDS = 10.0
+
+
+def kind_of(spec: Any) -> str:
+    """How a table is split: by columns, by rows, by both, or not at all."""
+    parts = [axes for axes in (*spec, None, None)[:2]]
+    names = [word for word, axes in zip(("rows", "columns"), parts, strict=True) if axes]
+    return " and ".join(names) or "whole"
+
+
+def tables_of(plan: Any) -> dict[str, int]:
+    """Parameters of the tables by the way they are split."""
+    found: dict[str, int] = {}
+    for name, spec in plan.inputs.items():
+        if "params/table_" in name:
+            kind = kind_of(spec)
+            found[kind] = found.get(kind, 0) + 1
+    return found
+
+
+def plan_of(options: dict[str, Any], cluster: str, **limits: Any) -> Any:
+    """A plan of the example, or None where none fits."""
+    import autopar
+
+    step, args = workloads.arguments("recommendation", **options)
+    try:
+        return autopar.plan(step, *args, cluster=cluster, seconds=SECONDS, **limits)
+    except autopar.InfeasibleError:
+        return None
+
+
+def plans_table() -> None:
+    """Prints where tables and towers lie, and what other layouts of tables would take."""
+    workloads.row(
+        "cluster", "options", "step", "tables", "towers", "memory a device",
+        "all tables whole", "all split by rows",
+    )  # fmt: skip
+    workloads.row(*["---"] * 8)
+    for cluster, given in PLANNED:
+        options = {"batch": 4096, **given}
+        best = plan_of(options, cluster)
+        if best is None:
+            workloads.row(cluster, given, "fits nowhere")
+            continue
+        towers = {
+            kind_of(spec) for name, spec in best.inputs.items()
+            if name.endswith("kernel") and "/params/" in name
+        }  # fmt: skip
+        every = tuple(best.mesh["axes"])
+        others = [
+            plan_of(options, cluster, pins={TABLES: jax.sharding.PartitionSpec(*spec)})
+            for spec in ((), (every,))
+        ]
+        count = sorted(tables_of(best).items())
+        workloads.row(
+            cluster,
+            " ".join(f"{k}={v}" for k, v in given.items()),
+            f"{best.predicted.step_s * 1e3:.3g} ms",
+            ", ".join(f"{n} by {k}" if k != "whole" else f"{n} whole" for k, n in count),
+            " or ".join(sorted(towers)),
+            f"{best.predicted.peak_memory_bytes / 1e9:.3g} GB",
+            *(
+                "does not fit" if other is None
+                else f"{other.predicted.step_s / best.predicted.step_s:.2f} x"
+                for other in others
+            ),
+        )  # fmt: skip
+
+
+def auc(scores: np.ndarray, clicks: np.ndarray) -> float:
+    """The share of pairs of a click and no click that the scores put in order."""
+    ranks = np.empty(len(scores))
+    ranks[np.argsort(scores, kind="stable")] = np.arange(1, len(scores) + 1)
+    ones = clicks > 0
+    count = int(ones.sum())
+    below = ranks[ones].sum() - count * (count + 1) / 2
+    return float(below / (count * (len(scores) - count)))
+
+
+def held_out(run: Any, state: Any) -> tuple[float, float]:
+    """Loss and area under the curve on batches that no training has seen."""
+    state = jax.device_get(state)
+    apply = jax.jit(lambda p, b: state.apply_fn({"params": p}, b["dense"], b["ids"]))
+    found = list(itertools.islice(run.batches(seed=1 << 20), HELD_OUT))
+    logits = np.concatenate([np.asarray(apply(state.params, b)) for b in found])
+    clicks = np.concatenate([b["clicks"] for b in found])
+    losses = np.logaddexp(0, logits) - clicks * logits
+    return float(losses.mean()), auc(logits, clicks)
+
+
+def trained(
+    run: Any, steps: int, seed: int, pins: dict[str, Any], coded: dict[str, Any]
+) -> tuple[Any, list[tuple[float, float]], Any]:
+    """The last state, bytes sent and dense bytes of each step, and the plan."""
+    import autopar
+
+    step = autopar.parallelize(
+        run.step, cluster=HOSTS, pins=pins, axis_names=("data",), seconds=SECONDS,
+        **coded,
+    )  # fmt: skip
+    state = step.init(run.create_state, jax.random.key(seed))
+    sent: list[tuple[float, float]] = []
+    for batch in itertools.islice(run.batches(seed=seed), steps):
+        state, _ = step(state, batch)
+        reports = step.telemetry.values() if coded else ()
+        sent.append(
+            (sum(r.wire_bytes for r in reports), sum(r.dense_bytes for r in reports))
+        )
+    return state, sent, step.plan
+
+
+def dct_table(steps: int, seeds: int, ratio: float, every: int) -> None:
+    """Prints the policy `Dct` beside dense gradients."""
+    from autopar.compression.policies import Dct
+
+    whole = jax.sharding.PartitionSpec()
+    layouts = {
+        "planned": {},
+        "whole": {TABLES: whole, "batch/*": jax.sharding.PartitionSpec("data")},
+    }
+    run = workloads.training("recommendation")
+    print(f"\nDct on {HOSTS}, {steps} steps, {seeds} seeds, ratio {ratio}.\n")
+    workloads.row(
+        "tables", "gradients", "dense MB a step", "sent over dense", "most in a step",
+        "held-out loss", "AUC",
+    )  # fmt: skip
+    workloads.row(*["---"] * 7)
+    for name, pins in layouts.items():
+        for way in ("dense", "Dct"):
+            losses: list[float] = []
+            areas: list[float] = []
+            sent: list[tuple[float, float]] = []
+            for seed in range(seeds):
+                policy = Dct(ratio=ratio, refresh=every, every=every)
+                codec = f"threshold:ratio={ratio},every={every}"
+                coded = {"compression": codec, "policy": policy}
+                state, found, plan = trained(
+                    run, steps, seed, pins, coded if way == "Dct" else {}
+                )
+                sent += found
+                loss, area = held_out(run, state)
+                losses.append(loss)
+                areas.append(area)
+            kinds = ", ".join(f"{n} {k}" for k, n in tables_of(plan).items())
+            dense = sum(d for _, d in sent)
+            parts = [s / d for s, d in sent if d]
+            workloads.row(
+                f"{name} ({kinds})", way,
+                f"{dense / len(sent) / 1e6:.2f}" if dense else "",
+                f"{sum(s for s, _ in sent) / dense:.4f}" if dense else "",
+                f"{max(parts):.4f}" if parts else "",
+                _spread(losses), _spread(areas),
+            )  # fmt: skip
+
+
+def drawn(run: Any, position: int, rows: int) -> dict[str, np.ndarray]:
+    """So many rows from a position of an endless stream."""
+    _, *others = run.batches.args
+    return next(run.batches.func(rows, *others, seed=position))
+
+
+def batch_table(steps: int, codec: str) -> None:
+    """Prints a training whose batch and codecs follow the noise of its gradients."""
+    import autopar
+    from autopar.goodput import scaled
+
+    run = workloads.training("recommendation")
+    base = run.batch["clicks"].shape[0]
+    tx = scaled(optax.adam(1e-2), "adascale-root", base_batch=base)
+    create = functools.partial(run.create_state, jax.random.key(0), optimizer=tx)
+    step = autopar.parallelize(
+        run.step, cluster=HOSTS, axis_names=("data",), seconds=SECONDS
+    )
+    found = autopar.train(
+        step, lambda: (create(),), functools.partial(drawn, run),
+        base_batch=base, max_batch=8 * base, lr_rule="adascale-root",
+        samples=steps * base, codecs=(codec,),
+    )  # fmt: skip
+    batches = [found.batch_size for _ in found]
+    loss, area = held_out(run, found.state[0])
+    sent = {g.codec for g in found.plan.gradients if g.codec} - {"dense"}
+    print(f"\nThe batch follows on {HOSTS}, {steps} base batches of progress.\n")
+    workloads.row("steps", "rows a step", "codec", "held-out loss", "AUC")
+    workloads.row(*["---"] * 5)
+    workloads.row(
+        len(batches), " ".join(str(k) for k, _ in itertools.groupby(batches)),
+        ", ".join(sorted(sent)) or "none", f"{loss:.4f}", f"{area:.4f}",
+    )  # fmt: skip
+
+
+def _spread(found: list[float]) -> str:
+    deviation = statistics.stdev(found) if len(found) > 1 else 0.0
+    return f"{statistics.fmean(found):.4f} ({deviation:.4f})"
+
+
+def main() -> int:
+    """Prints the tables."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--only", choices=("plans", "dct", "batch"))
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ratio", type=float, default=0.01)
+    parser.add_argument("--every", type=int, default=50, help="thresholds are kept")
+    given = parser.parse_args()
+    jax.config.update("jax_platforms", "cpu")
+    jax.config.update("jax_num_cpu_devices", 8)
+    if given.only in (None, "plans"):
+        plans_table()
+    if given.only in (None, "dct"):
+        dct_table(given.steps, given.seeds, given.ratio, given.every)
+    if given.only in (None, "batch"):
+        codec = f"threshold:ratio={given.ratio},every={given.every}"
+        batch_table(given.steps, codec)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
