@@ -196,11 +196,7 @@ class Assignment:
         return tuple(dict.fromkeys(layouts))
 
     def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
-        """See `LayoutPlan`: the sums whose collectives a compiler does not find.
-
-        These go over several mesh axes and split the result over one of them at least
-        (`autopar_passes.sums.finish`).
-        """
+        """See `LayoutPlan`: sums over several axes (`autopar_passes.sums.finish`)."""
         if value in self.stackings:
             start = self.stackings[value].strip(self.home_layout(value))
             steps = self.due_steps(value) if self.due(value) is not None else ()

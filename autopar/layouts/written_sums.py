@@ -14,8 +14,8 @@ def written_sums(
 ) -> tuple[Sum, ...]:
     """The sums of a way that have to be stated; empty: a compiler finds them.
 
-    XLA finds one all-reduce or one reduce-scatter. Several it does not find for
-    certain (`autopar_passes.sums.finish`).
+    XLA finds a sum over one axis. One over several it cuts into others than the plan's,
+    on some platforms (`autopar_passes.sums.finish`).
 
     Args:
       start: the layout before the steps.
@@ -36,7 +36,7 @@ def written_sums(
                 layout = kept or step.layout
                 out.append(Sum(tuple(sorted(left)), None, layout))
         layout = step.layout
-    return tuple(out) if len(out) > 1 else ()
+    return tuple(out) if sum(len(s.axes) for s in out) > 1 else ()
 
 
 def _scatters(before: Layout, after: Layout) -> list[Sum]:

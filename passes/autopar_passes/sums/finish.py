@@ -1,12 +1,13 @@
 """Sums of partial results, stated collective by collective.
 
 XLA finds the collectives of a stated layout itself, and does not always find the ones
-that a plan counts on. Take a sum over two mesh axes. Where its result is split over one
-of them, XLA's CPU program sums the whole array over each. Where its result is split
-over both, in two dimensions or one after the other, XLA's GPU program sums the whole
-array over all devices: a reduce-scatter has to stand right behind the sum there
-(openxla/xla, ``xla/service/gpu/transforms/reduce_scatter_creator.cc``). So such sums
-are written down: a reduce-scatter for each axis, and an all-reduce of what is left.
+that a plan counts on. Take a sum over two mesh axes, which split two dimensions. XLA's
+CPU program sums over each axis by itself, also where the result is split over one of
+them. Where the result is split over both, in two dimensions or one after the other,
+XLA's GPU program sums the whole array over all devices: a reduce-scatter has to stand
+right behind the sum there (openxla/xla,
+``xla/service/gpu/transforms/reduce_scatter_creator.cc``). So such sums are written
+down: a reduce-scatter for each axis, and one all-reduce over those that are left.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ WHOLE: Layout = ((), ())
 @pytest.mark.parametrize(
     ("target", "partial"),
     [
-        (WHOLE, (0, 1)),  # an all-reduce
+        (WHOLE, (1,)),  # an all-reduce
         (((), (1,)), (1,)),  # one axis
         (((1,), ()), (0,)),  # the split is none of the sum's
     ],
@@ -97,7 +97,7 @@ def test_what_readers_do_not_keep_alike_stays_whole(ways: set[Way]) -> None:
     steps = reshard_steps(WHOLE, WHOLE, (0, 1), "sum", SIZES)
 
     assert kept_slices(ways, (0, 1)) is None
-    assert written_sums(WHOLE, steps, None) == ()
+    assert written_sums(WHOLE, steps, None) == (Sum((0, 1), None, WHOLE),)
 
 
 def test_what_moves_behind_the_sum_is_not_of_it() -> None:
@@ -111,7 +111,7 @@ def test_what_moves_behind_the_sum_is_not_of_it() -> None:
     assert [s.axes for s in written_sums(start, steps)] == [(1,), (0,)]
 
 
-def test_a_maximum_is_not_written() -> None:
-    steps = reshard_steps(WHOLE, ((1,), ()), (0, 1), "max", SIZES)
+def test_a_sum_over_two_axes_is_one_collective() -> None:
+    steps = reshard_steps(WHOLE, ((1,), ()), (0, 1), "all", SIZES)
 
-    assert written_sums(WHOLE, steps) == ()
+    assert written_sums(WHOLE, steps) == (Sum((0, 1), None, WHOLE),)
