@@ -71,7 +71,7 @@ MODELS["gpt-4096-b16-remat"] = ("gpt", {**LARGE, "dtype": "bfloat16", "remat": T
 MODELS["llama-4096-b16-remat"] = ("llama", {**_LLAMA_LARGE, "remat": True})
 MODELS["llama-4096-b16"] = ("llama", _LLAMA_LARGE)
 CLUSTERS = (
-    "8:cpu,memory=64GB", "32:cpu,memory=64GB", "8:h100", "8x8:h100",
+    "8:cpu,memory=64GB", "32:cpu,memory=64GB", "8:h100", "2x4:h100", "8x8:h100",
     "4x4:v5e", "8x8:v5e", "2x2x4:v5p",
 )  # fmt: skip
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from autopar.cost.combining import GATHERS, SUMS, Group, Place
+from autopar.cost.combining import FREE, GATHERS, NORMS, SUMS, Group, Place
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import ReshardStep
@@ -62,6 +62,9 @@ class Collective:
         """Bytes that one device sends for it in one step."""
         return self.trips * pricer.sent_bytes(self.step, self.nbytes)
 
+
+# What loops hand out when they are done.
+_HANDED_OUT = ("carry", "stack_step")
 
 # An array of the planned program: a value, whether it starts a way anew, and
 # the layouts stated for it so far. Equal forms are one array.
@@ -132,11 +135,20 @@ def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective
       collectives: those of one step, in program order.
     """
     combiner = pricer.combiner
+    # Norms are made of scattered sums. Where these run as all-reduces, a combiner that
+    # takes all-reduces in program order stops at each norm.
+    alone = pricer.runs_as("reduce_scatter") == "all_reduce"
     groups: dict[tuple[Group, Place, float], list[int]] = {}
     for number, c in enumerate(collectives):
         group = pricer.group_of(c.step)
         if c.place is not None and group[0] in combiner.kinds and c.size > 0:
-            groups.setdefault((group, c.place, c.trips), []).append(number)
+            where, behind, dtype = c.place
+            if behind == NORMS:
+                if alone:
+                    continue
+                behind = FREE
+            place = where, behind, dtype
+            groups.setdefault((group, place, c.trips), []).append(number)
     out = list(collectives)
     for ((kind, axes), _, _), numbers in groups.items():
         # Messages are limited by their results, of which a scattered sum is a part.
@@ -179,23 +191,33 @@ def _read(
 def _gather_place(
     assignment: Assignment, source: int, reader: Operator, step: ReshardStep
 ) -> Place | None:
-    """The computation and dtype of a parameter's gather; None: it is not joined."""
+    """The place of a parameter's gather; None: it is not joined."""
     known = assignment.independent
     maker = assignment.contraction.producer[source]
     if step.kind not in GATHERS or maker.class_index not in known.gathered:
         return None
     dtype = str(assignment.graph.values[source].dtype)
-    return known.computations[reader.index], dtype
+    return known.computations[reader.index], known.behind.get(source, FREE), dtype
 
 
 def _sum_place(
     assignment: Assignment, maker: Operator, value: int, step: ReshardStep, at: Operator
 ) -> Place | None:
-    """The computation and dtype of a gradient's sum; None: it is not joined."""
+    """The place of a sum that may share a message; None: it is not joined.
+
+    Args:
+      assignment: strategies as layouts.
+      maker: the operator whose result it sums.
+      value: the result.
+      step: the collective.
+      at: where it is taken; behind its loop, if that hands over what is summed.
+    """
     known = assignment.independent
-    if step.kind not in SUMS or maker.class_index not in known.summing:
+    if step.kind not in SUMS or maker.class_index not in known.summed_together:
         return None
-    return known.computations[at.index], str(assignment.graph.values[value].dtype)
+    where = known.outside if at.kind in _HANDED_OUT else known.computations
+    behind = FREE if maker.class_index in known.summing else NORMS
+    return where[at.index], behind, str(assignment.graph.values[value].dtype)
 
 
 def _reductions(

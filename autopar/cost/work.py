@@ -58,7 +58,8 @@ def node_work_s(
         if node.kind != "contraction":
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
-            together = SUMS if final else ALONE
+            joined = analysis.independent.summed_together
+            together = SUMS if op.class_index in joined else ALONE
             factor = discounts.sums[op.class_index] if discounts and final else 1.0
             summed_s = _reduction_s(op, node, space, pricer, own, together)
             total += lowered(summed_s, factor)

@@ -10,6 +10,7 @@ from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 from autopar.layouts.stacking import Stacking, stacking_of
 from autopar.layouts.strategies import Strategy, layout_of, partial_axes
+from autopar.layouts.written_sums import kept_slices, written_sums
 from autopar.steps.analysis import Analysis
 from autopar.steps.independence import Independent
 from autopar.steps.nodes import Contraction
@@ -18,6 +19,7 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.replay.layout_plan import Route
 from autopar_passes.rules.factor_rule import Dims
+from autopar_passes.sums.finish import Sum
 
 # The steps to a reader's layout, and whether they make a backward copy anew.
 Way = tuple[tuple[ReshardStep, ...], bool]
@@ -192,6 +194,43 @@ class Assignment:
         home = self.home_layout(value)
         layouts = (held.strip(home), *(s.layout for s in self.due_steps(value)))
         return tuple(dict.fromkeys(layouts))
+
+    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
+        """See `LayoutPlan`: sums over several axes (`autopar_passes.sums.finish`)."""
+        if value in self.stackings:
+            start = self.stackings[value].strip(self.home_layout(value))
+            steps = self.due_steps(value) if self.due(value) is not None else ()
+        else:
+            op = self.contraction.producer[value]
+            if op.class_index not in self.contraction.node_of:
+                return ()
+            slot = op.outputs.index(value)
+            start = self.layout(op, op.rule.results[slot])
+            steps = self.result_steps(op, slot)
+        kept = None
+        if steps and steps[-1].kind == "all_reduce" and not handed:
+            kept = kept_slices(self._ways_of().get(value, set()), steps[-1].axes)
+        return written_sums(start, steps, kept)
+
+    def _ways_of(self) -> dict[int, set[Way]]:
+        """How each value with a home is brought to its readers."""
+        return self._memo(("ways of",), self._list_ways)
+
+    def _list_ways(self) -> dict[int, set[Way]]:
+        out: dict[int, set[Way]] = {}
+        for readings in self.analysis.readings.of:
+            for reading in readings:
+                ways = self.ways[reading.group]
+                for source, way in zip(reading.sources, ways, strict=True):
+                    out.setdefault(source, set()).add(way)
+        backward = self.is_backward(self.graph.operators[-1])
+        for position, value in enumerate(self.graph.outputs):
+            layout = self.output(position)
+            if value is not None and layout is not None:
+                for source, wanted in self.required(value, layout):
+                    way = self.fetch_steps(source, wanted, backward)
+                    out.setdefault(source, set()).add(way)
+        return out
 
     def due_steps(self, value: int) -> tuple[ReshardStep, ...]:
         """The collectives that take a sum that was put off."""

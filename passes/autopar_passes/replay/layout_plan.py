@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout
+from autopar_passes.sums.finish import Sum
 from autopar_passes.sums.stacked import Stacked
 
 
@@ -61,6 +62,18 @@ class LayoutPlan(Protocol):
         """Returns the layouts to state once the sum of a partial value is taken.
 
         None: it is not taken here.
+        """
+        ...
+
+    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
+        """Returns the collectives that end a partial value, where they are written.
+
+        The last one's layout may be that of the slices that its readers keep. Empty:
+        the compiler finds the collectives from the layouts that are stated.
+
+        Args:
+          value: the value.
+          handed: whether others read it, too, in the layout of its home.
         """
         ...
 

@@ -15,6 +15,7 @@ from autopar_passes.replay.kernel_shards import kernel_on_shards
 from autopar_passes.replay.values import Values
 from autopar_passes.rules import convolution
 from autopar_passes.sums import stacked
+from autopar_passes.sums.finish import BY_SHARDS, Sum, behind, finished
 from autopar_passes.sums.stacked import Stacked
 
 
@@ -25,6 +26,8 @@ def run_primitive(values: Values, eqn: Equation, op: Operator) -> list[Any]:
     if eqn.outputs and values.plan.stacked(eqn.outputs[0]) is not None:
         return _partial(values, eqn, op)
     args = [values.operand(op, k, a) for k, a in enumerate(eqn.inputs)]
+    if eqn.primitive in BY_SHARDS and (sums := values.plan.sums(eqn.outputs[0])):
+        return [_finished(values, eqn, op, args, sums)]
     out = _bind(values, eqn, op, args)
     return [values.pin(x, values.plan.results(op, k)) for k, x in enumerate(out)]
 
@@ -47,6 +50,23 @@ def _partial(values: Values, eqn: Equation, op: Operator) -> list[Any]:
         layout = own[0] if own else layout
         out = [stacked.contribute(eqn, operands, layouts, layout, axes, values.mesh)]
     return [values.defer(v, x) for v, x in zip(eqn.outputs, out, strict=True)]
+
+
+def _finished(
+    values: Values, eqn: Equation, op: Operator, args: list[Any], sums: tuple[Sum, ...]
+) -> Any:
+    """Runs a contraction and the collectives that end its sum."""
+
+    def run(*shards: Any) -> Any:
+        (out,) = jax_compat.bind(eqn.source, *shards)
+        return out
+
+    layouts = [
+        values.plan.operand(op, slot) or ((),) * jax.numpy.ndim(x)
+        for slot, x in enumerate(args)
+    ]
+    out = finished(run, args, layouts, sums, values.mesh)
+    return values.pin(out, behind(values.plan.results(op, 0), sums))
 
 
 def run_barrier(values: Values, eqn: Equation, ops: list[Operator]) -> list[Any]:

@@ -17,6 +17,7 @@ from autopar_passes.replay.layout_plan import LayoutPlan, Route, Synchroniser
 from autopar_passes.replay.run import Made, Replayer, as_it_is, operators_of
 from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
+from autopar_passes.sums.finish import Sum
 from autopar_passes.sums.stacked import Stacked
 
 
@@ -62,9 +63,12 @@ class Now:
 class _Within:
     """A plan within a segment: what comes in is an array, not made anew."""
 
-    def __init__(self, plan: LayoutPlan, inputs: Collection[int]) -> None:
+    def __init__(
+        self, plan: LayoutPlan, inputs: Collection[int], outputs: Collection[int]
+    ) -> None:
         self._plan = plan
         self._inputs = frozenset(inputs)
+        self._outputs = frozenset(outputs)
 
     def floating(self, value: int) -> bool:
         return value not in self._inputs and self._plan.floating(value)
@@ -89,6 +93,9 @@ class _Within:
 
     def due(self, value: int) -> tuple[Layout, ...] | None:
         return self._plan.due(value)
+
+    def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
+        return self._plan.sums(value, handed=handed or value in self._outputs)
 
 
 def replay_segment(
@@ -118,7 +125,7 @@ def replay_segment(
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
-    within = _Within(plan, inputs)
+    within = _Within(plan, inputs, outputs)
     held = program.body.inputs[program.num_arguments :]
     constants = dict(zip(held, program.constants, strict=True))
 

@@ -14,6 +14,7 @@ from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program.equations import Atom, Equation, Scalar
 from autopar_passes.replay.layout_plan import LayoutPlan, Synchroniser, Watch
 from autopar_passes.sums import stacked
+from autopar_passes.sums.finish import behind, finished
 from autopar_passes.sums.stacked import Stacked
 
 
@@ -202,7 +203,14 @@ class Values:
             return partial
         if self.synchroniser is not None and self.synchroniser.takes(value):
             return partial
-        return self.pin(stacked.total(partial), due)
+        sums = self.plan.sums(value)
+        if not sums:
+            return self.pin(stacked.total(partial), due)
+        layout = (partial.axes, *partial.layout)
+        total = finished(
+            lambda shard: shard[0], [partial.array], [layout], sums, self.mesh
+        )
+        return self.pin(total, behind(due, sums))
 
 
 def _operand_layouts(op: Operator, layout: Layout | None) -> list[Layout | None]:

@@ -161,7 +161,14 @@ class TestGradients:
 
     def test_other_dtypes_and_loops_travel_apart(self) -> None:
         """As do other axes, which the compiler cannot join either."""
-        places = [(9, "float32"), (9, "float32"), (9, "bfloat16"), (5, "float32"), None]
+        places = [
+            (9, -1, "float32"),
+            (9, -1, "float32"),
+            (9, -1, "bfloat16"),
+            (5, -1, "float32"),
+            (9, 3, "float32"),
+            None,
+        ]
         pricer = Pricer(
             Cluster.parse("2x2:cpu"), Cluster.parse("2x2:cpu").mesh_shapes()[-1]
         )
@@ -171,7 +178,7 @@ class TestGradients:
             for place in places
         ]
         found = joined(pricer, made)
-        assert [c.message_bytes for c in found] == 2 * [8.0, 8.0, 4.0, 4.0, 0.0]
+        assert [c.message_bytes for c in found] == 2 * [8.0, 8.0, 4.0, 4.0, 4.0, 0.0]
 
 
 class TestParameters:
@@ -190,6 +197,77 @@ class TestParameters:
         found = self.gathers("cpu")
         assert found
         assert {c.message_bytes for c in found} == {0.0}
+
+
+def layers_step(params: Any, batch: Any, *, checkpoint: bool, clip: bool) -> Any:
+    """A step of layers one by one, or in a loop with `checkpoint` off."""
+
+    def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
+        return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
+
+    def loss(params: Any) -> jax.Array:
+        x = batch["x"]
+        run = jax.checkpoint(layer) if checkpoint else layer
+        for w in params:
+            x = run(x, w)
+        return (x**2).sum()
+
+    grads = jax.grad(loss)(params)
+    factor = 1.0
+    if clip:
+        factor = 1.0 / jnp.maximum(1.0, optax.tree.norm(grads))
+    return jax.tree.map(lambda p, g: p - factor * g, params, grads)
+
+
+def layers_bound(
+    kind: str, *, checkpoint: bool = False, clip: bool = False
+) -> tuple[Analysis, Plan, BoundPlan]:
+    """Splits the matrices of three layers, with the batch, over 8 devices."""
+    shapes = {"up": (512, 1024), "bias": (1024,), "down": (1024, 512)}
+    layer = {k: jax.ShapeDtypeStruct(s, "float32") for k, s in shapes.items()}
+    step = functools.partial(layers_step, checkpoint=checkpoint, clip=clip)
+    args = ([layer] * LAYERS, {"x": jax.ShapeDtypeStruct((1 << 16, 512), "float32")})
+    found = analyse(step, args)
+    cluster = Cluster.parse(f"8:{kind}")
+    pins = {"*/up": P("data"), "*/down": P("data"), "*/bias": P(), "*/x": P("data")}
+    options = PlanOptions(axis_names=("data",), max_axes=1, pins=pins)
+    plan = plan_analysis(found, cluster, options)
+    return found, plan, bind_plan(found, plan, cluster)
+
+
+class TestWhatNeedsOthers:
+    def gathers(self, *, checkpoint: bool) -> list[Collective]:
+        _, _, bound = layers_bound("h100", checkpoint=checkpoint)
+        return [c for c in bound.collectives if c.step.kind == "all_gather"]
+
+    def test_gathers_of_the_backward_pass_wait_in_checkpointed_layers(self) -> None:
+        """One message for the forward pass, and one for each layer on the way back."""
+        kept, again = (self.gathers(checkpoint=c) for c in (False, True))
+
+        assert number_of(kept) == pytest.approx(1)
+        assert len(again) > len(kept)
+        backward = {c.place for c in again if c.place is not None and c.place[1] != -1}
+        assert number_of(again) == pytest.approx(1 + len(backward))
+        assert len(backward) == LAYERS
+
+    def test_norms_travel_alone_where_scattered_sums_run_as_all_reduces(self) -> None:
+        found, plan, bound = layers_bound("cpu", clip=True)
+        sums = [c for c in bound.collectives if c.step.kind != "all_gather"]
+
+        program = planned_step(found, plan, device_mesh(plan)).lower().compile()
+
+        assert len([c for c in sums if c.size == 4]) == 2 * LAYERS
+        compiled = re.findall(r" all-reduce\(", program.as_text())
+        assert number_of(sums) == pytest.approx(len(compiled))
+        assert len(compiled) == 1 + 2 * LAYERS
+
+    def test_norms_travel_with_sums_of_other_gradients(self) -> None:
+        _, _, bound = layers_bound("h100", clip=True)
+        sums = [c for c in bound.collectives if c.step.kind == "all_reduce"]
+
+        # A bias of each layer is summed whole.
+        assert len(sums) == 3 * LAYERS
+        assert number_of(sums) == pytest.approx(1)
 
 
 @pytest.mark.filterwarnings("ignore:compression='int8' is used for no gradient")

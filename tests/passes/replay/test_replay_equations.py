@@ -79,6 +79,9 @@ class FactorPlan:
     def due(self, value: int) -> None:
         return None
 
+    def sums(self, value: int, *, handed: bool = False) -> tuple[()]:
+        return ()
+
 
 def splits(op: Operator, axis: int) -> dict[int, int]:
     """Splits the first factor that the axis divides."""

@@ -1,0 +1,85 @@
+"""Sums that are written collective by collective: results, and what is sent."""
+
+from __future__ import annotations
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh
+from step_cases import random
+
+from autopar_passes.layouts import Layout
+from autopar_passes.sums.finish import Sum, behind, finished
+
+MESH = Mesh(
+    np.array(jax.devices()).reshape(2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2
+)
+LEFT, RIGHT = random(0, 8, 4, 16), random(1, 8, 4, 8)
+BOTH: Layout = ((0,), (1,), ())
+# The result of 16 x 8 by the collectives of its sum over both axes.
+SUMS = {
+    "scattered in two dimensions": (
+        Sum((0,), 0, ((0,), ())),
+        Sum((1,), 1, ((0,), (1,))),
+    ),
+    "scattered behind an axis": (Sum((0,), 0, ((0,), ())), Sum((1,), 0, ((0, 1), ()))),
+    "scattered over the second": (
+        Sum((1,), 0, ((1,), ())),
+        Sum((0,), None, ((1,), ())),
+    ),
+    "scattered over the first": (
+        Sum((0,), 1, ((), (0,))),
+        Sum((1,), None, ((), (0,))),
+    ),
+    "whole": (Sum((0, 1), None, ((), ())),),
+}
+
+
+def product(left: jax.Array, right: jax.Array) -> jax.Array:
+    return jax.lax.dot_general(left, right, (((0, 1), (0, 1)), ((), ())))
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_the_sum_is_that_of_one_device(name: str) -> None:
+    sums = SUMS[name]
+
+    out = jax.jit(lambda a, b: finished(product, (a, b), (BOTH, BOTH), sums, MESH))(
+        LEFT, RIGHT
+    )
+
+    np.testing.assert_allclose(out, product(LEFT, RIGHT), rtol=1e-5, atol=1e-5)
+    assert (
+        jnp.shape(out.addressable_shards[0].data)
+        == {
+            "scattered in two dimensions": (8, 2),
+            "scattered behind an axis": (2, 8),
+            "scattered over the second": (4, 8),
+            "scattered over the first": (16, 4),
+            "whole": (16, 8),
+        }[name]
+    )
+
+
+@pytest.mark.parametrize("name", SUMS)
+def test_each_collective_is_stated(name: str) -> None:
+    sums = SUMS[name]
+
+    text = (
+        jax.jit(lambda a, b: finished(product, (a, b), (BOTH, BOTH), sums, MESH))
+        .lower(LEFT, RIGHT)
+        .as_text()
+    )
+
+    found = re.findall(r"stablehlo\.(all_reduce|reduce_scatter)", text)
+    assert found == ["all_reduce" if s.dim is None else "reduce_scatter" for s in sums]
+
+
+def test_the_layouts_behind_a_sum() -> None:
+    sums = SUMS["scattered in two dimensions"]
+    way: list[Layout] = [((), ()), ((0,), ()), ((0,), (1,)), ((0,), ())]
+
+    # The last of the sum's layouts counts, also where a later one is the first again.
+    assert behind(way, sums) == (((0,), (1,)), ((0,), ()))
