@@ -18,6 +18,7 @@ from autopar_passes.program.equations import (
     Scalar,
     Value,
 )
+from autopar_passes.program.mapped_axes import is_reduction, reductions
 from autopar_passes.program.one_replica import (
     is_collective,
     is_index,
@@ -138,6 +139,10 @@ class _Builder:
             return
         if is_index(eqn, self.replicas):
             env[eqn.outvars[0]] = Scalar(np.int32(0), eqn.outvars[0].aval)
+            return
+        if is_reduction(eqn):
+            for given, one in zip(inputs, reductions(eqn), strict=True):
+                self.emit(one, [given], env, stack, ())
             return
         if name == "custom_linear_solve":
             self.call(eqn, *_linear_solve(eqn, inputs), env, stack)
