@@ -82,7 +82,8 @@ def plan(
         (docs/plans.md).
       microbatches: into how many microbatches the batch is split, which run one after
         the other before the update; ``auto``: as is fastest of what fits. None: as the
-        plan given as ``layouts`` says, else one. docs/microbatches.md has the rules.
+        plan given as ``layouts`` says, else one. On groups of unequal devices also how
+        many each replica runs, such as ``[8, 4]``. docs/microbatches.md has the rules.
       coupled: what is done where the loss of a row depends on the other rows:
         ``refuse`` to split the batch, or take each ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut; ``auto``: as is fastest of

@@ -167,7 +167,8 @@ def parallelize(
       compression: how gradients are sent: ``none``, ``auto``, or a codec as text.
       error_budget: for ``auto``, the largest relative error of the gradients.
       layouts: a plan whose layouts are kept, or its JSON file.
-      microbatches: into how many microbatches the batch is split, or ``auto``.
+      microbatches: into how many microbatches the batch is split, or ``auto``; on
+        groups of unequal devices also how many each replica runs, such as ``[8, 4]``.
       coupled: whether to ``refuse`` where the loss of a row depends on the others, or
         to take each ``microbatch`` for the batch.
       stages: into how many pipeline stages the step is cut, or ``auto``.
