@@ -378,7 +378,7 @@ class Preparation:
         if setting.devices is not None:
             return self._world().take(setting.devices)
         cluster = setting.cluster
-        if cluster is None or cluster.members is None:
+        if cluster is None or (cluster.members is None and not cluster.groups):
             return self._world().devices
         return self._world().at(cluster.ids)
 

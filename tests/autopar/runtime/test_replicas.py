@@ -93,6 +93,14 @@ def test_a_group_may_have_several_replicas() -> None:
     assert run.plan.axis_sizes == (3, 2)
 
 
+def test_devices_that_are_gone_are_not_used() -> None:
+    whole = autopar.Cluster.parse("2x2:cpu+2x2:cpu,efficiency=0.1")
+    left = whole.without(hosts=[0])
+    planned = parallel([4, 1, 1], cluster=left).prepare(*SHAPES)
+    used = {d.id for d in planned.mesh.devices.flat}
+    assert used == {2, 3, 4, 5, 6, 7}
+
+
 def test_half_precision_is_added_up_as_on_equal_devices() -> None:
     def half(cluster: str, counts: Any) -> Any:
         run = parallel(counts, TENSOR, cluster=cluster)
