@@ -6,8 +6,8 @@
 Rows: ``plans`` (the plan of `examples/recommendation.py` on some clusters, beside the
 best ones with all tables whole, and with all tables split by rows), ``dct`` (training
 on 8 simulated hosts with the policy `Dct`, and with dense gradients: bytes and held-out
-loss), ``batch`` (the same with `autopar.train`: the batch follows the noise, and so does
-the choice between dense gradients and kept thresholds).
+loss), ``batch`` (the same with `autopar.train`: the batch follows the noise, and so
+does the choice between dense gradients and kept thresholds).
 
 ``dct`` has two layouts. In ``planned`` the planner splits the tables, and the towers'
 gradients are what is sent. In ``whole`` every device has all tables, so that the
@@ -47,8 +47,8 @@ SECONDS = 10.0
 
 def kind_of(spec: Any) -> str:
     """How a table is split: by columns, by rows, by both, or not at all."""
-    parts = [axes for axes in (*spec, None, None)[:2]]
-    names = [word for word, axes in zip(("rows", "columns"), parts, strict=True) if axes]
+    parts = zip(("rows", "columns"), (*spec, None, None), strict=False)
+    names = [word for word, axes in parts if axes]
     return " and ".join(names) or "whole"
 
 
@@ -74,7 +74,7 @@ def plan_of(options: dict[str, Any], cluster: str, **limits: Any) -> Any:
 
 
 def plans_table() -> None:
-    """Prints where tables and towers lie, and what other layouts of tables would take."""
+    """Prints where tables and towers lie, and what other layouts would take."""
     workloads.row(
         "cluster", "options", "step", "tables", "towers", "memory a device",
         "all tables whole", "all split by rows",
@@ -100,7 +100,7 @@ def plans_table() -> None:
             cluster,
             " ".join(f"{k}={v}" for k, v in given.items()),
             f"{best.predicted.step_s * 1e3:.3g} ms",
-            ", ".join(f"{n} by {k}" if k != "whole" else f"{n} whole" for k, n in count),
+            ", ".join(f"{n} {k}" for k, n in count),
             " or ".join(sorted(towers)),
             f"{best.predicted.peak_memory_bytes / 1e9:.3g} GB",
             *(

@@ -1,9 +1,10 @@
 """A recommendation model in Flax Linen: embedding tables, towers, interactions.
 
-As in DLRM (Naumov et al., 2019, arXiv 1906.00091): the bottom tower makes a vector of the
-dense features, a table makes one of each sparse id, the top tower reads the products of
-all pairs of them and says how likely a click is. Tables differ in size, from ``rows``
-down, each half of the one before. Of a large table a batch touches few rows.
+As in DLRM (Naumov et al., 2019, arXiv 1906.00091): the bottom tower makes a vector of
+the dense features, a table makes one of each sparse id, the top tower reads the
+products of all pairs of them and says how likely a click is. Tables differ in size,
+from ``rows`` down, each half of the one before. Of a large table a batch touches few
+rows.
 
 The ids follow Zipf's law, and a planted teacher tells the labels: there is something to
 learn, and nothing is downloaded.
@@ -94,10 +95,7 @@ def training(
     """A model of clicks that learns what a planted teacher prefers."""
     sizes = tuple(max(rows >> t, 64) for t in range(tables))
     model = Recommender(
-        sizes=sizes,
-        width=width,
-        bottom=(hidden,),
-        top=(hidden, hidden),
+        sizes=sizes, width=width, bottom=(hidden,), top=(hidden, hidden)
     )
     tx = example_training.make_optimizer(optimizer)
     return example_training.Training(

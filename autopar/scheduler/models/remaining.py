@@ -14,6 +14,26 @@ from collections.abc import Sequence
 import numpy as np
 
 
+def sureness(wholes: Sequence[float]) -> float:
+    """How much a prediction from jobs that ended says of another, 0 to 1.
+
+    ``1 / (1 + v)`` with ``v`` the squared coefficient of variation of their work: the
+    share that the mean has in the mean square. It is 1 where all have the same work.
+
+    Args:
+      wholes: the whole work of jobs that ended; fewer than two say nothing of it, for
+        which 1 is returned.
+
+    >>> sureness([10.0, 10.0, 10.0])
+    1.0
+    >>> sureness([0.0, 20.0])
+    0.5
+    """
+    work = np.asarray(wholes, float)
+    square = float(np.mean(work**2)) if len(work) > 1 else 0.0
+    return float(np.mean(work)) ** 2 / square if square > 0 else 1.0
+
+
 def gittins_left(wholes: Sequence[float], done: float) -> float:
     """The inverse of Gittins' index, in units of work.
 

@@ -18,12 +18,21 @@ import numpy as np
 
 from autopar.errors import ScheduleError
 from autopar.scheduler.decisions import Decisions, Reason
-from autopar.scheduler.jobs import Allocation, Curve, JobView, Views, placement_of
-from autopar.scheduler.models.remaining import gittins_left
+from autopar.scheduler.jobs import (
+    Allocation,
+    Curve,
+    JobView,
+    Shape,
+    Views,
+    placement_of,
+)
+from autopar.scheduler.models.remaining import gittins_left, sureness
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.packing import pack, sizes_of
 from autopar.scheduler.policies.base import Adapts
 from autopar_solver import Allocated, AllocationProblem, Status, solve_allocation
+
+_Curves = list[tuple[int, np.ndarray, np.ndarray]]
 
 _NEW_S = 900.0
 """Seconds on one device that a job of an unknown program has left, at first."""
@@ -103,9 +112,15 @@ class Goodput:
             {k for k, n in zip(nodes.kinds, nodes.devices, strict=True) if n}
         )
         allowed = [[i for i in nodes.of_kind(k) if nodes.devices[i]] for k in kinds]
+        curves = {n: self._curves(v, nodes, kinds, allowed) for n, v in jobs.items()}
+        weights = self._weights(jobs, {n: _single(c) for n, c in curves.items()})
         options = {
-            name: self._options(view, current.get(name, ()), nodes, kinds, allowed)
-            for name, view in jobs.items()
+            name: self._options(
+                jobs[name], current.get(name, ()), nodes, allowed, curves[name], weight
+            )
+            if (weight := weights.get(name))
+            else []
+            for name in jobs
         }
         budgets = [
             max(
@@ -163,27 +178,55 @@ class Goodput:
             known = self._speeds[key] = curve, counts, found
         return known[1], known[2]
 
+    def _weights(self, jobs: Views, singles: Mapping[str, float]) -> dict[str, float]:
+        """The weight of each job that runs at all: short ones count more.
+
+        What is left counts as far as its prediction is sure (`sureness`); for the rest
+        a job counts as the geometric mean of all. Weights that follow predictions which
+        say little move jobs back and forth.
+        """
+        set_ = self._settings
+        left, sure = dict[str, float](), dict[str, float]()
+        for name, single in singles.items():
+            if single > 0:
+                view = jobs[name]
+                left[name] = math.log(self._left_s(view, single) + set_.known_s)
+                ended = self._ended.get(view.application, ()) if set_.learns else ()
+                sure[name] = sureness(ended)
+        mean = sum(left.values()) / max(len(left), 1)
+        return {
+            name: math.exp(-set_.shortness * (mean + sure[name] * (found - mean)))
+            for name, found in left.items()
+        }
+
+    def _curves(
+        self,
+        view: JobView,
+        nodes: Nodes,
+        kinds: list[str],
+        allowed: list[list[int]],
+    ) -> _Curves:
+        """By kind of devices: its number, sizes, and the goodput of each."""
+        found: _Curves = []
+        for kind, of in enumerate(allowed):
+            per = max(nodes.devices[i] for i in of)
+            total = sum(nodes.devices[i] for i in of if nodes.devices[i] == per)
+            found.append((kind, *self._curve(view, kinds[kind], per, total)))
+        return found
+
     def _options(
         self,
         view: JobView,
         held: Allocation,
         nodes: Nodes,
-        kinds: list[str],
         allowed: list[list[int]],
+        curves: _Curves,
+        weight: float,
     ) -> list[_Option]:
         found: list[_Option] = []
         set_ = self._settings
         limit = max(set_.growth * view.tried, set_.first)
-        old = len(placement_of(held)), len(held)
-        curves: list[tuple[int, np.ndarray, np.ndarray]] = []
-        for kind, of in enumerate(allowed):
-            per = max(nodes.devices[i] for i in of)
-            total = sum(nodes.devices[i] for i in of if nodes.devices[i] == per)
-            curves.append((kind, *self._curve(view, kinds[kind], per, total)))
-        single = _single(curves)
-        if single <= 0:
-            return []
-        weight = (self._left_s(view, single) + set_.known_s) ** -set_.shortness
+        old, single = (len(placement_of(held)), len(held)), _single(curves)
         for kind, counts, speeds in curves:
             per = max(nodes.devices[i] for i in allowed[kind])
             there = bool(held) and held[0] in allowed[kind]
@@ -192,7 +235,7 @@ class Goodput:
                     continue
                 shape = -(-count // per), count
                 stays = there and count == len(held)
-                move_s = 0.0 if stays else view.move_s(old, shape)
+                move_s = 0.0 if stays else _move_s(view, old, shape)
                 worth = weight * self._utility(speed / single, move_s)
                 found.append(_Option(kind, count, speed, worth, move_s))
         return found
@@ -234,7 +277,7 @@ class Goodput:
         return {name: flat[k] for name, k in chosen if k >= 0}, solution
 
 
-def _single(curves: list[tuple[int, np.ndarray, np.ndarray]]) -> float:
+def _single(curves: _Curves) -> float:
     """Goodput on one device, as an average over the devices of all kinds that run it.
 
     Where one device does not run it, a device's share of the fewest that do.
@@ -247,6 +290,16 @@ def _single(curves: list[tuple[int, np.ndarray, np.ndarray]]) -> float:
             found.append(float(speeds[runs[0]] / counts[runs[0]]))
             weights.append(int(counts[-1]))
     return float(np.average(found, weights=weights)) if found else 0.0
+
+
+def _move_s(view: JobView, old: Shape, new: Shape) -> float:
+    """Seconds that a move counts: of a job that runs, no fewer than of a restart.
+
+    What is left of jobs is predicted, and each decision sees it anew: about half of the
+    moves that cost next to nothing are undone within five minutes. Counted as a
+    restart, a move must promise a gain that outlives that; dearer moves count in full.
+    """
+    return max(view.move_s(old, new), view.restart_s)
 
 
 def _promised(view: JobView, options: list[_Option]) -> list[_Option]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pathlib
 
+import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from autopar.scheduler.models.remaining import gittins_left
+from autopar.scheduler.models.remaining import gittins_left, sureness
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
 from autopar.scheduler.simulator.engine import simulate
@@ -52,3 +55,18 @@ class TestThePolicy:
         spent = [(j.completed_s or 0.0) - j.job.submitted_s for j in late]
         # Alone each takes 260 s to start and 220 s to train.
         assert max(spent) < 1000
+
+
+@given(st.lists(st.floats(0.1, 1e6), min_size=2, max_size=20), st.floats(0.1, 10.0))
+def test_sureness_is_that_of_the_coefficient_of_variation(
+    wholes: list[float], times: float
+) -> None:
+    varies = (np.std(wholes) / np.mean(wholes)) ** 2
+
+    assert sureness(wholes) == pytest.approx(1 / (1 + varies))
+    assert sureness([times * w for w in wholes]) == pytest.approx(sureness(wholes))
+
+
+@pytest.mark.parametrize("wholes", [[], [7.0], [7.0, 7.0]])
+def test_nothing_known_speaks_against_a_prediction(wholes: list[float]) -> None:
+    assert sureness(wholes) == 1
