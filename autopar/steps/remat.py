@@ -12,6 +12,7 @@ from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.microbatches import in_microbatches, one_microbatch
 from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.accumulate import accumulated
 from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.program.equations import Equation, Program
@@ -165,7 +166,7 @@ def layer_starts(
     batch = _batch_values(micro, micro.split)
     name = micro.pytrees.name
     chain = forward_chain(micro.program, micro.graph, batch)
-    if loops := _layer_loops(micro.program, chain):
+    if loops := _layer_loops(micro, chain):
         return tuple(eqn.index for eqn in loops for _ in range(eqn.params["length"]))
     starts = cluster_layers(micro.program, micro.graph, batch=batch)
     if not starts:
@@ -190,14 +191,15 @@ def named_values(
     return tuple(name for name in names_in(micro.program) if "," not in name)
 
 
-def _layer_loops(program: Program, chain: ForwardChain) -> list[Equation]:
+def _layer_loops(micro: Analysis, chain: ForwardChain) -> list[Equation]:
     """The loops whose iterations are layers: they have most of the forward pass.
 
-    Another loop also goes through what such a loop stacks, that of the backward pass.
-    A loop that repeats is a part of each layer.
+    A loop of the backward pass goes through what such a loop stacks. A loop that
+    repeats is a part of each layer.
     """
     times = Counter(chain.classes)
-    top = {eqn.index: eqn for eqn in program.body.equations}
+    top = {eqn.index: eqn for eqn in micro.program.body.equations}
+    backward = {op.equation for op in micro.graph.operators if op.role is Role.BACKWARD}
     found: dict[int, float] = {}
     for index, work, classes in zip(
         chain.equations, chain.work, chain.classes, strict=True
@@ -207,7 +209,7 @@ def _layer_loops(program: Program, chain: ForwardChain) -> list[Equation]:
             eqn.primitive == "scan"
             and eqn.params["length"] > 1
             and times[classes] == 1
-            and loops_through(program, eqn)
+            and backward.intersection(loops_through(micro.program, eqn))
         ):
             found[index] = float(work)
     most = sum(found.values()) > _LOOP * float(chain.work.sum())

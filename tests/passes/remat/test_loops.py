@@ -74,6 +74,33 @@ def test_iterations_are_layers(name: str) -> None:
     assert len(layer_starts(plain)) == sum(lengths)
 
 
+def test_loops_without_a_backward_pass_have_no_layers() -> None:
+    """Two loops of a frozen teacher, behind each other, have most of the work."""
+    teacher, x = stacked(6), drawn(8, 16)
+
+    def loss(params: Any, x: jax.Array) -> jax.Array:
+        _, hidden = jax.lax.scan(lambda c, w: (block(w, c),) * 2, x, teacher)
+        wanted, _ = jax.lax.scan(lambda c, h: (c + h @ h.T @ c, None), x, hidden)
+        for w in params:
+            x = block(w, x)
+        return jnp.mean((x - jax.lax.stop_gradient(wanted)) ** 2)
+
+    params = [
+        jax.tree.map(lambda w: w[0], teacher),
+        jax.tree.map(lambda w: w[1], teacher),
+    ]
+    plain = analyse(descent(loss), (params, x))
+    starts = layer_starts(plain)
+
+    assert len(set(starts)) == len(starts)
+    for a, b in zip(
+        results(again(plain, None), (*jax.tree.leaves(params), x)),
+        results(plain, (*jax.tree.leaves(params), x)),
+        strict=True,
+    ):
+        np.testing.assert_array_equal(a, b)
+
+
 @pytest.mark.parametrize("name", ["scan", "scan with results"])
 def test_all_layers_stack_what_a_checkpoint_would(name: str) -> None:
     """Only the carry of each iteration is left, and what is small."""
