@@ -85,8 +85,8 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
     for member in node.members:
         op = analysis.graph.operators[member]
         partial = assignment.partial(op)
-        joined = analysis.independent.summed_together
-        together = SUMS if op.class_index in joined else ALONE
+        final = op.class_index in analysis.independent.summing
+        together = SUMS if final else ALONE
         if node.kind != "contraction":
             if not partial or member not in analysis.works:
                 continue

@@ -135,20 +135,13 @@ def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective
       collectives: those of one step, in program order.
     """
     combiner = pricer.combiner
-    # Norms are made of scattered sums. Where these run as all-reduces, a combiner that
-    # takes all-reduces in program order stops at each norm.
-    alone = pricer.runs_as("reduce_scatter") == "all_reduce"
     groups: dict[tuple[Group, Place, float], list[int]] = {}
     for number, c in enumerate(collectives):
         group = pricer.group_of(c.step)
-        if c.place is not None and group[0] in combiner.kinds and c.size > 0:
-            where, behind, dtype = c.place
-            if behind == NORMS:
-                if alone:
-                    continue
-                behind = FREE
-            place = where, behind, dtype
-            groups.setdefault((group, place, c.trips), []).append(number)
+        if c.place is None or c.place[1] == NORMS or c.size <= 0:
+            continue
+        if group[0] in combiner.kinds:
+            groups.setdefault((group, c.place, c.trips), []).append(number)
     out = list(collectives)
     for ((kind, axes), _, _), numbers in groups.items():
         # Messages are limited by their results, of which a scattered sum is a part.
@@ -156,6 +149,40 @@ def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective
         packed = combiner.packed(out[k].size / parts for k in numbers)
         for k, nbytes in zip(numbers, packed, strict=True):
             out[k] = dataclasses.replace(out[k], message_bytes=parts * nbytes)
+    return out
+
+
+def messages(pricer: Pricer, collectives: Sequence[Collective]) -> dict[str, float]:
+    """Messages of one step by kind of collective, as the compiler makes them.
+
+    Norms are priced alone: the problem would prove less if it let them share. They
+    travel with the sums of gradients over the same axes, or with each other. Where the
+    scattered sums that they are made of run as all-reduces, too, a combiner that takes
+    all-reduces in program order stops at each norm.
+
+    Args:
+      pricer: the mesh and cluster.
+      collectives: of one step, after `joined`.
+    """
+    out: dict[str, float] = {}
+    norms: set[tuple[Group, Place, float]] = set()
+    others: set[tuple[Group, Place, float]] = set()
+    alone = pricer.runs_as("reduce_scatter") == "all_reduce"
+    for c in collectives:
+        if c.step.kind == "slice":
+            continue
+        group = pricer.group_of(c.step)
+        if c.place is not None and group[0] in pricer.combiner.kinds:
+            where, behind, dtype = c.place
+            key = group, (where, FREE, dtype), c.trips
+            if behind == NORMS and not alone:
+                norms.add(key)
+                continue
+            others.add(key)
+        part = c.size / c.message_bytes if c.message_bytes else 1.0
+        out[group[0]] = out.get(group[0], 0.0) + c.trips * part
+    for (kind, _), _, trips in norms - others:
+        out[kind] = out.get(kind, 0.0) + trips
     return out
 
 
@@ -213,10 +240,11 @@ def _sum_place(
       at: where it is taken; behind its loop, if that hands over what is summed.
     """
     known = assignment.independent
-    if step.kind not in SUMS or maker.class_index not in known.summed_together:
+    summing = maker.class_index in known.summing
+    if step.kind not in SUMS or not (summing or maker.class_index in known.norms):
         return None
     where = known.outside if at.kind in _HANDED_OUT else known.computations
-    behind = FREE if maker.class_index in known.summing else NORMS
+    behind = FREE if summing else NORMS
     return where[at.index], behind, str(assignment.graph.values[value].dtype)
 
 

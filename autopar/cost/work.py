@@ -58,8 +58,7 @@ def node_work_s(
         if node.kind != "contraction":
             own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
-            joined = analysis.independent.summed_together
-            together = SUMS if op.class_index in joined else ALONE
+            together = SUMS if final else ALONE
             factor = discounts.sums[op.class_index] if discounts and final else 1.0
             summed_s = _reduction_s(op, node, space, pricer, own, together)
             total += lowered(summed_s, factor)

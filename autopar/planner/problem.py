@@ -259,8 +259,7 @@ def _result_matrix(
     whole = [(graph.values[value].nbytes, analysis.trips[op.class_index])]
     sums = analysis.sums[op.class_index] if slot == 0 else whole
     final = op.class_index in analysis.independent.summing
-    joined = analysis.independent.summed_together
-    together = SUMS if op.class_index in joined else ALONE
+    together = SUMS if final else ALONE
     matrix = np.sum(
         [
             weight

@@ -10,6 +10,7 @@ from typing import Any
 from autopar.compilers.compiled import CompiledProgram, Memory
 from autopar.compilers.targets import Target
 from autopar.compilers.timeline import Timeline, timeline
+from autopar.cost.traffic import messages
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
 from autopar.reports.table import bytes_text, columns, seconds_text
@@ -143,11 +144,7 @@ def target_audit(
 
 def predicted_messages(bound: BoundPlan) -> dict[str, float]:
     """Messages of a step that the cost model counts on, by kind of collective."""
-    out: dict[str, float] = defaultdict(float)
-    for c in bound.collectives:
-        if c.step.kind != "slice":
-            part = c.size / c.message_bytes if c.message_bytes else 1.0
-            out[bound.pricer.runs_as(c.step.kind)] += c.trips * part
+    out = defaultdict(float, messages(bound.pricer, bound.collectives))
     for row in codec_rows(bound.plan.gradients, bound.pricer):
         if row.sent_bytes:
             out[row.kind] += row.trips

@@ -22,7 +22,6 @@ alone. XLA does join a few of those, too; that is left out.
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 from autopar_passes.graph.operators import OperatorGraph
@@ -36,7 +35,7 @@ _HANDING = ("enter", "slice_step")
 _BARRIER = "optimization_barrier"
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Independent:
     """The operators whose collectives need no other's result.
 
@@ -56,11 +55,6 @@ class Independent:
     computations: tuple[int, ...]
     outside: tuple[int, ...]
     behind: Mapping[int, int]
-
-    @functools.cached_property
-    def summed_together(self) -> frozenset[int]:
-        """The classes of operators whose sums may share a message."""
-        return self.summing | self.norms
 
 
 def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independent:

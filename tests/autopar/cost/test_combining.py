@@ -25,9 +25,9 @@ from autopar import Cluster, Plan
 from autopar.cluster.calibration import CALIBRATIONS
 from autopar.cost import combining
 from autopar.cost.collectives import collective_s
-from autopar.cost.combining import Combiner
+from autopar.cost.combining import FREE, NORMS, Combiner
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, joined
+from autopar.cost.traffic import Collective, joined, messages
 from autopar.layouts.layout import ReshardStep
 from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions
@@ -199,8 +199,8 @@ class TestParameters:
         assert {c.message_bytes for c in found} == {0.0}
 
 
-def layers_step(params: Any, batch: Any, *, checkpoint: bool, clip: bool) -> Any:
-    """A step of layers one by one, or in a loop with `checkpoint` off."""
+def layers_step(params: Any, batch: Any, *, checkpoint: bool) -> Any:
+    """A step of layers, one by one."""
 
     def layer(x: jax.Array, w: dict[str, jax.Array]) -> jax.Array:
         return x + jnp.tanh(x @ w["up"] + w["bias"]) @ w["down"]
@@ -213,19 +213,16 @@ def layers_step(params: Any, batch: Any, *, checkpoint: bool, clip: bool) -> Any
         return (x**2).sum()
 
     grads = jax.grad(loss)(params)
-    factor = 1.0
-    if clip:
-        factor = 1.0 / jnp.maximum(1.0, optax.tree.norm(grads))
-    return jax.tree.map(lambda p, g: p - factor * g, params, grads)
+    return jax.tree.map(lambda p, g: p - g, params, grads)
 
 
 def layers_bound(
-    kind: str, *, checkpoint: bool = False, clip: bool = False
+    kind: str, *, checkpoint: bool = False
 ) -> tuple[Analysis, Plan, BoundPlan]:
     """Splits the matrices of three layers, with the batch, over 8 devices."""
     shapes = {"up": (512, 1024), "bias": (1024,), "down": (1024, 512)}
     layer = {k: jax.ShapeDtypeStruct(s, "float32") for k, s in shapes.items()}
-    step = functools.partial(layers_step, checkpoint=checkpoint, clip=clip)
+    step = functools.partial(layers_step, checkpoint=checkpoint)
     args = ([layer] * LAYERS, {"x": jax.ShapeDtypeStruct((1 << 16, 512), "float32")})
     found = analyse(step, args)
     cluster = Cluster.parse(f"8:{kind}")
@@ -250,24 +247,30 @@ class TestWhatNeedsOthers:
         assert number_of(again) == pytest.approx(1 + len(backward))
         assert len(backward) == LAYERS
 
-    def test_norms_travel_alone_where_scattered_sums_run_as_all_reduces(self) -> None:
-        found, plan, bound = layers_bound("cpu", clip=True)
-        sums = [c for c in bound.collectives if c.step.kind != "all_gather"]
+    @pytest.mark.parametrize(
+        ("kind", "gradients", "expected"),
+        [
+            ("h100", 2, 1.0),  # with the gradients
+            ("h100", 0, 1.0),  # with each other
+            ("cpu", 2, 4.0),  # behind sums that run as the same
+        ],
+    )
+    def test_messages_of_norms(
+        self, kind: str, gradients: int, expected: float
+    ) -> None:
+        cluster = Cluster.parse(f"4:{kind}")
+        pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+        sums = ReshardStep("all_reduce", (0,), 1.0, ())
+        made = [
+            Collective(sums, 8, 1.0, 0, 0, (9, behind, "float32"))
+            for behind in gradients * [FREE] + 3 * [NORMS]
+        ]
 
-        program = planned_step(found, plan, device_mesh(plan)).lower().compile()
+        found = joined(pricer, made)
 
-        assert len([c for c in sums if c.size == 4]) == 2 * LAYERS
-        compiled = re.findall(r" all-reduce\(", program.as_text())
-        assert number_of(sums) == pytest.approx(len(compiled))
-        assert len(compiled) == 1 + 2 * LAYERS
-
-    def test_norms_travel_with_sums_of_other_gradients(self) -> None:
-        _, _, bound = layers_bound("h100", clip=True)
-        sums = [c for c in bound.collectives if c.step.kind == "all_reduce"]
-
-        # A bias of each layer is summed whole.
-        assert len(sums) == 3 * LAYERS
-        assert number_of(sums) == pytest.approx(1)
+        assert messages(pricer, found) == pytest.approx({"all_reduce": expected})
+        # The prices say nothing of it.
+        assert {c.message_bytes for c in found[gradients:]} == {0.0}
 
 
 @pytest.mark.filterwarnings("ignore:compression='int8' is used for no gradient")
