@@ -71,6 +71,12 @@ class Assignment:
         object.__setattr__(self, "graph", self.analysis.graph)
         object.__setattr__(self, "contraction", self.analysis.contraction)
 
+    @property
+    def undivided(self) -> Assignment:
+        """The step as every device would do it alone."""
+        whole = tuple(((),) * len(node.factors) for node in self.contraction.nodes)
+        return Assignment(self.analysis, self.sizes, whole, {})
+
     def _memo(self, key: tuple[object, ...], make: Callable[[], Any]) -> Any:
         found = self._known.get(key)
         if found is None:

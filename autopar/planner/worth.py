@@ -33,7 +33,7 @@ def worth_of(
       step_s: seconds of it.
     """
     analysis, cluster = assignment.analysis, pricer.cluster
-    whole = _undivided(assignment)
+    whole = assignment.undivided
     one_s = sum(item.cost.work_s for item in work_items(whole, pricer))
     overhead = cluster.device.calibrated.memory_overhead
     life = analysis.life(habits_of(cluster.device.kind))
@@ -56,13 +56,6 @@ def worth_of(
         axes=axis_uses(assignment, done, pricer.mesh.names),
         scheme=scheme_of(assignment, done, pricer.mesh.names),
     )
-
-
-def _undivided(assignment: Assignment) -> Assignment:
-    """The step as every device would do it alone."""
-    nodes = assignment.contraction.nodes
-    whole = tuple(((),) * len(node.factors) for node in nodes)
-    return Assignment(assignment.analysis, assignment.sizes, whole, {})
 
 
 def model_work(analysis: Analysis, device: DeviceSpec) -> tuple[float, float]:
