@@ -12,15 +12,17 @@ from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.microbatches import in_microbatches, one_microbatch
 from autopar_passes.graph.build import step_graph
+from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.accumulate import accumulated
 from autopar_passes.microbatches.microbatched import Microbatched
-from autopar_passes.program.equations import Equation, Program
+from autopar_passes.program.equations import Equation, Program, walk
 from autopar_passes.program.trace import TracedStep
 from autopar_passes.remat.levels import RematError, names_in
 from autopar_passes.remat.loops import loops_through
-from autopar_passes.remat.merge import REPEATED, trace_without_checkpoints
+from autopar_passes.remat.merge import PRODUCTS, REPEATED, trace_without_checkpoints
 from autopar_passes.remat.recompute import Recomputation, recomputed
+from autopar_passes.stages.flow import Flow, reads
 from autopar_passes.stages.layers import ForwardChain, cluster_layers, forward_chain
 
 # Loops with more than this part of the forward FLOPs hold the layers of a step.
@@ -166,7 +168,7 @@ def layer_starts(
     batch = _batch_values(micro, micro.split)
     name = micro.pytrees.name
     chain = forward_chain(micro.program, micro.graph, batch)
-    if loops := _layer_loops(micro, chain):
+    if loops := _layer_loops(micro, chain, batch):
         return tuple(eqn.index for eqn in loops for _ in range(eqn.params["length"]))
     starts = cluster_layers(micro.program, micro.graph, batch=batch)
     if not starts:
@@ -191,29 +193,61 @@ def named_values(
     return tuple(name for name in names_in(micro.program) if "," not in name)
 
 
-def _layer_loops(micro: Analysis, chain: ForwardChain) -> list[Equation]:
+def _layer_loops(
+    micro: Analysis, chain: ForwardChain, batch: frozenset[int]
+) -> list[Equation]:
     """The loops whose iterations are layers: they have most of the forward pass.
 
-    A loop of the backward pass goes through what such a loop stacks. A loop that
-    repeats is a part of each layer.
+    A loop of the backward pass goes through what such a loop stacks. Other loops, such
+    as those of a teacher, count for nothing: no gradients go through them. A loop that
+    repeats is a part of each layer, unless it is a tower of layers itself.
     """
     times = Counter(chain.classes)
     top = {eqn.index: eqn for eqn in micro.program.body.equations}
     backward = {op.equation for op in micro.graph.operators if op.role is Role.BACKWARD}
+    flow = Flow(
+        micro.program,
+        micro.graph,
+        batch,
+        update_equations(micro.program, micro.graph),
+    )
     found: dict[int, float] = {}
+    total = float(chain.work.sum())
     for index, work, classes in zip(
         chain.equations, chain.work, chain.classes, strict=True
     ):
         eqn = top[index]
-        if (
-            eqn.primitive == "scan"
-            and eqn.params["length"] > 1
-            and times[classes] == 1
-            and backward.intersection(loops_through(micro.program, eqn))
-        ):
+        if eqn.primitive != "scan" or eqn.params["length"] == 1:
+            continue
+        if not backward.intersection(loops_through(micro.program, eqn)):
+            total -= float(work)
+        elif times[classes] == 1 or _is_tower(flow, eqn):
             found[index] = float(work)
-    most = sum(found.values()) > _LOOP * float(chain.work.sum())
+    most = sum(found.values()) > _LOOP * total
     return [top[index] for index in found] if most else []
+
+
+def _is_tower(flow: Flow, eqn: Equation) -> bool:
+    """Whether a loop has stacked layers, each on top of the one before.
+
+    It goes through slices of the state, and each iteration multiplies what it was
+    given by the one before. A loop over time or over chunks of a sequence goes through
+    activations; iterations of a loop over experts all read the same.
+    """
+    first = eqn.params["num_consts"] + eqn.params["num_carry"]
+    slices = {a for a in eqn.inputs[first:] if isinstance(a, int)}
+    if not any(flow.of_state.get(v) for v in slices):
+        return False
+    body = eqn.regions[0]
+    known = set(body.inputs[eqn.params["num_consts"] : first])
+    for inner in body.equations:
+        if known.isdisjoint(reads(inner)):
+            continue
+        parts = (inner, *(e for region in inner.regions for e in walk(region)))
+        if any(part.primitive in PRODUCTS for part in parts):
+            return True
+        known.update(inner.outputs)
+    return False
 
 
 def modules_again(analysis: Analysis) -> tuple[str, ...]:

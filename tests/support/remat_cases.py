@@ -154,6 +154,36 @@ def encoder_decoder(params: Any, x: jax.Array) -> jax.Array:
     return jnp.mean(out**2)
 
 
+def two_views(params: Any, x: jax.Array) -> jax.Array:
+    """The same layers, in a loop, on two views of the batch."""
+
+    def tower(c: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, w: (block(w, c), None), c, params)[0]
+
+    return jnp.mean(tower(x) * tower(jnp.flip(x, 1)))
+
+
+def taught(params: Any, x: jax.Array) -> jax.Array:
+    """Layers in a loop that learn what they say themselves of two other views."""
+
+    def tower(c: jax.Array) -> jax.Array:
+        return jax.lax.scan(lambda c, w: (block(w, c), None), c, params)[0]
+
+    wanted = tower(jnp.flip(x, 1)) + tower(-x)
+    return jnp.mean((tower(x) - jax.lax.stop_gradient(wanted)) ** 2)
+
+
+def experts(params: Any, x: jax.Array) -> jax.Array:
+    """Each layer has a loop over experts, which all read what the layer was given."""
+    for w in params:
+
+        def expert(c: jax.Array, v: Any, x: jax.Array = x) -> Any:
+            return c + jnp.tanh(x @ v[0]) @ v[1], None
+
+        x, _ = jax.lax.scan(expert, jnp.sin(x), w)
+    return jnp.mean(x**2)
+
+
 def named_block(w: Any, x: jax.Array) -> jax.Array:
     """A layer that names both products, and its activation."""
     up = checkpoint_name(x @ w[0], "up")
@@ -230,6 +260,9 @@ CASES: dict[str, tuple[Step, tuple[Any, ...]]] = {
         (stacked(), X, jax.random.key(3)),
     ),
     "scans": (descent(encoder_decoder), ((stacked(2), stacked(3)), X)),
+    "scans of one kind": (descent(two_views), (stacked(), X)),
+    "taught": (descent(taught), (stacked(), X)),
+    "experts": (descent(experts), ([stacked(2), stacked(2)], X)),
     "scan named": (descent(named_in_loop), (stacked(), X)),
     "two losses": (two_losses, (blocks(), X)),
     "batch norm": (normed, (normed_state(), X)),

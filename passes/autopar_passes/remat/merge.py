@@ -20,7 +20,8 @@ from autopar_passes.rules.book import signature
 
 # JAX's name for the part of a backward pass that repeats a forward pass.
 REPEATED = "rematted_computation"
-_PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
+# Operators that do most of the work of a layer.
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def trace_without_checkpoints(step: Callable[..., Any], call: Call) -> TracedStep:
@@ -87,7 +88,7 @@ def _check_dropped(equations: Iterable[Equation]) -> None:
     """Raises `RematError` where work is left that a checkpoint repeats."""
     for eqn in equations:
         for one in (eqn, *(e for r in eqn.regions for e in walk(r))):
-            if _repeats(one) and (one.primitive in _PRODUCTS or one.regions):
+            if _repeats(one) and (one.primitive in PRODUCTS or one.regions):
                 raise RematError(
                     "a jax.checkpoint cannot be dropped: what it repeats at "
                     f"{jax_compat.source_line(one.source)} is within a loop, or "

@@ -64,7 +64,9 @@ def test_all_but_the_last_iteration_give_the_same_numbers(name: str) -> None:
         np.testing.assert_array_equal(a, b)
 
 
-@pytest.mark.parametrize("name", ["scan", "scan backwards", "scans"])
+@pytest.mark.parametrize(
+    "name", ["scan", "scan backwards", "scans", "scans of one kind"]
+)
 def test_iterations_are_layers(name: str) -> None:
     plain = analysed(name)
     lengths = [
@@ -72,6 +74,23 @@ def test_iterations_are_layers(name: str) -> None:
     ]
 
     assert len(layer_starts(plain)) == sum(lengths)
+
+
+def test_a_teacher_of_the_same_layers_leaves_them_layers() -> None:
+    plain = analysed("taught")
+    backward = [e for e in loops(plain) if "transpose(" in e.name_stack]
+
+    assert len(loops(plain)) - len(backward) == 3
+    assert len(layer_starts(plain)) == len(backward) * 3 == 3
+    found = again(plain, None)
+    # Of three carries alone: the loops of the teacher stay as they are.
+    assert stacked_bytes(found) == stacked_bytes(plain) * 2 / 3 + 3 * 8 * 16 * 4
+
+
+def test_loops_over_experts_are_parts_of_their_layers() -> None:
+    starts = layer_starts(analysed("experts"))
+
+    assert len(starts) == len(set(starts)) == 2
 
 
 def test_loops_without_a_backward_pass_have_no_layers() -> None:
