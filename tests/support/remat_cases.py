@@ -262,7 +262,7 @@ CASES: dict[str, tuple[Step, tuple[Any, ...]]] = {
     "scans": (descent(encoder_decoder), ((stacked(2), stacked(3)), X)),
     "scans of one kind": (descent(two_views), (stacked(), X)),
     "taught": (descent(taught), (stacked(), X)),
-    "experts": (descent(experts), ([stacked(2), stacked(2)], X)),
+    "experts": (descent(experts), ([stacked(2)] * 3, X)),
     "scan named": (descent(named_in_loop), (stacked(), X)),
     "two losses": (two_losses, (blocks(), X)),
     "batch norm": (normed, (normed_state(), X)),

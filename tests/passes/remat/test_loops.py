@@ -90,7 +90,7 @@ def test_a_teacher_of_the_same_layers_leaves_them_layers() -> None:
 def test_loops_over_experts_are_parts_of_their_layers() -> None:
     starts = layer_starts(analysed("experts"))
 
-    assert len(starts) == len(set(starts)) == 2
+    assert len(starts) == len(set(starts)) == 3
 
 
 def test_loops_without_a_backward_pass_have_no_layers() -> None:
