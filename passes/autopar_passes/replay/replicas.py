@@ -24,6 +24,7 @@ from autopar_passes import jax_compat
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import constrain
 from autopar_passes.replay.values import Values
+from autopar_passes.sums.finish import Sum, behind, finished
 from autopar_passes.sums.stacked import sum_partials
 
 # Constants, carry and slices of one turn -> its carry, and what it stacks.
@@ -160,8 +161,18 @@ class Replicas:
         due = plan.due(value)
         if due is None:
             return values.defer(value, _total(array))
-        zero = np.zeros((), array.dtype)
-        array = jax.lax.reduce(array, zero, jax.lax.add, (1,))
+        if sums := plan.sums(value):
+            array = finished(
+                lambda shard: shard[:, 0],
+                [array],
+                [((AXIS,), axes, *layout)],
+                [_of_each(step) for step in sums],
+                mesh,
+            )
+            due = behind(due, sums) or (sums[-1].layout,)
+        else:
+            zero = np.zeros((), array.dtype)
+            array = jax.lax.reduce(array, zero, jax.lax.add, (1,))
         for stated in due:
             array = constrain(array, mesh, ((AXIS,), *stated))
         return values.pin(_total(array), due[-1:])
@@ -178,6 +189,12 @@ def _stacked(turn: Turn, constants: Any, carry: Any, slices: Any) -> Sequence[An
         return turn(held, carried, [x[0] for x in arrays])[1][0]
 
     return jax.eval_shape(made, constants, carry, slices)
+
+
+def _of_each(step: Sum) -> Sum:
+    """A collective of each replica's part of an array ``(replicas, ...)``."""
+    dim = None if step.dim is None else step.dim + 1
+    return dataclasses.replace(step, dim=dim, layout=((AXIS,), *step.layout))
 
 
 def _total(array: Any) -> Any:

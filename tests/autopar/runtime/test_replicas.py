@@ -87,6 +87,33 @@ def test_steps_are_those_of_one_device(pins: Any) -> None:
     assert all("replica" not in names for s in plan.inputs.values() for names in s)
 
 
+def test_sums_over_two_axes_are_taken_axis_by_axis_on_each_replica() -> None:
+    """A sum whose result is split is a reduce-scatter for each of the axes."""
+
+    def update(w: Any, batch: Any) -> Any:
+        def loss_of(w: Any) -> Any:
+            made = jnp.tanh(batch @ w["up"]) @ w["down"]
+            return jnp.mean((made - 1.0) ** 2)
+
+        loss, grads = jax.value_and_grad(loss_of)(w)
+        return jax.tree.map(lambda a, b: a - 0.1 * b, w, grads), loss
+
+    run = autopar.parallelize(
+        update, cluster=MIXED, microbatches=[3, 1], axis_names=("a", "b"),
+        pins={"batch": PartitionSpec(("a", "b")), "w*": PartitionSpec("a", "b")},
+        donate=False,
+    )  # fmt: skip
+    given = state(), batch()
+
+    text = run.lower(*given).as_text()
+    assert text.count("stablehlo.reduce_scatter") == 4
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6),
+        run(*given),
+        jax.jit(update)(*given),
+    )
+
+
 def test_a_group_may_have_several_replicas() -> None:
     run = parallel([3, 2, 1], cluster="2x2:cpu+1x2:cpu,efficiency=0.1")
     check_same(run, 1)
