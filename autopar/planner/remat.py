@@ -159,7 +159,8 @@ class _Search:
 
     def levels(self) -> list[str]:
         """What may be kept of a layer, the least first."""
-        count = int(self.options.microbatches or 1)
+        asked = self.options.microbatches
+        count = asked if isinstance(asked, int) else 1
         couple = self.options.coupled == "microbatch"
         names = named_values(self.analysis, count, couple=couple)
         return [FULL, DOTS, *([NAMES + ",".join(names)] if names else [])]

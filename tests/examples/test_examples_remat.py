@@ -14,7 +14,6 @@ from microbatch_cases import assert_close, evaluated
 from remat_cases import again
 
 import autopar
-from autopar.errors import PlanError
 from autopar.planner.worth import is_repeated
 from autopar.plans import Rematerialisation
 from autopar.steps.analysis import Analysis, analyse
@@ -92,8 +91,10 @@ def test_the_checkpoints_of_a_step_can_be_dropped() -> None:
     assert_close(results(dropped, args), results(kept, args), 2e-5)
 
 
-def test_layers_in_a_loop_are_refused() -> None:
+def test_layers_in_a_loop_are_computed_again() -> None:
     step, args = made("gpt", scan=True)
 
-    with pytest.raises(PlanError, match="layers are in a loop"):
-        autopar.plan(step, *args, cluster="8:cpu", remat="all")
+    plain = autopar.plan(step, *args, cluster="8:cpu").predicted.peak_memory_bytes
+    again = autopar.plan(step, *args, cluster="8:cpu", remat="all")
+    assert again.remat is not None
+    assert again.predicted.peak_memory_bytes < plain

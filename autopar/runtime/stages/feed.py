@@ -191,17 +191,18 @@ class Feed:
     def _result(self, k: int, ran: Ran) -> Any:
         """A flat result of a step."""
         atom = self.program.body.outputs[k]
-        if isinstance(atom, Scalar):
-            return atom.value
-        if atom not in self.constants:
+        if not isinstance(atom, Scalar) and atom not in self.constants:
             return (ran.state if k in self.state else ran.told)[atom]
         # A new array each time: state is consumed by the next step.
+        known = (
+            np.asarray(atom.value, atom.aval.dtype)
+            if isinstance(atom, Scalar)
+            else self.constants[atom]
+        )
         old = next((a for a, new in self.analysis.carried.items() if new == k), None)
         here = (s for n, s in enumerate(self.pipeline.stages) if self.pipeline.here(n))
         where = NamedSharding(next(here).mesh, PartitionSpec())
-        return jax.device_put(
-            self.constants[atom], where if old is None else self.in_shardings[old]
-        )
+        return jax.device_put(known, where if old is None else self.in_shardings[old])
 
     def _passed(self, flat: Sequence[Any]) -> dict[int, Any]:
         """The arrays of the batch that the step returns as they are."""

@@ -31,7 +31,8 @@ def _threefry() -> Any:
 
 def can_draw(eqn: Equation, key_dtype: Any) -> bool:
     """Whether `drawn` knows an equation; its operand is a key of this dtype."""
-    whole = bool(jax.config.jax_threefry_partitionable)
+    # The stubs of the configuration do not know it.
+    whole = bool(getattr(jax.config, "jax_threefry_partitionable"))  # noqa: B009
     return whole and eqn.primitive in _PRIMITIVES and key_dtype == _threefry()
 
 
@@ -59,7 +60,7 @@ def drawn(
         if eqn.primitive == "random_split":
             data = jnp.stack(words, axis=-1)
             return jax.random.wrap_key_data(data, impl="threefry2x32")
-        return _bits(*words, eqn.params["bit_width"])
+        return _bits(words[0], words[1], eqn.params["bit_width"])
 
     for _ in range(key.ndim):
         draw = jax.vmap(draw)

@@ -10,9 +10,10 @@ the loop the sums of all replicas are added up.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -68,20 +69,17 @@ class Replicas:
           turn: one microbatch.
           constants: what all turns read.
           carry: what turns add up; zero at the beginning.
-          slices: arrays of which each microbatch has one entry, ``(count, ...)``.
+          slices: arrays with an entry for each microbatch, ``(count, ...)``.
 
         Returns what each replica has added up, ``(replicas, ...)``, and what it has
         stacked, ``(replicas, count, ...)``, which is zero where it had no turn.
         """
-        axis = values.mesh.axis_names[AXIS]
-        mesh = values.mesh
+        mesh, axis = values.mesh, values.mesh.axis_names[AXIS]
+        given_to_all = (constants, carry, slices)
 
         def replica(position: Any, *given: Any) -> Any:
-            values.mesh = jax.sharding.get_abstract_mesh()
-            try:
+            with _inside(values):
                 ends = self._turns(turn, position[0], *given)
-            finally:
-                values.mesh = mesh
             return jax.tree.map(lambda x: jax.lax.expand_dims(x, (0,)), ends)
 
         return jax.shard_map(
@@ -91,12 +89,7 @@ class Replicas:
             out_specs=PartitionSpec(axis),
             axis_names={axis},
             check_vma=False,
-        )(
-            np.arange(len(self.counts), dtype=np.int32),
-            list(constants),
-            list(carry),
-            list(slices),
-        )
+        )(np.arange(len(self.counts), dtype=np.int32), *map(list, given_to_all))
 
     def _turns(
         self, turn: Turn, position: Any, constants: Any, carry: Any, slices: Any
@@ -176,6 +169,16 @@ class Replicas:
         for stated in due:
             array = constrain(array, mesh, ((AXIS,), *stated))
         return values.pin(_total(array), due[-1:])
+
+
+@contextlib.contextmanager
+def _inside(values: Values) -> Generator[None]:
+    """Within it, values are laid out on the mesh of a ``shard_map``."""
+    mesh, values.mesh = values.mesh, jax.sharding.get_abstract_mesh()
+    try:
+        yield
+    finally:
+        values.mesh = mesh
 
 
 def _entry(array: Any, number: Any) -> Any:

@@ -41,10 +41,9 @@ def replay(
       replicas: deal the microbatches out over the mesh's first axis; None: every
         device goes through all of them.
 
-    The function's keyword ``synchroniser`` takes the deferred sums; without one
-    they are plain reductions. Its keyword ``made`` is called with each value that
-    the step makes outside of loops, and what it returns is used instead. Its keyword
-    ``watch`` looks at what the step makes.
+    The function's keyword ``synchroniser`` takes the deferred sums; without one they
+    are plain reductions. Its keyword ``made`` is called with each value that is made
+    outside of loops, and returns what is used instead; ``watch`` looks at values.
     """
     operators = operators_of(graph)
     made_by, sources = producers(graph.operators), program.by_index()
@@ -59,10 +58,9 @@ def replay(
             zip(program.body.inputs, (*arguments, *program.constants), strict=True)
         )
         values = Values(made_by, sources, plan, mesh, synchroniser, arrays, watch)
-        for op in operators.get(-1, []):
-            if op.kind == "input":
-                value = op.outputs[0]
-                arrays[value] = values.pin(arrays[value], plan.results(op, 0))
+        for op in (x for x in operators.get(-1, []) if x.kind == "input"):
+            value = op.outputs[0]
+            arrays[value] = values.pin(arrays[value], plan.results(op, 0))
         return Replayer(program, operators, values, replicas).step(made)
 
     return run

@@ -72,11 +72,17 @@ def sent(name: str, codec: str) -> tuple[AuditedCollective, ...]:
 
 
 def of_codecs(name: str, codec: str) -> list[AuditedCollective]:
-    """Those that the codecs ask for, without a few numbers of telemetry."""
+    """Those that the codecs ask for, without a few numbers of telemetry.
+
+    Sums of the forward pass over several axes, such as that of the loss, are written
+    down too (``jvp``).
+    """
     return [
         c
         for c in sent(name, codec)
-        if "shard_map" in c.source and "telemetry" not in c.source
+        if "shard_map" in c.source
+        and "telemetry" not in c.source
+        and "jvp" not in c.source
     ]
 
 

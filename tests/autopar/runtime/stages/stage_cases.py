@@ -105,7 +105,7 @@ def mixed_step(state: Any, batch: Any, scale: Any) -> Any:
     count = state["count"] + 1
     told = {"loss": value, "rows": rows, "x": x, "norm": norm}
     told |= {"count": count, "passed": batch["y"], "weight": params[0]["w"]}
-    told |= {"table": TABLE, "frozen": state["frozen"]}
+    told |= {"table": TABLE, "frozen": state["frozen"], "number": x.shape[0]}
     after = {"params": params, "key": new, "count": count, "reset": TABLE}
     return {**after, "frozen": state["frozen"]}, told
 
@@ -129,6 +129,7 @@ def mixed_distance(
         scale = np.float32(0.5 + k)
         state, told = step(state, rows_of(k), scale)
         same, expected = jax.jit(mixed_step)(same, batch(seed=k), scale)
+        assert all(isinstance(x, jax.Array) for x in jax.tree.leaves(told))
         most = max(most, distance(expected, told))
     return most
 
