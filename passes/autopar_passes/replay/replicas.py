@@ -155,13 +155,8 @@ class Replicas:
         if due is None:
             return values.defer(value, _total(array))
         if sums := plan.sums(value):
-            array = finished(
-                lambda shard: shard[:, 0],
-                [array],
-                [((AXIS,), axes, *layout)],
-                [_of_each(step) for step in sums],
-                mesh,
-            )
+            lies, steps = ((AXIS,), axes, *layout), [_of_each(step) for step in sums]
+            array = finished(lambda shard: shard[:, 0], [array], [lies], steps, mesh)
             due = behind(due, sums) or (sums[-1].layout,)
         else:
             zero = np.zeros((), array.dtype)
