@@ -29,7 +29,8 @@ from autopar.planner.stages.entry import cut_as, planned
 from autopar.planner.stages.plan import SCHEDULES, layers_of
 from autopar.planner.stages.staged import StageSite, Wanted
 from autopar.plans import PipelineData, Plan
-from autopar.runtime.stages.planned import PipelinedStep, pipelined_step
+from autopar.runtime.any_step import AnyStep
+from autopar.runtime.stages.planned import pipelined_step
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.program.trace import opened
 from autopar_passes.stages.cut import Phase, TaskKey
@@ -153,8 +154,8 @@ def measured(
     return statistics.median(times(step, made, arguments, steps))
 
 
-def times(step, made: PipelinedStep, arguments, steps: int) -> list[float]:
-    """Seconds in which the tasks of microbatches ran, step by step."""
+def times(step, made: AnyStep, arguments, steps: int) -> list[float]:
+    """Seconds of steps, one by one; the first compiles and does not count."""
     flat = opened(step, arguments).arrays
     placed = [
         jax.device_put(x, s) for x, s in zip(flat, made.in_shardings, strict=True)

@@ -26,16 +26,15 @@ import jax
 import numpy as np
 import workloads
 from jax.sharding import PartitionSpec
-from pipeline_mixed import mixed
+from pipeline_mixed import mixed, times
 
 import autopar
 from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
-from autopar.runtime.planned import PlannedStep, device_mesh, planned_step
+from autopar.runtime.planned import device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.layouts import automatic_axes
-from autopar_passes.program.trace import opened
 
 _OPTIONS = {"layers": 4, "d_model": 128, "seq": 64, "batch": 96}
 # Seconds that an even step is to take: then what two cores compute does not count.
@@ -147,21 +146,6 @@ def waiting(turn_s: list[float]):
         )(position, number)
 
     return wait
-
-
-def times(step, made: PlannedStep, arguments, steps: int) -> list[float]:
-    """Seconds of steps, one by one; the first compiles and does not count."""
-    flat = opened(step, arguments).arrays
-    placed = [
-        jax.device_put(x, s) for x, s in zip(flat, made.in_shardings, strict=True)
-    ]
-    out: list[float] = []
-    for number in range(steps + 1):
-        begin = time.perf_counter()
-        jax.block_until_ready(made.function(*placed))
-        if number:
-            out.append(time.perf_counter() - begin)
-    return out
 
 
 if __name__ == "__main__":

@@ -299,9 +299,8 @@ class ElasticRun:
         if change.cluster is None:
             self._leave(change)
             return None
-        with contextlib.ExitStack() as stack:
-            if self.ahead is not None:
-                stack.enter_context(self.ahead.awaited())
+        ahead = self.ahead
+        with contextlib.nullcontext() if ahead is None else ahead.awaited():
             return self._moved(change, change.cluster)
 
     def _leave(self, change: Change) -> None:

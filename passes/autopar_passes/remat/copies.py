@@ -3,13 +3,40 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from autopar_passes.program.building import renumbered
 from autopar_passes.program.equations import Equation, Program, Value, walk
+from autopar_passes.stages.flow import reads
 
 # JAX's name for the part of a backward pass that repeats a forward pass.
 _STACK = "transpose(rematted_computation)"
+
+
+def needed(
+    equations: Sequence[Equation],
+    values: Collection[int],
+    kept: Callable[[int], bool],
+) -> tuple[tuple[Equation, ...], tuple[int, ...]]:
+    """The equations that make values, and the kept values that they start from.
+
+    Args:
+      equations: in program order.
+      values: to be made.
+      kept: whether a value is there already.
+    """
+    wanted, given = set(values), dict[int, None]()
+    found: list[Equation] = []
+    for eqn in reversed(equations):
+        if wanted.isdisjoint(eqn.outputs):
+            continue
+        found.append(eqn)
+        for value in reads(eqn):
+            if kept(value):
+                given[value] = None
+            else:
+                wanted.add(value)
+    return tuple(reversed(found)), tuple(sorted(given))
 
 
 class Numbers:

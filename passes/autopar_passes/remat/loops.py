@@ -20,7 +20,7 @@ from autopar_passes.layer_loops.split import Splitter
 from autopar_passes.program.building import next_index, renumbered
 from autopar_passes.program.equations import Atom, Equation, Program, Region
 from autopar_passes.program.flatten import barrier_equation
-from autopar_passes.remat.copies import Numbers
+from autopar_passes.remat.copies import Numbers, needed
 from autopar_passes.remat.levels import RematError, keeps, names_of
 from autopar_passes.remat.owners import NEVER
 from autopar_passes.stages.flow import SMALL, reads
@@ -257,21 +257,6 @@ class _Loop:
             if isinstance(value, int) and not self.kept(value) and stack not in read
         }
 
-    def needed(self, values: Collection[int]) -> tuple[list[Equation], list[int]]:
-        """The equations of an iteration that make values, and what they start from."""
-        wanted, given = set(values), dict[int, None]()
-        found: list[Equation] = []
-        for eqn in reversed(self.body.equations):
-            if wanted.isdisjoint(eqn.outputs):
-                continue
-            found.append(eqn)
-            for value in reads(eqn):
-                if self.kept(value):
-                    given[value] = None
-                else:
-                    wanted.add(value)
-        return found[::-1], sorted(given)
-
     def source(self, value: int) -> tuple[Atom, bool]:
         """What holds a value for all iterations, and whether that is a stack."""
         if value in self.body.inputs:
@@ -301,7 +286,7 @@ class _Loop:
         }
         if not gone:
             return eqn
-        equations, given = self.needed(gone.values())
+        equations, given = needed(self.body.equations, gone.values(), self.kept)
         inside, more = self.operands(eqn, operands, given)
         gates = _gates(body, gone, body.inputs[consts:first])
         again, instead = self.again(eqn, equations, inside, gates)

@@ -20,7 +20,7 @@ from autopar_passes.graph.roles import Role
 from autopar_passes.program.building import next_index, renumbered
 from autopar_passes.program.equations import Equation, Program, Region
 from autopar_passes.program.flatten import barrier_equation
-from autopar_passes.remat.copies import Numbers
+from autopar_passes.remat.copies import Numbers, needed
 from autopar_passes.remat.levels import (
     FULL,
     RematError,
@@ -172,37 +172,20 @@ class _Rewriter:
             return None
         place = self.position[users[0].index]
         # A second forward pass may come later: what it makes is not there yet.
-        needed = {
+        wanted = {
             v
             for eqn in users
             for v in reads(eqn)
             if v in made and self.made_at(v) < place
         }
-        equations, given = self.needed(needed, place)
+        equations, given = needed(self.order[:place], wanted, self.kept)
         return _Again(
-            place, frozenset(needed), equations, given, self.gates(users, place)
+            place, frozenset(wanted), equations, given, self.gates(users, place)
         )
 
     def made_at(self, value: int) -> int:
         """Position of the equation that makes a value; -1 for inputs."""
         return self.position.get(self.flow.maker.get(value, -1), -1)
-
-    def needed(
-        self, values: Collection[int], place: int
-    ) -> tuple[tuple[Equation, ...], tuple[int, ...]]:
-        """The equations that make values, and the kept values that they start from."""
-        wanted, given = set(values), dict[int, None]()
-        found: list[Equation] = []
-        for eqn in reversed(self.order[:place]):
-            if wanted.isdisjoint(eqn.outputs):
-                continue
-            found.append(eqn)
-            for value in reads(eqn):
-                if self.kept(value):
-                    given[value] = None
-                else:
-                    wanted.add(value)
-        return tuple(reversed(found)), tuple(sorted(given))
 
     def gates(self, users: Sequence[Equation], place: int) -> tuple[int, ...]:
         """Cotangents that the first equation reads which reads any beside the layer."""
