@@ -31,7 +31,7 @@ from autopar.steps.work import (
     operator_work,
 )
 from autopar_passes.graph.build import step_graph
-from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.operators import OperatorGraph, producers
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.find import stacked_state
 from autopar_passes.microbatches.microbatched import Microbatched
@@ -199,6 +199,22 @@ class Analysis:
             for member in node.members
             if self.graph.operators[member].kind not in BOUNDARY
         }
+
+    def with_operators(self, graph: OperatorGraph) -> Analysis:
+        """The same step, whose operators run in other numbers.
+
+        Args:
+          graph: its operators, by the same numbers, each of the same values.
+        """
+        contraction = dataclasses.replace(
+            self.contraction, producer=producers(graph.operators)
+        )
+        return dataclasses.replace(
+            self,
+            graph=graph,
+            contraction=contraction,
+            sources=collect(graph, contraction),
+        )
 
     def life(self, habits: Habits = PLAIN) -> Lifetimes:
         """When values are made and last needed.

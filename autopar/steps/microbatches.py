@@ -17,13 +17,11 @@ from autopar.errors import PlanError
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.batch import batch_shape
-from autopar.steps.uses import collect
 from autopar_passes import jax_compat
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import (
     Operator,
     OperatorGraph,
-    producers,
     readers,
 )
 from autopar_passes.graph.roles import InputRole
@@ -262,14 +260,8 @@ def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:
         accumulated=_added_up(analysis.graph, found, repeated),
         microbatches=count,
     )
-    contraction = dataclasses.replace(
-        analysis.contraction, producer=producers(graph.operators)
-    )
     return dataclasses.replace(
-        analysis,
-        graph=graph,
-        contraction=contraction,
-        sources=collect(graph, contraction),
+        analysis.with_operators(graph),
         deferrals=tuple(_waiting(d, graph) for d in analysis.deferrals),
     )
 

@@ -10,8 +10,7 @@ import dataclasses
 
 from autopar.errors import PlanError
 from autopar.steps.analysis import Analysis
-from autopar.steps.uses import collect
-from autopar_passes.graph.operators import Operator, producers
+from autopar_passes.graph.operators import Operator
 from autopar_passes.microbatches.microbatched import Combine
 from autopar_passes.program.equations import Equation, walk
 from autopar_passes.replay.replicas import can_add_up
@@ -69,16 +68,7 @@ def with_turns(analysis: Analysis, turns: int) -> Analysis:
         for op in analysis.graph.operators
     )
     graph = dataclasses.replace(analysis.graph, operators=operators)
-    contraction = dataclasses.replace(
-        analysis.contraction, producer=producers(graph.operators)
-    )
-    return dataclasses.replace(
-        analysis,
-        graph=graph,
-        contraction=contraction,
-        sources=collect(graph, contraction),
-        turns=turns,
-    )
+    return dataclasses.replace(analysis.with_operators(graph), turns=turns)
 
 
 def _loop(analysis: Analysis) -> Equation:
