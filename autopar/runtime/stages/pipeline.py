@@ -23,6 +23,7 @@ from autopar.runtime.stages.stage import (
     layout_code,
     task_code,
 )
+from autopar.runtime.stages.summed_once import summed_once
 from autopar.runtime.stages.transport import Links
 from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey
 
@@ -132,7 +133,7 @@ class Pipeline:
         ]
         self.wait_s = wait_s
         self.cut = cut
-        self.stages = tuple(stages)
+        self.stages = tuple(summed_once(s, cut, crossed.scales) for s in stages)
         self.order = tuple(order)
         self.crossed = crossed
         leaving = cut.program.body.outputs
