@@ -125,6 +125,11 @@ class Analysis:
         return {}
 
     @functools.cached_property
+    def layers(self) -> list[tuple[int, ...]]:
+        """What `autopar.steps.remat.layer_starts` has found of it."""
+        return []
+
+    @functools.cached_property
     def rewritten(self) -> dict[tuple[int, bool, Rematerialisation], Analysis]:
         """What `autopar.steps.remat.rematerialised` has made of it."""
         return {}
