@@ -36,8 +36,8 @@ from autopar.errors import PlanError
 from autopar.runtime.world import Alone, World
 from autopar_passes import jax_processes
 
-# How long the others may take to connect, and the supervisor to find who broke a world.
-_CONNECT_S, _VERDICT_S = 20, 5.0
+# How long the others may take to connect, and the supervisor to say who broke a world.
+_CONNECT_S, _VERDICT_S = 20, 60.0
 _WATCH_S = 0.2
 
 
