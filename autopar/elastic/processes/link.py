@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from autopar.elastic.processes.messages import Connection, Message, connect
@@ -180,6 +181,32 @@ class Link:
                 self._wait()
             ended = bool(self._orders) and self._orders[0]["kind"] == "end"
             return ended and not self.aborted
+
+    def ends(self, call: Future[Any], patience_s: float) -> bool:
+        """Waits for a call in another thread.
+
+        Args:
+          call: that may wait for processes that are gone.
+          patience_s: how long it may go on after the world is to be left.
+
+        Returns:
+          Whether it has ended; otherwise the world is to be left without it.
+        """
+        call.add_done_callback(lambda _: self._notify())
+        aborted_s = math.inf
+        with self._changed:
+            while not call.done():
+                now = time.monotonic()
+                if self.aborted:
+                    aborted_s = min(aborted_s, now)
+                    if now - aborted_s > patience_s:
+                        return False
+                self._changed.wait(min(_BEAT_S, patience_s))
+        return True
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
     def verdict(self, error: BaseException, wait_s: float) -> bool:
         """Whether the world of this process is broken, which explains an error.
