@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.codecs import StagedCodecs
-from autopar.runtime.stages.order import Issue, Threads, turns
+from autopar.runtime.stages.order import Issue, turns
 from autopar.runtime.stages.outcome import calls_back
 from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.restoring import Carried
@@ -26,6 +26,7 @@ from autopar.runtime.stages.stage import (
 )
 from autopar.runtime.stages.summed_once import summed_once
 from autopar.runtime.stages.transport import Links
+from autopar.runtime.threads import Threads
 from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey, equations_of
 
 
