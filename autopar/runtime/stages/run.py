@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from autopar.errors import StageError
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
@@ -53,9 +54,12 @@ def run_step(
         begin = time.perf_counter()
         try:
             run.issue_all()
-        finally:  # an earlier task may be why one could not be issued
-            run.settle()
+        except StageError:
+            if pipeline.links is None:
+                run.settle()  # an earlier task may be why one could not be issued
+            raise
         pipeline.issuing_s = time.perf_counter() - begin
+        run.settle()
     with meeting(pipeline.links, run.give_up_rest, "updating the state"):
         run.end()
     told = {**run.results, **run.told}
@@ -115,6 +119,13 @@ class _Run(Transfers):
         Raises:
           StageError: one failed.
         """
+        links = self.pipeline.links
+        if not self.watched:
+            return
+        self.wait_all() if links is None else links.waited(self.wait_all)
+
+    def wait_all(self) -> None:
+        """Waits for all tasks that are watched."""
         for call, number, made in self.watched:
             self.wait(call, number, made)
 
