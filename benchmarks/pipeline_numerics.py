@@ -11,7 +11,8 @@ are changed by one unit in the last place. ``--float64`` takes one step in float
 instead, and prints the largest difference of the parameters' change.
 
 ``--table FILE`` does both, each example in a process of its own. It appends the rows to
-FILE, leaves out those that FILE has, and prints all as one Markdown table.
+FILE, leaves out those that FILE has, and prints all as one Markdown table; with
+``--show`` it runs nothing.
 """
 
 from __future__ import annotations
@@ -119,6 +120,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--float64", action="store_true")
     parser.add_argument("--table", type=pathlib.Path, help="see above")
+    parser.add_argument("--show", action="store_true", help="run nothing")
     parser.add_argument("--rows", type=pathlib.Path, help="append rows that it lacks")
     return parser.parse_args()
 
@@ -127,7 +129,8 @@ def _fill(table: pathlib.Path, args: argparse.Namespace) -> None:
     """Runs what the table lacks, each example in a process of its own."""
     options = ["--stages", *map(str, args.stages), "--schedules", *args.schedules]
     options += ["--microbatches", str(args.microbatches), "--steps", str(args.steps)]
-    for name, precision in itertools.product(args.examples, ([], ["--float64"])):
+    todo = [] if args.show else itertools.product(args.examples, ([], ["--float64"]))
+    for name, precision in todo:
         words = [name, *options, *precision, "--rows", str(table)]
         done = subprocess.run([sys.executable, __file__, *words], check=False)
         if done.returncode:
