@@ -365,8 +365,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
         State that the step returned, or that `init` made, stays where it lies. The
         batch is split over the axes that split the step's batch. Nothing is consumed.
-        Of a plan of several stages the state is copied in each call, split over all
-        devices.
+        With several stages the state is copied in each call, split over all devices.
 
         Args:
           function: such as ``evaluate(state, batch)``.
