@@ -8,7 +8,8 @@ Two sources, each with its own strategies priced on its own meshes:
   or over all devices, with and without tensor parallelism (InternLM,
   doc/en/train_performance.md);
 * Llama 3 8B on H100s by torchtitan: FSDP, and FSDP with tensor parallelism of 8
-  (pytorch/torchtitan, benchmarks).
+  (pytorch/torchtitan, benchmarks). Its cards are limited to 500 W and have 2.4 TB/s of
+  memory (`TITAN`), as their rows of `benchmarks/published.py` have.
 
 FILE is a JSON list of more rows in the same form as `ROWS`. Prints a JSON line for
 each row, then one for each pair of sizes of a strategy: seconds by which a step grows,
