@@ -71,7 +71,8 @@ MODELS["gpt-4096-b16-remat"] = ("gpt", {**LARGE, "dtype": "bfloat16", "remat": T
 MODELS["llama-4096-b16-remat"] = ("llama", {**_LLAMA_LARGE, "remat": True})
 MODELS["llama-4096-b16"] = ("llama", _LLAMA_LARGE)
 CLUSTERS = (
-    "8:cpu,memory=64GB", "32:cpu,memory=64GB", "8:h100", "2x4:h100", "8x8:h100",
+    "8:cpu,memory=64GB", "2x4:cpu,memory=64GB", "4x8:cpu,memory=64GB",
+    "2x4x4:cpu,memory=64GB", "8:h100", "2x4:h100", "8x8:h100",
     "4x4:v5e", "8x8:v5e", "2x2x4:v5p",
 )  # fmt: skip
 
@@ -164,7 +165,7 @@ def predicted(
     cluster = Cluster.parse(case.cluster)
     bound = bind_plan(analysis, plan, cluster)
     overhead = cluster.device.calibrated.memory_overhead
-    life = analysis.life(habits_of(cluster.device.kind))
+    life = analysis.life(habits_of(cluster.device))
     memory = peak_memory_bytes(restore(analysis, plan), life, overhead)
     sent = sum(c.sent_bytes(bound.pricer) for c in bound.collectives)
     messages = predicted_messages(bound)
