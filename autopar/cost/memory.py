@@ -110,8 +110,9 @@ def buffers(
         until = max(life.reads[op.index], op.until)
         start = life.time[op.index]
         for reading in read_by[op.index]:
-            if (reading.value, op.index) in life.copies:
-                out.append(_copy(assignment, reading.value, start, until))
+            made = life.copies.get((reading.value, op.index))
+            if made is not None:
+                out.append(_copy(assignment, reading.value, made, until))
                 continue
             for source, way in zip(reading.sources, ways[reading.group], strict=True):
                 _read(assignment, source, way, (start, until), ends, forms)

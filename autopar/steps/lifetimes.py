@@ -23,14 +23,14 @@ class Lifetimes:
       reads: per operator, when its results are last needed (its own time, or
         that of the readers it is fused into).
       copies: values that an operator reads in another order of their dimensions than
-        others do, with that operator (`autopar.steps.orders`). They are made for it.
+        others do, with that operator (`autopar.steps.orders`): when they are made.
       workspace_bytes: what matrix products take to work in, if there are any.
     """
 
     time: tuple[int, ...]
     written: frozenset[int]
     reads: tuple[int, ...]
-    copies: frozenset[tuple[int, int]] = frozenset()
+    copies: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     workspace_bytes: int = 0
 
 
@@ -62,7 +62,7 @@ def lifetimes(
     written: frozenset[int],
     late: Mapping[int, int] | None = None,
     most: int = 0,
-    copies: frozenset[tuple[int, int]] = frozenset(),
+    copies: Mapping[tuple[int, int], bool] | None = None,
 ) -> Lifetimes:
     """Derives the order of operators, and when each result is last needed.
 
@@ -72,8 +72,8 @@ def lifetimes(
       late: products that run late (`Habits.late_gradients`), each with the last
         operator of its loop, or of the program.
       most: how many of them wait at once.
-      copies: as in `Lifetimes`. What an element-wise operator makes is made again for
-        them, so what it reads lives until then.
+      copies: as in `autopar.steps.orders.Orders`. What an element-wise operator makes
+        is made again for them, so what it reads lives until then.
     """
     readers: dict[int, list[int]] = {}
     for op in graph.operators:
@@ -85,15 +85,17 @@ def lifetimes(
     for index, until in _late(graph, late or {}, most).items():
         reads[index] = max(reads[index], until)
     maker = {v: op for op in graph.operators for v in op.outputs}
-    for value, reader in copies:
-        if is_elementwise(maker[value]):
-            made = maker[value].index
-            reads[made] = max(reads[made], time[reader])
+    made: dict[tuple[int, int], int] = {}
+    for (value, reader), at_once in (copies or {}).items():
+        op = maker[value]
+        made[value, reader] = when = time[op.index if at_once else reader]
+        if is_elementwise(op):
+            reads[op.index] = max(reads[op.index], when)
     for op in reversed(graph.operators):
         if op.kind != "return" and written.isdisjoint(op.outputs):
             ends = [reads[r] for v in op.outputs for r in readers.get(v, [])]
             reads[op.index] = max([time[op.index], *ends])
-    return Lifetimes(tuple(time), written, tuple(reads), copies)
+    return Lifetimes(tuple(time), written, tuple(reads), made)
 
 
 def _late(

@@ -13,7 +13,8 @@ XLA's GPU compiler fixes the order around batched products (openxla/xla,
 * where two arrays of different orders meet, what the later one is made of is written in
   the order of the earlier, once for all its readers: a product's result, or what it is
   converted to;
-* an array that products want in several orders is made once for each.
+* an array that products want in several orders is made once for each: the order in
+  which it lies and one other at once, by one kernel; further ones when they are read.
 
 So the weights of grouped attention are made again for the backward pass, and the
 gradient of its scores is written in float32 in the order of the scores, and then once
@@ -24,7 +25,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.steps.fusion import is_elementwise, side_factors
 from autopar_passes.graph.operators import Operator, OperatorGraph
@@ -45,14 +46,14 @@ class Orders:
     Attributes:
       rewritten: results that are written in another order than they are made in.
       copies: values that an operator reads in another order than others do, with that
-        operator.
+        operator: whether they are made at once, or when it reads them.
     """
 
     rewritten: frozenset[int]
-    copies: frozenset[tuple[int, int]]
+    copies: Mapping[tuple[int, int], bool]
 
 
-NO_ORDERS = Orders(frozenset(), frozenset())
+NO_ORDERS = Orders(frozenset(), {})
 
 
 def orders(graph: OperatorGraph) -> Orders:
@@ -63,13 +64,13 @@ def orders(graph: OperatorGraph) -> Orders:
         if not found.new:
             break
         found = _pass(graph, {**found.forced, **found.new})
-    copies = (
-        (value, reader)
+    copies = {
+        (value, reader): at_once
         for value, wants in found.wants.items()
-        for reader in _copied_for(graph, value, wants, found.order.get(value))
-    )
+        for reader, at_once in _copied_for(graph, value, wants, found.order.get(value))
+    }
     rewritten = frozenset(v for v in found.forced if is_elementwise(found.maker[v]))
-    return Orders(rewritten, frozenset(copies))
+    return Orders(rewritten, copies)
 
 
 def _pass(graph: OperatorGraph, forced: dict[int, _Fixed]) -> _Found:
@@ -82,7 +83,7 @@ def _pass(graph: OperatorGraph, forced: dict[int, _Fixed]) -> _Found:
     for op in graph.operators:
         if op.kind == "dot_general":
             _note_product(op, found)
-        elif is_elementwise(op):
+        elif op.outputs and is_elementwise(op):
             _note_elementwise(op, found)
     return found
 
@@ -211,15 +212,15 @@ def _copied_for(
     value: int,
     wants: Sequence[tuple[int, Order | None]],
     fixed: _Fixed | None,
-) -> list[int]:
-    """The products that read further copies of a value, one for each copy."""
+) -> list[tuple[int, bool]]:
+    """The products that read further copies of a value; whether it is made at once."""
     lies = _plain(graph, value) if fixed is None else fixed.order
     asked = [lies if wanted is None else wanted for _, wanted in wants]
     seen = set(asked[:1])
-    out: list[int] = []
+    out: list[tuple[int, bool]] = []
     for (reader, _), order in zip(wants, asked, strict=True):
         if order not in seen:
-            out.append(reader)
+            out.append((reader, lies in asked and not out))
             seen.add(order)
     return out
 

@@ -98,6 +98,14 @@ def test_copies_are_made_for_their_readers() -> None:
     assert without.reads[maker] == without.time[maker]
 
 
+def test_operators_without_results_fix_nothing() -> None:
+    def told(x: Any, k: Any, v: Any) -> jax.Array:
+        jax.debug.callback(lambda _: None, x)
+        return plain(x, k, v)
+
+    assert not orders(prepared(told).graph).copies
+
+
 @pytest.mark.parametrize("attention", [plain, grouped])
 def test_other_compilers_write_no_more(attention: Any) -> None:
     life = prepared(attention).analysis.life()
