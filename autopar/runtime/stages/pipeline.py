@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.codecs import StagedCodecs
-from autopar.runtime.stages.order import Issue, Threads, turns
+from autopar.runtime.stages.order import Issue, turns
 from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.restoring import Carried
 from autopar.runtime.stages.running_sums import finish_code, zeros_code
@@ -24,6 +24,7 @@ from autopar.runtime.stages.stage import (
     task_code,
 )
 from autopar.runtime.stages.transport import Links
+from autopar.runtime.threads import Threads
 from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey
 
 
