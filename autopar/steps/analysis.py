@@ -19,6 +19,7 @@ from autopar.steps.independence import Independent, independent
 from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes, lifetimes
 from autopar.steps.nodes import Contraction, contract
+from autopar.steps.orders import NO_ORDERS, orders
 from autopar.steps.positions import Positions, positions
 from autopar.steps.readings import Readings, readings
 from autopar.steps.spares import Spares
@@ -233,9 +234,15 @@ class Analysis:
             again = habits.makes_again
             fused = made_again(self.graph, floating) if again else self.fusion
             late = self._gradients if habits.late_gradients else {}
-            known = self._lives[habits] = lifetimes(
-                self.graph, fused.buffers, late, habits.late_gradients
+            ordered = orders(self.graph) if habits.keeps_orders else NO_ORDERS
+            written = fused.buffers | (ordered.rewritten - floating)
+            known = lifetimes(
+                self.graph, written, late, habits.late_gradients, ordered.copies
             )
+            if any(op.kind in MATRIX for op in self.graph.operators):
+                room = habits.workspace_bytes
+                known = dataclasses.replace(known, workspace_bytes=room)
+            self._lives[habits] = known
         return known
 
     @functools.cached_property
