@@ -23,6 +23,7 @@ import workloads
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.cluster import Cluster
+from autopar.cost.messages import messages
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.experts import expert_plans
 from autopar.planner.record import make_plan
@@ -66,8 +67,8 @@ def chain(layers: int, width: int) -> list[tuple[str, int]]:
 def counts(found: Candidate, kind: str) -> tuple[int, float]:
     """Collectives that run as a kind, each of a loop once, and their messages."""
     same = [c for c in found.collectives if found.pricer.runs_as(c.step.kind) == kind]
-    parts = (c.size / c.message_bytes if c.message_bytes else 1.0 for c in same)
-    return len(same), sum(parts)
+    sent = messages(found.pricer, found.collectives, found.assignment)
+    return len(same), sent.get(kind, 0.0)
 
 
 def example(name: str, seconds: float) -> None:
@@ -85,10 +86,10 @@ def example(name: str, seconds: float) -> None:
         program = planned_step(analysis, plan, device_mesh(plan)).lower().compile()
         compiled = collections.Counter(kind for kind, _ in operations(program))
         for kind in ("all_reduce", "all_gather"):
-            collectives, messages = counts(found, kind)
+            collectives, sent = counts(found, kind)
             operation = kind.replace("_", "-")
             workloads.row(
-                name, expert.name, operation, collectives, f"{messages:.0f}",
+                name, expert.name, operation, collectives, f"{sent:.0f}",
                 compiled[operation],
             )  # fmt: skip
 

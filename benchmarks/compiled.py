@@ -3,12 +3,15 @@
     python benchmarks/compiled.py --out results.jsonl [--cases 'gpt*h100*' ...]
     python benchmarks/compiled.py --out results.jsonl --table
     python benchmarks/compiled.py --out results.jsonl --again
+    python benchmarks/compiled.py --out results.jsonl --limit 0.8 [--cases ...]
 
 Needs the extras ``gpu-compiler`` and ``tpu-compiler`` for the cases that name a GPU or
 a TPU. Each case is one line of JSON: memory, bytes, messages and compute, predicted and
 compiled, with the ratio of the two. Cases that the file holds already are left out, so
 that a run can be stopped. ``--again`` predicts again for the plans of the file, which
-keeps what the compilers said; ``--table`` prints the file as a table.
+keeps what the compilers said; ``--table`` prints the file as a table. ``--limit`` plans
+again with a part of the memory that the file predicts, and says whether the compiler
+keeps to that limit: such a plan trades time for memory.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
@@ -71,7 +74,8 @@ MODELS["gpt-4096-b16-remat"] = ("gpt", {**LARGE, "dtype": "bfloat16", "remat": T
 MODELS["llama-4096-b16-remat"] = ("llama", {**_LLAMA_LARGE, "remat": True})
 MODELS["llama-4096-b16"] = ("llama", _LLAMA_LARGE)
 CLUSTERS = (
-    "8:cpu,memory=64GB", "32:cpu,memory=64GB", "8:h100", "2x4:h100", "8x8:h100",
+    "8:cpu,memory=64GB", "2x4:cpu,memory=64GB", "4x8:cpu,memory=64GB",
+    "2x4x4:cpu,memory=64GB", "8:h100", "2x4:h100", "8x8:h100",
     "4x4:v5e", "8x8:v5e", "2x2x4:v5p",
 )  # fmt: skip
 
@@ -82,11 +86,19 @@ class Case:
 
     model: str
     cluster: str
+    memory_bytes: int = 0
 
     @property
     def name(self) -> str:
-        """Such as ``gpt@8:h100``."""
-        return f"{self.model}@{self.cluster.split(',')[0]}"
+        """Such as ``gpt@8:h100``; ``|limit`` with memory of its own."""
+        limit = "|limit" * bool(self.memory_bytes)
+        return f"{self.model}@{self.cluster.split(',')[0]}{limit}"
+
+    @property
+    def machine(self) -> Cluster:
+        """The cluster, with the memory of the case."""
+        own = f",memory={self.memory_bytes}B" * bool(self.memory_bytes)
+        return Cluster.parse(self.cluster + own)
 
     @property
     def target(self) -> str | None:
@@ -118,10 +130,21 @@ def cases(patterns: list[str]) -> Iterator[Case]:
                 yield case
 
 
+def limited(
+    chosen: Iterable[Case], known: dict[str, dict[str, Any]], part: float
+) -> Iterator[Case]:
+    """The cases with a part of the memory that the plan of the file is to take."""
+    for case in chosen:
+        row = known.get(case.name)
+        if row is not None and "predicted" in row:
+            limit = int(part * row["predicted"]["memory"])
+            yield dataclasses.replace(case, memory_bytes=limit)
+
+
 def measured(case: Case, seconds: float) -> dict[str, Any]:
     """Plans and compiles a case."""
     analysis = case.analysis()
-    cluster = Cluster.parse(case.cluster)
+    cluster = case.machine
     plan = plan_analysis(analysis, cluster, PlanOptions(seconds=seconds))
     start = time.perf_counter()
     found = audit_analysis(
@@ -154,6 +177,9 @@ def measured(case: Case, seconds: float) -> dict[str, Any]:
             },
             "bytes": dict(bytes_by_kind(seen.collectives)),
         }
+    if case.memory_bytes:
+        peak = out["compiled"]["memory"]["peak_bytes"]
+        out["limit"] = {"bytes": case.memory_bytes, "part": peak / case.memory_bytes}
     return out | {"predicted": predicted(case, analysis, plan, out["compiled"])}
 
 
@@ -161,10 +187,10 @@ def predicted(
     case: Case, analysis: Analysis, plan: Plan, compiled: dict[str, Any]
 ) -> dict[str, Any]:
     """The predictions for a plan, and their ratios to what was compiled."""
-    cluster = Cluster.parse(case.cluster)
+    cluster = case.machine
     bound = bind_plan(analysis, plan, cluster)
     overhead = cluster.device.calibrated.memory_overhead
-    life = analysis.life(habits_of(cluster.device.kind))
+    life = analysis.life(habits_of(cluster.device))
     memory = peak_memory_bytes(restore(analysis, plan), life, overhead)
     sent = sum(c.sent_bytes(bound.pricer) for c in bound.collectives)
     messages = predicted_messages(bound)
@@ -197,17 +223,19 @@ def held(path: pathlib.Path) -> dict[str, dict[str, Any]]:
 def table(rows: dict[str, dict[str, Any]]) -> None:
     """Prints the ratios of a file."""
     names = ("memory", "bytes", "messages", "compute")
-    workloads.row("case", "mesh", "memory GB", *(f"{n} ratio" for n in names))
-    workloads.row(*["---"] * (3 + len(names)))
+    ratios = (f"{n} ratio" for n in names)
+    workloads.row("case", "mesh", "memory GB", "of the limit", *ratios)
+    workloads.row(*["---"] * (4 + len(names)))
     for name, found in rows.items():
         if "error" in found:
-            workloads.row(name, found["error"][:90], *[""] * 5)
+            workloads.row(name, found["error"][:90], *[""] * 6)
             continue
         ratios = found["predicted"]["ratio"]
         cells = (f"{ratios[n]:.2f}" if n in ratios else "" for n in names)
         mesh = "x".join(str(n) for n in found["mesh"].values())
         memory = found["compiled"]["memory"]["peak_bytes"]
-        workloads.row(name, mesh, f"{memory / 1e9:.3f}", *cells)
+        part = f"{found['limit']['part']:.2f}" if "limit" in found else ""
+        workloads.row(name, mesh, f"{memory / 1e9:.3f}", part, *cells)
 
 
 def main() -> int:
@@ -218,14 +246,18 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0)
     parser.add_argument("--table", action="store_true")
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--limit", type=float, default=0.0)
     options = parser.parse_args()
     known = held(options.out)
     chosen = list(cases(options.cases))
     if options.table:
-        table({c.name: known[c.name] for c in chosen if c.name in known})
+        names = [n for c in chosen for n in (c.name, c.name + "|limit")]
+        table({n: known[n] for n in names if n in known})
         return 0
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", MOST_CPUS)
+    if options.limit:
+        chosen = list(limited(chosen, known, options.limit))
     for case in chosen:
         row = known.get(case.name)
         if options.again and row is not None and "plan" in row:

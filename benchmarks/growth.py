@@ -8,7 +8,13 @@ Two sources, each with its own strategies priced on its own meshes:
   or over all devices, with and without tensor parallelism (InternLM,
   doc/en/train_performance.md);
 * Llama 3 8B on H100s by torchtitan: FSDP, and FSDP with tensor parallelism of 8
-  (pytorch/torchtitan, benchmarks).
+  (pytorch/torchtitan, benchmarks). Its cards are limited to 500 W and have 2.4 TB/s of
+  memory (`TITAN`), as their rows of `benchmarks/published.py` have.
+
+InternLM's ZeRO-1 has no gathers beside the forward pass: behind the update each device
+broadcasts its part of the parameters, one device after the other, when no work is left
+(internlm/solver/optimizer/hybrid_zero_optim.py). So these rows are priced with the
+plan's gathers taken out and `broadcasts_s` put in, by NCCL's own model.
 
 FILE is a JSON list of more rows in the same form as `ROWS`. Prints a JSON line for
 each row, then one for each pair of sizes of a strategy: seconds by which a step grows,
@@ -30,6 +36,11 @@ from typing import Any
 import decoder
 
 import autopar
+from autopar.cluster.presets import STREAM_EFFICIENCY
+from autopar.cost.breakdown import step_s
+from autopar.cost.combining import GATHERS
+from autopar.cost.evaluate import total
+from autopar.cost.items import CostItem, hidden_item
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
 from autopar.planner.candidate import Candidate
@@ -40,6 +51,11 @@ from autopar.steps.analysis import Analysis, analyse
 
 # Rows that differ by less than this part are in no order.
 ALIKE = 0.01
+# NCCL's model of a broadcast in a ring, Simple protocol (src/graph/tuning.cc, version
+# 2.29): seconds of its start, and of each step among and within hosts.
+START_S, NETWORK_STEP_S, NVLINK_STEP_S = 8.4e-6, 14.0e-6, 4.0e-6
+# torchtitan's cards: H100s with 2.4 TB/s, of which a large copy attains a part.
+TITAN = {"memory_bandwidth_bytes_per_s": 2.4e12 * STREAM_EFFICIENCY}
 INTERNLM = {
     "family": "llama", "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 32,
     "head_dim": 128, "ffn": 11008, "vocab": 103168,
@@ -63,6 +79,8 @@ def row(
         "remat": "none" if internlm else "dots",
         "tensor": tensor,
         "strategy": strategy,
+        "broadcasts": internlm,
+        "device_overrides": {} if internlm else TITAN,
         "step_s": measured,
     }
 
@@ -135,6 +153,50 @@ def priced(
     raise SystemExit(f"{given['id']}: no plan of this strategy.")
 
 
+def own_seconds(given: dict[str, Any], found: Candidate) -> float:
+    """Seconds of a step as the run sends its parameters."""
+    if not given.get("broadcasts"):
+        return found.step_s
+    sent, kept = 0.0, list[CostItem]()
+    for item in found.items:
+        moved = item.collective
+        if moved is not None and moved.place is not None and moved.step.kind in GATHERS:
+            sent += moved.trips * moved.size
+        elif not item.cost.cover_s:
+            kept.append(item)
+    hidden = hidden_item(found.assignment, found.pricer, kept)
+    cost = total([*kept, hidden] if hidden is not None else kept)
+    hosts = 1 if given["strategy"].endswith("within") else None
+    return step_s(cost) + broadcasts_s(
+        sent, found.pricer.cluster, given["tensor"], hosts
+    )
+
+
+def broadcasts_s(
+    nbytes: float, cluster: autopar.Cluster, tensor: int, hosts: int | None
+) -> float:
+    """Seconds in which each device of a group broadcasts its part, one after the other.
+
+    A ring takes a step for each device of the group, and the bytes of a part go once
+    through the slowest link; over hosts, the devices of a host share its links.
+
+    Args:
+      nbytes: of all parts together.
+      cluster: hosts of devices.
+      tensor: devices that are in other groups for each of this group.
+      hosts: over which the group goes; None: all.
+    """
+    outer, inner = cluster.levels[0], cluster.levels[-1]
+    hosts, local = hosts or outer.size * (len(cluster.levels) > 1) or 1, inner.size
+    local //= tensor
+    if hosts == 1:
+        step, per_byte = NVLINK_STEP_S, 1 / inner.link.bandwidth_bytes_per_s
+    else:
+        step, per_byte = NETWORK_STEP_S, 1 / outer.link.bandwidth_bytes_per_s / local
+    devices = hosts * local
+    return devices * (START_S + devices * step) + nbytes * per_byte
+
+
 def compared(done: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """The growth of each strategy, and the order of rows of as many devices."""
     out: list[dict[str, Any]] = []
@@ -171,15 +233,20 @@ def main() -> None:
         rows, key=lambda r: (r["sequence"], len(r["cluster"]), r["cluster"])
     ):
         cluster = autopar.Cluster.parse(given["cluster"])
+        changed = given.get("device_overrides", {})
+        device = dataclasses.replace(cluster.device, **changed)
+        cluster = dataclasses.replace(cluster, device=device)
         key = json.dumps([given["model"], given["sequence"], given["cluster"]])
         if key not in known:
             known = {key: analysed(given, cluster)}
         found = priced(given, known[key], cluster, chosen.limit)
         cost = found.cost
+        seconds = own_seconds(given, found)
         line = given | {
             "devices": cluster.num_devices,
-            "predicted_s": found.step_s,
-            "ratio": found.step_s / given["step_s"],
+            "planned_s": found.step_s,
+            "predicted_s": seconds,
+            "ratio": seconds / given["step_s"],
             "work_s": cost.work_s,
             "waiting_s": cost.waiting_s + cost.waiting_latency_s,
             "hideable_s": cost.hideable_total_s,

@@ -1,14 +1,18 @@
 """Training in pipeline stages against one device with the same microbatches.
 
-    python benchmarks/pipeline_numerics.py [example ...] [--stages 2 4] [--steps 20]
+    python benchmarks/pipeline_numerics.py --table rows.jsonl
+    python benchmarks/pipeline_numerics.py [example ...] [--stages 2 4] [--float64]
 
 Trains each example in float32 in 2 and 4 stages on 8 simulated devices under every
 schedule, and on one device by the program that adds up over the same microbatches.
 Prints a JSON line each: the largest relative difference of the losses; beside it three
 times the largest difference that five runs on one device make whose first parameters
-are changed by one unit in the last place; and the largest difference of the
-parameters' change in the first step in float64, where the example can compute in it.
-``--float64`` runs that part alone.
+are changed by one unit in the last place. ``--float64`` takes one step in float64
+instead, and prints the largest difference of the parameters' change.
+
+``--table FILE`` does both, each example in a process of its own. It appends the rows to
+FILE, leaves out those that FILE has, and prints all as one Markdown table; with
+``--show`` it runs nothing.
 """
 
 from __future__ import annotations
@@ -17,8 +21,13 @@ import argparse
 import itertools
 import json
 import os
+import pathlib
+import subprocess
 import sys
+import tempfile
+import traceback
 import zlib
+from collections.abc import Collection
 
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
@@ -27,6 +36,7 @@ import jax.numpy as jnp
 import numpy as np
 import unet
 import workloads
+from flax import nnx
 
 import autopar
 from autopar.steps.analysis import analyse
@@ -45,15 +55,63 @@ CASES = {
     "resnet-slow": {"width": 8, "size": 16, "batch": 16},
     "moe": {**_SMALL, "layers": 4, "ffn": 64},
     "lstm": {"d_model": 32, "seq": 16, "batch": 16, "layers": 2},
+    "recommendation": {
+        "tables": 4,
+        "rows": 256,
+        "width": 16,
+        "hidden": 32,
+        "batch": 64,
+    },
     "unet": {"widths": (32, 64), "heads": 2, "size": 8, "batch": 16},
 }
+# Two parts on each of four stages need eight layers.
+_DEEP = {"layers": 8}
+_DEEPER = {"gpt", "gpt-nnx", "llama", "vit", "moe", "lstm"}
+# Its layers compute in what its parameters are in.
+_WITHOUT_DTYPE = {"recommendation"}
 # What couples the rows of a batch is computed from each microbatch.
 _COUPLED = {"moe"}
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
+BAR = 1e-5
+_HEADER = ("example", "stages", "schedule", "losses", "allowed", "first step, float64")
 
 
 def main() -> None:
     """Prints a line for each example, number of stages and schedule."""
+    args = _arguments()
+    if args.table:
+        _fill(pathlib.Path(args.table), args)
+        return
+    if args.float64:
+        jax.config.update("jax_enable_x64", True)
+    sys.path.insert(0, str(workloads.EXAMPLES_DIR))
+    have = _read(args.rows)
+    with tempfile.TemporaryDirectory() as folder:
+        # Schedules share most of their programs.
+        jax.config.update("jax_compilation_cache_dir", folder)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        _take(args, have)
+
+
+def _take(args: argparse.Namespace, have: Collection[tuple[object, ...]]) -> None:
+    """Prints the rows that are not there yet, and appends them to a file."""
+    wanted: dict[tuple[str, bool], list[tuple[int, str]]] = {}
+    for key in itertools.product(args.examples, args.stages, args.schedules):
+        name, stages, schedule = key
+        if (*key, args.float64) not in have:
+            deep = stages > 2 and schedule == "interleaved" and name in _DEEPER
+            wanted.setdefault((name, deep), []).append((stages, schedule))
+    for (name, deep), rows in wanted.items():
+        case = _Case(name, args, _DEEP if deep else {})
+        for stages, schedule in rows:
+            line = json.dumps(case.row(stages, schedule) | (_DEEP if deep else {}))
+            print(line, flush=True)
+            if args.rows:
+                with args.rows.open("a") as out:
+                    out.write(line + "\n")
+
+
+def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("examples", nargs="*", default=list(CASES))
     parser.add_argument("--stages", type=int, nargs="+", default=[2, 4])
@@ -61,17 +119,56 @@ def main() -> None:
     parser.add_argument("--microbatches", type=int, default=4)
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--float64", action="store_true")
-    args = parser.parse_args()
-    if args.float64:
-        jax.config.update("jax_enable_x64", True)
-    sys.path.insert(0, str(workloads.EXAMPLES_DIR))
-    for name in args.examples:
-        options = dict(CASES.get(name, {}))
-        if args.float64:
-            options["dtype"] = "float64"
-        case = _Case(name, options, args)
-        for stages, schedule in itertools.product(args.stages, args.schedules):
-            print(json.dumps(case.row(stages, schedule)), flush=True)
+    parser.add_argument("--table", type=pathlib.Path, help="see above")
+    parser.add_argument("--show", action="store_true", help="run nothing")
+    parser.add_argument("--rows", type=pathlib.Path, help="append rows that it lacks")
+    return parser.parse_args()
+
+
+def _fill(table: pathlib.Path, args: argparse.Namespace) -> None:
+    """Runs what the table lacks, each example in a process of its own."""
+    options = ["--stages", *map(str, args.stages), "--schedules", *args.schedules]
+    options += ["--microbatches", str(args.microbatches), "--steps", str(args.steps)]
+    todo = [] if args.show else itertools.product(args.examples, ([], ["--float64"]))
+    for name, precision in todo:
+        words = [name, *options, *precision, "--rows", str(table)]
+        done = subprocess.run([sys.executable, __file__, *words], check=False)
+        if done.returncode:
+            print(f"{name} {precision} ended with {done.returncode}.", flush=True)
+    rows = _read(table)
+    workloads.row(*_HEADER)
+    workloads.row(*["---"] * len(_HEADER))
+    for key in itertools.product(args.examples, args.stages, args.schedules):
+        workloads.row(*key, *_cells(rows.get((*key, False)), rows.get((*key, True))))
+
+
+def _read(path: pathlib.Path | None) -> dict[tuple[object, ...], dict[str, object]]:
+    """The rows of a file by example, stages, schedule and whether in float64."""
+    if path is None or not path.exists():
+        return {}
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    keys = ("example", "stages", "schedule", "float64")
+    return {tuple(row[key] for key in keys): row for row in rows}
+
+
+def _cells(single: dict | None, double: dict | None) -> tuple[str, str, str]:
+    """Losses, what is allowed, and the first step; bold where a bar is missed."""
+    if single is None:
+        losses, allowed = "**no row**", ""
+    elif why := single.get("refused") or single.get("failed"):
+        losses, allowed = (
+            f"{'refused' if 'refused' in single else '**failed**'}: {why}",
+            "",
+        )
+    else:
+        losses, allowed = f"{single['difference']:.1e}", f"{single['allowed']:.1e}"
+        losses = losses if single["within"] else f"**{losses}**"
+    if double is None:
+        return losses, allowed, "**no row**"
+    if "gradient_difference" not in double:
+        return losses, allowed, "refused" if "refused" in double else "**failed**"
+    moved = double["gradient_difference"]
+    return losses, allowed, f"{moved:.1e}" if moved <= BAR else f"**{moved:.1e}**"
 
 
 def _training(name: str, options: dict):
@@ -112,16 +209,16 @@ class _UNet:
 class _Case:
     """An example, and what one device makes of it."""
 
-    def __init__(self, name: str, options: dict, args: argparse.Namespace) -> None:
-        """Trains it on one device.
-
-        Args:
-          name: of the example.
-          options: of its ``training``.
-          args: of the command.
-        """
+    def __init__(self, name: str, args: argparse.Namespace, more: dict) -> None:
+        """Trains the example of this name on one device, with more options."""
         self.name, self.args = name, args
+        options = {**CASES.get(name, {}), **more}
+        if args.float64 and name not in _WITHOUT_DTYPE:
+            options["dtype"] = "float64"
         self.run = _UNet(**options) if name == "unet" else _training(name, options)
+        created = self.run.create_state
+        # XLA takes minutes for the one program of all draws of the U-Net.
+        self.create = created if name == "unet" else nnx.jit(created)
         steps = 1 if args.float64 else args.steps
         self.batches = list(itertools.islice(self.run.batches(seed=0), steps))
         self.analysis = analyse(self.run.step, self.arguments(self.state()))
@@ -140,7 +237,7 @@ class _Case:
 
     def state(self):
         """A new state; in float64 if that is what runs."""
-        state = self.run.create_state(jax.random.key(0))
+        state = self.create(jax.random.key(0))
         return jax.tree.map(_wide, state) if self.args.float64 else state
 
     def arguments(self, state):
@@ -183,6 +280,7 @@ class _Case:
             "example": self.name,
             "stages": stages,
             "schedule": schedule,
+            "float64": self.args.float64,
         }
         try:
             step = autopar.parallelize(
@@ -192,7 +290,8 @@ class _Case:
                 schedule=schedule,
                 microbatches=self.args.microbatches,
                 coupled="microbatch" if self.name in _COUPLED else "refuse",
-                seconds=2.0,
+                max_axes=1,
+                seconds=1.0,
             )
             state, losses = self.state(), list[float]()
             for number in range(len(self.batches)):
@@ -200,10 +299,13 @@ class _Case:
                 losses.append(float(loss))
         except autopar.PlanError as error:
             return {**out, "refused": str(error).splitlines()[0]}
+        except Exception as error:  # a row tells it, and others go on
+            traceback.print_exc()
+            return {**out, "failed": f"{type(error).__name__}: {error}".splitlines()[0]}
         if self.args.float64:
             return {**out, "gradient_difference": self.moved(state)}
         difference = _difference(losses, self.losses)
-        allowed = max(1e-5, 3 * self.sensitivity)
+        allowed = max(BAR, 3 * self.sensitivity)
         return {
             **out,
             "loss": round(losses[-1], 4),

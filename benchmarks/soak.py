@@ -122,7 +122,8 @@ class Soak:
         """The processes that died since then though nobody killed them.
 
         gloo ends a process that gets a message of another length than it waits for,
-        which happens where a peer dies in the middle of a collective.
+        which happens where a peer dies in the middle of a collective. One whose
+        error was blamed on the death of another process ends with that error.
         """
         codes = [x for x in self.log() if x["event"] == "gone"]
         return [x["worker"] for x in codes if x["time_s"] > before and _died(x["code"])]
@@ -162,7 +163,7 @@ class Soak:
 
 
 def _died(code: int | None) -> bool:
-    return code is not None and code < 0 and code != -signal.SIGKILL
+    return code not in (None, 0, -signal.SIGKILL)
 
 
 def losses(folder: pathlib.Path) -> list[tuple[int, float, float]]:

@@ -192,7 +192,7 @@ def overview_lines(bound: BoundPlan) -> list[str]:
 def _memory_at_peak(bound: BoundPlan) -> dict[str, float]:
     """Bytes on one device besides the inputs, by kind, when most are live."""
     device = bound.pricer.cluster.device
-    life = bound.analysis.life(habits_of(device.kind))
+    life = bound.analysis.life(habits_of(device))
     overhead = device.calibrated.memory_overhead
     return memory_at_peak(bound.assignment, life, overhead)
 

@@ -12,10 +12,11 @@ The model follows what XLA does with a step:
 * a resharded form lives from its first reader to its last;
 * what enters a loop lives until the loop ends.
 
-XLA's GPU compiler has two habits of its own (`Habits`, `habits_of`): it makes
-element-wise results again rather than keep them, and it runs the products that make
-gradients behind others of the backward pass, where they hide messages. What these
-products read lives until then, also where a checkpoint was to save it.
+XLA's GPU compiler has habits of its own (`Habits`, `habits_of`). It makes element-wise
+results again rather than keep them. It writes what batched products make and read in
+fixed orders of the dimensions (`autopar.steps.orders`). It runs the products that make
+gradients behind others of the backward pass, where they hide messages; what these read
+lives until then, also where a checkpoint was to save it. Its products have work space.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from autopar.cluster.specs import DeviceSpec
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
@@ -38,12 +40,25 @@ _COPIES_OPERANDS = frozenset({"conv_general_dilated"})
 # Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2). With
 # 6 and 8 layers (36 to 56 products) nearly all wait, with 16 layers about a third. The
 # bound of 48 stands between; docs/results.md has the figures.
-_HABITS = {"gpu": Habits(makes_again=True, late_gradients=48)}
+_GPU = Habits(
+    makes_again=True,
+    keeps_orders=True,
+    late_gradients=48,
+    # openxla/xla, ``xla/service/gpu/transforms/gemm_rewriter.cc``: from Hopper on.
+    workspace_bytes=2**25,
+)
+_HABITS = {"gpu": _GPU}
+# Presets of GPUs before Hopper, where products have less.
+_BEFORE_HOPPER = frozenset({"a100", "a100-40", "v100", "t4"})
+_EARLY_WORKSPACE_BYTES = 2**22
 
 
-def habits_of(kind: str) -> Habits:
-    """What the compiler of a kind of device does with memory."""
-    return _HABITS.get(kind, PLAIN)
+def habits_of(device: DeviceSpec) -> Habits:
+    """What the compiler of a device does with memory."""
+    found = _HABITS.get(device.kind, PLAIN)
+    if device.name in _BEFORE_HOPPER:
+        return dataclasses.replace(found, workspace_bytes=_EARLY_WORKSPACE_BYTES)
+    return found
 
 
 BUFFER_KINDS: tuple[str, ...] = (
@@ -95,6 +110,10 @@ def buffers(
         until = max(life.reads[op.index], op.until)
         start = life.time[op.index]
         for reading in read_by[op.index]:
+            made = life.copies.get((reading.value, op.index))
+            if made is not None:
+                out.append(_copy(assignment, reading.value, made, until))
+                continue
             for source, way in zip(reading.sources, ways[reading.group], strict=True):
                 _read(assignment, source, way, (start, until), ends, forms)
             if op.kind in _COPIES_OPERANDS:
@@ -170,6 +189,15 @@ def _homes(
                     )
 
 
+def _copy(assignment: Assignment, value: int, start: int, end: int) -> Buffer:
+    """A value in another order of its dimensions, made for the operator that reads it.
+
+    It is made of what the value is made of, in the value's layout.
+    """
+    split = shards(assignment.home_layout(value), assignment.sizes)
+    return Buffer(value, assignment.graph.values[value].nbytes / split, start, end)
+
+
 def _accumulator(assignment: Assignment, value: int, end: int) -> Buffer:
     """What the microbatches of a step add to, from the first of them on."""
     held = assignment.stacked(value)
@@ -223,7 +251,8 @@ def memory_at_peak(
     """Bytes of one device by kind, at the time when most are live.
 
     The inputs are left out. With the inputs the sum is `peak_memory_bytes`; the
-    overhead stands under ``compiler's overhead``.
+    overhead stands under ``compiler's overhead``, what products take to work in under
+    ``products' work space``.
     """
     found = buffers(assignment, life)
     usage = usage_by_time(found, len(assignment.graph.operators))
@@ -235,6 +264,7 @@ def memory_at_peak(
         if buffer.start <= peak <= buffer.end:
             out[buffer.kind] += buffer.nbytes
     out["compiler's overhead"] = (overhead - 1.0) * float(usage[peak])
+    out["products' work space"] = float(life.workspace_bytes)
     return {kind: nbytes for kind, nbytes in out.items() if nbytes}
 
 
@@ -250,4 +280,5 @@ def peak_memory_bytes(
     """
     found = buffers(assignment, life)
     usage = usage_by_time(found, len(assignment.graph.operators))
-    return input_bytes(assignment) + overhead * float(usage.max(initial=0.0))
+    live = overhead * float(usage.max(initial=0.0))
+    return input_bytes(assignment) + live + life.workspace_bytes

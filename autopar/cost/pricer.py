@@ -61,7 +61,7 @@ class Pricer:
         """Number of devices in a group over these axes."""
         out = 1
         for a in axes:
-            out *= self.sizes[a]
+            out *= self.mesh.axes[a].size
         return out
 
     @property

@@ -21,7 +21,8 @@ class ScaledMemory:
         """Lists the buffers once."""
         analysis, device = assignment.analysis, pricer.cluster.device
         labels, graph = analysis.dim_labels, analysis.graph
-        life = analysis.life(habits_of(device.kind))
+        life = analysis.life(habits_of(device))
+        self._workspace_bytes = life.workspace_bytes
         self._length = len(graph.operators)
         self._overhead = device.calibrated.memory_overhead
         found = buffers(assignment, life)
@@ -47,7 +48,8 @@ class ScaledMemory:
         # The whole batch is there before it is cut.
         inputs = sum(n * (batch if degree else 1.0) for n, degree in self._inputs)
         sums = self._sums_bytes if accumulation > 1 else 0.0
-        return inputs + sums + self._overhead * float(usage.max(initial=0.0))
+        live = self._overhead * float(usage.max(initial=0.0))
+        return inputs + sums + live + self._workspace_bytes
 
 
 def _sums_bytes(assignment: Assignment) -> float:

@@ -152,40 +152,6 @@ def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective
     return out
 
 
-def messages(pricer: Pricer, collectives: Sequence[Collective]) -> dict[str, float]:
-    """Messages of one step by kind of collective, as the compiler makes them.
-
-    Norms are priced alone: the problem would prove less if it let them share. They
-    travel with the sums of gradients over the same axes, or with each other. Where the
-    scattered sums that they are made of run as all-reduces, too, a combiner that takes
-    all-reduces in program order stops at each norm.
-
-    Args:
-      pricer: the mesh and cluster.
-      collectives: of one step, after `joined`.
-    """
-    out: dict[str, float] = {}
-    norms: set[tuple[Group, Place, float]] = set()
-    others: set[tuple[Group, Place, float]] = set()
-    alone = pricer.runs_as("reduce_scatter") == "all_reduce"
-    for c in collectives:
-        if c.step.kind == "slice":
-            continue
-        group = pricer.group_of(c.step)
-        if c.place is not None and group[0] in pricer.combiner.kinds:
-            where, behind, dtype = c.place
-            key = group, (where, FREE, dtype), c.trips
-            if behind == NORMS and not alone:
-                norms.add(key)
-                continue
-            others.add(key)
-        part = c.size / c.message_bytes if c.message_bytes else 1.0
-        out[group[0]] = out.get(group[0], 0.0) + c.trips * part
-    for (kind, _), _, trips in norms - others:
-        out[kind] = out.get(kind, 0.0) + trips
-    return out
-
-
 def _read(
     assignment: Assignment,
     forms: _Forms,

@@ -186,9 +186,10 @@ def _common(a: Axes, b: Axes) -> int:
     return length
 
 
+@functools.lru_cache(maxsize=1 << 9)
 def assignments(
-    factors: Sequence[int], sizes: Sequence[int], *, orders: bool
-) -> list[Layout]:
+    factors: tuple[int, ...], sizes: tuple[int, ...], *, orders: bool
+) -> tuple[Layout, ...]:
     """Returns every way to give mesh axes to factors, the replicated one first.
 
     Args:
@@ -214,7 +215,7 @@ def assignments(
             out.extend(itertools.product(*(itertools.permutations(g) for g in groups)))
         else:
             out.append(tuple(groups))
-    return out
+    return tuple(out)
 
 
 def to_spec(layout: Layout, names: Sequence[str]) -> Spec:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 
@@ -27,7 +28,14 @@ class Space:
 
     def layouts(self, dims: Dims) -> list[Layout]:
         """The layout of an array under each strategy."""
-        return [layout_of(s, dims) for s in self.strategies]
+        return list(_layouts(self.strategies, dims))
+
+
+# Sizes: of a U-Net of three levels on 4x4x4, which has 400 different ones of 250
+# layouts at most; a layout takes some 300 bytes: 30 MB in all.
+@functools.lru_cache(maxsize=1 << 10)
+def _layouts(strategies: tuple[Strategy, ...], dims: Dims) -> tuple[Layout, ...]:
+    return tuple(layout_of(s, dims) for s in strategies)
 
 
 def layout_of(strategy: Strategy, dims: Dims) -> Layout:
@@ -51,7 +59,7 @@ def strategy_space(
     compound = _compound_dims(graph, contraction, node)
     kept = [
         s
-        for s in assignments(factors, sizes, orders=orders)
+        for s in assignments(tuple(factors), tuple(sizes), orders=orders)
         if all(_dense(s, node, d, sizes) for d in compound)
         and all(_split_wholly(s, node, f, sizes) for f in node.whole)
     ]
@@ -60,7 +68,7 @@ def strategy_space(
 
 def copy_space(factors: Sequence[int], sizes: Sequence[int], *, orders: bool) -> Space:
     """Returns the strategies of a copy of an array."""
-    return Space(tuple(assignments(factors, sizes, orders=orders)))
+    return Space(assignments(tuple(factors), tuple(sizes), orders=orders))
 
 
 def _compound_dims(

@@ -217,6 +217,6 @@ def candidate_of(
         solution,
         tuple(items(assignment, pricer)),
         peak_memory_bytes(
-            assignment, analysis.life(habits_of(pricer.cluster.device.kind)), overhead
+            assignment, analysis.life(habits_of(pricer.cluster.device)), overhead
         ),
     )

@@ -63,7 +63,7 @@ class _Writer:
         self.graph = analysis.graph
         self.contraction = analysis.contraction
         self.spares = analysis.spares
-        self.life = analysis.life(habits_of(pricer.cluster.device.kind))
+        self.life = analysis.life(habits_of(pricer.cluster.device))
         self.spaces = spaces
         self.sizes = pricer.sizes
         self.overhead = pricer.cluster.device.calibrated.memory_overhead

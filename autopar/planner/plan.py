@@ -133,7 +133,7 @@ def _check_no_remat(options: PlanOptions, kept: Plan) -> None:
 def _in_stages(
     analysis: Analysis, cluster: Cluster, options: PlanOptions, codecs: CodecRequest
 ) -> Plan:
-    """A pipeline, or where that is as fast, a plan of one stage.
+    """A pipeline, or where that is as fast, a plan without stages.
 
     Raises:
       InfeasibleError: neither fits.
@@ -143,64 +143,50 @@ def _in_stages(
         found = plan_with_stages(analysis, cluster, options, None, codecs)
         assert found is not None
         return found
-    one: Plan | None = None
-    failed: InfeasibleError | None = None
-    if cluster.groups:
-        return _on_groups(analysis, cluster, options, codecs)
+    other, failed = _beside_stages(analysis, cluster, options, codecs)
     try:
-        alone = without_stages(options)
-        one = plan_analysis(analysis, cluster, alone, codecs.sent, codecs.errors)
-    except InfeasibleError as error:
-        failed = error
-    try:
-        found = plan_with_stages(analysis, cluster, options, one, codecs)
-    except InfeasibleError as error:
-        raise (failed or error) from error
+        found = plan_with_stages(analysis, cluster, options, other, codecs) or other
     except PlanError as error:
-        if one is None:
-            raise
-        say(f"planning one stage only: {error}")
-        return one
+        if other is not None:
+            say(f"planning without stages only: {error}")
+            return other
+        if isinstance(error, InfeasibleError) and isinstance(failed, InfeasibleError):
+            raise failed from error
+        raise
     if found is not None:
         return found
-    if one is None:
-        assert failed is not None
+    assert failed is not None
+    if not cluster.groups:
         raise failed
-    return one
-
-
-def _on_groups(
-    analysis: Analysis, cluster: Cluster, options: PlanOptions, codecs: CodecRequest
-) -> Plan:
-    """A pipeline on groups of unequal devices, or replicas where these are as fast.
-
-    Raises:
-      InfeasibleError: neither fits.
-      PlanError: the step cannot be cut or split as is asked for.
-    """
-    alone = dataclasses.replace(options, stages=None, schedule=None, remat=None)
-    replicas: Plan | None = None
-    failed: PlanError | None = None
-    try:
-        replicas = plan_replicas(analysis, cluster, alone)
-    except PlanError as error:
-        say(f"planning stages only: {error}")
-        failed = error
-    try:
-        found = plan_with_stages(analysis, cluster, options, replicas, codecs)
-    except PlanError as error:
-        if replicas is None:
-            raise
-        say(f"planning replicas only: {error}")
-        return replicas
-    if found is not None:
-        return found
-    if replicas is not None:
-        return replicas
     raise PlanError(
         f"one kind of devices alone trains fastest on {cluster}: plan for a part of "
         "it, cluster.groups[0] and so on."
     ) from failed
+
+
+def _beside_stages(
+    analysis: Analysis, cluster: Cluster, options: PlanOptions, codecs: CodecRequest
+) -> tuple[Plan | None, PlanError | None]:
+    """The plan that pipelines are compared with, or why there is none.
+
+    It has one stage; on groups of unequal devices it has replicas.
+
+    Raises:
+      PlanError: the step cannot be planned, with equal devices.
+    """
+    if not cluster.groups:
+        alone = without_stages(options)
+        sent, errors = codecs.sent, codecs.errors
+        try:
+            return plan_analysis(analysis, cluster, alone, sent, errors), None
+        except InfeasibleError as error:
+            return None, error
+    alone = dataclasses.replace(options, stages=None, schedule=None, remat=None)
+    try:
+        return plan_replicas(analysis, cluster, alone), None
+    except PlanError as error:
+        say(f"planning stages only: {error}")
+        return None, error
 
 
 def _split(analysis: Analysis, options: PlanOptions) -> Analysis:

@@ -2,9 +2,9 @@
 
 The first layers compute again: what they keep is needed longest. The more of them do,
 the less memory a plan needs and the more it computes. So the search looks for the
-fewest layers with which a plan fits. It begins where a straight line from what every
-plan needs without them to what a plan takes with them meets the memory of a device,
-looks beside that number, and bisects what is left. It goes on to more layers as long as
+fewest layers with which a plan fits. It bisects, from the number on where a straight
+line from what every plan needs without them to nothing meets the memory of a device:
+with fewer layers a plan is not likely to fit. It goes on to more layers as long as
 plans get faster: with memory to spare layouts may be faster, too.
 
 Where a plan fits that computes nothing again, that plan is priced with all layers
@@ -231,21 +231,19 @@ class _Search:
             top = layers
             if not self.tried(f"{top}:{level}"):
                 return None
-        low = least - 1
-        guess = self.guess(f"{top}:{level}", top)
-        return first_that(lambda n: self.tried(f"{n}:{level}"), low, top, guess)
+        few = self.too_few(top)
+        return first_that(lambda n: self.tried(f"{n}:{level}"), least - 1, top, few)
 
-    def guess(self, remat: str, layers: int) -> int:
-        """The first number that fits if memory falls evenly with layers.
+    def too_few(self, layers: int) -> int:
+        """With so many layers no plan fits if what is needed falls evenly with layers.
+
+        It falls at most to nothing, so fewer of them cannot be enough.
 
         Args:
-          remat: layers with which a plan fits.
-          layers: how many these are.
+          layers: with which a plan fits.
         """
         need, limit = self.needs["0"], self.cluster.memory_bytes
-        takes = self.plans[remat].predicted.peak_memory_bytes
-        part = (need - limit) / (need - takes) if need > limit else 0.5
-        return math.ceil(part * layers)
+        return math.floor((1 - limit / need) * layers) if need > limit else 0
 
     def more(self, level: str, numbers: Sequence[int]) -> None:
         """Tries numbers of layers as long as plans get faster."""
@@ -277,28 +275,32 @@ class _Search:
         return True
 
 
-def first_that(holds: Callable[[int], bool], low: int, high: int, guess: int) -> int:
+def first_that(holds: Callable[[int], bool], low: int, high: int, few: int = 0) -> int:
     """The first number for which something holds that holds for all larger ones.
 
-    The guess is asked for first, then the number beside it; what is left is bisected.
+    What is left is bisected. Numbers up to ``few`` are asked for only if it holds for
+    the number behind them.
 
-    >>> first_that(lambda n: n >= 5, 0, 12, guess=6)
+    >>> first_that(lambda n: n >= 5, 0, 12, few=4)
     5
 
     Args:
       holds: is asked for few numbers between ``low`` and ``high``.
       low: it does not hold for this one.
       high: it holds for this one.
-      guess: where it may begin to hold.
+      few: it is not likely to hold for this one.
     """
-    number, asked = guess, 0
+    begin = min(max(few, low), high - 1)
+    first = _bisected(holds, begin, high)
+    if first > begin + 1 or begin == low or not holds(begin):
+        return first
+    return _bisected(holds, low, begin)
+
+
+def _bisected(holds: Callable[[int], bool], low: int, high: int) -> int:
     while high - low > 1:
-        number = min(max(number, low + 1), high - 1)
-        yes = holds(number)
-        low, high = (low, number) if yes else (number, high)
-        beside = number - 1 if yes else number + 1
-        number = beside if asked == 0 else (low + high) // 2
-        asked += 1
+        middle = (low + high) // 2
+        low, high = (low, middle) if holds(middle) else (middle, high)
     return high
 
 

@@ -124,7 +124,7 @@ def priced(view: Analysis, found: Candidate, site: Site) -> Candidate:
         items=tuple(items(assignment, pricer)),
         peak_memory_bytes=peak_memory_bytes(
             assignment,
-            view.life(habits_of(device.kind)),
+            view.life(habits_of(device)),
             device.calibrated.memory_overhead,
         ),
         weights=None,

@@ -20,7 +20,7 @@ from autopar.planner.infeasible import infeasible
 from autopar.planner.limit import Limit
 from autopar.planner.problem import Formulation, Restriction, Within, formulate
 from autopar.planner.recipes import least_bytes, recipes, restriction_of
-from autopar.planner.ties import split_batch_inputs
+from autopar.planner.ties import split_most
 from autopar.steps.analysis import Analysis
 from autopar_solver import Status, solve
 
@@ -465,7 +465,7 @@ def _failed(
 
 def _tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
     """Splits the batch inputs of a candidate where that is free and still fits."""
-    solution = split_batch_inputs(analysis, found.formulation, found.solution)
+    solution = split_most(analysis, found.formulation, found.solution)
     if solution.choices == found.solution.choices:
         return found
     split = candidate_of(analysis, found.formulation, solution)

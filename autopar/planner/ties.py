@@ -2,7 +2,9 @@
 
 Where all readers of a batch input take slices of it, the model charges nothing
 for keeping it whole on every device. Real input pipelines deliver parts, so
-among choices of the same cost the one that is split most is taken.
+among choices of the same cost the one that is split most is taken. The same holds for
+what is made of nothing, such as a mask, and enters a loop: it costs nothing to make
+whole, but the loop holds it on every device.
 """
 
 from __future__ import annotations
@@ -22,10 +24,10 @@ from autopar_solver import ShardingProblem, Solution
 _ROUNDING = 1e-12
 
 
-def split_batch_inputs(
+def split_most(
     analysis: Analysis, formulation: Formulation, solution: Solution
 ) -> Solution:
-    """Returns a solution of the same cost whose batch inputs are split most."""
+    """Returns a solution of the same cost whose free arrays are split most."""
     choices = list(solution.choices)
     slack = _ROUNDING * abs(solution.cost)
     for group, layouts in _groups(analysis, formulation):
@@ -48,13 +50,10 @@ def split_batch_inputs(
 def _groups(
     analysis: Analysis, formulation: Formulation
 ) -> Iterator[tuple[list[int], list[Layout]]]:
-    """The node of each batch input with its copies, and the input's layouts."""
-    for given in analysis.graph.inputs:
-        home = analysis.contraction.homes.get(given.value)
-        if given.role is not InputRole.BATCH or home is None:
-            continue
-        node = analysis.contraction.nodes[home.node]
-        if node.kind != "input":
+    """The node of each free array with its copies, and the array's layouts."""
+    for value, kind in _free(analysis):
+        home = analysis.contraction.homes.get(value)
+        if home is None or analysis.contraction.nodes[home.node].kind != kind:
             continue
         copies = [
             c.node
@@ -64,6 +63,17 @@ def _groups(
         if len(copies) <= 2:
             layouts = formulation.spaces[home.node].layouts(home.dims)
             yield [home.node, *copies], layouts
+
+
+def _free(analysis: Analysis) -> Iterator[tuple[int, str]]:
+    """Batch inputs, and what loops take that is made of nothing; kinds of nodes."""
+    for given in analysis.graph.inputs:
+        if given.role is InputRole.BATCH:
+            yield given.value, "input"
+    for op in analysis.graph.operators:
+        made = not analysis.contraction.floating.isdisjoint(op.inputs)
+        if op.kind == "enter" and op.index == op.class_index and made:
+            yield op.outputs[0], "array"
 
 
 def _split(layout: Layout, sizes: Sequence[int]) -> tuple[int, int]:

@@ -36,7 +36,7 @@ def worth_of(
     whole = assignment.undivided
     one_s = sum(item.cost.work_s for item in work_items(whole, pricer))
     overhead = cluster.device.calibrated.memory_overhead
-    life = analysis.life(habits_of(cluster.device.kind))
+    life = analysis.life(habits_of(cluster.device))
     one_bytes = peak_memory_bytes(whole, life, overhead)
     rows, tokens = batch_rows(analysis.graph), batch_tokens(analysis.graph)
     done = [item for item in items if item.work is not None]

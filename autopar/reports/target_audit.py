@@ -10,7 +10,7 @@ from typing import Any
 from autopar.compilers.compiled import CompiledProgram, Memory
 from autopar.compilers.targets import Target
 from autopar.compilers.timeline import Timeline, timeline
-from autopar.cost.traffic import messages
+from autopar.cost.messages import messages
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
 from autopar.reports.table import bytes_text, columns, seconds_text
@@ -144,7 +144,9 @@ def target_audit(
 
 def predicted_messages(bound: BoundPlan) -> dict[str, float]:
     """Messages of a step that the cost model counts on, by kind of collective."""
-    out = defaultdict(float, messages(bound.pricer, bound.collectives))
+    out = defaultdict(
+        float, messages(bound.pricer, bound.collectives, bound.assignment)
+    )
     for row in codec_rows(bound.plan.gradients, bound.pricer):
         if row.sent_bytes:
             out[row.kind] += row.trips

@@ -8,7 +8,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 import jax
 from jax.core import Tracer
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.runtime import arguments, placement
@@ -37,6 +37,9 @@ class Evaluation(Generic[P, R]):
     rows are split over the axes that split the batch of the step, as far as these
     divide them. Nothing is consumed. The compiler chooses the layouts in between. An
     axis that nothing binds has one replica, as in a step.
+
+    Of a plan of several stages, state is copied from the stages and split over all
+    devices in each call.
     """
 
     def __init__(
@@ -116,11 +119,13 @@ class Evaluation(Generic[P, R]):
         """The arrays of a call, those of a batch split over the batch's axes."""
         running, world = self._running(), self._world()
         if not isinstance(running, PlannedStep):
-            raise PlanError(
-                f"{self.__name__}: step.jit runs one program on all devices, and the "
-                "state is on those of several stages. Evaluate a copy of it, "
-                "jax.device_get(state), or move it to a plan of one stage with replan."
-            )
+            if world.process_count > 1:
+                raise PlanError(
+                    f"{self.__name__}: step.jit runs one program on all devices, and "
+                    "the state is on those of stages in several processes. Move it to "
+                    "a plan of one stage with replan."
+                )
+            return spread(call.arrays, running.mesh)
         devices = set(running.mesh.devices.flat)
         axes = batch_axes(running)
         placed: list[Any] = []
@@ -135,6 +140,30 @@ class Evaluation(Generic[P, R]):
             else:
                 placed.append(placement.place_rows(x, shape, sharding))
         return placed
+
+
+def spread(arrays: Sequence[Any], mesh: Mesh) -> list[Any]:
+    """Lays arrays out over all devices of a pipeline, for one program on all of them.
+
+    State that lies on devices of stages is split along its largest dimension that the
+    number of devices divides. The rows of other arrays are split if it divides them.
+
+    Args:
+      arrays: state, and a batch.
+      mesh: all devices, along one axis.
+    """
+    (axis,), count = mesh.axis_names, mesh.size
+    own = set(mesh.devices.flat)
+    placed: list[Any] = []
+    for x in arrays:
+        shape = jax.numpy.shape(x)
+        lies = isinstance(x, jax.Array) and isinstance(x.sharding, NamedSharding)
+        state = lies and x.sharding.device_set <= own
+        dims = sorted(range(len(shape)), key=lambda d: -shape[d]) if state else [0]
+        fits = [d for d in dims if d < len(shape) and shape[d] % count == 0]
+        names = [axis if fits[:1] == [d] else None for d in range(len(shape))]
+        placed.append(placement.place(x, NamedSharding(mesh, PartitionSpec(*names))))
+    return placed
 
 
 def batch_axes(running: PlannedStep) -> tuple[str, ...]:

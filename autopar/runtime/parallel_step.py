@@ -365,6 +365,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
         State that the step returned, or that `init` made, stays where it lies. The
         batch is split over the axes that split the step's batch. Nothing is consumed.
+        Of a plan of several stages the state is copied in each call, split over all
+        devices.
 
         Args:
           function: such as ``evaluate(state, batch)``.
@@ -372,7 +374,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
         Raises:
           PlanError: the function is a ``jax.pmap``; on a call, if the step has not
-            been planned yet.
+            been planned yet, or has stages in several processes.
         """
         return Evaluation(function, self._running, lambda: self.world, static_argnames)
 

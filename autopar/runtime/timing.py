@@ -67,6 +67,8 @@ class _Runner:
         else:
             self.compiled = planned.lower().compile()
         self.arguments = made_up_inputs(planned)
+        sums = planned.sums
+        self.codecs = [] if sums is None else [sums.init()]
 
     def turn(self, steps: int) -> float:
         """Seconds of some steps; results are the next one's arguments as they are."""
@@ -74,7 +76,9 @@ class _Runner:
         start = time.perf_counter()
         out: Sequence[Any] = ()
         for _ in range(steps):
-            out = self.compiled(*self.arguments)
+            out = self.compiled(*self.arguments, *self.codecs)
+            if self.codecs:
+                out, self.codecs[0], *_ = out
             for argument, result in carried.items():
                 self.arguments[argument] = out[result]
         jax.block_until_ready(out)

@@ -19,6 +19,7 @@ from autopar.steps.independence import Independent, independent
 from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes, lifetimes
 from autopar.steps.nodes import Contraction, contract
+from autopar.steps.orders import NO_ORDERS, orders
 from autopar.steps.positions import Positions, positions
 from autopar.steps.readings import Readings, readings
 from autopar.steps.spares import Spares
@@ -125,6 +126,11 @@ class Analysis:
         return {}
 
     @functools.cached_property
+    def layers(self) -> list[tuple[int, ...]]:
+        """What `autopar.steps.remat.layer_starts` has found of it."""
+        return []
+
+    @functools.cached_property
     def rewritten(self) -> dict[tuple[int, bool, Rematerialisation], Analysis]:
         """What `autopar.steps.remat.rematerialised` has made of it."""
         return {}
@@ -228,9 +234,15 @@ class Analysis:
             again = habits.makes_again
             fused = made_again(self.graph, floating) if again else self.fusion
             late = self._gradients if habits.late_gradients else {}
-            known = self._lives[habits] = lifetimes(
-                self.graph, fused.buffers, late, habits.late_gradients
+            ordered = orders(self.graph) if habits.keeps_orders else NO_ORDERS
+            written = fused.buffers | (ordered.rewritten - floating)
+            known = lifetimes(
+                self.graph, written, late, habits.late_gradients, ordered.copies
             )
+            if any(op.kind in MATRIX for op in self.graph.operators):
+                room = habits.workspace_bytes
+                known = dataclasses.replace(known, workspace_bytes=room)
+            self._lives[habits] = known
         return known
 
     @functools.cached_property

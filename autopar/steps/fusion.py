@@ -94,6 +94,9 @@ def _fused(
     for op in graph.operators:
         if op.kind in _HANDING:
             handed.update(op.outputs)
+        if op.kind == "enter" and not floating.isdisjoint(op.inputs):
+            # A loop takes arrays: what its readers could make anew is made before it.
+            buffers.update(op.outputs)
         buffers.update(v for slot, v in enumerate(op.outputs) if writes(op, slot, v))
     kept = frozenset(buffers - floating)
     return Fusion(kept, kept | (handed - floating))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from autopar.steps.fusion import is_elementwise
 from autopar_passes.graph.operators import OperatorGraph
 from autopar_passes.graph.roles import Role
 
@@ -21,11 +22,16 @@ class Lifetimes:
       written: values with a buffer of their own.
       reads: per operator, when its results are last needed (its own time, or
         that of the readers it is fused into).
+      copies: values that an operator reads in another order of their dimensions than
+        others do, with that operator (`autopar.steps.orders`): when they are made.
+      workspace_bytes: what matrix products take to work in, if there are any.
     """
 
     time: tuple[int, ...]
     written: frozenset[int]
     reads: tuple[int, ...]
+    copies: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
+    workspace_bytes: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,12 +41,17 @@ class Habits:
     Attributes:
       makes_again: whether element-wise results are made again in each reader where
         that moves fewer bytes (`autopar.steps.fusion.made_again`).
+      keeps_orders: whether batched products fix the order of dimensions
+        (`autopar.steps.orders`).
       late_gradients: how many products that make gradients wait at once, to run
         behind others of the backward pass.
+      workspace_bytes: what a library takes for its matrix products to work in.
     """
 
     makes_again: bool = False
+    keeps_orders: bool = False
     late_gradients: int = 0
+    workspace_bytes: int = 0
 
 
 PLAIN = Habits()
@@ -51,6 +62,7 @@ def lifetimes(
     written: frozenset[int],
     late: Mapping[int, int] | None = None,
     most: int = 0,
+    copies: Mapping[tuple[int, int], bool] | None = None,
 ) -> Lifetimes:
     """Derives the order of operators, and when each result is last needed.
 
@@ -60,6 +72,8 @@ def lifetimes(
       late: products that run late (`Habits.late_gradients`), each with the last
         operator of its loop, or of the program.
       most: how many of them wait at once.
+      copies: as in `autopar.steps.orders.Orders`. What an element-wise operator makes
+        is made again for them, so what it reads lives until then.
     """
     readers: dict[int, list[int]] = {}
     for op in graph.operators:
@@ -70,11 +84,18 @@ def lifetimes(
     reads = list(time)
     for index, until in _late(graph, late or {}, most).items():
         reads[index] = max(reads[index], until)
+    maker = {v: op for op in graph.operators for v in op.outputs}
+    made: dict[tuple[int, int], int] = {}
+    for (value, reader), at_once in (copies or {}).items():
+        op = maker[value]
+        made[value, reader] = when = time[op.index if at_once else reader]
+        if is_elementwise(op):
+            reads[op.index] = max(reads[op.index], when)
     for op in reversed(graph.operators):
         if op.kind != "return" and written.isdisjoint(op.outputs):
             ends = [reads[r] for v in op.outputs for r in readers.get(v, [])]
             reads[op.index] = max([time[op.index], *ends])
-    return Lifetimes(tuple(time), written, tuple(reads))
+    return Lifetimes(tuple(time), written, tuple(reads), made)
 
 
 def _late(

@@ -198,9 +198,11 @@ def batch_dims(analysis: Analysis) -> dict[int, int]:
     sizes: dict[str, Counter[int]] = {}
     found: dict[int, tuple[str, int, int]] = {}
     for k, given in enumerate(graph.inputs):
+        if given.role is not InputRole.BATCH:
+            continue
         value = graph.values[given.value]
         shape = batch_shape(graph, given.value)
-        if given.role is not InputRole.BATCH or not shape or shape[0] == 1:
+        if not shape or shape[0] == 1:
             continue
         if jax_compat.is_extended(value.dtype) or _is_raw_key(value):
             continue

@@ -164,6 +164,12 @@ def layer_starts(
       PlanError: the step has no layers that can be computed again, with the reason.
     """
     micro = one_microbatch(analysis, count, couple=couple)
+    if not micro.layers:
+        micro.layers.append(_found_layers(micro))
+    return micro.layers[0]
+
+
+def _found_layers(micro: Analysis) -> tuple[int, ...]:
     assert micro.split is not None
     batch = _batch_values(micro, micro.split)
     name = micro.pytrees.name

@@ -8,10 +8,12 @@ holds a lock, and who is asked to pause answers with the last step that has star
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 from autopar.elastic.processes.messages import Connection, Message, connect
@@ -29,6 +31,8 @@ AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 # How long workers without a supervisor may take to stop at one step.
 _STOP_S = 20.0
 _BEAT_S = 0.5
+# How often a worker asks again whether the loss of another one explains its error.
+_ASK_S = 5.0
 _RETRY_S = 0.2
 
 
@@ -94,7 +98,7 @@ class Link:
         self._broke, self._settled = broke, settled
         self._changed = threading.Condition()
         self._orders: list[Message] = []
-        self._generation = self._aborted = -1
+        self._generation = self._aborted = self._own = -1
         self._started = -1
         self._limit: int | None = None
         self._paused = self._saves = False
@@ -178,19 +182,51 @@ class Link:
             ended = bool(self._orders) and self._orders[0]["kind"] == "end"
             return ended and not self.aborted
 
+    def ends(self, call: Future[Any], patience_s: float) -> bool:
+        """Waits for a call in another thread.
+
+        Args:
+          call: that may wait for processes that are gone.
+          patience_s: how long it may go on after the world is to be left.
+
+        Returns:
+          Whether it has ended; otherwise the world is to be left without it.
+        """
+        call.add_done_callback(lambda _: self._notify())
+        aborted_s = math.inf
+        with self._changed:
+            while not call.done():
+                now = time.monotonic()
+                if self.aborted:
+                    aborted_s = min(aborted_s, now)
+                    if now - aborted_s > patience_s:
+                        return False
+                self._changed.wait(min(_BEAT_S, patience_s))
+        return True
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     def verdict(self, error: BaseException, wait_s: float) -> bool:
         """Whether the world of this process is broken, which explains an error.
 
         Args:
           error: that was raised.
-          wait_s: how long to wait for the supervisor to say so.
+          wait_s: how long to wait for the supervisor to say it, or that it is not.
         """
-        self.say("broken", error=f"{type(error).__name__}: {error}"[:2000])
-        end = time.monotonic() + wait_s
         with self._changed:
-            while not self.aborted and (left := end - time.monotonic()) > 0:
-                self._changed.wait(min(left, _BEAT_S))
-            return self.aborted
+            self._own = -1
+        end, asked_s = time.monotonic() + wait_s, -math.inf
+        while True:
+            now = time.monotonic()
+            if now - asked_s > _ASK_S:  # a supervisor that was started again
+                self.say("broken", error=f"{type(error).__name__}: {error}"[:2000])
+                asked_s = now
+            with self._changed:
+                if self.aborted or now > end or self._own == self._generation:
+                    return self.aborted
+                self._changed.wait(_BEAT_S)
 
     @property
     def lost(self) -> bool:
@@ -281,6 +317,8 @@ class Link:
                 self._entered(generation if kind == "form" else self._generation)
             elif kind == "abort":
                 self._aborted = max(self._aborted, generation)
+            elif kind == "own":
+                self._own = generation
             elif kind == "pause":
                 answer = self.pause(generation)
             elif kind == "limit":

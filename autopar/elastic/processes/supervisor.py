@@ -12,14 +12,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes import members
+from autopar.elastic.processes.breaking import Breaks
 from autopar.elastic.processes.formation import chosen, latest_state
 from autopar.elastic.processes.members import Actions, Limits, Member
 from autopar.elastic.processes.messages import SUSPENDED, Message
 
-# Worlds in a row that may break at one step though nobody died.
-_BREAKS = 3
-# Errors that the loss of another process may have caused.
-_OF_OTHERS = ("RuntimeError", "Connection", "OSError", "TimeoutError", "WorldBroken")
 # How long a world may take to save its state.
 _SAVE_S = 300.0
 # How long the others may go on after a worker's script has ended without an error.
@@ -58,7 +55,7 @@ class Supervisor:
         self._suspends = self.lost = False
         self._restarts = limits.restarts
         self._done = -1
-        self._breaks = 0
+        self._breaks, self._ended = Breaks(clock), ""
         self._progress_s = clock()
         self._early_s = math.inf
         self._ever = False
@@ -198,12 +195,22 @@ class Supervisor:
         elif member.phase == "starting" and not self._ever and code is not None:
             self.stop(members.never_started(worker, code), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
-            why = f"worker {worker} ended with code {code}; see its output."
-            self.stop(why, code or 1)
+            self._ended_with(worker, code or 1, spare)
         else:
             died = not left and (code is None or code < 0)
+            if died:
+                self._breaks.lost()
             self._lose(worker, replace=died, spare=spare)
         self._advance()
+
+    def _ended_with(self, worker: int, code: int, spare: bool) -> None:
+        """A script ended with an error of its own, or of the loss of another one."""
+        why = f"worker {worker} ended with code {code}; see its output."
+        if not self._breaks.aftermath:
+            self.stop(why, code)
+            return
+        self._ended = why
+        self._lose(worker, replace=True, spare=spare)
 
     def tick(self) -> None:
         """Looks for workers that are silent, slow or stuck."""
@@ -213,6 +220,8 @@ class Supervisor:
                 self._do.log("kill", worker=worker, reason=why)
                 member.heard_s = member.since_s = now
                 self._do.kill(worker)
+        for worker in self._breaks.own():
+            self._do.send(worker, "own", generation=self.generation)
         if now - self._early_s > _EARLY_S:
             self._early_s = math.inf
             self._abort("a worker's script has ended")
@@ -244,10 +253,10 @@ class Supervisor:
 
     def _take_started(self, worker: int, member: Member, message: Message) -> None:
         member.started = message["step"]
-        current = [self.members[w] for w in self.world if w in self.members]
-        if self.state != "pause" or any(m.started is None for m in current):
+        current = [self.members[w].started for w in self.world if w in self.members]
+        if self.state != "pause" or None in current:
             return
-        limit = max(m.started for m in current if m.started is not None)
+        limit = max(k for k in current if k is not None)
         self._do.log("pause", step=limit)
         self._to_world("limit", step=limit, saves=self._suspends)
         self.state = "suspend" if self._suspends else "gather"
@@ -262,14 +271,14 @@ class Supervisor:
                 self.members[w].trained = True
             self._do.log("formed", generation=self.generation, step=message["step"])
             if message["step"] > self._done:
-                self._done, self._breaks = message["step"], 0
+                self._done = message["step"]
+                self._breaks.progressed()
             for other in self.members:
                 self._do.send(other, "settled", generation=self.generation)
             self._dismiss()
             self._do.formed_world(message)
 
     def _take_event(self, worker: int, member: Member, message: Message) -> None:
-        del worker, member
         self._do.heard(message["event"])
 
     def _take_leave(self, worker: int, member: Member, message: Message) -> None:
@@ -281,11 +290,9 @@ class Supervisor:
     def _take_broken(self, worker: int, member: Member, message: Message) -> None:
         member.broken = message["error"]
         self._do.log("broken", worker=worker, error=message["error"])
-        name = member.broken.partition(":")[0]
-        caused = any(part in name for part in _OF_OTHERS)
+        caused = self._breaks.of_others(member.broken)
         if worker in self.world and self.state in ("run", "pause") and caused:
-            self._breaks += 1
-            if self._breaks > _BREAKS * max(1, len(self.world)):
+            if self._breaks.too_many(len(self.world)):
                 self.stop(f"worker {worker}: {member.broken}", 1)
                 return
             self._abort("broken")
@@ -297,6 +304,8 @@ class Supervisor:
             self._without_newcomers()
         elif worker in self.world and self.state == "gather":
             self._do.send(worker, "abort", generation=self.generation)
+        else:
+            self._breaks.wait(worker)
 
     def _take_finished(self, worker: int, member: Member, message: Message) -> None:
         member.finished = True
@@ -348,12 +357,8 @@ class Supervisor:
         if not self._all_train():
             return False
         ready = members.ready_of(self.members)
-        new = chosen(
-            [*self.world, *ready],
-            self.wanted,
-            self._leaving,
-            members.rows_of(self.members),
-        )
+        rows = members.rows_of(self.members)
+        new = chosen([*self.world, *ready], self.wanted, self._leaving, rows)
         return new != sorted(self.world) or self.cluster != self._planned_for
 
     def _form_if_ready(self) -> None:
@@ -368,15 +373,9 @@ class Supervisor:
             self._form(new)
         elif not waiting:
             self.lost = True
-            self.stop(
-                f"{len(new)} of at least {self.limits.least} workers are left (--min)"
-                + (
-                    f"; the last error was: {members.last_error(self.members)}"
-                    if new
-                    else "."
-                ),
-                1,
-            )
+            why = f"{len(new)} of at least {self.limits.least} workers are left (--min)"
+            error = members.last_error(self.members) if new else self._ended
+            self.stop(f"{why}; the last error was: {error}" if error else f"{why}.", 1)
 
     def _form(self, workers: list[int]) -> None:
         if self.generation:
@@ -425,6 +424,7 @@ class Supervisor:
         self._leave_at_once()
 
     def _leave_at_once(self) -> None:
+        self._breaks.left()
         self._to_world("abort")
         for worker in self.world:
             if worker in self.members:

@@ -14,8 +14,8 @@ import pathlib
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import jax
 
@@ -33,12 +33,18 @@ from autopar.elastic.processes.messages import Message
 from autopar.elastic.processes.offers import Offers, Peer
 from autopar.elastic.processes.sockets import break_connections, knock, listening
 from autopar.errors import PlanError
+from autopar.runtime.threads import Threads
 from autopar.runtime.world import Alone, World
 from autopar_passes import jax_processes
 
-# How long the others may take to connect, and the supervisor to find who broke a world.
-_CONNECT_S, _VERDICT_S = 20, 5.0
+# How long the others may take to connect, and the supervisor to say who broke a world.
+_CONNECT_S, _VERDICT_S = 20, 60.0
 _WATCH_S = 0.2
+# How long a step may go on once its world is to be left. Connections are shut down
+# at once, so that a collective that has noticed ends within milliseconds.
+_PATIENCE_S = 0.5
+
+T = TypeVar("T")
 
 
 class WorldBroken(Exception):
@@ -102,6 +108,7 @@ class Team:
         self._listening: frozenset[int] = frozenset()
         self._offers = Offers(address.token, self._obey)
         self._copier = Copier(address.token)
+        self._caller: Threads | None = None
         try:
             self._link = Link(address, self._break, self._settled)
         except OSError as error:
@@ -286,6 +293,27 @@ class Team:
             )
             generation = self._form["generation"]
             self._offers.keep(lambda h: not _older(h, generation, step - window))
+
+    def run(self, function: Callable[[], T]) -> T:
+        """Calls a function that may wait for processes that are gone.
+
+        gloo misses that a send has failed where the other end closes at that moment,
+        and then waits as long as any collective may take. The call is left behind in
+        its thread, where it ends by itself.
+
+        Raises:
+          WorldBroken: the world is to be left, and the call goes on waiting.
+        """
+        assert self._form is not None
+        if len(self._form["members"]) == 1:
+            return function()
+        if self._caller is None:
+            self._caller = Threads(1, "step")
+        call = self._caller.submit(function)
+        if not self._link.ends(call, _PATIENCE_S):
+            self._caller = None  # its thread waits
+            raise WorldBroken("a step waits for a process that is gone")
+        return call.result()
 
     def may_start(self, step: int) -> bool:
         """Whether a step may start; otherwise the world is to be left before it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 import sys
@@ -169,7 +170,7 @@ class TeamRun:
           StopIteration: all steps have run, or the run was stopped.
           PlanError: the state was lost, or the supervisor is gone.
         """
-        before = self._plan_id()
+        before = self._train_step.running.planned
         while True:
             if self._stopped:
                 self.close()
@@ -191,15 +192,8 @@ class TeamRun:
                 self._display.show(done.step + 1, done.seconds, self.plan)
                 if self._follow is not None and (until := self._follow.ends.until):
                     self._steps = self.step if until(done) else self._steps
-                if self._plan_id() != before:
-                    return Step(
-                        step=done.step,
-                        position=done.position,
-                        result=done.result,
-                        seconds=done.seconds,
-                        plan=self.plan,
-                    )
-                return done
+                changed = self._train_step.running.planned is not before
+                return dataclasses.replace(done, plan=self.plan) if changed else done
 
     def _log(self, done: Step) -> None:
         """Writes down how far the run is; one process writes for all."""
@@ -213,9 +207,6 @@ class TeamRun:
         """Whether the steps were worth what they were to be."""
         follow = self._follow
         return follow is not None and follow.ends.reached(follow.worth)
-
-    def _plan_id(self) -> int:
-        return id(self._train_step.running.planned)
 
     def _orphaned(self) -> PlanError:
         """Saves, with all other processes, and says that the run has ended."""
@@ -278,10 +269,9 @@ class TeamRun:
         rest, named = self._samples.arguments(self.step, world, structs)
         if world.process_count > 1 and len(self.plan.stages) == 1:
             rest = (rest[0], *self._placed(planned, count + 1, rest[1:]))
-        returned = self._train_step(*splat(self.state), *rest, **named)
+        returned = self._called(rest, named)
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
-        jax.block_until_ready(jax.tree.leaves(result))
         host = hosting.hosted(result)
         if self._follow is not None:
             seconds = time.perf_counter() - begin
@@ -292,6 +282,16 @@ class TeamRun:
         self.state, self.step = state, self.step + 1
         self._saves.after(self.state, self.step, self.position)
         return host
+
+    def _called(self, rest: Sequence[Any], named: Mapping[str, Any]) -> Any:
+        """What a step returns, computed."""
+
+        def call() -> Any:
+            returned = self._train_step(*splat(self.state), *rest, **named)
+            return jax.block_until_ready(returned)
+
+        alone = len(self.plan.stages) == 1  # stages notice that one is gone
+        return self._team.run(call) if alone else call()
 
     def _rows(self, samples: Samples) -> int:
         """Rows that the devices of a world must divide; 0: any can."""

@@ -12,12 +12,13 @@ import functools
 
 import numpy as np
 
+from autopar.cluster.specs import DeviceSpec
 from autopar.cost.items import held_items
 from autopar.cost.memory import Buffer, buffers, habits_of
 from autopar.layouts.layout import shards
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
-from autopar.steps.lifetimes import Habits, Lifetimes
+from autopar.steps.lifetimes import Lifetimes
 from autopar_passes.graph.roles import Role
 
 
@@ -56,7 +57,8 @@ class BytesPricer:
     def price(self, submesh: Submesh) -> LayerBytes:
         """Bytes of the example layers on a device of a submesh."""
         known = submesh.pricer.cluster.device
-        found = buffers(submesh.assignment, self.life(known.kind), self.around)
+        life = self.life(known)
+        found = buffers(submesh.assignment, life, self.around)
         kept = [(b, layer) for b in found if (layer := self.keeper(b)) is not None]
         activations = np.zeros((len(self.layers.examples), len(self.scales)))
         for buffer, layer in kept:
@@ -69,13 +71,13 @@ class BytesPricer:
             self.state(submesh),
             *self.gradients(submesh),
             overhead * activations,
-            overhead * self.transient(rest),
+            overhead * self.transient(rest) + life.workspace_bytes,
         )
 
-    def life(self, kind: str) -> Lifetimes:
+    def life(self, device: DeviceSpec) -> Lifetimes:
         """When values live: products of gradients run where they stand."""
-        habits = habits_of(kind)
-        return self.layers.analysis.life(Habits(makes_again=habits.makes_again))
+        habits = dataclasses.replace(habits_of(device), late_gradients=0)
+        return self.layers.analysis.life(habits)
 
     @functools.cached_property
     def around(self) -> tuple[int, ...]:

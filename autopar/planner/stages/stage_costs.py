@@ -290,7 +290,7 @@ def saved_bytes(
     order = {index: k for k, index in enumerate(flow.equations)}
     begins = [order[start] for start in layers]
     analysis, device = found.assignment.analysis, found.pricer.cluster.device
-    written = analysis.life(habits_of(device.kind)).written
+    written = analysis.life(habits_of(device)).written
     known = {i.value for i in analysis.graph.inputs}
     held: dict[int, list[int]] = {}
     for value, maker in flow.maker.items():

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import queue
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import wait
 from typing import Any
 
-from autopar_passes import jax_compat
+from autopar.runtime.threads import Threads
 from autopar_passes.stages.cut import Phase, TaskKey
 from autopar_solver import ScheduleTable, TaskKind
 
@@ -74,47 +73,6 @@ def _waits_for(
     yield TaskKind.FORWARD, part
     if part + 1 < table.parts:
         yield kind, part + 1
-
-
-class Threads:
-    """Threads that work in the background, and never keep the process from ending."""
-
-    def __init__(self, count: int, name: str) -> None:
-        """Starts them.
-
-        Args:
-          count: how many.
-          name: of each, before its number.
-        """
-        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
-        for number in range(count):
-            thread = threading.Thread(
-                target=self._serve, name=f"{name}_{number}", daemon=True
-            )
-            thread.start()
-
-    def _serve(self) -> None:
-        while True:
-            self._work.get()()
-
-    def submit(self, function: Callable[..., None], *arguments: Any) -> Future[None]:
-        """Calls a function in one of the threads, under this thread's JAX options."""
-        future: Future[None] = Future()
-        options = jax_compat.thread_options()  # contexts serve one thread, once
-
-        def work() -> None:
-            try:
-                with contextlib.ExitStack() as stack:
-                    for option in options:
-                        stack.enter_context(option)
-                    function(*arguments)
-            except BaseException as error:
-                future.set_exception(error)
-            else:
-                future.set_result(None)
-
-        self._work.put(work)
-        return future
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -72,6 +72,16 @@ def failure(
     )
 
 
+def calls_back(equations: Iterable[Equation]) -> bool:
+    """Whether equations call functions of the host, also within their regions."""
+    return any(
+        eqn.source.effects
+        or eqn.primitive == "pure_callback"
+        or any(calls_back(region.equations) for region in eqn.regions)
+        for eqn in equations
+    )
+
+
 def _lines(error: Exception, operators: Iterable[Equation]) -> str:
     """The lines of the operator that made a number that is not finite.
 

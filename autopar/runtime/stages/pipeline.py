@@ -12,7 +12,8 @@ from jax.sharding import AbstractMesh
 
 from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.codecs import StagedCodecs
-from autopar.runtime.stages.order import Issue, Threads, turns
+from autopar.runtime.stages.order import Issue, turns
+from autopar.runtime.stages.outcome import calls_back
 from autopar.runtime.stages.recording import Recorder
 from autopar.runtime.stages.restoring import Carried
 from autopar.runtime.stages.running_sums import finish_code, zeros_code
@@ -23,8 +24,10 @@ from autopar.runtime.stages.stage import (
     layout_code,
     task_code,
 )
+from autopar.runtime.stages.summed_once import summed_once
 from autopar.runtime.stages.transport import Links
-from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey
+from autopar.runtime.threads import Threads
+from autopar_passes.stages.cut import Cut, Phase, Task, TaskKey, equations_of
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -51,12 +54,14 @@ class Call:
       last: the inputs of a microbatch that no later task of the stage reads.
       inputs: takes what the task reads from the arrays of its stage.
       totals: takes the running sums that it adds to.
+      calls_back: whether it calls functions of the host, which may fail later.
     """
 
     code: TaskCode
     last: tuple[int, ...]
     inputs: Callable[[Mapping[int, Any]], tuple[Any, ...]]
     totals: Callable[[Mapping[int, Any]], tuple[Any, ...]]
+    calls_back: bool = False
 
     @property
     def idle(self) -> bool:
@@ -132,7 +137,7 @@ class Pipeline:
         ]
         self.wait_s = wait_s
         self.cut = cut
-        self.stages = tuple(stages)
+        self.stages = tuple(summed_once(s, cut, crossed.scales) for s in stages)
         self.order = tuple(order)
         self.crossed = crossed
         leaving = cut.program.body.outputs
@@ -195,7 +200,13 @@ class Pipeline:
             noise=self.noise.get(key),
             restores=self.restored.get(key, ()),
         )
-        return Call(code, self._last(task), _taker(code.inputs), _taker(summed))
+        return Call(
+            code,
+            self._last(task),
+            _taker(code.inputs),
+            _taker(summed),
+            calls_back(equations_of(self.cut.program, task)),
+        )
 
     def _readers(self, task: Task, stage: int) -> set[int]:
         """What tasks of a stage read of a task, microbatch by microbatch or once."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from autopar.errors import StageError
 from autopar.runtime.gradients.sums import State
 from autopar.runtime.stages.codecs import CodecStep
 from autopar.runtime.stages.order import Issue, run_in_threads
@@ -51,8 +52,14 @@ def run_step(
     with meeting(pipeline.links, run.give_up, "running a step"):
         run.begin(step, microbatches)
         begin = time.perf_counter()
-        run.issue_all()
+        try:
+            run.issue_all()
+        except StageError:
+            if pipeline.links is None:
+                run.settle()  # an earlier task may be why one could not be issued
+            raise
         pipeline.issuing_s = time.perf_counter() - begin
+        run.settle()
     with meeting(pipeline.links, run.give_up_rest, "updating the state"):
         run.end()
     told = {**run.results, **run.told}
@@ -103,6 +110,37 @@ class _Run(Transfers):
         else:
             run_in_threads(pipeline.threads, by_stage, self.issue, join=links.waited)
 
+    def settle(self) -> None:
+        """Waits for tasks that call functions of the host.
+
+        Devices run tasks later than they are issued, and so does a function fail. The
+        state is then as before the step: no update is issued yet.
+
+        Raises:
+          StageError: one failed.
+        """
+        links = self.pipeline.links
+        if not self.watched:
+            return
+        self.wait_all() if links is None else links.waited(self.wait_all)
+
+    def wait_all(self) -> None:
+        """Waits for all tasks that are watched."""
+        for call, number, made in self.watched:
+            self.wait(call, number, made)
+
+    def wait(self, call: Call, number: int, made: Sequence[Any]) -> None:
+        """Waits for results of a task.
+
+        Raises:
+          StageError: it failed.
+        """
+        try:
+            jax.block_until_ready(made)
+        except Exception as error:
+            key = call.code.task.key
+            raise failure(key, number, error, self.operators(call.code)) from error
+
     def end(self) -> None:
         """Puts the microbatches together, and issues the updates."""
         self.cross()
@@ -147,10 +185,23 @@ class _Run(Transfers):
         self.record(code, number, issued, made)
         made = self.measured(code, made)
         rest = self.hand_out(code, made, micro, number)
+        if call.calls_back:
+            self.watch(call, number, made, rest)
         if code.accumulated:
             self.sums[key.stage].update(zip(code.accumulated, made[rest:], strict=True))
         for value in call.last:
             micro.pop(value, None)
+
+    def watch(self, call: Call, number: int, made: Sequence[Any], rest: int) -> None:
+        """Remembers results of a task, of which `settle` learns whether it failed.
+
+        The next microbatch takes over the running sums, so a task that makes nothing
+        else is waited for at once.
+        """
+        if rest:
+            self.watched.append((call, number, made[:rest]))
+        else:
+            self.wait(call, number, made)
 
     def called(self, call: Call, number: int) -> Sequence[Any]:
         """What a task makes of a microbatch.

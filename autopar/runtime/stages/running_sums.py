@@ -54,7 +54,7 @@ class _Ending:
 
     def whole(self, value: int, array: Any) -> Any:
         """A value whose sum over devices is taken."""
-        after = self.stage.settled
+        after = self.stage.decoded
         partial = after.assignment.stacked(value)
         if partial is None:
             return array
@@ -68,8 +68,10 @@ class _Ending:
         made = {v: self.scaled(v, total) for v, total in known.items()}
         if codecs is not None:
             made |= _by_codecs(self.stage, codecs, made)
-        outside = [self.whole(v, made[v]) for send in self.sent for v in send.values]
-        return [*(made[v] for v in self.held), *outside]
+        wanted = {v for send in self.sent for v in send.values} | self.stage.early
+        whole = {v: self.whole(v, made[v]) for v in made if v in wanted}
+        held = [whole[v] if v in self.stage.early else made[v] for v in self.held]
+        return [*held, *(whole[v] for send in self.sent for v in send.values)]
 
     def plain(self, *totals: Any) -> list[Any]:
         return self.ended(totals, None)
@@ -87,7 +89,7 @@ class _Ending:
             k
             for k, (v, struct) in enumerate(self.structs.items())
             if v in self.held
-            and v not in self.stage.coded
+            and v not in self.stage.coded | self.stage.early
             and sum_dtype(struct.dtype) == struct.dtype
         ]
 
@@ -107,7 +109,7 @@ def finish_code(
       stage: the stage.
       scales: value -> what its running sum is multiplied by.
       held: the values that its own updates read, which stay partial over devices but
-        for those that codecs sum.
+        for those that codecs sum, and those that several updates read.
       sent: the values that go to other stages, whose sums are taken here.
     """
     ending = _Ending(stage, scales, held, sent)

@@ -35,6 +35,10 @@ class Stage:
       mesh: its devices.
       options: of the compiler.
       sums: the gradients that it sums by codecs; None: there are none.
+      early: running sums whose sum over devices is taken at their end, because several
+        updates read it.
+      handed: values of updates whose sum over devices is taken before another task
+        reads them.
     """
 
     program: StageProgram
@@ -42,6 +46,8 @@ class Stage:
     mesh: Mesh
     options: Mapping[str, str] | None = None
     sums: GradientSums | None = None
+    early: frozenset[int] = frozenset()
+    handed: frozenset[int] = frozenset()
 
     @property
     def coded(self) -> frozenset[int]:
@@ -49,11 +55,25 @@ class Stage:
         return frozenset() if self.sums is None else frozenset(self.sums.members)
 
     @functools.cached_property
+    def decoded(self) -> Stage:
+        """The stage behind its codecs: what they sum is whole."""
+        return self._with(self.coded)
+
+    @functools.cached_property
     def settled(self) -> Stage:
-        """The stage as its updates see it: what codecs sum is whole."""
-        if self.sums is None:
+        """The stage as its updates see it: what is summed at the end is whole."""
+        return self._with(self.coded | self.early)
+
+    def updating(self, task: Task) -> Stage:
+        """The stage as one update sees it: what others hand to it is whole, too."""
+        mine = self.handed - set(task.outputs)
+        return self._with(self.coded | self.early | mine) if mine else self.settled
+
+    def _with(self, whole: frozenset[int]) -> Stage:
+        """The stage with values whose sums over devices are taken."""
+        if not whole:
             return self
-        after = dataclasses.replace(self.assignment, settled=self.coded, _known={})
+        after = dataclasses.replace(self.assignment, settled=whole, _known={})
         return dataclasses.replace(self, assignment=after)
 
     def sharding(self, value: int) -> NamedSharding:
@@ -188,7 +208,7 @@ def task_code(
       restores: state that it restores where a gradient is not finite.
     """
     update = task.key.phase is Phase.UPDATE
-    stage = stage.settled if update else stage
+    stage = stage.updating(task) if update else stage
     inputs = tuple(v for v, _ in task.inputs)
     outside = [v for send in sent for v in send.values]
     seen = () if noise is None else noise.values
@@ -200,6 +220,7 @@ def task_code(
         equations=equations_of(stage.program.program, task),
         inputs=inputs,
         outputs=(*outputs, *outside, *accumulated, *seen),
+        whole=stage.handed,
     )
     now, kept = Now(stage.assignment, stage.mesh), len(outputs) + len(outside)
 
@@ -241,7 +262,10 @@ def task_code(
         function,
         in_shardings=[s.sharding for s in (*structs, *totals)],
         out_shardings=[
-            *(stage.sharding(v) for v in outputs),
+            *(
+                stage.home(v) if v in stage.handed else stage.sharding(v)
+                for v in outputs
+            ),
             *(where for send in sent for where in send.source),
             *(s.sharding for s in totals[: len(accumulated)]),
             *_rows_sharding(stage, noise),

@@ -10,7 +10,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.runtime import placement
 from autopar.runtime.stages.codecs import CodecStep
-from autopar.runtime.stages.pipeline import Copy, Pipeline
+from autopar.runtime.stages.pipeline import Call, Copy, Pipeline
 from autopar.runtime.stages.sent import RESULT, Sent
 from autopar.runtime.stages.transport import Route, Tag, on_device
 from autopar_passes.stages.cut import TaskKey
@@ -37,6 +37,8 @@ class Transfers:
         self.told: dict[int, Any] = {}
         # What tasks have measured of gradients, of each microbatch.
         self.noise: dict[TaskKey, list[Any]] = {key: [] for key in pipeline.noise}
+        # Tasks that call functions of the host, with the microbatch and some results.
+        self.watched: list[tuple[Call, int, Sequence[Any]]] = []
         # Of other processes: what has been asked for, and what they were handed.
         self.asked: set[Tag] = set()
         self.handed: set[Tag] = set()

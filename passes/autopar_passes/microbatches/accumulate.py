@@ -169,7 +169,8 @@ class _Joiner:
         repeated = [
             e for e in self.micro.body.equations if e.index not in self.found.once
         ]
-        read = [c.value for c in crossings]
+        told = tuple(e for e in repeated if e.source.effects)
+        read = [*(c.value for c in crossings), *_read(told)]
         kept = {e.index for e in needed(repeated, read)}
         return tuple(
             renumbered(e, self.number, lambda k: self.first_index + k)

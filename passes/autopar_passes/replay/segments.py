@@ -107,6 +107,7 @@ def replay_segment(
     equations: Sequence[Equation],
     inputs: Sequence[int],
     outputs: Sequence[int],
+    whole: Collection[int] = (),
 ) -> Callable[..., list[Any]]:
     """Returns a function of a segment's inputs that returns its outputs.
 
@@ -118,6 +119,7 @@ def replay_segment(
       equations: those of the segment, in program order.
       inputs: the values that it is called with; constants of the program are there.
       outputs: the values that it returns.
+      whole: those of them whose sums are taken before they are returned.
 
     Partial values, in and out, are arrays with a leading dimension of partial sums. The
     function's keyword ``synchroniser`` takes sums; without one they stay partial. Its
@@ -135,7 +137,9 @@ def replay_segment(
         arrays = constants | _stated(plan, mesh, inputs, arguments)
         values = Values(made_by, sources, within, mesh, synchroniser or Later(), arrays)
         Replayer(program, operators, values).run(equations, made)
-        return [_as_array(values, v) for v in outputs]
+        return [
+            values.whole(v) if v in whole else _as_array(values, v) for v in outputs
+        ]
 
     return run
 

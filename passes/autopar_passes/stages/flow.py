@@ -61,17 +61,34 @@ class Flow:
 
     @functools.cached_property
     def roles(self) -> dict[int, Role]:
-        """Equation -> its role: that of the operator which makes its first result."""
+        """Equation -> its role: that of the operator which makes its first result.
+
+        What runs once is of the update. What each microbatch makes of its rows is not,
+        also where the graph says so: a gradient times a loss scale.
+        """
         made = {v: op.role for op in self.graph.operators for v in op.outputs}
         roles = {op.equation: op.role for op in self.graph.operators}
-        return {
-            index: Role.UPDATE
-            if index in self.once
-            else made.get(eqn.outputs[0], Role.FORWARD)
-            if eqn.outputs
-            else roles.get(index, Role.FORWARD)
-            for index, eqn in self.equations.items()
-        }
+        out: dict[int, Role] = {}
+        for index, eqn in self.equations.items():
+            if index in self.once:
+                out[index] = Role.UPDATE
+                continue
+            role = roles.get(index, Role.FORWARD)
+            if eqn.outputs:
+                role = made.get(eqn.outputs[0], Role.FORWARD)
+            late = role is Role.UPDATE and index in self.of_rows
+            out[index] = Role.BACKWARD if late else role
+        return out
+
+    @functools.cached_property
+    def of_rows(self) -> frozenset[int]:
+        """The equations that read what each microbatch has for itself."""
+        known, out = set(self.batch), set[int]()
+        for index, eqn in self.equations.items():
+            if index not in self.once and not known.isdisjoint(reads(eqn)):
+                out.add(index)
+                known.update(eqn.outputs)
+        return frozenset(out)
 
     @functools.cached_property
     def modules(self) -> dict[int, str]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import jax
 import pytest
-from command_line import TARGET, Run, assert_fails
+from command_line import TARGET, Run, assert_fails, save_plan
 from golden import assert_golden
 
 import autopar
@@ -65,6 +65,21 @@ class TestDiff:
 
     def test_files_that_are_no_plans(self, run: Run, saved: pathlib.Path) -> None:
         assert run("diff", saved, "none.json").code == 2
+
+
+class TestStages:
+    def test_texts_of_a_plan_of_two_stages(
+        self, run: Run, tmp_path: pathlib.Path
+    ) -> None:
+        words = ("width=64", "batch=64", "--cluster", "4:cpu")
+        more = ("--stages", "2", "--microbatches", "2")
+        staged = save_plan(tmp_path / "plan.json", *words, *more)
+        run("plan", "none")  # what was printed until here is no part of a text
+        for asked in (("explain",), ("explain", "--by", "layer"), ("audit",)):
+            result = run(asked[0], staged, *asked[1:])
+            assert result.code == 0
+            name = "_".join(word.strip("-") for word in asked)
+            assert_golden(result.out.rstrip(), f"staged_{name}.txt")
 
 
 class TestCompareSaved:

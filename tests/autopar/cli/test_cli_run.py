@@ -72,10 +72,14 @@ def test_compare_has_pipelines_where_stages_are_asked_for(run: Run) -> None:
     words = ("width=64", "batch=64", "layers=2", "--cluster", "2:cpu", "--json")
     plain = run("compare", TARGET, *words).json["plans"]
     staged = ("--stages", "2", "--microbatches", "2")
-    found = run("compare", TARGET, *words, *staged).json["plans"]
-    more = {row["name"] for row in found} - {row["name"] for row in plain}
+    measured = ("--measure", "--repeats", 1)
+    found = run("compare", TARGET, *words, *staged, *measured).json["plans"]
+    more = {row["name"]: row for row in found}
+    more = {k: v for k, v in more.items() if k not in {row["name"] for row in plain}}
     assert more
-    assert all("pipeline" in name for name in more)
+    for name, row in more.items():
+        assert "pipeline" in name
+        assert (row["measured_s"] is None) == (row["step_s"] is None)
 
 
 @pytest.mark.parametrize("spec", ["2x8:cpu", "2x8:h100"])

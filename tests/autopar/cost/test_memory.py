@@ -28,6 +28,10 @@ from autopar.cost.memory import (
 from autopar_passes.graph.roles import Role
 
 CLUSTER = forms.cheap("2x4:cpu")
+HABITS = {
+    "cpu": habits_of(CLUSTER.device),
+    "gpu": habits_of(autopar.Cluster.parse("8:h100").device),
+}
 LOWEST, HIGHEST = -0.15, 0.40
 
 
@@ -151,8 +155,8 @@ def test_gpus_make_cheap_results_again(loss: Any, kind: str, again: bool) -> Non
     case = harness.prepare(*training(loss, params, mlp_batch(512, 64), optax.sgd(0.1)))
     (made,) = (op for op in case.graph.operators if op.kind == kind)
 
-    plain = case.analysis.life(habits_of("cpu")).written
-    written = case.analysis.life(habits_of("gpu")).written
+    plain = case.analysis.life(HABITS["cpu"]).written
+    written = case.analysis.life(HABITS["gpu"]).written
 
     assert made.outputs[0] in plain
     assert (made.outputs[0] not in written) is again
@@ -165,7 +169,7 @@ def test_gpus_make_gradients_behind_the_backward_pass() -> None:
     graph, sizes = case.graph, [0.0, 0.0]
     last = max(o.index for o in graph.operators if o.role is Role.BACKWARD)
     for place, kind in enumerate(("cpu", "gpu")):
-        found = buffers(plan, case.analysis.life(habits_of(kind)))
+        found = buffers(plan, case.analysis.life(HABITS[kind]))
         sizes[place] = sum(b.nbytes for b in found if b.start <= last <= b.end)
     # Three layers of: x, its gradient behind the layer (512 x 64), tanh(...) and the
     # gradient before it (512 x 256), two of which each product of a gradient reads.
@@ -177,10 +181,10 @@ def test_gpus_make_gradients_behind_the_backward_pass() -> None:
 def test_memory_at_the_peak_is_named() -> None:
     case = prepared()
     plan = harness.random_plan(case, (2, 4), random.Random(1))
-    life = case.analysis.life()
+    life = case.analysis.life(HABITS["gpu"])
     found = memory_at_peak(plan, life, 1.2)
 
-    assert set(found) <= {*BUFFER_KINDS, "compiler's overhead"}
+    assert set(found) <= {*BUFFER_KINDS, "compiler's overhead", "products' work space"}
     assert len(found) > 2
     total = input_bytes(plan) + sum(found.values())
     assert total == pytest.approx(peak_memory_bytes(plan, life, 1.2))
@@ -205,7 +209,7 @@ def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
     params = mlp_params(width=64, hidden=256, layers=1)[0]
     analysis = harness.prepare(step, (params, mlp_batch(512, 64))).analysis
     length = len(analysis.graph.operators)
-    reads = analysis.life(habits_of("gpu")).reads
+    reads = analysis.life(HABITS["gpu"]).reads
     ends = analysis.independent.computations
     products = [o.index for o in analysis.graph.operators if o.kind == "dot_general"]
     inside = [index for index in products if ends[index] < length]
@@ -215,3 +219,20 @@ def test_gradients_of_a_loop_are_made_in_the_loop() -> None:
     assert all(reads[index] <= ends[index] for index in inside)
     # Both gradients behind the loop are put off; what another product reads is not.
     assert sum(reads[index] > index for index in behind) == 2
+
+
+def test_products_have_work_space() -> None:
+    """From Hopper on 32 MiB, before 4 MiB; without a product none."""
+    life = prepared().analysis.life
+    rooms = [
+        life(habits_of(autopar.Cluster.parse(text).device)).workspace_bytes
+        for text in ("8:cpu", "8:a100", "8:h100", "8:b200")
+    ]
+
+    def step(params: Any, batch: Any) -> Any:
+        return params - jnp.mean(batch), jnp.zeros(())
+
+    without = harness.prepare(step, (jnp.ones((8,)), jnp.ones((8,)))).analysis
+
+    assert rooms == [0, 2**22, 2**25, 2**25]
+    assert without.life(HABITS["gpu"]).workspace_bytes == 0

@@ -175,7 +175,7 @@ def test_an_axis_moves_by_all_to_all() -> None:
 def test_assignments_are_all_even_ones_once(
     factors: list[int], sizes: tuple[int, ...], orders: bool
 ) -> None:
-    found = assignments(factors, sizes, orders=orders)
+    found = assignments(tuple(factors), sizes, orders=orders)
 
     assert found[0] == ((),) * len(factors)
     assert len(set(found)) == len(found)

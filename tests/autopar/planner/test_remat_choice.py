@@ -13,6 +13,7 @@ from remat_cases import again, blocks, descent, drawn, in_loop, mlp, named, stac
 import autopar
 from autopar.cluster import Cluster
 from autopar.errors import InfeasibleError
+from autopar.planner import remat as choice
 from autopar.planner.kept_layouts import priced
 from autopar.planner.remat import first_that
 from autopar.plans import AS_WRITTEN
@@ -56,9 +57,9 @@ def test_no_number_of_layers_is_faster(name: str, share: float) -> None:
     levels = ["full", "dots", *([NAMED] if name == "named" else [])]
     layers = len(planned(name, remat="all").remat.starts)
     found: list[float] = []
-    for remat in (0, *(f"{n + 1}:{v}" for v in levels for n in range(layers))):
+    for asked in (0, *(f"{n + 1}:{v}" for v in levels for n in range(layers))):
         try:
-            found.append(planned(name, share, remat=remat).predicted.step_s)
+            found.append(planned(name, share, remat=asked).predicted.step_s)
         except InfeasibleError:
             continue
 
@@ -67,7 +68,7 @@ def test_no_number_of_layers_is_faster(name: str, share: float) -> None:
     assert chosen <= min(found) * 1.005
 
 
-def test_layers_are_computed_again_where_that_is_faster_though_all_fits() -> None:
+def test_layers_are_computed_askedwhere_that_is_faster_though_all_fits() -> None:
     """The stacks of a loop are written and read; its layers are quickly computed."""
     found = planned("loop", 3.0, remat="auto")
 
@@ -95,16 +96,40 @@ def test_the_first_number_is_found_by_few_questions() -> None:
     draw = random.Random(0)
     for _ in range(300):
         low, high = 0, draw.randint(1, 60)
-        first, guess = draw.randint(1, high), draw.randint(-3, high + 3)
+        first, few = draw.randint(1, high), draw.randint(-3, high + 3)
         asked: list[int] = []
 
         def holds(n: int, first: int = first, asked: list[int] = asked) -> bool:
             asked.append(n)
             return n >= first
 
-        assert first_that(holds, low, high, guess) == first
+        assert first_that(holds, low, high, few) == first
         assert len(asked) == len(set(asked))
         assert all(low < n < high for n in asked)
-        assert len(asked) <= 2 + high.bit_length()
-        if low < guess < high and guess == first:
-            assert len(asked) <= 2
+        if 0 <= few < first:
+            assert len(asked) <= 1 + (high - few).bit_length()
+        assert len(asked) <= 2 + 2 * high.bit_length()
+
+
+def test_layers_that_cannot_be_enough_are_not_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan that does not fit says what every plan needs."""
+    asked: list[str] = []
+    before = choice._Search.fits
+
+    def fits(self: Any, wanted: str) -> bool:
+        asked.append(wanted)
+        return before(self, wanted)
+
+    monkeypatch.setattr(choice._Search, "fits", fits)
+    step = descent(mlp), (blocks(8), X)
+    needed = autopar.plan(*step[:1], *step[1], cluster=cluster(), axis_names=("data",))
+    limit = 0.5 * needed.predicted.peak_memory_bytes
+    found = autopar.plan(
+        *step[:1], *step[1], cluster=cluster(limit), axis_names=("data",), remat="auto"
+    )
+    numbers = [int(w.partition(":")[0]) for w in asked if w.endswith(":full")]
+    assert found.remat.layers
+    assert min(numbers) >= 3
+    assert len(asked) <= 8

@@ -38,7 +38,7 @@ from autopar.planner.problem import FEW_NODES, Formulation, formulate, small_sta
 from autopar.planner.record import make_plan
 from autopar.planner.search import candidate_meshes, search
 from autopar.planner.solving import TimeOutError, solve_mesh
-from autopar.planner.ties import split_batch_inputs
+from autopar.planner.ties import split_most
 from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status, solve
 from autopar_solver import evaluate_choices as check_choices
@@ -442,7 +442,7 @@ class TestTies:
         formulation = formulate(analysis, pricer)
         solution = solve(formulation.problem, seconds=5)
         plain = candidate_of(analysis, formulation, solution)
-        split = split_batch_inputs(analysis, formulation, solution)
+        split = split_most(analysis, formulation, solution)
         return plain, candidate_of(analysis, formulation, split)
 
     @pytest.mark.parametrize("rows", [64, 1024, 8192])

@@ -177,6 +177,24 @@ def test_state_with_rows_is_refused() -> None:
         split(step, ((W, memory), X), 2)
 
 
+@pytest.mark.parametrize("counts", [False, True])
+def test_a_host_callback_that_knows_the_number_of_rows_is_refused(counts: bool) -> None:
+    def loss(w: Any, x: Any) -> Any:
+        known = x.shape[0] if counts else 0
+
+        def told(_: Any) -> int:
+            return known
+
+        jax.debug.callback(told, x[0, 0])
+        return jnp.mean((x @ w) ** 2)
+
+    if not counts:
+        assert split(sgd(loss), (W, X), 2, couple=True).split is not None
+        return
+    with pytest.raises(PlanError, match=r"debug_callback.*another 'callback'"):
+        split(sgd(loss), (W, X), 2, couple=True)
+
+
 def test_a_second_update_is_refused() -> None:
     def step(w: Any, x: Any) -> Any:
         once = w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)

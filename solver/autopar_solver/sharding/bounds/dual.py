@@ -189,7 +189,8 @@ class Dual:
         offset = -float(prices @ self.field.memory.room)
         self.rises = rises
         proved = base + offset + self.field.constant + rises
-        np.maximum(self.bounds, proved, out=self.bounds)
+        # A number that rounding or overflow made no number proves nothing.
+        np.fmax(self.bounds, proved, out=self.bounds)
         if bound + offset + self.field.constant > self.bound:
             self.bound = bound + offset + self.field.constant
             self.best_prices = prices

@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 import autopar
 from autopar import Cluster
@@ -106,6 +108,19 @@ def test_pipelines_are_timed_beside_other_plans(made, arguments):
     took = measure_plans(analysis, plans, repeats=1, steps=2)
     assert sorted(took) == ["one stage", "pipeline x data"]
     assert min(took.values()) > 0
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_plans_with_codecs_are_timed(stages):
+    layers = [jnp.eye(64) for _ in range(2)]
+    arguments = layers, {"x": np.ones((2048, 64), np.float32)}
+    plan = autopar.plan(
+        step, *arguments, cluster="4:cpu", compression="int8", axis_names=("data",),
+        pins={"*/x": P("data")}, stages=stages, microbatches=2,
+    )  # fmt: skip
+    assert plan.gradients
+    took = measure_plans(analyse(step, arguments), {"int8": plan}, repeats=1, steps=2)
+    assert took["int8"] > 0
 
 
 def test_a_step_that_cannot_be_split_says_why(arguments):

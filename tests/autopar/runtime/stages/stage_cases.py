@@ -160,6 +160,6 @@ def distance(one: Any, other: Any) -> float:
     """The largest difference of two states, relative to the largest of each array."""
     pairs = zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True)
     return max(
-        float(np.abs(np.asarray(a) - np.asarray(b)).max() / (np.abs(a).max() + 1e-3))
+        float(np.abs(1.0 * np.asarray(a) - b).max() / (np.abs(a).max() + 1e-3))
         for a, b in pairs
     )

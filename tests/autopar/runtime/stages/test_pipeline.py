@@ -311,11 +311,35 @@ def test_activations_that_are_computed_again_are_the_same(schedule, one_device):
     assert distance(one_device("mean")[0], state) < CLOSE
 
 
-def test_evaluation_of_state_on_several_stages_is_refused():
+def test_state_on_several_stages_is_evaluated():
     step, state = staged(donate=False)
     state, _ = step(state, batch())
-    with pytest.raises(PlanError, match="device_get"):
-        step.jit(lambda state, batch: mean_loss(state["params"], batch))(state, batch())
+
+    def evaluate(state, batch):
+        return mean_loss(state["params"], batch), state["params"][-1]["b"]
+
+    evaluated = step.jit(evaluate)
+    loss, bias = evaluated(state, batch(seed=1))
+    again, _ = step(state, batch(seed=1))  # nothing was consumed or moved
+    expected = mean_loss(jax.device_get(state["params"]), batch(seed=1))
+    np.testing.assert_allclose(loss, expected, rtol=CLOSE)
+    np.testing.assert_array_equal(bias, state["params"][-1]["b"])
+    np.testing.assert_allclose(
+        evaluated(again, batch(seed=1))[0],
+        mean_loss(jax.device_get(again["params"]), batch(seed=1)),
+        rtol=CLOSE,
+    )
+
+
+def test_a_transformed_step_of_stages_runs_as_it_is_written(one_device):
+    step, state = staged(donate=False)
+    step(state, batch())
+
+    def twice(state):
+        return jax.lax.scan(lambda s, _: step(s, batch(seed=0)), state, None, 2)
+
+    _, losses = jax.jit(twice)(state)
+    np.testing.assert_allclose(losses[0], one_device("mean")[1][0], rtol=CLOSE)
 
 
 def dropout_step(state, batch):

@@ -80,6 +80,19 @@ def test_what_is_proved_stays_proved(problem, steps):
         assert (dual.prices >= 0).all()
 
 
+def test_what_is_no_number_proves_nothing():
+    """A sweep at costs that overflowed leaves the bounds that are known."""
+    dual = Dual(field_of(ladder(3, length=3, strategies=3, tightness=1.0)))
+    dual.sweep()
+    bound, bounds = dual.bound, dual.bounds.copy()
+
+    dual.costs = np.full_like(dual.costs, np.nan)
+    dual.sweep()
+
+    assert dual.bound == bound
+    assert (dual.bounds == bounds).all()
+
+
 def test_costs_are_those_of_the_prices():
     field = binding_field(0)
     prices = np.arange(len(field.memory.room)) * 0.5

@@ -1,5 +1,6 @@
 """Every reduction keeps the optimum, and its trail leads back to it."""
 
+import itertools
 import math
 
 import numpy as np
@@ -13,7 +14,10 @@ from autopar_solver.sharding.check import evaluate_choices
 from autopar_solver.sharding.graph import ContradictionError
 from autopar_solver.sharding.reductions.build import build_graph
 from autopar_solver.sharding.reductions.capacity import drop_oversized
-from autopar_solver.sharding.reductions.dominated import drop_dominated
+from autopar_solver.sharding.reductions.dominated import (
+    drop_dominated,
+    replaceable_by,
+)
 from autopar_solver.sharding.reductions.followers import fold_followers, follows
 from autopar_solver.sharding.reductions.forbidden import drop_single, drop_unsupported
 from autopar_solver.sharding.reductions.low_degree import eliminate_low_degree
@@ -150,6 +154,29 @@ def test_dominated_looks_at_memory():
     drop_dominated(frugal)
     assert graph.costs[0].tolist() == [1.0]
     assert frugal.costs[0].tolist() == [1.0, 2.0]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    problem=problems(max_nodes=4, max_strategies=4, max_edges=5),
+    node=st.integers(0, 3),
+)
+def test_dominated_finds_every_replacement(problem, node):
+    """A strategy goes exactly where another never costs more, by trying all."""
+    graph = build_graph(problem)
+    graph.memory.clear()
+    nodes = sorted(graph.costs)
+    i = nodes[node % len(nodes)]
+    if not np.isfinite(graph.costs[i]).all():
+        return
+    found = replaceable_by(graph, i)
+    for b, a in itertools.product(range(len(found)), repeat=2):
+        total = graph.costs[i][b] - graph.costs[i][a]
+        for table in graph.links[i].values():
+            finite = table[a] < INF
+            if finite.any():
+                total += (table[b, finite] - table[a, finite]).max()
+        assert found[b, a] == (a == b or total <= 0), (a, b, total)
 
 
 def test_low_degree_answers_neighbours():

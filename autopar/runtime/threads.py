@@ -1,0 +1,55 @@
+"""Threads that call functions under the JAX options of the thread that asks."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+from autopar_passes import jax_compat
+
+T = TypeVar("T")
+
+
+class Threads:
+    """Threads that work in the background, and never keep the process from ending."""
+
+    def __init__(self, count: int, name: str) -> None:
+        """Starts them.
+
+        Args:
+          count: how many.
+          name: of each, before its number.
+        """
+        self._work: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        for number in range(count):
+            thread = threading.Thread(
+                target=self._serve, name=f"{name}_{number}", daemon=True
+            )
+            thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            self._work.get()()
+
+    def submit(self, function: Callable[..., T], *arguments: object) -> Future[T]:
+        """Calls a function in one of the threads, under this thread's JAX options."""
+        future: Future[T] = Future()
+        options = jax_compat.thread_options()  # contexts serve one thread, once
+
+        def work() -> None:
+            try:
+                with contextlib.ExitStack() as stack:
+                    for option in options:
+                        stack.enter_context(option)
+                    result = function(*arguments)
+            except BaseException as error:
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self._work.put(work)
+        return future

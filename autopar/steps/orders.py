@@ -1,0 +1,251 @@
+"""In which order of its dimensions a compiler writes an array, and what it copies.
+
+XLA's GPU compiler fixes the order around batched products (openxla/xla,
+``xla/service/gpu/transforms/layout_assignment.cc`` and
+``xla/service/transforms/dot_decomposer.cc``; read with jax 0.10.2):
+
+* the result of a batched product lies as the program writes it, major to minor;
+* an operand of one with several free or several contracted dimensions is brought to
+  the order batch, free, contracted (on the left) or batch, contracted, free (on the
+  right); other products read their operands as they lie;
+* a transposition moves nothing by itself: the order goes with the array, through
+  element-wise operators too;
+* where two arrays of different orders meet, what the later one is made of is written in
+  the order of the earlier, once for all its readers: a product's result, or what it is
+  converted to;
+* an array that products want in several orders is made once for each: the order in
+  which it lies and one other at once, by one kernel; further ones when they are read.
+
+So the weights of grouped attention are made again for the backward pass, and the
+gradient of its scores is written in float32 in the order of the scores, and then once
+for each of the two products that read it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from autopar.steps.fusion import is_elementwise, side_factors
+from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.rules.factor_rule import Dims, FactorRule
+
+# Orders that are forced change others behind them; few passes settle them.
+_MOST_PASSES = 4
+_CONVERSIONS = frozenset({"convert_element_type", "transpose"})
+
+# Dimensions of more than one element, major to minor.
+Order = tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Orders:
+    """What is written for the order of its dimensions alone.
+
+    Attributes:
+      rewritten: results that are written in another order than they are made in.
+      copies: values that an operator reads in another order than others do, with that
+        operator: whether they are made at once, or when it reads them.
+    """
+
+    rewritten: frozenset[int]
+    copies: Mapping[tuple[int, int], bool]
+
+
+NO_ORDERS = Orders(frozenset(), {})
+
+
+def orders(graph: OperatorGraph) -> Orders:
+    """Finds what is written for the order of its dimensions alone."""
+    found = _pass(graph, {})
+    # What is forced changes the orders behind it, which may force no more.
+    for _ in range(_MOST_PASSES):
+        if not found.new:
+            break
+        found = _pass(graph, {**found.forced, **found.new})
+    copies = {
+        (value, reader): at_once
+        for value, wants in found.wants.items()
+        for reader, at_once in _copied_for(graph, value, wants, found.order.get(value))
+    }
+    rewritten = frozenset(v for v in found.forced if is_elementwise(found.maker[v]))
+    return Orders(rewritten, copies)
+
+
+def _pass(graph: OperatorGraph, forced: dict[int, _Fixed]) -> _Found:
+    """Follows the orders through the program once."""
+    maker = {v: op for op in graph.operators for v in op.outputs}
+    readers = Counter(
+        v for op in graph.operators for v in set(op.inputs) if v is not None
+    )
+    found = _Found(graph, maker, readers, forced, {}, {}, {})
+    for op in graph.operators:
+        if op.kind == "dot_general":
+            _note_product(op, found)
+        elif op.outputs and is_elementwise(op):
+            _note_elementwise(op, found)
+    return found
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Fixed:
+    """The order of a value, and the product that fixed it."""
+
+    origin: int
+    order: Order
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Found:
+    """What is known of the operators before the present one.
+
+    Attributes:
+      graph: the operator graph.
+      maker: the operator that makes each value.
+      readers: how many operators read each value.
+      forced: the orders in which values are written for others that they meet.
+      new: the same, found in this pass.
+      order: of values whose order is fixed.
+      wants: of values that batched products read, the products and the order that
+        each of them wants; None: as the value lies.
+    """
+
+    graph: OperatorGraph
+    maker: dict[int, Operator]
+    readers: Counter[int]
+    forced: dict[int, _Fixed]
+    new: dict[int, _Fixed]
+    order: dict[int, _Fixed]
+    wants: dict[int, list[tuple[int, Order | None]]]
+
+
+def _note_product(op: Operator, found: _Found) -> None:
+    rule = op.rule
+    left, right = (rule.factors_of(dims) for dims in rule.operands[:2])
+    batch = _large(rule, left & right & rule.factors_of(rule.results[0]))
+    if not batch:
+        return
+    for slot, value in enumerate(op.inputs):
+        if value is not None:
+            wanted = (op.index, _wanted(rule, slot, batch))
+            found.wants.setdefault(value, []).append(wanted)
+    for value in op.outputs:
+        lies = _Fixed(op.index, _plain(found.graph, value))
+        found.order[value] = found.forced.get(value, lies)
+
+
+def _wanted(rule: FactorRule, slot: int, batch: frozenset[int]) -> Order | None:
+    """The order in which a batched product reads an operand; None: as it lies."""
+    *free, contracted = (_large(rule, side) for side in side_factors(rule))
+    if all(len(side) < 2 for side in (*free, contracted)):
+        return None
+    own = free[slot]
+    groups = (batch, own, contracted) if slot == 0 else (batch, contracted, own)
+    dims = rule.operands[slot]
+    present = [d for d in range(len(dims)) if _large(rule, dims[d])]
+    return tuple(d for group in groups for d in present if dims[d][0] in group)
+
+
+def _note_elementwise(op: Operator, found: _Found) -> None:
+    """An element-wise operator computes in the order that was fixed first."""
+    rule = op.rule
+    full = _large(rule, rule.factors_of(rule.results[0]))
+    operands = [
+        (found.order[value], value, dims)
+        for value, dims in zip(op.inputs, rule.operands, strict=True)
+        if value in found.order and _large(rule, rule.factors_of(dims)) == full
+    ]
+    if not operands:
+        return
+    first, _, dims = min(operands, key=lambda x: x[0].origin)
+    sequence = _sequence(rule, dims, first.order)
+    for fixed, value, dims in operands:
+        order = _in_dims(rule, dims, sequence)
+        if order is not None and order != fixed.order:
+            _force(value, _Fixed(first.origin, order), found)
+    for value, dims in zip(op.outputs, rule.results, strict=True):
+        order = _in_dims(rule, dims, sequence)
+        if order is not None:
+            made = _Fixed(first.origin, order)
+            found.order[value] = found.forced.get(value, made)
+
+
+def _force(value: int, fixed: _Fixed, found: _Found) -> None:
+    """Has an array written in another order, as near to its product as that goes."""
+    path = [(value, fixed)]
+    while is_elementwise(maker := found.maker[value]):
+        above = _above(maker, value, path[-1][1], found)
+        if above is None:
+            break
+        path.append(above)
+        value = above[0]
+    # A product's result that is only converted is written behind the conversion.
+    while len(path) > 1 and found.readers[path[-1][0]] == 1:
+        if found.maker[path[-2][0]].kind not in _CONVERSIONS:
+            break
+        path.pop()
+    found.new[path[-1][0]] = path[-1][1]
+
+
+def _above(
+    maker: Operator, value: int, fixed: _Fixed, found: _Found
+) -> tuple[int, _Fixed] | None:
+    """The only array that a value is made of, with its order; None: there are more."""
+    rule = maker.rule
+    made = rule.results[maker.outputs.index(value)]
+    full = _large(rule, rule.factors_of(made))
+    operands = [
+        (v, dims)
+        for v, dims in zip(maker.inputs, rule.operands, strict=True)
+        if v in found.order and _large(rule, rule.factors_of(dims)) == full
+    ]
+    if len(operands) != 1:
+        return None
+    (operand, dims), *_ = operands
+    order = _in_dims(rule, dims, _sequence(rule, made, fixed.order))
+    return None if order is None else (operand, _Fixed(fixed.origin, order))
+
+
+def _copied_for(
+    graph: OperatorGraph,
+    value: int,
+    wants: Sequence[tuple[int, Order | None]],
+    fixed: _Fixed | None,
+) -> list[tuple[int, bool]]:
+    """The products that read further copies of a value; whether it is made at once."""
+    lies = _plain(graph, value) if fixed is None else fixed.order
+    asked = [lies if wanted is None else wanted for _, wanted in wants]
+    seen = set(asked[:1])
+    out: list[tuple[int, bool]] = []
+    for (reader, _), order in zip(wants, asked, strict=True):
+        if order not in seen:
+            out.append((reader, lies in asked and not out))
+            seen.add(order)
+    return out
+
+
+def _large(rule: FactorRule, factors: Iterable[int]) -> frozenset[int]:
+    """The factors of more than one element."""
+    return frozenset(f for f in factors if rule.sizes[f] > 1)
+
+
+def _plain(graph: OperatorGraph, value: int) -> Order:
+    """The dimensions as the program writes them."""
+    return tuple(d for d, n in enumerate(graph.values[value].shape) if n > 1)
+
+
+def _sequence(rule: FactorRule, dims: Dims, order: Order) -> tuple[int, ...]:
+    """The factors of an array that lies in an order, major to minor."""
+    return tuple(f for d in order for f in dims[d] if rule.sizes[f] > 1)
+
+
+def _in_dims(rule: FactorRule, dims: Dims, sequence: tuple[int, ...]) -> Order | None:
+    """The order of dimensions whose factors come in a sequence; None: there is none."""
+    start = {f: i for i, f in enumerate(sequence)}
+    large = [tuple(f for f in dim if rule.sizes[f] > 1) for dim in dims]
+    present = [d for d, factors in enumerate(large) if factors]
+    if any(f not in start for d in present for f in large[d]):
+        return None
+    order = tuple(sorted(present, key=lambda d: start[large[d][0]]))
+    return order if tuple(f for d in order for f in large[d]) == sequence else None

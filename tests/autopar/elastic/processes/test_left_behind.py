@@ -1,0 +1,93 @@
+"""A step that waits for a process that is gone is left behind in its thread."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import pytest
+
+from autopar.elastic.processes import link
+from autopar.elastic.processes import team as teams
+from autopar.elastic.processes.team import Team, WorldBroken
+
+
+class Supervisor:
+    """The other end of a team's connection, in this process."""
+
+    ports: frozenset[int] = frozenset()
+
+    def __init__(self) -> None:
+        self._sent: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def order(self, kind: str, **data: Any) -> None:
+        """Sends the worker an order."""
+        self._sent.put({"kind": kind, **data})
+
+    def send(self, kind: str, **data: Any) -> None:
+        """What the worker says is not heard."""
+
+    def receive(self) -> dict[str, Any]:
+        """What the worker gets."""
+        return self._sent.get()
+
+
+@pytest.fixture
+def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
+    found = Supervisor()
+    monkeypatch.setattr(link, "connect", lambda *_, **__: found)
+    return found
+
+
+@pytest.fixture
+def team(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
+    monkeypatch.setattr(teams, "Offers", lambda *_: None)
+    monkeypatch.setattr(Team, "_break", lambda _: None)
+    found = Team(link.Address(1, "token", 0, 60.0), survive=0, rows=0)
+    found._form = {"generation": 3, "rank": 0, "members": [{}, {}], "address": ""}
+    supervisor.order("form", generation=3)
+    assert found._link.order()["kind"] == "form"
+    yield found
+    found._link.left()
+
+
+def test_what_a_step_returns_and_raises(team: Team) -> None:
+    with jax.debug_nans(True):
+        assert team.run(lambda: jax.config.jax_debug_nans) is True
+    with pytest.raises(ValueError, match="own"):
+        team.run(lambda: (_ for _ in ()).throw(ValueError("own")))
+
+
+def test_a_step_that_ends_after_the_world_is_to_be_left(
+    team: Team, supervisor: Supervisor
+) -> None:
+    supervisor.order("abort", generation=3)
+    assert team.run(lambda: 5) == 5
+
+
+def test_a_step_that_waits_on(team: Team, supervisor: Supervisor) -> None:
+    ended = threading.Event()
+    left: list[int] = []
+
+    def step() -> None:
+        supervisor.order("abort", generation=3)
+        ended.wait(60)
+        left.append(1)
+
+    with pytest.raises(WorldBroken):
+        team.run(step)
+    assert not left
+    # The next world's steps do not wait for it.
+    supervisor.order("form", generation=4)
+    team._link.left()
+    team._link.order()
+    assert team.run(lambda: 6) == 6
+    ended.set()
+
+
+def test_alone_in_a_world(team: Team) -> None:
+    team._form = {"generation": 3, "rank": 0, "members": [{}]}
+    assert team.run(threading.current_thread) is threading.current_thread()

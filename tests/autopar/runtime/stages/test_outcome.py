@@ -1,0 +1,55 @@
+"""Functions of the host that fail in a stage are an error, and change nothing."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from stage_cases import adam, batch, copied, mean_loss
+
+import autopar
+from autopar.errors import StageError
+
+FAILS: list[bool] = []
+
+
+def noted(_):
+    if FAILS:
+        raise ValueError("the disk is full")
+
+
+def told(kind, x):
+    """``x``, which a function of the host is told."""
+    seen = jax.lax.stop_gradient(x)
+    if kind == "debug":
+        jax.debug.callback(noted, jnp.sum(seen))
+    else:
+        io_callback(noted, None, jnp.sum(seen))
+    return x
+
+
+def loss(kind, params, batch):
+    x = batch["x"]
+    for p in params:
+        x = x + jnp.tanh(x @ p["w"] + p["b"])
+    return jnp.mean((told(kind, x) - batch["y"]) ** 2)
+
+
+@pytest.mark.parametrize("kind", ["debug", "io"])
+def test_a_function_of_the_host_that_fails_is_an_error_of_its_stage(kind):
+    made, state, example = adam(functools.partial(loss, kind))
+    step = autopar.parallelize(
+        made, cluster="4:cpu", stages=2, microbatches=2, coupled="microbatch"
+    )
+    state, _ = step(copied(state), example)
+    FAILS.append(True)
+    try:
+        with pytest.raises(StageError, match=r"(?s)stage 1, forward of microbatch 0"):
+            step(state, example)
+    finally:
+        FAILS.clear()
+    expected = mean_loss(jax.device_get(state["params"]), batch())
+    state, value = step(state, example)  # nothing was consumed
+    np.testing.assert_allclose(value, expected, rtol=2e-5)

@@ -1,0 +1,113 @@
+"""Orders of dimensions that batched products fix, and what is written for them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import planner_harness as harness
+import pytest
+
+from autopar.steps.lifetimes import Habits
+from autopar.steps.orders import orders
+
+BATCH, SEQ, GROUPS, HEADS, SIZE = 4, 8, 2, 3, 16
+
+
+def grouped(x: Any, k: Any, v: Any) -> jax.Array:
+    """Attention in which three heads share their keys."""
+    scores = jnp.einsum("bqkgd,bskd->bkgqs", x, k)
+    weights = jax.nn.softmax(scores)
+    return jnp.einsum("bkgqs,bskd->bqkgd", weights, v)
+
+
+def plain(x: Any, k: Any, v: Any) -> jax.Array:
+    """The first head of each group."""
+    scores = jnp.einsum("bqkd,bskd->bkqs", x[:, :, :, 0], k)
+    return jnp.einsum("bkqs,bskd->bqkd", jax.nn.softmax(scores), v)
+
+
+def prepared(attention: Any) -> Any:
+    def step(params: Any, batch: Any) -> Any:
+        def loss(p: Any) -> jax.Array:
+            x = jnp.einsum("bqd,dkge->bqkge", batch, p["x"])
+            k, v = (jnp.einsum("bsd,dke->bske", batch, p[n]) for n in "kv")
+            return jnp.mean(attention(x, k, v) ** 2)
+
+        grads = jax.grad(loss)(params)
+        return jax.tree.map(lambda p, g: p - g, params, grads), jnp.zeros(())
+
+    params = {
+        "x": jnp.ones((SIZE, GROUPS, HEADS, SIZE)),
+        "k": jnp.ones((SIZE, GROUPS, SIZE)),
+        "v": jnp.ones((SIZE, GROUPS, SIZE)),
+    }
+    return harness.prepare(step, (params, jnp.ones((BATCH, SEQ, SIZE))))
+
+
+def large(case: Any, values: Any) -> list[int]:
+    """Those of the values that are as large as the scores of grouped attention."""
+    size = BATCH * SEQ * SEQ * GROUPS * HEADS
+    return [v for v in values if case.graph.values[v].size == size]
+
+
+def test_products_of_single_dimensions_read_what_lies_there() -> None:
+    found = orders(prepared(plain).graph)
+
+    assert not found.rewritten
+    assert not found.copies
+
+
+def test_groups_are_written_in_several_orders() -> None:
+    """Weights and the gradient of the scores are each read in two orders."""
+    case = prepared(grouped)
+    found = orders(case.graph)
+
+    assert not large(case, found.rewritten)
+    assert len(large(case, [value for value, _ in found.copies])) == 2
+
+
+def test_a_converted_product_is_written_in_the_order_of_what_it_meets() -> None:
+    """The gradient of the weights, in the order of the scores and in float32."""
+
+    def mixed(x: Any, k: Any, v: Any) -> jax.Array:
+        scores = jnp.einsum("bqkgd,bskd->bkgqs", x, k).astype(jnp.float32)
+        weights = jax.nn.softmax(scores).astype(jnp.bfloat16)
+        return jnp.einsum("bkgqs,bskd->bqkgd", weights, v)
+
+    case = prepared(lambda *xs: mixed(*(x.astype(jnp.bfloat16) for x in xs)))
+    (value,) = large(case, orders(case.graph).rewritten)
+
+    assert case.graph.values[value].dtype == jnp.float32
+    (product,) = case.analysis.contraction.producer[value].inputs
+    assert case.analysis.contraction.producer[product].kind == "dot_general"
+
+
+def test_copies_are_made_for_their_readers() -> None:
+    """Weights are not held for the backward pass, but what they are made of is."""
+    case = prepared(grouped)
+    life = case.analysis.life(Habits(makes_again=True, keeps_orders=True))
+    (value, reader), *_ = sorted(
+        pair for pair in life.copies if pair[0] in large(case, [pair[0]])
+    )
+    maker = case.analysis.contraction.producer[value].index
+    without = case.analysis.life(Habits(makes_again=True))
+
+    assert life.reads[maker] == life.time[reader]
+    assert without.reads[maker] == without.time[maker]
+
+
+def test_operators_without_results_fix_nothing() -> None:
+    def told(x: Any, k: Any, v: Any) -> jax.Array:
+        jax.debug.callback(lambda _: None, x)
+        return plain(x, k, v)
+
+    assert not orders(prepared(told).graph).copies
+
+
+@pytest.mark.parametrize("attention", [plain, grouped])
+def test_other_compilers_write_no_more(attention: Any) -> None:
+    life = prepared(attention).analysis.life()
+
+    assert not life.copies
