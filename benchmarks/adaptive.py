@@ -21,12 +21,15 @@ change. The ways of training:
   with windows of a thirtieth of the job; dense gradients;
 * ``ours``: all follow.
 
-Planning and compiling another program costs all of its CPU seconds, as if steps waited
-for it; the column "of them" says how many. Evaluations cost none. The loss to reach is
-that of ``fixed`` after ``--seconds``. The job is said to be as long as it is for
-``fixed``, which is what ``samples=`` says to `autopar.train`. "promised" is the goodput
-after the last change over that of ``fixed``, as it was predicted then; "given" is the
-seconds of ``fixed`` over those of the way. What is finished is kept in the file
+Planning and compiling another program is done beside the steps, as `autopar.train` does
+it: by a host's one core, while steps wait for the link. What is planned is there once
+the core has idled for the CPU seconds that it took; steps go on as before until then.
+The column "planning" says how many CPU seconds that were. With ``--waiting`` steps wait
+for it instead, and it costs all of its CPU seconds. Evaluations cost none. The loss to
+reach is that of ``fixed`` after ``--seconds``. The job is said to be as long as it is
+for ``fixed``, which is what ``samples=`` says to `autopar.train`. "promised" is the
+goodput after the last change over that of ``fixed``, as it was predicted then; "given"
+is the seconds of ``fixed`` over those of the way. What is finished is kept in the file
 ``--out``, and not run again.
 """
 
@@ -156,7 +159,14 @@ class Training:
     """One way of training at one rate, from one seed."""
 
     def __init__(
-        self, way: str, rate_mbit: float, seed: int, lr: float, job: float
+        self,
+        way: str,
+        rate_mbit: float,
+        seed: int,
+        lr: float,
+        job: float,
+        *,
+        waiting: bool = False,
     ) -> None:
         """Makes the run; nothing has run yet.
 
@@ -166,7 +176,12 @@ class Training:
           seed: of the model and the data.
           lr: the learning rate of the base batch.
           job: rows of the base batch that the job is long; infinite: not known.
+          waiting: whether steps wait for what is planned and compiled.
         """
+        # CPU seconds of planning that are not done yet, and of those that steps do not
+        # wait for.
+        self.left_s, self.beside_s = 0.0, 0.0
+        self.waiting = waiting
         self.way, self.rate, self.seed, self.job = way, rate_mbit, seed, job
         self.tx = scaled(optax.sgd(lr), "adascale", base_batch=BASE)
         self.held_out = rows(2048, 10**6, 0)
@@ -223,7 +238,28 @@ class Training:
             self.lines.append({"kind": kind, **fields})
 
         kind = Naive if naive else Loop
-        return kind(self.step, following, record=record, horizon_s=lambda: self.rest_s)
+        return kind(
+            self.step,
+            following,
+            record=record,
+            background=None if self.waiting else self._beside,
+            horizon_s=lambda: self.rest_s,
+        )
+
+    def _beside(self, work: Any) -> None:
+        """Does some work at once, which is not there before a core has idled for it."""
+        begin = time.process_time()
+        work()
+        self.left_s = time.process_time() - begin
+        self.beside_s += self.left_s
+        self.loop._busy.set()
+
+    def _idle(self, seconds: float) -> None:
+        """A core works at what is planned."""
+        if self.left_s > 0.0:
+            self.left_s -= seconds
+            if self.left_s <= 0.0:
+                self.loop._busy.clear()
 
     def to(self, level: float, most_s: float, until_s: float) -> dict[str, Any]:
         """Trains to a held-out loss.
@@ -243,12 +279,16 @@ class Training:
             begin = time.process_time()
             state, loss = jax.block_until_ready(self.step(state, batch))
             ended = time.process_time()
-            seconds = (ended - begin) / WORKERS + link_s(self.step.plan, self.rate)
+            idle_s = link_s(self.step.plan, self.rate)
+            seconds = (ended - begin) / WORKERS + idle_s
+            self._idle(idle_s)
+            hidden = self.beside_s
             self._look_ahead(state, size / seconds)
             state = self.loop.observe(state, batch, seconds=seconds, loss=loss)
             beside = time.process_time() - ended
+            waited = beside - (self.beside_s - hidden)
             # The first step compiles, in each way of training.
-            clock += seconds + beside if k else 0.0
+            clock += seconds + waited if k else 0.0
             planning += beside if k else 0.0
             steps_s.append(seconds)
             k += 1
@@ -314,13 +354,14 @@ def trained(given: Any, found: list[Any], way: str, rate: float, seed: int) -> A
         if (x["way"], x["rate"], x["seed"]) == (way, rate, seed):
             return x
     if way == "fixed":
-        made = Training(way, rate, seed, given.lr, math.inf)
+        made = Training(way, rate, seed, given.lr, math.inf, waiting=given.waiting)
         record = made.to(-math.inf, math.inf, given.seconds)
         record["level"] = record["curve"][-1][1]
         record["seconds"] = record["curve"][-1][0]
     else:
         base = trained(given, found, "fixed", rate, seed)
-        made = Training(way, rate, seed, given.lr, BASE * base["steps"])
+        job = BASE * base["steps"]
+        made = Training(way, rate, seed, given.lr, job, waiting=given.waiting)
         record = made.to(base["level"], PATIENCE * base["seconds"], math.inf)
     found.append(record)
     if given.out:
@@ -337,11 +378,12 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.05, help="of the base batch")
     parser.add_argument("--ways", nargs="+", choices=(*WAYS, "forced", "accordion"),
                         default=list(WAYS))  # fmt: skip
+    parser.add_argument("--waiting", action="store_true", help="for what is planned")
     parser.add_argument("--out", type=pathlib.Path)
     given = parser.parse_args()
     found = known(given.out)
     workloads.row(
-        "Mbit/s", "seed", "way", "seconds", "of them planning", "over ours", "steps",
+        "Mbit/s", "seed", "way", "seconds", "planning", "over ours", "steps",
         "last batch", "last codecs", "ms a step, first", "last", "promised", "given",
     )  # fmt: skip
     workloads.row(*["---"] * 13)

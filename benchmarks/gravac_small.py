@@ -54,7 +54,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--mbit", type=float, nargs="+", default=(100,))
     parser.add_argument("--compute-ms", type=float, default=30.0)
-    parser.add_argument("--gains", nargs="+", default=("norms", "updates"))
+    parser.add_argument(
+        "--gains", nargs="+", default=("updates", "signal", "signal-updates")
+    )
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     for name, (large, small) in MODELS.items():

@@ -28,7 +28,6 @@ bandwidth.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import math
 import pathlib
 import statistics
@@ -44,6 +43,7 @@ import optax
 import workloads
 from flax import linen as nn
 from flax.training.train_state import TrainState
+from policy_curves import EVAL_EVERY, Curve, Tally, mix, seconds, timed
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parent / "network"))
 import language_model
@@ -53,10 +53,17 @@ from autopar.compression.exchange import MeshLinks, wire_bytes
 from autopar.compression.feedback import Feedback
 from autopar.compression.policies import Accordion, GraVAC, topk_levels
 from autopar.compression.policies.gravac import GainOf
-from autopar.compression.policies.policy import GradientReport, Observation, Policy
+from autopar.compression.policies.policy import (
+    GradientReport,
+    Observation,
+    Policy,
+    Signal,
+)
+from autopar.compression.signal import WIDTH
 from autopar.compression.synchronise import (
     ERROR,
     GRADIENT,
+    NON_FINITE,
     RESIDUAL,
     SENT,
     WANTED,
@@ -67,16 +74,19 @@ from autopar.compression.synchronise import (
 
 WORKERS = 4
 AXIS = "workers"
-EVAL_EVERY = 10
 MBIT = 1e6 / 8
 BANDWIDTHS_MBIT = (10, 100)
 # By what a run may end above a level that it is compared with.
 SLACK = 1.01
 # Gain and epsilon: the published code's, the paper's text with its epsilon, and with
-# one that only asks for more than a level that starves; and that of Adam's metric.
+# one that only asks for more than a level that starves; that of Adam's metric; and
+# those that leave noise out, which ask for nothing.
 GAINS: tuple[tuple[GainOf, float], ...] = (
     ("norms", 0.75), ("energy", 0.75), ("energy", 0.2), ("updates", 0.5),
+    ("signal", 0.0), ("signal-updates", 0.0),
 )  # fmt: skip
+# Options of the gains that are measured by signals; chosen on models of neither study.
+BY_SIGNALS: dict[str, Any] = {"window": 2, "explore": 0.02}
 # Of the paper's 25 steps, of tens of thousands; here runs have some hundred.
 WINDOW = 1
 # A gradient with fewer elements, or a vector, is dense whatever the codec.
@@ -87,40 +97,6 @@ GPT = language_model.Sizes(
 )  # fmt: skip
 # Rows of the table of n-grams, its columns, and the longest n-gram.
 ROWS, COLUMNS, ORDER = 1 << 12, 32, 4
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """One run.
-
-    Attributes:
-      losses: evaluation losses, after every `EVAL_EVERY` steps.
-      nbytes: that one worker has sent by then.
-      time_s: modelled, by then.
-      used: share of the compressed gradients' steps, by codec.
-    """
-
-    losses: tuple[float, ...]
-    nbytes: tuple[float, ...]
-    time_s: tuple[float, ...]
-    used: dict[str, float]
-
-    @property
-    def final(self) -> float:
-        """Mean of the last three evaluation losses."""
-        return self.after(EVAL_EVERY * len(self.losses))
-
-    def after(self, steps: int) -> float:
-        """Mean of the last three evaluation losses up to a step."""
-        last = steps // EVAL_EVERY
-        return statistics.fmean(self.losses[max(0, last - 3) : last])
-
-    def reach_s(self, target: float) -> float:
-        """Modelled time to a loss, infinite if it was not reached."""
-        for k in range(2, len(self.losses)):
-            if statistics.fmean(self.losses[k - 2 : k + 1]) <= target:
-                return self.time_s[k]
-        return math.inf
 
 
 class Ngrams(nn.Module):
@@ -180,7 +156,8 @@ class Trainer:
         self.large = [k for k, n in enumerate(self.shapes) if self.fits(n, "int8")]
         self.evaluate = jax.jit(self.first.eval_loss)
         self.held_out = language_model.evaluation_batch(self.first.sizes)
-        self._programs: dict[Codecs, Callable[..., Any]] = {}
+        self.signals = False
+        self._programs: dict[tuple[Codecs, bool], Callable[..., Any]] = {}
 
     def fits(self, name: str, text: str) -> bool:
         """Whether a gradient is worth a codec, and allows it."""
@@ -227,15 +204,19 @@ class Trainer:
 
     def program(self, codecs: Codecs) -> Callable[..., Any]:
         """``(state, states, batch, step) -> (state, states, sums)``, compiled."""
-        if codecs in self._programs:
-            return self._programs[codecs]
+        key = codecs, self.signals
+        if key in self._programs:
+            return self._programs[key]
         gradients, links = self.gradients(codecs), MeshLinks((AXIS,), WORKERS)
 
         def one(params: Any, states: Any, data: Any, step: Any) -> Any:
             grads = jax.grad(self.first.eval_loss)(params, data)
             worker = jax.lax.axis_index(AXIS)
             leaves = jax.tree.leaves(grads)
-            return synchronise(gradients, leaves, states, links, worker, step)
+            signals = self.signals
+            return synchronise(
+                gradients, leaves, states, links, worker, step, signals=signals
+            )
 
         def step_of(state: Any, states: Any, data: Any, step: Any) -> Any:
             split = jax.tree.map(lambda x: x.reshape(WORKERS, -1, *x.shape[1:]), data)
@@ -245,8 +226,8 @@ class Trainer:
             grads = jax.tree.unflatten(self.tree, means)
             return state.apply_gradients(grads=grads), states, jnp.sum(sums, axis=0)
 
-        self._programs[codecs] = jax.jit(step_of, donate_argnums=(0, 1))
-        return self._programs[codecs]
+        self._programs[key] = jax.jit(step_of, donate_argnums=(0, 1))
+        return self._programs[key]
 
     def begin(self, seed: int) -> Any:
         """The train state of step 0; its functions are those that are compiled."""
@@ -277,17 +258,21 @@ class Trainer:
         dense = ("dense",) * len(self.shapes)
         codecs = self.codecs(dict.fromkeys(self.shapes, text), dense)
         states, tally = self.states(codecs), Tally(compute_s, bandwidth)
-        losses = list[float]()
+        losses, carried = list[float](), 0.0
+        self.signals = bool(getattr(policy, "signals", False))
+        beside = self.sketch_bytes() if self.signals else 0.0
         for k in range(steps):
             function = self.program(codecs)
             state, states, sums = function(state, states, data.batch(k), jnp.int32(k))
-            nbytes = sum(self.nbytes(codecs))
+            nbytes = sum(self.nbytes(codecs)) + beside
+            carried = carried + sums[:, NON_FINITE + 1 :]
             tally.add([codecs[i] for i in self.large], nbytes)
             if (k + 1) % EVAL_EVERY == 0:
                 losses.append(float(self.evaluate(state.params, self.held_out)))
                 tally.mark()
             if policy is not None and (k + 1) % policy.every == 0:
-                reports = self.reports(codecs, np.asarray(sums))
+                reports = self.reports(codecs, np.asarray(sums), np.asarray(carried))
+                carried = 0.0
                 seconds = tally.lap_s() / policy.every
                 wish = policy.observe(Observation(k + 1, seconds, reports, True))
                 after = self.codecs(dict(wish or {}), codecs)
@@ -295,10 +280,18 @@ class Trainer:
                 codecs = after
         return tally.curve(losses)
 
-    def reports(self, codecs: Codecs, sums: np.ndarray) -> dict[str, GradientReport]:
+    def sketch_bytes(self) -> float:
+        """That one worker sends of the sketches, in a ring."""
+        return 8 * (WORKERS - 1) / WORKERS * WIDTH * len(self.large)
+
+    def reports(
+        self, codecs: Codecs, sums: np.ndarray, carried: np.ndarray
+    ) -> dict[str, GradientReport]:
         """What a step of `autopar.parallelize` reports."""
         dense = self.nbytes(("dense",) * len(codecs))
-        rows = zip(self.shapes, codecs, self.nbytes(codecs), dense, sums, strict=True)
+        rows = zip(
+            self.shapes, codecs, self.nbytes(codecs), dense, sums, carried, strict=True
+        )
         return {
             name: GradientReport(
                 codec=text,
@@ -310,8 +303,9 @@ class Trainer:
                 gain=float(row[SENT] / row[WANTED]) if row[WANTED] else 1.0,
                 residual_norm=math.sqrt(row[RESIDUAL]),
                 gradient_norm=math.sqrt(row[GRADIENT]),
+                signal=Signal.of(signal),
             )
-            for name, text, nbytes, of_dense, row in rows
+            for name, text, nbytes, of_dense, row, signal in rows
         }
 
     def compute_s(self, steps: int = 15) -> float:
@@ -327,64 +321,6 @@ class Trainer:
             jax.block_until_ready((state, sums))
             times.append(time.perf_counter() - start)
         return statistics.median(times[1:]) / 2
-
-
-@dataclasses.dataclass
-class Tally:
-    """Adds up bytes and modelled seconds of a run."""
-
-    compute_s: float
-    bandwidth: float
-    sent: float = 0.0
-    clock_s: float = 0.0
-    lapped_s: float = 0.0
-    marks: list[tuple[float, float]] = dataclasses.field(default_factory=list)
-    used: dict[str, int] = dataclasses.field(default_factory=dict)
-
-    def add(self, codecs: Sequence[str], nbytes: float) -> None:
-        """One step."""
-        self.sent += nbytes
-        self.clock_s += self.compute_s + nbytes / self.bandwidth
-        for text in codecs:
-            self.used[text] = self.used.get(text, 0) + 1
-
-    def mark(self) -> None:
-        """An evaluation."""
-        self.marks.append((self.sent, self.clock_s))
-
-    def lap_s(self) -> float:
-        """Seconds since the last call."""
-        lap, self.lapped_s = self.clock_s - self.lapped_s, self.clock_s
-        return lap
-
-    def curve(self, losses: Sequence[float]) -> Curve:
-        """The run."""
-        total = sum(self.used.values())
-        return Curve(
-            losses=tuple(losses),
-            nbytes=tuple(sent for sent, _ in self.marks),
-            time_s=tuple(clock for _, clock in self.marks),
-            used={text: count / total for text, count in self.used.items()},
-        )
-
-
-def timed(curve: Curve, compute_s: float, bandwidth: float) -> Curve:
-    """A run without a policy as it would have been with another link."""
-    time_s = tuple(
-        (k + 1) * EVAL_EVERY * compute_s + sent / bandwidth
-        for k, sent in enumerate(curve.nbytes)
-    )
-    return dataclasses.replace(curve, time_s=time_s)
-
-
-def mix(curve: Curve) -> str:
-    """Which codecs were used for the large gradients, by share of the steps."""
-    return ", ".join(f"{text} {part:.0%}" for text, part in curve.used.items())
-
-
-def seconds(value: float) -> str:
-    """A time, or that there is none."""
-    return f"{value:.1f}" if math.isfinite(value) else "-"
 
 
 def gravac_study(
@@ -416,9 +352,8 @@ def gravac_study(
         runs = {t: timed(c, compute_s, link) for t, c in static.items()}
         best = [min(runs[t].reach_s(x) for t in levels) for x in targets]
         for gain_of, epsilon in (x for x in GAINS if x[0] in gains):
-            policy = GraVAC(
-                levels=levels, window=WINDOW, gain_of=gain_of, epsilon=epsilon
-            )
+            options = BY_SIGNALS if "signal" in gain_of else {"window": WINDOW}
+            policy = GraVAC(levels=levels, gain_of=gain_of, epsilon=epsilon, **options)
             runs[f"GraVAC, {gain_of}, epsilon {epsilon}"] = trainer.run(
                 levels[0],
                 most_steps,

@@ -6,8 +6,9 @@
 Rows: ``plans`` (the plan of `examples/recommendation.py` on some clusters, beside the
 best ones with all tables whole, and with all tables split by rows), ``dct`` (training
 on 8 simulated hosts with the policy `Dct`, and with dense gradients: bytes and held-out
-loss), ``batch`` (the same with `autopar.train`: the batch follows the noise, and so
-does the choice between dense gradients and kept thresholds).
+loss), ``batch`` (the batch follows the noise, and so does the choice between dense
+gradients and a codec, on paced links; beside it one device, dense, with the
+same batches).
 
 ``dct`` has two layouts. In ``planned`` the planner splits the tables, and the towers'
 gradients are what is sent. In ``whole`` every device has all tables, so that the
@@ -20,8 +21,10 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
+import math
 import statistics
 import sys
+import time
 from typing import Any
 
 import jax
@@ -29,7 +32,14 @@ import numpy as np
 import optax
 import workloads
 
+import autopar
+from autopar.goodput import NoiseOptions, ScaledState, progress, progress_ratio, scaled
+from autopar.goodput.following import Following, codecs_of
+from autopar.goodput.loop import Loop
+from autopar.goodput.rates import scaled_states
+
 HOSTS = "8x1:cpu,network=1Gb/s"
+WORKERS, LATENCY_S = 8, 5e-5
 # Cluster -> options of the model; the last one does not fit a device.
 PLANNED: tuple[tuple[str, dict[str, Any]], ...] = (
     ("8:cpu", {}),
@@ -64,8 +74,6 @@ def tables_of(plan: Any) -> dict[str, int]:
 
 def plan_of(options: dict[str, Any], cluster: str, **limits: Any) -> Any:
     """A plan of the example, or None where none fits."""
-    import autopar
-
     step, args = workloads.arguments("recommendation", **options)
     try:
         return autopar.plan(step, *args, cluster=cluster, seconds=SECONDS, **limits)
@@ -136,8 +144,6 @@ def trained(
     run: Any, steps: int, seed: int, pins: dict[str, Any], coded: dict[str, Any]
 ) -> tuple[Any, list[tuple[float, float]], Any]:
     """The last state, bytes sent and dense bytes of each step, and the plan."""
-    import autopar
-
     step = autopar.parallelize(
         run.step, cluster=HOSTS, pins=pins, axis_names=("data",), seconds=SECONDS,
         **coded,
@@ -203,33 +209,144 @@ def drawn(run: Any, position: int, rows: int) -> dict[str, np.ndarray]:
     return next(run.batches.func(rows, *others, seed=position))
 
 
-def batch_table(steps: int, codec: str) -> None:
+def batch_table(steps: int, codec: str, mbit: float, *, biased: bool) -> None:
     """Prints a training whose batch and codecs follow the noise of its gradients."""
-    import autopar
-    from autopar.goodput import scaled
-
     run = workloads.training("recommendation")
     base = run.batch["clicks"].shape[0]
     tx = scaled(optax.adam(1e-2), "adascale-root", base_batch=base)
     create = functools.partial(run.create_state, jax.random.key(0), optimizer=tx)
-    step = autopar.parallelize(
-        run.step, cluster=HOSTS, axis_names=("data",), seconds=SECONDS
-    )
-    found = autopar.train(
-        step, lambda: (create(),), functools.partial(drawn, run),
-        base_batch=base, max_batch=8 * base, lr_rule="adascale-root",
-        samples=steps * base, codecs=(codec,),
-    )  # fmt: skip
-    batches = [found.batch_size for _ in found]
-    loss, area = held_out(run, found.state[0])
-    sent = {g.codec for g in found.plan.gradients if g.codec} - {"dense"}
-    print(f"\nThe batch follows on {HOSTS}, {steps} base batches of progress.\n")
-    workloads.row("steps", "rows a step", "codec", "held-out loss", "AUC")
-    workloads.row(*["---"] * 5)
+    worth = measured_ratio(run, codec) if biased else None
+    print(f"\nThe batch follows on {hosts(mbit)}, {steps} base batches of progress.")
+    if worth is not None:
+        print(f"A row sent by {codec} counts as {worth:.3f} of one sent densely.")
+    print()
     workloads.row(
-        len(batches), " ".join(str(k) for k, _ in itertools.groupby(batches)),
-        ", ".join(sorted(sent)) or "none", f"{loss:.4f}", f"{area:.4f}",
+        "most rows", "codecs", "seconds", "steps", "rows a step", "codec in use",
+        "held-out loss", "AUC", "one device, the same batches", "AUC",
+        "most apart, first 20 losses",
     )  # fmt: skip
+    workloads.row(*["---"] * 11)
+    for most, codecs in ((8 * base, {codec: worth}), (base, {}), (8 * base, {})):
+        follows = Following(
+            base_batch=base, max_batch=most, codecs=codecs_of(codecs, "none")
+        )
+        _adapted_row(run, create(), follows, steps * base, tuple(codecs), mbit)
+
+
+def _adapted_row(
+    run: Any,
+    state: Any,
+    following: Following,
+    samples: int,
+    codecs: tuple[str, ...],
+    mbit: float,
+) -> None:
+    step = autopar.parallelize(
+        run.step, cluster=hosts(mbit), axis_names=("data",), seconds=SECONDS,
+        noise_scale=NoiseOptions(
+            base_batch=following.base_batch, decay=0.99, preconditioned=True
+        ),
+    )  # fmt: skip
+    first = jax.tree.map(np.asarray, state)
+    state, seconds, losses, told = adapted(run, step, state, following, samples, mbit)
+    alone, plain = replayed(run, first, told)
+    sent = {g.codec for g in step.plan.gradients if g.codec} - {"dense"}
+    pairs = zip(losses[:20], plain, strict=False)
+    apart = max(abs(x - y) / abs(y) for x, y in pairs)
+    (loss, area), (loss1, area1) = held_out(run, state), held_out(run, alone)
+    workloads.row(
+        following.max_batch, ", ".join(codecs) or "none", f"{seconds:.1f}", len(losses),
+        " ".join(str(k) for k, _ in itertools.groupby(n for n, _ in told)),
+        ", ".join(sorted(sent)) or "none", f"{loss:.4f}", f"{area:.4f}",
+        f"{loss1:.4f}", f"{area1:.4f}", f"{apart:.1e}",
+    )  # fmt: skip
+
+
+def adapted(
+    run: Any, step: Any, state: Any, following: Following, samples: int, mbit: float
+) -> tuple[Any, float, list[float], list[tuple[int, float]]]:
+    """Trains for so many rows of the base batch.
+
+    A step takes an eighth of the CPU seconds of all hosts, and what its plan's bytes
+    take on the link. What is planned and compiled costs all of its CPU seconds.
+
+    Returns:
+      The last state, seconds, losses, and rows and gain of each step.
+    """
+    rest_s = [math.inf]
+    loop = Loop(step, following, horizon_s=lambda: rest_s[0], rest_s=lambda: rest_s[0])
+    state, clock, position = loop.begin(state), 0.0, 0
+    losses, told = list[float](), list[tuple[int, float]]()
+    while progress(state) < samples:
+        rows = loop.batch_size
+        batch = drawn(run, position, rows)
+        position += rows
+        told.append((rows, float(scaled_states(state)[0].gain)))
+        begin = time.process_time()
+        state, loss = jax.block_until_ready(step(state, batch))
+        ended = time.process_time()
+        seconds = (ended - begin) / WORKERS + link_s(step.plan, mbit)
+        worth = max(told[-1][1], 1e-9) * following.base_batch
+        rest_s[0] = (samples - progress(state)) / worth * seconds
+        state = loop.observe(state, batch, seconds=seconds, loss=loss)
+        # The first step compiles however one trains.
+        clock += seconds + time.process_time() - ended if losses else 0.0
+        losses.append(float(loss["loss"] if isinstance(loss, dict) else loss))
+    return state, clock, losses, told
+
+
+def hosts(mbit: float) -> str:
+    """Eight hosts on links of a rate."""
+    return f"{WORKERS}x1:cpu,network={mbit:g}Mb/s"
+
+
+def link_s(plan: autopar.Plan, mbit: float) -> float:
+    """Seconds that a plan's messages take on a link."""
+    buckets = {g.bucket for g in plan.gradients if g.codec}
+    messages = 2 * max(1, len(buckets)) * (WORKERS - 1)
+    return messages * LATENCY_S + 8e-6 * plan.predicted.communication_bytes / mbit
+
+
+def replayed(
+    run: Any, state: Any, told: list[tuple[int, float]]
+) -> tuple[Any, list[float]]:
+    """The last state and the losses on one device, dense, with the same batches."""
+    step, position, losses = jax.jit(run.step), 0, list[float]()
+
+    def gained(node: Any, rows: int, gain: float) -> Any:
+        if not isinstance(node, ScaledState):
+            return node
+        return node._replace(batch=np.float32(rows), gain=np.float32(gain))
+
+    for rows, gain in told:
+        state = jax.tree.map(
+            functools.partial(gained, rows=rows, gain=gain),
+            state,
+            is_leaf=lambda x: isinstance(x, ScaledState),
+        )
+        state, loss = step(state, drawn(run, position, rows))
+        position += rows
+        losses.append(float(loss["loss"] if isinstance(loss, dict) else loss))
+    return state, losses
+
+
+def measured_ratio(run: Any, codec: str, steps: int = 100) -> float:
+    """Rows sent densely that a row sent by a codec is worth, on other seeds."""
+    curves: list[list[list[float]]] = []
+    for compression in ("none", codec):
+        step = autopar.parallelize(
+            run.step, cluster=HOSTS, axis_names=("data",), seconds=SECONDS,
+            compression=compression,
+        )  # fmt: skip
+        curves.append([])
+        for seed in (101, 102):
+            state, losses = step.init(run.create_state, jax.random.key(seed)), []
+            for batch in itertools.islice(run.batches(seed=seed << 10), steps):
+                state, loss = step(state, batch)
+                losses.append(float(loss["loss"] if isinstance(loss, dict) else loss))
+            width = np.ones(10) / 10
+            curves[-1].append(np.convolve(losses, width, "valid").tolist())
+    return progress_ratio(*curves).value
 
 
 def _spread(found: list[float]) -> str:
@@ -245,6 +362,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--ratio", type=float, default=0.01)
     parser.add_argument("--every", type=int, default=50, help="thresholds are kept")
+    parser.add_argument("--codec", default="int8:rounding=stochastic", help="of batch")
+    parser.add_argument("--thresholds", action="store_true", help="for batch, instead")
+    parser.add_argument("--mbit", type=float, default=1000.0, help="for batch")
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -253,8 +373,10 @@ def main() -> int:
     if given.only in (None, "dct"):
         dct_table(given.steps, given.seeds, given.ratio, given.every)
     if given.only in (None, "batch"):
-        codec = f"threshold:ratio={given.ratio},every={given.every}"
-        batch_table(given.steps, codec)
+        codec = given.codec
+        if given.thresholds:
+            codec = f"threshold:ratio={given.ratio},every={given.every}"
+        batch_table(given.steps, codec, given.mbit, biased=given.thresholds)
     return 0
 
 

@@ -15,9 +15,11 @@ import pathlib
 import time
 from typing import Annotated
 
+import scheduling  # first: it says how many threads linear algebra has
+
+# isort: split
 import numpy as np
 import plan_models
-import scheduling
 import synthetic_jobs as synthetic
 import typer
 

@@ -21,6 +21,7 @@ import numpy as np
 from autopar.compression.chunking import from_chunks, own_part, own_shape, to_chunks
 from autopar.compression.codecs.blocks import materialised
 from autopar.compression.codecs.codec import Codec, CodecContext, Reduced, Rounds
+from autopar.compression.codecs.dense import Dense
 from autopar.compression.codecs.quantise import without_server_feedback
 from autopar.compression.exchange import Links, chunk_elements, exchange
 from autopar.compression.feedback import Feedback, next_residuals, with_residual
@@ -33,6 +34,7 @@ from autopar.compression.joining import (
     joined_states,
 )
 from autopar.compression.norms import Sent, non_finite, squared_norm
+from autopar.compression.signal import COLUMNS, signal_rows
 
 State = dict[str, Any]
 
@@ -136,6 +138,8 @@ def synchronise(
     links: Links,
     worker: jax.Array,
     step: jax.Array,
+    *,
+    signals: bool = False,
 ) -> tuple[list[jax.Array], list[State], jax.Array]:
     """Sums gradients over the workers.
 
@@ -146,6 +150,7 @@ def synchronise(
       links: the collectives over the workers.
       worker: number of this worker, int32 scalar.
       step: number of the step from 0, int32 scalar, the same on all workers.
+      signals: whether the signal of what is sent is measured.
 
     Returns:
       The sums in the partials' dtypes, whole or, where scattered, this worker's
@@ -154,6 +159,7 @@ def synchronise(
       was sent, of the new residual and of the partial itself, and the number of
       elements of what was to be sent that are not finite. Where a codec fails on
       finite elements those of its error count, where only the sum overflows its own.
+      With ``signals`` four columns more (`autopar.compression.signal.signal_rows`).
 
     Raises:
       ValueError: a partial does not fit its gradient; see `check_gradient`.
@@ -163,10 +169,12 @@ def synchronise(
     live = [k for k, entry in enumerate(entries) if entry[0].size]
     totals: list[jax.Array] = [_nothing(g, x, links) for g, x, _ in entries]
     new_states = list(states)
-    sums = jnp.zeros((len(entries), NON_FINITE + 1), jnp.float32)
+    columns = NON_FINITE + 1 + (COLUMNS if signals else 0)
+    sums = jnp.zeros((len(entries), columns), jnp.float32)
     if live:
         given = [entries[k] for k in live]
-        made = _synchronise_some(given, links, jnp.int32(worker), jnp.int32(step))
+        numbers = jnp.int32(worker), jnp.int32(step)
+        made = _synchronise_some(given, links, *numbers, signals)
         for k, total, state in zip(live, *made[:2], strict=True):
             totals[k], new_states[k] = total, state
         sums = sums.at[np.array(live)].set(made[2])
@@ -244,6 +252,7 @@ def _synchronise_some(
     links: Links,
     worker: jax.Array,
     step: jax.Array,
+    signals: bool,
 ) -> tuple[list[jax.Array], list[State], jax.Array]:
     """Totals, states and sums of gradients that all have elements."""
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
@@ -270,7 +279,17 @@ def _synchronise_some(
     ]
     rows = [_rows(group, feedbacks, partials, residuals) for group in groups]
     order = np.argsort([k for group in groups for k in group.members])
-    return totals, states, jnp.concatenate(rows)[order]
+    sums = jnp.concatenate(rows)[order]
+    if signals:
+        coded = {
+            k: gradient.seed
+            for k, gradient in enumerate(gradients)
+            if not (gradient.scatter or isinstance(gradient.codec, Dense))
+        }
+        sent = [w - made[k].error for k, w in enumerate(wanted)]
+        found = signal_rows(partials, sent, totals, coded, links, step)
+        sums = jnp.concatenate((sums, found), axis=1)
+    return totals, states, sums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

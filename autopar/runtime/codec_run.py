@@ -19,6 +19,7 @@ from autopar.compression.policies.policy import (
     Policy,
     ProbingPolicy,
     Saving,
+    Signal,
 )
 from autopar.compression.synchronise import (
     ERROR,
@@ -62,6 +63,8 @@ class CodecRun:
         self._telemetry: Any = None
         self._level: Any = None
         self._taken: Any = None
+        # Columns of telemetry behind the others, added up since the last observation.
+        self._signals: Any = None
         # Whether the next step is the first to be counted.
         self._count_anew = True
         self._planned: AnyStep | None = None
@@ -199,10 +202,13 @@ class CodecRun:
 
     def _count(self, sums: AnySums, new: bool) -> None:
         """Counts the levels that steps take, on the devices: none waits for it."""
+        anew = new or self._count_anew
         if sums.fallback is not None:
-            anew = new or self._count_anew
             self._taken = self._level if anew else _add(self._taken, self._level)
-            self._count_anew = False
+        if self._telemetry.shape[1] > NON_FINITE + 1:
+            more = self._telemetry[:, NON_FINITE + 1 :]
+            self._signals = more if anew else _add(self._signals, more)
+        self._count_anew = False
 
     def _observed(self, done: int) -> bool:
         """Whether the policy looks at a step."""
@@ -267,6 +273,12 @@ class CodecRun:
             m.decision.name: _report(m.decision, row, skipped)
             for m, row in zip(sums.members.values(), telemetry, strict=True)
         }
+        if telemetry.shape[1] > NON_FINITE + 1:
+            carried = np.asarray(self._signals, dtype=float)
+            reports = {
+                name: dataclasses.replace(report, signal=Signal.of(row))
+                for (name, report), row in zip(reports.items(), carried, strict=True)
+            }
         for name, codec in self.adoption.waiting.items():
             if name in reports:
                 reports[name] = dataclasses.replace(reports[name], put_off=codec)

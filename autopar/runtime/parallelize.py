@@ -211,7 +211,7 @@ def parallelize(
         _check_given(named, options)
     coded = compression != "none" if given is None else _coded(given)
     safer = _fallback(fallback, least_gain, coded=coded)
-    _check_policy(policy, coded=coded)
+    signals = _check_policy(policy, coded=coded, alone=safer is None)
     fewer, noise = checked(last_batch), noise_options(noise_scale)
     kept = _plan_cache(cache or os.environ.get("AUTOPAR_CACHE") or None)
     chosen = None if devices is None else tuple(devices)
@@ -228,7 +228,11 @@ def parallelize(
             setting=Setting(cluster=named, plan=given, devices=chosen),
             options=options,
             store=ProgramStore(
-                donate=donate, fallback=safer, noise=noise, capacity=programs
+                donate=donate,
+                fallback=safer,
+                noise=noise,
+                signals=signals,
+                capacity=programs,
             ),
             codecs=CodecRun(policy),
             world=world,
@@ -330,10 +334,21 @@ def _coded(plan: Plan) -> bool:
 _WITHOUT = "has no effect without codecs; give compression=, or a plan that has codecs."
 
 
-def _check_policy(policy: Policy | None, *, coded: bool) -> None:
-    """Checks that there is something for a policy to change."""
+def _check_policy(policy: Policy | None, *, coded: bool, alone: bool) -> bool:
+    """Checks that there is something for a policy to change.
+
+    Returns:
+      Whether it asks for the signal of what is sent.
+    """
     if policy is not None and not coded:
         raise PlanError(f"parallelize: policy= {_WITHOUT}")
+    signals = bool(getattr(policy, "signals", False))
+    if signals and not alone:
+        raise PlanError(
+            "parallelize: this policy asks for the signal of what is sent, which is "
+            "not measured with fallback=; leave one of the two out."
+        )
+    return signals
 
 
 def _fallback(

@@ -162,6 +162,7 @@ def planned_step(
     gradients: Any = None,
     fallback: Fallback | None = None,
     noise: NoiseOptions | None = None,
+    signals: bool = False,
     wait: Wait | None = None,
     turns: int | None = None,
 ) -> PlannedStep:
@@ -175,6 +176,7 @@ def planned_step(
       gradients: that of a step that differs in the codecs alone.
       fallback: the codecs of a step in which the plan's send too little.
       noise: how the noise of gradients is measured; None: it is not.
+      signals: whether the signal of what codecs send is measured.
       wait: of a plan with replicas, what waits in each turn of one
         (`autopar_passes.replay.replicas.Replicas`), to simulate slower devices.
       turns: of a plan with replicas, how many turns each has, for audits alone; None:
@@ -197,7 +199,7 @@ def planned_step(
     carried = tuple(sorted(analysis.carried)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
     outputs = _out_shardings(analysis, assignment, mesh)
-    found = gradient_sums(assignment, plan, mesh, fallback)
+    found = gradient_sums(assignment, plan, mesh, fallback, signals=signals)
     measured = None if noise is None else _noise_spec(assignment, mesh, noise, found)
     if found is None and measured is None:
         function = jax.jit(
@@ -272,7 +274,10 @@ def with_inputs_of(planned: PlannedStep, plan: Plan) -> PlannedStep:
       plan: the other plan (`autopar.planner.codecs.adjusted.program_plan`).
     """
     assert planned.sums is not None
-    sums = gradient_sums(planned.assignment, plan, planned.mesh, planned.sums.fallback)
+    before = planned.sums
+    sums = gradient_sums(
+        planned.assignment, plan, planned.mesh, before.fallback, signals=before.signals
+    )
     return dataclasses.replace(planned, plan=plan, sums=sums)
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Generator, Hashable, Sequence
 from typing import Any
 
 from autopar.compression.fallback import Fallback
+from autopar.errors import PlanError
 from autopar.planner.codecs.adjusted import program_plan
 from autopar.planner.stages.entry import cut_as
 from autopar.plans import Plan
@@ -45,6 +46,7 @@ class ProgramStore:
         donate: bool = True,
         fallback: Fallback | None = None,
         noise: NoiseOptions | None = None,
+        signals: bool = False,
         capacity: int = PROGRAMS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -54,6 +56,7 @@ class ProgramStore:
           donate: whether programs consume the carried state.
           fallback: the codecs of a step in which the plan's send too little.
           noise: how programs measure the noise of gradients; None: they do not.
+          signals: whether programs measure the signal of what codecs send.
           capacity: most programs to hold.
           clock: seconds now.
 
@@ -70,7 +73,7 @@ class ProgramStore:
         self._compiling: weakref.WeakKeyDictionary[Any, threading.Lock]
         self._compiling = weakref.WeakKeyDictionary()
         self.fallback = fallback
-        self.noise = noise
+        self.noise, self.signals = noise, signals
         self._capacity = capacity
         self._programs = Recent[Hashable, AnyStep](capacity, self._release)
 
@@ -80,6 +83,7 @@ class ProgramStore:
             donate=self.donate,
             fallback=self.fallback,
             noise=self.noise,
+            signals=self.signals,
             capacity=self._capacity,
         )
 
@@ -127,6 +131,7 @@ class ProgramStore:
                     gradients=None if like is None else like.gradients,
                     fallback=self.fallback,
                     noise=self.noise,
+                    signals=self.signals,
                 )
                 found = self._programs.put(key, made)
         return _with_inputs(found, plan)
@@ -139,6 +144,12 @@ class ProgramStore:
         links: Links | None,
     ) -> AnyStep:
         """The program of a plan of several stages."""
+        if self.signals:
+            raise PlanError(
+                "policy: it asks for the signal of what is sent, which a plan of "
+                "several stages does not measure. Take one that does not, such as "
+                'GraVAC(gain_of="energy"), or plan with stages=1.'
+            )
         key = _staged_key(analysed, plan, devices)
         with self._building:
             found = self._programs.get(key)

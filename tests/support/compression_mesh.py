@@ -17,7 +17,7 @@ FED_BACK = Feedback("residual")
 
 
 @functools.lru_cache(maxsize=64)
-def program(gradients, axes=("data",), sizes=(WORKERS,)):
+def program(gradients, axes=("data",), sizes=(WORKERS,), signals=False):
     """One step of all workers: arrays have a leading dim over them."""
     devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
     mesh = jax.sharding.Mesh(devices, axes)
@@ -25,8 +25,9 @@ def program(gradients, axes=("data",), sizes=(WORKERS,)):
 
     def one(partials, states, step):
         partials, states = jax.tree.map(lambda a: a[0], (partials, states))
+        worker = jax.lax.axis_index(axes)
         out = synchronise(
-            gradients, partials, states, links, jax.lax.axis_index(axes), step
+            gradients, partials, states, links, worker, step, signals=signals
         )
         return jax.tree.map(lambda a: a[None], out)
 

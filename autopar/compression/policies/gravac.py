@@ -7,6 +7,8 @@ the same with the residual, and ``C`` the codec of a level::
     gain       = sum E |C(w)| / sum E |g|          (norms)
                = sum E |C(w)|^2 / sum E |w|^2      (energy)
                = mean min(|C(w)| / |g|, |g| / |C(w)|)  (updates)
+               = sum <C, g> / sum <g, g>               (signal)
+               = sum <C, g> a / sum <g, g> b           (signal-updates)
     throughput = steps per second x gain
 
 sums being over gradients. The first is that of the published code
@@ -25,7 +27,10 @@ window of observations is spent on each; the next is tried as long as throughput
 improves by more than ``omega``, else the smaller factor is kept. Whenever the gain
 falls below ``epsilon`` the level below is used, and below the first the gradients
 are sent dense. After ``retry`` windows on a level the next one is tried again, for
-gains and links change while training goes on.
+gains and links change while training goes on. With ``explore`` a level that was found
+to be worse is tried less often the worse it was: so that trying it costs no more than
+this part of all progress, as far as it was measured. A level that stays is then
+compared in each of its windows, and not only when it has been reached.
 
 The published code compresses each gradient twice, by the level in use and by the
 first, to be able to fall back within a step: `autopar.compression.fallback` does
@@ -38,6 +43,7 @@ watched meanwhile. To go down may not.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -52,14 +58,17 @@ from autopar.compression.policies.signals import (
     norms,
     restore,
     saved,
+    signal,
+    signal_updates,
     squared_norms,
     updates,
 )
 
 Stepping = Literal["geometric", "exponential"]
-GainOf = Literal["norms", "energy", "updates"]
+GainOf = Literal["norms", "energy", "updates", "signal", "signal-updates"]
 
-_SUMS = {"norms": norms, "energy": squared_norms, "updates": updates}
+_SIGNALS = {"signal": signal, "signal-updates": signal_updates}
+_SUMS = {"norms": norms, "energy": squared_norms, "updates": updates, **_SIGNALS}
 
 PUT_OFF = -1
 
@@ -147,6 +156,7 @@ class GraVAC:
       gain_of: how the gain is defined; see the module.
       omega: by what share throughput must improve for a larger factor to be kept.
       retry: windows until the next level is tried again.
+      explore: the part of progress that trying costs at most; 0: as ``retry`` says.
       horizon: steps for which a level stays; 0: one window.
       state: what it remembers.
     """
@@ -159,6 +169,7 @@ class GraVAC:
     gain_of: GainOf = "energy"
     omega: float = 0.05
     retry: int = 8
+    explore: float = 0.0
     horizon: int = 0
     state: GraVACState = dataclasses.field(
         default_factory=GraVACState, init=False, compare=False
@@ -177,12 +188,19 @@ class GraVAC:
                 f"GraVAC: gain_of must be one of {', '.join(_SUMS)}, got "
                 f"{self.gain_of!r}."
             )
-        check_share("GraVAC", epsilon=self.epsilon, alpha=self.alpha)
+        check_share(
+            "GraVAC", epsilon=self.epsilon, alpha=self.alpha, explore=self.explore
+        )
         if self.alpha == 0.0 or self.omega < 0.0:
             raise ValueError(
                 "GraVAC: alpha must be positive and omega not negative, got alpha="
                 f"{self.alpha}, omega={self.omega}."
             )
+
+    @property
+    def signals(self) -> bool:
+        """Whether it asks for what messages carry of the true gradient."""
+        return self.gain_of in _SIGNALS
 
     @property
     def codec(self) -> str:
@@ -194,22 +212,26 @@ class GraVAC:
 
     @property
     def gain(self) -> float:
-        """The running mean of the level in use."""
-        return self.state.sent / self.state.wanted if self.state.wanted > 0 else 1.0
+        """The running mean of the level in use; of signals at most 1."""
+        if self.state.wanted <= 0:
+            return 1.0
+        found = self.state.sent / self.state.wanted
+        return min(1.0, max(0.0, found)) if self.signals else found
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policies.policy.Policy`."""
         state = self.state
         if not seen.finite:
             return None
-        if not state.names:
+        first = not state.names
+        if first:
             state.names = managed(seen.gradients)
             state.throughput = [None] * len(self.levels)
-        elif self._measured(seen):
+        if (self.explore or not first) and self._measured(seen):
             used = state.level - (state.count == PUT_OFF)
             if used >= 0 and self.gain < self.epsilon:
                 self._move(used - 1, waiting=self.retry)
-            elif state.count >= self.window:
+            elif state.count >= (self.window if self._compares() else 1):
                 self._judge()
         wish = changes(dict.fromkeys(state.names, self.codec), seen.gradients)
         return Saving(wish) if wish and self._climbs(wish, seen) else wish
@@ -270,16 +292,38 @@ class GraVAC:
         here = state.level
         throughput = self.gain * state.count / max(state.seconds, 1e-12)
         if here >= 0:
+            known = state.throughput[here]
+            # One window says little where trying is rare.
+            if self.explore and known is not None:
+                throughput = (throughput + known) / 2
             state.throughput[here] = throughput
         below = state.throughput[here - 1] if here > 0 else None
         worse = below is not None and throughput < below * (1.0 + self.omega)
-        if state.waiting > 1:
+        top = here + 1 == len(self.levels)
+        above = None if top or not self.explore else state.throughput[here + 1]
+        watched = self.explore > 0.0 or state.waiting == 0
+        if worse and watched:
+            self._move(here - 1, waiting=self._wait(throughput, below or 0.0))
+        elif above is not None and above > throughput * (1.0 + self.omega):
+            self._move(here + 1, waiting=self.retry)
+        elif state.waiting > 1:
             self._move(here, waiting=state.waiting - 1)
-        elif state.waiting == 0 and worse:
-            self._move(here - 1, waiting=self.retry)
         else:
-            top = here + 1 == len(self.levels)
             self._move(here if top else here + 1, waiting=self.retry if top else 0)
+
+    def _compares(self) -> bool:
+        """Whether there is another level that this one is compared with.
+
+        With ``explore`` the first is left after one observation.
+        """
+        known = any(x is not None for x in self.state.throughput)
+        return known or self.explore == 0.0
+
+    def _wait(self, tried: float, kept: float) -> int:
+        """Windows until a level is tried again that made less progress a second."""
+        if not (self.explore and kept > 0.0):
+            return self.retry
+        return max(self.retry, math.ceil(max(0.0, 1.0 - tried / kept) / self.explore))
 
     def _move(self, level: int, *, waiting: int) -> None:
         """Starts a window on a level."""

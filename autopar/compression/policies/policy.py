@@ -10,7 +10,8 @@ so by ``often = True``: they become inputs of the program where they can
 Codecs that are to save time, and no more, are answered as `Saving`. They wait while
 their program would take longer to compile than they save. A policy that still wants
 them asks again at each observation. ``horizon`` is the number of steps for which its
-changes stay, if it knows more than ``every``.
+changes stay, if it knows more than ``every``. One that says ``signals = True`` finds in
+its reports what the messages carry of the true gradient; steps measure it then.
 
 >>> class Halve:
 ...     every = 100
@@ -21,8 +22,35 @@ changes stay, if it knows more than ``every``.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Protocol, final, runtime_checkable
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol, Self, final, runtime_checkable
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Signal:
+    """What messages carry of the true gradient, summed over steps.
+
+    Products are between different workers, so that their noise is left out
+    (`autopar.compression.signal`).
+
+    Attributes:
+      sent: products of what is sent and the gradients of others.
+      sent_square: squared norms of the sum of what is sent.
+      dense: products of the gradients and those of others.
+      dense_square: squared norms of the sum of the gradients.
+    """
+
+    sent: float
+    sent_square: float
+    dense: float
+    dense_square: float
+
+    @classmethod
+    def of(cls, row: Sequence[float]) -> Self | None:
+        """From the columns of telemetry behind the sixth; None: not measured."""
+        measured = len(row) > 0 and all(math.isfinite(x) for x in row)
+        return cls(*(float(x) for x in row)) if measured else None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -48,6 +76,8 @@ class GradientReport:
         was not finite.
       put_off: the codec that a policy has asked for and that waits until it pays for
         its compilation (`Saving`); '' where none does.
+      signal: since the last observation, for a policy that asks for it (``signals =
+        True``); None where it is not measured.
 
     Where the norm is not finite, the error and the gain are NaN.
     """
@@ -65,6 +95,7 @@ class GradientReport:
     taken: tuple[int, ...] = ()
     skipped: int = 0
     put_off: str = ""
+    signal: Signal | None = None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -82,6 +82,35 @@ def updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
     return size, dense
 
 
+def signal(reports: Iterable[GradientReport]) -> tuple[float, float]:
+    """Sums over gradients of the signal of what was sent, and of that of gradients.
+
+    Gradients of which it is not measured are left out.
+    """
+    sent = dense = 0.0
+    for report in reports:
+        if report.signal is not None:
+            sent += report.signal.sent
+            dense += report.signal.dense
+    return sent, dense
+
+
+def signal_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
+    """The same of updates by Adam's family.
+
+    These divide by the root of the mean square of what arrives: signals count in units
+    of the root mean square of an element, of what was sent and of the dense gradient.
+    """
+    sent = dense = 0.0
+    for report in reports:
+        found = report.signal
+        if found is None or min(found.sent_square, found.dense_square) <= 0.0:
+            continue
+        sent += found.sent * math.sqrt(report.elements / found.sent_square)
+        dense += found.dense * math.sqrt(report.elements / found.dense_square)
+    return sent, dense
+
+
 def changes(
     wish: Mapping[str, str], gradients: Mapping[str, GradientReport]
 ) -> dict[str, str] | None:

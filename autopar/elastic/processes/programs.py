@@ -133,7 +133,8 @@ class Programs:
 
     def _path(self, planned: PlannedStep, donate: bool) -> pathlib.Path:
         """A name made of all that a program depends on."""
-        fallback = None if planned.sums is None else planned.sums.fallback
+        sums = planned.sums
+        how = None if sums is None else (sums.fallback, sums.signals)
         devices = [(d.id, d.process_index) for d in planned.mesh.devices.flat]
         parts = (
             __version__,
@@ -144,7 +145,7 @@ class Programs:
             content_digest(program_plan(planned.plan)),
             repr(devices),
             repr(donate),
-            repr(fallback),
+            repr(how),
             repr(None if planned.noise is None else planned.noise.options),
         )
         digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

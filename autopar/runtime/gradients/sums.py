@@ -111,11 +111,13 @@ class GradientSums:
       mesh: the mesh of the plan.
       members: by value; those of a bucket in the order of the plan.
       fallback: the codecs of a bucket whose own send too little.
+      signals: whether steps measure the signal of what is sent.
     """
 
     mesh: Any
     members: dict[int, Member]
     fallback: Fallback | None = None
+    signals: bool = False
 
     @property
     def parts(self) -> tuple[GradientSums, ...]:
@@ -197,6 +199,7 @@ def gradient_sums(
     fallback: Fallback | None = None,
     *,
     first: int = 0,
+    signals: bool = False,
 ) -> GradientSums | None:
     """Returns the sums of a plan's gradients; None: the compiler sums all of them.
 
@@ -206,6 +209,7 @@ def gradient_sums(
       mesh: the mesh it runs on.
       fallback: the codecs of a step in which the plan's send too little.
       first: the seed of the first gradient's codec; others have those behind it.
+      signals: whether steps measure the signal of what is sent.
 
     Raises:
       PlanError: a codec cannot be used for its gradient or does not fit its limit, or
@@ -218,7 +222,7 @@ def gradient_sums(
     members: dict[int, Member] = {}
     for number, decision in enumerate(chosen, first):
         members[decision.value] = _member(assignment, decision, number, mesh, fallback)
-    return GradientSums(mesh, members, fallback)
+    return GradientSums(mesh, members, fallback, signals)
 
 
 def _member(

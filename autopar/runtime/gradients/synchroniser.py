@@ -104,7 +104,7 @@ class CodecSynchroniser:
         The state is restored when a gradient is not finite, and the step counted.
 
         Returns:
-          The state, and float32 (gradients, 6) as of
+          The state, and float32 (gradients, 6 or 10) as of
           `autopar.compression.synchronise.synchronise`.
         """
         old = {name: self.state["gradients"][name] for name in self._names}
@@ -118,7 +118,7 @@ class CodecSynchroniser:
         return after, self.telemetry()
 
     def telemetry(self) -> jax.Array:
-        """A row for each gradient, float32 (gradients, 6); once `complete`."""
+        """A row for each gradient, float32 (gradients, 6 or 10); once `complete`."""
         if self._totals is None:
             self._totals = jnp.stack([self.rows[name] for name in self._names])
         return self._totals
@@ -200,7 +200,9 @@ def _summed(
     """
     if sums.fallback is None:
         gradients = [m.gradient for m in members]
-        found = synchronise(gradients, partials, states, links, worker, step)
+        found = synchronise(
+            gradients, partials, states, links, worker, step, signals=sums.signals
+        )
         return *found, jnp.int32(0)
     levels = list(zip(*(m.levels for m in members), strict=True))
     names = sums.mesh.axis_names
