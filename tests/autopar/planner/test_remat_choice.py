@@ -68,7 +68,7 @@ def test_no_number_of_layers_is_faster(name: str, share: float) -> None:
     assert chosen <= min(found) * 1.005
 
 
-def test_layers_are_computed_askedwhere_that_is_faster_though_all_fits() -> None:
+def test_layers_are_computed_again_where_that_is_faster_though_all_fits() -> None:
     """The stacks of a loop are written and read; its layers are quickly computed."""
     found = planned("loop", 3.0, remat="auto")
 
