@@ -123,9 +123,13 @@ class Dual:
         self.prices, self.costs, self._level = prices, costs, level
 
     def expected_use(self, temperature: float) -> np.ndarray:
-        """Usage by row if strategies are chosen with probability exp(-rise / T)."""
+        """Usage by row if nodes choose with probabilities ~ exp(-rise / T)."""
         field = self.field
-        weights = np.exp(-self.rises / temperature)
+        # Where elimination splits a node, all its strategies may rise: only what one
+        # rises above the least of its node says how likely it is.
+        least = np.minimum.reduceat(self.rises, field.offsets[:-1])
+        above = self.rises - np.repeat(least, field.sizes)
+        weights = np.exp(-above / temperature)
         totals = np.add.reduceat(weights, field.offsets[:-1])
         return field.memory.expected(weights / np.repeat(totals, field.sizes))
 
@@ -189,7 +193,7 @@ class Dual:
         offset = -float(prices @ self.field.memory.room)
         self.rises = rises
         proved = base + offset + self.field.constant + rises
-        # A number that rounding or overflow made no number proves nothing.
+        # What is not a number, after an overflow, proves nothing.
         np.fmax(self.bounds, proved, out=self.bounds)
         if bound + offset + self.field.constant > self.bound:
             self.bound = bound + offset + self.field.constant

@@ -124,6 +124,52 @@ def test_elimination_that_is_too_large_is_left_out():
     assert dual.step_seconds > light
 
 
+@settings(max_examples=30, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    entries=st.sampled_from([1, 4, 9]),
+    share=st.sampled_from([1e-6, 1e-2, 1.0]),
+)
+def test_bounds_hold_where_elimination_splits_nodes(seed, entries, share):
+    """Whatever gap is guessed; the expected use is one that choices can have."""
+    field = field_of(ladder(seed, length=3, strategies=3, tightness=0.6))
+    dual = Dual(field)
+    dual.sweep()
+    assert dual.deepen(entries, UNLIMITED)
+    for _ in range(4):
+        dual.ascend(dual.bound + share * abs(dual.bound))
+        used = dual.expected_use(1e-3 * share)
+        assert (used >= -1e-9).all()
+        assert (used <= most_used(field) + 1e-9).all()
+    for choices, cost in fitting_costs(field):
+        assert dual.bound <= cost + 1e-7
+        assert (dual.bounds[field.offsets[:-1] + choices] <= cost + 1e-7).all()
+
+
+def most_used(field):
+    """What each row holds if each term has its largest usage."""
+    memory = field.memory
+    chosen = [memory.usage[memory.term == k].max() for k in range(len(memory.node))]
+    rows = np.arange(len(memory.room))
+    live = (memory.starts[:, None] <= rows) & (rows < memory.ends[:, None])
+    return np.array(chosen) @ live
+
+
+def test_nodes_that_elimination_splits_have_an_expected_use():
+    """All strategies of a node may rise, by much more than the temperature."""
+    field = field_of(ladder(1, length=12, strategies=4, tightness=0.6))
+    dual = Dual(field)
+    dual.sweep()
+    assert dual.deepen(4, UNLIMITED)
+    least = np.minimum.reduceat(dual.rises, field.offsets[:-1])
+    assert least.max() > 0
+
+    cold = dual.expected_use(1e-4 * least.max())
+
+    best = field.memory.used(field.least(dual.rises))
+    np.testing.assert_allclose(cold, best, rtol=1e-6)
+
+
 def test_expected_use_is_near_the_least_rises():
     """When cold, the strategies that do not rise are certain; when hot, all alike."""
     field = binding_field(1)
