@@ -6,6 +6,7 @@ in the sizes of dimensions, and in scalars that are made of such sizes.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from types import FunctionType
 from typing import Any
@@ -158,25 +159,47 @@ def _alike(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
     )
 
 
-def _equal(a: Any, b: Any) -> bool:
+_Functions = tuple[FunctionType, FunctionType]
+
+
+def _equal(a: Any, b: Any, within: tuple[_Functions, ...] = ()) -> bool:
     if a is b:
         return True
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
-        return _same_function(a, b)
+        return (a, b) in within or _same_function(a, b, (*within, (a, b)))
+    if getattr(a, "shape", None) != getattr(b, "shape", None):
+        return False  # arrays of other shapes may be equal after broadcasting
     try:
         return bool(np.all(a == b))
     except (TypeError, ValueError):
         return False
 
 
-def _same_function(a: FunctionType, b: FunctionType) -> bool:
+def _same_function(
+    a: FunctionType, b: FunctionType, within: tuple[_Functions, ...]
+) -> bool:
     """Whether functions are of one code and hold equal values.
 
-    Each trace makes the functions of `jax.debug.callback` anew.
+    Each trace makes the functions of `jax.debug.callback` anew. A function may hold
+    itself: those of ``within`` are being compared already.
     """
-    held = [[c.cell_contents for c in f.__closure__ or ()] for f in (a, b)]
-    same = a.__code__ is b.__code__ and a.__defaults__ == b.__defaults__
-    return same and all(_equal(x, y) for x, y in zip(*held, strict=True))
+    if a.__code__ is not b.__code__:
+        return False
+    one, other = _held(a), _held(b)
+    return one.keys() == other.keys() and all(
+        _equal(value, other[name], within) for name, value in one.items()
+    )
+
+
+def _held(function: FunctionType) -> dict[str | int, Any]:
+    """What a function holds: its defaults, by place and name, and its closure."""
+    out: dict[str | int, Any] = dict(enumerate(function.__defaults__ or ()))
+    out.update(function.__kwdefaults__ or {})
+    names = function.__code__.co_freevars
+    for name, cell in zip(names, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # the cell is empty
+            out[name] = cell.cell_contents
+    return out
 
 
 def _compare_constants(whole: Program, micro: Program) -> None:

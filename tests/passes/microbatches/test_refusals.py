@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from microbatch_cases import split
 
@@ -193,6 +195,50 @@ def test_a_host_callback_that_knows_the_number_of_rows_is_refused(counts: bool) 
         return
     with pytest.raises(PlanError, match=r"debug_callback.*another 'callback'"):
         split(sgd(loss), (W, X), 2, couple=True)
+
+
+def by_default(rows: int) -> Callable[..., Any]:
+    def told(_: Any, known: int = rows) -> int:
+        return known
+
+    return told
+
+
+def by_keyword(rows: int) -> Callable[..., Any]:
+    def told(_: Any, *, known: int = rows) -> int:
+        return known
+
+    return told
+
+
+def by_array(rows: int) -> Callable[..., Any]:
+    known = np.zeros(rows)  # equal to one of any other length, if it is broadcast
+
+    def told(_: Any) -> int:
+        return len(known)
+
+    return told
+
+
+def by_itself(rows: int) -> Callable[..., Any]:
+    def told(_: Any) -> Any:
+        return told, rows
+
+    return told
+
+
+@pytest.mark.parametrize("made", [by_default, by_keyword, by_array, by_itself])
+def test_what_a_host_callback_holds_is_compared(made: Callable[..., Any]) -> None:
+    """Of each microbatch it would be told the rows that a microbatch has."""
+
+    def loss(counts: bool, w: Any, x: Any) -> Any:
+        jax.debug.callback(made(x.shape[0] if counts else 1), x[0, 0])
+        return jnp.mean((x @ w) ** 2)
+
+    same, other = (functools.partial(loss, counts) for counts in (False, True))
+    assert split(sgd(same), (W, X), ROWS, couple=True).split is not None
+    with pytest.raises(PlanError, match=r"debug_callback.*another 'callback'"):
+        split(sgd(other), (W, X), ROWS, couple=True)
 
 
 def test_a_second_update_is_refused() -> None:
