@@ -35,14 +35,18 @@ def by_trying(
     reached: list[set[int]] = []
     for k, inputs in enumerate(reads):
         reached.append({k}.union(*(reached[i] for i in inputs)))
+    sizes = dict(sums)
     left = [op for op, nbytes in sums if nbytes <= 10.0]
     number = len(sums) - len(left)
     while left:
         message: list[int] = []
+        held = 0.0
         for op in left:
-            if len(message) == most or reached[op].intersection(message):
+            full = len(message) == most or held + sizes[op] > 10.0
+            if full or reached[op].intersection(message):
                 break
             message.append(op)
+            held += sizes[op]
         left = left[len(message) :]
         number += 1
     return number
@@ -57,7 +61,7 @@ def programs(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, float]]]
         for k in range(count)
     ]
     chosen = sorted(draw(st.sets(st.integers(0, count - 1), min_size=1)))
-    return reads, [(op, draw(st.sampled_from((1.0, 20.0)))) for op in chosen]
+    return reads, [(op, draw(st.sampled_from((1.0, 4.0, 10.0, 20.0)))) for op in chosen]
 
 
 @given(programs(), st.integers(1, 4))
