@@ -193,13 +193,15 @@ class _Run(Transfers):
             micro.pop(value, None)
 
     def watch(self, call: Call, number: int, made: Sequence[Any], rest: int) -> None:
-        """Remembers results of a task, of which `settle` learns whether it failed.
+        """Remembers a result of a task, of which `settle` learns whether it failed.
 
+        One is enough, the smallest: it is kept until the step's last task is issued.
         The next microbatch takes over the running sums, so a task that makes nothing
         else is waited for at once.
         """
         if rest:
-            self.watched.append((call, number, made[:rest]))
+            kept = min(made[:rest], key=lambda x: x.nbytes)
+            self.watched.append((call, number, [kept]))
         else:
             self.wait(call, number, made)
 

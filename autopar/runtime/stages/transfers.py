@@ -37,7 +37,7 @@ class Transfers:
         self.told: dict[int, Any] = {}
         # What tasks have measured of gradients, of each microbatch.
         self.noise: dict[TaskKey, list[Any]] = {key: [] for key in pipeline.noise}
-        # Tasks that call functions of the host, with the microbatch and some results.
+        # Tasks that call functions of the host, with the microbatch and a result.
         self.watched: list[tuple[Call, int, Sequence[Any]]] = []
         # Of other processes: what has been asked for, and what they were handed.
         self.asked: set[Tag] = set()
