@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from planner_steps import training
@@ -64,6 +64,7 @@ def programs(draw: st.DrawFn) -> tuple[list[list[int]], list[tuple[int, float]]]
     return reads, [(op, draw(st.sampled_from((1.0, 4.0, 10.0, 20.0)))) for op in chosen]
 
 
+@settings(deadline=None)
 @given(programs(), st.integers(1, 4))
 def test_rounds_are_those_of_the_combiner(
     program: tuple[list[list[int]], list[tuple[int, float]]], most: int
