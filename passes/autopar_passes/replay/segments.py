@@ -121,13 +121,11 @@ def replay_segment(
       outputs: the values that it returns.
       whole: those of them whose sums are taken before they are returned.
 
-    Partial values, in and out, are arrays with a leading dimension of partial sums. The
-    function's keyword ``synchroniser`` takes sums; without one they stay partial. Its
-    keyword ``made`` is as of `autopar_passes.replay.run.replay`.
+    Partial values, in and out, have a leading dimension of partial sums. Its keyword
+    ``synchroniser`` takes sums, else they stay partial; ``made`` is as of `replay`.
     """
-    operators = operators_of(graph)
-    made_by, sources = producers(graph.operators), program.by_index()
-    within = _Within(plan, inputs, outputs)
+    operators, made_by = operators_of(graph), producers(graph.operators)
+    sources, within = program.by_index(), _Within(plan, inputs, outputs)
     held = program.body.inputs[program.num_arguments :]
     constants = dict(zip(held, program.constants, strict=True))
 
@@ -137,9 +135,7 @@ def replay_segment(
         arrays = constants | _stated(plan, mesh, inputs, arguments)
         values = Values(made_by, sources, within, mesh, synchroniser or Later(), arrays)
         Replayer(program, operators, values).run(equations, made)
-        return [
-            values.whole(v) if v in whole else _as_array(values, v) for v in outputs
-        ]
+        return [_as_array(values, value, value in whole) for value in outputs]
 
     return run
 
@@ -157,7 +153,9 @@ def _stated(
     return out
 
 
-def _as_array(values: Values, value: int) -> Any:
+def _as_array(values: Values, value: int, whole: bool) -> Any:
+    if whole:
+        return values.whole(value)
     if values.plan.floating(value):
         return values.make(value, None, False)
     array = values.scope.values[value]

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 
 from autopar.cluster import Cluster
+from autopar.cost.memory import habits_of
 from autopar.errors import ScheduleError
 from autopar.goodput.batched import Batches, Planned, Program, planned
 from autopar.goodput.configurations import Wanted, chain, configuration
@@ -114,8 +115,10 @@ def test_a_batch_that_does_not_fit_is_cut_into_microbatches() -> None:
     many = wanted(batches=batches, program=program(step, 64))
     free = configuration(many, Cluster.parse("1:h100"), None).point
     assert free.accumulation == 1
-    limit = int(0.7 * free.peak_memory_bytes)
-    device = dataclasses.replace(Cluster.parse("1:h100").device, memory_bytes=limit)
+    device = Cluster.parse("1:h100").device
+    kept = habits_of(device).workspace_bytes  # a plan of any batch needs it
+    limit = int(kept + 0.7 * (free.peak_memory_bytes - kept))
+    device = dataclasses.replace(device, memory_bytes=limit)
     small = dataclasses.replace(Cluster.parse("1:h100"), device=device)
     tight = configuration(many, small, None).point
     assert tight.accumulation > 1

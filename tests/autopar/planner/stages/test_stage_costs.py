@@ -63,7 +63,7 @@ def test_bytes_of_layers_cover_the_peak_of_the_program(case: str) -> None:
         device = submesh.pricer.cluster.device
         peak = peak_memory_bytes(
             submesh.assignment,
-            pricer.life(device.kind),
+            pricer.life(device),
             device.calibrated.memory_overhead,
         )
         assert peak <= (state + kept + most) * (1 + 1e-9)
