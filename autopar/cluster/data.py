@@ -54,6 +54,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     vector_flops_per_s: float | None = None
     sustained: float | None = None
     rates: str | None = None
+    workspace_bytes: int | float | None = None
     codec_s_per_element: dict[str, float] | None = None
     calibration: _Calibration | None = None
 
@@ -127,8 +128,9 @@ def _device(given: _Device) -> DeviceSpec:
     own = msgspec.structs.asdict(given)
     del own["preset"]
     values.update({key: value for key, value in own.items() if value is not None})
-    if given.memory_bytes is not None:
-        values["memory_bytes"] = round(given.memory_bytes)
+    for name in ("memory_bytes", "workspace_bytes"):
+        if own[name] is not None:
+            values[name] = round(own[name])
     if given.peak_flops_per_s is not None:
         values["peak_flops_per_s"] = tuple(given.peak_flops_per_s.items())
     if given.codec_s_per_element is not None:
@@ -220,8 +222,10 @@ def _fields(values: Any, *leave_out: str) -> Data:
 
 def _device_data(device: DeviceSpec) -> Data:
     tables = ("peak_flops_per_s", "codec_s_per_element")
-    numbers = _fields(device, *tables, "rates", "calibration")
-    numbers |= {"rates": device.rates} if device.rates else {}
+    own = ("rates", "workspace_bytes")
+    numbers = _fields(device, *tables, *own, "calibration")
+    given = {name: getattr(device, name) for name in own}
+    numbers |= {name: value for name, value in given.items() if value not in ("", None)}
     for name in tables:
         pairs = dict(getattr(device, name))
         numbers |= {name: pairs} if pairs else {}

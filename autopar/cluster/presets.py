@@ -58,6 +58,10 @@ CPU_KERNEL_LATENCY_S = 2e-6
 AMPERE_SUSTAINED = 0.755
 HOPPER_SUSTAINED = 0.63
 
+# What XLA gives products of cuBLAS to work in before Hopper (openxla/xla,
+# ``xla/service/gpu/transforms/gemm_rewriter.cc``).
+EARLY_WORKSPACE_BYTES = 2**22
+
 # Assumption: large products reach nearly the peak, because whole training steps on v5e
 # reach up to 0.86 of it.
 TPU_EFFICIENCY = 0.95
@@ -120,6 +124,7 @@ def _gpu(
     sustained: float,
     rates: str,
     network_latency_s: float = INFINIBAND_LATENCY_S,
+    workspace_bytes: int | None = None,
 ) -> Preset:
     """A GPU; `rates` names its table of products (`autopar.cluster.rates`)."""
     device = DeviceSpec(
@@ -133,6 +138,7 @@ def _gpu(
         kernel_latency_s=GPU_KERNEL_LATENCY_S,
         vector_flops_per_s=vector_tera_flops * 1e12,
         rates=rates,
+        workspace_bytes=workspace_bytes,
     )
     outer = LinkSpec(
         latency_s=network_latency_s,
@@ -197,6 +203,7 @@ def _ampere(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
         efficiency=0.869,
         sustained=AMPERE_SUSTAINED,
         rates="a100",
+        workspace_bytes=EARLY_WORKSPACE_BYTES,
     )
 
 
@@ -292,6 +299,7 @@ def _v100() -> Preset:
         efficiency=0.75,  # assumption
         sustained=1.0,
         rates="v100",
+        workspace_bytes=EARLY_WORKSPACE_BYTES,
     )
 
 
@@ -316,6 +324,7 @@ def _t4() -> Preset:
         sustained=1.0,
         rates="t4",
         network_latency_s=ETHERNET_LATENCY_S,
+        workspace_bytes=EARLY_WORKSPACE_BYTES,
     )
 
 

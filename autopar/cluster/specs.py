@@ -155,6 +155,8 @@ class DeviceSpec:
       sustained: part of the rate of a product alone that products keep in a step, where
         the limit of a device's power lowers its clock.
       rates: the table of matrix products, one of `DEVICE_RATES`; "" has none.
+      workspace_bytes: what the library of matrix products takes to work in; None: as
+        on the newest devices of the kind (`autopar.cost.memory.habits_of`).
       codec_s_per_element: (codec as text, seconds) pairs, measured: what encoding and
         decoding a gradient adds to a plain sum, for each of its elements.
       calibration: corrections of the cost model; None means those of the kind.
@@ -170,6 +172,7 @@ class DeviceSpec:
     vector_flops_per_s: float = 0.0
     rates: str = ""
     sustained: float = 1.0
+    workspace_bytes: int | None = None
     # Not hashed: cost functions look devices up in caches many thousand times.
     codec_s_per_element: tuple[tuple[str, float], ...] = dataclasses.field(
         default=(), hash=False
@@ -197,6 +200,7 @@ class DeviceSpec:
         _require(part, owner, what, self.sustained)
         _not_negative(owner, "kernel_latency_s", self.kernel_latency_s)
         _not_negative(owner, "vector_flops_per_s", self.vector_flops_per_s)
+        _not_negative(owner, "workspace_bytes", self.workspace_bytes or 0)
         what = f"rates must be one of {DEVICE_RATES}"
         _require(self.rates in DEVICE_RATES, owner, what, self.rates)
         texts = [text for text, _ in self.codec_s_per_element]

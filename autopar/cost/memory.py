@@ -48,17 +48,14 @@ _GPU = Habits(
     workspace_bytes=2**25,
 )
 _HABITS = {"gpu": _GPU}
-# Presets of GPUs before Hopper, where products have less.
-_BEFORE_HOPPER = frozenset({"a100", "a100-40", "v100", "t4"})
-_EARLY_WORKSPACE_BYTES = 2**22
 
 
 def habits_of(device: DeviceSpec) -> Habits:
     """What the compiler of a device does with memory."""
     found = _HABITS.get(device.kind, PLAIN)
-    if device.name in _BEFORE_HOPPER:
-        return dataclasses.replace(found, workspace_bytes=_EARLY_WORKSPACE_BYTES)
-    return found
+    if device.workspace_bytes is None:
+        return found
+    return dataclasses.replace(found, workspace_bytes=device.workspace_bytes)
 
 
 BUFFER_KINDS: tuple[str, ...] = (

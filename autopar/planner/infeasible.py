@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
-from autopar.planner.memory_terms import least_terms
+from autopar.planner.memory_terms import fixed_bytes, least_terms
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar.steps.names import operator_name, operator_place
@@ -28,7 +28,8 @@ def infeasible(
     found = explain_infeasibility(_relaxed(analysis, pricer, formulation))
     op = analysis.graph.operators[min(found.time, len(analysis.graph.operators) - 1)]
     limit = pricer.cluster.memory_bytes
-    least = found.least_peak
+    fixed = fixed_bytes(analysis, pricer)
+    least = found.least_peak + fixed
     there = (
         f"at {operator_place(op)} every plan needs at least {_down(least)} per device"
     )
@@ -45,6 +46,8 @@ def infeasible(
         largest[term.node] = largest.get(term.node, 0.0) + term.least
     ranked = sorted(largest.items(), key=lambda item: -item[1])[:_LARGEST]
     names = [f"{_node(analysis, formulation, n)} {size_text(b)}" for n, b in ranked]
+    if fixed:
+        names.append(f"products' work space {size_text(fixed)}")
     lines.append(f"  largest: {'; '.join(names)}")
     error = InfeasibleError("\n".join(lines))
     error.least_bytes = least

@@ -3,7 +3,8 @@
 The exact model (`autopar.cost.memory`) knows both ends of a resharding; a
 term of the problem knows one node. So the terms leave out the short-lived
 forms between two nodes, and the search checks the exact peak of what the
-solver returns and tightens the limit where that is over.
+solver returns and tightens the limit where that is over. The work space of products
+is no term: `fixed_bytes` has it, and the limit of the problem is so much lower.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ from autopar_passes.rules.factor_rule import Dims
 from autopar_solver import MemoryTerm
 
 
+def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
+    """Returns the bytes of a device that every choice occupies, beside its terms."""
+    return float(analysis.life(habits_of(pricer.cluster.device)).workspace_bytes)
+
+
 def memory_terms(
     analysis: Analysis, pricer: Pricer, spaces: Sequence[Space], copies: Sequence[Copy]
 ) -> tuple[MemoryTerm, ...]:
@@ -36,7 +42,7 @@ def memory_terms(
       copies: of arrays with several readers.
     """
     writer = _Writer(analysis, pricer, spaces)
-    terms = [*writer.inputs(), *writer.homes(), *writer.partials()]
+    terms = [*writer.inputs(), *writer.homes(), *writer.partials(), *writer.orders()]
     terms.extend(writer.arrivals(analysis.sources.values()))
     for copy in copies:
         terms.extend(writer.copy(copy))
@@ -53,7 +59,7 @@ def least_terms(
     until that reader starts, and forms between two layouts are left out.
     """
     writer = _Writer(analysis, pricer, spaces)
-    return (*writer.inputs(), *writer.homes(least=True))
+    return (*writer.inputs(), *writer.homes(least=True), *writer.orders())
 
 
 class _Writer:
@@ -103,6 +109,15 @@ class _Writer:
                 end = max(start, ends.get(value, start), held_until(op))
                 yield self.buffer(home, value, start, end)
 
+    def orders(self) -> Iterator[MemoryTerm]:
+        """Copies in other orders of dimensions, which every choice makes."""
+        for (value, reader), start in self.life.copies.items():
+            home = self.contraction.homes.get(value)
+            op = self.graph.operators[reader]
+            if home is not None and op.class_index in self.contraction.node_of:
+                end = max(self.life.reads[reader], op.until)
+                yield self.buffer(home, value, start, end)
+
     def partials(self) -> Iterator[MemoryTerm]:
         """Results of contractions before their reduction, while that lasts."""
         for op in self.graph.operators:
@@ -139,7 +154,7 @@ class _Writer:
         for op in self.graph.operators:
             until = max(self.life.reads[op.index], op.until)
             for value in op.inputs:
-                if value is not None:
+                if value is not None and (value, op.index) not in self.life.copies:
                     ends[value] = max(ends.get(value, 0), until)
         return ends
 
@@ -148,7 +163,7 @@ class _Writer:
         for op in self.graph.operators:
             if op.kind != "return" and op.class_index in self.contraction.node_of:
                 for value in op.inputs:
-                    if value is not None:
+                    if value is not None and (value, op.index) not in self.life.copies:
                         start = self.life.time[op.index]
                         ends[value] = max(ends.get(value, 0), start)
         return ends

@@ -18,6 +18,7 @@ from autopar.planner.candidate import WORTHWHILE, Candidate, candidate_of, choic
 from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_of
 from autopar.planner.infeasible import infeasible
 from autopar.planner.limit import Limit
+from autopar.planner.memory_terms import fixed_bytes
 from autopar.planner.problem import Formulation, Restriction, Within, formulate
 from autopar.planner.recipes import least_bytes, recipes, restriction_of
 from autopar.planner.ties import split_most
@@ -409,7 +410,8 @@ def _solved(
     lowered = None
     if weights is not None and known.overlap:
         lowered = discounts(task.analysis, weights, known.overlap, known.contention)
-    limit = float(pricer.cluster.memory_bytes)
+    fixed = fixed_bytes(task.analysis, pricer)
+    memory = float(pricer.cluster.memory_bytes)
     formulation: Formulation | None = None
     status = Status.UNKNOWN
     for _ in range(_TIGHTENINGS + 1):
@@ -431,11 +433,11 @@ def _solved(
         if solution.bound >= task.below_s:
             raise _SlowerError(f"no plan on mesh {pricer.mesh} is as fast.")
         found = candidate_of(task.analysis, formulation, solution)
-        if found.peak_memory_bytes <= limit:
+        if found.peak_memory_bytes <= memory:
             found = dataclasses.replace(found, weights=weights)
             return _tie_broken(task.analysis, found)
-        over = limit / found.peak_memory_bytes
-        tightened = limit if tightened is None else 0.995 * tightened * over
+        over = (memory - fixed) / (found.peak_memory_bytes - fixed)
+        tightened = memory - fixed if tightened is None else 0.995 * tightened * over
         if start is not None and task.limit.over:
             break
     if start is not None:

@@ -27,7 +27,7 @@ from autopar.cluster import (
     LinkSpec,
     local,
 )
-from autopar.cluster.presets import PCIE_LATENCY_S
+from autopar.cluster.presets import PCIE_LATENCY_S, preset
 from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import bytes_ratio, collective_s
 from autopar.cost.compute import roofline_s
@@ -256,6 +256,7 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
     traffic = kernels.STREAM_ARRAYS * _stream_bytes(times.neighbours, times.settings)
     kernel_s = times.seconds["kernels",] / kernels.KERNELS
     first = times.devices[0]
+    known = local.preset_name(first.device_kind)
     return DeviceSpec(
         name=f"{'-'.join(first.device_kind.lower().split())}-measured",
         kind=first.platform if first.platform in ("cpu", "tpu") else "gpu",
@@ -265,6 +266,8 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
         matmul_efficiency=1.0,  # the peaks are attained rates
         kernel_latency_s=fit.round_off(kernel_s),
         vector_flops_per_s=fit.round_off(vector_flops / times.seconds["vector",]),
+        # A fact of the compiler, which no measurement of time tells.
+        workspace_bytes=None if known is None else preset(known).device.workspace_bytes,
         codec_s_per_element=times.codecs(),
     )
 

@@ -218,6 +218,11 @@ class GraVAC:
         found = self.state.sent / self.state.wanted
         return min(1.0, max(0.0, found)) if self.signals else found
 
+    @property
+    def _known(self) -> bool:
+        """Whether the gain was measured; noise may hide the signal of gradients."""
+        return not self.signals or self.state.level < 0 or self.state.wanted > 0
+
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policies.policy.Policy`."""
         state = self.state
@@ -231,7 +236,9 @@ class GraVAC:
             used = state.level - (state.count == PUT_OFF)
             if used >= 0 and self.gain < self.epsilon:
                 self._move(used - 1, waiting=self.retry)
-            elif state.count >= (self.window if self._compares() else 1):
+            elif self._known and state.count >= (
+                self.window if self._compares() else 1
+            ):
                 self._judge()
         wish = changes(dict.fromkeys(state.names, self.codec), seen.gradients)
         return Saving(wish) if wish and self._climbs(wish, seen) else wish

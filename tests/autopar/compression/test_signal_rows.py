@@ -154,6 +154,20 @@ def test_gains_of_signals_are_at_most_all() -> None:
     assert not GraVAC(gain_of="energy").signals
 
 
+@pytest.mark.parametrize("hidden", [Signal(1.0, 1.0, -1.0, 1.0), None])
+def test_a_level_stays_while_noise_hides_the_signal(hidden: Signal | None) -> None:
+    policy = GraVAC(
+        levels=("topk", "topk:ratio=0.001"), window=1, epsilon=0.0, gain_of="signal"
+    )
+    for step in range(5):
+        policy.observe(Observation(step, 1.0, {"w": reported(hidden)}, True))
+        assert policy.codec == "topk"
+
+    clear = reported(Signal(50.0, 1.0, 100.0, 1.0))
+    policy.observe(Observation(5, 1.0, {"w": clear}, True))
+    assert policy.codec == "topk:ratio=0.001"
+
+
 def test_a_planned_step_measures_it() -> None:
     """With a codec that loses next to nothing, all of the signal is carried."""
     case, seen = case_of("data_parallel"), list[Observation]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from typing import Any
 
@@ -235,4 +236,7 @@ def test_products_have_work_space() -> None:
     without = harness.prepare(step, (jnp.ones((8,)), jnp.ones((8,)))).analysis
 
     assert rooms == [0, 2**22, 2**25, 2**25]
+    # A fact of the device, which another name does not change.
+    own = dataclasses.replace(autopar.Cluster.parse("8:v100").device, name="mine")
+    assert life(habits_of(own)).workspace_bytes == 2**22
     assert without.life(HABITS["gpu"]).workspace_bytes == 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -9,8 +10,15 @@ import jax.numpy as jnp
 import planner_harness as harness
 import pytest
 
+from autopar import Cluster
+from autopar.cost.memory import habits_of
+from autopar.cost.pricer import Pricer
+from autopar.planner.candidate import candidate_of
+from autopar.planner.memory_terms import fixed_bytes, least_terms
+from autopar.planner.problem import formulate
 from autopar.steps.lifetimes import Habits
 from autopar.steps.orders import orders
+from autopar_solver import explain_infeasibility, solve
 
 BATCH, SEQ, GROUPS, HEADS, SIZE = 4, 8, 2, 3, 16
 
@@ -104,6 +112,25 @@ def test_operators_without_results_fix_nothing() -> None:
         return plain(x, k, v)
 
     assert not orders(prepared(told).graph).copies
+
+
+def test_the_solver_counts_copies() -> None:
+    analysis, cluster = prepared(grouped).analysis, Cluster.parse("2:h100")
+    pricer = Pricer(cluster, cluster.default_mesh())
+    formulation = formulate(analysis, pricer, memory_limit=1e12)
+    problem, life = formulation.problem, analysis.life(habits_of(cluster.device))
+    spans = {(term.node, term.start, term.end) for term in problem.memory}
+
+    assert life.copies
+    for (value, reader), start in life.copies.items():
+        end = max(life.reads[reader], analysis.graph.operators[reader].until) + 1
+        assert (analysis.contraction.homes[value].node, start, end) in spans
+
+    # What every plan needs is a bound with them, too.
+    least = least_terms(analysis, pricer, formulation.spaces)
+    bound = explain_infeasibility(dataclasses.replace(problem, memory=least)).least_peak
+    found = candidate_of(analysis, formulation, solve(problem, seconds=5))
+    assert bound + fixed_bytes(analysis, pricer) <= found.peak_memory_bytes
 
 
 @pytest.mark.parametrize("attention", [plain, grouped])
