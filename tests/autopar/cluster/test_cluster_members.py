@@ -14,10 +14,10 @@ from autopar.cluster.members import everything, listed
 FINGERPRINTS = [
     ("8x8:h100", "b117bbe425df7c2d"),
     ("8:h100", "608a5c343bca12b4"),
-    ("2x4x8:a100", "99f7f44aead83930"),
+    ("2x4x8:a100", "a01bd28a12c247b5"),
     ("16x16:v5e", "b161b93243565571"),
     ("16x4:v5e", "50ef3b8e82a7b353"),
-    ("1:t4", "3c6f39cb5d0c41e4"),
+    ("1:t4", "f4ba729a00885735"),
     ("2x4:h100,memory=40GB,network=100Gb/s", "16e24ed9ff81c313"),
 ]
 
