@@ -64,6 +64,17 @@ def enter(
     step._batches.enter()
 
 
+def is_pure(step: ParallelStep[..., Any]) -> bool:
+    """Whether a call of the step that is prepared changes nothing: it only returns.
+
+    Codecs and the noise scale keep state, arguments may be consumed, and a program that
+    is not there yet is compiled.
+    """
+    current = step.running
+    keeps = current.planned.sums is not None or current.planned.noise is not None
+    return current.ready and not keeps and not step._store.donate
+
+
 def load(step: ParallelStep[..., Any], function: Any) -> None:
     """Runs a compiled program in the place of the one that is prepared.
 

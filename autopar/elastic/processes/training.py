@@ -290,8 +290,9 @@ class TeamRun:
             returned = self._train_step(*splat(self.state), *rest, **named)
             return jax.block_until_ready(returned)
 
-        alone = len(self.plan.stages) == 1  # stages notice that one is gone
-        return self._team.run(call) if alone else call()
+        step = self._train_step  # stages notice by themselves that one is gone
+        pure = len(self.plan.stages) == 1 and changing_worlds.is_pure(step)
+        return self._team.run(call) if pure else call()
 
     def _rows(self, samples: Samples) -> int:
         """Rows that the devices of a world must divide; 0: any can."""
