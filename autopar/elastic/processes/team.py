@@ -100,7 +100,9 @@ class Team:
         self._form: Message | None = None
         # The world that ends without a supervisor.
         self._last_generation: int | None = None
-        self._client: Any = None
+        self._client: Any = None  # once it is connected
+        # Held by who ends the waits of a world, which must not meet the next one.
+        self._breaking = threading.Lock()
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self.rows, self._events = survive, rows, tuple(events)
         self._trains = False
@@ -212,8 +214,8 @@ class Team:
         jax_processes.leave_world()
         if count > 1:
             client = jax_processes.coordination_client(address, index, _CONNECT_S)
-            self._client = client
             client.connect()
+            self._client = client  # XLA ends a process that uses it any earlier
             jax_processes.enter_world(client, address, index, count)
         self._check_alive()
         devices = tuple(jax.devices())
@@ -351,9 +353,11 @@ class Team:
             )
         self._recent = []
         self._copier.aim([])
-        client, self._client = self._client, None
+        with self._breaking:
+            client, self._client = self._client, None
         jax_processes.leave_world()
-        self._link.left()
+        with self._breaking:  # the next world has connections to the same processes
+            self._link.left()
         if client is not None:
             threading.Thread(target=_shut_down, args=(client,), daemon=True).start()
         # Connections of the old world close with its last array: others wait for them.
@@ -365,9 +369,11 @@ class Team:
 
     def _break(self) -> None:
         """Ends the waits of the world; called from a thread."""
-        form = self._form
-        if form is None:
-            return
+        with self._breaking:
+            if self._form is not None and self._link.aborted:
+                self._end_waits(self._form)
+
+    def _end_waits(self, form: Message) -> None:
         ports = {m["port"] for m in form["members"]} | self._link.ports
         ports.add(int(form["address"].rpartition(":")[2] or 0))
         pids = [m["pid"] for m in form["members"] if m["pid"] != os.getpid()]
