@@ -31,7 +31,7 @@ def coordination_client(address: str, index: int, connect_s: int) -> Any:
     return client
 
 
-jax_processes.coordination_client = coordination_client
-runpy.run_path(
-    str(pathlib.Path(__file__).with_name("elastic_script.py")), run_name="__main__"
-)
+if __name__ == "__main__":
+    jax_processes.coordination_client = coordination_client
+    script = pathlib.Path(__file__).with_name("elastic_script.py")
+    runpy.run_path(str(script), run_name="__main__")
