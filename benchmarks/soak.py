@@ -113,7 +113,7 @@ class Soak:
                     os.kill(self.pids()[worker], signal.SIGKILL)
             world = [w for w in world if w != worker]
         size = len(world) + (kind == "join")
-        recovered = self.wait(lambda: self.recovered(before, size))
+        recovered = self.wait(lambda: self.recovered(before, size, world))
         found = {"kind": kind, "time_s": before, "recovered": recovered}
         self.events.append({**found, "lost": len(self.lost(before))})
         return recovered
@@ -128,9 +128,9 @@ class Soak:
         codes = [x for x in self.log() if x["event"] == "gone"]
         return [x["worker"] for x in codes if x["time_s"] > before and _died(x["code"])]
 
-    def recovered(self, before: float, size: int) -> bool:
+    def recovered(self, before: float, size: int, world: list[int]) -> bool:
         """Whether those that live have formed a world since then, and train."""
-        log, size = self.log(), size - len(self.lost(before))
+        log, size = self.log(), size - len({*self.lost(before)} & {*world})
         formed = [k for k, x in enumerate(log) if x["event"] in ("form", "formed")]
         if len(formed) < 2 or log[formed[-1]]["event"] != "formed":
             return False

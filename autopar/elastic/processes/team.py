@@ -6,6 +6,7 @@ finished; the supervisor finds the latest step of which all is held by someone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 import jax
@@ -43,6 +45,8 @@ _WATCH_S = 0.2
 # How long a step may go on once its world is to be left. Connections are shut down
 # at once, so that a collective that has noticed ends within milliseconds.
 _PATIENCE_S = 0.5
+# So long a process that ends waits for it: a collective takes 10 s by default.
+_LEFT_BEHIND_S = 15.0
 
 T = TypeVar("T")
 
@@ -314,6 +318,8 @@ class Team:
         call = self._caller.submit(function)
         if not self._link.ends(call, _PATIENCE_S):
             self._caller = None  # its thread waits
+            # XLA's threads must not come back to an interpreter that ends.
+            atexit.register(futures.wait, [call], _LEFT_BEHIND_S)
             raise WorldBroken("a step waits for a process that is gone")
         return call.result()
 

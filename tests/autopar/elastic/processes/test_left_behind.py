@@ -68,7 +68,11 @@ def test_a_step_that_ends_after_the_world_is_to_be_left(
     assert team.run(lambda: 5) == 5
 
 
-def test_a_step_that_waits_on(team: Team, supervisor: Supervisor) -> None:
+def test_a_step_that_waits_on(
+    team: Team, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(teams.atexit, "register", lambda *x: at_exit.append(x))
     ended = threading.Event()
     left: list[int] = []
 
@@ -85,7 +89,11 @@ def test_a_step_that_waits_on(team: Team, supervisor: Supervisor) -> None:
     team._link.left()
     team._link.order()
     assert team.run(lambda: 6) == 6
+    # A process that ends waits for it: its thread would end the process otherwise.
+    ((wait, *arguments),) = at_exit
     ended.set()
+    wait(*arguments)
+    assert left == [1]
 
 
 def test_alone_in_a_world(team: Team) -> None:
