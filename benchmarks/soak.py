@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from autopar.elastic.processes.runner import command
@@ -128,8 +128,11 @@ class Soak:
         codes = [x for x in self.log() if x["event"] == "gone"]
         return [x["worker"] for x in codes if x["time_s"] > before and _died(x["code"])]
 
-    def recovered(self, before: float, size: int, world: list[int]) -> bool:
-        """Whether those that live have formed a world since then, and train."""
+    def recovered(self, before: float, size: int, world: Collection[int] = ()) -> bool:
+        """Whether those that live have formed a world since then, and train.
+
+        ``world`` has so many processes less as were lost of it since.
+        """
         log, size = self.log(), size - len({*self.lost(before)} & {*world})
         formed = [k for k, x in enumerate(log) if x["event"] in ("form", "formed")]
         if len(formed) < 2 or log[formed[-1]]["event"] != "formed":
