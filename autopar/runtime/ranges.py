@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import os
+import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -85,12 +87,26 @@ def shares_memory(one: Any, other: Any) -> bool:
     return bool(pointers[0] & pointers[1])
 
 
-def return_memory() -> None:
+def resident_bytes() -> int:
+    """The memory of this process that lies in the machine's; 0 where nobody tells."""
+    with contextlib.suppress(OSError, AttributeError, ValueError):
+        words = pathlib.Path("/proc/self/statm").read_text().split()
+        return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
+    return 0
+
+
+def return_memory(but: int = 0) -> None:
     """Gives memory that was freed back to the system.
 
     The C library of Linux keeps what is freed in pieces, so a state that is moved
-    piece by piece would lie there twice; others have no such function.
+    piece by piece may lie there twice; others have no such function. Pages that are
+    given back cost as much again as the move itself, so nothing is done for little.
+
+    Args:
+      but: nothing is done where the process holds at most so many bytes.
     """
+    if 0 < resident_bytes() <= but:
+        return
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -247,6 +247,7 @@ class _Consumed:
         self.count = 0
         self._pairs: list[tuple[jax.Array, Any]] = []
         self._bytes = 0
+        self._begin_bytes = ranges.resident_bytes()
 
     def make_room(self, old: Any) -> None:
         """Frees what was moved, if an array more would be too much at a time."""
@@ -272,7 +273,7 @@ class _Consumed:
                 old.delete()
                 self.count += 1
         self._pairs, self._bytes = [], 0
-        ranges.return_memory()
+        ranges.return_memory(but=self._begin_bytes + IN_FLIGHT_BYTES // 2)
 
 
 def layout_of(state: Mapping[str, Any]) -> StateLayout:

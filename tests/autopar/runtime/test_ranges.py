@@ -1,0 +1,30 @@
+"""Blocks of arrays that are moved, and the memory that is given back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from autopar.runtime import ranges
+
+
+@pytest.mark.parametrize(("held", "returned"), [(99, 0), (100, 0), (101, 1), (0, 1)])
+def test_memory_is_given_back_where_much_is_held(
+    held: int, returned: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where nobody tells how much is held, it always is."""
+    trims: list[int] = []
+
+    class Library:
+        malloc_trim = trims.append
+
+    monkeypatch.setattr(ranges, "resident_bytes", lambda: held)
+    monkeypatch.setattr(ranges.ctypes, "CDLL", lambda _: Library)
+    ranges.return_memory(but=100)
+    assert len(trims) == returned
+
+
+def test_resident_bytes_grow_with_what_is_written() -> None:
+    before = ranges.resident_bytes()
+    kept = np.ones(2**24, np.uint8)
+    assert ranges.resident_bytes() >= before + kept.nbytes // 2
