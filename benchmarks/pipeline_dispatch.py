@@ -31,6 +31,7 @@ import side_by_side
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zero-bubble")
 # Steps of a turn: empty ones, and real ones.
 EMPTY, REAL = 10, 3
+LAYERS = 4  # of the GPT; more where there are more parts
 
 
 def main() -> None:
@@ -109,7 +110,8 @@ def serve(stages: int, schedule: str, microbatches: int) -> None:
     import autopar
     from autopar_passes.stages.cut import Phase
 
-    training = workloads.training("gpt", batch=32)
+    parts = stages * (2 if schedule == "interleaved" else 1)
+    training = workloads.training("gpt", batch=32, layers=max(LAYERS, parts))
     state = training.create_state(jax.random.key(0))
     batch = next(training.batches(seed=0))
     step = autopar.parallelize(

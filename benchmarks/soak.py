@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from autopar.elastic.processes.runner import command
@@ -113,7 +113,7 @@ class Soak:
                     os.kill(self.pids()[worker], signal.SIGKILL)
             world = [w for w in world if w != worker]
         size = len(world) + (kind == "join")
-        recovered = self.wait(lambda: self.recovered(before, size))
+        recovered = self.wait(lambda: self.recovered(before, size, world))
         found = {"kind": kind, "time_s": before, "recovered": recovered}
         self.events.append({**found, "lost": len(self.lost(before))})
         return recovered
@@ -128,9 +128,12 @@ class Soak:
         codes = [x for x in self.log() if x["event"] == "gone"]
         return [x["worker"] for x in codes if x["time_s"] > before and _died(x["code"])]
 
-    def recovered(self, before: float, size: int) -> bool:
-        """Whether those that live have formed a world since then, and train."""
-        log, size = self.log(), size - len(self.lost(before))
+    def recovered(self, before: float, size: int, world: Collection[int] = ()) -> bool:
+        """Whether those that live have formed a world since then, and train.
+
+        ``world`` has so many processes less as were lost of it since.
+        """
+        log, size = self.log(), size - len({*self.lost(before)} & {*world})
         formed = [k for k, x in enumerate(log) if x["event"] in ("form", "formed")]
         if len(formed) < 2 or log[formed[-1]]["event"] != "formed":
             return False

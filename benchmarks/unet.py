@@ -110,10 +110,14 @@ def train_step(
     heads: int = 8,
     dtype: str = "float32",
     remat: bool = False,
+    optimizer: optax.GradientTransformation | None = None,
 ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-    """The step ``(state, batch) -> (state, loss)`` and its abstract arguments."""
+    """The step ``(state, batch) -> (state, loss)`` and its abstract arguments.
+
+    Without an ``optimizer`` it is AdamW.
+    """
     model = UNet(tuple(widths), heads, dtype, remat)
-    optimizer = optax.adamw(1e-4)
+    optimizer = optimizer or optax.adamw(1e-4)
 
     def loss_of(params: Any, given: dict[str, jax.Array]) -> jax.Array:
         part = jnp.exp(-given["time"])[:, None, None, None]

@@ -8,7 +8,6 @@ from collections.abc import Collection, Sequence
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.microbatches import over_microbatches
 from autopar.steps.names import operator_name
-from autopar_passes import debug
 from autopar_passes.graph.build import build_graph
 from autopar_passes.graph.operators import producers
 from autopar_passes.graph.roles import Role
@@ -89,8 +88,7 @@ def cut_step(
         split_backward=split_backward,
         recomputed=again,
     )
-    if debug.verifies():
-        verify_cut(tasks)
+    verify_cut(tasks)
     programs = tuple(stage_program(tasks, k) for k in range(stages))
     made = tuple(_analysed(analysis, found, p) for p in programs)
     return CutStep(

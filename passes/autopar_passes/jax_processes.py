@@ -101,6 +101,7 @@ def release(client: Any, processes: Iterable[int], groups: Iterable[Any]) -> Non
     """
     for index in processes:
         _overwrite(client, f"cpu:local_topology/cpu/{index}")
+    _overwrite(client, "cpu:global_topology/cpu")  # that the first one would write
     for ids in groups:
         text = ",".join(map(str, ids))
         for position in range(len(ids)):

@@ -6,6 +6,7 @@ finished; the supervisor finds the latest step of which all is held by someone.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import gc
@@ -15,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 import jax
@@ -43,6 +45,8 @@ _WATCH_S = 0.2
 # How long a step may go on once its world is to be left. Connections are shut down
 # at once, so that a collective that has noticed ends within milliseconds.
 _PATIENCE_S = 0.5
+# So long a process that ends waits for it: a collective takes 10 s by default.
+_LEFT_BEHIND_S = 15.0
 
 T = TypeVar("T")
 
@@ -100,7 +104,9 @@ class Team:
         self._form: Message | None = None
         # The world that ends without a supervisor.
         self._last_generation: int | None = None
-        self._client: Any = None
+        self._client: Any = None  # once it is connected
+        # Held by who ends the waits of a world, which must not meet the next one.
+        self._breaking = threading.Lock()
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
         self._survive, self.rows, self._events = survive, rows, tuple(events)
         self._trains = False
@@ -212,8 +218,8 @@ class Team:
         jax_processes.leave_world()
         if count > 1:
             client = jax_processes.coordination_client(address, index, _CONNECT_S)
-            self._client = client
             client.connect()
+            self._client = client  # XLA ends a process that uses it any earlier
             jax_processes.enter_world(client, address, index, count)
         self._check_alive()
         devices = tuple(jax.devices())
@@ -312,6 +318,8 @@ class Team:
         call = self._caller.submit(function)
         if not self._link.ends(call, _PATIENCE_S):
             self._caller = None  # its thread waits
+            # XLA's threads must not come back to an interpreter that ends.
+            atexit.register(futures.wait, [call], _LEFT_BEHIND_S)
             raise WorldBroken("a step waits for a process that is gone")
         return call.result()
 
@@ -351,9 +359,11 @@ class Team:
             )
         self._recent = []
         self._copier.aim([])
-        client, self._client = self._client, None
+        with self._breaking:
+            client, self._client = self._client, None
         jax_processes.leave_world()
-        self._link.left()
+        with self._breaking:  # the next world has connections to the same processes
+            self._link.left()
         if client is not None:
             threading.Thread(target=_shut_down, args=(client,), daemon=True).start()
         # Connections of the old world close with its last array: others wait for them.
@@ -365,9 +375,11 @@ class Team:
 
     def _break(self) -> None:
         """Ends the waits of the world; called from a thread."""
-        form = self._form
-        if form is None:
-            return
+        with self._breaking:
+            if self._form is not None and self._link.aborted:
+                self._end_waits(self._form)
+
+    def _end_waits(self, form: Message) -> None:
         ports = {m["port"] for m in form["members"]} | self._link.ports
         ports.add(int(form["address"].rpartition(":")[2] or 0))
         pids = [m["pid"] for m in form["members"] if m["pid"] != os.getpid()]

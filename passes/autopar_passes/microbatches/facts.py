@@ -30,6 +30,7 @@ class Facts:
       given: values that depend on the batch alone, not on state or random numbers.
       statistics: statistics of the batch that normalise its rows and that carried
         state keeps.
+      updated: values that are made of results of the backward pass.
     """
 
     operators: dict[int, Operator]
@@ -37,6 +38,7 @@ class Facts:
     back: frozenset[int]
     given: frozenset[int]
     statistics: frozenset[int]
+    updated: frozenset[int]
 
 
 def facts(pair: Pair, graph: OperatorGraph) -> Facts:
@@ -54,12 +56,14 @@ def facts(pair: Pair, graph: OperatorGraph) -> Facts:
             operators[op.equation] = op
             roles.setdefault(outermost[op.equation], set()).add(op.role)
     found = _roles(pair.whole.body.equations, roles)
+    updated = _updated(graph)
     return Facts(
         operators,
         found,
         _needed_back(pair.whole.body.equations, found),
         _given(pair, graph),
-        _statistics(pair, graph),
+        _statistics(pair, graph) - updated,
+        updated,
     )
 
 
@@ -120,6 +124,17 @@ def _given(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
         drawn = not RANDOM.isdisjoint({eqn.primitive, *inner})
         if not drawn and all(a in found for a in eqn.inputs if isinstance(a, int)):
             found.update(eqn.outputs)
+    return frozenset(found)
+
+
+def _updated(graph: OperatorGraph) -> frozenset[int]:
+    """The values that are made of gradients, such as new parameters."""
+    found: set[int] = set()
+    for _ in range(2):  # A loop hands its first values in behind the last of them.
+        for op in graph.operators:
+            arrays = (v for v in op.inputs if v is not None)
+            if op.role is Role.BACKWARD or not found.isdisjoint(arrays):
+                found.update(op.outputs)
     return frozenset(found)
 
 

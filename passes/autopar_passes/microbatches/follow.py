@@ -79,7 +79,7 @@ class Follower:
             if late and role is Role.BACKWARD:
                 raise MicrobatchError(
                     f"{place(eqn)} of the backward pass needs what the update has "
-                    "made: the step updates its state more than once."
+                    "made: the batch would be gone through more than once."
                 )
             if not late and (role is not Role.UPDATE or self._reads_rows(eqn)):
                 self._top = eqn
@@ -287,6 +287,11 @@ class Follower:
             op.role is Role.BACKWARD and op.module in self._modules
         )
         if not known and not self.couple:
+            if value in self.facts.updated and op.role is not Role.BACKWARD:
+                raise MicrobatchError(
+                    f"{place(eqn)} needs whole gradients, and a backward pass reads "
+                    "what it makes: the batch would be gone through more than once."
+                )
             raise MicrobatchError(
                 f"{place(eqn)} {why} before the backward pass"
                 + (f", in {op.module}" if op.module else "")

@@ -64,7 +64,8 @@ class Flow:
         """Equation -> its role: that of the operator which makes its first result.
 
         What runs once is of the update. What each microbatch makes of its rows is not,
-        also where the graph says so: a gradient times a loss scale.
+        also where the graph says so: a gradient times a loss scale. A gradient that the
+        loss is made of is of the forward pass, such as the steps of an inner optimizer.
         """
         made = {v: op.role for op in self.graph.operators for v in op.outputs}
         roles = {op.equation: op.role for op in self.graph.operators}
@@ -78,6 +79,10 @@ class Flow:
                 role = made.get(eqn.outputs[0], Role.FORWARD)
             late = role is Role.UPDATE and index in self.of_rows
             out[index] = Role.BACKWARD if late else role
+        for index, eqn in reversed(self.equations.items()):
+            read = (out[r] for v in eqn.outputs for r in self.readers.get(v, ()))
+            if out[index] is not Role.FORWARD and Role.FORWARD in read:
+                out[index] = Role.FORWARD
         return out
 
     @functools.cached_property

@@ -133,7 +133,7 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "every second": (every_second, "'pad'"),
     "beside each other": (beside_each_other, "reads rows in two orders"),
     "of segments": (of_segments, "needs a sum over the batch"),
-    "sharpened": (sharpened, "needs a sum over the batch"),
+    "sharpened": (sharpened, "needs whole gradients"),
     "mixture of experts": (experts, "needs a sum over the batch"),
 }
 
@@ -246,8 +246,23 @@ def test_a_second_update_is_refused() -> None:
         once = w - jax.grad(lambda w: jnp.mean((x @ w) ** 2))(w)
         return once - jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w)))(once)
 
-    with pytest.raises(PlanError, match="needs a sum over the batch"):
+    with pytest.raises(PlanError, match="gone through more than once"):
         split(step, (W, X), 2)
+
+
+def test_moments_of_a_first_update_are_no_batch_statistics() -> None:
+    """State keeps them, and the new parameters that they make are used on rows."""
+
+    def step(state: Any, x: Any) -> Any:
+        critic, moment, w = state
+        grad = jax.grad(lambda c: jnp.mean((x @ c) ** 2))(critic)
+        moment = 0.9 * moment + 0.1 * grad**2
+        critic = critic - grad / jnp.sqrt(moment + 1e-3)
+        gain = jax.grad(lambda w: jnp.mean(jnp.tanh(x @ w) * (x @ critic)))(w)
+        return critic, moment, w + gain
+
+    with pytest.raises(PlanError, match="gone through more than once"):
+        split(step, ((W, W, W), X), 2)
 
 
 def test_a_program_of_its_own_for_a_number_of_rows_is_refused() -> None:

@@ -108,6 +108,38 @@ def half_loss(params: Any, batch: Any) -> jax.Array:
     return jnp.mean((x.astype(jnp.float32) - batch["y"]) ** 2)
 
 
+def adapted_loss(params: Any, batch: Any) -> jax.Array:
+    """Each row is met by parameters that a step on it has changed, as in MAML."""
+
+    def of_row(x: jax.Array, y: jax.Array) -> jax.Array:
+        row = {"x": x[None], "y": y[None]}
+        inner = jax.grad(chain_loss)(params, row)
+        fast = jax.tree.map(lambda p, g: p - 0.1 * g, params, inner)
+        return chain_loss(fast, {"x": y[None], "y": x[None]})
+
+    return jnp.mean(jax.vmap(of_row)(batch["x"], batch["y"]))
+
+
+def two_updates_case() -> Case:
+    """The second half is trained against the first one after its update, as in GANs."""
+
+    def step(one: Any, other: Any, batch: Any) -> Any:
+        first, grads = jax.value_and_grad(chain_loss)(one, batch)
+        one = jax.tree.map(lambda p, g: p - 0.1 * g, one, grads)
+
+        def against(other: Any) -> jax.Array:
+            x = batch["y"]
+            for p in [*other, *one]:
+                x = jnp.tanh(x @ p["w"] + p["b"])
+            return jnp.mean(x**2)
+
+        second, grads = jax.value_and_grad(against)(other)
+        other = jax.tree.map(lambda p, g: p - 0.1 * g, other, grads)
+        return one, other, first, second
+
+    return step, (layers_of(4)[:2], layers_of(4)[2:], batch_of())
+
+
 def dropout_case() -> Case:
     def step(params: Any, key: Any, batch: Any) -> Any:
         key, use = jax.random.split(key)
@@ -135,6 +167,8 @@ CASES: dict[str, Callable[[], Case]] = {
     "regularised": lambda: of_loss(regularised_loss, layers_of(4)),
     "cast weights": lambda: of_loss(half_loss, layers_of(4)),
     "dropout": dropout_case,
+    "inner steps": lambda: of_loss(adapted_loss, layers_of(4)),
+    "two updates": two_updates_case,
 }
 
 

@@ -45,7 +45,7 @@ def supervisor(monkeypatch: pytest.MonkeyPatch) -> Supervisor:
 @pytest.fixture
 def team(supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Team]:
     monkeypatch.setattr(teams, "Offers", lambda *_: None)
-    monkeypatch.setattr(Team, "_break", lambda _: None)
+    monkeypatch.setattr(Team, "_end_waits", lambda *_: None)
     found = Team(link.Address(1, "token", 0, 60.0), survive=0, rows=0)
     found._form = {"generation": 3, "rank": 0, "members": [{}, {}], "address": ""}
     supervisor.order("form", generation=3)
@@ -68,7 +68,11 @@ def test_a_step_that_ends_after_the_world_is_to_be_left(
     assert team.run(lambda: 5) == 5
 
 
-def test_a_step_that_waits_on(team: Team, supervisor: Supervisor) -> None:
+def test_a_step_that_waits_on(
+    team: Team, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_exit: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(teams.atexit, "register", lambda *x: at_exit.append(x))
     ended = threading.Event()
     left: list[int] = []
 
@@ -85,9 +89,60 @@ def test_a_step_that_waits_on(team: Team, supervisor: Supervisor) -> None:
     team._link.left()
     team._link.order()
     assert team.run(lambda: 6) == 6
+    # A process that ends waits for it: its thread would end the process otherwise.
+    ((wait, *arguments),) = at_exit
     ended.set()
+    wait(*arguments)
+    assert left == [1]
 
 
 def test_alone_in_a_world(team: Team) -> None:
     team._form = {"generation": 3, "rank": 0, "members": [{}]}
     assert team.run(threading.current_thread) is threading.current_thread()
+
+
+def test_a_world_is_left_once_nobody_ends_its_waits(
+    team: Team, supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that meets the next world's connections, which are to the same processes."""
+    started, ended, left = (threading.Event() for _ in range(3))
+
+    def end_waits(*_: Any) -> None:
+        started.set()
+        ended.wait(60)
+
+    def leave() -> None:
+        team.leave()
+        left.set()
+
+    monkeypatch.setattr(Team, "_end_waits", end_waits)
+    monkeypatch.setattr(teams.jax_processes, "leave_world", lambda: None)
+    supervisor.order("abort", generation=3)
+    assert started.wait(60)
+    leaving = threading.Thread(target=leave)
+    leaving.start()
+    assert not left.wait(0.1)
+    ended.set()
+    leaving.join(60)
+    assert left.is_set()
+    assert not team._link.aborted
+
+
+def test_a_client_is_used_once_it_is_connected(
+    team: Team, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """XLA ends a process that writes into a store before."""
+    seen: list[Any] = []
+
+    class Client:
+        def connect(self) -> None:
+            seen.append(team._client)
+            raise WorldBroken("a process died while the world formed")
+
+    made = Client()
+    monkeypatch.setattr(teams.jax_processes, "leave_world", lambda: None)
+    monkeypatch.setattr(teams.jax_processes, "coordination_client", lambda *_: made)
+    form = {"rank": 0, "members": [{}, {}], "address": "127.0.0.1:1", "generation": 4}
+    with pytest.raises(WorldBroken):
+        team._joined(form)
+    assert seen == [None]

@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import checkout
 import elastic_runs
 import jax
 import numpy as np
@@ -81,6 +82,18 @@ def test_processes_are_killed_and_stopped(start: Start) -> None:
     run.wait_for_world([1])
     assert run.wait() == 0, run.output()
     assert "finished 120 steps" in run.output()
+    check_losses(run, 120)
+
+
+def test_a_process_is_killed_as_its_world_forms(start: Start) -> None:
+    """The first one, which would have told the others of all their devices."""
+    script = checkout.ROOT / "tests" / "support" / "dying_script.py"
+    run = start(120, 2, 0.03, processes=3, script=script)
+    run.wait_for_world([0, 1, 2])
+    (run.folder / "die").touch()
+    run.kill(2)
+    run.wait_for_world([1])
+    assert run.wait() == 0, run.output()
     check_losses(run, 120)
 
 
