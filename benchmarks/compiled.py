@@ -64,6 +64,12 @@ for _name, _options in (("gpt", GPT), ("llama", LLAMA)):
                 _name,
                 {**_options, "dtype": _dtype, "remat": _remat},
             )
+# Few layers, for compilers that take minutes.
+SMALL = {**GPT, "layers": 2, "vocab": 8192, "dtype": "bfloat16"}
+MODELS["gpt-small-b16"] = ("gpt", SMALL)
+MODELS["gpt-small-b16-remat"] = ("gpt", {**SMALL, "layers": 3, "remat": True})
+MODELS["llama-small-b16"] = ("llama", {**SMALL, "kv_heads": 8, "ffn": 2816})
+MODELS["vit-small"] = MODELS["vit-1024"]
 # Many layers, to see what grows with their number.
 MODELS["gpt-deep-b16-remat"] = (
     "gpt",

@@ -199,9 +199,10 @@ def _memory_at_peak(bound: BoundPlan) -> dict[str, float]:
 
 def _memory_by_role(bound: BoundPlan) -> dict[str, float]:
     """Bytes of the step's inputs on one device."""
+    tiled = habits_of(bound.pricer.cluster.device).tiled
     out: dict[str, float] = defaultdict(float)
     for given in bound.analysis.graph.inputs:
-        out[given.role.value] += held_bytes(bound.assignment, given)
+        out[given.role.value] += held_bytes(bound.assignment, given, tiled=tiled)
     return dict(out)
 
 

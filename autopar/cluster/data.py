@@ -55,6 +55,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     sustained: float | None = None
     rates: str | None = None
     workspace_bytes: int | float | None = None
+    on_chip_bytes: int | float | None = None
     codec_s_per_element: dict[str, float] | None = None
     calibration: _Calibration | None = None
 
@@ -128,7 +129,7 @@ def _device(given: _Device) -> DeviceSpec:
     own = msgspec.structs.asdict(given)
     del own["preset"]
     values.update({key: value for key, value in own.items() if value is not None})
-    for name in ("memory_bytes", "workspace_bytes"):
+    for name in ("memory_bytes", "workspace_bytes", "on_chip_bytes"):
         if own[name] is not None:
             values[name] = round(own[name])
     if given.peak_flops_per_s is not None:
@@ -222,9 +223,10 @@ def _fields(values: Any, *leave_out: str) -> Data:
 
 def _device_data(device: DeviceSpec) -> Data:
     tables = ("peak_flops_per_s", "codec_s_per_element")
-    own = ("rates", "workspace_bytes")
+    own = ("rates", "workspace_bytes", "on_chip_bytes")
     numbers = _fields(device, *tables, *own, "calibration")
     given = {name: getattr(device, name) for name in own}
+    given.update(on_chip_bytes=device.on_chip_bytes or None)
     numbers |= {name: value for name, value in given.items() if value not in ("", None)}
     for name in tables:
         pairs = dict(getattr(device, name))

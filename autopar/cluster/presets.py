@@ -10,6 +10,7 @@ factors below say by how much. `autopar profile` replaces all of it by measureme
 import dataclasses
 from collections.abc import Callable
 
+from autopar.cluster.calibration import CALIBRATIONS
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
 
@@ -165,11 +166,16 @@ def _tpu(
     memory_gb_per_s: float,
     link_gb_per_s: float,
     wrap_multiple: int,
+    vector_memory_mib: int = 0,
 ) -> Preset:
     """A TPU; `link_gb_per_s` is one link, one direction, two links a dimension.
 
-    `memory_gib` is what the runtime leaves to a program.
+    `memory_gib` is what the runtime leaves to a program, `vector_memory_mib` that of a
+    chip of one core (jax, ``jax/_src/pallas/mosaic/tpu_info.py``), which has rules of
+    memory of its own instead of a factor.
     """
+    usual = CALIBRATIONS["tpu"]
+    own = dataclasses.replace(usual, memory_overhead=1.0)
     tera = {"float32": tera_flops, "bfloat16": tera_flops, "int8": 2 * tera_flops}
     device = DeviceSpec(
         name=name,
@@ -180,6 +186,8 @@ def _tpu(
         matmul_efficiency=TPU_EFFICIENCY,
         kernel_latency_s=TPU_KERNEL_LATENCY_S,
         vector_flops_per_s=vector_tera_flops * 1e12,
+        on_chip_bytes=vector_memory_mib * 2**20,
+        calibration=own if vector_memory_mib else None,
     )
     link = LinkSpec(
         latency_s=ICI_LATENCY_S,
@@ -342,6 +350,7 @@ def _v5e() -> Preset:
         memory_gb_per_s=819,
         link_gb_per_s=45,
         wrap_multiple=16,
+        vector_memory_mib=128,
     )
 
 

@@ -157,6 +157,8 @@ class DeviceSpec:
       rates: the table of matrix products, one of `DEVICE_RATES`; "" has none.
       workspace_bytes: what the library of matrix products takes to work in; None: as
         on the newest devices of the kind (`autopar.cost.memory.habits_of`).
+      on_chip_bytes: memory of the chip itself that its compiler gives to buffers: the
+        vector memory of a TPU; 0 elsewhere.
       codec_s_per_element: (codec as text, seconds) pairs, measured: what encoding and
         decoding a gradient adds to a plain sum, for each of its elements.
       calibration: corrections of the cost model; None means those of the kind.
@@ -173,6 +175,7 @@ class DeviceSpec:
     rates: str = ""
     sustained: float = 1.0
     workspace_bytes: int | None = None
+    on_chip_bytes: int = 0
     # Not hashed: cost functions look devices up in caches many thousand times.
     codec_s_per_element: tuple[tuple[str, float], ...] = dataclasses.field(
         default=(), hash=False
@@ -201,6 +204,7 @@ class DeviceSpec:
         _not_negative(owner, "kernel_latency_s", self.kernel_latency_s)
         _not_negative(owner, "vector_flops_per_s", self.vector_flops_per_s)
         _not_negative(owner, "workspace_bytes", self.workspace_bytes or 0)
+        _not_negative(owner, "on_chip_bytes", self.on_chip_bytes)
         what = f"rates must be one of {DEVICE_RATES}"
         _require(self.rates in DEVICE_RATES, owner, what, self.rates)
         texts = [text for text, _ in self.codec_s_per_element]

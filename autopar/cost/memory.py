@@ -17,18 +17,25 @@ results again rather than keep them. It writes what batched products make and re
 fixed orders of the dimensions (`autopar.steps.orders`). It runs the products that make
 gradients behind others of the backward pass, where they hide messages; what these read
 lives until then, also where a checkpoint was to save it. Its products have work space.
+
+XLA's compiler for TPUs of one core fuses element-wise results into products, too. It
+keeps short-lived buffers in the memory of the chip (`autopar.cost.on_chip`) and stores
+arrays in tiles (`autopar.cost.tiles`).
 """
 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
+from autopar.cost.on_chip import on_chip, room_bytes
+from autopar.cost.tiles import tiled_bytes
 from autopar.layouts.assignment import Assignment, Way
-from autopar.layouts.layout import shards
+from autopar.layouts.layout import Layout, shards
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
 from autopar_passes.graph.operators import GraphInput, Operator
 from autopar_passes.graph.roles import Role
@@ -48,10 +55,26 @@ _GPU = Habits(
     workspace_bytes=2**25,
 )
 _HABITS = {"gpu": _GPU}
+# Read from the scheduled programs of v5e (libtpu 0.0.42). The scheduler hides messages,
+# too, and the same bound is assumed.
+_ON_CHIP = Habits(
+    makes_again=True,
+    into_products=True,
+    late_gradients=48,
+    late_until_barrier=True,
+    tiled=True,
+)
 
 
 def habits_of(device: DeviceSpec) -> Habits:
-    """What the compiler of a device does with memory."""
+    """What the compiler of a device does with memory.
+
+    TPUs of two cores write more than those of one (docs/results.md), and no rule for
+    them is known. They say nothing of their vector memory, and so have no habits.
+    """
+    if device.on_chip_bytes:
+        room = room_bytes(device.on_chip_bytes)
+        return dataclasses.replace(_ON_CHIP, on_chip_bytes=room)
     found = _HABITS.get(device.kind, PLAIN)
     if device.workspace_bytes is None:
         return found
@@ -109,14 +132,15 @@ def buffers(
         for reading in read_by[op.index]:
             made = life.copies.get((reading.value, op.index))
             if made is not None:
-                out.append(_copy(assignment, reading.value, made, until))
+                out.append(_copy(assignment, life, reading.value, made, until))
                 continue
             for source, way in zip(reading.sources, ways[reading.group], strict=True):
-                _read(assignment, source, way, (start, until), ends, forms)
+                _read(assignment, life, source, way, (start, until), ends, forms)
             if op.kind in _COPIES_OPERANDS:
                 layout = assignment.layout(op, op.rule.operands[reading.slot])
-                split = shards(layout, assignment.sizes)
-                nbytes = graph.values[reading.value].nbytes / split
+                nbytes = local_bytes(
+                    assignment, reading.value, layout, tiled=life.tiled
+                )
                 out.append(Buffer(reading.value, nbytes, start, start))
     for key, (nbytes, start, end) in forms.items():
         value = int(str(key[0]))
@@ -127,8 +151,22 @@ def buffers(
     return out
 
 
+def local_bytes(
+    assignment: Assignment, value: int, layout: Layout, *, tiled: bool
+) -> float:
+    """Bytes of an array's part on one device, in the layout given."""
+    known, sizes = assignment.graph.values[value], assignment.sizes
+    if not tiled:
+        return known.nbytes / shards(layout, sizes)
+    item_bytes = known.nbytes / max(1, math.prod(known.shape))
+    parts = (math.prod(sizes[a] for a in axes) for axes in layout)
+    shape = [-(-n // part) for n, part in zip(known.shape, parts, strict=True)]
+    return tiled_bytes(shape, item_bytes)
+
+
 def _read(
     assignment: Assignment,
+    life: Lifetimes,
     source: int,
     way: Way,
     span: tuple[int, int],
@@ -141,12 +179,11 @@ def _read(
     ends[source] = max(ends.get(source, 0), start if steps else until)
     if not steps:
         return
-    nbytes = assignment.graph.values[source].nbytes
-    split = shards(steps[-1].layout, assignment.sizes)
     key = (source, fresh, *(s.layout for s in steps))
     known = forms.get(key)
     if known is None:
-        forms[key] = [nbytes / split, start, until]
+        nbytes = local_bytes(assignment, source, steps[-1].layout, tiled=life.tiled)
+        forms[key] = [nbytes, start, until]
     else:
         known[1], known[2] = min(known[1], start), max(known[2], until)
 
@@ -169,38 +206,43 @@ def _homes(
             start = life.time[op.index]
             end = last if value in kept else max(start, ends.get(value, start))
             end = max(end, held_until(op))
-            nbytes = graph.values[value].nbytes
-            home = shards(assignment.home_layout(value), assignment.sizes)
+            home = assignment.home_layout(value)
             if value in graph.accumulated:
-                yield _accumulator(assignment, value, end)
+                yield _accumulator(assignment, life, value, end)
                 end = start
             kind = "results" if value in kept else _kind(assignment, op, end)
-            yield Buffer(value, nbytes / home, start, end, kind)
+            nbytes = local_bytes(assignment, value, home, tiled=life.tiled)
+            yield Buffer(value, nbytes, start, end, kind)
             if op.class_index in assignment.contraction.node_of:
-                own = shards(
-                    assignment.layout(op, op.rule.results[slot]), assignment.sizes
-                )
-                if own != home or assignment.partial(op):
-                    yield Buffer(
-                        value, nbytes / own, start, start, "collective buffers"
-                    )
+                own = assignment.layout(op, op.rule.results[slot])
+                split = shards(own, assignment.sizes)
+                same = split == shards(home, assignment.sizes)
+                if not same or assignment.partial(op):
+                    nbytes = local_bytes(assignment, value, own, tiled=life.tiled)
+                    yield Buffer(value, nbytes, start, start, "collective buffers")
 
 
-def _copy(assignment: Assignment, value: int, start: int, end: int) -> Buffer:
+def _copy(
+    assignment: Assignment, life: Lifetimes, value: int, start: int, end: int
+) -> Buffer:
     """A value in another order of its dimensions, made for the operator that reads it.
 
     It is made of what the value is made of, in the value's layout.
     """
-    split = shards(assignment.home_layout(value), assignment.sizes)
-    return Buffer(value, assignment.graph.values[value].nbytes / split, start, end)
+    layout = assignment.home_layout(value)
+    return Buffer(
+        value, local_bytes(assignment, value, layout, tiled=life.tiled), start, end
+    )
 
 
-def _accumulator(assignment: Assignment, value: int, end: int) -> Buffer:
+def _accumulator(
+    assignment: Assignment, life: Lifetimes, value: int, end: int
+) -> Buffer:
     """What the microbatches of a step add to, from the first of them on."""
     held = assignment.stacked(value)
     layout = assignment.home_layout(value) if held is None else held[1]
-    nbytes = assignment.graph.values[value].nbytes
-    return Buffer(value, nbytes / shards(layout, assignment.sizes), 0, end, "gradients")
+    nbytes = local_bytes(assignment, value, layout, tiled=life.tiled)
+    return Buffer(value, nbytes, 0, end, "gradients")
 
 
 def _kind(assignment: Assignment, op: Operator, end: int) -> str:
@@ -217,18 +259,37 @@ def held_until(op: Operator) -> int:
     return -1 if op.kind == "slice_step" else op.until
 
 
-def held_bytes(assignment: Assignment, given: GraphInput) -> float:
+def held_bytes(
+    assignment: Assignment, given: GraphInput, *, tiled: bool = False
+) -> float:
     """Bytes of an input on one device, with the spare copies of what is carried."""
-    split = shards(assignment.home_layout(given.value), assignment.sizes)
+    layout = assignment.home_layout(given.value)
+    split = shards(layout, assignment.sizes)
     copies = 1.0
     if given.output >= 0:
         copies = float(assignment.analysis.spares.copies(split))
-    return copies * assignment.graph.values[given.value].nbytes / split
+    return copies * local_bytes(assignment, given.value, layout, tiled=tiled)
 
 
-def input_bytes(assignment: Assignment) -> float:
+def input_bytes(assignment: Assignment, *, tiled: bool = False) -> float:
     """Bytes of the inputs on one device."""
-    return sum(held_bytes(assignment, given) for given in assignment.graph.inputs)
+    return sum(held_bytes(assignment, i, tiled=tiled) for i in assignment.graph.inputs)
+
+
+def off_chip(found: Sequence[Buffer], life: Lifetimes) -> list[Buffer]:
+    """The buffers in the memory of the device; the chip holds the others.
+
+    Results of the step are in the device's memory when it ends.
+    """
+    inside = [b for b in found if b.kind != "results"]
+    held = on_chip(
+        np.array([b.start for b in inside], dtype=int),
+        np.array([b.end for b in inside], dtype=int),
+        np.array([b.nbytes for b in inside]),
+        life.on_chip_bytes,
+    )
+    on = {id(b) for b, chip in zip(inside, held, strict=True) if chip}
+    return [b for b in found if id(b) not in on]
 
 
 def usage_by_time(found: Sequence[Buffer], length: int) -> np.ndarray:
@@ -251,7 +312,7 @@ def memory_at_peak(
     overhead stands under ``compiler's overhead``, what products take to work in under
     ``products' work space``.
     """
-    found = buffers(assignment, life)
+    found = off_chip(buffers(assignment, life), life)
     usage = usage_by_time(found, len(assignment.graph.operators))
     if not len(usage):
         return {}
@@ -275,7 +336,8 @@ def peak_memory_bytes(
       life: when values are made and last needed.
       overhead: factor on the peak of the buffers (`Calibration.memory_overhead`).
     """
-    found = buffers(assignment, life)
+    found = off_chip(buffers(assignment, life), life)
     usage = usage_by_time(found, len(assignment.graph.operators))
     live = overhead * float(usage.max(initial=0.0))
-    return input_bytes(assignment) + live + life.workspace_bytes
+    state = input_bytes(assignment, tiled=life.tiled)
+    return state + live + life.workspace_bytes

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.memory import buffers, habits_of, held_bytes, usage_by_time
+from autopar.cost.memory import buffers, habits_of, held_bytes, off_chip, usage_by_time
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
@@ -22,13 +22,14 @@ class ScaledMemory:
         analysis, device = assignment.analysis, pricer.cluster.device
         labels, graph = analysis.dim_labels, analysis.graph
         life = analysis.life(habits_of(device))
-        self._workspace_bytes = life.workspace_bytes
+        self._life = life
         self._length = len(graph.operators)
         self._overhead = device.calibrated.memory_overhead
         found = buffers(assignment, life)
         self._buffers = [(b, labels.degree(b.value)) for b in found]
         self._inputs = [
-            (held_bytes(assignment, i), labels.degree(i.value)) for i in graph.inputs
+            (held_bytes(assignment, i, tiled=life.tiled), labels.degree(i.value))
+            for i in graph.inputs
         ]
         self._sums_bytes = _sums_bytes(assignment)
 
@@ -44,12 +45,12 @@ class ScaledMemory:
             dataclasses.replace(b, nbytes=b.nbytes * part**degree)
             for b, degree in self._buffers
         ]
-        usage = usage_by_time(live, self._length)
+        usage = usage_by_time(off_chip(live, self._life), self._length)
         # The whole batch is there before it is cut.
         inputs = sum(n * (batch if degree else 1.0) for n, degree in self._inputs)
         sums = self._sums_bytes if accumulation > 1 else 0.0
         live = self._overhead * float(usage.max(initial=0.0))
-        return inputs + sums + live + self._workspace_bytes
+        return inputs + sums + live + self._life.workspace_bytes
 
 
 def _sums_bytes(assignment: Assignment) -> float:

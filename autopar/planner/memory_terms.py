@@ -26,8 +26,12 @@ from autopar_solver import MemoryTerm
 
 
 def fixed_bytes(analysis: Analysis, pricer: Pricer) -> float:
-    """Returns the bytes of a device that every choice occupies, beside its terms."""
-    return float(analysis.life(habits_of(pricer.cluster.device)).workspace_bytes)
+    """Returns the bytes of a device that every choice occupies, beside its terms.
+
+    Less what the chip itself holds, which is the same for every choice at the most.
+    """
+    life = analysis.life(habits_of(pricer.cluster.device))
+    return float(life.workspace_bytes - life.on_chip_bytes)
 
 
 def memory_terms(

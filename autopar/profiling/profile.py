@@ -268,6 +268,7 @@ def _device(times: _Times, memory_bytes: int) -> DeviceSpec:
         vector_flops_per_s=fit.round_off(vector_flops / times.seconds["vector",]),
         # A fact of the compiler, which no measurement of time tells.
         workspace_bytes=None if known is None else preset(known).device.workspace_bytes,
+        on_chip_bytes=0 if known is None else preset(known).device.on_chip_bytes,
         codec_s_per_element=times.codecs(),
     )
 

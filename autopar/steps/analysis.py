@@ -14,10 +14,16 @@ from autopar.progress import say
 from autopar.steps import spares
 from autopar.steps.batch import DimLabels, dim_labels
 from autopar.steps.fingerprints import fingerprint, structure
-from autopar.steps.fusion import BOUNDARY, MATRIX, Fusion, fusion, made_again
+from autopar.steps.fusion import BOUNDARY, MATRIX, Fusion, fusion, looked_up, made_again
 from autopar.steps.independence import Independent, independent
 from autopar.steps.labels import Labels, factor_labels
-from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes, lifetimes
+from autopar.steps.lifetimes import (
+    PLAIN,
+    Habits,
+    Lifetimes,
+    lifetimes,
+    until_barriers,
+)
 from autopar.steps.nodes import Contraction, contract
 from autopar.steps.orders import NO_ORDERS, orders
 from autopar.steps.positions import Positions, positions
@@ -231,14 +237,23 @@ class Analysis:
         known = self._lives.get(habits)
         if known is None:
             floating = frozenset(self.contraction.floating)
-            again = habits.makes_again
-            fused = made_again(self.graph, floating) if again else self.fusion
+            fused = self.fusion
+            if habits.makes_again:
+                fused = made_again(
+                    self.graph, floating, into_products=habits.into_products
+                )
             late = self._gradients if habits.late_gradients else {}
+            if habits.late_until_barrier:
+                late = until_barriers(self.graph, late)
             ordered = orders(self.graph) if habits.keeps_orders else NO_ORDERS
             written = fused.buffers | (ordered.rewritten - floating)
-            known = lifetimes(
-                self.graph, written, late, habits.late_gradients, ordered.copies
-            )
+            copies = dict(ordered.copies)
+            if habits.into_products:
+                copies |= looked_up(self.graph, floating, fused)
+            most = habits.late_gradients
+            known = lifetimes(self.graph, written, late, most, copies)
+            chip, tiled = habits.on_chip_bytes, habits.tiled
+            known = dataclasses.replace(known, on_chip_bytes=chip, tiled=tiled)
             if any(op.kind in MATRIX for op in self.graph.operators):
                 room = habits.workspace_bytes
                 known = dataclasses.replace(known, workspace_bytes=room)

@@ -127,7 +127,9 @@ def side_factors(rule: FactorRule) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(sorted(side)) for side in sides)
 
 
-def made_again(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
+def made_again(
+    graph: OperatorGraph, floating: frozenset[int], *, into_products: bool = False
+) -> Fusion:
     """`fusion`, by a compiler that makes element-wise results again in each reader.
 
     XLA's GPU compiler fuses an element-wise result, a costly one too, into all its
@@ -138,11 +140,45 @@ def made_again(graph: OperatorGraph, floating: frozenset[int]) -> Fusion:
     softmax of a forward pass leaves its scores in memory, and the
     backward pass takes the exponential again.
 
+    XLA's TPU compiler fuses element-wise results into products, too, whatever they
+    cost: the matrix unit takes operands that the vector unit makes tile by tile in
+    on-chip memory, and the vector unit is idle meanwhile.
+
     Args:
       graph: the operator graph.
       floating: values that each reader makes anew.
+      into_products: as the compiler for TPUs does.
     """
-    return _fused(graph, floating, _Again.of(graph, floating).writes)
+    known = _Again.of(graph, floating, into_products=into_products)
+    return _fused(graph, floating, known.writes)
+
+
+def looked_up(
+    graph: OperatorGraph, floating: frozenset[int], fused: Fusion
+) -> dict[tuple[int, int], bool]:
+    """Element-wise results that are written for a gather alone.
+
+    A gather reads at addresses that it computes, so its array is in memory. The other
+    readers make the result again from what it is made of.
+
+    Args:
+      graph: the operator graph.
+      floating: values that each reader makes anew.
+      fused: what is written anyway.
+
+    Returns:
+      The values, each with its gather: False, for it is made when that reads it (as in
+      `autopar.steps.orders.Orders`).
+    """
+    maker = {v: op for op in graph.operators for v in op.outputs}
+    arrays = ((op.inputs[0], op) for op in graph.operators if op.kind == "gather")
+    return {
+        (v, op.index): False
+        for v, op in arrays
+        if v in maker
+        and v not in fused.in_memory | floating
+        and is_elementwise(maker[v])
+    }
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -156,6 +192,7 @@ class _Again:
       outputs: of the graph.
       made_of: of what is fused, the values in memory that it is made of.
       scattered: zeros that something is scattered into.
+      into_products: whether products make what they read.
     """
 
     graph: OperatorGraph
@@ -164,12 +201,16 @@ class _Again:
     outputs: frozenset[int]
     made_of: dict[int, frozenset[int]]
     scattered: set[int]
+    into_products: bool
 
     @classmethod
-    def of(cls, graph: OperatorGraph, floating: frozenset[int]) -> Self:
+    def of(
+        cls, graph: OperatorGraph, floating: frozenset[int], *, into_products: bool
+    ) -> Self:
         """Knows nothing yet."""
         outputs = _handed_out(graph)
-        return cls(graph, floating, _readers(graph), outputs, {}, set())
+        readers = _readers(graph)
+        return cls(graph, floating, readers, outputs, {}, set(), into_products)
 
     def writes(self, op: Operator, slot: int, value: int) -> bool:
         """Whether an operator writes a result; operators come in program order."""
@@ -178,7 +219,8 @@ class _Again:
             *(self.made_of.get(v, frozenset({v})) for v in arrays)
         )
         written = self._written(op, slot, value, sources)
-        if not written and is_elementwise(op):
+        compared = self.into_products and value in self.floating
+        if not written and (is_elementwise(op) or compared):
             self.made_of[value] = sources
         elif value in self.floating and not is_elementwise(op):
             self.scattered.add(value)
@@ -188,10 +230,13 @@ class _Again:
         self, op: Operator, slot: int, value: int, sources: frozenset[int]
     ) -> bool:
         users = self.readers.get(value, [])
+        if self.into_products and value in self.floating:
+            return False
         if value in self.outputs or not self.scattered.isdisjoint(op.inputs):
             # What is added to a scatter into zeros is what it scatters into.
             return True
-        if not _again(op, users) or len(sources) > _MOST_SOURCES:
+        again = _streamed if self.into_products else _again
+        if not again(op, users) or len(sources) > _MOST_SOURCES:
             return _needs_buffer(op, slot, users)
         return _saves(self.graph, value, sources, len({r.index for r in users}))
 
@@ -200,6 +245,12 @@ def _again(op: Operator, users: Sequence[Operator]) -> bool:
     """Whether a result may be made again in every reader."""
     opaque = any(_is_opaque(r) for r in users)
     return is_elementwise(op) and op.kind not in _DEAR and not opaque
+
+
+def _streamed(op: Operator, users: Sequence[Operator]) -> bool:
+    """Whether a result may be made again in every reader, products among them."""
+    opaque = any(_is_opaque(r) and not is_product(r) for r in users)
+    return is_elementwise(op) and not opaque
 
 
 def _saves(

@@ -25,6 +25,8 @@ class Lifetimes:
       copies: values that an operator reads in another order of their dimensions than
         others do, with that operator (`autopar.steps.orders`): when they are made.
       workspace_bytes: what matrix products take to work in, if there are any.
+      on_chip_bytes: as in `Habits`.
+      tiled: as in `Habits`.
     """
 
     time: tuple[int, ...]
@@ -32,6 +34,8 @@ class Lifetimes:
     reads: tuple[int, ...]
     copies: Mapping[tuple[int, int], int] = dataclasses.field(default_factory=dict)
     workspace_bytes: int = 0
+    on_chip_bytes: int = 0
+    tiled: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,9 +50,20 @@ class Habits:
       late_gradients: how many products that make gradients wait at once, to run
         behind others of the backward pass.
       workspace_bytes: what a library takes for its matrix products to work in.
+      into_products: whether element-wise results are made again in products, too, and
+        written for a gather alone (`autopar.steps.fusion.looked_up`).
+      late_until_barrier: whether these products run before the next barrier of a layer
+        that is computed again, where they hide its gathers.
+      on_chip_bytes: memory of the chip itself that holds buffers instead of the
+        device's (`autopar.cost.on_chip`).
+      tiled: whether arrays lie in tiles (`autopar.cost.tiles`).
     """
 
     makes_again: bool = False
+    into_products: bool = False
+    late_until_barrier: bool = False
+    tiled: bool = False
+    on_chip_bytes: int = 0
     keeps_orders: bool = False
     late_gradients: int = 0
     workspace_bytes: int = 0
@@ -96,6 +111,30 @@ def lifetimes(
             ends = [reads[r] for v in op.outputs for r in readers.get(v, [])]
             reads[op.index] = max([time[op.index], *ends])
     return Lifetimes(tuple(time), written, tuple(reads), made)
+
+
+def until_barriers(
+    graph: OperatorGraph, gradients: Mapping[int, int]
+) -> dict[int, int]:
+    """When products run at the latest that make gradients, with barriers between.
+
+    Behind the barrier of a layer under ``jax.checkpoint`` its parameters are gathered
+    again. These messages are what the products of the layer above can hide.
+
+    Args:
+      graph: the operator graph.
+      gradients: the products, each with the last operator of its loop, or of the
+        program.
+    """
+    barriers = [
+        op.index
+        for op in graph.operators
+        if op.kind == "optimization_barrier" and op.role is Role.BACKWARD
+    ]
+    return {
+        index: min((b for b in barriers if index < b < end), default=end)
+        for index, end in gradients.items()
+    }
 
 
 def _late(

@@ -36,7 +36,7 @@ def calibrated(cluster: Cluster, **values: object) -> Cluster:
 
 
 def test_a_device_has_the_calibration_of_its_kind() -> None:
-    for text, kind in (("8:h100", "gpu"), ("8:cpu", "cpu"), ("2x2:v5e", "tpu")):
+    for text, kind in (("8:h100", "gpu"), ("8:cpu", "cpu"), ("2x2x1:v5p", "tpu")):
         device = Cluster.parse(text).device
         assert device.calibration is None
         assert device.calibrated == CALIBRATIONS[kind]

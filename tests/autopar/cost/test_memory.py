@@ -32,6 +32,7 @@ CLUSTER = forms.cheap("2x4:cpu")
 HABITS = {
     "cpu": habits_of(CLUSTER.device),
     "gpu": habits_of(autopar.Cluster.parse("8:h100").device),
+    "tpu": habits_of(autopar.Cluster.parse("8:v5e").device),
 }
 LOWEST, HIGHEST = -0.15, 0.40
 
@@ -161,6 +162,85 @@ def test_gpus_make_cheap_results_again(loss: Any, kind: str, again: bool) -> Non
 
     assert made.outputs[0] in plain
     assert (made.outputs[0] not in written) is again
+
+
+@pytest.mark.parametrize(
+    ("loss", "kind"),
+    [(softmax_loss, "exp"), (softmax_loss, "div"), (tanh_loss, "tanh")],
+)
+def test_tpus_make_what_their_products_read(loss: Any, kind: str) -> None:
+    """Products take element-wise results as operands, whatever these cost."""
+    params = {"a": jnp.ones((64, 256)), "b": jnp.ones((256, 64))}
+    case = harness.prepare(*training(loss, params, mlp_batch(512, 64), optax.sgd(0.1)))
+    (made,) = (
+        op
+        for op in case.graph.operators
+        if op.kind == kind
+        and op.role is Role.FORWARD
+        and case.graph.values[op.outputs[0]].shape == (512, 256)
+    )
+
+    assert made.outputs[0] in case.analysis.life(HABITS["cpu"]).written
+    assert made.outputs[0] not in case.analysis.life(HABITS["tpu"]).written
+
+
+def test_tpus_write_for_a_gather_alone() -> None:
+    """Logits are widened in memory for the label's; the loss widens them itself."""
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        logits = (
+            batch["x"].astype("bfloat16") @ params["w"].astype("bfloat16")
+        ).astype("float32")
+        return optax.softmax_cross_entropy_with_integer_labels(
+            logits, batch["label"]
+        ).mean()
+
+    batch = {"x": jnp.ones((512, 64)), "label": jnp.zeros((512,), jnp.int32)}
+    params = {"w": jnp.ones((64, 256))}
+    case = harness.prepare(*training(loss, params, batch, optax.sgd(0.1)))
+    shape = (512, 256)
+    (wide,) = (
+        op.outputs[0]
+        for op in case.graph.operators
+        if op.kind == "convert_element_type"
+        and op.role is Role.FORWARD
+        and case.graph.values[op.outputs[0]].shape == shape
+    )
+    life = case.analysis.life(HABITS["tpu"])
+    ((value, reader),) = life.copies
+    large = {v for v in life.written if case.graph.values[v].shape == shape}
+
+    assert (value, case.graph.operators[reader].kind) == (wide, "gather")
+    # The product's own result alone is written: the label's part of the gradient is a
+    # comparison of positions.
+    assert {str(case.graph.values[v].dtype) for v in large} == {"bfloat16"}
+    assert len(large) == 1
+
+
+def test_tpus_make_gradients_before_the_next_layer_is_made_again() -> None:
+    """No product waits beyond the barrier of another layer under a checkpoint."""
+    case = harness.prepare(*remat_chain())
+    barriers = [
+        op.index
+        for op in case.graph.operators
+        if op.kind == "optimization_barrier" and op.role is Role.BACKWARD
+    ]
+    late = case.analysis.life(HABITS["tpu"]).reads
+    products = [op.index for op in case.graph.operators if op.kind == "dot_general"]
+
+    assert barriers
+    for index in products:
+        following = [b for b in barriers if b > index]
+        assert not following or late[index] <= following[0]
+    assert any(late[index] > index for index in products)
+
+
+def test_tpus_of_two_cores_have_no_habits() -> None:
+    """Their compiler writes more, and no rule for it is known."""
+    device = autopar.Cluster.parse("2x2x4:v5p").device
+
+    assert habits_of(device) == HABITS["cpu"]
+    assert device.calibrated.memory_overhead == 1.2
 
 
 def test_gpus_make_gradients_behind_the_backward_pass() -> None:

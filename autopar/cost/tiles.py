@@ -1,0 +1,46 @@
+"""Bytes of arrays that lie in tiles.
+
+A TPU's vector registers are 8 rows of 128 lanes, and so are the tiles of its arrays
+(https://openxla.org/xla/tiled_layout). A tile that is not full takes its whole room.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+
+_ROWS, _LANES = 8, 128
+
+
+def tiled_bytes(shape: Sequence[int], item_bytes: float) -> float:
+    """Bytes of an array in tiles.
+
+    The compiler orders the dimensions so that least is lost: it chooses one for the
+    lanes, which is filled up to 128, and one for the rows, which is filled up to 8 or,
+    below, to a power of two.
+
+    >>> tiled_bytes((64, 16, 64), 4.0) / (64 * 16 * 64 * 4)
+    2.0
+    >>> tiled_bytes((4096, 64), 4.0) / (4096 * 64 * 4)
+    1.0
+    """
+    sizes = [size for size in shape if size != 1]
+    count = math.prod(sizes)
+    if not sizes or not count:
+        return count * item_bytes
+    if len(sizes) == 1:
+        return _filled(sizes[0], _LANES) * item_bytes
+    factors = (
+        _filled(lanes, _LANES) / lanes * (_rows(rows) / rows)
+        for lanes, rows in itertools.permutations(sizes, 2)
+    )
+    return count * min(factors) * item_bytes
+
+
+def _filled(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+def _rows(size: int) -> int:
+    return _filled(size, _ROWS) if size >= _ROWS else 2 ** (size - 1).bit_length()
