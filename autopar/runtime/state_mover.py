@@ -28,6 +28,8 @@ from autopar_passes.program.static_leaves import StaticError
 
 # Bytes that are moved at a time where the old state is consumed.
 IN_FLIGHT_BYTES = 32 << 20
+# Freed memory that the process keeps meanwhile, for the arrays that come next.
+_KEPT_BYTES = 24 << 20
 # Of each axis of a mesh its name and size, outermost first.
 Axes = tuple[tuple[str, int], ...]
 
@@ -273,7 +275,7 @@ class _Consumed:
                 old.delete()
                 self.count += 1
         self._pairs, self._bytes = [], 0
-        ranges.return_memory(but=self._begin_bytes + IN_FLIGHT_BYTES // 2)
+        ranges.return_memory(but=self._begin_bytes + _KEPT_BYTES)
 
 
 def layout_of(state: Mapping[str, Any]) -> StateLayout:
