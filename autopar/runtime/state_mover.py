@@ -27,7 +27,7 @@ from autopar.steps.analysis import Analysis
 from autopar_passes.program.static_leaves import StaticError
 
 # Bytes that are moved at a time where the old state is consumed.
-IN_FLIGHT_BYTES = 32 << 20
+IN_FLIGHT_BYTES = 16 << 20
 # Freed memory that the process keeps meanwhile, for the arrays that come next.
 _KEPT_BYTES = 24 << 20
 # Of each axis of a mesh its name and size, outermost first.
