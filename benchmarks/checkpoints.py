@@ -13,10 +13,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import dataclasses
 import functools
-import os
 import pathlib
 import random
 import shutil
@@ -33,6 +31,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import workloads
+
+from autopar.runtime import ranges
 
 MIB = 1 << 20
 COUNT, SIDE = 64, 1024  # arrays of 4 MiB
@@ -61,8 +61,8 @@ class Peak:
 
     def __enter__(self) -> Peak:
         """Starts to look, every millisecond, with no memory that is merely kept."""
-        ctypes.CDLL(None).malloc_trim(0)
-        self.begin = self.most = _resident()
+        ranges.return_memory()
+        self.begin = self.most = ranges.resident_bytes()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._look)
         self._thread.start()
@@ -70,23 +70,18 @@ class Peak:
 
     def _look(self) -> None:
         while not self._ends.wait(0.001):
-            self.most = max(self.most, _resident())
+            self.most = max(self.most, ranges.resident_bytes())
 
     def __exit__(self, *_: object) -> None:
         """Stops to look."""
         self._ends.set()
         self._thread.join()
-        self.most = max(self.most, _resident())
+        self.most = max(self.most, ranges.resident_bytes())
 
     @property
     def more(self) -> str:
         """In MiB."""
         return f"{(self.most - self.begin) / MIB:.0f} MiB"
-
-
-def _resident() -> int:
-    words = pathlib.Path("/proc/self/statm").read_text().split()
-    return int(words[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def _layouts() -> dict[str, Any]:

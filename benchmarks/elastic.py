@@ -16,7 +16,6 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import os
 import statistics
 import sys
 import time
@@ -25,6 +24,8 @@ from typing import Any
 import jax
 import numpy as np
 import workloads
+
+from autopar.runtime import ranges
 
 BATCH, STEPS = 24, 16
 CHANGES = {4: "6:cpu", 8: "4:cpu", 12: "8:cpu"}
@@ -183,7 +184,7 @@ def memory(names: list[str]) -> bool:
         next(run)
         gc.collect()
         live = sum(x.nbytes for x in jax.live_arrays())
-        seen.append((live, resident_mb(), len(jax.live_arrays())))
+        seen.append((live, ranges.resident_bytes() / 1e6, len(jax.live_arrays())))
         run.change(f"{next(sizes)}:cpu")
         if number % 10 == 0:
             print(number, run.plan.cluster.text, *seen[-1], flush=True)
@@ -197,12 +198,6 @@ def memory(names: list[str]) -> bool:
         f"{first[0]} -> {last[0]}", f"{first[2]} -> {last[2]}", f"{grown:.2f}"
     )
     return first[0] == last[0] and first[2] == last[2] and grown <= 6
-
-
-def resident_mb() -> float:
-    """Memory that this process holds."""
-    with open("/proc/self/statm") as file:
-        return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def ahead(names: list[str]) -> bool:

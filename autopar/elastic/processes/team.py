@@ -380,6 +380,7 @@ class Team:
                 self._end_waits(self._form)
 
     def _end_waits(self, form: Message) -> None:
+        """Shuts connections down, and says that nobody comes who is waited for."""
         ports = {m["port"] for m in form["members"]} | self._link.ports
         ports.add(int(form["address"].rpartition(":")[2] or 0))
         pids = [m["pid"] for m in form["members"] if m["pid"] != os.getpid()]

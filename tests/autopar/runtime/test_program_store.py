@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import itertools
 import pathlib
-import resource
 from typing import Any
 
 import jax
@@ -18,6 +17,7 @@ from jax.sharding import Mesh
 import autopar
 from autopar import PlanError
 from autopar.planner.options import PlanOptions
+from autopar.runtime import ranges
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.program_store import ProgramStore
 from autopar.runtime.step_planner import Analysed, StepPlanner
@@ -103,12 +103,11 @@ def counted() -> dict[str, int]:
     """What must not grow while clusters come and go."""
     gc.collect()
     found = [type(x) for x in gc.get_objects()]
-    statm = pathlib.Path("/proc/self/statm").read_text().split()
     return {
         "arrays": len(jax.live_arrays()),
         "meshes": found.count(Mesh),
         "programs": found.count(PlannedStep),
-        "bytes": int(statm[1]) * resource.getpagesize(),
+        "bytes": ranges.resident_bytes(),
     }
 
 
