@@ -35,6 +35,7 @@ class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
     combined_kinds: list[Kind] | None = None
     combined_bytes: float | None = None
     combined_arrays: int | None = None
+    arrays_apart: bool | None = None
     forms_reduce_scatter: bool | None = None
     overlap: float | None = None
     contention: float | None = None

@@ -81,11 +81,18 @@ class Pricer:
         if kind == "slice":
             return 0.0
         size = step.fraction * nbytes
-        whole = message_bytes or size
+        whole = size if self.apart(step) else message_bytes or size
         wire = _collective_s(kind, whole, step.axes, self.mesh)
         part = size / whole if whole else 1.0
         waiting = self.skew(self._axes(step.axes))
         return waiting * part * wire + self.move_s(step, size)
+
+    def apart(self, step: ReshardStep) -> bool:
+        """Whether arrays of one message are sent one by one, each with its latency."""
+        innermost = len(self.cluster.levels) - 1
+        return self.cluster.device.calibrated.arrays_apart and any(
+            axis.level < innermost and axis.size > 1 for axis in self._axes(step.axes)
+        )
 
     def group_of(self, step: ReshardStep) -> Group:
         """The key of a collective: those that share a message have the same."""
@@ -107,6 +114,8 @@ class Pricer:
         size = step.fraction * nbytes
         if not size or step.kind == "slice":
             return 0.0
+        if self.apart(step):
+            return self.collective_s(step, nbytes)
         kind, _ = self.group_of(step)
         parts = self.group(step.axes) if kind == "reduce_scatter" else 1
         most = max(size, parts * self.combiner.most_bytes)
@@ -127,7 +136,8 @@ class Pricer:
           together: kinds of collectives that the compiler may join.
         """
         group = self.group_of(step)
-        if step.kind not in together or group[0] not in self.combiner.kinds:
+        shared = step.kind in together and group[0] in self.combiner.kinds
+        if not shared or self.apart(step):
             return self.collective_s(step, nbytes)
         return math.inf if group in self.without else self.least_s(step, nbytes)
 

@@ -396,7 +396,9 @@ def collective_pieces_of(
     degree = _degree(assignment.analysis.dim_labels.degree(collective.value))
     if degree == 0 or collective.size <= 0:
         return constant(collective.seconds(pricer))
-    whole = collective.message_bytes or collective.size
+    whole = collective.message_bytes
+    if not whole or pricer.apart(collective.step):
+        whole = collective.size
     part = collective.size / whole
     axes = tuple(pricer.mesh.axes[a] for a in collective.step.axes)
     move = monomial(

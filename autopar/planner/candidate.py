@@ -125,7 +125,8 @@ class Candidate:
     @property
     def groups(self) -> frozenset[Group]:
         """The groups of messages that collectives share."""
-        shared = (c.step for c in self.collectives if c.message_bytes)
+        steps = (c.step for c in self.collectives if c.message_bytes)
+        shared = (step for step in steps if not self.pricer.apart(step))
         return frozenset(self.pricer.group_of(step) for step in shared)
 
 

@@ -40,6 +40,20 @@ def slowest(seconds: Sequence[float]) -> list[float]:
     return [float(s) for s in multihost_utils.process_allgather(mine).max(axis=0)]
 
 
+def texts(mine: bytes, length: int) -> list[bytes]:
+    """What each process gives, in their order; all processes must call it.
+
+    Args:
+      mine: this process's, at most `length` bytes and without zero bytes.
+      length: the same for all.
+    """
+    if jax.process_count() == 1:
+        return [mine]
+    padded = np.frombuffer(mine.ljust(length, b"\0"), np.uint8)
+    rows = np.asarray(multihost_utils.process_allgather(padded))
+    return [row.tobytes().rstrip(b"\0") for row in rows.reshape(-1, length)]
+
+
 def on_this_machine(devices: Sequence[Any]) -> list[Any]:
     """Those of the devices whose process runs under this kernel, in their order.
 

@@ -31,7 +31,7 @@ from autopar.cluster.presets import PCIE_LATENCY_S, preset
 from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import bytes_ratio, collective_s
 from autopar.cost.compute import roofline_s
-from autopar.profiling import codecs, fit, kernels, processes
+from autopar.profiling import codecs, fit, kernels, processes, transfers
 
 Progress = Callable[[str], None]
 
@@ -218,6 +218,8 @@ class _Times:
     settings: Settings
     neighbours: int
     seconds: dict[Key, float]
+    # Of an array that each device gets of the process before its own, by its bytes.
+    transfer_s: dict[int, float]
 
     def matmul_rate(self, dtype: str) -> float:
         """FLOP/s of one device in large products."""
@@ -280,17 +282,32 @@ def _level(times: _Times, index: int, kept: Level) -> Level:
         return kept
     cases = itertools.product(KINDS, divisors(count))
     fits = tuple(times.collective(kind, index, k) for kind, k in cases)
-    # The plain numbers serve whoever looks at no kind in particular.
-    whole = next(f for f in fits if f.kind == "all_gather" and f.group_size == count)
-    slope = max(whole.s_per_byte, whole.large_s_per_byte)
-    bandwidth = bytes_ratio("all_gather", count) / slope if slope else 0.0
-    bandwidth = bandwidth or kept.link.bandwidth_bytes_per_s
+    latency_s, slope = _plain(times, index, fits, count)
+    bandwidth = 1 / slope if slope else kept.link.bandwidth_bytes_per_s
     link = LinkSpec(
-        latency_s=fit.round_off(whole.latency_s / (count - 1)),
+        latency_s=fit.round_off(latency_s),
         bandwidth_bytes_per_s=fit.round_off(bandwidth),
         measured=fits,
     )
     return dataclasses.replace(kept, link=link)
+
+
+def _plain(
+    times: _Times, index: int, fits: Sequence[CollectiveFit], count: int
+) -> tuple[float, float]:
+    """Latency and seconds a byte for whatever is no collective.
+
+    Between processes they are those of what stages send each other, where that was
+    timed; otherwise those of an all-gather.
+    """
+    if index == 0 and times.transfer_s:
+        sizes = times.settings.collective_bytes
+        points = [times.transfer_s[n] for n in sizes]
+        latency_s, slope = fit.fit_line(sizes, points)
+        return latency_s, slope or points[-1] / sizes[-1]
+    whole = next(f for f in fits if f.kind == "all_gather" and f.group_size == count)
+    slope = max(whole.s_per_byte, whole.large_s_per_byte)
+    return whole.latency_s / (count - 1), slope / bytes_ratio("all_gather", count)
 
 
 def _predictions(cluster: Cluster, settings: Settings) -> dict[Key, float]:
@@ -370,7 +387,11 @@ def run(
     times_s = kernels.trip_times_s(list(programs.values()), chosen.rounds)
     seconds = dict(zip(programs, times_s, strict=True))
     times = _Times(
-        devices=taken, settings=chosen, neighbours=len(neighbours), seconds=seconds
+        devices=taken,
+        settings=chosen,
+        neighbours=len(neighbours),
+        seconds=seconds,
+        transfer_s=_transfers(chosen, say),
     )
     levels = tuple(_level(times, k, level) for k, level in enumerate(kept))
     cluster = Cluster(device=_device(times, memory_bytes), levels=levels)
@@ -378,8 +399,34 @@ def run(
         Check(name=programs[key].name, predicted_s=value, measured_s=seconds[key])
         for key, value in _predictions(cluster, chosen).items()
     ]
+    if times.transfer_s:
+        checks += _transfer_checks(times, cluster.levels[0].link)
     elapsed_s = time.perf_counter() - start
     return Profile(cluster=cluster, checks=tuple(checks), elapsed_s=elapsed_s)
+
+
+def _transfers(settings: Settings, say: Progress) -> dict[int, float]:
+    """Times what the stages of a pipeline send from process to process."""
+    if jax.process_count() == 1:
+        return {}
+    say("timing transfers between processes")
+    sizes = (*settings.collective_bytes, *settings.check_bytes)
+    found = transfers.seconds(sizes, settings.rounds)
+    if not found:
+        say("no transfers between processes on this backend: an all-gather stands in")
+    return found
+
+
+def _transfer_checks(times: _Times, link: LinkSpec) -> list[Check]:
+    """The held-out transfers, as the plain numbers of a link predict them."""
+    return [
+        Check(
+            name=transfers.name(n),
+            predicted_s=link.latency_s + n / link.bandwidth_bytes_per_s,
+            measured_s=times.transfer_s[n],
+        )
+        for n in times.settings.check_bytes
+    ]
 
 
 def _check(devices: Sequence[Any]) -> None:

@@ -9,6 +9,8 @@ file: for each collective, group size and rate the line alpha + beta * nbytes, w
 
 Collectives are timed one dispatch each, in turns. ``two_shot`` is an all-reduce made
 of an all-to-all, a local sum and an all-gather, of float32 or of the same as bytes.
+``psum in parts`` sums as many bytes in ``--arrays`` arrays, which XLA joins into one
+operation.
 """
 
 from __future__ import annotations
@@ -64,6 +66,7 @@ def _twice(k: int) -> float:
 
 COLLECTIVES = (
     Collective("psum f32", "all_reduce", "float32", _twice),
+    Collective("psum in parts", "", "float32", _twice),
     Collective("two_shot f32", "", "float32", _twice),
     Collective("two_shot f32 as u8", "", "float32", _twice),
     Collective("psum_scatter f32", "reduce_scatter", "float32", _once),
@@ -94,6 +97,7 @@ def body(name: str, k: int) -> Callable[[Any], Any]:
     ring = [(i, (i + 1) % k) for i in range(k)]
     bodies: dict[str, Callable[[Any], Any]] = {
         "psum f32": lambda x: jax.lax.psum(x, "member"),
+        "psum in parts": lambda x: jax.lax.psum(x, "member"),
         "two_shot f32": lambda x: two_shot(x, k, "float32"),
         "two_shot f32 as u8": lambda x: two_shot(x, k, "uint8"),
         "psum_scatter f32": lambda x: jax.lax.psum_scatter(x, "member", tiled=True),
@@ -104,8 +108,15 @@ def body(name: str, k: int) -> Callable[[Any], Any]:
     return bodies[name]
 
 
-def program(of: Collective, k: int, nbytes: int) -> Callable[[], None]:
-    """A compiled collective in groups of ``k``; a call waits for its end."""
+def program(of: Collective, k: int, nbytes: int, arrays: int) -> Callable[[], None]:
+    """A compiled collective in groups of ``k``; a call waits for its end.
+
+    Args:
+      of: the collective.
+      k: devices in a group.
+      nbytes: of all that it is given.
+      arrays: the number of arrays that this is, where it goes in parts.
+    """
     import jax
     import numpy as np
     from jax.sharding import AxisType, NamedSharding, PartitionSpec
@@ -114,12 +125,14 @@ def program(of: Collective, k: int, nbytes: int) -> Callable[[], None]:
     mesh = jax.make_mesh(shape, ("group", "member"), (AxisType.Auto,) * 2)
     spec = PartitionSpec(("group", "member"))
     local = nbytes // (k if of.kind == "all_gather" else 1)
-    elements = local // np.dtype(of.dtype).itemsize // k * k
+    count = arrays if of.name == "psum in parts" else 1
+    elements = max(1, local // np.dtype(of.dtype).itemsize // k // count) * k
     one = np.ones((1, elements), of.dtype)
-    x = jax.make_array_from_process_local_data(NamedSharding(mesh, spec), one)
+    where = NamedSharding(mesh, spec)
+    x = [jax.make_array_from_process_local_data(where, one) for _ in range(count)]
     run = body(of.name, k)
     mapped = jax.shard_map(
-        lambda x: run(x[0])[None],
+        lambda xs: [run(x[0])[None] for x in xs],
         mesh=mesh,
         in_specs=spec,
         out_specs=spec,
@@ -139,7 +152,7 @@ def inside(options: argparse.Namespace) -> None:
     idle = worker.background()
     worker.report({"background_bytes_per_s": idle.per_s.sent_bytes})
     programs = {
-        (of.name, k, n): program(of, k, n)
+        (of.name, k, n): program(of, k, n, options.arrays)
         for k in options.groups
         for of in COLLECTIVES
         for n in options.sizes
@@ -226,6 +239,7 @@ def main() -> int:
                         help="Mbit/s; 0: unshaped")  # fmt: skip
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES_BYTES)
     parser.add_argument("--groups", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--arrays", type=int, default=16, help="of a sum in parts")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--congestion", default=bed.CONGESTION)

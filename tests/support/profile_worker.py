@@ -33,7 +33,9 @@ def main() -> None:
         rounds=1,
     )
     found = profile.run(settings=settings)
-    profile.save(found.cluster, pathlib.Path(sys.argv[4]) / f"{process}.toml")
+    folder = pathlib.Path(sys.argv[4])
+    profile.save(found.cluster, folder / f"{process}.toml")
+    (folder / f"{process}.txt").write_text(str(found))
 
 
 if __name__ == "__main__":

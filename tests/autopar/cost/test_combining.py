@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import doctest
 import functools
 import itertools
@@ -66,6 +67,18 @@ def hosts(latency_s: float, kind: str = "cpu", count: int = 4) -> Cluster:
     return Cluster.parse(f"{count}x1:{kind},network_latency={latency_s * 1e6:g}us")
 
 
+def sharing(cluster: Cluster) -> Cluster:
+    """The cluster, with links that carry the arrays of a message at once."""
+    known = dataclasses.replace(cluster.device.calibrated, arrays_apart=False)
+    device = dataclasses.replace(cluster.device, calibration=known)
+    return dataclasses.replace(cluster, device=device)
+
+
+def together(latency_s: float) -> Cluster:
+    """Such hosts, whose links carry the arrays of a message at once."""
+    return sharing(hosts(latency_s))
+
+
 def planned(cluster: Cluster, pins: Any, **options: Any) -> tuple[Plan, BoundPlan]:
     plan = plan_analysis(
         analysis(),
@@ -111,9 +124,9 @@ class TestGradients:
 
     @pytest.mark.parametrize("latency_s", LATENCIES_S)
     def test_all_gradients_are_one_message(self, latency_s: float) -> None:
-        plan, bound = planned(hosts(latency_s), WHOLE)
+        plan, bound = planned(together(latency_s), WHOLE)
 
-        link = Pricer(hosts(latency_s), bound.pricer.mesh).mesh.axes[0].link
+        link = Pricer(together(latency_s), bound.pricer.mesh).mesh.axes[0].link
         bandwidth = link.bandwidth_bytes_per_s
         ring = 6 * link.latency_s + 1.5 * SUM_BYTES / bandwidth
         doubling = 2 * (link.latency_s + SUM_BYTES / bandwidth)
@@ -123,11 +136,25 @@ class TestGradients:
 
     def test_a_latency_counts_once(self) -> None:
         low, high = (
-            planned(hosts(s), WHOLE)[0].predicted.communication_s for s in LATENCIES_S
+            planned(together(s), WHOLE)[0].predicted.communication_s
+            for s in LATENCIES_S
         )
         # Recursive doubling among four has two steps.
         more = 2 * (LATENCIES_S[1] - LATENCIES_S[0])
         assert high - low == pytest.approx(more, rel=0.02)
+
+    def test_each_array_pays_it_where_they_are_sent_one_by_one(self) -> None:
+        """Still they are one message."""
+        latency_s = LATENCIES_S[1]
+        plan, joint = planned(together(latency_s), WHOLE)
+        apart = bind_plan(analysis(), plan, hosts(latency_s))
+        assert number_of(apart.collectives) == number_of(joint.collectives) == 1
+        apart_s, joint_s = (
+            sum(c.seconds(bound.pricer) for c in bound.collectives)
+            for bound in (apart, joint)
+        )
+        more = 2 * (SUMS - 1) * latency_s
+        assert apart_s - joint_s == pytest.approx(more, rel=0.02)
 
     def test_the_compiler_sends_as_many(self) -> None:
         cluster = Cluster.parse("8:cpu")
@@ -321,7 +348,7 @@ def some_candidates(pricer: Pricer, count: int) -> list[Any]:
 
 @pytest.mark.parametrize("text", ["4x1:cpu", "2x2:cpu", "2x2:h100"])
 def test_the_problem_holds_all_but_what_messages_share(text: str) -> None:
-    cluster = Cluster.parse(f"{text},network_latency=2ms")
+    cluster = sharing(Cluster.parse(f"{text},network_latency=2ms"))
     pricer = Pricer(cluster, candidate_meshes(cluster)[0])
     shared = 0
     for cost, found in some_candidates(pricer, 60):
@@ -342,11 +369,15 @@ def test_the_problem_holds_all_but_what_messages_share(text: str) -> None:
     assert shared > 5
 
 
+@pytest.mark.parametrize("apart", [False, True])
 @pytest.mark.parametrize("text", ["4x1:cpu", "2x2:cpu"])
 @pytest.mark.parametrize("latency", ["1us", "300us", "20ms"])
-def test_no_sample_is_faster_than_the_search(text: str, latency: str) -> None:
+def test_no_sample_is_faster_than_the_search(
+    text: str, latency: str, apart: bool
+) -> None:
     """Where latencies are high, what sends nothing is found too."""
     cluster = Cluster.parse(f"{text},network={10}Gb/s,network_latency={latency}")
+    cluster = cluster if apart else sharing(cluster)
     pricer = Pricer(cluster, candidate_meshes(cluster)[0])
     best = solve_mesh(product(), pricer)
     assert best.solution.status is Status.OPTIMAL
