@@ -225,9 +225,10 @@ def test_two_processes_of_two_devices(tmp_path):
     assert first.device.memory_bytes == limit
     # What stages send each other is timed as they send it, and checked.
     for k in range(2):
-        assert "transfer to a neighbour, 0.00391 MiB" in outs[k].with_suffix(
-            ".txt"
-        ).read_text()
+        assert (
+            "transfer to a neighbour, 0.00391 MiB"
+            in outs[k].with_suffix(".txt").read_text()
+        )
 
 
 @pytest.mark.usefixtures("short_runs")
