@@ -23,7 +23,10 @@ class CharLSTM(nn.Module):
     def __call__(self, tokens):
         x = nn.Embed(self.vocab, self.d_model, dtype=self.dtype, name="embed")(tokens)
         for i in range(self.layers):
-            cell = nn.OptimizedLSTMCell(self.d_model, dtype=self.dtype)
+            wide = jnp.promote_types(self.dtype, jnp.float32)  # of its first carry, too
+            cell = nn.OptimizedLSTMCell(
+                self.d_model, dtype=self.dtype, param_dtype=wide
+            )
             x = nn.RNN(cell, name=f"lstm_{i}")(x)
         return nn.Dense(self.vocab, dtype=self.dtype, name="head")(x)
 
