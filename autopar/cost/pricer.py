@@ -81,7 +81,7 @@ class Pricer:
         if kind == "slice":
             return 0.0
         size = step.fraction * nbytes
-        whole = size if self.apart(step) else message_bytes or size
+        whole = self.whole(step, size, message_bytes)
         wire = _collective_s(kind, whole, step.axes, self.mesh)
         part = size / whole if whole else 1.0
         waiting = self.skew(self._axes(step.axes))
@@ -93,6 +93,16 @@ class Pricer:
         return self.cluster.device.calibrated.arrays_apart and any(
             axis.level < innermost and axis.size > 1 for axis in self._axes(step.axes)
         )
+
+    def whole(self, step: ReshardStep, size: float, message_bytes: float) -> float:
+        """Bytes that share one latency with an array of ``size`` bytes, its own too.
+
+        Args:
+          step: the collective.
+          size: of the array, in the convention of `autopar.cost.collectives`.
+          message_bytes: of the message that it travels in; 0: it is alone.
+        """
+        return size if self.apart(step) else message_bytes or size
 
     def group_of(self, step: ReshardStep) -> Group:
         """The key of a collective: those that share a message have the same."""
@@ -136,8 +146,7 @@ class Pricer:
           together: kinds of collectives that the compiler may join.
         """
         group = self.group_of(step)
-        shared = step.kind in together and group[0] in self.combiner.kinds
-        if not shared or self.apart(step):
+        if step.kind not in together or group[0] not in self.combiner.kinds:
             return self.collective_s(step, nbytes)
         return math.inf if group in self.without else self.least_s(step, nbytes)
 

@@ -396,9 +396,7 @@ def collective_pieces_of(
     degree = _degree(assignment.analysis.dim_labels.degree(collective.value))
     if degree == 0 or collective.size <= 0:
         return constant(collective.seconds(pricer))
-    whole = collective.message_bytes
-    if not whole or pricer.apart(collective.step):
-        whole = collective.size
+    whole = pricer.whole(collective.step, collective.size, collective.message_bytes)
     part = collective.size / whole
     axes = tuple(pricer.mesh.axes[a] for a in collective.step.axes)
     move = monomial(

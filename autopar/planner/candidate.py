@@ -125,9 +125,11 @@ class Candidate:
     @property
     def groups(self) -> frozenset[Group]:
         """The groups of messages that collectives share."""
-        steps = (c.step for c in self.collectives if c.message_bytes)
-        shared = (step for step in steps if not self.pricer.apart(step))
-        return frozenset(self.pricer.group_of(step) for step in shared)
+        return frozenset(
+            self.pricer.group_of(c.step)
+            for c in self.collectives
+            if c.message_bytes and not self.pricer.apart(c.step)
+        )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -6,6 +6,7 @@ servers of JAX, and these reach other rates than collectives over the same links
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -50,11 +51,9 @@ def seconds(
     Returns size -> seconds; empty where a process has no transfer server.
     """
     server, address = None, b""
-    try:
+    with contextlib.suppress(Exception):  # whatever a backend says that has none
         server = serve()
         address = str(server.address()).encode()
-    except Exception:  # whatever a backend says that has none
-        server = None
     addresses = processes.texts(address, _ADDRESS_BYTES)
     if server is None or not all(addresses):
         return {}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import doctest
 import functools
 import itertools
@@ -20,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
+from sharing_links import sharing
 
 import autopar
 from autopar import Cluster, Plan
@@ -65,13 +65,6 @@ def analysis() -> Analysis:
 def hosts(latency_s: float, kind: str = "cpu", count: int = 4) -> Cluster:
     """Hosts of one device each."""
     return Cluster.parse(f"{count}x1:{kind},network_latency={latency_s * 1e6:g}us")
-
-
-def sharing(cluster: Cluster) -> Cluster:
-    """The cluster, with links that carry the arrays of a message at once."""
-    known = dataclasses.replace(cluster.device.calibrated, arrays_apart=False)
-    device = dataclasses.replace(cluster.device, calibration=known)
-    return dataclasses.replace(cluster, device=device)
 
 
 def together(latency_s: float) -> Cluster:

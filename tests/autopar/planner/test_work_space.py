@@ -30,12 +30,12 @@ def test_work_space_lowers_what_layouts_may_use() -> None:
         )
         return dataclasses.replace(cluster, device=device)
 
-    free = search(analysis, of(2**30, 0), seconds=0.5).best
+    free = search(analysis, of(2**30, 0), seconds=2).best
     for share in (0.5, 0.9):
         memory, found = int(share * free.peak_memory_bytes), []
         for more in (0, room):
             try:
-                best = search(analysis, of(memory + more, more), seconds=0.5).best
+                best = search(analysis, of(memory + more, more), seconds=2).best
                 found.append((True, best.step_s, best.peak_memory_bytes - more))
             except InfeasibleError as error:
                 found.append((False, 0.0, error.least_bytes - more))
@@ -46,7 +46,7 @@ def test_work_space_lowers_what_layouts_may_use() -> None:
 def test_work_space_alone_may_be_too_much() -> None:
     analysis, cluster = mlp(), Cluster.parse("4:h100,memory=20MB")
     with pytest.raises(InfeasibleError, match="products' work space") as e:
-        search(analysis, cluster, seconds=0.5)
+        search(analysis, cluster, seconds=2)
     assert e.value.least_bytes > 2**25
     assert e.value.enough_bytes is not None
     assert "no choice of layouts was found" not in str(e.value)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +11,7 @@ import pytest
 from jax.experimental.pallas.ops.gpu import attention
 from jax.experimental.pallas.ops.tpu.flash_attention import flash_attention
 from jax.sharding import PartitionSpec as P
+from sharing_links import sharing
 
 import autopar
 from autopar_passes.rules.kernel import CUDNN_EFFICIENCY
@@ -79,13 +79,6 @@ def filled(tree: Any) -> Any:
     )
 
 
-def joining(cluster: autopar.Cluster) -> autopar.Cluster:
-    """The cluster, with links on which many small arrays are as cheap as one."""
-    known = dataclasses.replace(cluster.device.calibrated, arrays_apart=False)
-    device = dataclasses.replace(cluster.device, calibration=known)
-    return dataclasses.replace(cluster, device=device)
-
-
 def kernel_axes(plan: autopar.Plan) -> set[tuple[tuple[str, ...], ...]]:
     """How the batch and the heads of the attention are split."""
     nodes = plan.stages[0].nodes
@@ -110,7 +103,7 @@ def test_a_planned_kernel_gives_what_the_plain_step_gives(
     given = filled(params), filled(x)
     planned = autopar.parallelize(
         step,
-        cluster=joining(autopar.Cluster.parse("2x4:cpu")),
+        cluster=sharing(autopar.Cluster.parse("2x4:cpu")),
         pins=pins,
         axis_names=("data", "tensor"),
         seconds=1,

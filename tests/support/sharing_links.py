@@ -1,0 +1,14 @@
+"""Clusters of CPUs whose links carry all arrays of a message at once."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from autopar import Cluster
+
+
+def sharing(cluster: Cluster) -> Cluster:
+    """The cluster, with links that carry the arrays of a message at once."""
+    known = dataclasses.replace(cluster.device.calibrated, arrays_apart=False)
+    device = dataclasses.replace(cluster.device, calibration=known)
+    return dataclasses.replace(cluster, device=device)
