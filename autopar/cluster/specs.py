@@ -239,6 +239,15 @@ class DeviceSpec:
         """FLOP/s of operators that are not matrix products."""
         return self.vector_flops_per_s or self.peak("float32")
 
+    @property
+    def streams(self) -> bool:
+        """Whether its compiler makes operands of products as these read them.
+
+        A TPU's vector unit makes them tile by tile, beside the matrix unit
+        (`autopar.steps.fusion.made_again`).
+        """
+        return self.kind == "tpu"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Level:

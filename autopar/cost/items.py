@@ -139,11 +139,12 @@ def hidden_item(
 def work_items(assignment: Assignment, pricer: Pricer) -> Iterator[CostItem]:
     """The work of each class of operators."""
     analysis, device = assignment.analysis, pricer.cluster.device
+    works = analysis.works(streamed=device.streams)
     for node in analysis.contraction.nodes:
         strategy = assignment.strategies[node.index]
         split = [pricer.group(axes) for axes in strategy]
         for member, mapping in node.members.items():
-            work = analysis.works.get(member)
+            work = works.get(member)
             if work is None:
                 continue
             parts = tuple(split[own] if own >= 0 else 1 for own in mapping)

@@ -88,7 +88,7 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
         final = op.class_index in analysis.independent.summing
         together = SUMS if final else ALONE
         if node.kind != "contraction":
-            if not partial or member not in analysis.works:
+            if not partial or member not in analysis.works():
                 continue
             for dims in op.rule.results:
                 own = assignment.layout(op, dims)

@@ -36,12 +36,13 @@ def node_work_s(
       discounts: on work that covers communication, and on communication.
     """
     device = pricer.cluster.device
+    works = analysis.works(streamed=device.streams)
     total = np.zeros(len(space.strategies))
     split = np.array(
         [[pricer.group(axes) for axes in s] for s in space.strategies], dtype=float
     ).reshape(len(space.strategies), -1)
     for member, mapping in node.members.items():
-        work = analysis.works.get(member)
+        work = works.get(member)
         if work is None:
             continue
         op = work.op

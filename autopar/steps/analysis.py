@@ -201,16 +201,34 @@ class Analysis:
         """The values that are in memory after fusion."""
         return fusion(self.graph, frozenset(self.contraction.floating))
 
+    def works(self, *, streamed: bool = False) -> dict[int, OperatorWork]:
+        """The work of the operators of each class that has a choice.
+
+        Args:
+          streamed: whether the compiler makes operands of products as they are read
+            (`autopar.cluster.DeviceSpec.streams`).
+        """
+        known = self._works.get(streamed)
+        if known is None:
+            fused = self._streamed if streamed else self.fusion
+            memory = in_memory(self.graph, fused, by_kernel=streamed)
+            known = self._works[streamed] = {
+                member: operator_work(self.graph, self.graph.operators[member], memory)
+                for node in self.contraction.nodes
+                for member in node.members
+                if self.graph.operators[member].kind not in BOUNDARY
+            }
+        return known
+
     @functools.cached_property
-    def works(self) -> dict[int, OperatorWork]:
-        """The work of the operators of each class that has a choice."""
-        memory = in_memory(self.graph, self.fusion)
-        return {
-            member: operator_work(self.graph, self.graph.operators[member], memory)
-            for node in self.contraction.nodes
-            for member in node.members
-            if self.graph.operators[member].kind not in BOUNDARY
-        }
+    def _works(self) -> dict[bool, dict[int, OperatorWork]]:
+        return {}
+
+    @functools.cached_property
+    def _streamed(self) -> Fusion:
+        """`fusion`, by a compiler that makes operands of products as they are read."""
+        floating = frozenset(self.contraction.floating)
+        return made_again(self.graph, floating, into_products=True)
 
     def with_operators(self, graph: OperatorGraph) -> Analysis:
         """The same step, whose operators run in other numbers.
@@ -238,10 +256,10 @@ class Analysis:
         if known is None:
             floating = frozenset(self.contraction.floating)
             fused = self.fusion
-            if habits.makes_again:
-                fused = made_again(
-                    self.graph, floating, into_products=habits.into_products
-                )
+            if habits.into_products:
+                fused = self._streamed
+            elif habits.makes_again:
+                fused = made_again(self.graph, floating)
             late = self._gradients if habits.late_gradients else {}
             if habits.late_until_barrier:
                 late = until_barriers(self.graph, late)

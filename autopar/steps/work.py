@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
@@ -84,19 +84,57 @@ class InMemory:
       fusion: which of them are.
       makers: value -> the operator that makes it.
       readers: value -> how many operators read it.
+      made_from: of each value that is not, what its kernel reads for it: arrays in
+        memory, and the bytes. Empty: every operator is charged what it reads itself.
     """
 
     fusion: Fusion
     makers: Mapping[int, Operator]
     readers: Mapping[int, int]
+    made_from: Mapping[int, Mapping[int, float]] = dataclasses.field(
+        default_factory=dict
+    )
 
 
-def in_memory(graph: OperatorGraph, fusion: Fusion) -> InMemory:
-    """The values of a graph that are in memory after fusion."""
+def in_memory(
+    graph: OperatorGraph, fusion: Fusion, *, by_kernel: bool = False
+) -> InMemory:
+    """The values of a graph that are in memory after fusion.
+
+    Args:
+      graph: the operator graph.
+      fusion: which of them are.
+      by_kernel: whether a kernel is charged what it reads once, where it writes. Else
+        each of its operators is charged what it reads itself.
+    """
     readers: Counter[int] = Counter()
     for op in graph.operators:
         readers.update({v for v in op.inputs if v is not None})
-    return InMemory(fusion, producers(graph.operators), readers)
+    made_from = _made_from(graph, fusion) if by_kernel else {}
+    return InMemory(fusion, producers(graph.operators), readers, made_from)
+
+
+def _made_from(graph: OperatorGraph, fusion: Fusion) -> dict[int, dict[int, float]]:
+    """See `InMemory.made_from`. A value that nothing in memory goes into has none."""
+    out: dict[int, dict[int, float]] = {}
+    for op in graph.operators:
+        fused = [v for v in op.outputs if v not in fusion.in_memory]
+        if not fused:
+            continue
+        read: dict[int, float] = {}
+        for slot, value in enumerate(op.inputs):
+            if value is None:
+                continue
+            if value not in fusion.in_memory:
+                found: Mapping[int, float] = out.get(value, {})
+            elif slot == 0 and op.kind in _TAKING:
+                found = {value: float(graph.values[op.outputs[0]].nbytes)}
+            else:
+                found = {value: float(graph.values[value].nbytes)}
+            for source, nbytes in found.items():
+                read[source] = max(read.get(source, 0.0), nbytes)
+        out.update((v, read) for v in fused)
+    return out
 
 
 def operator_work(graph: OperatorGraph, op: Operator, memory: InMemory) -> OperatorWork:
@@ -158,10 +196,21 @@ def _traffic(
     HandleGather, HandleDynamicUpdateSlice, HandleScatter).
     """
     fusion, values = memory.fusion, graph.values
+    if memory.made_from and fusion.in_memory.isdisjoint(op.outputs):
+        return ()
 
-    def held(found: Iterable[int | None]) -> list[tuple[int, float]]:
+    def held(found: Sequence[int | None]) -> list[tuple[int, float]]:
+        read: dict[int, float] = {}
+        for v in found:
+            if v is None:
+                continue
+            for source, nbytes in memory.made_from.get(v, {}).items():
+                read[source] = max(read.get(source, 0.0), nbytes)
         known = [v for v in found if v is not None and v in fusion.in_memory]
-        return [(v, float(values[v].nbytes)) for v in known]
+        return [
+            *((v, float(values[v].nbytes)) for v in known),
+            *((v, n) for v, n in read.items() if v not in known),
+        ]
 
     made = op.outputs[0] if op.outputs else None
     if made is not None and op.kind == "slice_step":

@@ -79,8 +79,9 @@ class SecondsPricer:
     def _add_work(self, submesh: Submesh, out: np.ndarray) -> None:
         analysis, assignment = self.layers.analysis, submesh.assignment
         device = submesh.pricer.cluster.device
+        works = analysis.works(streamed=device.streams)
         for member, runs in self._runs.items():
-            work = analysis.works[member]
+            work = works[member]
             seconds = self._run_s(assignment, device, work, _parts_of(submesh, work))
             for (column, row), trips in runs.items():
                 out[column, row] += trips * seconds
@@ -90,9 +91,10 @@ class SecondsPricer:
         """How often the operators of a class run, by column and example layer."""
         layers = self.layers
         out: dict[int, dict[tuple[int, int], float]] = {}
+        works = layers.analysis.works()
         for index in layers.operators:
             op = layers.analysis.graph.operators[index]
-            if op.class_index not in layers.analysis.works or layers.layer[index] < 0:
+            if op.class_index not in works or layers.layer[index] < 0:
                 continue
             row = layers.row[int(layers.layer[index])]
             runs = out.setdefault(op.class_index, {})

@@ -39,7 +39,7 @@ def step(table: Any, ids: Any) -> Any:
 def works() -> dict[str, OperatorWork]:
     table = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
     ids = jax.ShapeDtypeStruct((IDS,), jnp.int32)
-    found = analyse(step, (table, ids)).works.values()
+    found = analyse(step, (table, ids)).works().values()
     return {w.op.kind: w for w in found}
 
 
