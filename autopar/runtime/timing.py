@@ -34,6 +34,24 @@ def measure_plans(
       repeats: how many turns each plan gets; the median turn counts.
       steps: steps in one turn.
     """
+    turns = timed_turns(analysis, plans, repeats=repeats, steps=steps)
+    return {name: statistics.median(found) for name, found in turns.items()}
+
+
+def timed_turns(
+    analysis: Analysis, plans: Mapping[str, Plan], *, repeats: int, steps: int
+) -> dict[str, list[float]]:
+    """Returns the seconds of one step in every turn, as `measure_plans` takes them.
+
+    The lists are as long for all plans; turn ``i`` of all of them ran together, so
+    ratios within a turn are free of what the machine did in other turns.
+
+    Args:
+      analysis: the step that the plans were made for.
+      plans: name -> plan.
+      repeats: how many turns each plan gets.
+      steps: steps in one turn.
+    """
     runners = {
         name: _Runner(planned_on_devices(analysis, p)) for name, p in plans.items()
     }
@@ -43,7 +61,7 @@ def measure_plans(
     for _ in range(repeats):
         for name, runner in runners.items():
             turns[name].append(runner.turn(steps) / steps)
-    return {name: statistics.median(found) for name, found in turns.items()}
+    return turns
 
 
 def planned_on_devices(analysis: Analysis, plan: Plan) -> PlannedStep | PipelinedStep:
