@@ -123,7 +123,7 @@ def average_due(step: jax.Array, every: int) -> jax.Array:
 
 def next_residuals(
     feedbacks: Sequence[Feedback],
-    errors: Sequence[jax.Array],
+    errors: Sequence[jax.Array | None],
     links: Links,
     step: jax.Array,
 ) -> list[Any]:
@@ -133,12 +133,12 @@ def next_residuals(
 
     Args:
       feedbacks: of each gradient.
-      errors: what was not sent of each, float32.
+      errors: what was not sent of each, float32; None where it is not fed back.
       links: the collectives over the workers.
       step: number of the step, an int32 scalar, the same on all workers.
     """
     out: list[Any] = [
-        error.astype(feedback.dtype) if feedback.active else ()
+        () if error is None or not feedback.active else error.astype(feedback.dtype)
         for feedback, error in zip(feedbacks, errors, strict=True)
     ]
     for every in sorted({f.average_every for f in feedbacks} - {0}):

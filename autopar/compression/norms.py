@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+
+from autopar.compression.feedback import Feedback
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -20,14 +23,14 @@ class Sent:
 
     Attributes:
       wanted: of one gradient any shape, of several (..., C).
-      error: of the same shape.
+      error: of the same shape, or a function that makes it.
       total: the sum, in the type in which it is read; of several (..., C).
       widths: elements along the last dim of each gradient, c.
       part: whether the total is only a part of the sum of what is wanted here.
     """
 
     wanted: jax.Array
-    error: jax.Array
+    error: jax.Array | Callable[[], jax.Array]
     total: jax.Array
     widths: tuple[int, ...]
     part: bool = False
@@ -42,20 +45,31 @@ class Sent:
         narrow = jnp.finfo(self.total.dtype).max < jnp.finfo(jnp.bfloat16).max
         return self.part or bool(narrow)
 
+    @property
+    def lost(self) -> jax.Array:
+        """The error as an array."""
+        return self.error() if callable(self.error) else self.error
+
+    def with_error(self) -> Sent:
+        """The same, with the error computed."""
+        return dataclasses.replace(self, error=self.lost)
+
+    def squares(self) -> jax.Array:
+        """Squared norms of what was wanted, (k,)."""
+        return self._sum(jnp.square(self.wanted))
+
     def norms(self) -> jax.Array:
         """Squared norms of what was wanted, of the error and of the rest, (k, 3)."""
-        sent = self.wanted - self.error
+        lost = self.lost
+        sent = self.wanted - lost
         return jnp.stack(
-            [self._sum(jnp.square(x)) for x in (self.wanted, self.error, sent)], axis=1
+            [self._sum(jnp.square(x)) for x in (self.wanted, lost, sent)], axis=1
         )
 
     def non_finite(self) -> jax.Array:
-        """Elements that are not finite, (k,).
-
-        Of what was wanted; where all of that are, of the error, and else of the total.
-        """
-        own, lost, over = map(self._count, (self.wanted, self.error, self.total))
-        return jnp.where(own > 0, own, jnp.where(lost > 0, lost, over))
+        """Elements of what was wanted that are not finite, else of the error, (k,)."""
+        own, lost = self._count(self.wanted), self._count(self.lost)
+        return jnp.where(own > 0, own, lost)
 
     def overflows(self) -> jax.Array:
         """Elements of the total that are not finite, (k,)."""
@@ -80,29 +94,115 @@ class Sent:
         )
 
 
-def non_finite(groups: Sequence[Sent], norms: Sequence[jax.Array]) -> list[jax.Array]:
-    """`Sent.non_finite` of each group, looked for only where it can be other than 0.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Group:
+    """The k gradients of a group, as far as rows of telemetry need them.
+
+    Attributes:
+      sent: what was to be sent.
+      again: makes the same anew, for a branch that is seldom taken: an array that a
+        branch reads has to be in memory, also where it is not taken.
+      sound: `autopar.compression.codecs.codec.Codec.sound`.
+      feedbacks: of each gradient.
+      partials: this worker's part of each.
+      residuals: of each, () where there is none.
+    """
+
+    sent: Sent
+    again: Callable[[], Sent]
+    sound: bool
+    feedbacks: Sequence[Feedback]
+    partials: Sequence[jax.Array]
+    residuals: Sequence[Any]
+
+    def rows(self, norms: jax.Array, bad: jax.Array) -> jax.Array:
+        """The rows, float32 (k, 6).
+
+        Args:
+          norms: `Sent.norms`.
+          bad: number of elements that are not finite, (k,).
+        """
+        wanted, error, _ = norms.T
+        kept, own = jnp.zeros_like(wanted), wanted
+        if any(feedback.active for feedback in self.feedbacks):
+            as_error = all(
+                f.active and f.dtype == "float32" and not f.average_every
+                for f in self.feedbacks
+            )
+            found = [
+                jnp.zeros(()) if isinstance(x, tuple) else squared_norm(x)
+                for x in self.residuals
+            ]
+            kept = error if as_error else jnp.stack(found)
+            own = jnp.stack([squared_norm(x) for x in self.partials])
+        return jnp.concatenate((norms, jnp.stack((kept, own, bad), axis=1)), axis=1)
+
+
+# Stands for a norm that was not measured: no sum of squares is negative, and its sum
+# with those of other workers is not finite.
+NOT_MEASURED = -jnp.inf
+
+
+def rows(groups: Sequence[Group], measured: jax.Array | None) -> jax.Array:
+    """The rows of telemetry of all groups, one behind the other, float32 (k, 6).
+
+    Errors and norms take about as long as a codec itself, so a step may leave them
+    out. Elements that are not finite are looked for in any case: in the squared norms
+    of what is wanted, which are one pass, and in the sums of codecs that are not sound.
 
     Args:
-      groups: the groups.
-      norms: `Sent.norms` of each.
+      groups: the gradients.
+      measured: whether errors and norms are measured, a bool scalar; None: they are.
     """
-    if not groups:
-        return []
+
+    def every() -> jax.Array:
+        made = [g.sent if measured is None else g.again() for g in groups]
+        sent = [s.with_error() for s in made]
+        norms = [s.norms() for s in sent]
+        bad = _non_finite(sent, norms)
+        each = zip(groups, norms, bad, strict=True)
+        return jnp.concatenate([g.rows(norm, count) for g, norm, count in each])
+
+    if measured is None:
+        found, sums = every(), []
+    else:
+        squares = jnp.concatenate([g.sent.squares() for g in groups])
+        unknown = jnp.full((len(squares), 4), NOT_MEASURED)
+        few = jnp.column_stack((squares, unknown, jnp.zeros_like(squares)))
+        good = jnp.all(jnp.isfinite(squares))
+        found = jax.lax.cond(measured | ~good, every, lambda: few)
+        sums = [squared_norm(g.sent.total) for g in groups if not g.sound]
+    # Apart from the rest: what the branch above reads need not wait for the totals.
+    norms = jnp.append(found[:, :3], jnp.array(sums))
+    good = jnp.all(jnp.isfinite(norms) | (norms == NOT_MEASURED))
+    over = _overflows([g.sent for g in groups], good)
+    bad = jnp.where(found[:, -1] > 0, found[:, -1], over)
+    return found.at[:, -1].set(bad)
+
+
+def _non_finite(sent: Sequence[Sent], norms: Sequence[jax.Array]) -> list[jax.Array]:
+    """`Sent.non_finite` of each group, looked for only where it can be other than 0."""
     good = jnp.all(jnp.isfinite(jnp.concatenate(list(norms))))
+    return jax.lax.cond(
+        good,
+        lambda _: [jnp.zeros((len(g.widths),), jnp.float32) for g in sent],
+        lambda arrays: [
+            dataclasses.replace(g, wanted=wanted, error=error).non_finite()
+            for g, (wanted, error) in zip(sent, arrays, strict=True)
+        ],
+        [(g.wanted, g.lost) for g in sent],
+    )
+
+
+def _overflows(sent: Sequence[Sent], good: jax.Array) -> jax.Array:
+    """Elements of all totals that are not finite, where they can be, (k,)."""
     found = jax.lax.cond(
         good,
-        lambda _: [jnp.zeros((len(g.widths),), jnp.float32) for g in groups],
-        lambda arrays: [
-            dataclasses.replace(g, wanted=w, error=e, total=t).non_finite()
-            for g, (w, e, t) in zip(groups, arrays, strict=True)
-        ],
-        [(g.wanted, g.error, g.total) for g in groups],
+        lambda: [jnp.zeros((len(g.widths),), jnp.float32) for g in sent],
+        lambda: [g.overflows() for g in sent],
     )
-    return [
-        jnp.where(bad > 0, bad, g.overflows()) if g.unsure else bad
-        for g, bad in zip(groups, found, strict=True)
-    ]
+    each = zip(sent, found, strict=True)
+    return jnp.concatenate([g.overflows() if g.unsure else x for g, x in each])
 
 
 def squared_norm(values: jax.Array) -> jax.Array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -33,7 +33,7 @@ from autopar.compression.joining import (
     joined,
     joined_states,
 )
-from autopar.compression.norms import Sent, non_finite, squared_norm
+from autopar.compression.norms import Group, Sent, rows
 from autopar.compression.signal import COLUMNS, signal_rows
 
 State = dict[str, Any]
@@ -140,6 +140,7 @@ def synchronise(
     step: jax.Array,
     *,
     signals: bool = False,
+    measured: jax.Array | None = None,
 ) -> tuple[list[jax.Array], list[State], jax.Array]:
     """Sums gradients over the workers.
 
@@ -151,6 +152,9 @@ def synchronise(
       worker: number of this worker, int32 scalar.
       step: number of the step from 0, int32 scalar, the same on all workers.
       signals: whether the signal of what is sent is measured.
+      measured: whether errors and norms are, a bool scalar; None: they are. What is
+        not measured is `NOT_MEASURED`, but for the norms of what was to be sent. Where
+        an element is not finite all are measured.
 
     Returns:
       The sums in the partials' dtypes, whole or, where scattered, this worker's
@@ -165,6 +169,7 @@ def synchronise(
       ValueError: a partial does not fit its gradient; see `check_gradient`.
     """
     _check_call(gradients, partials, states, links.workers)
+    assert measured is None or not signals
     entries = list(zip(gradients, partials, states, strict=True))
     live = [k for k, entry in enumerate(entries) if entry[0].size]
     totals: list[jax.Array] = [_nothing(g, x, links) for g, x, _ in entries]
@@ -174,7 +179,7 @@ def synchronise(
     if live:
         given = [entries[k] for k in live]
         numbers = jnp.int32(worker), jnp.int32(step)
-        made = _synchronise_some(given, links, *numbers, signals)
+        made = _synchronise_some(given, links, *numbers, signals, measured)
         for k, total, state in zip(live, *made[:2], strict=True):
             totals[k], new_states[k] = total, state
         sums = sums.at[np.array(live)].set(made[2])
@@ -198,32 +203,6 @@ def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
         return jax.lax.select(everywhere, new, jnp.asarray(old))
 
     return jax.tree.map(chosen, new, old)
-
-
-def report(sums: jax.Array) -> dict[str, jax.Array]:
-    """Reads the sums of `synchronise` as a report about the codecs.
-
-    Args:
-      sums: (..., 6), of one worker or summed over workers and steps.
-
-    Returns:
-      ``relative_error``: of what was sent, in the L2 norm; ``gain``: the share
-      of the squared norm that was sent, GraVAC's compression gain (arXiv
-      2305.12201) with the residual counted in; ``residual_norm``: L2 norm of the
-      residual; ``gradient_norm``: that of the gradient without it; ``non_finite``:
-      number of elements. Each of shape (...). Where nothing was to be sent the
-      error is 0 and the gain 1; where its norm is not finite both are NaN.
-    """
-    wanted = sums[..., WANTED]
-    some = wanted != 0
-    safe = jnp.where(some & jnp.isfinite(wanted), wanted, jnp.nan)
-    return {
-        "relative_error": jnp.where(some, jnp.sqrt(sums[..., ERROR] / safe), 0.0),
-        "gain": jnp.where(some, sums[..., SENT] / safe, 1.0),
-        "residual_norm": jnp.sqrt(sums[..., RESIDUAL]),
-        "gradient_norm": jnp.sqrt(sums[..., GRADIENT]),
-        "non_finite": sums[..., NON_FINITE],
-    }
 
 
 def _check_call(
@@ -253,6 +232,7 @@ def _synchronise_some(
     worker: jax.Array,
     step: jax.Array,
     signals: bool,
+    measured: jax.Array | None,
 ) -> tuple[list[jax.Array], list[State], jax.Array]:
     """Totals, states and sums of gradients that all have elements."""
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
@@ -263,7 +243,8 @@ def _synchronise_some(
         _wanted(gradient, partial, state["residual"])
         for partial, (gradient, _, state) in zip(partials, entries, strict=True)
     ]
-    groups = _encoded(entries, wanted, links, worker, step)
+    eager = signals or measured is None
+    groups = _encoded(entries, wanted, links, worker, step, eager=eager)
     made = {k: one for group in groups for k, one in group.members.items()}
     feedbacks = [gradient.feedback for gradient in gradients]
     errors = [made[k].error for k in range(len(entries))]
@@ -277,18 +258,28 @@ def _synchronise_some(
     states = [
         {"residual": residuals[k], "codec": made[k].state} for k in range(len(entries))
     ]
-    rows = [_rows(group, feedbacks, partials, residuals) for group in groups]
+    found = [
+        Group(
+            group.sent,
+            again=group.again,
+            sound=gradients[next(iter(group.members))].codec.sound,
+            feedbacks=[feedbacks[k] for k in group.members],
+            partials=[partials[k] for k in group.members],
+            residuals=[residuals[k] for k in group.members],
+        )
+        for group in groups
+    ]
     order = np.argsort([k for group in groups for k in group.members])
-    sums = jnp.concatenate(rows)[order]
+    sums = rows(found, measured)[order]
     if signals:
         coded = {
             k: gradient.seed
             for k, gradient in enumerate(gradients)
             if not (gradient.scatter or isinstance(gradient.codec, Dense))
         }
-        sent = [w - made[k].error for k, w in enumerate(wanted)]
-        found = signal_rows(partials, sent, totals, coded, links, step)
-        sums = jnp.concatenate((sums, found), axis=1)
+        sent = [w - made[k].known_error for k, w in enumerate(wanted)]
+        more = signal_rows(partials, sent, totals, coded, links, step)
+        sums = jnp.concatenate((sums, more), axis=1)
     return totals, states, sums
 
 
@@ -298,13 +289,19 @@ class _Encoded:
 
     Attributes:
       total: the sum, as of `Reduced`.
-      error: what was not sent, of the gradient's shape.
+      error: what was not sent, of the gradient's shape; None: nobody needs it.
       state: the codec's new state.
     """
 
     total: jax.Array
-    error: jax.Array
+    error: jax.Array | None
     state: Any
+
+    @property
+    def known_error(self) -> jax.Array:
+        """The error, where it was asked for."""
+        assert self.error is not None
+        return self.error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -313,13 +310,13 @@ class _Group:
 
     Attributes:
       members: by number.
-      norms: squared norms, wanted, of the error and sent, (k, 3).
-      non_finite: number of elements that are not finite, (k,).
+      sent: what was to be sent of them, and what was not.
+      again: makes `sent` anew, of the gradients as they are in memory.
     """
 
     members: dict[int, _Encoded]
-    norms: jax.Array
-    non_finite: jax.Array
+    sent: Sent
+    again: Callable[[], Sent]
 
 
 def _encoded(
@@ -328,49 +325,55 @@ def _encoded(
     links: Links,
     worker: jax.Array,
     step: jax.Array,
+    *,
+    eager: bool,
 ) -> list[_Group]:
-    """Runs the codecs on all gradients; those of a group are encoded side by side."""
+    """Runs the codecs on all gradients; those of a group are encoded side by side.
+
+    Errors are computed where they are fed back, or all if ``eager``.
+    """
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     pieces = [_piece(entry, n) for entry in entries]
-    chunks = [
-        to_chunks(w, g.scatter_dim, n, piece.chunk)
-        for g, w, piece in zip(gradients, wanted, pieces, strict=True)
-    ]
     groups = grouped(pieces)
     whole = [pieces[group[0]].whole for group in groups]
-    given = [
-        joined([chunks[k] for k in group], whole=one)
-        for group, one in zip(groups, whole, strict=True)
-    ]
+
+    def side_by_side(i: int) -> jax.Array:
+        chunks = [
+            to_chunks(wanted[k], gradients[k].scatter_dim, n, pieces[k].chunk)
+            for k in groups[i]
+        ]
+        return joined(chunks, whole=whole[i])
+
+    given = [side_by_side(i) for i in range(len(groups))]
     rounds = [
         _rounds([entries[k] for k in group], values, n, worker, step)
         for group, values in zip(groups, given, strict=True)
     ]
     made = exchange(rounds, links)
-    sent = [
-        _sent([entries[k] for k in group], wanted[group[0]], values, reduced, one)
-        for group, values, reduced, one in zip(groups, given, made, whole, strict=True)
-    ]
-    norms = [one.norms() for one in sent]
-    bad = non_finite(sent, norms)
     out: list[_Group] = []
     for i, group in enumerate(groups):
+        own = [entries[k] for k in group]
+        exact = made[i].sent is given[i]
+
+        def again(i: int = i, exact: bool = exact) -> Sent:
+            own, first = [entries[k] for k in groups[i]], groups[i][0]
+            values = side_by_side(i)
+            return _sent(own, wanted[first], values, made[i], whole[i], exact=exact)
+
+        sent = _sent(own, wanted[group[0]], given[i], made[i], whole[i], exact=exact)
+        kept = eager or any(gradients[k].feedback.active for k in group)
+        if kept:
+            sent = sent.with_error()
         widths = [pieces[k].chunk for k in group]
         found = zip(
-            [gradients[k] for k in group],
             cut(made[i].total, widths, whole=whole[i]),
-            cut(sent[i].error, widths, whole=whole[i]),
+            _errors(own, sent, widths, whole=whole[i]),
             cut_states(made[i].state, widths),
             strict=True,
         )
-        each = [
-            _Encoded(
-                total, error if len(group) == 1 else _from_chunks(one, error), state
-            )
-            for one, total, error, state in found
-        ]
+        each = [_Encoded(total, error, state) for total, error, state in found]
         members = dict(zip(group, each, strict=True))
-        out.append(_Group(members, norms[i], bad[i]))
+        out.append(_Group(members, sent, (lambda s=sent: s) if kept else again))
     return out
 
 
@@ -416,41 +419,60 @@ def _sent(
     values: jax.Array,
     made: Reduced,
     whole: bool,
+    *,
+    exact: bool,
 ) -> Sent:
-    """Returns what was to be sent of a group and what was not, computed once.
+    """Returns what was to be sent of a group, and how what was not is computed.
 
     Of one gradient in its own shape, without padding; of gradients that lie one behind
-    the other as one row.
+    the other as one row. With ``exact`` the codec hands on what it is given, so
+    there is no error.
     """
     one, partial, _ = group[0]
     total = made.total.astype(one.dtype or partial.dtype)
     if len(group) == 1:
-        error = _error(one, values, made.sent)
-        return Sent(wanted, error, total, (1,), part=one.scatter)
-    # An array that a codec hands on as it is has no error.
-    if made.sent is values:
-        error = jnp.zeros_like(values)
-    else:
-        error = materialised(values - made.sent)
+
+        def own_error() -> jax.Array:
+            if exact:
+                return jnp.zeros(one.shape, jnp.float32)
+            return materialised(_from_chunks(one, values - made.understood))
+
+        return Sent(wanted, own_error, total, (1,), part=one.scatter)
     count = len(values)
     widths = tuple(gradient.chunk(count) for gradient, _, _ in group)
-    if not whole:
-        return Sent(values, error, total, widths, part=one.scatter)
-    wanted, error, total = (x.reshape(1, -1) for x in (values, error, total))
-    return Sent(wanted, error, total, tuple(count * width for width in widths))
+    shape = (1, -1) if whole else values.shape
+    if whole:
+        widths = tuple(count * width for width in widths)
+        total = total.reshape(shape)
+
+    def error() -> jax.Array:
+        if exact:
+            return jnp.zeros_like(values).reshape(shape)
+        return materialised(values - made.understood).reshape(shape)
+
+    return Sent(values.reshape(shape), error, total, widths, part=one.scatter)
+
+
+def _errors(
+    group: Sequence[tuple[Gradient, jax.Array, State]],
+    sent: Sent,
+    widths: Sequence[int],
+    *,
+    whole: bool,
+) -> Sequence[jax.Array | None]:
+    """What was not sent of each gradient of a group, where it is known."""
+    if callable(sent.error):
+        return [None] * len(group)
+    if len(group) == 1:
+        return [sent.error]
+    parts = cut(sent.error, widths, whole=whole)
+    return [_from_chunks(g, x) for (g, _, _), x in zip(group, parts, strict=True)]
 
 
 def _wanted(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:
     """Returns what is to be sent, float32, computed once."""
     values = with_residual(partial, residual, gradient.feedback)
     return materialised(values) if gradient.feedback.active else values
-
-
-def _error(gradient: Gradient, chunks: jax.Array, sent: jax.Array) -> jax.Array:
-    """Returns what was not sent; a codec that hands chunks on sends all."""
-    if sent is chunks:
-        return jnp.zeros(gradient.shape, jnp.float32)
-    return materialised(_from_chunks(gradient, chunks - sent))
 
 
 def _from_chunks(gradient: Gradient, chunks: jax.Array) -> jax.Array:
@@ -463,29 +485,3 @@ def _nothing(gradient: Gradient, partial: jax.Array, links: Links) -> jax.Array:
         return partial
     shape = own_shape(gradient.shape, gradient.scatter_dim, links.workers)
     return partial.reshape(shape)
-
-
-def _rows(
-    group: _Group,
-    feedbacks: Sequence[Feedback],
-    partials: Sequence[jax.Array],
-    residuals: Sequence[Any],
-) -> jax.Array:
-    """The rows of sums of a group's gradients, float32 (k, 6)."""
-    wanted, error, _ = group.norms.T
-    kept, own = jnp.zeros_like(wanted), wanted
-    if any(feedbacks[k].active for k in group.members):
-        as_error = all(
-            f.active and f.dtype == "float32" and not f.average_every
-            for f in (feedbacks[k] for k in group.members)
-        )
-        norms = [
-            jnp.zeros(())
-            if isinstance(residuals[k], tuple)
-            else squared_norm(residuals[k])
-            for k in group.members
-        ]
-        kept = error if as_error else jnp.stack(norms)
-        own = jnp.stack([squared_norm(partials[k]) for k in group.members])
-    columns = jnp.stack((kept, own, group.non_finite), axis=1)
-    return jnp.concatenate((group.norms, columns), axis=1)

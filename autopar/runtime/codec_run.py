@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -61,6 +62,9 @@ class CodecRun:
         self._saved: Any = None
         self._owner: AnySums | None = None
         self._telemetry: Any = None
+        # That of the last step that measured it; and the steps of this state.
+        self._known: Any = None
+        self._turn = 0
         self._level: Any = None
         self._taken: Any = None
         # Columns of telemetry behind the others, added up since the last observation.
@@ -86,7 +90,8 @@ class CodecRun:
         if self._state is None or plan is None:
             return self._saved
         texts = self.recoding.texts(plan, self._state["gradients"])
-        return {**jax.tree.map(_copied, self._state), "codecs": texts}
+        state = {name: x for name, x in self._state.items() if name != "due"}
+        return {**jax.tree.map(_copied, state), "codecs": texts}
 
     def restore(self, state: Any, *, held: bool = False) -> None:
         """Takes a saved state; the next step places it.
@@ -187,6 +192,9 @@ class CodecRun:
         flat, self._state, self._telemetry, self._level, *rest = planned.function(
             *placed, state, *noise
         )
+        if self._turn % sums.every == 0:
+            self._known = self._telemetry
+        self._turn += 1
         self._count(sums, new)
         self._planned = planned
         self._done += 1
@@ -249,12 +257,14 @@ class CodecRun:
                 self._state = restored(self._saved, sums)
             else:
                 self._state = sums.init()
-            self._saved, self._owner = None, sums
+            self._saved, self._owner, self._turn = None, sums, 0
         assert self._state is not None
         return self._state
 
     def report(self) -> dict[str, GradientReport]:
-        """The telemetry of the last step, by parameter.
+        """The telemetry of the last step that measured it, by parameter.
+
+        Where a gradient of the last step is not finite, it is that of the last step.
 
         Raises:
           PlanError: no step has run yet.
@@ -266,7 +276,9 @@ class CodecRun:
             )
         self._skipped.look(wait=True)
         skipped = 0 if self._state is None else int(np.asarray(self._state["skipped"]))
-        telemetry = np.asarray(self._telemetry, dtype=float)
+        last, known = (np.asarray(x, float) for x in (self._telemetry, self._known))
+        bad = ~np.isfinite(last[:, WANTED])
+        telemetry = np.where(bad[:, None], last, known)
         sums = self._planned.sums
         assert sums is not None
         reports = {
@@ -397,10 +409,15 @@ def _report(
         elements=int(np.prod(decision.shape)),
         wire_bytes=decision.wire_bytes,
         dense_bytes=decision.dense_bytes,
-        norm=float(np.sqrt(wanted)),
-        relative_error=float(np.sqrt(row[ERROR] / part)) if wanted else 0.0,
+        norm=_root(wanted),
+        relative_error=_root(row[ERROR] / part) if wanted else 0.0,
         gain=float(row[SENT] / part) if wanted else 1.0,
-        residual_norm=float(np.sqrt(row[RESIDUAL])),
-        gradient_norm=float(np.sqrt(row[GRADIENT])),
+        residual_norm=_root(row[RESIDUAL]),
+        gradient_norm=_root(row[GRADIENT]),
         skipped=skipped,
     )
+
+
+def _root(square: float) -> float:
+    """The square root; NaN of what was not measured (`norms.NOT_MEASURED`)."""
+    return math.sqrt(square) if square >= 0 else math.nan

@@ -28,7 +28,7 @@ from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.last_batch import checked
 from autopar.runtime.noise.options import NoiseOptions, noise_options
 from autopar.runtime.parallel_step import ParallelStep, Setting
-from autopar.runtime.program_store import PROGRAMS, ProgramStore
+from autopar.runtime.program_store import PROGRAMS, TELEMETRY_EVERY, ProgramStore
 from autopar.runtime.world import World
 from autopar.steps.spares import Spares
 
@@ -50,6 +50,7 @@ def parallelize(
     policy: Policy | None = ...,
     fallback: str | Sequence[str] = ...,
     least_gain: float = ...,
+    telemetry_every: int = ...,
     noise_scale: bool | NoiseOptions = ...,
     pins: Pins | None = ...,
     logical_axis_rules: LogicalRules | None = ...,
@@ -81,6 +82,7 @@ def parallelize(
     policy: Policy | None = ...,
     fallback: str | Sequence[str] = ...,
     least_gain: float = ...,
+    telemetry_every: int = ...,
     noise_scale: bool | NoiseOptions = ...,
     pins: Pins | None = ...,
     logical_axis_rules: LogicalRules | None = ...,
@@ -113,6 +115,7 @@ def parallelize(
     policy: Policy | None = None,
     fallback: str | Sequence[str] = (),
     least_gain: float = LEAST_GAIN,
+    telemetry_every: int = TELEMETRY_EVERY,
     noise_scale: bool | NoiseOptions = False,
     pins: Pins | None = None,
     logical_axis_rules: LogicalRules | None = None,
@@ -155,6 +158,8 @@ def parallelize(
         send too little; the last one always sends. Needs ``compression=``.
       least_gain: the least part of the gradients' squared norm that a codec must
         send; below it the next codec of ``fallback`` is tried.
+      telemetry_every: the telemetry of codecs is measured in one step of so many; in
+        all of them with a policy or a fallback.
       noise_scale: whether each step measures how noisy its gradients are, or how it
         does; read `ParallelStep.noise_scale`.
       pins: path pattern of an input -> its ``PartitionSpec``; this option and those
@@ -187,7 +192,7 @@ def parallelize(
       ClusterError: the text describes no cluster.
       PlanError: options contradict each other, or there is no such plan or codec.
     """
-    _check_numbers(programs, least_gain)
+    _check_numbers(programs, least_gain, telemetry_every)
     given = None if plan is None else as_plan(plan)
     named = None if cluster is None else as_cluster(cluster)
     options = PlanOptions(
@@ -232,6 +237,7 @@ def parallelize(
                 fallback=safer,
                 noise=noise,
                 signals=signals,
+                every=telemetry_every if policy is None else 1,
                 capacity=programs,
             ),
             codecs=CodecRun(policy),
@@ -244,12 +250,17 @@ def parallelize(
     return decorate if step is None else decorate(step)
 
 
-def _check_numbers(programs: Any, least_gain: Any) -> None:
+def _check_numbers(programs: Any, least_gain: Any, every: Any) -> None:
     """Checks the kinds and ranges of numbers."""
     if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
         raise PlanError(
             f"parallelize: programs={programs!r}: expected the most compiled programs "
             f"to keep, at least 1; the default is {PROGRAMS}."
+        )
+    if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+        raise PlanError(
+            f"parallelize: telemetry_every={every!r}: expected a number of steps, at "
+            f"least 1, which measures all; the default is {TELEMETRY_EVERY}."
         )
     number = isinstance(least_gain, (int, float)) and not isinstance(least_gain, bool)
     if not number or not 0 <= least_gain < math.inf:

@@ -163,6 +163,7 @@ def planned_step(
     fallback: Fallback | None = None,
     noise: NoiseOptions | None = None,
     signals: bool = False,
+    every: int = 1,
     wait: Wait | None = None,
     turns: int | None = None,
 ) -> PlannedStep:
@@ -177,6 +178,7 @@ def planned_step(
       fallback: the codecs of a step in which the plan's send too little.
       noise: how the noise of gradients is measured; None: it is not.
       signals: whether the signal of what codecs send is measured.
+      every: the telemetry of one step in so many is measured.
       wait: of a plan with replicas, what waits in each turn of one
         (`autopar_passes.replay.replicas.Replicas`), to simulate slower devices.
       turns: of a plan with replicas, how many turns each has, for audits alone; None:
@@ -199,7 +201,9 @@ def planned_step(
     carried = tuple(sorted(analysis.carried)) if donate else ()
     inputs: list[Any] = _in_shardings(analysis, assignment, mesh)
     outputs = _out_shardings(analysis, assignment, mesh)
-    found = gradient_sums(assignment, plan, mesh, fallback, signals=signals)
+    found = gradient_sums(
+        assignment, plan, mesh, fallback, signals=signals, every=every
+    )
     measured = None if noise is None else _noise_spec(assignment, mesh, noise, found)
     if found is None and measured is None:
         function = jax.jit(
@@ -276,7 +280,12 @@ def with_inputs_of(planned: PlannedStep, plan: Plan) -> PlannedStep:
     assert planned.sums is not None
     before = planned.sums
     sums = gradient_sums(
-        planned.assignment, plan, planned.mesh, before.fallback, signals=before.signals
+        planned.assignment,
+        plan,
+        planned.mesh,
+        before.fallback,
+        signals=before.signals,
+        every=before.every,
     )
     return dataclasses.replace(planned, plan=plan, sums=sums)
 

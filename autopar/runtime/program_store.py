@@ -30,6 +30,8 @@ from autopar.runtime.step_planner import Analysed
 
 # Enough for a policy that switches codecs, or for a cluster that shrinks and grows.
 PROGRAMS = 8
+# Often enough to see how codecs do, and seldom enough to cost a hundredth of a step.
+TELEMETRY_EVERY = 16
 
 
 class ProgramStore:
@@ -47,6 +49,7 @@ class ProgramStore:
         fallback: Fallback | None = None,
         noise: NoiseOptions | None = None,
         signals: bool = False,
+        every: int = 1,
         capacity: int = PROGRAMS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -57,6 +60,7 @@ class ProgramStore:
           fallback: the codecs of a step in which the plan's send too little.
           noise: how programs measure the noise of gradients; None: they do not.
           signals: whether programs measure the signal of what codecs send.
+          every: the telemetry of codecs is measured in one step of so many.
           capacity: most programs to hold.
           clock: seconds now.
 
@@ -73,7 +77,7 @@ class ProgramStore:
         self._compiling: weakref.WeakKeyDictionary[Any, threading.Lock]
         self._compiling = weakref.WeakKeyDictionary()
         self.fallback = fallback
-        self.noise, self.signals = noise, signals
+        self.noise, self.signals, self.every = noise, signals, every
         self._capacity = capacity
         self._programs = Recent[Hashable, AnyStep](capacity, self._release)
 
@@ -84,6 +88,7 @@ class ProgramStore:
             fallback=self.fallback,
             noise=self.noise,
             signals=self.signals,
+            every=self.every,
             capacity=self._capacity,
         )
 
@@ -132,6 +137,7 @@ class ProgramStore:
                     fallback=self.fallback,
                     noise=self.noise,
                     signals=self.signals,
+                    every=self.every,
                 )
                 found = self._programs.put(key, made)
         return _with_inputs(found, plan)

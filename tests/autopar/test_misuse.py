@@ -184,6 +184,8 @@ def test_what_cannot_be_split() -> None:
         ({"compression": "int8", "fallback": "int9"}, r"unknown codec 'int9'; known"),
         ({"least_gain": "x"}, r"a number of at least 0"),
         ({"least_gain": -0.1}, r"a number of at least 0"),
+        ({"telemetry_every": 0}, r"expected a number of steps, at least 1"),
+        ({"telemetry_every": 2.0}, r"expected a number of steps, at least 1"),
         ({"last_batch": "skip"}, r"expected 'run'.*'drop'.*or 'pad'"),
         ({"last_batch": None}, r"expected 'run'.*'drop'.*or 'pad'"),
         ({"static_argnames": "btach"}, r"no such argument; it has w, batch"),

@@ -18,6 +18,7 @@ and stays in its block. A block whose scale would be a denormal becomes zero.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Final, Literal, Protocol
 
@@ -97,7 +98,7 @@ def two_shot(
     count, elements = chunks.shape
     lengths = row_lengths(context, elements)
     payload = materialised(rows.encode(chunks, lengths, salt(context, 0)))
-    sent = rows.decode(payload, elements)
+    sent = functools.partial(rows.decode, payload, elements)
     received = yield AllToAll(payload)
     total = rows.decode_sum(received, elements)
     if context.scatter:

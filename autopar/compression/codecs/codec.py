@@ -17,7 +17,7 @@ from __future__ import annotations
 import abc
 import dataclasses
 import math
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, ClassVar
 
 import jax
@@ -88,13 +88,19 @@ class Reduced:
       total: the sum over all workers, (n, c), or this worker's row (c,) when
         scattered. Bit-identical on all workers.
       sent: what the others understood of this worker's own contribution,
-        (n, c): the error is ``chunks - sent``.
+        (n, c): the error is ``chunks - sent``. Or a function that makes it, from
+        what is in memory anyway: a step that needs no error does not call it.
       state: the codec's new state.
     """
 
     total: jax.Array
-    sent: jax.Array
+    sent: jax.Array | Callable[[], jax.Array]
     state: State
+
+    @property
+    def understood(self) -> jax.Array:
+        """What was ``sent``, as an array."""
+        return self.sent() if callable(self.sent) else self.sent
 
 
 Rounds = Generator[Request, jax.Array, Reduced]
@@ -147,6 +153,8 @@ class Codec(abc.ABC):
       name: the word it is written with, as in ``int4:block=64``.
       feedback: whether its error must be fed back for training to converge.
       linear: whether the sum of what is sent is what the sum would send.
+      sound: whether elements whose squares have a finite sum give a finite sum over
+        the workers, whatever they are. Of other codecs every sum is looked at.
       sized: the field that decides how much is sent, where it can be an input of the
         program (`autopar.compression.adjusting`); '' where it cannot.
       free: other fields that can be inputs.
@@ -156,6 +164,7 @@ class Codec(abc.ABC):
     name: ClassVar[str]
     feedback: ClassVar[bool] = False
     linear: ClassVar[bool] = False
+    sound: ClassVar[bool] = False
     sized: ClassVar[str] = ""
     free: ClassVar[tuple[str, ...]] = ()
     restarts: ClassVar[tuple[str, ...]] = ()

@@ -32,6 +32,7 @@ class Dense(Codec):
     """Sends float32 through the all-reduce of the backend: no error."""
 
     name: ClassVar[str] = "dense"
+    sound: ClassVar[bool] = True
     linear: ClassVar[bool] = True
 
     @property
@@ -58,6 +59,7 @@ class Bf16(Codec):
     """
 
     name: ClassVar[str] = "bf16"
+    sound: ClassVar[bool] = True
 
     @property
     def unit(self) -> int:

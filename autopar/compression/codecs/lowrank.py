@@ -177,7 +177,7 @@ class PowerSGD(Codec):
         def whole(parts: jax.Array) -> jax.Array:
             return parts.reshape(-1)[:size].reshape(columns.shape).T
 
-        return whole(out.total), whole(out.sent)
+        return whole(out.total), whole(out.understood)
 
 
 def _start(state: jax.Array, context: CodecContext, rank: int | jax.Array) -> jax.Array:

@@ -147,11 +147,11 @@ class Predicted(Codec):
                 numbers[: indices.size], mode="drop", unique_indices=True
             )
 
-        total, sent = place(reduced.total), place(reduced.sent)
+        total, sent = place(reduced.total), place(reduced.understood)
         if self.sketch:
             rest = lax.dynamic_update_slice(rest, jnp.zeros(window), (first,))
             extra = yield from self._sketched(rest, chunks.shape, inner)
-            total, sent = total + extra.total, sent + extra.sent
+            total, sent = total + extra.total, sent + extra.understood
         state = self._learn(state, indices, first, window, total)
         total = total.reshape(chunks.shape)
         if context.scatter:
@@ -163,7 +163,7 @@ class Predicted(Codec):
     ) -> Rounds:
         codec = Sketch(ratio=self.sketch, heavy=self.heavy)
         out = yield from codec.reduce(rest.reshape(shape), (), context)
-        return Reduced(out.total.reshape(-1), out.sent.reshape(-1), ())
+        return Reduced(out.total.reshape(-1), out.understood.reshape(-1), ())
 
     def _turns(self, size: int) -> int:
         """Steps at the start in which elements are sent in turn."""
@@ -240,7 +240,8 @@ def _dense(values: jax.Array, codec: Codec, context: CodecContext) -> Rounds:
     inner = dataclasses.replace(context, shape=(size,), size=size)
     state = codec.init((size,), n * chunk, n)
     out = yield from codec.reduce(chunks, state, inner)
-    return Reduced(out.total.reshape(-1)[:size], out.sent.reshape(-1)[:size], ())
+    sent = out.understood.reshape(-1)[:size]
+    return Reduced(out.total.reshape(-1)[:size], sent, ())
 
 
 def largest(scores: jax.Array, count: int, salt: jax.Array) -> jax.Array:

@@ -56,6 +56,7 @@ class Int8(Codec):
     """
 
     name: ClassVar[str] = "int8"
+    sound: ClassVar[bool] = True
 
     block: int = 256
     rounding: Rounding = "nearest"
@@ -123,6 +124,7 @@ class Int4(Codec):
     """
 
     name: ClassVar[str] = "int4"
+    sound: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
 
     block: int = 256
@@ -212,6 +214,7 @@ class Sign(Codec):
     """
 
     name: ClassVar[str] = "sign"
+    sound: ClassVar[bool] = True
     feedback: ClassVar[bool] = True
 
     block: int = 256
@@ -271,6 +274,7 @@ class Fp8(Codec):
     """
 
     name: ClassVar[str] = "fp8"
+    sound: ClassVar[bool] = True
 
     block: int = 256
     format: Literal["e4m3", "e5m2"] = "e4m3"

@@ -166,7 +166,7 @@ def _encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]
         context = CodecContext(1, jnp.int32(0), step, seed, shape, size, False)
         rounds: Rounds = codec.reduce(chunks, state, context)
         reduced: Reduced = exchange([rounds], Alone(1))[0]
-        return jnp.linalg.norm(chunks - reduced.sent), reduced.state
+        return jnp.linalg.norm(chunks - reduced.understood), reduced.state
 
     return lambda: codec.init(shape, chunk, 1), jax.jit(encode)
 

@@ -62,11 +62,14 @@ def carry_over(state: State, new: AnySums) -> State:
     step = placement.place(state["step"], shardings["step"])
     # A state that was saved by an earlier version has counted none.
     skipped = jnp.asarray(state.get("skipped", 0), jnp.int32)
-    return {
-        "step": step,
-        "skipped": placement.place(skipped, shardings["skipped"]),
-        "gradients": gradients,
+    # The telemetry of the next step is measured, whatever was measured before.
+    counters = {"skipped": skipped, "due": jnp.int32(0)}
+    placed = {
+        name: placement.place(value, shardings[name])
+        for name, value in counters.items()
+        if name in wanted
     }
+    return {"step": step, **placed, "gradients": gradients}
 
 
 def restored(state: Any, new: AnySums) -> State:

@@ -55,7 +55,7 @@ class SkippedSteps:
 
     def _learn(self, codecs: Sequence[Coded], rows: np.ndarray) -> None:
         for (name, codec), row in zip(codecs, rows, strict=True):
-            if not codec or not 0 < row[WANTED] < np.inf:
+            if not codec or not 0 < row[WANTED] < np.inf or row[ERROR] < 0:
                 continue
             squared = row[ERROR] / row[WANTED]
             known = self.errors.setdefault(name, {})

@@ -46,6 +46,11 @@ class StagedSums:
         return tuple(self.stages.values())
 
     @property
+    def every(self) -> int:
+        """The telemetry of one step in so many is measured: of all."""
+        return 1
+
+    @property
     def num_levels(self) -> int:
         """Number of ways to send a gradient, of which each step takes one."""
         return self.parts[0].num_levels

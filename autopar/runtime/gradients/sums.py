@@ -5,12 +5,14 @@ The state is carried from step to step beside the train state::
     {
         "step": int32,
         "skipped": int32,
+        "due": int32,
         "gradients": {parameter: {"residual": ..., "codec": ...}},
     }
 
-``skipped`` counts the steps in which a gradient was not finite. A residual is an array
-``(n, *shape)``, a slice for each of the n workers. The arrays of a codec's own state
-have one leading entry for each device.
+``skipped`` counts the steps in which a gradient was not finite. ``due`` is the number
+of steps until the next whose telemetry is measured; it is there where not all are. A
+residual is an array ``(n, *shape)``, a slice for each of the n workers. The arrays of a
+codec's own state have one leading entry for each device.
 """
 
 from __future__ import annotations
@@ -112,12 +114,14 @@ class GradientSums:
       members: by value; those of a bucket in the order of the plan.
       fallback: the codecs of a bucket whose own send too little.
       signals: whether steps measure the signal of what is sent.
+      every: the telemetry of one step in so many is measured.
     """
 
     mesh: Any
     members: dict[int, Member]
     fallback: Fallback | None = None
     signals: bool = False
+    every: int = 1
 
     @property
     def parts(self) -> tuple[GradientSums, ...]:
@@ -157,7 +161,7 @@ class GradientSums:
             for m in self.members.values()
         }
         step = NamedSharding(self.mesh, PartitionSpec())
-        return {"step": step, "skipped": step, "gradients": gradients}
+        return dict.fromkeys(self._counters, step) | {"gradients": gradients}
 
     def structs(self) -> State:
         """Shapes of the whole state."""
@@ -189,7 +193,12 @@ class GradientSums:
             )
             gradients[member.decision.name] = {"residual": residual, "codec": codec}
         zero = jnp.zeros((), jnp.int32)
-        return {"step": zero, "skipped": zero, "gradients": gradients}
+        return dict.fromkeys(self._counters, zero) | {"gradients": gradients}
+
+    @property
+    def _counters(self) -> tuple[str, ...]:
+        """The scalars of the state."""
+        return ("step", "skipped", *["due"] * (self.every > 1))
 
 
 def gradient_sums(
@@ -200,6 +209,7 @@ def gradient_sums(
     *,
     first: int = 0,
     signals: bool = False,
+    every: int = 1,
 ) -> GradientSums | None:
     """Returns the sums of a plan's gradients; None: the compiler sums all of them.
 
@@ -210,6 +220,8 @@ def gradient_sums(
       fallback: the codecs of a step in which the plan's send too little.
       first: the seed of the first gradient's codec; others have those behind it.
       signals: whether steps measure the signal of what is sent.
+      every: the telemetry of one step in so many is measured; with a fallback or
+        signals that of all.
 
     Raises:
       PlanError: a codec cannot be used for its gradient or does not fit its limit, or
@@ -222,7 +234,8 @@ def gradient_sums(
     members: dict[int, Member] = {}
     for number, decision in enumerate(chosen, first):
         members[decision.value] = _member(assignment, decision, number, mesh, fallback)
-    return GradientSums(mesh, members, fallback, signals)
+    often = 1 if fallback is not None or signals else every
+    return GradientSums(mesh, members, fallback, signals, often)
 
 
 def _member(

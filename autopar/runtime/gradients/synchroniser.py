@@ -8,7 +8,7 @@ axes is never gathered, and only payloads cross the links.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -56,8 +56,10 @@ class CodecSynchroniser:
         states = [self.state["gradients"][m.decision.name] for m in members]
         state_specs = [self.sums.specs(m) for m in members]
 
-        def bucket(step: Any, arrays: Any, before: Any) -> Any:
-            return _sum_bucket(self.sums, members, step, arrays, before)
+        counters = {k: x for k, x in self.state.items() if k in ("step", "due")}
+
+        def bucket(now: Any, arrays: Any, before: Any) -> Any:
+            return _sum_bucket(self.sums, members, now, arrays, before)
 
         totals, after, rows, level = jax.shard_map(
             bucket,
@@ -74,7 +76,7 @@ class CodecSynchroniser:
                 PartitionSpec(),
             ),
             check_vma=False,
-        )(self.state["step"], [x.array for x in partials.values()], states)
+        )(counters, [x.array for x in partials.values()], states)
         for k, member in enumerate(members):
             self.new[member.decision.name] = after[k]
             self.levels[member.decision.name] = level
@@ -115,6 +117,8 @@ class CodecSynchroniser:
             "skipped": self.state["skipped"] + ~self.finite,
             "gradients": gradients,
         }
+        if (due := self.state.get("due")) is not None:
+            after["due"] = jnp.where(due == 0, self.sums.every, due) - 1
         return after, self.telemetry()
 
     def telemetry(self) -> jax.Array:
@@ -149,11 +153,18 @@ def _spoilt(rows: jax.Array) -> jax.Array:
 def _sum_bucket(
     sums: GradientSums,
     members: Sequence[Member],
-    step: Any,
+    counters: Mapping[str, Any],
     arrays: Sequence[Any],
     before: Sequence[State],
 ) -> tuple[list[Any], list[State], Any, jax.Array]:
     """Sums a bucket on one device's arrays.
+
+    Args:
+      sums: of the step.
+      members: those of the bucket.
+      counters: ``step`` and, where not all steps are measured, ``due`` of the state.
+      arrays: the partial gradients.
+      before: their states.
 
     Returns:
       The sums, the new states, telemetry summed over all devices and the level taken.
@@ -169,7 +180,7 @@ def _sum_bucket(
     summations = [m.summation for m in members]
     partials = sum_within(summations, [x[0] for x in arrays], fast)
     totals, after, rows, level = _summed(
-        sums, members, partials, states, links, worker, step
+        sums, members, partials, states, links, worker, counters
     )
     with jax.named_scope("telemetry"):
         rows = jax.lax.psum(rows, mesh_names)
@@ -191,17 +202,25 @@ def _summed(
     states: Sequence[State],
     links: MeshLinks,
     worker: Any,
-    step: Any,
+    counters: Mapping[str, Any],
 ) -> tuple[list[Any], list[State], Any, jax.Array]:
     """Sums a bucket by the plan's codecs, or by those of the fallback.
 
     All devices of the mesh take the same level: gradients that are split over other
     axes stand beside those that are not, whose copies must stay equal.
     """
+    step = counters["step"]
     if sums.fallback is None:
-        gradients = [m.gradient for m in members]
+        due = counters.get("due")
         found = synchronise(
-            gradients, partials, states, links, worker, step, signals=sums.signals
+            [m.gradient for m in members],
+            partials,
+            states,
+            links,
+            worker,
+            step,
+            signals=sums.signals,
+            measured=None if due is None else due == 0,
         )
         return *found, jnp.int32(0)
     levels = list(zip(*(m.levels for m in members), strict=True))

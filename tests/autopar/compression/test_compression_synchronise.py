@@ -25,7 +25,6 @@ from autopar.compression.synchronise import (
     Gradient,
     check_gradient,
     init_state,
-    report,
     restore_unless_finite,
     synchronise,
 )
@@ -264,16 +263,6 @@ def test_a_bad_step_leaves_no_trace_when_settled():
     finite = jnp.asarray(sums[..., NON_FINITE].sum() == 0)
     settled = restore_unless_finite(states, poisoned, finite)
     jax.tree.map(np.testing.assert_array_equal, settled, states)
-
-
-def test_report():
-    sums = jnp.asarray([[4.0, 1.0, 3.0, 16.0, 9.0, 2.0], [0.0] * 6])
-    out = report(sums)
-    np.testing.assert_allclose(out["relative_error"], [0.5, 0.0])
-    np.testing.assert_allclose(out["gain"], [0.75, 1.0])
-    np.testing.assert_allclose(out["residual_norm"], [4.0, 0.0])
-    np.testing.assert_allclose(out["gradient_norm"], [3.0, 0.0])
-    np.testing.assert_allclose(out["non_finite"], [2.0, 0.0])
 
 
 # --- Wire -------------------------------------------------------------------

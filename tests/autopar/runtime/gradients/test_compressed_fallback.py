@@ -50,7 +50,7 @@ def test_a_forced_level_is_that_codec_alone(
     step = fresh("blocktopk", name, fallback="int4", least_gain=least_gain)
     losses = losses_of(step, name)
 
-    alone = fresh(codec, name)
+    alone = fresh(codec, name, telemetry_every=1)
     assert losses == pytest.approx(losses_of(alone, name), rel=1e-6)
     for path, report in step.telemetry.items():
         other = alone.telemetry[path]

@@ -53,7 +53,7 @@ def is_key(leaf: Any) -> bool:
 def trained(name: str, codec: str) -> tuple[Any, Any, list[float]]:
     """The step, its state and its losses after some steps."""
     case = case_of(name)
-    step = case.parallel(codec)
+    step = case.parallel(codec, telemetry_every=1)
     state, losses = case.train(step, case.state(), case.batches(STEPS))
     return step, state, losses
 

@@ -87,7 +87,7 @@ def staged(loss=chain_loss, codec=TOPK, **options):
 
 def whole(loss=chain_loss, codec=TOPK):
     """One stage that splits the batch over as many devices as each stage does."""
-    asked = {"cluster": "1x2:cpu", "microbatches": 2, **SPLIT}
+    asked = {"cluster": "1x2:cpu", "microbatches": 2, "telemetry_every": 1, **SPLIT}
     step = autopar.parallelize(descended(loss), compression=codec, **asked)
     return step, started(STATES[loss]())
 
