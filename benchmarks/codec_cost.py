@@ -69,6 +69,7 @@ def main() -> None:
     parser.add_argument("codecs", nargs="*", default=CODECS)
     parser.add_argument("--elements", type=int, default=1_000_000)
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--telemetry", action="store_true", help="of every step")
     options = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     side = math.isqrt(options.elements)
@@ -83,8 +84,10 @@ def main() -> None:
 
         @functools.partial(jax.jit, donate_argnums=1, compiler_options=WITH_BARRIERS)
         def run(x, state, step, how=how):
+            # As in most steps: never, which the compiler does not know.
+            measured = None if options.telemetry else step < 0
             totals, after, sums = synchronise(
-                [how], [x], [state], Loopback(), jnp.int32(0), step
+                [how], [x], [state], Loopback(), jnp.int32(0), step, measured=measured
             )
             finite = jnp.all(sums[:, NON_FINITE] == 0)
             return totals[0], restore_unless_finite([state], after, finite), sums

@@ -73,7 +73,8 @@ def is_object_state(x: Any) -> bool:
 
 def holds_objects(tree: Any) -> bool:
     """Whether a tree holds any NNX object."""
-    return any(is_object(x) for x in jax.tree.leaves(tree, is_leaf=_may_be_object))
+    leaves = jax.tree.leaves(tree, is_leaf=_may_be_object)
+    return any(_may_be_object(x) for x in leaves)
 
 
 @contextlib.contextmanager
