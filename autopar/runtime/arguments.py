@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -23,8 +24,14 @@ def signature(call: Call) -> Hashable:
 
     Weak types are left out: `autopar.runtime.step_planner` looks at those that matter.
     """
-    arrays = tuple((tuple(x.shape), str(x.dtype)) for x in call.arrays)
+    arrays = tuple((tuple(x.shape), _text(x.dtype)) for x in call.arrays)
     return call.form, arrays
+
+
+@functools.cache
+def _text(dtype: Any) -> str:
+    """The name of a dtype, which NumPy takes long to make."""
+    return str(dtype)
 
 
 def abstract(call: Call) -> Call:

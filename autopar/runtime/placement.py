@@ -23,7 +23,7 @@ def place(leaf: Any, sharding: NamedSharding) -> Any:
     same values on every process (`autopar.runtime.agreement.check_equal`): each
     process cuts its shards out of its own array, and nothing is sent.
     """
-    if isinstance(leaf, jax.Array) and jax.typeof(leaf).weak_type:
+    if isinstance(leaf, jax.Array) and getattr(leaf, "weak_type", False):  # not of keys
         leaf = _strong(leaf)
     if isinstance(leaf, jax.Array):
         if leaf.committed and leaf.sharding == sharding:
@@ -85,13 +85,18 @@ def consume(
         if id(placed[k]) in kept:
             continue
         held = [placed[k]]
-        if isinstance(given[k], jax.Array) and given[k].sharding.is_equivalent_to(
-            placed[k].sharding, given[k].ndim
-        ):
+        if given[k] is not placed[k] and _lies_alike(given[k], placed[k]):
             held.append(given[k])
         for array in held:
             if not array.is_deleted():
                 array.delete()
+
+
+def _lies_alike(given: Any, placed: Any) -> bool:
+    """Whether an array lies where another does."""
+    if not isinstance(given, jax.Array):
+        return False
+    return given.sharding.is_equivalent_to(placed.sharding, given.ndim)
 
 
 def place_rows(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:

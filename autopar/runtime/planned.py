@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -69,7 +70,7 @@ def _mesh_text(plan: Plan) -> str:
     return " ".join(f"{k}={v}" for k, v in plan.mesh["axes"].items())
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class PlannedStep:
     """The flat step under a plan.
 
@@ -107,7 +108,7 @@ class PlannedStep:
         """The mesh of each stage; there is one."""
         return (self.mesh,)
 
-    @property
+    @functools.cached_property
     def in_shardings(self) -> list[NamedSharding]:
         """Sharding of each flat argument."""
         return _in_shardings(self.analysis, self.assignment, self.mesh)
