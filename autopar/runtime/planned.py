@@ -108,9 +108,13 @@ class PlannedStep:
         """The mesh of each stage; there is one."""
         return (self.mesh,)
 
-    @functools.cached_property
+    @property
     def in_shardings(self) -> list[NamedSharding]:
         """Sharding of each flat argument."""
+        return self._shardings
+
+    @functools.cached_property
+    def _shardings(self) -> list[NamedSharding]:
         return _in_shardings(self.analysis, self.assignment, self.mesh)
 
     def lower(self, platform: str | None = None) -> Any:
