@@ -32,6 +32,8 @@ import workloads
 
 from autopar.api import audit_analysis
 from autopar.cluster import Cluster
+from autopar.cost.breakdown import step_s
+from autopar.cost.evaluate import evaluate
 from autopar.cost.memory import habits_of, peak_memory_bytes
 from autopar.errors import AutoparError
 from autopar.planner.options import PlanOptions
@@ -233,8 +235,10 @@ def predicted(
     sent = sum(c.sent_bytes(bound.pricer) for c in bound.collectives)
     messages = predicted_messages(bound)
     out: dict[str, Any] = {"memory": memory, "bytes": sent, "messages": messages}
-    out["compute_s"] = plan.predicted.compute_s
-    out["exposed_s"] = plan.predicted.step_s - plan.predicted.compute_s
+    # Priced anew: the plan's own seconds are those of when it was made.
+    cost = evaluate(bound.assignment, bound.pricer)
+    out["compute_s"] = cost.work_s
+    out["exposed_s"] = step_s(cost) - cost.work_s
     out["ratio"] = {
         "memory": memory / compiled["memory"]["peak_bytes"],
         "bytes": _ratio(sent, sum(compiled["bytes"].values())),
@@ -246,7 +250,7 @@ def predicted(
         if compiled.get("exposed_s") is not None:
             # Of the whole step: where nearly all is hidden, a ratio says nothing.
             exposed = out["exposed_s"] - compiled["exposed_s"]
-            out["exposed_apart"] = exposed / plan.predicted.step_s
+            out["exposed_apart"] = exposed / step_s(cost)
             out["ratio"]["exposed"] = _ratio(out["exposed_s"], compiled["exposed_s"])
     return out
 
