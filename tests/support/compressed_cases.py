@@ -291,6 +291,13 @@ def fresh(codec: str, name: str = "data_parallel", **options: Any) -> Any:
     return autopar.parallelize(case_of(name).step, plan=plan, **options)
 
 
+def spoilt(batch: Any) -> Any:
+    """The batch with one number that is none."""
+    x = batch["x"].copy()
+    x[3, 5] = np.nan
+    return {**batch, "x": x}
+
+
 def on_host(tree: Any) -> Any:
     """The arrays of a tree as numpy has them; they outlive a donated step."""
     return jax.tree.map(np.asarray, tree)

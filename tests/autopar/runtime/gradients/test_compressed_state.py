@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 import orbax.checkpoint
 import pytest
-from compressed_cases import WORKERS, case_of, fresh, on_host, plan_of
+from compressed_cases import WORKERS, case_of, fresh, on_host, plan_of, spoilt
 from jax.sharding import PartitionSpec
 
 import autopar
@@ -38,12 +38,6 @@ def residual_sums(state: Any) -> dict[str, np.ndarray]:
         for name, kept in state["gradients"].items()
         if not isinstance(kept["residual"], tuple)
     }
-
-
-def spoilt(batch: Any) -> Any:
-    x = batch["x"].copy()
-    x[3, 5] = np.nan
-    return {**batch, "x": x}
 
 
 class Watching:

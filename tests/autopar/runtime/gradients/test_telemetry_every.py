@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from compressed_cases import case_of, fresh, on_host
+from compressed_cases import case_of, fresh, on_host, spoilt
 
 from autopar.compression.codecs import registry
 from autopar.compression.codecs.codec import Reduced
@@ -17,12 +17,6 @@ from autopar.compression.codecs.dense import Dense
 from autopar.compression.policies.policy import GradientReport
 
 NAME = "data_parallel"
-
-
-def spoilt(batch: Any) -> Any:
-    x = batch["x"].copy()
-    x[3, 5] = np.nan
-    return {**batch, "x": x}
 
 
 def run(step: Any, steps: int) -> tuple[list[float], list[dict[str, GradientReport]]]:
