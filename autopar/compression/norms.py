@@ -156,8 +156,7 @@ def rows(groups: Sequence[Group], measured: jax.Array | None) -> jax.Array:
     """
 
     def every() -> jax.Array:
-        made = [g.sent if measured is None else g.again() for g in groups]
-        sent = [s.with_error() for s in made]
+        sent = [g.again().with_error() for g in groups]
         norms = [s.norms() for s in sent]
         bad = _non_finite(sent, norms)
         each = zip(groups, norms, bad, strict=True)

@@ -243,7 +243,7 @@ def _synchronise_some(
         _wanted(gradient, partial, state["residual"])
         for partial, (gradient, _, state) in zip(partials, entries, strict=True)
     ]
-    eager = signals or measured is None
+    eager = measured is None
     groups = _encoded(entries, wanted, links, worker, step, eager=eager)
     made = {k: one for group in groups for k, one in group.members.items()}
     feedbacks = [gradient.feedback for gradient in gradients]
@@ -350,17 +350,19 @@ def _encoded(
         for group, values in zip(groups, given, strict=True)
     ]
     made = exchange(rounds, links)
+
+    def sent_of(i: int, values: jax.Array) -> Sent:
+        own, first = [entries[k] for k in groups[i]], wanted[groups[i][0]]
+        exact = made[i].sent is given[i]
+        return _sent(own, first, values, made[i], whole[i], exact=exact)
+
     out: list[_Group] = []
     for i, group in enumerate(groups):
-        own = [entries[k] for k in group]
-        exact = made[i].sent is given[i]
+        own, sent = [entries[k] for k in group], sent_of(i, given[i])
 
-        def again(i: int = i, exact: bool = exact) -> Sent:
-            own, first = [entries[k] for k in groups[i]], groups[i][0]
-            values = side_by_side(i)
-            return _sent(own, wanted[first], values, made[i], whole[i], exact=exact)
+        def again(i: int = i) -> Sent:
+            return sent_of(i, side_by_side(i))
 
-        sent = _sent(own, wanted[group[0]], given[i], made[i], whole[i], exact=exact)
         kept = eager or any(gradients[k].feedback.active for k in group)
         if kept:
             sent = sent.with_error()

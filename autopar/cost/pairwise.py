@@ -81,6 +81,7 @@ def pairwise_s(assignment: Assignment, pricer: Pricer) -> float:
 def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
     """Seconds of the sums that finish the results of a node's operators."""
     analysis = assignment.analysis
+    works = analysis.works(streamed=pricer.cluster.device.streams)
     out = 0.0
     for member in node.members:
         op = analysis.graph.operators[member]
@@ -88,7 +89,7 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
         final = op.class_index in analysis.independent.summing
         together = SUMS if final else ALONE
         if node.kind != "contraction":
-            if not partial or member not in analysis.works():
+            if not partial or member not in works:
                 continue
             for dims in op.rule.results:
                 own = assignment.layout(op, dims)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
@@ -121,19 +121,26 @@ def _made_from(graph: OperatorGraph, fusion: Fusion) -> dict[int, dict[int, floa
         fused = [v for v in op.outputs if v not in fusion.in_memory]
         if not fused:
             continue
-        read: dict[int, float] = {}
+        found: list[Mapping[int, float]] = []
         for slot, value in enumerate(op.inputs):
             if value is None:
                 continue
             if value not in fusion.in_memory:
-                found: Mapping[int, float] = out.get(value, {})
-            elif slot == 0 and op.kind in _TAKING:
-                found = {value: float(graph.values[op.outputs[0]].nbytes)}
-            else:
-                found = {value: float(graph.values[value].nbytes)}
-            for source, nbytes in found.items():
-                read[source] = max(read.get(source, 0.0), nbytes)
-        out.update((v, read) for v in fused)
+                found.append(out.get(value, {}))
+                continue
+            part = slot == 0 and op.kind in _TAKING
+            read = op.outputs[0] if part else value
+            found.append({value: float(graph.values[read].nbytes)})
+        out.update(dict.fromkeys(fused, _most_of(found)))
+    return out
+
+
+def _most_of(found: Iterable[Mapping[int, float]]) -> dict[int, float]:
+    """The most bytes that are read of each array."""
+    out: dict[int, float] = {}
+    for read in found:
+        for source, nbytes in read.items():
+            out[source] = max(out.get(source, 0.0), nbytes)
     return out
 
 
@@ -200,12 +207,8 @@ def _traffic(
         return ()
 
     def held(found: Sequence[int | None]) -> list[tuple[int, float]]:
-        read: dict[int, float] = {}
-        for v in found:
-            if v is None:
-                continue
-            for source, nbytes in memory.made_from.get(v, {}).items():
-                read[source] = max(read.get(source, 0.0), nbytes)
+        sources = (memory.made_from.get(v, {}) for v in found if v is not None)
+        read = _most_of(sources)
         known = [v for v in found if v is not None and v in fusion.in_memory]
         return [
             *((v, float(values[v].nbytes)) for v in known),
