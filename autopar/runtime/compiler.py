@@ -3,8 +3,9 @@
 XLA compiles for CPUs in threads of its own. They share the cores with the devices, and
 do not take the low priority of a thread that asks. The other process runs where the
 machine is idle. Even so it takes caches and memory from a step on the other cores, so
-it works in bursts and rests between them, until somebody waits for its program. It gets
-a lowered program, so it needs neither the step nor its data. Accelerators compute
+it works in bursts and rests between them, until somebody waits for its program. A third
+process, the keeper, stops and continues it, and ends it if this one ends. It gets a
+lowered program, so it needs neither the step nor its data. Accelerators compute
 meanwhile, and a second process could not share them: programs for them are compiled
 here.
 """
@@ -15,7 +16,6 @@ import contextlib
 import contextvars
 import os
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -27,6 +27,7 @@ import jax
 
 from autopar.errors import AutoparError
 from autopar.progress import LOGGER
+from autopar.runtime import keeper
 from autopar_passes import jax_processes
 
 _LENGTH = struct.Struct("<q")
@@ -54,6 +55,7 @@ class Compiler:
     def __init__(self) -> None:
         """Starts nothing yet."""
         self._process: subprocess.Popen[bytes] | None = None
+        self._orders: IO[bytes] | None = None  # to the keeper
         self._closed = False
         # One program at a time; `close` does not wait for it.
         self._turn, self._starting = threading.Lock(), threading.Lock()
@@ -77,7 +79,7 @@ class Compiler:
                 for part in (module, options, ids):
                     _put(process.stdin, part)
                 process.stdin.flush()
-                self._await(process)
+                self._await(process.stdout)
                 good, found = _take(process.stdout), _take(process.stdout)
             except (OSError, EOFError) as error:
                 self._check_open()
@@ -106,21 +108,32 @@ class Compiler:
             else:
                 self._hurry.clear()
 
-    def _await(self, process: subprocess.Popen[bytes]) -> None:
+    def _await(self, answers: IO[bytes]) -> None:
         """Lets the other process work in bursts until it answers, or has ended."""
-        if os.name != "posix":
+        if self._orders is None:
             return
-        assert process.stdout is not None
         answer = select.poll()
-        answer.register(process.stdout, select.POLLIN)
+        answer.register(answers, select.POLLIN)
         while not answer.poll(_BURST_S * 1e3):
             if self._hurry.is_set():
                 continue
-            process.send_signal(signal.SIGSTOP)
+            self._order(keeper.STOP)
             try:
                 self._hurry.wait(_REST_S)
             finally:
-                process.send_signal(signal.SIGCONT)
+                self._order(keeper.CONTINUE)
+
+    def _order(self, order: bytes) -> None:
+        """Has the keeper stop or continue the other process.
+
+        Raises:
+          OSError: the keeper is gone.
+          CompilerClosedError: `close` was called.
+        """
+        with self._starting:
+            self._check_open()
+            assert self._orders is not None
+            self._orders.write(order)
 
     def close(self) -> None:
         """Ends the other process, also in the middle of a program."""
@@ -129,7 +142,10 @@ class Compiler:
             process = self._process
             if process is None:
                 return
-            process.kill()
+            if self._orders is None:
+                process.kill()
+            else:
+                self._orders.close()
             process.wait()
         with self._turn:  # who waited for an answer has seen the end
             for pipe in (process.stdin, process.stdout):
@@ -141,16 +157,11 @@ class Compiler:
         with self._starting:
             self._check_open()
             if self._process is None:
-                self._process = subprocess.Popen(
-                    [sys.executable, "-m", __name__],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                    stderr=subprocess.DEVNULL,
-                    env=_environment(),
-                    # Where this process ends while the other rests, the system ends
-                    # that one: its group has no parent then (POSIX, `_exit`).
-                    process_group=0 if os.name == "posix" else None,
-                )
+                command = [sys.executable, "-m", __name__]
+                if os.name == "posix":
+                    self._process, self._orders = _kept(command)
+                else:
+                    self._process = _opened(command)
             return self._process
 
     def _check_open(self) -> None:
@@ -193,6 +204,32 @@ def compile_lowered(lowered: Any) -> None:
         except (CompilerError, jax.errors.JaxRuntimeError) as error:
             LOGGER.info("a program is compiled by the process that trains: %s", error)
     lowered.compile()
+
+
+def _kept(command: list[str]) -> tuple[subprocess.Popen[bytes], IO[bytes]]:
+    """Starts a command under a keeper; returns the keeper and the pipe for orders."""
+    descriptor, orders = os.pipe()
+    try:
+        words = [sys.executable, keeper.__file__, str(descriptor), *command]
+        return _opened(words, descriptor), open(orders, "wb", buffering=0)
+    except BaseException:
+        os.close(orders)
+        raise
+    finally:
+        os.close(descriptor)
+
+
+def _opened(words: list[str], *descriptors: int) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        words,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=_environment(),
+        pass_fds=descriptors,
+        # An interrupt from the keyboard is for the process that trains.
+        process_group=0 if os.name == "posix" else None,
+    )
 
 
 def _environment() -> dict[str, str]:

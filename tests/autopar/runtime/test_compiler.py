@@ -19,6 +19,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.runtime import compiler as compilers
+from autopar.runtime import keeper
 from autopar.runtime.compiler import (
     Compiler,
     CompilerClosedError,
@@ -83,11 +84,12 @@ def test_what_only_this_process_has_is_compiled_here(compiler: Compiler) -> None
     np.testing.assert_array_equal(function(*arrays), np.full((8, 8), 2.0))
 
 
-def test_a_process_that_is_gone_is_done_without() -> None:
+@pytest.mark.parametrize("keeper_dies", [False, True])
+def test_a_process_that_is_gone_is_done_without(keeper_dies: bool) -> None:
     own = Compiler()
     own._started()
     assert own._process is not None
-    os.kill(own._process.pid, signal.SIGKILL)
+    os.kill(own._process.pid if keeper_dies else kept(own._process.pid), signal.SIGKILL)
     function = jax.jit(lambda w, x: w * x.sum())
     made, arrays = lowered(function)
     with compiled_by(own):
@@ -125,43 +127,43 @@ def test_every_request_has_an_answer() -> None:
 
 
 @pytest.fixture
-def signals(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Signals that the other process gets; bursts and rests are short."""
-    sent: list[int] = []
-    send = subprocess.Popen.send_signal
+def orders(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """Orders that the keeper gets; bursts and rests are short."""
+    sent: list[bytes] = []
+    send = Compiler._order
 
-    def recorded(process: subprocess.Popen[bytes], number: int) -> None:
-        sent.append(number)
-        send(process, number)
+    def recorded(compiler: Compiler, order: bytes) -> None:
+        sent.append(order)
+        send(compiler, order)
 
-    monkeypatch.setattr(subprocess.Popen, "send_signal", recorded)
+    monkeypatch.setattr(Compiler, "_order", recorded)
     monkeypatch.setattr(compilers, "_BURST_S", 1e-3)
     monkeypatch.setattr(compilers, "_REST_S", 1e-3)
     return sent
 
 
-def test_it_rests_between_bursts(compiler: Compiler, signals: list[int]) -> None:
+def test_it_rests_between_bursts(compiler: Compiler, orders: list[bytes]) -> None:
     function = jax.jit(lambda w, x: (w @ w).sum() + jnp.sin(x))
     made, arrays = lowered(function)
     with compiled_by(compiler):
         compile_lowered(made)
-    stops = len(signals) // 2
+    stops = len(orders) // 2
     assert stops
-    assert signals == [signal.SIGSTOP, signal.SIGCONT] * stops
+    assert orders == [keeper.STOP, keeper.CONTINUE] * stops
     np.testing.assert_allclose(function(*arrays), 512 + np.sin(1.0), rtol=1e-6)
 
 
 def test_it_does_not_rest_while_somebody_waits(
-    compiler: Compiler, signals: list[int]
+    compiler: Compiler, orders: list[bytes]
 ) -> None:
     made, _ = lowered(jax.jit(lambda w, x: (w @ w).sum() + jnp.cos(x)))
     with compiled_by(compiler), compiler.awaited(), compiler.awaited():
         compile_lowered(made)
-    assert not signals
+    assert not orders
 
 
 def test_who_waits_ends_a_rest(
-    compiler: Compiler, signals: list[int], monkeypatch: pytest.MonkeyPatch
+    compiler: Compiler, orders: list[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(compilers, "_REST_S", 3600.0)
     made, _ = lowered(jax.jit(lambda w, x: (w @ w).sum() + jnp.tan(x)))
@@ -172,32 +174,47 @@ def test_who_waits_ends_a_rest(
 
     thread = threading.Thread(target=compile_there)
     thread.start()
-    while not signals:
+    while not orders:
         time.sleep(1e-3)
     with compiler.awaited():
         thread.join()
-    assert signals == [signal.SIGSTOP, signal.SIGCONT]
+    assert orders == [keeper.STOP, keeper.CONTINUE]
 
 
 ORPHAN = """
 import os, signal
+from autopar.runtime import keeper
 from autopar.runtime.compiler import Compiler
-process = Compiler()._started()
-process.send_signal(signal.SIGSTOP)
-print(process.pid, flush=True)
+compiler = Compiler()
+process = compiler._started()
+name = f"/proc/{process.pid}/task/{process.pid}/children"
+while not (pids := open(name).read().split()):
+    pass
+compiler._order(keeper.STOP)
+print(process.pid, *pids, flush=True)
 os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
 def test_a_rest_does_not_outlive_who_asked() -> None:
     found = subprocess.run([sys.executable, "-c", ORPHAN], stdout=subprocess.PIPE)
-    pid = int(found.stdout)
+    pids = [int(x) for x in found.stdout.split()]
+    assert len(pids) == 2
     for _ in range(1000):
-        if not is_running(pid):
+        if not any(is_running(x) for x in pids):
             return
         time.sleep(0.01)
-    os.kill(pid, signal.SIGKILL)
+    for pid in pids:
+        os.kill(pid, signal.SIGKILL)
     pytest.fail("the other process is still there.")
+
+
+def kept(pid: int) -> int:
+    """The process that a keeper keeps, once it has started it."""
+    while True:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            if found := file.read().split():
+                return int(found[0])
 
 
 def is_running(pid: int) -> bool:
