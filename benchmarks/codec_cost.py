@@ -56,10 +56,9 @@ def main() -> None:
     """Prints the table."""
     from autopar.compression.codecs.registry import parse_codec
     from autopar.compression.feedback import Feedback
+    from autopar.compression.gradient import Gradient, init_state
     from autopar.compression.synchronise import (
         NON_FINITE,
-        Gradient,
-        init_state,
         restore_unless_finite,
         synchronise,
     )

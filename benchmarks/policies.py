@@ -51,6 +51,7 @@ import language_model
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import MeshLinks, wire_bytes
 from autopar.compression.feedback import Feedback
+from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.policies import Accordion, GraVAC, topk_levels
 from autopar.compression.policies.gravac import GainOf
 from autopar.compression.policies.policy import (
@@ -67,8 +68,6 @@ from autopar.compression.synchronise import (
     RESIDUAL,
     SENT,
     WANTED,
-    Gradient,
-    init_state,
     synchronise,
 )
 

@@ -26,14 +26,8 @@ import jax.numpy as jnp
 from autopar.compression.codecs.dense import Dense
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.exchange import Links
-from autopar.compression.synchronise import (
-    SENT,
-    WANTED,
-    Gradient,
-    State,
-    init_state,
-    synchronise,
-)
+from autopar.compression.gradient import Gradient, State, init_state
+from autopar.compression.synchronise import SENT, WANTED, synchronise
 
 LEAST_GAIN = 0.75
 """The ``epsilon`` of GraVAC (arXiv 2305.12201)."""

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from autopar.compression.exchange import Links
 from autopar.compression.feedback import Feedback
 
 
@@ -56,7 +57,7 @@ class Sent:
 
     def squares(self) -> jax.Array:
         """Squared norms of what was wanted, (k,)."""
-        return self._sum(jnp.square(self.wanted))
+        return squares(self.wanted, self.widths)
 
     def norms(self) -> jax.Array:
         """Squared norms of what was wanted, of the error and of the rest, (k, 3)."""
@@ -79,19 +80,28 @@ class Sent:
         return self._sum((~jnp.isfinite(values)).astype(jnp.float32))
 
     def _sum(self, values: jax.Array) -> jax.Array:
-        """The sum over each gradient's elements, (k,)."""
-        count = len(self.widths)
-        if count == 1:
-            return jnp.sum(values)[None]
-        unit = math.gcd(*self.widths)
-        rows = values.reshape(-1, values.shape[-1] // unit, unit)
-        blocks = [width // unit for width in self.widths]
-        return jax.ops.segment_sum(
-            jnp.sum(rows, axis=(0, 2)),
-            np.repeat(np.arange(count, dtype=np.int32), blocks),
-            count,
-            indices_are_sorted=True,
-        )
+        return _sum_each(values, self.widths)
+
+
+def squares(values: jax.Array, widths: Sequence[int]) -> jax.Array:
+    """Squared norms of gradients that lie as `Sent` says, (k,)."""
+    return _sum_each(jnp.square(values), widths)
+
+
+def _sum_each(values: jax.Array, widths: Sequence[int]) -> jax.Array:
+    """The sum over each gradient's elements, (k,)."""
+    count = len(widths)
+    if count == 1:
+        return jnp.sum(values)[None]
+    unit = math.gcd(*widths)
+    rows = values.reshape(-1, values.shape[-1] // unit, unit)
+    blocks = [width // unit for width in widths]
+    return jax.ops.segment_sum(
+        jnp.sum(rows, axis=(0, 2)),
+        np.repeat(np.arange(count, dtype=np.int32), blocks),
+        count,
+        indices_are_sorted=True,
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -143,7 +153,30 @@ class Group:
 NOT_MEASURED = -jnp.inf
 
 
-def rows(groups: Sequence[Group], measured: jax.Array | None) -> jax.Array:
+@dataclasses.dataclass(frozen=True, slots=True)
+class AllWorkers:
+    """What makes rows those of all workers together.
+
+    Attributes:
+      links: the collectives over the workers.
+      squares: `Sent.squares` of all groups, one behind the other, summed.
+    """
+
+    links: Links
+    squares: jax.Array
+
+
+def summed_rows(own: jax.Array, links: Links) -> jax.Array:
+    """The sum of this worker's rows with those of the others."""
+    with jax.named_scope("telemetry"):
+        return links.all_reduce(own.ravel()).reshape(own.shape)
+
+
+def rows(
+    groups: Sequence[Group],
+    measured: jax.Array | None,
+    workers: AllWorkers | None = None,
+) -> jax.Array:
     """The rows of telemetry of all groups, one behind the other, float32 (k, 6).
 
     Errors and norms take about as long as a codec itself, so a step may leave them
@@ -152,7 +185,11 @@ def rows(groups: Sequence[Group], measured: jax.Array | None) -> jax.Array:
 
     Args:
       groups: the gradients.
-      measured: whether errors and norms are measured, a bool scalar; None: they are.
+      measured: whether errors and norms are measured, a bool scalar, the same on all
+        workers; None: they are.
+      workers: with it the rows are summed over the workers. Then ``measured`` is given,
+        and no total is a part (`Sent.part`): it is the same on all workers, so all
+        take the same branches.
     """
 
     def every() -> jax.Array:
@@ -160,23 +197,34 @@ def rows(groups: Sequence[Group], measured: jax.Array | None) -> jax.Array:
         norms = [s.norms() for s in sent]
         bad = _non_finite(sent, norms)
         each = zip(groups, norms, bad, strict=True)
-        return jnp.concatenate([g.rows(norm, count) for g, norm, count in each])
+        own = jnp.concatenate([g.rows(norm, count) for g, norm, count in each])
+        return summed_rows(own, workers.links) if workers else own
 
     if measured is None:
         found, sums = every(), []
     else:
-        squares = jnp.concatenate([g.sent.squares() for g in groups])
-        unknown = jnp.full((len(squares), 4), NOT_MEASURED)
-        few = jnp.column_stack((squares, unknown, jnp.zeros_like(squares)))
-        good = jnp.all(jnp.isfinite(squares))
+        few = _unmeasured(
+            workers.squares
+            if workers
+            else jnp.concatenate([g.sent.squares() for g in groups])
+        )
+        good = jnp.all(jnp.isfinite(few[:, 0]))
         found = jax.lax.cond(measured | ~good, every, lambda: few)
         sums = [squared_norm(g.sent.total) for g in groups if not g.sound]
     # Apart from the rest: what the branch above reads need not wait for the totals.
     norms = jnp.append(found[:, :3], jnp.array(sums))
     good = jnp.all(jnp.isfinite(norms) | (norms == NOT_MEASURED))
     over = _overflows([g.sent for g in groups], good)
+    if workers:
+        over = workers.links.workers * over
     bad = jnp.where(found[:, -1] > 0, found[:, -1], over)
     return found.at[:, -1].set(bad)
+
+
+def _unmeasured(squares: jax.Array) -> jax.Array:
+    """Rows of which only the norms of what was wanted are known."""
+    unknown = jnp.full((len(squares), 4), NOT_MEASURED)
+    return jnp.column_stack((squares, unknown, jnp.zeros_like(squares)))
 
 
 def _non_finite(sent: Sequence[Sent], norms: Sequence[jax.Array]) -> list[jax.Array]:

@@ -19,10 +19,9 @@ import numpy as np
 from autopar.compression.codecs.blocks import WITH_BARRIERS, materialised
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
+from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.synchronise import (
     NON_FINITE,
-    Gradient,
-    init_state,
     restore_unless_finite,
     synchronise,
 )

@@ -13,7 +13,12 @@ from collections.abc import Sequence
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import Message
-from autopar.cost.codecs.collectives import TELEMETRY_BYTES
+from autopar.compression.synchronise import TELEMETRY_EVERY
+from autopar.cost.codecs.collectives import (
+    SQUARES_BYTES,
+    TELEMETRY_BYTES,
+    squares_of,
+)
 from autopar.cost.codecs.price import (
     CodecPrice,
     codec_price,
@@ -30,7 +35,7 @@ from autopar.planner.codecs.choose import CANDIDATES
 from autopar.plans import GradientDecision
 from autopar.reports.table import CollectiveRow
 
-_PHASE = "update"
+_PHASE, _TELEMETRY = "update", "telemetry"
 
 
 def codec_rows(
@@ -47,17 +52,27 @@ def codec_rows(
         return ()
     mesh = pricer.mesh.axes
     routes = [planned_route(gradient, mesh) for gradient in coded]
-    sent: dict[BucketCollective[str], list[tuple[GradientDecision, Message]]]
+    buckets = [Bucket(g.bucket, g.axes, g.within) for g in coded]
+    sent: dict[BucketCollective[str], list[tuple[str, Message]]]
     sent = defaultdict(list)
-    for gradient, route in zip(coded, routes, strict=True):
-        bucket = Bucket(gradient.bucket, gradient.axes, gradient.within)
+    for gradient, bucket, route in zip(coded, buckets, routes, strict=True):
         rounds = _rounds(gradient, route)
         for key, message in bucket_messages(bucket, rounds, route.within_messages):
-            sent[key].append((gradient, message))
+            sent[key].append((gradient.name, message))
+    scattered = [g.scatter for g in coded]
+    squares = squares_of(
+        zip(buckets, scattered, strict=True), [axis.name for axis in mesh]
+    )
+    for bucket, route in zip(buckets, routes, strict=True):
+        if bucket in squares:
+            nbytes = collective_bytes("all_reduce", SQUARES_BYTES, route.workers)
+            message = Message("all_reduce", SQUARES_BYTES, nbytes)
+            sent[squares[bucket]].append((_TELEMETRY, message))
     ordered = sorted(sent.items(), key=lambda item: item[0].round == WITHIN)
     rows = [_message_row(pricer, key, members) for key, members in ordered]
     rows.append(_work_row(pricer, coded))
-    return (*rows, _telemetry_row(pricer, coded))
+    often = [k for k, bucket in enumerate(buckets) if bucket not in squares]
+    return (*rows, _telemetry_row(pricer, len(coded), len(often)))
 
 
 def _rounds(gradient: GradientDecision, route: Route) -> tuple[Message, ...]:
@@ -73,7 +88,7 @@ def _rounds(gradient: GradientDecision, route: Route) -> tuple[Message, ...]:
 def _message_row(
     pricer: Pricer,
     shared: BucketCollective[str],
-    members: Sequence[tuple[GradientDecision, Message]],
+    members: Sequence[tuple[str, Message]],
 ) -> CollectiveRow:
     """One collective of a bucket: all messages of a round."""
     axes = tuple(axis for axis in pricer.mesh.axes if axis.name in shared.axes)
@@ -81,7 +96,7 @@ def _message_row(
     return CollectiveRow(
         kind=shared.kind,
         axes=shared.axes,
-        arrays=tuple(gradient.name for gradient, _ in members),
+        arrays=tuple(dict.fromkeys(name for name, _ in members)),
         phase=_PHASE,
         trips=1.0,
         sent_bytes=sum(m.sent for _, m in members),
@@ -107,19 +122,30 @@ def _work_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> CollectiveRo
     )
 
 
-def _telemetry_row(pricer: Pricer, coded: Sequence[GradientDecision]) -> CollectiveRow:
-    """The sums of norms and errors over all devices, small but there."""
-    axes, count = pricer.mesh.axes, len(coded)
+def _telemetry_row(pricer: Pricer, count: int, often: int) -> CollectiveRow:
+    """The sums of norms and errors over all devices, small but there.
+
+    The bytes are those of a step that is measured; the seconds a mean over steps.
+
+    Args:
+      pricer: the mesh and cluster.
+      count: number of gradients with codecs.
+      often: of how many the sums are taken in every step.
+    """
+    axes = pricer.mesh.axes
     devices = math.prod(axis.size for axis in axes)
-    nbytes = TELEMETRY_BYTES * count
+    seldom_s, often_s = (
+        collective_s("all_reduce", TELEMETRY_BYTES * k, axes) if k else 0.0
+        for k in (count - often, often)
+    )
     return CollectiveRow(
         kind="all_reduce",
         axes=tuple(axis.name for axis in axes),
-        arrays=("telemetry",),
+        arrays=(_TELEMETRY,),
         phase=_PHASE,
         trips=count,
-        sent_bytes=collective_bytes("all_reduce", nbytes, devices),
-        seconds=pricer.skew(axes) * collective_s("all_reduce", nbytes, axes),
+        sent_bytes=collective_bytes("all_reduce", TELEMETRY_BYTES * count, devices),
+        seconds=pricer.skew(axes) * (often_s + seldom_s / TELEMETRY_EVERY),
     )
 
 

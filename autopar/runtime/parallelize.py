@@ -14,6 +14,7 @@ import jax
 from autopar.cluster import Cluster
 from autopar.compression.fallback import LEAST_GAIN, Fallback
 from autopar.compression.policies.policy import Policy
+from autopar.compression.synchronise import TELEMETRY_EVERY
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.planner.hints import LogicalRules, Pins
@@ -28,7 +29,7 @@ from autopar.runtime.codec_run import CodecRun
 from autopar.runtime.last_batch import checked
 from autopar.runtime.noise.options import NoiseOptions, noise_options
 from autopar.runtime.parallel_step import ParallelStep, Setting
-from autopar.runtime.program_store import PROGRAMS, TELEMETRY_EVERY, ProgramStore
+from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.world import World
 from autopar.steps.spares import Spares
 

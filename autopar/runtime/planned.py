@@ -13,6 +13,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.compression.fallback import Fallback
+from autopar.compression.synchronise import TELEMETRY_EVERY
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.planner.record import restore
@@ -168,7 +169,7 @@ def planned_step(
     fallback: Fallback | None = None,
     noise: NoiseOptions | None = None,
     signals: bool = False,
-    every: int = 1,
+    every: int = TELEMETRY_EVERY,
     wait: Wait | None = None,
     turns: int | None = None,
 ) -> PlannedStep:

@@ -30,8 +30,6 @@ from autopar.runtime.step_planner import Analysed
 
 # Enough for a policy that switches codecs, or for a cluster that shrinks and grows.
 PROGRAMS = 8
-# Often enough to see how codecs do, and seldom enough to cost a hundredth of a step.
-TELEMETRY_EVERY = 16
 
 
 class ProgramStore:

@@ -10,14 +10,22 @@ from jax.sharding import PartitionSpec
 
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.feedback import Feedback
-from autopar.compression.synchronise import init_state, synchronise
+from autopar.compression.gradient import init_state
+from autopar.compression.synchronise import synchronise
 
 WORKERS = 4
 FED_BACK = Feedback("residual")
 
 
 @functools.lru_cache(maxsize=64)
-def program(gradients, axes=("data",), sizes=(WORKERS,), signals=False):
+def program(
+    gradients,
+    axes=("data",),
+    sizes=(WORKERS,),
+    signals=False,
+    measured=None,
+    summed=False,
+):
     """One step of all workers: arrays have a leading dim over them."""
     devices = np.array(jax.devices()[: math.prod(sizes)]).reshape(sizes)
     mesh = jax.sharding.Mesh(devices, axes)
@@ -27,7 +35,16 @@ def program(gradients, axes=("data",), sizes=(WORKERS,), signals=False):
         partials, states = jax.tree.map(lambda a: a[0], (partials, states))
         worker = jax.lax.axis_index(axes)
         out = synchronise(
-            gradients, partials, states, links, worker, step, signals=signals
+            gradients,
+            partials,
+            states,
+            links,
+            worker,
+            step,
+            signals=signals,
+            # Not a constant, which would leave only one branch.
+            measured=None if measured is None else (step >= 0) == measured,
+            summed=summed,
         )
         return jax.tree.map(lambda a: a[None], out)
 

@@ -17,7 +17,7 @@ from jax import lax
 
 from autopar.compression.adjusting import is_adjusted, set_amounts
 from autopar.compression.codecs.registry import parse_codec
-from autopar.compression.synchronise import init_state
+from autopar.compression.gradient import init_state
 from autopar.runtime.gradients.sums import Member
 
 

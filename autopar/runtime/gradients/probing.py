@@ -31,15 +31,10 @@ from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_cost
 from autopar.compression.fallback import Alone
+from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.policies.policy import Choice, MeasuredErrors
 from autopar.compression.policies.probe import WARM_UP, rounded
-from autopar.compression.synchronise import (
-    ERROR,
-    WANTED,
-    Gradient,
-    init_state,
-    synchronise,
-)
+from autopar.compression.synchronise import ERROR, WANTED, synchronise
 from autopar.runtime import agreement
 from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.gradients.within import sum_within

@@ -33,11 +33,7 @@ from autopar.compression.fallback import (
     init_level_states,
 )
 from autopar.compression.feedback import Feedback
-from autopar.compression.synchronise import (
-    Gradient,
-    check_gradient,
-    init_state,
-)
+from autopar.compression.gradient import Gradient, check_gradient, init_state
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.buckets import Bucket

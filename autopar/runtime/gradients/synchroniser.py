@@ -18,10 +18,10 @@ from jax.sharding import PartitionSpec
 from autopar.compression.codecs.blocks import materialised
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import synchronise_levels
+from autopar.compression.gradient import Gradient
 from autopar.compression.synchronise import (
     NON_FINITE,
     WANTED,
-    Gradient,
     restore_unless_finite,
     synchronise,
 )
@@ -179,11 +179,13 @@ def _sum_bucket(
     fast = tuple(mesh_names[a] for a in summation.within)
     summations = [m.summation for m in members]
     partials = sum_within(summations, [x[0] for x in arrays], fast)
+    together = sums.fallback is None and set(names) == set(mesh_names)
     totals, after, rows, level = _summed(
-        sums, members, partials, states, links, worker, counters
+        sums, members, partials, states, links, worker, counters, together=together
     )
-    with jax.named_scope("telemetry"):
-        rows = jax.lax.psum(rows, mesh_names)
+    if not together:
+        with jax.named_scope("telemetry"):
+            rows = jax.lax.psum(rows, mesh_names)
     # Here, where each sum is written anyway: its readers would each add it again.
     totals = [
         (total + spoilt).astype(x.dtype)
@@ -203,8 +205,12 @@ def _summed(
     links: MeshLinks,
     worker: Any,
     counters: Mapping[str, Any],
+    *,
+    together: bool,
 ) -> tuple[list[Any], list[State], Any, jax.Array]:
     """Sums a bucket by the plan's codecs, or by those of the fallback.
+
+    With ``together`` the links reach all devices, and telemetry is summed with them.
 
     All devices of the mesh take the same level: gradients that are split over other
     axes stand beside those that are not, whose copies must stay equal.
@@ -221,6 +227,7 @@ def _summed(
             step,
             signals=sums.signals,
             measured=None if due is None else due == 0,
+            summed=together,
         )
         return *found, jnp.int32(0)
     levels = list(zip(*(m.levels for m in members), strict=True))

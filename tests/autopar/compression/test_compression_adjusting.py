@@ -23,7 +23,7 @@ from autopar.compression.adjusting import (
 )
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import wire_bytes
-from autopar.compression.synchronise import Gradient
+from autopar.compression.gradient import Gradient
 
 SHAPES = ((64, 40), (100, 32))
 # Codecs of a bucket, before and after a change; of rows the largest error of totals.

@@ -22,7 +22,8 @@ from autopar.compression.fallback import (
     synchronise_levels,
 )
 from autopar.compression.feedback import Feedback
-from autopar.compression.synchronise import Gradient, init_state, synchronise
+from autopar.compression.gradient import Gradient, init_state
+from autopar.compression.synchronise import synchronise
 
 SPARSE, MIDDLE = TopK(ratio=0.05, values="f32"), TopK(ratio=0.25, values="f32")
 

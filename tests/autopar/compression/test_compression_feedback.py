@@ -18,7 +18,8 @@ from autopar.compression.feedback import (
     change,
     step_ahead,
 )
-from autopar.compression.synchronise import RESIDUAL, Gradient
+from autopar.compression.gradient import Gradient
+from autopar.compression.synchronise import RESIDUAL
 
 
 def test_residuals_are_averaged_when_due():

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from autopar.compression import synchronise as module
+from autopar.compression import encoding as module
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import MeshLinks
 from autopar.compression.fallback import Alone
 from autopar.compression.feedback import Feedback
+from autopar.compression.gradient import Gradient, init_state
 from autopar.compression.joining import LARGEST, MOST, Piece, grouped
-from autopar.compression.synchronise import Gradient, init_state, synchronise
+from autopar.compression.synchronise import NON_FINITE, synchronise
 
 N = 4
 SHAPES = ((64, 32), (32, 64), (16, 64), (8, 128))
@@ -140,7 +141,7 @@ def test_a_gradient_that_is_not_finite_is_told_from_those_beside_it() -> None:
     partials = [jnp.ones((N, *g.shape)) for g in found]
     partials[1] = partials[1].at[2, 3, 5].set(jnp.nan).at[2, 0, 0].set(jnp.inf)
     totals, _, rows = step_of(found)(partials, first_states(found), 0)
-    found_in = rows[:, :, module.NON_FINITE]
+    found_in = rows[:, :, NON_FINITE]
     assert found_in[2].tolist() == [0, 2, 0, 0]
     assert (found_in[:, [0, 2, 3]] == 0).all()
     assert [bool(jnp.isfinite(t).all()) for t in totals] == [True, False, True, True]
@@ -150,4 +151,4 @@ def test_a_sum_that_overflows_is_counted() -> None:
     """Although what each worker sends is finite."""
     found = gradients("dense", None)
     rows = two_steps(found, sizes=1e38)[0][2]
-    assert (rows[:, :, module.NON_FINITE] > 0).all()
+    assert (rows[:, :, NON_FINITE] > 0).all()

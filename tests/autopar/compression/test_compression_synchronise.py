@@ -15,6 +15,7 @@ from autopar.compression.codecs.quantise import Int4, Int8, Sign
 from autopar.compression.codecs.registry import codec_names, parse_codec
 from autopar.compression.exchange import MeshLinks, wire_bytes
 from autopar.compression.feedback import Feedback
+from autopar.compression.gradient import Gradient, check_gradient, init_state
 from autopar.compression.synchronise import (
     ERROR,
     GRADIENT,
@@ -22,9 +23,6 @@ from autopar.compression.synchronise import (
     RESIDUAL,
     SENT,
     WANTED,
-    Gradient,
-    check_gradient,
-    init_state,
     restore_unless_finite,
     synchronise,
 )

@@ -14,6 +14,7 @@ from compression_mesh import FED_BACK, WORKERS, norm, normal, run
 from autopar import PlanError
 from autopar.compression.codecs.dense import Dense
 from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.gradient import Gradient
 from autopar.compression.policies import GraVAC
 from autopar.compression.policies.policy import GradientReport, Observation, Signal
 from autopar.compression.policies.signals import signal, signal_updates
@@ -25,7 +26,7 @@ from autopar.compression.signal import (
     WIDTH,
     sketch,
 )
-from autopar.compression.synchronise import NON_FINITE, Gradient
+from autopar.compression.synchronise import NON_FINITE
 
 TOPK = parse_codec("topk:ratio=0.1")
 

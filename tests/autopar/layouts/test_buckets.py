@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import Message
-from autopar.compression.synchronise import Gradient
+from autopar.compression.gradient import Gradient
 from autopar.layouts.buckets import Bucket, bucket_messages
 from autopar.layouts.summation import Summation
 from autopar.plans import GradientDecision

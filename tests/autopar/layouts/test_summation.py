@@ -15,7 +15,7 @@ from autopar import Cluster
 from autopar.cluster.mesh import MeshAxis
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
-from autopar.compression.synchronise import Gradient
+from autopar.compression.gradient import Gradient
 from autopar.cost.codecs.price import within_s
 from autopar.cost.codecs.route import Route, route_of
 from autopar.cost.codecs.terms import added_s

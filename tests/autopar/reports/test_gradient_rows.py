@@ -13,7 +13,7 @@ from autopar.cli.target import load
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import codec_messages
-from autopar.cost.codecs.collectives import TELEMETRY_BYTES
+from autopar.cost.codecs.collectives import SQUARES_BYTES, TELEMETRY_BYTES
 from autopar.cost.codecs.terms import effective_error, expected_error
 from autopar.cost.pricer import Pricer
 from autopar.planner.codecs.choose import CANDIDATES
@@ -77,7 +77,9 @@ def test_audits_find_the_bytes_that_are_predicted(
     for audit in ("shardy", "xla"):
         assert found[audit]["by_kind"] == pytest.approx(predicted, rel=1e-6)
         assert found[audit]["communication_bytes"] == pytest.approx(total, rel=1e-6)
-    telemetry = TELEMETRY_BYTES * len(plan.gradients) * 2 * (DEVICES - 1) / DEVICES
+    whole = not any(g.scatter for g in plan.gradients)
+    each = TELEMETRY_BYTES + whole * SQUARES_BYTES
+    telemetry = each * len(plan.gradients) * 2 * (DEVICES - 1) / DEVICES
     expected = plan.predicted.communication_bytes + telemetry
     assert total == pytest.approx(expected, rel=1e-6)
 
@@ -89,15 +91,16 @@ def test_a_round_of_all_gradients_is_one_message(
     rows = codec_rows(plan.gradients, pricer_of(plan, cluster))
     kernels = {f"params/{k}/kernel" for k in range(2)}
     biases = {f"params/{k}/bias" for k in range(2)}
-    by_kind = {row.kind: row for row in rows if "telemetry" not in row.arrays}
+    by_kind = {row.kind: row for row in rows if row.arrays != ("telemetry",)}
     assert set(by_kind) == {"all_to_all", "all_gather", "all_reduce", "encode"}
     assert set(by_kind["all_to_all"].arrays) == kernels
     assert set(by_kind["all_gather"].arrays) == kernels
-    assert set(by_kind["all_reduce"].arrays) == biases
+    assert set(by_kind["all_reduce"].arrays) == biases | {"telemetry"}
     assert set(by_kind["encode"].arrays) == kernels | biases
     assert {row.trips for k, row in by_kind.items() if k != "encode"} == {1.0}
     sent = sum(row.sent_bytes for row in by_kind.values())
-    assert sent == pytest.approx(sum(g.wire_bytes for g in plan.gradients))
+    squares = SQUARES_BYTES * len(plan.gradients) * 2 * (DEVICES - 1) / DEVICES
+    assert sent == pytest.approx(squares + sum(g.wire_bytes for g in plan.gradients))
     assert all(row.seconds > 0 for row in rows)
 
 

@@ -11,7 +11,11 @@ from hypothesis import strategies as st
 from autopar.cluster import Cluster
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.exchange import Message
-from autopar.cost.codecs.collectives import TELEMETRY_BYTES, collectives_s
+from autopar.cost.codecs.collectives import (
+    SQUARES_BYTES,
+    TELEMETRY_BYTES,
+    collectives_s,
+)
 from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.codecs.price import codec_price, compiler_price, with_wire_bytes
 from autopar.cost.codecs.route import Route, planned_route, route_of
@@ -146,7 +150,13 @@ def alone_s(way: Summation, text: str) -> float:
     route = route_of(way, MESH)
     found = [(m, route.axes) for m in route.rounds(parse_codec(text))]
     found += [(m, route.within) for m in route.within_messages]
-    found.append((Message("all_reduce", TELEMETRY_BYTES, 0.0), MESH))
+    if way.scatter or way.axes != (0, 1):
+        found.append((Message("all_reduce", TELEMETRY_BYTES, 0.0), MESH))
+    elif found[0][0].kind == "all_reduce":  # squares travel with the first message
+        nbytes = found[0][0].nbytes + SQUARES_BYTES
+        found[0] = (Message("all_reduce", nbytes, 0.0), route.axes)
+    else:
+        found.append((Message("all_reduce", SQUARES_BYTES, 0.0), MESH))
     return sum(
         PRICER.skew(axes) * collective_s(m.kind, m.nbytes, axes) for m, axes in found
     )

@@ -1,0 +1,108 @@
+"""Telemetry that is summed over the workers with the gradients."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from compression_mesh import FED_BACK, WORKERS, begin, normal, program, run
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.compression.codecs.registry import parse_codec
+from autopar.compression.feedback import Feedback
+from autopar.compression.gradient import Gradient
+from autopar.compression.norms import NOT_MEASURED
+from autopar.compression.synchronise import ERROR, GRADIENT, NON_FINITE, WANTED
+from autopar_passes.audit.compiled import hlo_collectives
+
+CODECS = ("dense", "bf16", "int8", "topk", "powersgd:rank=2", "predicted")
+# An element of what one worker wants to send.
+ODD = {"": None, "nan": np.nan, "inf": -np.inf, "square overflows": 3e19}
+
+
+def gradients_of(names: tuple[str, ...], scatter_dim: int | None) -> list[Gradient]:
+    return [
+        Gradient(
+            f"{name}-{k}",
+            (8 * WORKERS, 16),
+            codec,
+            feedback=FED_BACK if name != "dense" and k % 2 else Feedback(),
+            scatter_dim=scatter_dim,
+            seed=k,
+        )
+        for k, name in enumerate(names)
+        if (codec := parse_codec(name))
+        and not codec.check((8 * WORKERS, 16), scatter=scatter_dim is not None)
+    ]
+
+
+@settings(deadline=None, max_examples=12)
+@given(
+    names=st.lists(st.sampled_from(CODECS), min_size=1, max_size=3).map(tuple),
+    scatter_dim=st.sampled_from([None, None, 0]),
+    measured=st.booleans(),
+    odd=st.sampled_from(sorted(ODD)),
+)
+def test_it_is_the_sum_of_the_rows_of_workers(
+    names: tuple[str, ...], scatter_dim: int | None, measured: bool, odd: str
+) -> None:
+    gradients = gradients_of(names, scatter_dim)
+    if not gradients:
+        return
+    partials = [normal(WORKERS, *g.shape, seed=k) for k, g in enumerate(gradients)]
+    if odd:
+        partials[0][1, 3, 2] = ODD[odd]
+
+    # With one that is not finite all workers measure where norms are summed with the
+    # gradients, and not only who has it.
+    all_measure = measured or (bool(odd) and scatter_dim is None)
+    apart = run(gradients, partials, measured=all_measure)
+    together = run(gradients, partials, measured=measured, summed=True)
+
+    for one, other in zip(apart[:2], together[:2], strict=True):
+        jax.tree.map(np.testing.assert_array_equal, one, other)
+    with np.errstate(invalid="ignore", over="ignore"):
+        expected = apart[2].sum(axis=0, dtype=np.float32)
+    for rows in together[2]:  # the same on all workers
+        np.testing.assert_array_equal(rows, together[2][0])
+        bad = rows[:, NON_FINITE]
+        np.testing.assert_array_equal(bad > 0, expected[:, NON_FINITE] > 0)
+        norms, known = rows[:, :NON_FINITE], expected[:, :NON_FINITE]
+        whole = np.isfinite(known)
+        np.testing.assert_allclose(norms[whole], known[whole], rtol=1e-5)
+        np.testing.assert_array_equal(np.isfinite(norms), whole)
+    assert (together[2][0][:, NON_FINITE] > 0).any() == (odd in ("nan", "inf"))
+
+
+def test_an_unmeasured_step_knows_the_norms_of_what_was_to_be_sent() -> None:
+    gradients = gradients_of(("int8", "dense"), None)
+    partials = [normal(WORKERS, *g.shape, seed=k) for k, g in enumerate(gradients)]
+    rows = run(gradients, partials, measured=False, summed=True)[2][0]
+    squares = [np.square(p).sum() for p in partials]
+    np.testing.assert_allclose(rows[:, WANTED], squares, rtol=1e-5)
+    assert (rows[:, ERROR : GRADIENT + 1] == NOT_MEASURED).all()
+
+
+@pytest.mark.parametrize("names", [("int8", "dense"), ("int8", "dense", "int8")])
+def test_norms_travel_with_the_first_sums(names: tuple[str, ...]) -> None:
+    """Outside the branch of measured steps no message is telemetry's own."""
+    gradients = tuple(gradients_of(names, None))
+
+    def sums(**options: Any) -> list[float]:
+        made = program(gradients, **options)
+        partials = [normal(WORKERS, *g.shape) for g in gradients]
+        lowered = made.lower(partials, begin(gradients), np.int32(0))
+        text = lowered.compile().as_text()
+        found = hlo_collectives(text, [("data", WORKERS)])
+        return sorted(
+            c.nbytes
+            for c in found
+            if c.kind == "all_reduce" and "telemetry" not in c.source
+        )
+
+    dense = sum(4.0 * g.size for g in gradients if g.codec.name == "dense")
+    assert sums() == [dense]
+    assert sums(measured=False, summed=True) == [dense + 4.0 * len(gradients)]
