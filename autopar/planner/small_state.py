@@ -16,6 +16,7 @@ from autopar.garbage import collector_paused
 from autopar.planner.candidate import Candidate, candidate_of, choices_of
 from autopar.planner.hiding import Weights, best_weights, plane_of
 from autopar.planner.problem import Restriction, formulate, small_state
+from autopar.planner.ties import tie_broken
 from autopar.steps.analysis import Analysis
 from autopar_solver import Status, solve
 
@@ -101,4 +102,4 @@ def _solved(
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         return None
     found = candidate_of(analysis, formulation, solution)
-    return dataclasses.replace(found, weights=start.weights)
+    return tie_broken(analysis, dataclasses.replace(found, weights=start.weights))

@@ -21,7 +21,7 @@ from autopar.planner.limit import Limit
 from autopar.planner.memory_terms import fixed_bytes
 from autopar.planner.problem import Formulation, Restriction, Within, formulate
 from autopar.planner.recipes import least_bytes, recipes, restriction_of
-from autopar.planner.ties import split_most
+from autopar.planner.ties import tie_broken
 from autopar.steps.analysis import Analysis
 from autopar_solver import Status, solve
 
@@ -435,7 +435,7 @@ def _solved(
         found = candidate_of(task.analysis, formulation, solution)
         if found.peak_memory_bytes <= memory:
             found = dataclasses.replace(found, weights=weights)
-            return _tie_broken(task.analysis, found)
+            return tie_broken(task.analysis, found)
         over = (memory - fixed) / (found.peak_memory_bytes - fixed)
         tightened = memory - fixed if tightened is None else 0.995 * tightened * over
         if start is not None and task.limit.over:
@@ -463,15 +463,3 @@ def _failed(
             f"no plan found on mesh {pricer.mesh}: no choice of layouts is possible."
         )
     return infeasible(task.analysis, pricer, formulation)
-
-
-def _tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
-    """Splits the batch inputs of a candidate where that is free and still fits."""
-    solution = split_most(analysis, found.formulation, found.solution)
-    if solution.choices == found.solution.choices:
-        return found
-    split = candidate_of(analysis, found.formulation, solution)
-    split = dataclasses.replace(split, weights=found.weights)
-    limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
-    fits = split.peak_memory_bytes <= limit
-    return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from autopar.layouts.layout import Layout
+from autopar.planner.candidate import Candidate, candidate_of
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.roles import InputRole
@@ -22,6 +23,18 @@ from autopar_solver import ShardingProblem, Solution
 
 # Costs that differ by less than this part of the step are the same but for rounding.
 _ROUNDING = 1e-12
+
+
+def tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
+    """Splits the free arrays of a candidate where that costs nothing and still fits."""
+    solution = split_most(analysis, found.formulation, found.solution)
+    if solution.choices == found.solution.choices:
+        return found
+    split = candidate_of(analysis, found.formulation, solution)
+    split = dataclasses.replace(split, weights=found.weights)
+    limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
+    fits = split.peak_memory_bytes <= limit
+    return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found
 
 
 def split_most(
