@@ -271,6 +271,7 @@ class _Rounds:
         self.asked = True
         analysis, limit = self.task.analysis, self.task.limit
         rules = recipes(len(self.pricer.mesh.axes))
+        share = _EXPERT_SHARE
         for recipe in sorted(rules, key=lambda r: not r.shard_parameters):
             if limit.over and self.best is not None:
                 return
@@ -282,9 +283,9 @@ class _Rounds:
             if least > self.pricer.cluster.memory_bytes:
                 continue
             best_s = self.best.step_s if self.best else math.inf
-            part = limit.part(_EXPERT_SHARE)
+            part = limit.part(share)
             task = _Task(analysis, rule, part, below_s=best_s)
-            with contextlib.suppress(PlanError):
+            try:
                 found = _on_mesh(
                     task,
                     self.pricer,
@@ -294,6 +295,11 @@ class _Rounds:
                     # terms of memory.
                     memory_limit=None if recipe.shard_parameters else self.memory_limit,
                 )
+            except TimeOutError:  # a few plans are worth more than none of many
+                share = min(2 * share, _PROBLEM_SHARE)
+            except PlanError:
+                continue
+            else:
                 self.take(found)
 
 
