@@ -4,7 +4,8 @@
 device is needed. Two forms that accelerators' later passes rewrite are
 normalised: an all-reduce of which only a slice is kept is a reduce-scatter,
 and the same collective of the same array twice is done once. Collectives that the
-program itself asks for, inside a `jax.shard_map`, are listed as they are.
+program itself asks for, inside a `jax.shard_map`, are listed as they are, but for the
+first form.
 """
 
 from __future__ import annotations
@@ -157,6 +158,8 @@ class _Auditor:
             differing_axes(tuple(self.sizes.items()), groups[0]),
             groups.shape[1],
         )
+        if kind == "all_reduce" and _keeps_part(op, size):
+            kind = "reduce_scatter"
         if size > 1:
             yield AuditedCollective(kind, axes, size, nbytes, trips, source)
 
@@ -212,6 +215,15 @@ class _Auditor:
         match = _SHARDING.search(text)
         group = self.named(match.group(1))[1] if match else 1
         return math.prod(shape) * bits / 8 / group
+
+
+def _keeps_part(op: Any, size: int) -> bool:
+    """Whether a result is only sliced, into so many parts."""
+    users = [use.owner for value in op.results for use in value.uses]
+    if len(users) != 1 or users[0].operation.name != "stablehlo.dynamic_slice":
+        return False
+    whole, part = (math.prod(o.results[0].type.shape) for o in (op, users[0]))
+    return whole == size * part
 
 
 def _header(op: Any) -> str:

@@ -51,6 +51,26 @@ def test_a_gather_is_charged_what_a_device_gets(dtype: Any, size: int) -> None:
     assert found.sent_bytes == found.nbytes * 3 / 4
 
 
+def test_a_sum_that_is_asked_for_and_cut_is_a_reduce_scatter() -> None:
+    """As in the form that the partitioner leaves; a part that is smaller is not."""
+
+    def cut(part: int) -> Callable[[jax.Array], jax.Array]:
+        def own(shard: jax.Array) -> jax.Array:
+            whole = jax.lax.psum(shard, "y")
+            start = jax.lax.axis_index("y") * part
+            return jax.lax.dynamic_slice_in_dim(whole, start, part)
+
+        return lambda x: jax.shard_map(
+            own, mesh=MESH, in_specs=P(), out_specs=P("y"), check_vma=False
+        )(x)
+
+    (found,) = audit(cut(2), ((8, 16), P()))
+    assert (found.kind, found.axes, found.group) == ("reduce_scatter", ("y",), 4)
+    assert found.sent_bytes == 8 * 16 * 4 * 3 / 4
+    (found,) = audit(cut(1), ((8, 16), P()))
+    assert (found.kind, found.sent_bytes) == ("all_reduce", 2 * 8 * 16 * 4 * 3 / 4)
+
+
 def test_an_all_to_all_is_charged_what_a_device_puts_in() -> None:
     (found,) = audit(lambda x: state(x, None, "y"), ((8, 16), P("y", None)))
 
