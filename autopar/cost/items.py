@@ -22,6 +22,8 @@ from autopar.cost.pricer import Pricer
 from autopar.cost.replicas import all_collectives
 from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment
+from autopar.layouts.strategies import Strategy
+from autopar.steps.nodes import Contraction
 from autopar.steps.positions import PASSES
 from autopar.steps.work import OperatorWork
 from autopar_passes.graph.operators import Operator
@@ -137,17 +139,16 @@ def hidden_item(
 
 
 def work_items(assignment: Assignment, pricer: Pricer) -> Iterator[CostItem]:
-    """The work of each class of operators."""
+    """The work of each class of operators; the first of them stands for it."""
     analysis, device = assignment.analysis, pricer.cluster.device
     works = analysis.works(streamed=device.streams)
     for node in analysis.contraction.nodes:
-        strategy = assignment.strategies[node.index]
-        split = [pricer.group(axes) for axes in strategy]
-        for member, mapping in node.members.items():
+        for member in node.members:
             work = works.get(member)
             if work is None:
                 continue
-            parts = tuple(split[own] if own >= 0 else 1 for own in mapping)
+            strategy = assignment.works_as(work.op)
+            parts = parts_of(analysis.contraction, pricer, work.op, strategy)
             trips = analysis.trips[member]
             once_s = trips * work_once_s(work, parts, device)
             cost = CostBreakdown(
@@ -156,6 +157,21 @@ def work_items(assignment: Assignment, pricer: Pricer) -> Iterator[CostItem]:
                 kernel_s=trips * device.kernel_latency_s if work.kernel else 0.0,
             )
             yield CostItem(member, paid_by(work.op), cost, work, parts)
+
+
+def parts_of(
+    contraction: Contraction, pricer: Pricer, op: Operator, strategy: Strategy
+) -> tuple[int, ...]:
+    """Into how many parts each factor of an operator's rule is split.
+
+    Args:
+      contraction: the nodes with a choice.
+      pricer: the mesh.
+      op: the operator.
+      strategy: of its node.
+    """
+    mapping = contraction.node(op).members[op.class_index]
+    return tuple(pricer.group(strategy[own]) if own >= 0 else 1 for own in mapping)
 
 
 def paid_by(op: Operator) -> Paid:

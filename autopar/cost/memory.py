@@ -154,14 +154,23 @@ def buffers(
 def local_bytes(
     assignment: Assignment, value: int, layout: Layout, *, tiled: bool
 ) -> float:
-    """Bytes of an array's part on one device, in the layout given."""
+    """Bytes of an array's part on one device, in the layout given.
+
+    Args:
+      assignment: of the program.
+      value: the array.
+      layout: of it.
+      tiled: whether arrays lie in tiles. What hand-written kernels read and write is
+        row-major then (the layouts of ``jax/_src/tpu_custom_call.py``, jax 0.10.2).
+    """
     known, sizes = assignment.graph.values[value], assignment.sizes
     if not tiled:
         return known.nbytes / shards(layout, sizes)
     item_bytes = known.nbytes / max(1, math.prod(known.shape))
     parts = (math.prod(sizes[a] for a in axes) for axes in layout)
     shape = [-(-n // part) for n, part in zip(known.shape, parts, strict=True)]
-    return tiled_bytes(shape, item_bytes)
+    row_major = value in assignment.analysis.in_kernels
+    return tiled_bytes(shape, item_bytes, row_major=row_major)
 
 
 def _read(

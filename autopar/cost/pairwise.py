@@ -19,9 +19,11 @@ import dataclasses
 
 from autopar.cost.breakdown import added_s, step_s
 from autopar.cost.combining import ALONE, GATHERS, SUMS
+from autopar.cost.compute import work_once_s
 from autopar.cost.evaluate import total
-from autopar.cost.items import items, work_items
+from autopar.cost.items import items, parts_of
 from autopar.cost.pricer import Pricer
+from autopar.cost.work import partial_runs, partial_work_s
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout
 from autopar.layouts.strategies import layout_of
@@ -69,13 +71,33 @@ def corrections(assignment: Assignment, pricer: Pricer) -> Corrections:
 
 def pairwise_s(assignment: Assignment, pricer: Pricer) -> float:
     """Seconds of all nodes and pairs of nodes: the objective of the problem."""
-    work = sum(i.cost.work_s for i in work_items(assignment, pricer))
     analysis = assignment.analysis
+    work = paired_work_s(assignment, pricer)
     results = sum(
         _results_s(assignment, pricer, node) for node in analysis.contraction.nodes
     )
     reads = sum(_source_s(assignment, pricer, s) for s in analysis.sources.values())
     return work + results + reads
+
+
+def paired_work_s(assignment: Assignment, pricer: Pricer) -> float:
+    """Seconds of all operators, as if every sum in a loop could wait."""
+    analysis, contraction = assignment.analysis, assignment.contraction
+    device = pricer.cluster.device
+    works = analysis.works(streamed=device.streams)
+    out = 0.0
+    for member, work in works.items():
+        strategy = assignment.strategies[contraction.node_of[member]]
+        parts = parts_of(contraction, pricer, work.op, strategy)
+        kernel_s = device.kernel_latency_s if work.kernel else 0.0
+        once_s = work_once_s(work, parts, device)
+        out += analysis.trips[member] * (once_s + kernel_s)
+    for (maker, member), trips in partial_runs(analysis, pricer).items():
+        partial = assignment.partial(assignment.graph.operators[maker])
+        strategy = assignment.strategies[contraction.node_of[member]]
+        longer = partial_work_s(analysis, member, [strategy], [partial], pricer)
+        out += trips * float(longer[0, 0])
+    return out
 
 
 def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:

@@ -44,6 +44,7 @@ from autopar.cost.traffic import Collective
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
+from autopar.layouts.stacking import partial_along, without
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import BATCH
 from autopar.steps.work import OperatorWork
@@ -238,13 +239,19 @@ def _batch_size(analysis: Analysis) -> int:
 
 
 def _accumulate_s(assignment: Assignment, device: DeviceSpec) -> float:
-    """Seconds of adding every gradient to its sum: two reads and a write."""
+    """Seconds of adding every gradient to its sum: two reads and a write.
+
+    Where the sum over devices waits for all microbatches, each device adds up its own
+    part of it, whole.
+    """
     graph = assignment.graph
     total = 0.0
     for deferral in assignment.analysis.deferrals:
+        axes = partial_along(assignment, deferral)
         for value in deferral.ends:
             if value in deferral.gradients:
-                split = shards(assignment.home_layout(value), assignment.sizes)
+                held_so = without(assignment.home_layout(value), axes)
+                split = shards(held_so, assignment.sizes)
                 held = graph.values[value]
                 total += float(
                     roofline_s(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -10,9 +11,11 @@ from autopar.cost.combining import ALONE, SUMS
 from autopar.cost.compute import work_s
 from autopar.cost.overlap import Discounts, lowered
 from autopar.cost.pricer import Pricer
-from autopar.layouts.strategies import Space, layout_of, partial_axes
+from autopar.layouts.layout import Axes
+from autopar.layouts.strategies import Space, Strategy, layout_of, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
+from autopar.steps.sums import PartialRuns
 from autopar_passes.graph.operators import Operator
 
 
@@ -38,20 +41,13 @@ def node_work_s(
     device = pricer.cluster.device
     works = analysis.works(streamed=device.streams)
     total = np.zeros(len(space.strategies))
-    split = np.array(
-        [[pricer.group(axes) for axes in s] for s in space.strategies], dtype=float
-    ).reshape(len(space.strategies), -1)
+    split = _split(space.strategies, pricer)
     for member, mapping in node.members.items():
         work = works.get(member)
         if work is None:
             continue
         op = work.op
-        # Column f: into how many parts each strategy splits factor f of the rule.
-        parts = np.ones((len(total), len(mapping)))
-        for factor, own in enumerate(mapping):
-            if own >= 0:
-                parts[:, factor] = split[:, own]
-        seconds = work_s(work, parts, device)
+        seconds = work_s(work, _parts(split, mapping), device)
         kernel_s = device.kernel_latency_s if work.kernel else 0.0
         factor = 1.0 if discounts is None else discounts.work[member]
         total += factor * analysis.trips[member] * (seconds + kernel_s)
@@ -67,6 +63,80 @@ def node_work_s(
                 analysis, op, node, space, pricer
             )
     return total
+
+
+def _split(
+    strategies: Sequence[Strategy], pricer: Pricer, without: Axes = ()
+) -> np.ndarray:
+    """Into how many parts each strategy splits each factor of a node.
+
+    Args:
+      strategies: of the node.
+      pricer: the mesh.
+      without: axes that split nothing.
+
+    Returns:
+      float64 ``[strategies, factors]``.
+    """
+    rows = [
+        [pricer.group(tuple(a for a in axes if a not in without)) for axes in s]
+        for s in strategies
+    ]
+    return np.array(rows, dtype=float).reshape(len(strategies), -1)
+
+
+def _parts(split: np.ndarray, mapping: Sequence[int]) -> np.ndarray:
+    """`_split`, of the factors of a member's rule."""
+    parts = np.ones((len(split), len(mapping)))
+    for factor, own in enumerate(mapping):
+        if own >= 0:
+            parts[:, factor] = split[:, own]
+    return parts
+
+
+def partial_runs(analysis: Analysis, pricer: Pricer) -> PartialRuns:
+    """`Analysis.partial_runs`, of operators that have a choice and take time."""
+    works = analysis.works(streamed=pricer.cluster.device.streams)
+    known = analysis.contraction.node_of
+    return {
+        (maker, member): trips
+        for (maker, member), trips in analysis.partial_runs.items()
+        if maker in known and member in works
+    }
+
+
+def partial_work_s(
+    analysis: Analysis,
+    member: int,
+    strategies: Sequence[Strategy],
+    partials: Sequence[Axes],
+    pricer: Pricer,
+) -> np.ndarray:
+    """Seconds that an operator takes longer where it works on partial values, a run.
+
+    `node_work_s` charges it as its node's strategy splits it. What is partial over some
+    axes is not split by them: each device works on its own part of the sum, whole.
+
+    Args:
+      analysis: the step.
+      member: the operator's class.
+      strategies: of its node.
+      partials: axes over which the values may be partial.
+      pricer: the mesh and cluster.
+
+    Returns:
+      float64 ``[partials, strategies]``.
+    """
+    device = pricer.cluster.device
+    work = analysis.works(streamed=device.streams)[member]
+    mapping = analysis.contraction.node(work.op).members[member]
+
+    @functools.cache
+    def seconds(axes: Axes) -> np.ndarray:
+        split = _split(strategies, pricer, axes)
+        return work_s(work, _parts(split, mapping), device)
+
+    return np.array([seconds(axes) - seconds(()) for axes in partials])
 
 
 def _inner_sums_s(

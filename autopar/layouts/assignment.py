@@ -103,6 +103,18 @@ class Assignment:
             ),
         )
 
+    def works_as(self, op: Operator) -> Strategy:
+        """The axes that split each factor of an operator's node where it works.
+
+        Those over which its result stays partial split nothing: each device works on
+        its own part of the sum, whole.
+        """
+        strategy = self.strategies[self.contraction.node_of[op.class_index]]
+        held = next((h for v in op.outputs if (h := self.stackings.get(v))), None)
+        if held is None or op.index in held.deferral.contributions:
+            return strategy
+        return held.strip(strategy)
+
     def partial(self, op: Operator) -> Axes:
         """The axes over which an operator's results are partial."""
         return self._memo(("partial", op.class_index), lambda: self._partial(op))

@@ -69,18 +69,30 @@ class Stacking:
 
     def strip(self, layout: Layout) -> Layout:
         """A layout without the partial axes: how a value along the deferral is held."""
-        return tuple(tuple(a for a in dim if a not in self.axes) for dim in layout)
+        return without(layout, self.axes)
+
+
+def without(layout: Layout, axes: Axes) -> Layout:
+    """A layout, some of whose axes split nothing."""
+    return tuple(tuple(a for a in dim if a not in axes) for dim in layout)
+
+
+def partial_along(assignment: Layouts, deferral: Deferral) -> Axes:
+    """The axes over which all contributions to a deferral are partial.
+
+    () where they are so over different ones: then nothing waits.
+    """
+    makers = [assignment.graph.operators[c] for c in deferral.contributions]
+    partials = {assignment.partial_of(op) for op in makers}
+    return partials.pop() if len(partials) == 1 else ()
 
 
 def stacking_of(assignment: Layouts, deferral: Deferral) -> Stacking | None:
     """The stacking of a deferral in a plan; None if its layouts do not allow it."""
     graph = assignment.graph
     makers = [graph.operators[c] for c in deferral.contributions]
-    if any(op.class_index not in assignment.contraction.node_of for op in makers):
-        return None
-    partials = {assignment.partial(op) for op in makers}
-    axes = partials.pop()
-    if partials or not axes:
+    axes = partial_along(assignment, deferral)
+    if not axes:
         return None
     stacking = Stacking(deferral, axes)
     fits = (

@@ -11,7 +11,7 @@ from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.overlap import Discounts, lowered
 from autopar.cost.pricer import Pricer
-from autopar.cost.work import node_work_s
+from autopar.cost.work import node_work_s, partial_runs, partial_work_s
 from autopar.errors import PlanError
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout
@@ -167,6 +167,12 @@ def formulate(
     for edge, matrix in _result_edges(analysis, spaces, pricer, prices, discounts):
         edges.append(edge)
         matrices.append(matrix)
+    for edge, matrix in _partial_work_edges(analysis, spaces, pricer, discounts):
+        if edge[0] == edge[1]:
+            costs[edge[0]] += matrix.diagonal()
+            continue
+        edges.append(edge)
+        matrices.append(matrix)
     copies: list[Copy] = []
     for source in analysis.sources.values():
         start = len(analysis.contraction.nodes) + len(copies)
@@ -236,6 +242,31 @@ def _result_edges(
                     analysis, node, slot, spaces, pricer, prices, discounts
                 )
                 yield (node.index, home.node), matrix
+
+
+def _partial_work_edges(
+    analysis: Analysis,
+    spaces: Sequence[Space],
+    pricer: Pricer,
+    discounts: Discounts | None,
+) -> Iterator[tuple[tuple[int, int], np.ndarray]]:
+    """Edges from contractions to what works on their partial results.
+
+    Only where the results wait in a loop: elsewhere they wait for a codec alone.
+    """
+    graph, contraction = analysis.graph, analysis.contraction
+    for (maker, member), trips in partial_runs(analysis, pricer).items():
+        node = contraction.nodes[contraction.node_of[maker]]
+        reader = contraction.node_of[member]
+        reduced = node.reduced(graph.operators[maker])
+        own = spaces[node.index].strategies
+        partials = [partial_axes(s, reduced) for s in own]
+        strategies = spaces[reader].strategies
+        matrix = trips * partial_work_s(analysis, member, strategies, partials, pricer)
+        if discounts is not None:
+            matrix = discounts.work[member] * matrix
+        if matrix.any():
+            yield (node.index, reader), matrix
 
 
 def _result_matrix(

@@ -29,7 +29,14 @@ from autopar.steps.orders import NO_ORDERS, orders
 from autopar.steps.positions import Positions, positions
 from autopar.steps.readings import Readings, readings
 from autopar.steps.spares import Spares
-from autopar.steps.sums import CodedSums, Sums, coded_sums, sums_due
+from autopar.steps.sums import (
+    CodedSums,
+    PartialRuns,
+    Sums,
+    coded_sums,
+    partial_runs,
+    sums_due,
+)
 from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.work import (
     OperatorWork,
@@ -279,6 +286,13 @@ class Analysis:
         return known
 
     @functools.cached_property
+    def in_kernels(self) -> frozenset[int]:
+        """The values that hand-written kernels read and write."""
+        kernels = [op for op in self.graph.operators if op.kernel is not None]
+        arrays = (v for op in kernels for v in (*op.inputs, *op.outputs))
+        return frozenset(v for v in arrays if v is not None)
+
+    @functools.cached_property
     def _lives(self) -> dict[Habits, Lifetimes]:
         return {}
 
@@ -339,6 +353,11 @@ class Analysis:
     def coded(self) -> CodedSums:
         """The gradients that classes of operators contribute to."""
         return coded_sums(self.graph, self.contraction, self.deferrals)
+
+    @functools.cached_property
+    def partial_runs(self) -> PartialRuns:
+        """How often operators work on partial values that wait in loops."""
+        return partial_runs(self.graph, self.contraction, self.deferrals, self.trips)
 
 
 def analyse(

@@ -6,7 +6,7 @@ Nothing here depends on a cluster or a layout.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.steps.nodes import Contraction
 from autopar_passes.graph.operators import Operator, OperatorGraph
@@ -66,6 +66,45 @@ def sums_due(
         known = out.setdefault(op.class_index, [])
         known.extend(sums.items())
     return {c: _added_up(sums) for c, sums in out.items()}
+
+
+# Classes of a contribution and of an operator behind it -> how often the second runs.
+PartialRuns = dict[tuple[int, int], float]
+
+
+def partial_runs(
+    graph: OperatorGraph,
+    contraction: Contraction,
+    deferrals: Sequence[Deferral],
+    trips: Mapping[int, float],
+) -> PartialRuns:
+    """Returns how often operators work on partial values that wait in loops.
+
+    What adds to a value that waits, or hands it on, does so on every device with the
+    device's own part of the sum. Its runs are dealt out to the contributions. The
+    first operator of a class stands for it.
+
+    Args:
+      graph: the operators.
+      contraction: which of them make the values.
+      deferrals: the paths of partial values.
+      trips: how often the operators of each class run.
+    """
+    out: PartialRuns = {}
+    for deferral in deferrals:
+        if not deferral.hoisted:
+            continue
+        contributions = [graph.operators[c] for c in deferral.contributions]
+        behind = {contraction.producer[v].index for v in deferral.members}
+        for index in sorted(behind.difference(deferral.contributions)):
+            op = graph.operators[index]
+            if op.class_index != op.index:
+                continue
+            for maker in contributions:
+                key = maker.class_index, op.class_index
+                share = trips[op.class_index] / len(contributions)
+                out[key] = out.get(key, 0.0) + share
+    return out
 
 
 # Of each class: shape of a gradient, and how many of it are summed in a step.

@@ -26,7 +26,7 @@ from autopar.cluster import MeshShape
 from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.feedback import Feedback
-from autopar.compression.synchronise import Gradient, init_state
+from autopar.compression.gradient import Gradient, init_state
 from autopar.cost.breakdown import CostBreakdown, step_s
 from autopar.cost.codecs.collectives import collectives_s
 from autopar.cost.codecs.matrix import Prices
@@ -478,11 +478,17 @@ def _reason(choice: CodecChoice, first: CodecChoice, mode: str) -> str:
 
 
 def _gradients_s(choice: CodecChoice) -> float:
-    """Seconds that the sums of gradients add to a step without codecs."""
+    """Seconds that the sums of gradients add to a step without codecs.
+
+    What works on a sum that waits takes longer, for it is whole on each device. That is
+    no part of sending it.
+    """
     candidate = choice.candidate
     texts = {site.value: "dense" for site in choice.sites}
     waiting = dataclasses.replace(candidate.assignment, codecs=texts, _known={})
-    return candidate.step_s - step_s(total_cost(items(waiting, candidate.pricer)))
+    rest = total_cost(items(waiting, candidate.pricer))
+    longer_s = rest.work_s - candidate.cost.work_s
+    return candidate.step_s - (step_s(rest) - longer_s)
 
 
 def _ms(seconds: float) -> str:

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.combining import SUMS
-from autopar.cost.items import Paid, collective_item
+from autopar.cost.items import Paid, collective_item, parts_of
 from autopar.cost.pieces import Pieces, value_at
 from autopar.cost.products import rates_of
 from autopar.cost.scaling import collective_pieces_of, tabled_at, work_pieces
@@ -82,7 +82,9 @@ class SecondsPricer:
         works = analysis.works(streamed=device.streams)
         for member, runs in self._runs.items():
             work = works[member]
-            seconds = self._run_s(assignment, device, work, _parts_of(submesh, work))
+            strategy = assignment.works_as(work.op)
+            parts = parts_of(analysis.contraction, submesh.pricer, work.op, strategy)
+            seconds = self._run_s(assignment, device, work, parts)
             for (column, row), trips in runs.items():
                 out[column, row] += trips * seconds
 
@@ -171,15 +173,6 @@ class SecondsPricer:
                 found, middles[:-1].tolist(), middles[1:].tolist(), strict=True
             )
         ]
-
-
-def _parts_of(submesh: Submesh, work: OperatorWork) -> tuple[int, ...]:
-    """Into how many parts each factor of an operator's rule is split."""
-    node = submesh.assignment.contraction.node(work.op)
-    strategy = submesh.assignment.strategies[node.index]
-    mapping = node.members[work.op.class_index]
-    group = submesh.pricer.group
-    return tuple(group(strategy[own]) if own >= 0 else 1 for own in mapping)
 
 
 def _at(pieces: Pieces, scales: Sequence[float] | np.ndarray) -> np.ndarray:

@@ -13,6 +13,7 @@ import optax
 import planner_harness as harness
 import pytest
 import step_forms as forms
+from jax.experimental import pallas as pl
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
 
 import autopar
@@ -22,10 +23,13 @@ from autopar.cost.memory import (
     buffers,
     habits_of,
     input_bytes,
+    local_bytes,
     memory_at_peak,
     peak_memory_bytes,
     usage_by_time,
 )
+from autopar.layouts.assignment import Assignment
+from autopar.steps.analysis import analyse
 from autopar_passes.graph.roles import Role
 
 CLUSTER = forms.cheap("2x4:cpu")
@@ -233,6 +237,32 @@ def test_tpus_make_gradients_before_the_next_layer_is_made_again() -> None:
         following = [b for b in barriers if b > index]
         assert not following or late[index] <= following[0]
     assert any(late[index] > index for index in products)
+
+
+def test_what_kernels_read_and_write_is_row_major() -> None:
+    """64 lanes of 128 are empty there; elsewhere the rows lie along the lanes."""
+
+    def double(x: Any, out: Any) -> None:
+        out[...] = 2 * x[...]
+
+    def step(x: jax.Array) -> jax.Array:
+        kernel = pl.pallas_call(
+            double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype)
+        )
+        return jnp.sin(kernel(jnp.cos(jnp.sin(x))))
+
+    analysis = analyse(step, (jax.ShapeDtypeStruct((4096, 64), jnp.float32),))
+    plain = Assignment(analysis, (), (), {})
+    taken = {
+        op.kind: local_bytes(plain, op.outputs[0], ((), ()), tiled=True)
+        for op in analysis.graph.operators
+        if op.outputs
+    }
+    once = 4096 * 64 * 4
+    assert taken["cos"] == taken["pallas_call"] == 2 * once
+    assert (
+        local_bytes(plain, analysis.graph.outputs[0] or 0, ((), ()), tiled=True) == once
+    )
 
 
 def test_tpus_of_two_cores_have_no_habits() -> None:

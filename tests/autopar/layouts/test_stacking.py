@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import random
 from typing import Any
 
@@ -16,7 +17,10 @@ from jax.sharding import PartitionSpec
 from planner_steps import normal, training
 
 from autopar.cluster import Cluster
+from autopar.cost.items import work_items
+from autopar.cost.pairwise import paired_work_s
 from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import shards
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.record import restore
@@ -83,6 +87,42 @@ def test_sums_out_of_loops_cost_what_is_predicted(name: str) -> None:
         plan = harness.random_plan(case, sizes, random.Random(f"{name} {k}"))
 
         check_traffic(case, plan)
+
+
+@pytest.mark.parametrize("name", ["microbatches", "scan_time"])
+def test_what_adds_partial_sums_works_on_the_whole_of_them(name: str) -> None:
+    """Its work is split as the program holds the values, not as they end up."""
+    case = prepared(name)
+    split = paired = 0
+    for k, sizes in enumerate(harness.MESHES * 8):
+        plan = harness.random_plan(case, sizes, random.Random(f"{name} {k}"))
+        pricer = harness.pricer_of(sizes)
+        makers = {c for s in plan.stackings.values() for c in s.deferral.contributions}
+        found = list(work_items(plan, pricer))
+        for item in found:
+            assert item.work is not None
+            op = item.work.op
+            held = plan.stacked(op.outputs[0])
+            if held is None or op.index in makers:
+                continue
+            kept = {f for d in op.rule.results[0] for f in d}
+            parts = math.prod(n for f, n in enumerate(item.parts) if f in kept)
+            assert parts == shards(held[1], sizes)
+            split += parts < shards(plan.home_layout(op.outputs[0]), sizes)
+        if all_wait(plan):
+            paired += bool(plan.stackings)
+            work_s = sum(item.cost.work_s for item in found)
+            assert paired_work_s(plan, pricer) == pytest.approx(work_s, rel=1e-12)
+    assert split
+    assert paired
+
+
+def all_wait(plan: Assignment) -> bool:
+    """Whether every sum in a loop waits that is partial at all."""
+    loops = [d for d in plan.analysis.deferrals if d.hoisted]
+    makers = [plan.graph.operators[c] for d in loops for c in d.contributions]
+    partial = {op.outputs[0] for op in makers if plan.partial_of(op)}
+    return partial <= set(plan.stackings)
 
 
 def check_traffic(case: harness.Case, plan: Assignment) -> harness.Traffic:

@@ -168,13 +168,16 @@ def test_every_size_of_a_microbatch_is_tried_on_every_submesh() -> None:
 
 def test_stages_split_state_where_the_schedule_keeps_many_activations() -> None:
     """One microbatch fits beside whole state, all of them do not."""
-    wide = analysed(residual, blocks(4, 128), struct(1024, 128))
+    narrow = analysed(residual, blocks(4, 64), struct(1024, 64))
     options = PlanOptions(stages=2, schedule="gpipe", microbatches=4)
-    roomy = plan_pipeline(wide, Cluster.parse("2x2:cpu"), options, 2)
+    roomy = plan_pipeline(narrow, Cluster.parse("2x2:cpu"), options, 2)
     most = roomy.predicted.peak_memory_bytes
-    limit = round(0.92 * most)
-    tight = plan_pipeline(wide, Cluster.parse(f"2x2:cpu,memory={limit}B"), options, 2)
+    limit = round(0.95 * most)
+    tight = plan_pipeline(narrow, Cluster.parse(f"2x2:cpu,memory={limit}B"), options, 2)
     assert tight.predicted.peak_memory_bytes <= limit < most
+    whole, split = (plan.stages[0].inputs["params/0/down"] for plan in (roomy, tight))
+    assert not any(whole)
+    assert any(split)
 
 
 def test_a_plan_says_how_near_it_is_to_the_best_pipeline() -> None:
