@@ -184,11 +184,15 @@ def limited(
 def measured(case: Case, seconds: float) -> dict[str, Any]:
     """Plans and compiles a case."""
     analysis = case.analysis()
-    cluster = case.machine
-    plan = plan_analysis(analysis, cluster, PlanOptions(seconds=seconds))
+    plan = plan_analysis(analysis, case.machine, PlanOptions(seconds=seconds))
+    return compiled(case, analysis, plan)
+
+
+def compiled(case: Case, analysis: Analysis, plan: Plan) -> dict[str, Any]:
+    """Compiles a plan of a case, and says what was predicted of it."""
     start = time.perf_counter()
     found = audit_analysis(
-        analysis, plan, cluster, compiled=case.target is None, target=case.target
+        analysis, plan, case.machine, compiled=case.target is None, target=case.target
     )
     out: dict[str, Any] = {
         "case": case.name,
