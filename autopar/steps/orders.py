@@ -13,12 +13,19 @@ XLA's GPU compiler fixes the order around batched products (openxla/xla,
 * where two arrays of different orders meet, what the later one is made of is written in
   the order of the earlier, once for all its readers: a product's result, or what it is
   converted to;
+* a product with one dimension of batches reads an operand's free and contracted
+  dimensions in either order;
 * an array that products want in several orders is made once for each: the order in
-  which it lies and one other at once, by one kernel; further ones when they are read.
+  which it lies and one other at once, by one kernel. Where none wants the first, two
+  others are made at once if neither is transposed in tiles; further ones are made when
+  they are read. Which transpositions run in tiles is said in
+  `autopar.steps.tiled_transposes`.
 
-So the weights of grouped attention are made again for the backward pass, and the
-gradient of its scores is written in float32 in the order of the scores, and then once
-for each of the two products that read it.
+So the weights of grouped attention in bfloat16 are made again for the backward pass if
+2, 4 or 8 heads are a group. In float32 they are kept. The gradient of the scores is
+written in float32 in the order of the scores, and then once for each of the two
+products that read it. Sizes are those of whole arrays: what a plan leaves of them on
+one device is not known here.
 """
 
 from __future__ import annotations
@@ -28,6 +35,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.steps.fusion import is_elementwise, side_factors
+from autopar.steps.tiled_transposes import runs_in_tiles
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims, FactorRule
 
@@ -96,6 +104,10 @@ class _Fixed:
     order: Order
 
 
+# A product, and the orders of an operand that suit it; none: as it lies.
+_Want = tuple[int, tuple[Order, ...]]
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Found:
     """What is known of the operators before the present one.
@@ -107,8 +119,8 @@ class _Found:
       forced: the orders in which values are written for others that they meet.
       new: the same, found in this pass.
       order: of values whose order is fixed.
-      wants: of values that batched products read, the products and the order that
-        each of them wants; None: as the value lies.
+      wants: of values that batched products read, the products and the orders that
+        suit each of them; none: as the value lies.
     """
 
     graph: OperatorGraph
@@ -117,7 +129,7 @@ class _Found:
     forced: dict[int, _Fixed]
     new: dict[int, _Fixed]
     order: dict[int, _Fixed]
-    wants: dict[int, list[tuple[int, Order | None]]]
+    wants: dict[int, list[_Want]]
 
 
 def _note_product(op: Operator, found: _Found) -> None:
@@ -135,16 +147,20 @@ def _note_product(op: Operator, found: _Found) -> None:
         found.order[value] = found.forced.get(value, lies)
 
 
-def _wanted(rule: FactorRule, slot: int, batch: frozenset[int]) -> Order | None:
-    """The order in which a batched product reads an operand; None: as it lies."""
+def _wanted(rule: FactorRule, slot: int, batch: frozenset[int]) -> tuple[Order, ...]:
+    """The orders in which a batched product reads an operand; none: as it lies."""
     *free, contracted = (_large(rule, side) for side in side_factors(rule))
     if all(len(side) < 2 for side in (*free, contracted)):
-        return None
+        return ()
     own = free[slot]
     groups = (batch, own, contracted) if slot == 0 else (batch, contracted, own)
     dims = rule.operands[slot]
     present = [d for d in range(len(dims)) if _large(rule, dims[d])]
-    return tuple(d for group in groups for d in present if dims[d][0] in group)
+    first = tuple(d for group in groups for d in present if dims[d][0] in group)
+    if len(batch) > 1:
+        return (first,)
+    groups = (groups[0], groups[2], groups[1])
+    return first, tuple(d for group in groups for d in present if dims[d][0] in group)
 
 
 def _note_elementwise(op: Operator, found: _Found) -> None:
@@ -208,19 +224,25 @@ def _above(
 
 
 def _copied_for(
-    graph: OperatorGraph,
-    value: int,
-    wants: Sequence[tuple[int, Order | None]],
-    fixed: _Fixed | None,
+    graph: OperatorGraph, value: int, wants: Sequence[_Want], fixed: _Fixed | None
 ) -> list[tuple[int, bool]]:
     """The products that read further copies of a value; whether it is made at once."""
     lies = _plain(graph, value) if fixed is None else fixed.order
-    asked = [lies if wanted is None else wanted for _, wanted in wants]
-    seen = set(asked[:1])
+    orders: list[tuple[int, Order]] = []
+    for reader, suiting in wants:
+        known = [lies, *(order for _, order in orders)]
+        suiting = suiting or (lies,)
+        orders.append((reader, next((o for o in known if o in suiting), suiting[0])))
+    first = lies if any(o == lies for _, o in orders) else orders[0][1]
+    known = graph.values[value]
+    bits = 8 * known.nbytes // max(1, known.size)
+    tiled = {o: runs_in_tiles(known.shape, lies, o, bits) for _, o in orders}
+    seen = {first}
     out: list[tuple[int, bool]] = []
-    for (reader, _), order in zip(wants, asked, strict=True):
+    for reader, order in orders:
         if order not in seen:
-            out.append((reader, lies in asked and not out))
+            at_once = first == lies or not (tiled[first] or tiled[order])
+            out.append((reader, at_once and not out))
             seen.add(order)
     return out
 

@@ -21,6 +21,7 @@ from autopar.steps.orders import orders
 from autopar_solver import explain_infeasibility, solve
 
 BATCH, SEQ, GROUPS, HEADS, SIZE = 4, 8, 2, 3, 16
+SCORES = BATCH * SEQ * SEQ * GROUPS * HEADS
 
 
 def grouped(x: Any, k: Any, v: Any) -> jax.Array:
@@ -36,27 +37,32 @@ def plain(x: Any, k: Any, v: Any) -> jax.Array:
     return jnp.einsum("bkqs,bskd->bqkd", jax.nn.softmax(scores), v)
 
 
-def prepared(attention: Any) -> Any:
+def prepared(
+    attention: Any,
+    groups: int = GROUPS,
+    heads: int = HEADS,
+    seq: int = SEQ,
+    dtype: Any = jnp.float32,
+) -> Any:
     def step(params: Any, batch: Any) -> Any:
         def loss(p: Any) -> jax.Array:
             x = jnp.einsum("bqd,dkge->bqkge", batch, p["x"])
             k, v = (jnp.einsum("bsd,dke->bske", batch, p[n]) for n in "kv")
-            return jnp.mean(attention(x, k, v) ** 2)
+            return jnp.mean(attention(*(y.astype(dtype) for y in (x, k, v))) ** 2)
 
         grads = jax.grad(loss)(params)
         return jax.tree.map(lambda p, g: p - g, params, grads), jnp.zeros(())
 
     params = {
-        "x": jnp.ones((SIZE, GROUPS, HEADS, SIZE)),
-        "k": jnp.ones((SIZE, GROUPS, SIZE)),
-        "v": jnp.ones((SIZE, GROUPS, SIZE)),
+        "x": jnp.ones((SIZE, groups, heads, SIZE)),
+        "k": jnp.ones((SIZE, groups, SIZE)),
+        "v": jnp.ones((SIZE, groups, SIZE)),
     }
-    return harness.prepare(step, (params, jnp.ones((BATCH, SEQ, SIZE))))
+    return harness.prepare(step, (params, jnp.ones((BATCH, seq, SIZE))))
 
 
-def large(case: Any, values: Any) -> list[int]:
+def large(case: Any, values: Any, size: int = SCORES) -> list[int]:
     """Those of the values that are as large as the scores of grouped attention."""
-    size = BATCH * SEQ * SEQ * GROUPS * HEADS
     return [v for v in values if case.graph.values[v].size == size]
 
 
@@ -92,18 +98,34 @@ def test_a_converted_product_is_written_in_the_order_of_what_it_meets() -> None:
     assert case.analysis.contraction.producer[product].kind == "dot_general"
 
 
-def test_copies_are_made_for_their_readers() -> None:
-    """Weights are not held for the backward pass, but what they are made of is."""
-    case = prepared(grouped)
+@pytest.mark.parametrize(
+    ("heads", "dtype", "held"),
+    [(2, jnp.bfloat16, False), (3, jnp.bfloat16, True), (2, jnp.float32, True)],
+)
+def test_weights_are_made_again_where_tiles_transpose_them(
+    heads: int, dtype: Any, held: bool
+) -> None:
+    """Where no tiles do, both orders are written in the forward pass."""
+    case = prepared(grouped, heads=heads, seq=32, dtype=dtype)
+    size = BATCH * 32 * 32 * GROUPS * heads
     life = case.analysis.life(Habits(makes_again=True, keeps_orders=True))
+    without = case.analysis.life(Habits(makes_again=True))
     (value, reader), *_ = sorted(
-        pair for pair in life.copies if pair[0] in large(case, [pair[0]])
+        pair for pair in life.copies if large(case, [pair[0]], size)
     )
     maker = case.analysis.contraction.producer[value].index
-    without = case.analysis.life(Habits(makes_again=True))
+    made = life.copies[value, reader]
 
-    assert life.reads[maker] == life.time[reader]
+    assert made == (life.time[maker] if held else life.time[reader])
+    assert life.reads[maker] == made
     assert without.reads[maker] == without.time[maker]
+
+
+def test_heads_that_all_share_their_keys_are_read_in_one_order() -> None:
+    """The products have one dimension of batches then."""
+    found = orders(prepared(grouped, groups=1, heads=6).graph)
+
+    assert not found.copies
 
 
 def test_operators_without_results_fix_nothing() -> None:
