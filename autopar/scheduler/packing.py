@@ -28,6 +28,7 @@ def pack(
     wanted: Mapping[str, tuple[int, Sequence[int]]],
     current: Mapping[str, Allocation],
     nodes: Nodes,
+    costs: Mapping[str, float] | None = None,
 ) -> dict[str, Allocation]:
     """An allocation of each job.
 
@@ -36,6 +37,8 @@ def pack(
       current: what jobs have; one that has what it wants stays, unless a job on whole
         nodes needs its place.
       nodes: the cluster.
+      costs: what it costs to move each of the jobs that stay otherwise; None: their
+        devices. Nodes are cleared where that costs least.
 
     Returns:
       The allocations; a job for which there is no place is left out.
@@ -52,7 +55,7 @@ def pack(
         name = waiting.pop(0)
         count, allowed = wanted[name]
         if _place(count, allowed, free, nodes) is None:
-            for other in _in_the_way(count, allowed, chosen, free, nodes):
+            for other in _in_the_way(count, allowed, chosen, nodes, costs):
                 for node in chosen.pop(other):
                     free[node] += 1
                 waiting.append(other)
@@ -88,10 +91,10 @@ def _in_the_way(
     count: int,
     allowed: Sequence[int],
     chosen: Mapping[str, Allocation],
-    free: list[int],
     nodes: Nodes,
+    costs: Mapping[str, float] | None,
 ) -> list[str]:
-    """Smaller jobs on the nodes that are emptiest, as many as a job needs."""
+    """Smaller jobs on the nodes that are cleared for least, as many as a job needs."""
     per_node = max((nodes.devices[i] for i in allowed), default=1)
     users: dict[int, list[str]] = {i: [] for i in allowed}
     for name, places in chosen.items():
@@ -103,6 +106,13 @@ def _in_the_way(
         if nodes.devices[i]
         and all(len(chosen[name]) < min(count, per_node) for name in users[i])
     ]
-    open_nodes.sort(key=lambda i: (nodes.devices[i] - free[i], i))
+
+    def cost(node: int) -> tuple[float, int]:
+        used = sum(len(chosen[name]) for name in users[node])
+        if costs is None:
+            return float(used), node
+        return sum(costs.get(name, 0.0) for name in users[node]), node
+
+    open_nodes.sort(key=cost)
     needed = open_nodes[: max(count // per_node, 1)]
     return sorted({name for node in needed for name in users[node]})

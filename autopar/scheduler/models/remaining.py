@@ -55,3 +55,17 @@ def gittins_left(wholes: Sequence[float], done: float) -> float:
     # Until the k-th ends, k jobs worked to their ends and the others as long as it.
     worked = np.cumsum(longer) + longer * (len(longer) - ended)
     return float((worked / ended).min())
+
+
+def mean_left(wholes: Sequence[float], done: float) -> float:
+    """The mean of what is left, in units of work.
+
+    Args:
+      wholes: as for `gittins_left`, with the same answer for one that has done more.
+      done: the work that a job has done.
+
+    >>> mean_left([10.0, 1000.0], 0.0)
+    505.0
+    """
+    longer = [work - done for work in wholes if work > done]
+    return sum(longer) / len(longer) if longer else done

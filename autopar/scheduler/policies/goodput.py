@@ -26,7 +26,7 @@ from autopar.scheduler.jobs import (
     Views,
     placement_of,
 )
-from autopar.scheduler.models.remaining import gittins_left, sureness
+from autopar.scheduler.models.remaining import gittins_left, mean_left, sureness
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.packing import pack, sizes_of
 from autopar.scheduler.policies.base import Adapts
@@ -49,7 +49,7 @@ class Settings:
       known_s: seconds on one device that are added to what is left.
       events_s: seconds between events that make a job move. Its gain counts over the
         geometric mean of these and of the seconds of a move (as in Young's interval of
-        checkpoints).
+        checkpoints), and no longer than the job lasts.
       growth: how often more devices than it ran on a job may get at once.
       first: the most devices of a job that was not measured.
       learns: whether jobs that ended tell what is left of others of their program.
@@ -71,13 +71,23 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Option:
-    """A configuration of a job: kind of devices, how many, and what it is worth."""
+    """A configuration of a job.
+
+    Attributes:
+      kind: of devices.
+      count: how many.
+      speed: progress per second.
+      worth: with what the move there costs.
+      move_s: seconds of that move; 0 where the job stays.
+      place_worth: what a job that stays would lose in another place.
+    """
 
     kind: int
     count: int
     speed: float
     worth: float
     move_s: float
+    place_worth: float
 
 
 class Goodput:
@@ -130,7 +140,8 @@ class Goodput:
         ]
         picked, solution = self._solved(jobs, options, budgets)
         wanted = {name: (o.count, allowed[o.kind]) for name, o in picked.items()}
-        chosen = pack(wanted, current, nodes)
+        costs = {name: o.place_worth for name, o in picked.items()}
+        chosen = pack(wanted, current, nodes, costs)
         return Decisions(
             allocations=chosen,
             plans=_plans(jobs, chosen),
@@ -150,7 +161,7 @@ class Goodput:
 
     def _left_s(self, view: JobView, single: float) -> float:
         """Predicted seconds on one device until a job ends."""
-        whole = self._ended.get(view.application) if self._settings.learns else None
+        whole = self._known(view)
         if whole:
             if not view.measured:
                 mean = sum(whole) / len(whole)
@@ -159,6 +170,18 @@ class Goodput:
                 self._paces[view.application] = single
             return gittins_left(whole, view.progress) / single
         return view.progress / single if view.measured else _NEW_S
+
+    def _known(self, view: JobView) -> list[float]:
+        """The whole work of jobs of a program that ended."""
+        ended = self._ended.get(view.application, [])
+        return ended if self._settings.learns else []
+
+    def _lasts_s(self, view: JobView, single: float) -> float:
+        """Seconds on one device for which a gain counts at most."""
+        whole = self._known(view)
+        if not view.measured or single <= 0 or not whole:
+            return math.inf
+        return mean_left(whole, view.progress) / single
 
     def _curve(
         self, view: JobView, kind: str, per_node: int, total: int
@@ -191,8 +214,7 @@ class Goodput:
             if single > 0:
                 view = jobs[name]
                 left[name] = math.log(self._left_s(view, single) + set_.known_s)
-                ended = self._ended.get(view.application, ()) if set_.learns else ()
-                sure[name] = sureness(ended)
+                sure[name] = sureness(self._known(view))
         mean = sum(left.values()) / max(len(left), 1)
         return {
             name: math.exp(-set_.shortness * (mean + sure[name] * (found - mean)))
@@ -227,6 +249,7 @@ class Goodput:
         set_ = self._settings
         limit = max(set_.growth * view.tried, set_.first)
         old, single = (len(placement_of(held)), len(held)), _single(curves)
+        lasts_s = self._lasts_s(view, single)
         for kind, counts, speeds in curves:
             per = max(nodes.devices[i] for i in allowed[kind])
             there = bool(held) and held[0] in allowed[kind]
@@ -235,14 +258,19 @@ class Goodput:
                     continue
                 shape = -(-count // per), count
                 stays = there and count == len(held)
-                move_s = 0.0 if stays else _move_s(view, old, shape)
-                worth = weight * self._utility(speed / single, move_s)
-                found.append(_Option(kind, count, speed, worth, move_s))
+                speedup, move_s = speed / single, _move_s(view, old, shape)
+                worth = weight * self._utility(speedup, move_s, lasts_s / speedup)
+                place = 0.0
+                if stays:
+                    moved, move_s = worth, 0.0
+                    worth = weight * self._utility(speedup, 0.0, lasts_s / speedup)
+                    place = worth - moved
+                found.append(_Option(kind, count, speed, worth, move_s, place))
         return found
 
-    def _utility(self, speedup: float, move_s: float) -> float:
+    def _utility(self, speedup: float, move_s: float, lasts_s: float) -> float:
         set_ = self._settings
-        horizon_s = math.sqrt(set_.events_s * move_s)
+        horizon_s = min(math.sqrt(set_.events_s * move_s), lasts_s)
         kept = horizon_s / (horizon_s + move_s) if move_s else 1.0
         value = max(speedup * kept, set_.least) ** set_.concavity
         return value - set_.least**set_.concavity

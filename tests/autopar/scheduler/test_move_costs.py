@@ -26,17 +26,30 @@ class Gains:
         return np.array([known[int(d)] for d in np.broadcast_to(devices, nodes.shape)])
 
 
-def devices_of(gain: float, move_s: float) -> int:
-    """The devices of a job that runs on two of four, after a decision."""
-    view = JobView(
-        name="one", application="tiny", submitted_s=0.0, age_s=600.0,
-        served_device_s=1200.0, progress=1200.0, restarts=0, asked=2, most=4, tried=4,
+def view_of(name: str, progress: float, gain: float, move_s: float) -> JobView:
+    """A job that ran for ten minutes."""
+    return JobView(
+        name=name, application="tiny", submitted_s=0.0, age_s=600.0,
+        served_device_s=1200.0, progress=progress, restarts=0, asked=2, most=4, tried=4,
         curve=Gains(gain), measured=True, restart_s=RESTART_S,
         moves=lambda old, new: move_s,
     )  # fmt: skip
-    decided = Goodput().decide(
-        600.0, {"one": view}, Nodes.parse("1x4"), {"one": (0, 0)}
-    )
+
+
+def devices_of(gain: float, move_s: float, whole: float | None = None) -> int:
+    """The devices of a job that runs on two of four, after a decision.
+
+    Args:
+      gain: of four devices.
+      move_s: seconds of a move.
+      whole: the work of a job of the same program that ended.
+    """
+    policy, nodes = Goodput(), Nodes.parse("1x4")
+    if whole is not None:
+        earlier = {"earlier": view_of("earlier", whole, gain, move_s)}
+        policy.decide(0.0, earlier, nodes, {"earlier": (0, 0)})
+    view = view_of("one", 1200.0, gain, move_s)
+    decided = policy.decide(600.0, {"one": view}, nodes, {"one": (0, 0)})
     return len(decided.allocations["one"])
 
 
@@ -54,3 +67,9 @@ def test_a_cheap_move_counts_as_a_restart(
     gain: float, move_s: float, devices: int
 ) -> None:
     assert devices_of(gain, move_s) == devices
+
+
+@pytest.mark.parametrize(("whole", "devices"), [(1260.0, 2), (2400.0, 4)])
+def test_a_job_that_is_nearly_done_does_not_move(whole: float, devices: int) -> None:
+    """30 s before its end on two devices, half as many more gain it ten seconds."""
+    assert devices_of(0.50, RESTART_S, whole) == devices
