@@ -249,7 +249,8 @@ class Goodput:
         set_ = self._settings
         limit = max(set_.growth * view.tried, set_.first)
         old, single = (len(placement_of(held)), len(held)), _single(curves)
-        lasts_s = self._lasts_s(view, single)
+        # A start is no move: who waits gains nothing by waiting, however little is left.
+        lasts_s = self._lasts_s(view, single) if held else math.inf
         for kind, counts, speeds in curves:
             per = max(nodes.devices[i] for i in allowed[kind])
             there = bool(held) and held[0] in allowed[kind]

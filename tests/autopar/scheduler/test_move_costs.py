@@ -36,20 +36,24 @@ def view_of(name: str, progress: float, gain: float, move_s: float) -> JobView:
     )  # fmt: skip
 
 
-def devices_of(gain: float, move_s: float, whole: float | None = None) -> int:
+def devices_of(
+    gain: float, move_s: float, whole: float | None = None, *, held: int = 2
+) -> int:
     """The devices of a job that runs on two of four, after a decision.
 
     Args:
       gain: of four devices.
       move_s: seconds of a move.
       whole: the work of a job of the same program that ended.
+      held: devices that it runs on before; 0: it waits.
     """
     policy, nodes = Goodput(), Nodes.parse("1x4")
     if whole is not None:
         earlier = {"earlier": view_of("earlier", whole, gain, move_s)}
         policy.decide(0.0, earlier, nodes, {"earlier": (0, 0)})
     view = view_of("one", 1200.0, gain, move_s)
-    decided = policy.decide(600.0, {"one": view}, nodes, {"one": (0, 0)})
+    current = {"one": (0,) * held} if held else {}
+    decided = policy.decide(600.0, {"one": view}, nodes, current)
     return len(decided.allocations["one"])
 
 
@@ -73,3 +77,7 @@ def test_a_cheap_move_counts_as_a_restart(
 def test_a_job_that_is_nearly_done_does_not_move(whole: float, devices: int) -> None:
     """30 s before its end on two devices, half as many more gain it ten seconds."""
     assert devices_of(0.50, RESTART_S, whole) == devices
+
+
+def test_a_job_that_waits_starts_however_little_it_has_left() -> None:
+    assert devices_of(0.50, RESTART_S, 1200.01, held=0) > 0
