@@ -37,8 +37,8 @@ def pack(
       current: what jobs have; one that has what it wants stays, unless a job on whole
         nodes needs its place.
       nodes: the cluster.
-      costs: what it costs to move each of the jobs that stay otherwise; None: their
-        devices. Nodes are cleared where that costs least.
+      costs: what it costs to move each of the jobs that stay otherwise; none where it
+        is not said. Nodes are cleared where that costs least, then the emptiest.
 
     Returns:
       The allocations; a job for which there is no place is left out.
@@ -107,11 +107,10 @@ def _in_the_way(
         and all(len(chosen[name]) < min(count, per_node) for name in users[i])
     ]
 
-    def cost(node: int) -> tuple[float, int]:
-        used = sum(len(chosen[name]) for name in users[node])
-        if costs is None:
-            return float(used), node
-        return sum(costs.get(name, 0.0) for name in users[node]), node
+    def cost(node: int) -> tuple[float, int, int]:
+        told = costs or {}
+        used = sum(chosen[name].count(node) for name in users[node])
+        return sum(told.get(name, 0.0) for name in users[node]), used, node
 
     open_nodes.sort(key=cost)
     needed = open_nodes[: max(count // per_node, 1)]

@@ -49,9 +49,10 @@ class Settings:
       known_s: seconds on one device that are added to what is left.
       events_s: seconds between events that make a job move. Its gain counts over the
         geometric mean of these and of the seconds of a move (as in Young's interval of
-        checkpoints), and no longer than the job lasts.
+        checkpoints).
       growth: how often more devices than it ran on a job may get at once.
       first: the most devices of a job that was not measured.
+      sure: the least `sureness` of a prediction by which a job counts as nearly done.
       learns: whether jobs that ended tell what is left of others of their program.
       gap: of the allocation, relative.
       reserved: devices of each kind that are left free.
@@ -64,6 +65,7 @@ class Settings:
     events_s: float = 960.0
     growth: int = 4
     first: int = 1
+    sure: float = 0.8
     learns: bool = True
     gap: float = 1e-4
     reserved: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
@@ -79,7 +81,8 @@ class _Option:
       speed: progress per second.
       worth: with what the move there costs.
       move_s: seconds of that move; 0 where the job stays.
-      place_worth: what a job that stays would lose in another place.
+      place_worth: what a job that stays would lose in another place, beyond what it
+        would if it lasted.
     """
 
     kind: int
@@ -177,9 +180,13 @@ class Goodput:
         return ended if self._settings.learns else []
 
     def _lasts_s(self, view: JobView, single: float) -> float:
-        """Seconds on one device for which a gain counts at most."""
+        """Predicted seconds on one device until a job ends, in the mean.
+
+        Infinite where the jobs that ended say too little of others.
+        """
         whole = self._known(view)
-        if not view.measured or single <= 0 or not whole:
+        known = view.measured and single > 0 and len(whole) > 1
+        if not known or sureness(whole) < self._settings.sure:
             return math.inf
         return mean_left(whole, view.progress) / single
 
@@ -249,8 +256,7 @@ class Goodput:
         set_ = self._settings
         limit = max(set_.growth * view.tried, set_.first)
         old, single = (len(placement_of(held)), len(held)), _single(curves)
-        # A start is no move: who waits gains nothing by waiting, however little is left.
-        lasts_s = self._lasts_s(view, single) if held else math.inf
+        lasts_s = self._lasts_s(view, single)
         for kind, counts, speeds in curves:
             per = max(nodes.devices[i] for i in allowed[kind])
             there = bool(held) and held[0] in allowed[kind]
@@ -260,16 +266,18 @@ class Goodput:
                 shape = -(-count // per), count
                 stays = there and count == len(held)
                 speedup, move_s = speed / single, _move_s(view, old, shape)
-                worth = weight * self._utility(speedup, move_s, lasts_s / speedup)
+                worth = weight * self._utility(speedup, move_s)
                 place = 0.0
                 if stays:
-                    moved, move_s = worth, 0.0
-                    worth = weight * self._utility(speedup, 0.0, lasts_s / speedup)
-                    place = worth - moved
+                    late = self._utility(speedup, move_s, lasts_s / speedup)
+                    place, move_s = worth - weight * late, 0.0
+                    worth = weight * self._utility(speedup, move_s)
                 found.append(_Option(kind, count, speed, worth, move_s, place))
         return found
 
-    def _utility(self, speedup: float, move_s: float, lasts_s: float) -> float:
+    def _utility(
+        self, speedup: float, move_s: float, lasts_s: float = math.inf
+    ) -> float:
         set_ = self._settings
         horizon_s = min(math.sqrt(set_.events_s * move_s), lasts_s)
         kept = horizon_s / (horizon_s + move_s) if move_s else 1.0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
@@ -26,34 +27,22 @@ class Gains:
         return np.array([known[int(d)] for d in np.broadcast_to(devices, nodes.shape)])
 
 
-def view_of(name: str, progress: float, gain: float, move_s: float) -> JobView:
+def view_of(name: str, progress: float, gain: float, **more: Any) -> JobView:
     """A job that ran for ten minutes."""
-    return JobView(
+    view = JobView(
         name=name, application="tiny", submitted_s=0.0, age_s=600.0,
         served_device_s=1200.0, progress=progress, restarts=0, asked=2, most=4, tried=4,
         curve=Gains(gain), measured=True, restart_s=RESTART_S,
-        moves=lambda old, new: move_s,
     )  # fmt: skip
+    return dataclasses.replace(view, **more)
 
 
-def devices_of(
-    gain: float, move_s: float, whole: float | None = None, *, held: int = 2
-) -> int:
-    """The devices of a job that runs on two of four, after a decision.
-
-    Args:
-      gain: of four devices.
-      move_s: seconds of a move.
-      whole: the work of a job of the same program that ended.
-      held: devices that it runs on before; 0: it waits.
-    """
-    policy, nodes = Goodput(), Nodes.parse("1x4")
-    if whole is not None:
-        earlier = {"earlier": view_of("earlier", whole, gain, move_s)}
-        policy.decide(0.0, earlier, nodes, {"earlier": (0, 0)})
-    view = view_of("one", 1200.0, gain, move_s)
-    current = {"one": (0,) * held} if held else {}
-    decided = policy.decide(600.0, {"one": view}, nodes, current)
+def devices_of(gain: float, move_s: float) -> int:
+    """The devices of a job that runs on two of four, after a decision."""
+    view = view_of("one", 1200.0, gain, moves=lambda old, new: move_s)
+    decided = Goodput().decide(
+        600.0, {"one": view}, Nodes.parse("1x4"), {"one": (0, 0)}
+    )
     return len(decided.allocations["one"])
 
 
@@ -73,11 +62,21 @@ def test_a_cheap_move_counts_as_a_restart(
     assert devices_of(gain, move_s) == devices
 
 
-@pytest.mark.parametrize(("whole", "devices"), [(1260.0, 2), (2400.0, 4)])
-def test_a_job_that_is_nearly_done_does_not_move(whole: float, devices: int) -> None:
-    """30 s before its end on two devices, half as many more gain it ten seconds."""
-    assert devices_of(0.50, RESTART_S, whole) == devices
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_job_that_is_nearly_done_is_not_in_the_way(done: int) -> None:
+    """One of two jobs has to make room for one on a whole node."""
+    policy, nodes = Goodput(), Nodes.parse("2x2")
+    for name in ("earlier", "before"):
+        policy.decide(0.0, {name: view_of(name, 1200.0, 0.0)}, nodes, {name: (0, 0)})
+    jobs = {
+        f"job {node}": view_of(f"job {node}", 1190.0 if node == done else 10.0, 0.0)
+        for node in range(2)
+    }
+    jobs = {name: dataclasses.replace(view, most=1) for name, view in jobs.items()}
+    jobs["wide"] = view_of("wide", 100.0, 0.0, most=2, guaranteed=True)
+    held = {f"job {node}": (node,) for node in range(2)}
 
+    decided = policy.decide(600.0, jobs, nodes, held)
 
-def test_a_job_that_waits_starts_however_little_it_has_left() -> None:
-    assert devices_of(0.50, RESTART_S, 1200.01, held=0) > 0
+    assert len(set(decided.allocations["wide"])) == 1
+    assert decided.allocations[f"job {done}"] == held[f"job {done}"]

@@ -1,4 +1,4 @@
-"""Jobs are put on nodes so that few of them move, and those for which it costs least."""
+"""Jobs are put on nodes so that few move, and those for which it costs least."""
 
 from __future__ import annotations
 
