@@ -52,7 +52,7 @@ class Settings:
         checkpoints).
       growth: how often more devices than it ran on a job may get at once.
       first: the most devices of a job that was not measured.
-      sure: the least `sureness` of a prediction by which a job counts as nearly done.
+      least_sureness: of a prediction by which a job counts as nearly done (`sureness`).
       learns: whether jobs that ended tell what is left of others of their program.
       gap: of the allocation, relative.
       reserved: devices of each kind that are left free.
@@ -65,7 +65,7 @@ class Settings:
     events_s: float = 960.0
     growth: int = 4
     first: int = 1
-    sure: float = 0.8
+    least_sureness: float = 0.8
     learns: bool = True
     gap: float = 1e-4
     reserved: Mapping[str, int] = dataclasses.field(default_factory=dict[str, int])
@@ -186,7 +186,7 @@ class Goodput:
         """
         whole = self._known(view)
         known = view.measured and single > 0 and len(whole) > 1
-        if not known or sureness(whole) < self._settings.sure:
+        if not known or sureness(whole) < self._settings.least_sureness:
             return math.inf
         return mean_left(whole, view.progress) / single
 
