@@ -24,12 +24,15 @@ ALONE = frozenset[str]()
 # Kind and mesh axes: collectives of one group may share a message.
 Group = tuple[str, tuple[int, ...]]
 # Computation (the last operator of the innermost loop or branch), the barrier that it
-# is behind (its equation; `FREE`: none; or `NORMS`), and element type.
+# is behind (its equation; `FREE`: none; `NORMS`; or
+# `UPDATED`), and element type.
 Place = tuple[int, int, str]
 # Behind no barrier.
 FREE = -1
 # Sums of the update, made of scattered sums of gradients.
 NORMS = -2
+# Gathers of what the update makes, which need the gathers of the passes.
+UPDATED = -3
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

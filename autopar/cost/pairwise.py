@@ -117,7 +117,9 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
                 own = assignment.layout(op, dims)
                 out += sum(
                     times * pricer.reshard_s(own, own, partial, "all", nbytes, together)
-                    for nbytes, times in analysis.sums[op.class_index]
+                    for nbytes, times in analysis.sums(pricer.reassociates)[
+                        op.class_index
+                    ]
                 )
             continue
         for slot, value in enumerate(op.outputs):
@@ -126,7 +128,11 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
             own = assignment.layout(op, op.rule.results[slot])
             home = assignment.home_layout(value)
             whole = [(analysis.graph.values[value].nbytes, analysis.trips[member])]
-            sums = analysis.sums[op.class_index] if slot == 0 else whole
+            sums = (
+                analysis.sums(pricer.reassociates)[op.class_index]
+                if slot == 0
+                else whole
+            )
             kind = op.rule.reduction
             out += sum(
                 times * pricer.reshard_s(own, home, partial, kind, nbytes, together)

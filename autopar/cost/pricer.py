@@ -70,6 +70,11 @@ class Pricer:
         known = self.cluster.device.calibrated
         return combiner_of(known) if self.combining else NO_COMBINER
 
+    @property
+    def reassociates(self) -> bool:
+        """Whether the compiler takes the sum of two sums over devices as one."""
+        return self.cluster.device.calibrated.reassociates
+
     def collective_s(
         self, step: ReshardStep, nbytes: float, message_bytes: float = 0.0
     ) -> float:

@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator
 
 from autopar.cost.pricer import Pricer
-from autopar.cost.traffic import Collective, joined, traffic
+from autopar.cost.reassociation import compiled_traffic
+from autopar.cost.traffic import Collective, joined
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, ReshardStep
 from autopar_passes.graph.operators import Operator
@@ -29,7 +30,7 @@ def all_collectives(assignment: Assignment, pricer: Pricer) -> list[Collective]:
       assignment: strategies as layouts; of a replica where its analysis has turns.
       pricer: the mesh and cluster.
     """
-    found = joined(pricer, traffic(assignment))
+    found = joined(pricer, compiled_traffic(assignment, pricer))
     if assignment.analysis.turns is None:
         return found
     between = _packed(pricer, list(_between(assignment)))

@@ -5,12 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
-from autopar.cost.combining import FREE, GATHERS, NORMS, SUMS, Group, Place
+from autopar.cost.combining import FREE, GATHERS, NORMS, SUMS, UPDATED, Group, Place
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import ReshardStep
 from autopar.steps.sums import times_due
 from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import INNER
 
 
@@ -190,7 +191,8 @@ def _gather_place(
     if step.kind not in GATHERS or maker.class_index not in known.gathered:
         return None
     dtype = str(assignment.graph.values[source].dtype)
-    return known.computations[reader.index], known.behind.get(source, FREE), dtype
+    made = UPDATED if maker.role is Role.UPDATE else known.behind.get(source, FREE)
+    return known.computations[reader.index], made, dtype
 
 
 def _sum_place(

@@ -53,7 +53,7 @@ def node_work_s(
         total += factor * analysis.trips[member] * (seconds + kernel_s)
         # That of a contraction is on the edge to its result.
         if node.kind != "contraction":
-            own = analysis.sums[op.class_index]
+            own = analysis.sums(pricer.reassociates)[op.class_index]
             final = op.class_index in analysis.independent.summing
             together = SUMS if final else ALONE
             factor = discounts.sums[op.class_index] if discounts and final else 1.0

@@ -288,7 +288,7 @@ def _result_matrix(
     starts = list(zip(spaces[node.index].layouts(own), partials, strict=True))
     targets = spaces[home.node].layouts(home.dims)
     whole = [(graph.values[value].nbytes, analysis.trips[op.class_index])]
-    sums = analysis.sums[op.class_index] if slot == 0 else whole
+    sums = analysis.sums(pricer.reassociates)[op.class_index] if slot == 0 else whole
     final = op.class_index in analysis.independent.summing
     together = SUMS if final else ALONE
     matrix = np.sum(

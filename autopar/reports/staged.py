@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import msgspec
 
 from autopar.cluster import Cluster
-from autopar.cost.traffic import joined, traffic
+from autopar.cost.reassociation import compiled_traffic
+from autopar.cost.traffic import joined
 from autopar.planner.record import assignment_of
 from autopar.planner.stages.entry import cut_as
 from autopar.planner.stages.sites import one_stage, stage_pricers
@@ -88,7 +89,7 @@ def bind_stages(analysis: Analysis, plan: Plan, cluster: Cluster) -> BoundStages
     for number, pricer in enumerate(stage_pricers(plan, cluster)):
         own = _alone(plan, number, busy[number])
         assignment = assignment_of(cut.stages[number], own)
-        collectives = tuple(joined(pricer, traffic(assignment)))
+        collectives = tuple(joined(pricer, compiled_traffic(assignment, pricer)))
         bound = BoundPlan(assignment.analysis, own, assignment, pricer, collectives)
         stages.append(bound)
     return BoundStages(plan, cut, tuple(stages))

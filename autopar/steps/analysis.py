@@ -36,6 +36,7 @@ from autopar.steps.sums import (
     coded_sums,
     partial_runs,
     sums_due,
+    sums_shared,
 )
 from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.work import (
@@ -61,6 +62,7 @@ from autopar_passes.program.trace import (
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
+from autopar_passes.sums.reassociated import Reassociation, reassociations
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -343,11 +345,29 @@ class Analysis:
             self.program, self.graph, gradients, frozenset(self.carried.values())
         )
 
+    def sums(self, reassociates: bool) -> Sums:
+        """The sums over devices that finish the results of each class.
+
+        Args:
+          reassociates: whether the compiler takes the sum of two sums as one.
+        """
+        return self._shared_sums if reassociates else self._sums
+
     @functools.cached_property
-    def sums(self) -> Sums:
-        """The sums over devices that finish the results of each class."""
+    def _sums(self) -> Sums:
         hoisted = [d for d in self.deferrals if d.hoisted]
         return sums_due(self.graph, self.contraction, hoisted)
+
+    @functools.cached_property
+    def _shared_sums(self) -> Sums:
+        waiting = set[int]().union(*(d.members for d in self.deferrals if d.hoisted))
+        found = [r for r in self.reassociations if waiting.isdisjoint(r.between)]
+        return sums_shared(self._sums, self.graph, found)
+
+    @functools.cached_property
+    def reassociations(self) -> tuple[Reassociation, ...]:
+        """The additions of two sums that a compiler may take as one."""
+        return reassociations(self.graph)
 
     @functools.cached_property
     def coded(self) -> CodedSums:

@@ -6,6 +6,8 @@ Three kinds of collectives never need each other:
   its loss;
 * gathers of parameters: of the step's inputs, as they are or cast, and of the state
   that leaves it;
+* gathers of the update that come behind none of its sums and products of arrays, such
+  as those of Adam's steps where its moments are split and the parameters are not;
 * sums of the update that none of its other sums is made of, such as the norms of
   gradients. Over the axes of such a sum the gradient is split, so what it needs there
   is a reduce-scatter, in another message.
@@ -41,7 +43,8 @@ class Independent:
 
     Attributes:
       summing: classes of operators whose partial results are such sums.
-      gathered: classes of operators whose results are such parameters.
+      gathered: classes of operators whose results are such parameters, or such arrays
+        of the update.
       norms: classes of operators whose partial results are such sums of the update.
       computations: of each operator, the last operator of its computation.
       outside: of each operator, that of the computation around its own.
@@ -66,6 +69,7 @@ def independent(graph: OperatorGraph, deferrals: Sequence[Deferral]) -> Independ
         if deferral.gradients.issuperset(ends)
     }
     parameters, behind = _parameters(graph)
+    parameters |= _updated(graph)
     places = _computations(graph)
     return Independent(
         _whole_classes(graph, final | _reported(graph)),
@@ -129,6 +133,21 @@ def _parameters(graph: OperatorGraph) -> tuple[set[int], dict[int, int]]:
         elif op.outputs and carried.issuperset(op.outputs):
             out.add(op.index)
     return out, behind
+
+
+def _updated(graph: OperatorGraph) -> set[int]:
+    """Operators of the update that read no array that it sums up or multiplies."""
+    mixed: set[int] = set()
+    out: set[int] = set()
+    for op in graph.operators:
+        if op.role is not Role.UPDATE or op.kind == "return":
+            continue
+        arrays = [v for v in op.outputs if graph.values[v].size > 1]
+        if mixed.isdisjoint(op.inputs) and not op.rule.reduced:
+            out.add(op.index)
+        else:
+            mixed.update(arrays)
+    return out
 
 
 def _waiting(graph: OperatorGraph) -> set[int]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from autopar.steps.nodes import Contraction
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.sums.deferral import Deferral
+from autopar_passes.sums.reassociated import Reassociation
 
 # Gradients with fewer elements, and those of vectors, are sent as they are: they
 # make up next to nothing of the bytes, and norms and biases suffer most (PowerSGD,
@@ -66,6 +67,33 @@ def sums_due(
         known = out.setdefault(op.class_index, [])
         known.extend(sums.items())
     return {c: _added_up(sums) for c, sums in out.items()}
+
+
+def sums_shared(
+    sums: Sums, graph: OperatorGraph, reassociations: Sequence[Reassociation]
+) -> Sums:
+    """Returns sums where those that are added up are taken as one.
+
+    Each that takes part carries its part of the one that is left.
+
+    Args:
+      sums: `sums_due`.
+      graph: the operators.
+      reassociations: the additions of two sums.
+    """
+    parts: dict[int, list[int]] = {}
+    for found in reassociations:
+        made = graph.operators[found.operator].outputs[0]
+        parts[made] = [w for v in found.summed for w in parts.pop(v, [v])]
+    shares = {v: 1.0 / len(summed) for summed in parts.values() for v in summed}
+    by_class: dict[int, list[float]] = {}
+    for op in graph.operators:
+        share = shares.get(op.outputs[0], 1.0) if op.outputs else 1.0
+        by_class.setdefault(op.class_index, []).append(share)
+    return {
+        c: [(n, times * sum(by_class[c]) / len(by_class[c])) for n, times in found]
+        for c, found in sums.items()
+    }
 
 
 # Classes of a contribution and of an operator behind it -> how often the second runs.

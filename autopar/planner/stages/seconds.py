@@ -22,8 +22,9 @@ from autopar.cost.combining import SUMS
 from autopar.cost.items import Paid, collective_item, parts_of
 from autopar.cost.pieces import Pieces, value_at
 from autopar.cost.products import rates_of
+from autopar.cost.reassociation import compiled_traffic
 from autopar.cost.scaling import collective_pieces_of, tabled_at, work_pieces
-from autopar.cost.traffic import Collective, joined, traffic
+from autopar.cost.traffic import Collective, joined
 from autopar.layouts.assignment import Assignment
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
@@ -160,7 +161,9 @@ class SecondsPricer:
         layers = self.layers
         found = [
             (c, layers.layer_of(c.operator, c.value))
-            for c in traffic(submesh.assignment, layers.operators)
+            for c in compiled_traffic(
+                submesh.assignment, submesh.pricer, layers.operators
+            )
         ]
         found = [(c, layer) for c, layer in found if layer in layers.row]
         times = np.bincount(layers.kept, minlength=layers.count)

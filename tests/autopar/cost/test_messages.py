@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -114,3 +115,25 @@ def test_the_compiler_joins_the_sums_of_a_normalisation(split: bool) -> None:
         assert compiled <= 2 * LAYERS + 1
         alone = messages(bound.pricer, bound.collectives)
         assert alone["all_reduce"] > compiled
+
+
+def test_updates_are_gathered_in_one_message_behind_split_moments() -> None:
+    """As in ZeRO-1: what each device updates of a parameter goes to all others."""
+    params = {f"w{k}": jnp.ones((64, 64)) for k in range(LAYERS)}
+
+    def loss(params: Any, batch: Any) -> jax.Array:
+        y = batch["x"]
+        for w in params.values():
+            y = jnp.tanh(y @ w)
+        return (y**2).mean()
+
+    batch = {"x": jnp.ones((ROWS, 64))}
+    step, args = training(loss, params, batch, optax.adam(1e-3))
+    analysis, cluster = analyse(step, args), Cluster.parse("8:h100")
+    pins = {"params/*": P(), "state/0/?u/*": P("data"), "batch/*": P("data")}
+    options = PlanOptions(axis_names=("data",), max_axes=1, pins=pins)
+    bound = bind_plan(analysis, plan_analysis(analysis, cluster, options), cluster)
+    gathers = [c for c in bound.collectives if c.step.kind == "all_gather"]
+
+    assert len(gathers) == LAYERS
+    assert messages(bound.pricer, bound.collectives)["all_gather"] == pytest.approx(1)

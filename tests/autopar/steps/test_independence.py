@@ -85,3 +85,23 @@ def test_sums_of_the_update_that_others_are_made_of_wait() -> None:
     # The last sum counts what is larger than the norm.
     assert first == sums[:LAYERS]
     assert len(sums) == LAYERS + 1
+
+
+def test_gathers_of_the_update_wait_for_its_products_alone() -> None:
+    def step(params: Any, moments: Any, batch: Any) -> Any:
+        grads = jax.grad(lambda w: ((batch @ w) ** 2).sum())(params)
+        moments = 0.9 * moments + grads
+        plain = moments / (jnp.abs(moments) + 1e-8)
+        turned = jnp.exp(jnp.sin(moments.T @ moments))  # as in Muon
+        return params - plain - turned, moments
+
+    found = analyse(step, [jnp.ones((8, 8))] * 2 + [jnp.ones((16, 8))])
+    ops = [op for op in found.graph.operators if op.role is Role.UPDATE]
+    known = found.independent.gathered
+
+    gathered = {op.kind for op in ops if op.class_index in known}
+    assert {"div", "abs"} <= gathered
+    waiting = {op.kind for op in ops if op.class_index not in known}
+    assert {"dot_general", "sin", "exp"} <= waiting
+    # What the product reads waits for none.
+    assert "transpose" in gathered

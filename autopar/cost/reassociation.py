@@ -1,0 +1,86 @@
+"""Sums of activations that the compiler takes in one, where they are added up."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+from autopar.cost.combining import SUMS
+from autopar.cost.pricer import Pricer
+from autopar.cost.traffic import Collective, traffic
+from autopar.layouts.assignment import Assignment
+from autopar_passes.sums.reassociated import Reassociation
+
+
+def compiled_traffic(
+    assignment: Assignment, pricer: Pricer, only: Sequence[int] | None = None
+) -> list[Collective]:
+    """Lists the collectives of one step that the compiler keeps, in program order.
+
+    Args:
+      assignment: strategies as layouts.
+      pricer: the mesh and cluster.
+      only: the operators that count, in program order; None: all of them.
+    """
+    found = traffic(assignment, only)
+    return reassociated(assignment, found) if pricer.reassociates else found
+
+
+def reassociated(
+    assignment: Assignment, collectives: Iterable[Collective]
+) -> list[Collective]:
+    """Takes sums that are added up once, after the addition, where they are alike.
+
+    See `autopar_passes.sums.reassociated`. Nothing may be moved between the sums and
+    the addition, for the compiler only joins what it finds next to each other.
+
+    Args:
+      assignment: strategies as layouts.
+      collectives: of one step of it.
+    """
+    sums: dict[int, list[Collective]] = {}
+    out: list[Collective] = []
+    for c in collectives:
+        made = assignment.contraction.producer[c.value].index == c.operator
+        held = made and c.value not in assignment.stackings
+        (sums.setdefault(c.value, []) if held else out).append(c)
+    for found in assignment.analysis.reassociations:
+        one, other = (sums.get(v, []) for v in found.summed)
+        if _alike(one, other) and _stays(assignment, found):
+            (value,) = assignment.graph.operators[found.operator].outputs
+            for v in found.summed:
+                del sums[v]
+            sums[value] = [
+                dataclasses.replace(c, value=value, ready=found.operator) for c in other
+            ]
+    out.extend(c for kept in sums.values() for c in kept)
+    return sorted(out, key=lambda c: c.operator)
+
+
+def _alike(one: Sequence[Collective], other: Sequence[Collective]) -> bool:
+    """Whether both are sums over the same devices of as many bytes."""
+    kinds = [
+        [(c.step.kind, c.step.axes, c.size, c.trips, c.place) for c in collectives]
+        for collectives in (one, other)
+    ]
+    sums = all(c.step.kind in SUMS for c in one)
+    return bool(one) and sums and kinds[0] == kinds[1]
+
+
+def _stays(assignment: Assignment, found: Reassociation) -> bool:
+    """Whether values come to an addition, and to all before it, where they are.
+
+    A slice is part of the sum that it is taken of (`autopar.cost.traffic.scattered`).
+    """
+    if not assignment.stackings.keys().isdisjoint(found.between):
+        return False
+    made_by, read = assignment.contraction.producer, assignment.analysis.readings.of
+    between = {made_by[v].index for v in found.between}
+    summed = {made_by[v].index for v in found.summed}
+    return all(
+        step.kind == "slice"
+        for operator in (between - summed) | {found.operator}
+        for reading in read[operator]
+        for steps, _ in assignment.ways[reading.group]
+        for step in steps
+    )
