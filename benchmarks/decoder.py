@@ -55,7 +55,8 @@ class Run:
       batch: rows of a step.
       dtype: in which it computes.
       remat: ``none``, ``dots`` (results of products without batch dimensions are
-        kept) or ``full``.
+        kept), ``full``, or ``whole``: ``full``, and the last product of each layer is
+        computed again with the others, though nothing needs it.
       attention: implementation of ``jax.nn.dot_product_attention``, ``pallas`` for
         JAX's flash attention on TPUs, or ``plain``.
     """
@@ -69,6 +70,7 @@ class Run:
 
 POLICIES: dict[str, Callable[..., Any] | None] = {
     "full": None,
+    "whole": None,
     "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
 }
 
@@ -158,13 +160,31 @@ def block(p: Tree, x: jax.Array, *, family: str, how: str) -> jax.Array:
     return x + up @ p["down"].astype(x.dtype)
 
 
+@jax.custom_vjp
+def needed(x: jax.Array) -> jax.Array:
+    """An array that the backward pass waits for."""
+    return x
+
+
+def _needed(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return x, x
+
+
+def _waits(x: jax.Array, gradient: jax.Array) -> tuple[jax.Array]:
+    return jax.lax.optimization_barrier((gradient, x))[:1]
+
+
+needed.defvjp(_needed, _waits)
+
+
 def train_step(model: Decoder, run: Run) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """The step ``(state, batch) -> (state, loss)`` and its abstract arguments."""
     optimizer = optax.adamw(1e-4)
     how = {"family": model.family, "how": run.attention}
 
     def layer(p: Tree, x: jax.Array) -> jax.Array:
-        return block(p, x, **how)
+        y = block(p, x, **how)
+        return needed(y) if run.remat == "whole" else y
 
     if run.remat != "none":
         layer = jax.checkpoint(layer, policy=POLICIES[run.remat])

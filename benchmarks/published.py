@@ -13,6 +13,11 @@ the order of MFU.
 One constant of each kind of GPU is chosen on such rows: the part of a product's rate
 that it keeps in a step (``DeviceSpec.sustained``). The last line leaves each source out
 in turn: its rows are judged with the constants of the others' rows.
+
+A row with ``remat`` keeps the inputs of layers and computes again what the backward
+pass needs. PyTorch's reentrant checkpoint computes a layer again whole, its last
+product and sum with it, which nothing needs. ``--reentrant TEXT`` prices rows so whose
+id holds the text.
 """
 
 from __future__ import annotations
@@ -47,7 +52,9 @@ DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "sh
 FUSED = {"gpu": "cudnn", "tpu": "pallas"}
 
 
-def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
+def priced(
+    row: dict[str, Any], fused: bool, seconds: float, *, whole: bool = False
+) -> Candidate:
     """The best plan within a row's strategy, on its mesh.
 
     Where none is predicted to fit the device's memory, it is the fastest that does not.
@@ -62,7 +69,7 @@ def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
         sequence=row["sequence"],
         batch=row["global_batch"],
         dtype=row["dtype"],
-        remat=row["remat"],
+        remat="whole" if whole and row["remat"] == "full" else row["remat"],
         attention=kind,
     )
     step, args = decoder.train_step(decoder.Decoder(**row["model"]), run)
@@ -236,6 +243,9 @@ def main() -> None:
     parser.add_argument("--rows", type=pathlib.Path, default=default)
     parser.add_argument("--only", default="", help="rows whose id holds this text")
     parser.add_argument("--plain", action="store_true", help="no fused attention")
+    parser.add_argument(
+        "--reentrant", default="", help="such rows compute layers again whole"
+    )
     parser.add_argument("--done", type=pathlib.Path, help="lines printed before")
     parser.add_argument("--limit", type=float, default=20.0, help="solver seconds")
     chosen = parser.parse_args()
@@ -248,7 +258,9 @@ def main() -> None:
     for row in rows:
         if row["id"] in known:
             continue
-        done.append(result(row, priced(row, not chosen.plain, chosen.limit)))
+        whole = bool(chosen.reentrant) and chosen.reentrant in row["id"]
+        found = priced(row, not chosen.plain, chosen.limit, whole=whole)
+        done.append(result(row, found))
         print(json.dumps(done[-1]), flush=True)
     print(json.dumps(summary(done)))
     print(json.dumps(left_out(done)))
