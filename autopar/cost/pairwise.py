@@ -23,7 +23,7 @@ from autopar.cost.compute import work_once_s
 from autopar.cost.evaluate import total
 from autopar.cost.items import items, parts_of
 from autopar.cost.pricer import Pricer
-from autopar.cost.work import partial_runs, partial_work_s
+from autopar.cost.work import partial_runs, partial_work_s, share_of
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout
 from autopar.layouts.strategies import layout_of
@@ -110,16 +110,18 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
         partial = assignment.partial(op)
         final = op.class_index in analysis.independent.summing
         together = SUMS if final else ALONE
+        share = share_of(analysis, pricer, op.class_index)
         if node.kind != "contraction":
             if not partial or member not in works:
                 continue
             for dims in op.rule.results:
                 own = assignment.layout(op, dims)
                 out += sum(
-                    times * pricer.reshard_s(own, own, partial, "all", nbytes, together)
-                    for nbytes, times in analysis.sums(pricer.reassociates)[
-                        op.class_index
-                    ]
+                    times
+                    * pricer.reshard_s(
+                        own, own, partial, "all", nbytes, together, share
+                    )
+                    for nbytes, times in analysis.sums[op.class_index]
                 )
             continue
         for slot, value in enumerate(op.outputs):
@@ -128,14 +130,11 @@ def _results_s(assignment: Assignment, pricer: Pricer, node: Node) -> float:
             own = assignment.layout(op, op.rule.results[slot])
             home = assignment.home_layout(value)
             whole = [(analysis.graph.values[value].nbytes, analysis.trips[member])]
-            sums = (
-                analysis.sums(pricer.reassociates)[op.class_index]
-                if slot == 0
-                else whole
-            )
+            sums = analysis.sums[op.class_index] if slot == 0 else whole
             kind = op.rule.reduction
             out += sum(
-                times * pricer.reshard_s(own, home, partial, kind, nbytes, together)
+                times
+                * pricer.reshard_s(own, home, partial, kind, nbytes, together, share)
                 for nbytes, times in sums
             )
     return out

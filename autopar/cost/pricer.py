@@ -17,7 +17,14 @@ from autopar.cost.collectives import (
     collective_s_per_byte,
     least_s_per_byte,
 )
-from autopar.cost.combining import ALONE, NO_COMBINER, Combiner, Group, combiner_of
+from autopar.cost.combining import (
+    ALONE,
+    NO_COMBINER,
+    SUMS,
+    Combiner,
+    Group,
+    combiner_of,
+)
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 
 
@@ -30,12 +37,15 @@ class Pricer:
       mesh: the mesh.
       without: groups of messages that no plan may send (`autopar.planner.solving`).
       combining: whether collectives may share messages.
+      alone: classes of operators whose sums the problem charges whole, though the
+        compiler may take them with others (`autopar.planner.solving`).
     """
 
     cluster: Cluster
     mesh: MeshShape
     without: frozenset[Group] = frozenset()
     combining: bool = True
+    alone: frozenset[int] = frozenset()
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -191,10 +201,15 @@ class Pricer:
         reduction: str,
         nbytes: float,
         together: frozenset[str] = ALONE,
+        share: float = 1.0,
     ) -> float:
-        """Seconds to bring an array from one layout to another; see `price_s`."""
+        """Seconds to bring an array from one layout to another; see `price_s`.
+
+        Where only sums are on the way, it is a ``share`` of them.
+        """
         steps = reshard_steps(start, target, partial, reduction, self.sizes)
-        return sum(self.price_s(s, nbytes, together) for s in steps)
+        part = share if all(s.kind in (*SUMS, "slice") for s in steps) else 1.0
+        return part * sum(self.price_s(s, nbytes, together) for s in steps)
 
     def reshard_matrix(
         self,
@@ -203,8 +218,12 @@ class Pricer:
         reduction: str,
         nbytes: float,
         together: frozenset[str] = ALONE,
+        share: float = 1.0,
     ) -> np.ndarray:
-        """Seconds for every pair of a start (with partial axes) and a target."""
+        """Seconds for every pair of a start (with partial axes) and a target.
+
+        Where only sums are on the way, it is a ``share`` of them.
+        """
         start_ids, unique_starts = _unique(starts)
         target_ids, unique_targets = _unique(targets)
         table = _reshard_table(
@@ -215,6 +234,13 @@ class Pricer:
             float(nbytes),
             together,
         )
+        if share != 1.0:
+            kinds, index, _ = _step_table(
+                tuple(unique_starts), tuple(unique_targets), reduction, self.sizes
+            )
+            # The last is that of no step.
+            summing = np.array([*(kind in SUMS for kind, _ in kinds), True])
+            table = np.where(summing[index].all(axis=-1), share * table, table)
         return table[np.ix_(start_ids, target_ids)]
 
 

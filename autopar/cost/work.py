@@ -19,6 +19,21 @@ from autopar.steps.sums import PartialRuns
 from autopar_passes.graph.operators import Operator
 
 
+def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:
+    """The part of a sum that each operator of a class pays.
+
+    Sums that the compiler may take as one are charged a part of that one each.
+
+    Args:
+      analysis: the step.
+      pricer: the mesh and cluster.
+      class_index: of the operators.
+    """
+    if pricer.reassociates and class_index not in pricer.alone:
+        return analysis.shares.get(class_index, 1.0)
+    return 1.0
+
+
 def node_work_s(
     analysis: Analysis,
     node: Node,
@@ -53,11 +68,12 @@ def node_work_s(
         total += factor * analysis.trips[member] * (seconds + kernel_s)
         # That of a contraction is on the edge to its result.
         if node.kind != "contraction":
-            own = analysis.sums(pricer.reassociates)[op.class_index]
+            own = analysis.sums[op.class_index]
             final = op.class_index in analysis.independent.summing
             together = SUMS if final else ALONE
             factor = discounts.sums[op.class_index] if discounts and final else 1.0
             summed_s = _reduction_s(op, node, space, pricer, own, together)
+            summed_s = share_of(analysis, pricer, op.class_index) * summed_s
             total += lowered(summed_s, factor)
             total += analysis.trips[member] * _inner_sums_s(
                 analysis, op, node, space, pricer

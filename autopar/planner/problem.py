@@ -11,7 +11,7 @@ from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.overlap import Discounts, lowered
 from autopar.cost.pricer import Pricer
-from autopar.cost.work import node_work_s, partial_runs, partial_work_s
+from autopar.cost.work import node_work_s, partial_runs, partial_work_s, share_of
 from autopar.errors import PlanError
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout
@@ -288,14 +288,15 @@ def _result_matrix(
     starts = list(zip(spaces[node.index].layouts(own), partials, strict=True))
     targets = spaces[home.node].layouts(home.dims)
     whole = [(graph.values[value].nbytes, analysis.trips[op.class_index])]
-    sums = analysis.sums(pricer.reassociates)[op.class_index] if slot == 0 else whole
+    sums = analysis.sums[op.class_index] if slot == 0 else whole
     final = op.class_index in analysis.independent.summing
     together = SUMS if final else ALONE
+    share = share_of(analysis, pricer, op.class_index)
     matrix = np.sum(
         [
             weight
             * pricer.reshard_matrix(
-                starts, targets, op.rule.reduction, nbytes, together
+                starts, targets, op.rule.reduction, nbytes, together, share
             )
             for nbytes, weight in sums
         ],

@@ -12,6 +12,7 @@ from autopar.cost.codecs.matrix import Prices
 from autopar.cost.combining import SUMS, Group
 from autopar.cost.overlap import discounts
 from autopar.cost.pricer import Pricer
+from autopar.cost.reassociation import alone_s
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
 from autopar.planner.candidate import WORTHWHILE, Candidate, candidate_of, choices_of
@@ -265,6 +266,24 @@ class _Rounds:
             self.memory_limit = self.last.formulation.problem.memory_limit
             self.bound_s = max(self.bound_s, self.last.bound_s)
             self.take(self.last)
+            self.charge_whole(self.last)
+
+    def charge_whole(self, found: Candidate) -> None:
+        """Solves again where a solution pays too little for sums.
+
+        The problem charges sums that may be one a part each. Where a solution makes
+        one of them and not the others, they are charged whole. That bounds no plan.
+        """
+        missing = alone_s(found.assignment, self.pricer)
+        if sum(missing.values()) < PROVED * found.step_s or self.task.limit.over:
+            return
+        pricer = dataclasses.replace(self.pricer, alone=frozenset(missing))
+        with contextlib.suppress(PlanError):
+            other = _solved(
+                self.task, pricer, self.best, self.weights, self.memory_limit
+            )
+            if other is not None:
+                self.take(dataclasses.replace(other, pricer=self.pricer))
 
     def ask_experts(self) -> None:
         """Makes the plans that people write; those that shard parameters first."""

@@ -32,11 +32,13 @@ from autopar.steps.spares import Spares
 from autopar.steps.sums import (
     CodedSums,
     PartialRuns,
+    Shared,
     Sums,
     coded_sums,
     partial_runs,
+    shared,
+    shares,
     sums_due,
-    sums_shared,
 )
 from autopar.steps.uses import Source, ValueClass, collect
 from autopar.steps.work import (
@@ -345,24 +347,23 @@ class Analysis:
             self.program, self.graph, gradients, frozenset(self.carried.values())
         )
 
-    def sums(self, reassociates: bool) -> Sums:
-        """The sums over devices that finish the results of each class.
-
-        Args:
-          reassociates: whether the compiler takes the sum of two sums as one.
-        """
-        return self._shared_sums if reassociates else self._sums
-
     @functools.cached_property
-    def _sums(self) -> Sums:
+    def sums(self) -> Sums:
+        """The sums over devices that finish the results of each class."""
         hoisted = [d for d in self.deferrals if d.hoisted]
         return sums_due(self.graph, self.contraction, hoisted)
 
     @functools.cached_property
-    def _shared_sums(self) -> Sums:
+    def shared(self) -> Shared:
+        """The sums that may be one, but for those that wait in loops."""
         waiting = set[int]().union(*(d.members for d in self.deferrals if d.hoisted))
         found = [r for r in self.reassociations if waiting.isdisjoint(r.between)]
-        return sums_shared(self._sums, self.graph, found)
+        return shared(self.graph, found)
+
+    @functools.cached_property
+    def shares(self) -> dict[int, float]:
+        """The part of a sum that operators pay, by class, where sums may be one."""
+        return shares(self.graph, self.shared)
 
     @functools.cached_property
     def reassociations(self) -> tuple[Reassociation, ...]:

@@ -5,6 +5,7 @@ Nothing here depends on a cluster or a layout.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
@@ -69,31 +70,55 @@ def sums_due(
     return {c: _added_up(sums) for c, sums in out.items()}
 
 
-def sums_shared(
-    sums: Sums, graph: OperatorGraph, reassociations: Sequence[Reassociation]
-) -> Sums:
-    """Returns sums where those that are added up are taken as one.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Shared:
+    """The sums over devices that may be one sum, where they are added up.
 
-    Each that takes part carries its part of the one that is left.
+    Attributes:
+      summed: of each value that may be such a sum, the results of contractions that it
+        adds up; of such a result itself.
+      count: of each such result, how many at most may be summed together with it, it
+        among them.
+    """
+
+    summed: Mapping[int, tuple[int, ...]]
+    count: Mapping[int, int]
+
+
+def shared(graph: OperatorGraph, reassociations: Sequence[Reassociation]) -> Shared:
+    """Returns the sums that may be one.
 
     Args:
-      sums: `sums_due`.
       graph: the operators.
-      reassociations: the additions of two sums.
+      reassociations: the additions of two sums, in program order.
     """
-    parts: dict[int, list[int]] = {}
+    summed: dict[int, tuple[int, ...]] = {}
+    count: dict[int, int] = {}
     for found in reassociations:
-        made = graph.operators[found.operator].outputs[0]
-        parts[made] = [w for v in found.summed for w in parts.pop(v, [v])]
-    shares = {v: 1.0 / len(summed) for summed in parts.values() for v in summed}
+        (made,) = graph.operators[found.operator].outputs
+        for v in found.summed:
+            summed.setdefault(v, (v,))
+        one, other = (summed[v] for v in found.summed)
+        summed[made] = one + other
+        count.update(dict.fromkeys(summed[made], len(summed[made])))
+    return Shared(summed, count)
+
+
+def shares(graph: OperatorGraph, known: Shared) -> dict[int, float]:
+    """Returns the part of a sum that each operator of a class pays, if it is shared.
+
+    Classes that share none are left out. Operators of one class pay alike.
+
+    Args:
+      graph: the operators.
+      known: the sums that may be one.
+    """
     by_class: dict[int, list[float]] = {}
     for op in graph.operators:
-        share = shares.get(op.outputs[0], 1.0) if op.outputs else 1.0
+        share = 1.0 / known.count.get(op.outputs[0], 1) if op.outputs else 1.0
         by_class.setdefault(op.class_index, []).append(share)
-    return {
-        c: [(n, times * sum(by_class[c]) / len(by_class[c])) for n, times in found]
-        for c, found in sums.items()
-    }
+    means = {c: sum(found) / len(found) for c, found in by_class.items()}
+    return {c: mean for c, mean in means.items() if mean < 1.0}
 
 
 # Classes of a contribution and of an operator behind it -> how often the second runs.
