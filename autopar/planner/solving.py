@@ -114,6 +114,8 @@ def _on_mesh(
     rounds = _Rounds(task, pricer, start, memory_limit)
     rounds.begin(experts=experts)
     _go_on(rounds, most_s, experts and not rounds.asked)
+    if not rounds.proved(most_s, WORTHWHILE):
+        rounds.charge_whole()
     best, first = rounds.best, rounds.last
     assert best is not None  # where none was found an error was raised
     if rounds.weighted or start is not None:
@@ -266,24 +268,25 @@ class _Rounds:
             self.memory_limit = self.last.formulation.problem.memory_limit
             self.bound_s = max(self.bound_s, self.last.bound_s)
             self.take(self.last)
-            self.charge_whole(self.last)
 
-    def charge_whole(self, found: Candidate) -> None:
-        """Solves again where a solution pays too little for sums.
+    def charge_whole(self) -> None:
+        """Solves again if the last solution pays too little for sums.
 
         The problem charges sums that may be one a part each. Where a solution makes
         one of them and not the others, they are charged whole. That bounds no plan.
         """
-        missing = alone_s(found.assignment, self.pricer)
-        if sum(missing.values()) < PROVED * found.step_s or self.task.limit.over:
+        if self.last is None or self.task.limit.over:
+            return
+        missing = alone_s(self.last.assignment, self.pricer)
+        if sum(missing.values()) < WORTHWHILE * self.last.step_s:
             return
         pricer = dataclasses.replace(self.pricer, alone=frozenset(missing))
         with contextlib.suppress(PlanError):
-            other = _solved(
+            found = _solved(
                 self.task, pricer, self.best, self.weights, self.memory_limit
             )
-            if other is not None:
-                self.take(dataclasses.replace(other, pricer=self.pricer))
+            if found is not None:
+                self.take(dataclasses.replace(found, pricer=self.pricer))
 
     def ask_experts(self) -> None:
         """Makes the plans that people write; those that shard parameters first."""
