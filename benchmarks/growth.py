@@ -54,8 +54,12 @@ ALIKE = 0.01
 # NCCL's model of a broadcast in a ring, Simple protocol (src/graph/tuning.cc, version
 # 2.29): seconds of its start, and of each step among and within hosts.
 START_S, NETWORK_STEP_S, NVLINK_STEP_S = 8.4e-6, 14.0e-6, 4.0e-6
-# torchtitan's cards: H100s with 2.4 TB/s, of which a large copy attains a part.
-TITAN = {"memory_bandwidth_bytes_per_s": 2.4e12 * STREAM_EFFICIENCY}
+# torchtitan's cards: H100s limited to 500 of 700 W, with 2.4 TB/s, of which a large
+# copy attains a part.
+TITAN = {
+    "memory_bandwidth_bytes_per_s": 2.4e12 * STREAM_EFFICIENCY,
+    "power_part": 500 / 700,
+}
 INTERNLM = {
     "family": "llama", "layers": 32, "d_model": 4096, "heads": 32, "kv_heads": 32,
     "head_dim": 128, "ffn": 11008, "vocab": 103168,

@@ -15,9 +15,10 @@ that it keeps in a step (``DeviceSpec.sustained``). The last line leaves each so
 in turn: its rows are judged with the constants of the others' rows.
 
 A row with ``remat`` keeps the inputs of layers and computes again what the backward
-pass needs. PyTorch's reentrant checkpoint computes a layer again whole, its last
-product and sum with it, which nothing needs. ``--reentrant TEXT`` prices rows so whose
-id holds the text.
+pass needs. A reentrant checkpoint, as Megatron-LM has it (``mpu/random.py``), computes
+a layer again whole, its last product and sum with it, which nothing needs. Rows of
+Megatron-LM are priced so, and those that say ``"reentrant": true``. Where a source says
+that its cards were limited to a power (``500 W``), they are.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ import json
 import math
 import os
 import pathlib
+import re
 import statistics
 from collections.abc import Sequence
 from typing import Any
@@ -37,6 +39,8 @@ from typing import Any
 import decoder
 
 import autopar
+from autopar.cluster import DeviceSpec
+from autopar.cluster.presets import preset
 from autopar.cost.certainty import interval_s
 from autopar.cost.pricer import Pricer
 from autopar.errors import InfeasibleError
@@ -52,24 +56,37 @@ DEFAULT = pathlib.Path(os.environ.get("AUTOPAR_SHARED", ROOT.parent.parent / "sh
 FUSED = {"gpu": "cudnn", "tpu": "pallas"}
 
 
-def priced(
-    row: dict[str, Any], fused: bool, seconds: float, *, whole: bool = False
-) -> Candidate:
+def reentrant(row: dict[str, Any]) -> bool:
+    """Whether a row's layers were computed again whole."""
+    return row.get("reentrant", "megatron-lm" in row["source"].lower())
+
+
+def device_of(row: dict[str, Any]) -> DeviceSpec:
+    """A row's device: its preset with the row's power and changed fields."""
+    device = autopar.Cluster.parse(row["cluster"]).device
+    changed = dict(row["device_overrides"])
+    if "memory_bytes" in changed:
+        changed["memory_bytes"] = round(changed["memory_bytes"])
+    limit = re.search(r"\b(\d+) W\b", row["source"])
+    if limit is not None:
+        part = float(limit[1]) / preset(device.name).power_w
+        changed = {"power_part": part, **changed}
+    return dataclasses.replace(device, **changed)
+
+
+def priced(row: dict[str, Any], fused: bool, seconds: float) -> Candidate:
     """The best plan within a row's strategy, on its mesh.
 
     Where none is predicted to fit the device's memory, it is the fastest that does not.
     """
     cluster = autopar.Cluster.parse(row["cluster"])
-    changed = dict(row["device_overrides"])
-    if "memory_bytes" in changed:
-        changed["memory_bytes"] = round(changed["memory_bytes"])
-    device = dataclasses.replace(cluster.device, **changed)
+    device = device_of(row)
     kind = FUSED[device.kind] if fused and row["fused_attention"] else "plain"
     run = decoder.Run(
         sequence=row["sequence"],
         batch=row["global_batch"],
         dtype=row["dtype"],
-        remat="whole" if whole and row["remat"] == "full" else row["remat"],
+        remat="whole" if row["remat"] == "full" and reentrant(row) else row["remat"],
         attention=kind,
     )
     step, args = decoder.train_step(decoder.Decoder(**row["model"]), run)
@@ -243,9 +260,6 @@ def main() -> None:
     parser.add_argument("--rows", type=pathlib.Path, default=default)
     parser.add_argument("--only", default="", help="rows whose id holds this text")
     parser.add_argument("--plain", action="store_true", help="no fused attention")
-    parser.add_argument(
-        "--reentrant", default="", help="such rows compute layers again whole"
-    )
     parser.add_argument("--done", type=pathlib.Path, help="lines printed before")
     parser.add_argument("--limit", type=float, default=20.0, help="solver seconds")
     chosen = parser.parse_args()
@@ -258,8 +272,7 @@ def main() -> None:
     for row in rows:
         if row["id"] in known:
             continue
-        whole = bool(chosen.reentrant) and chosen.reentrant in row["id"]
-        found = priced(row, not chosen.plain, chosen.limit, whole=whole)
+        found = priced(row, not chosen.plain, chosen.limit)
         done.append(result(row, found))
         print(json.dumps(done[-1]), flush=True)
     print(json.dumps(summary(done)))

@@ -97,7 +97,8 @@ class Cluster:
         domain of the fastest links). For TPUs the sizes are the dimensions of the
         torus: ``"16x16:v5e"``. Without a device, ``"8x8"``, it is an H100. Options
         follow after commas: ``memory=40GB`` (memory a program may use, per device),
-        ``efficiency=0.5`` (of large matrix products), ``network=100Gb/s`` and
+        ``efficiency=0.5`` (of large matrix products), ``power=500W`` (a limit below
+        the datasheet's, which slows products), ``network=100Gb/s`` and
         ``network_latency=10us`` (between hosts, per device, one direction). Groups
         of unequal devices are joined by plus signs: ``"4x8:h100+2x8:a100"``.
 

@@ -55,6 +55,7 @@ class _Device(msgspec.Struct, forbid_unknown_fields=True):
     kernel_latency_s: float | None = None
     vector_flops_per_s: float | None = None
     sustained: float | None = None
+    power_part: float | None = None
     rates: str | None = None
     workspace_bytes: int | float | None = None
     on_chip_bytes: int | float | None = None
@@ -225,10 +226,12 @@ def _fields(values: Any, *leave_out: str) -> Data:
 
 def _device_data(device: DeviceSpec) -> Data:
     tables = ("peak_flops_per_s", "codec_s_per_element")
-    own = ("rates", "workspace_bytes", "on_chip_bytes")
+    own = ("rates", "workspace_bytes", "on_chip_bytes", "power_part")
     numbers = _fields(device, *tables, *own, "calibration")
     given = {name: getattr(device, name) for name in own}
     given.update(on_chip_bytes=device.on_chip_bytes or None)
+    # Left out where nothing limits it, as in files from before there was a limit.
+    given.update(power_part=device.power_part if device.power_part < 1 else None)
     numbers |= {name: value for name, value in given.items() if value not in ("", None)}
     for name in tables:
         pairs = dict(getattr(device, name))

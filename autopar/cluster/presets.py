@@ -1,10 +1,11 @@
 """Public figures of common devices and of the links they usually come with.
 
 Peaks are dense (no sparsity), per device, from the vendors' datasheets named beside
-each. The memory of a GPU is what its driver reports: `device_memory_size` of OpenXLA's
-target configurations (xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80
-GB about 85e9 bytes. What a datasheet promises and what a program attains differ; the
-factors below say by how much. `autopar profile` replaces all of it by measurement.
+each, which also say what power a device may draw. The memory of a GPU is what its
+driver reports: `device_memory_size` of OpenXLA's target configurations
+(xla/backends/gpu/target_config/specs/*.txtpb), for a card of 80 GB about 85e9 bytes.
+What a datasheet promises and what a program attains differ; the factors below say by
+how much. `autopar profile` replaces all of it by measurement.
 """
 
 import dataclasses
@@ -81,13 +82,15 @@ class Preset:
 
     `inner` joins the devices of a host, `outer` everything beyond it. A torus has
     links of one class in every dimension, and wrap-around links only where a
-    dimension's size is a multiple of `wrap_multiple`.
+    dimension's size is a multiple of `wrap_multiple`. `power_w` is what the device may
+    draw by its datasheet; 0 is for a device whose power is not known.
     """
 
     device: DeviceSpec
     inner: LinkSpec
     outer: LinkSpec
     wrap_multiple: int = 1
+    power_w: float = 0.0
 
     @property
     def is_torus(self) -> bool:
@@ -125,6 +128,7 @@ def _gpu(
     memory_gb_per_s: float,
     inner: LinkSpec,
     network_gbit_per_s: float,
+    power_w: float,
     efficiency: float,
     sustained: float,
     rates: str,
@@ -150,7 +154,7 @@ def _gpu(
         bandwidth_bytes_per_s=network_gbit_per_s / 8 * 1e9 * NETWORK_EFFICIENCY,
         rates="network",
     )
-    return Preset(device=device, inner=inner, outer=outer)
+    return Preset(device=device, inner=inner, outer=outer, power_w=power_w)
 
 
 def _nvlink(gb_per_s: float, efficiency: float, rates: str = "nvlink") -> LinkSpec:
@@ -212,6 +216,7 @@ def _ampere(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
         memory_gb_per_s=memory_gb_per_s,
         inner=_nvlink(300, AMPERE_NVLINK_EFFICIENCY),
         network_gbit_per_s=200,
+        power_w=400,
         efficiency=0.869,
         sustained=AMPERE_SUSTAINED,
         rates="a100",
@@ -246,6 +251,7 @@ def _hopper(name: str, memory_bytes: float, memory_gb_per_s: float) -> Preset:
         memory_gb_per_s=memory_gb_per_s,
         inner=_nvlink(450, HOPPER_NVLINK_EFFICIENCY, "h100"),
         network_gbit_per_s=400,
+        power_w=700,
         efficiency=0.803,
         sustained=HOPPER_SUSTAINED,
         rates="h100",
@@ -261,7 +267,11 @@ def _h200() -> Preset:
 
 
 def _blackwell(
-    name: str, faster: float, memory_bytes: float, memory_gb_per_s: float
+    name: str,
+    faster: float,
+    memory_bytes: float,
+    memory_gb_per_s: float,
+    power_w: float,
 ) -> Preset:
     # NVIDIA HGX B200 and GB200 NVL72 datasheets, one GPU, without sparsity; `faster` is
     # the peak over that of the B200. Products of the best shapes on a B200 attain 0.776
@@ -281,6 +291,7 @@ def _blackwell(
         memory_gb_per_s=memory_gb_per_s,
         inner=_nvlink(900, BLACKWELL_NVLINK_EFFICIENCY, name),
         network_gbit_per_s=400,
+        power_w=power_w,
         efficiency=0.776,
         sustained=HOPPER_SUSTAINED,
         rates="b200",
@@ -288,12 +299,16 @@ def _blackwell(
 
 
 def _b200() -> Preset:
-    return _blackwell("b200", 1.0, memory_bytes=191.51e9, memory_gb_per_s=7700)
+    return _blackwell(
+        "b200", 1.0, memory_bytes=191.51e9, memory_gb_per_s=7700, power_w=1000
+    )
 
 
 def _gb200() -> Preset:
     # One domain of NVLink holds 72: "72:gb200", or "2x72:gb200" for two racks.
-    return _blackwell("gb200", 10 / 9, memory_bytes=197.90e9, memory_gb_per_s=8000)
+    return _blackwell(
+        "gb200", 10 / 9, memory_bytes=197.90e9, memory_gb_per_s=8000, power_w=1200
+    )
 
 
 def _v100() -> Preset:
@@ -308,6 +323,7 @@ def _v100() -> Preset:
         memory_gb_per_s=900,
         inner=_nvlink(150, OLD_LINK_EFFICIENCY),
         network_gbit_per_s=50,
+        power_w=300,
         efficiency=0.75,  # assumption
         sustained=1.0,
         rates="v100",
@@ -332,6 +348,7 @@ def _t4() -> Preset:
         memory_gb_per_s=320,
         inner=pcie,
         network_gbit_per_s=12.5,
+        power_w=70,
         efficiency=0.5,  # assumption
         sustained=1.0,
         rates="t4",

@@ -154,6 +154,7 @@ class DeviceSpec:
         float32 peak.
       sustained: part of the rate of a product alone that products keep in a step, where
         the limit of a device's power lowers its clock.
+      power_part: part of its datasheet's power that the device may draw.
       rates: the table of matrix products, one of `DEVICE_RATES`; "" has none.
       workspace_bytes: what the library of matrix products takes to work in; None: as
         on the newest devices of the kind (`autopar.cost.memory.habits_of`).
@@ -174,6 +175,7 @@ class DeviceSpec:
     vector_flops_per_s: float = 0.0
     rates: str = ""
     sustained: float = 1.0
+    power_part: float = 1.0
     workspace_bytes: int | None = None
     on_chip_bytes: int = 0
     # Not hashed: cost functions look devices up in caches many thousand times.
@@ -201,6 +203,9 @@ class DeviceSpec:
         _require(part, owner, what, self.matmul_efficiency)
         part, what = 0 < self.sustained <= 1, "sustained must be above 0 and at most 1"
         _require(part, owner, what, self.sustained)
+        part = 0 < self.power_part <= 1
+        what = "power_part must be above 0 and at most 1"
+        _require(part, owner, what, self.power_part)
         _not_negative(owner, "kernel_latency_s", self.kernel_latency_s)
         _not_negative(owner, "vector_flops_per_s", self.vector_flops_per_s)
         _not_negative(owner, "workspace_bytes", self.workspace_bytes or 0)
@@ -238,6 +243,17 @@ class DeviceSpec:
     def vector_peak(self) -> float:
         """FLOP/s of operators that are not matrix products."""
         return self.vector_flops_per_s or self.peak("float32")
+
+    @property
+    def kept(self) -> float:
+        """Part of the rate of a product alone that products keep in a step.
+
+        `sustained` is with the datasheet's power. Below it the clock falls with the
+        cube root: power goes with clock times voltage squared, and voltage with clock
+        (Mudge, "Power: A First-Class Architectural Design Constraint", IEEE Computer
+        34(4), 2001).
+        """
+        return self.sustained * self.power_part ** (1 / 3)
 
     @property
     def streams(self) -> bool:

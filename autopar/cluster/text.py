@@ -21,12 +21,14 @@ _UNITS: dict[str, dict[str, float]] = {
     },
     "seconds": {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9},
     "a part of 1": {"": 1.0},
+    "watts": {"W": 1.0, "kW": 1e3},
 }
 _EXAMPLES = {
     "bytes": "40GB",
     "bytes per second": "100Gb/s",
     "seconds": "10us",
     "a part of 1": "0.5",
+    "watts": "500W",
 }
 
 
@@ -84,6 +86,26 @@ def _on_device(
     return read, apply
 
 
+def _watts(of: Preset) -> float:
+    # Rounded, so that what was written as 450 W is written as that again.
+    return round(of.device.power_part * of.power_w, 6)
+
+
+def _limit_power(of: Preset, watts: float) -> Preset:
+    if not of.power_w:
+        raise ClusterError(
+            f"power={watts:g}W: the power of a {of.device.name} is not known. Say what "
+            "it attains with efficiency=, or give power_part in a TOML file."
+        )
+    if not 0 < watts <= of.power_w:
+        raise ClusterError(
+            f"power={watts:g}W: a {of.device.name} draws up to {of.power_w:g} W. Give "
+            "a limit above 0 and up to that."
+        )
+    device = dataclasses.replace(of.device, power_part=watts / of.power_w)
+    return dataclasses.replace(of, device=device)
+
+
 def _on_network(
     name: str,
 ) -> tuple[Callable[[Preset], float], Callable[[Preset, float], Preset]]:
@@ -102,6 +124,7 @@ _OPTIONS: dict[str, _Option] = {
     "memory": _Option("bytes", *_on_device("memory_bytes", round)),
     "efficiency": _Option("a part of 1", *_on_device("matmul_efficiency")),
     "sustained": _Option("a part of 1", *_on_device("sustained")),
+    "power": _Option("watts", _watts, _limit_power),
     "network": _Option("bytes per second", *_on_network("bandwidth_bytes_per_s")),
     "network_latency": _Option("seconds", *_on_network("latency_s")),
 }

@@ -57,6 +57,7 @@ def devices(draw):
         matmul_efficiency=draw(st.floats(0.01, 1.0)),
         kernel_latency_s=draw(st.floats(0.0, 1.0)),
         vector_flops_per_s=draw(st.floats(0.0, 1e15)),
+        power_part=draw(st.floats(0.01, 1.0)),
         workspace_bytes=draw(st.none() | st.integers(0, 2**30)),
         on_chip_bytes=draw(st.integers(0, 2**30)),
     )

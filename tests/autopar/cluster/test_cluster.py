@@ -74,6 +74,17 @@ class TestParse:
         assert cluster.levels[0].link.latency_s == latency
         assert Cluster.parse(str(cluster)) == cluster
 
+    def test_power_slows_products_by_its_cube_root(self):
+        whole = Cluster.parse("8:h100").device
+        limited = Cluster.parse("8:h100,power=87.5W").device
+        assert math.isclose(limited.kept, whole.kept / 2)
+        assert Cluster.parse("8:h100,power=0.7kW").device == whole
+
+    @pytest.mark.parametrize("watts", ["500W", "350W", "123.4W"])
+    def test_power_round_trips(self, watts):
+        cluster = Cluster.parse(f"8:h100,power={watts}")
+        assert Cluster.parse(str(cluster)) == cluster
+
     def test_default_device_is_h100(self):
         assert Cluster.parse("8x8") == Cluster.parse("8x8:h100")
 
@@ -161,6 +172,10 @@ class TestParse:
             ("8:h100,memory=.GB", "not a number of bytes"),
             ("8:h100,memory=0GB", "memory_bytes must be positive"),
             ("8:h100,efficiency=2", "matmul_efficiency must be above 0"),
+            ("8:h100,power=0W", "draws up to 700 W"),
+            ("8:h100,power=701W", "draws up to 700 W"),
+            ("8:h100,power=500", "not a number of watts"),
+            ("8:cpu,power=50W", "the power of a cpu is not known"),
             ("8:h100,network=1Gb/s", "links between hosts"),
             ("4x4:v5e,network=1Gb/s", "links between hosts"),
             ("2x8:h100,network=1GB", "not a number of bytes per second"),
