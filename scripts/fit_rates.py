@@ -23,6 +23,7 @@ from scipy.optimize import least_squares
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
+import fit_partners  # noqa: E402
 import xla_tables  # noqa: E402
 
 from autopar.cluster.presets import PRESETS  # noqa: E402
@@ -76,8 +77,9 @@ def curve(sizes: np.ndarray, seconds: np.ndarray, knots: np.ndarray) -> np.ndarr
 def collectives(rows: Sequence[xla_tables.Transfer]) -> dict[str, Any]:
     """Knots by device and kind."""
     out: dict[str, Any] = {}
-    seen = [row for row in rows if not (row.held_out or row.one_way)]
-    for (device, kind), group in _by(seen, "device", "kind"):
+    for (device, kind), group in _by(_seen(rows), "device", "kind"):
+        if kind in fit_partners.KINDS:
+            continue
         by_size = dict(_by(group, "group_size"))
         most = max(row.nbytes for row in group)
         knots = np.array([2.0**k for k in KNOTS if 2.0**k <= most])
@@ -97,6 +99,20 @@ def collectives(rows: Sequence[xla_tables.Transfer]) -> dict[str, Any]:
             "seconds": seconds,
         }
     return out
+
+
+def partners(rows: Sequence[xla_tables.Transfer]) -> dict[str, Any]:
+    """Rates of messages between pairs, by device and kind."""
+    out: dict[str, Any] = {}
+    for (device, kind), group in _by(_seen(rows), "device", "kind"):
+        if kind in fit_partners.KINDS:
+            out.setdefault(device, {})[kind] = fit_partners.fitted(group)
+    return out
+
+
+def _seen(rows: Sequence[xla_tables.Transfer]) -> list[xla_tables.Transfer]:
+    """The rows that something may be fitted to."""
+    return [row for row in rows if not (row.held_out or row.one_way)]
 
 
 def _by(rows: Sequence[Any], *names: str) -> list[tuple[tuple[Any, ...], list[Any]]]:
@@ -202,6 +218,7 @@ def main() -> None:
     found = {
         "source": SOURCE,
         "collectives": collectives(xla_tables.transfers(tables)),
+        "partners": partners(xla_tables.transfers(tables)),
         "products": products(xla_tables.products(tables)),
     }
     text = json.dumps(found, indent=1)

@@ -16,9 +16,10 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from autopar.cluster.rates import CollectiveKnots, collective_knots
+from autopar.cluster.rates import CollectiveKnots, collective_knots, partner_rates
 from autopar.cluster.specs import LinkSpec
 from autopar.cost.curves import Curve, highest, line, lowest, through
+from autopar.cost.partners import partner_curve
 from autopar_passes.audit.collectives import sent_ratio
 
 
@@ -70,15 +71,14 @@ _SIMPLE = _Protocol(
 # The latency that the network's steps above are for; a link with another has them
 # longer or shorter by the same factor.
 _NETWORK_LATENCY_S = 8e-6
-# A message to each of many partners, in an all-to-all: what the measured all-to-alls
-# of 32 and 64 GB200 add for each device.
+# A message to each of many partners, in an all-to-all over links that were not
+# measured: what the all-to-alls of 32 and 64 GB200 add for each device.
 _PARTNER_S = 1.0e-6
 # What each device beyond the largest measured group adds: a step of NCCL's rings
-# (LL128), nothing in an all-reduce inside the switch, a partner in an all-to-all.
+# (LL128), nothing in an all-reduce inside the switch.
 _BEYOND_S = {
     "all_gather": _LL128.ring_step_s["nvlink"],
     "reduce_scatter": _LL128.ring_step_s["nvlink"],
-    "all_to_all": _PARTNER_S,
 }
 
 
@@ -88,7 +88,6 @@ _PAIR_PART = {
     "all_gather": 0.855,
     "reduce_scatter": 0.858,
     "all_reduce": 0.791,
-    "all_to_all": 0.929,
 }
 
 
@@ -106,6 +105,9 @@ def inside(kind: str, size: int, link: LinkSpec) -> Curve:
     knots = collective_knots(link.rates, kind)
     if knots is not None:
         return _measured(kind, size, knots)
+    rates = partner_rates(link.rates, kind)
+    if rates is not None:
+        return partner_curve(kind, size, rates)
     per_byte, of = 1 / link.bandwidth_bytes_per_s, _class_of(link)
     sent = sent_ratio(kind, size) * per_byte
     if kind == "collective_permute":

@@ -5,8 +5,10 @@ from autopar.cluster.rates.tables import (
     LINK_RATES,
     NCCL_CLASSES,
     CollectiveKnots,
+    PartnerRates,
     ProductRates,
     collective_knots,
+    partner_rates,
     product_rates,
 )
 
@@ -15,7 +17,9 @@ __all__ = [
     "LINK_RATES",
     "NCCL_CLASSES",
     "CollectiveKnots",
+    "PartnerRates",
     "ProductRates",
     "collective_knots",
+    "partner_rates",
     "product_rates",
 ]

@@ -35,6 +35,36 @@ class CollectiveKnots(msgspec.Struct, frozen=True):
     seconds: tuple[tuple[float, ...], ...]
 
 
+class PartnerRates(msgspec.Struct, frozen=True):
+    """Rates of messages between pairs of devices (`autopar.cost.partners`).
+
+    Attributes:
+      channels: that a device has for all messages at once.
+      most_channels: that one message takes.
+      start_s: seconds of a collective with next to nothing to send.
+      partner_s: seconds of each partner after the first.
+      small_bytes_per_s: of one channel, in the protocol of small messages.
+      large_bytes_per_s: of one channel, in that of large ones.
+      bandwidth_bytes_per_s: of the link, one direction.
+      sharpness: how suddenly channels or the link take over.
+      group_sizes: the measured sizes of groups, rising.
+      octaves: log2 of the bytes to one partner at the knots.
+      logs: logarithms of measured over modelled time, ``[group sizes, octaves]``.
+    """
+
+    channels: int
+    most_channels: int
+    start_s: float = 1e-5
+    partner_s: float = 0.0
+    small_bytes_per_s: float = 5e9
+    large_bytes_per_s: float = 2e10
+    bandwidth_bytes_per_s: float = 4e11
+    sharpness: float = 3.0
+    group_sizes: tuple[int, ...] = ()
+    octaves: tuple[float, ...] = ()
+    logs: tuple[tuple[float, ...], ...] = ()
+
+
 class ProductRates(msgspec.Struct, frozen=True):
     """Time of the matrix products of one dtype on one device.
 
@@ -85,6 +115,7 @@ class _File(msgspec.Struct, frozen=True):
 
     source: str
     collectives: dict[str, dict[str, CollectiveKnots]]
+    partners: dict[str, dict[str, PartnerRates]]
     products: dict[str, dict[str, ProductRates]]
 
 
@@ -101,11 +132,23 @@ def _file() -> _File:
 def collective_knots(rates: str, kind: str) -> CollectiveKnots | None:
     """The measured times of a collective, or None.
 
+    Those that send to partners, permutations and all-to-alls, have `partner_rates`.
+
     Args:
       rates: one of `LINK_RATES`.
       kind: one of `autopar.cluster.specs.KINDS`.
     """
     return _file().collectives.get(rates, {}).get(kind)
+
+
+def partner_rates(rates: str, kind: str) -> PartnerRates | None:
+    """The measured rates of permutations or all-to-alls, or None.
+
+    Args:
+      rates: one of `LINK_RATES`.
+      kind: one of `autopar.cluster.specs.KINDS`.
+    """
+    return _file().partners.get(rates, {}).get(kind)
 
 
 # The shape of bfloat16 products on an H100, for GPUs of other generations: the start

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from autopar.cluster import Cluster, CollectiveFit, LinkSpec, MeshAxis
@@ -21,11 +21,19 @@ from autopar.cost.collectives import (
 
 GPUS = sorted(name for name, p in PRESETS.items() if p.device.kind == "gpu")
 MEASURED = sorted(set(LINK_RATES) - {"", *NCCL_CLASSES})
+# What goes to partners has steps down on the measured links (`test_partners`).
+PARTNERS = ("all_to_all", "collective_permute")
+SHARED = tuple(sorted(set(KINDS) - set(PARTNERS)))
 kinds = st.sampled_from(KINDS)
 bytes_ = st.floats(1.0, 1e11)
 shapes = st.sampled_from(
     ["2", "3", "6", "8", "16", "64", "2x8", "16x8", "2x4x8", "4x1"]
 )
+
+
+def stepped(name: str, kind: str) -> bool:
+    """Whether the time of a measured kind steps down at some sizes."""
+    return kind in PARTNERS and PRESETS[name].inner.rates in MEASURED
 
 
 def seconds(text: str, kind: str, nbytes: float) -> float:
@@ -38,7 +46,7 @@ def axis(link: LinkSpec, size: int, level: int = 0) -> MeshAxis:
 
 
 @pytest.mark.parametrize("rates", MEASURED)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", SHARED)
 def test_measured_groups_take_what_their_knots_say(rates: str, kind: str) -> None:
     knots = collective_knots(rates, kind)
     assert knots is not None
@@ -52,6 +60,7 @@ def test_measured_groups_take_what_their_knots_say(rates: str, kind: str) -> Non
 def test_more_bytes_take_no_less(
     name: str, shape: str, kind: str, nbytes: float, factor: float
 ) -> None:
+    assume(not stepped(name, kind))
     few, many = (seconds(f"{shape}:{name}", kind, n) for n in (nbytes, factor * nbytes))
     assert 0 < few <= many * (1 + 1e-9)
 
@@ -67,6 +76,7 @@ def test_no_byte_takes_less_than_the_least(
 
 @given(st.sampled_from(GPUS), shapes, kinds)
 def test_times_are_continuous(name: str, shape: str, kind: str) -> None:
+    assume(not stepped(name, kind))
     axes = Cluster.parse(f"{shape}:{name}").default_mesh().axes
     pieces = collective_pieces(kind, axes)
     for (_, a, b), (start, c, d) in itertools.pairwise(pieces):
