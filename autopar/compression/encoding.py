@@ -221,9 +221,11 @@ def _sent(
     """
     one, partial, _ = group[0]
     wanted, widths = laid
-    total = made.total.astype(one.dtype or partial.dtype)
-    if len(group) > 1 and wanted.shape != values.shape:
-        total = total.reshape(wanted.shape)
+
+    def laid_out(total: jax.Array) -> jax.Array:
+        total = total.astype(one.dtype or partial.dtype)
+        apart = len(group) > 1 and wanted.shape != values.shape
+        return total.reshape(wanted.shape) if apart else total
 
     def error() -> jax.Array:
         if exact:
@@ -233,7 +235,10 @@ def _sent(
             lost = _from_chunks(one, lost)
         return materialised(lost).reshape(wanted.shape)
 
-    return Sent(wanted, error, total, widths, part=one.scatter)
+    make = made.again
+    again = None if make is None else lambda: laid_out(make())
+    total = laid_out(made.total)
+    return Sent(wanted, error, total, widths, part=one.scatter, again=again)
 
 
 def _errors(

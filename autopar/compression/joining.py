@@ -117,7 +117,6 @@ def cut(
     if len(widths) == 1:
         return [array]
     ends = list(itertools.accumulate(widths))[:-1]
-    array = materialised(array)
     if whole:
         workers = array.size // sum(widths)
         return jnp.split(array.reshape(-1), [workers * end for end in ends])

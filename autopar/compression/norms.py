@@ -28,6 +28,8 @@ class Sent:
       total: the sum, in the type in which it is read; of several (..., C).
       widths: elements along the last dim of each gradient, c.
       part: whether the total is only a part of the sum of what is wanted here.
+      again: makes the total anew, for a branch that is seldom taken: an array that a
+        branch reads has to be in memory, also where it is not taken.
     """
 
     wanted: jax.Array
@@ -35,6 +37,7 @@ class Sent:
     total: jax.Array
     widths: tuple[int, ...]
     part: bool = False
+    again: Callable[[], jax.Array] | None = None
 
     @property
     def unsure(self) -> bool:
@@ -75,6 +78,10 @@ class Sent:
     def overflows(self) -> jax.Array:
         """Elements of the total that are not finite, (k,)."""
         return self._count(self.total)
+
+    def overflows_again(self) -> jax.Array:
+        """`overflows`, in a branch that is seldom taken."""
+        return self._count(self.again() if self.again else self.total)
 
     def _count(self, values: jax.Array) -> jax.Array:
         return self._sum((~jnp.isfinite(values)).astype(jnp.float32))
@@ -246,7 +253,7 @@ def _overflows(sent: Sequence[Sent], good: jax.Array) -> jax.Array:
     found = jax.lax.cond(
         good,
         lambda: [jnp.zeros((len(g.widths),), jnp.float32) for g in sent],
-        lambda: [g.overflows() for g in sent],
+        lambda: [g.overflows_again() for g in sent],
     )
     each = zip(sent, found, strict=True)
     return jnp.concatenate([g.overflows() if g.unsure else x for g, x in each])

@@ -101,7 +101,7 @@ def positive_roots(p: Polynomial) -> list[float]:
     # Coefficients that no batch can make count would overflow the others.
     found[np.abs(found) < _NEGLIGIBLE * np.abs(found).max()] = 0.0
     roots = np.roots(np.trim_zeros(found, "f"))
-    # Roots that lie together are found with the root of the rounding, off the real line.
+    # Roots that lie together are found off the real line, by the root of the rounding.
     real = roots[np.abs(roots.imag) < 1e-4 * (1 + np.abs(roots))].real
     return sorted({float(r) for r in real if r > 0})
 

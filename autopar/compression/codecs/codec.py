@@ -91,11 +91,14 @@ class Reduced:
         (n, c): the error is ``chunks - sent``. Or a function that makes it, from
         what is in memory anyway: a step that needs no error does not call it.
       state: the codec's new state.
+      again: makes the total anew, from what is in memory anyway, for a branch that is
+        seldom taken; None: such a branch reads the total.
     """
 
     total: jax.Array
     sent: jax.Array | Callable[[], jax.Array]
     state: State
+    again: Callable[[], jax.Array] | None = None
 
     @property
     def understood(self) -> jax.Array:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.extend.core
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_mesh import FED_BACK, WORKERS, begin, normal, program, run
@@ -14,7 +16,7 @@ from hypothesis import strategies as st
 from autopar.compression.codecs.registry import parse_codec
 from autopar.compression.feedback import Feedback
 from autopar.compression.gradient import Gradient
-from autopar.compression.norms import NOT_MEASURED
+from autopar.compression.norms import NOT_MEASURED, Sent
 from autopar.compression.synchronise import ERROR, GRADIENT, NON_FINITE, WANTED
 from autopar_passes.audit.compiled import hlo_collectives
 
@@ -106,3 +108,41 @@ def test_norms_travel_with_the_first_sums(names: tuple[str, ...]) -> None:
     dense = sum(4.0 * g.size for g in gradients if g.codec.name == "dense")
     assert sums() == [dense]
     assert sums(measured=False, summed=True) == [dense + 4.0 * len(gradients)]
+
+
+@pytest.mark.parametrize("codec", ["int8", "int4", "fp8"])
+def test_a_branch_that_is_seldom_taken_reads_no_decoded_sum(codec: str) -> None:
+    """What a branch reads has to be in memory: a codec's sum is decoded in it anew."""
+    gradient = Gradient("w", (64 * WORKERS, 256), parse_codec(codec))
+    traced = program((gradient,), measured=False, summed=True).trace(
+        [normal(WORKERS, *gradient.shape)], begin((gradient,)), np.int32(0)
+    )
+
+    def reads(jaxpr: Any, found: list[list[Any]]) -> None:
+        """What the branches read whose result is a count of one gradient."""
+        for eqn in jaxpr.eqns:
+            if eqn.primitive.name == "cond":
+                if [v.aval.shape for v in eqn.outvars] == [(1,)]:
+                    found.append([var.aval for var in eqn.invars[1:]])
+                continue
+            for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+                reads(inner, found)
+
+    found: list[list[Any]] = []
+    reads(traced.jaxpr.jaxpr, found)
+    assert found, "no branch counts the sums that overflow"
+    decoded = [
+        aval
+        for read in found
+        for aval in read
+        if aval.dtype == np.float32 and aval.size >= gradient.size
+    ]
+    assert not decoded
+
+
+def test_a_sum_that_is_decoded_anew_is_counted_alike() -> None:
+    total = jnp.array([1.0, np.inf, 2.0, np.nan], np.float32)
+    sent = Sent(total, total, jnp.zeros(4), (1,), again=lambda: total)
+    assert float(sent.overflows_again()[0]) == 2.0
+    plain = Sent(total, total, total, (1,))
+    assert float(plain.overflows_again()[0]) == float(plain.overflows()[0]) == 2.0
