@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.memory import buffers, habits_of, held_bytes, off_chip, usage_by_time
+from autopar.cost.buffers import buffers
+from autopar.cost.memory import habits_of, held_bytes, off_chip, usage_by_time
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards

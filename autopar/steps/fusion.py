@@ -181,6 +181,37 @@ def looked_up(
     }
 
 
+def spread(
+    graph: OperatorGraph, floating: frozenset[int]
+) -> dict[int, tuple[int, ...]]:
+    """Arrays that are written at the size of a larger one that both passes read.
+
+    XLA's CPU compiler makes an element-wise result of smaller arrays in each reader,
+    as others do. But it writes the smaller arrays broadcast to the size of the result,
+    and keeps them for the backward pass (read from its programs, jaxlib 0.10.2). So a
+    LayerNorm keeps its scale and its deviations at the size of its activations.
+
+    Args:
+      graph: the operator graph.
+      floating: values that each reader makes anew.
+
+    Returns:
+      The results, each with the arrays that are broadcast for it.
+    """
+    read = _readers(graph)
+    out: dict[int, tuple[int, ...]] = {}
+    for op in graph.operators:
+        arrays = [v for v in op.inputs if v is not None]
+        if len(arrays) < 2 or not is_elementwise(op):
+            continue
+        for value in floating.intersection(op.outputs):
+            size = graph.values[value].size
+            roles = {r.role for r in read.get(value, [])}
+            if len(roles) > 1 and all(graph.values[v].size < size for v in arrays):
+                out[value] = tuple(v for v in arrays if v not in floating)
+    return out
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Again:
     """What `made_again` knows of the operators before the present one.

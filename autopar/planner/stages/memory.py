@@ -13,13 +13,25 @@ import functools
 import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
+from autopar.cost.buffers import buffers
 from autopar.cost.items import held_items
-from autopar.cost.memory import Buffer, buffers, habits_of
+from autopar.cost.local import Buffer
+from autopar.cost.memory import habits_of
 from autopar.layouts.layout import shards
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
 from autopar.steps.lifetimes import Lifetimes
 from autopar_passes.graph.roles import Role
+
+# Where a compiler runs operators breadth first (`autopar.steps.breadth`), stages do not
+# count what it makes early. Chosen by hand, when whole steps did not count it either.
+_NOT_EARLY = 1.2
+
+
+def overhead_of(device: DeviceSpec) -> float:
+    """The factor on the peak of the buffers of a stage."""
+    known = device.calibrated.memory_overhead
+    return max(known, _NOT_EARLY) if habits_of(device).breadth_first else known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -66,7 +78,7 @@ class BytesPricer:
                 activations[self.layers.row[layer]] += self.scaled(buffer)
         ids = {id(b) for b, _ in kept}
         rest = [b for b in found if id(b) not in ids]
-        overhead = known.calibrated.memory_overhead
+        overhead = overhead_of(known)
         return LayerBytes(
             self.state(submesh),
             *self.gradients(submesh),
@@ -75,8 +87,18 @@ class BytesPricer:
         )
 
     def life(self, device: DeviceSpec) -> Lifetimes:
-        """When values live: products of gradients run where they stand."""
-        habits = dataclasses.replace(habits_of(device), late_gradients=0)
+        """When values live: operators run where they stand.
+
+        Each pass of a stage is a program of its own, so nothing is made early for the
+        other pass.
+        """
+        habits = dataclasses.replace(
+            habits_of(device),
+            late_gradients=0,
+            breadth_first=False,
+            joined_sums=0,
+            widens=False,
+        )
         return self.layers.analysis.life(habits)
 
     @functools.cached_property

@@ -30,6 +30,7 @@ from autopar.cost.memory import (
 )
 from autopar.layouts.assignment import Assignment
 from autopar.steps.analysis import analyse
+from autopar.steps.lifetimes import PLAIN
 from autopar_passes.graph.roles import Role
 
 CLUSTER = forms.cheap("2x4:cpu")
@@ -269,7 +270,7 @@ def test_tpus_of_two_cores_have_no_habits() -> None:
     """Their compiler writes more, and no rule for it is known."""
     device = autopar.Cluster.parse("2x2x4:v5p").device
 
-    assert habits_of(device) == HABITS["cpu"]
+    assert habits_of(device) == PLAIN
     assert device.calibrated.memory_overhead == 1.2
 
 
