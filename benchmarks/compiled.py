@@ -32,7 +32,7 @@ import workloads
 
 from autopar.api import audit_analysis
 from autopar.cluster import Cluster
-from autopar.cost.breakdown import step_s
+from autopar.cost.breakdown import exposed_s, step_s
 from autopar.cost.evaluate import evaluate
 from autopar.cost.memory import habits_of, peak_memory_bytes
 from autopar.errors import AutoparError
@@ -242,7 +242,8 @@ def predicted(
     # Priced anew: the plan's own seconds are those of when it was made.
     cost = evaluate(bound.assignment, bound.pricer)
     out["compute_s"] = cost.work_s
-    out["exposed_s"] = step_s(cost) - cost.work_s
+    # By how much hidden messages slow work is in no schedule, so it is left out here.
+    out["exposed_s"] = exposed_s(cost)
     out["ratio"] = {
         "memory": memory / compiled["memory"]["peak_bytes"],
         "bytes": _ratio(sent, sum(compiled["bytes"].values())),

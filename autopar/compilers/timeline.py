@@ -12,12 +12,16 @@ import math
 from collections.abc import Iterable
 from typing import Self
 
+import numpy as np
+
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.collectives import collective_s
-from autopar.cost.compute import roofline_s
+from autopar.cost.compute import in_table_s, roofline_s
 from autopar.cost.pricer import Pricer
+from autopar.cost.products import rates_of
 from autopar_passes.audit.collectives import AuditedCollective
-from autopar_passes.audit.events import Done, Event, Kernel, Loop, Start
+from autopar_passes.audit.events import Done, Event, Loop, Start
+from autopar_passes.audit.kernels import Kernel, Product
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,13 +105,31 @@ def message_s(collectives: Iterable[AuditedCollective], pricer: Pricer) -> float
 
 
 def _kernel(kernel: Kernel, device: DeviceSpec) -> Timeline:
-    seconds = roofline_s(
-        kernel.flops,
-        kernel.nbytes,
-        kernel.dtype,
-        device,
-        is_matrix=kernel.flops > 0,
-    )
     return Timeline(
-        kernel_s=float(seconds) + device.kernel_latency_s, cycles=kernel.cycles
+        kernel_s=kernel_s(kernel, device) + device.kernel_latency_s,
+        cycles=kernel.cycles,
     )
+
+
+def kernel_s(kernel: Kernel, device: DeviceSpec) -> float:
+    """Seconds of a kernel without its start, by the prices of a plan's operators.
+
+    Products take what the device's table says, where it has one. A kernel takes no
+    less than the bytes that it moves.
+    """
+    memory_s = roofline_s(0.0, kernel.nbytes, kernel.dtype, device, is_matrix=False)
+    if not kernel.products:
+        return float(memory_s)
+    products = sum(_product_s(p, device) for p in kernel.products)
+    return max(products, kernel.nbytes / device.memory_bandwidth_bytes_per_s)
+
+
+def _product_s(product: Product, device: DeviceSpec) -> float:
+    if rates_of(device, product.itemsize) is None:
+        return float(
+            roofline_s(product.flops, 0.0, product.dtype, device, is_matrix=True)
+        )
+    batch = np.array([product.batch])
+    sides = np.array([[product.rows, product.columns, product.depth]])
+    found = in_table_s(product.dtype, product.itemsize, batch, sides, 0.0, device)
+    return float(found[0])

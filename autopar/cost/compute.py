@@ -94,10 +94,7 @@ def tabled_s(
     sides: np.ndarray,
     device: DeviceSpec,
 ) -> np.ndarray:
-    """Seconds of a product on a device that has a table of them.
-
-    The vector units do what leaves most of a tile empty, such as a convolution of
-    each channel alone, where that is faster.
+    """Seconds of a product on a device that has a table of them; see `in_table_s`.
 
     Args:
       work: what it does.
@@ -106,11 +103,36 @@ def tabled_s(
       sides: M, N and K of one shard, ``[points, 3]``.
       device: the device; `rates_of` finds its table.
     """
-    rates = rates_of(device, work.itemsize)
-    assert rates is not None
     batch = flops / (2.0 * sides.prod(axis=1))
-    product_s = products_s(rates, work.dtype, work.itemsize, device, batch, sides)
+    return in_table_s(work.dtype, work.itemsize, batch, sides, nbytes, device)
+
+
+def in_table_s(
+    dtype: str,
+    itemsize: float,
+    batch: np.ndarray,
+    sides: np.ndarray,
+    nbytes: np.ndarray | float,
+    device: DeviceSpec,
+) -> np.ndarray:
+    """Seconds of products within a step, by the device's table of them.
+
+    The vector units do what leaves most of a tile empty, such as a convolution of
+    each channel alone, where that is faster.
+
+    Args:
+      dtype: NumPy or ml_dtypes name of the operands' dtype.
+      itemsize: bytes of an element of it.
+      batch: how many products, ``[points]``.
+      sides: M, N and K of each, ``[points, 3]``.
+      nbytes: bytes of the arrays that are in memory.
+      device: the device; `rates_of` finds its table.
+    """
+    rates = rates_of(device, itemsize)
+    assert rates is not None
+    product_s = products_s(rates, dtype, itemsize, device, batch, sides)
     slower = device.calibrated.vector_slowdown / device.matmul_efficiency
+    flops = 2.0 * batch * sides.prod(axis=1)
     vector_s = slower * flops / device.vector_peak
     memory_s = nbytes / device.memory_bandwidth_bytes_per_s
     product_s = np.minimum(product_s / device.kept, vector_s)

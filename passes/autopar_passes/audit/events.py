@@ -8,15 +8,14 @@ its ``-done``; the kernels in between run beside it.
 from __future__ import annotations
 
 import dataclasses
-import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Final
 
 from autopar_passes.audit.collectives import AuditedCollective, MeshAxes
 from autopar_passes.audit.compiled import Reader
-from autopar_passes.audit.hlo_text import HloModule, Instruction
+from autopar_passes.audit.hlo_text import Instruction
 from autopar_passes.audit.hlo_values import Scope
+from autopar_passes.audit.kernels import Kernel, kernel_of
 
 # They hand values on; no kernel runs for them.
 _FREE: Final = frozenset(
@@ -32,26 +31,6 @@ _COLLECTIVES: Final = (
     "all-to-all",
     "collective-permute",
 )
-_CONTRACTED = re.compile(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d",]*)')
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Kernel:
-    """One kernel on one device.
-
-    Attributes:
-      name: of its instruction.
-      flops: floating point operations of products and convolutions in it.
-      nbytes: bytes of its operands and results.
-      dtype: NumPy name of the type of what it multiplies, or of its result.
-      cycles: the compiler's own estimate; 0 where it gives none.
-    """
-
-    name: str
-    flops: float
-    nbytes: float
-    dtype: str
-    cycles: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,7 +91,7 @@ def _events(reader: Reader, scope: Scope) -> Iterator[Event]:
             for name in op.called:
                 yield from _events(reader, reader.inside(scope, op, name))
         elif op.opcode not in _FREE and not op.opcode.startswith("copy-"):
-            yield _kernel(reader.module, scope, op)
+            yield kernel_of(reader.module, scope, op)
 
 
 def _communication(
@@ -135,70 +114,3 @@ def _of(
 ) -> Iterator[AuditedCollective]:
     inner = reader.inside(scope, op, name)
     yield from (f.collective for f in reader.computation(inner, 1.0))
-
-
-def _kernel(module: HloModule, scope: Scope, op: Instruction) -> Kernel:
-    operands = [s for n in op.operands for s in scope.instruction(n).shapes]
-    arrays = (*operands, *op.shapes)
-    products = [
-        (inner, instruction)
-        for inner, instruction in _instructions(module, scope, op)
-        if instruction.opcode in ("dot", "convolution", "custom-call")
-    ]
-    first = operands[0] if products and operands else None
-    dtype = (first or (op.shapes[0] if op.shapes else None)) or None
-    cycles = re.search(r'"estimated_cycles":"?(\d+)', op.attributes)
-    return Kernel(
-        op.name,
-        sum(_flops(inner, instruction) for inner, instruction in products),
-        sum(s.nbytes for s in arrays if s.dtype != "s8" or len(s.dims) > 1),
-        _NUMPY.get(dtype.dtype, "float32") if dtype else "float32",
-        int(cycles[1]) if cycles else 0,
-    )
-
-
-_NUMPY: Final = {
-    "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
-    "s8": "int8", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
-}  # fmt: skip
-
-
-def _instructions(
-    module: HloModule, scope: Scope, op: Instruction
-) -> Iterator[tuple[Scope, Instruction]]:
-    """An instruction, or those of the fusion that it calls."""
-    yield scope, op
-    if op.opcode == "fusion":
-        inner = Scope(module.computations[op.called[0]], op, scope)
-        for instruction in inner.computation.instructions.values():
-            yield from _instructions(module, inner, instruction)
-
-
-def _flops(scope: Scope, op: Instruction) -> float:
-    """Floating point operations of a product; a multiply-add counts two."""
-    shapes = [scope.instruction(n).shapes[0].dims for n in op.operands[:2]]
-    if len(shapes) < 2 or not op.shapes:
-        return 0.0
-    result = op.shapes[0].dims
-    found = _CONTRACTED.search(op.attributes)
-    if found is not None:
-        dims = [int(n) for n in re.findall(r"\d+", found[1])]
-        return 2.0 * math.prod(result) * math.prod(shapes[0][d] for d in dims)
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->", op.attributes)
-    if labels is None:
-        return 0.0
-    return _convolution_flops(op, (*shapes, result), labels[2])
-
-
-def _convolution_flops(
-    op: Instruction, shapes: Sequence[tuple[int, ...]], kernel_labels: str
-) -> float:
-    """``2 |output| |kernel| / output channels``, whichever of the three is made."""
-    kernel, output = 1, 2
-    if "convBackwardFilter" in op.attributes:
-        kernel, output = 2, 1
-    elif "convBackwardInput" in op.attributes:
-        output = 0
-    channels = shapes[kernel][kernel_labels.index("o")]
-    work = math.prod(shapes[output]) * math.prod(shapes[kernel])
-    return 2.0 * work / channels

@@ -6,10 +6,12 @@ import math
 import pytest
 
 from autopar.cluster import Cluster
-from autopar.compilers.timeline import message_s, timeline
+from autopar.compilers.timeline import kernel_s, message_s, timeline
 from autopar.cost.pricer import Pricer
+from autopar.cost.products import product_s
 from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.events import Done, Kernel, Loop, Start
+from autopar_passes.audit.kernels import Product
 
 CLUSTER = Cluster.parse("2x4:h100")
 PRICER = Pricer(CLUSTER, CLUSTER.default_mesh(("data", "tensor")))
@@ -70,3 +72,31 @@ def test_arrays_of_one_message_pay_one_latency() -> None:
     half = dataclasses.replace(GATHER, nbytes=GATHER.nbytes / 2)
 
     assert math.isclose(message_s((half, half), PRICER), WIRE_S)
+
+
+def test_products_take_what_the_table_of_the_device_says() -> None:
+    device = CLUSTER.device
+    product = Product(4, 1024, 512, 2048, "bfloat16", 2)
+    table_s = product_s("bfloat16", 2, device, 4, 1024, 512, 2048) / device.sustained
+    one = Kernel("k", product.flops, 1.0, "bfloat16", products=(product,))
+    two = dataclasses.replace(one, products=(product, product))
+
+    assert math.isclose(kernel_s(one, device), table_s)
+    assert math.isclose(kernel_s(two, device), 2 * table_s)
+
+
+def test_a_kernel_takes_no_less_than_what_it_moves() -> None:
+    device = CLUSTER.device
+    product = Product(1, 64, 64, 64, "bfloat16", 2)
+    found = Kernel("k", product.flops, 1e9, "bfloat16", products=(product,))
+
+    assert kernel_s(found, device) == 1e9 / device.memory_bandwidth_bytes_per_s
+
+
+def test_products_without_a_table_run_at_the_attained_rate() -> None:
+    device = dataclasses.replace(CLUSTER.device, rates="")
+    product = Product(1, 4096, 4096, 4096, "bfloat16", 2)
+    found = Kernel("k", product.flops, 1.0, "bfloat16", products=(product,))
+    rate = device.peak("bfloat16") * device.matmul_efficiency * device.sustained
+
+    assert math.isclose(kernel_s(found, device), 2 * 4096**3 / rate)
