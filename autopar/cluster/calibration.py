@@ -34,6 +34,8 @@ class Calibration:
         the other, so that each waits for the latency of the link.
       forms_reduce_scatter: whether the compiler forms reduce-scatters; without, an
         all-reduce runs of which each device keeps a slice.
+      copies_pieces: whether what a collective leaves in pieces is copied into its
+        place, or what it sends is packed.
       reassociates: whether the compiler takes the sum of two sums over devices as one.
       overlap: part of the work beside which communication may run; 0 where a device
         does one after the other.
@@ -50,6 +52,7 @@ class Calibration:
     combined_arrays: int = 256
     arrays_apart: bool = False
     forms_reduce_scatter: bool = True
+    copies_pieces: bool = True
     reassociates: bool = False
     overlap: float = 0.0
     contention: float = 0.0
@@ -125,6 +128,10 @@ CALIBRATIONS = {
         memory_overhead=1.0,
         combined_kinds=_COMBINED_KINDS,
         combined_bytes=_COMBINED_BYTES,
+        # The dimension that a collective gathers, scatters or splits is outermost in
+        # memory, so that pieces lie in their places
+        # (xla/service/gpu/transforms/layout_assignment.cc); products read any order.
+        copies_pieces=False,
         # Both kinds of sums (autopar_passes.sums.reassociated).
         reassociates=True,
         overlap=1.0,

@@ -37,6 +37,7 @@ class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
     combined_arrays: int | None = None
     arrays_apart: bool | None = None
     forms_reduce_scatter: bool | None = None
+    copies_pieces: bool | None = None
     reassociates: bool | None = None
     overlap: float | None = None
     contention: float | None = None

@@ -170,8 +170,11 @@ class Pricer:
 
         The pieces of an all-gather arrive one after the other and are copied into
         the array; an all-to-all packs them before, too; a scattered sum is cut out
-        of the whole. Each copy reads and writes.
+        of the whole. Each copy reads and writes. Compilers that choose the order of
+        dimensions by what is sent need none.
         """
+        if not self.cluster.device.calibrated.copies_pieces:
+            return 0.0
         copies = {"all_gather": 1.0, "all_to_all": 2.0}.get(step.kind, 0.0)
         if step.kind == "reduce_scatter":
             copies = 1.0 / self.group(step.axes)
