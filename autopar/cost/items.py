@@ -96,18 +96,17 @@ def timelines(
       placed: its parts, for the collectives of the items; None: they are found.
     """
     places = assignment.analysis.positions
-    count = len(assignment.graph.operators)
-    by_class = np.zeros(count)
-    gathers, sums = np.zeros(count), np.zeros(count)
+    by_class, gathers, sums = np.zeros((3, len(assignment.graph.operators)))
     moved: list[tuple[Collective, float]] = []
     for item, seconds in found:
+        made = item.collective
         if item.work is not None:
             by_class[item.operator] += seconds
-        elif item.collective is not None:
-            moved.append((item.collective, seconds))
-            if item.collective.place is not None:
-                target = sums if item.collective.step.kind in SUMS else gathers
-                target[item.collective.ready] += seconds
+        elif made is not None:
+            moved.append((made, seconds))
+            if made.place is not None:
+                target = sums if made.step.kind in SUMS else gathers
+                target[made.ready] += seconds
     work = by_class[places.classes] * places.shares
     placed = placed or placing(assignment, [c for c, _ in moved])
     parts = placed.parts(work, [own for _, own in moved])

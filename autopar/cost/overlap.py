@@ -2,13 +2,17 @@
 
 A compiler with a latency-hiding scheduler sends what nothing waits for while the
 device computes: gathers of parameters ahead of their readers, sums of gradients
-behind the operators that complete them. Each such collective has a window: from the
-start of its pass to its reader, or from its maker to the end of the backward pass.
-Communication is one stream, work another. What must lie within a stretch of a pass
-and exceeds the work there is exposed, and no more than that, if transfers can be cut
-(the interval bound of preemptive scheduling on one machine, Horn 1974):
+behind the operators that complete them. `autopar.cost.parts` says what the messages of
+a plan leave exposed.
 
-    exposed = max over stretches (communication within - share x work within, 0)
+What follows here bounds that from below, in terms that a problem can hold. Each
+collective has a window of its own: from the start of its pass to its reader, or from
+its maker to the end of the update. Communication is one stream, work another. What
+must lie within a stretch and exceeds the work there is exposed, and no more than that,
+if transfers can be cut (the interval bound of preemptive scheduling on one machine,
+Horn 1974):
+
+    exposed >= max over stretches (communication within - share x work within, 0)
 
 All gathers of a pass start with it and all sums end with it, so stretches from the
 start, stretches to the end and the whole pass are all that matter.

@@ -36,13 +36,14 @@ class Cut:
         ranks (`Analysis.ranks`).
       moved: messages within these positions count.
       work: work within these positions covers them.
-      needs: work of the update that needs sums of ranks below covers them, too.
+      needs: work of the update that needs sums of ranks below covers them, too; -1:
+        none of it.
     """
 
     gathers: bool
     moved: tuple[int, int]
     work: tuple[int, int]
-    needs: int = 0
+    needs: int = -1
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -79,8 +80,7 @@ class Part:
         messages = self.gathers if cut.gathers else self.sums
         work = self.work if cut.gathers else self.late_work
         done = work[slice(*cut.work)].sum()
-        if cut.needs:
-            done += self.update[self.needs < cut.needs].sum()
+        done += self.update[self.needs < cut.needs].sum()
         return float(messages[slice(*cut.moved)].sum() - share * done)
 
     def waits(self) -> list[Cut]:

@@ -95,7 +95,7 @@ class Placing:
         at = np.arange(count) if cut.gathers else analysis.ranks
         first, last = cut.work
         own = self.inside[key] & (at >= first) & (at < last)
-        if cut.needs and self.follows(key):
+        if self.follows(key):
             own = own | (analysis.positions.update & (self.needs < cut.needs))
         return own.astype(float)
 

@@ -78,3 +78,11 @@ def test_without_overlap_everything_is_exposed() -> None:
     found = part([5.0] * SIZE, gathers=[1.0] * SIZE, sums=[2.0] * SIZE)
 
     assert found.exposed_s(0.0) == 3.0 * SIZE
+
+
+def test_the_update_covers_a_sum_of_the_first_operator() -> None:
+    rest = [0.0] * (SIZE - 1)
+    needs = [-1, *[SIZE] * (SIZE - 1)]
+    found = part([1.0, *rest], sums=[3.0, *rest], update=[2.0, *rest], needs=needs)
+
+    assert found.exposed_s(1.0) == 1.0
