@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from autopar.cluster.calibration import Calibration
 
@@ -59,21 +59,29 @@ class Combiner:
         >>> combiner_of(CALIBRATIONS["gpu"]).packed([10e6, 20e6, 10e6, 40e6, 5e6])
         [30000000.0, 30000000.0, 15000000.0, 40000000.0, 15000000.0]
         """
-        messages: list[list[tuple[int, float]]] = [[]]
-        alone: list[list[tuple[int, float]]] = []
+        known = list(sizes)
+        out = [0.0] * len(known)
+        for message in self.messages(known):
+            nbytes = sum(known[place] for place in message)
+            for place in message:
+                out[place] = nbytes
+        return out
+
+    def messages(self, sizes: Sequence[float]) -> list[list[int]]:
+        """The places of the arrays that travel together; see `packed`."""
+        together: list[list[int]] = [[]]
+        alone: list[list[int]] = []
+        total = 0.0
         for place, size in enumerate(sizes):
             if size > self.most_bytes:
-                alone.append([(place, size)])
+                alone.append([place])
                 continue
-            total = sum(s for _, s in messages[-1]) + size
-            if total > self.most_bytes or len(messages[-1]) == self.most_arrays:
-                messages.append([])
-            messages[-1].append((place, size))
-        out: dict[int, float] = {}
-        for message in (*messages, *alone):
-            nbytes = sum(s for _, s in message)
-            out.update((place, nbytes) for place, _ in message)
-        return [out[place] for place in sorted(out)]
+            total += size
+            if total > self.most_bytes or len(together[-1]) == self.most_arrays:
+                together.append([])
+                total = size
+            together[-1].append(place)
+        return [m for m in (*together, *alone) if m]
 
 
 # Joins nothing: every collective travels alone.

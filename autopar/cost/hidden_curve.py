@@ -1,8 +1,10 @@
 """Hidden communication of a planned step as a function of its batch.
 
-What is exposed of a pass is a maximum over stretches (`autopar.cost.overlap`). Those
-that decide at some batch are kept, each with its communication less its work as a
-piecewise polynomial of the batch; their maximum at a batch is what a query needs.
+What is exposed of a pass is a maximum over stretches (`autopar.cost.overlap`), or what
+its messages leave exposed (`autopar.cost.parts`) where that is more. The stretches that
+decide at some batch are kept, each with its communication less its work as a piecewise
+polynomial of the batch; a query takes their maximum. Messages of gathers that are
+exposed at the same batches are added up to one stretch.
 """
 
 from __future__ import annotations
@@ -12,18 +14,46 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from autopar.cost.combining import SUMS
 from autopar.cost.items import CostItem, Paid, timelines
-from autopar.cost.overlap import Stretch
+from autopar.cost.overlap import Stretch, Timeline
+from autopar.cost.parts import Cut
 from autopar.cost.pieces import Pieces, PieceSum, added, value_at
+from autopar.cost.placing import Key, Placing, placing
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.steps.positions import PASSES
+from autopar_passes.graph.roles import Role
 
 # Batches, over the planned one, at which stretches that decide are looked for.
 _BATCHES = (1 / 64, 1 / 8, 1 / 2, 1.0, 2.0, 8.0, 64.0)
 
 Priced = Sequence[tuple[CostItem, Pieces]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ExposedCurve:
+    """What one pass leaves exposed, by batch.
+
+    Attributes:
+      least: stretches of the pass with its arrays alone.
+      parts: sums of maxima over stretches with its messages.
+    """
+
+    least: tuple[PieceSum, ...]
+    parts: tuple[tuple[PieceSum, ...], ...]
+
+    def __call__(self, batch: float) -> float:
+        """Seconds at a batch, over the planned one."""
+        return max(
+            _most(self.least, batch), sum(_most(cuts, batch) for cuts in self.parts)
+        )
+
+
+def _most(stretches: Sequence[PieceSum], batch: float) -> float:
+    most = 0.0
+    for excess in stretches:
+        most = max(most, excess(batch))
+    return most
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,16 +64,15 @@ class HiddenCurve:
       contention: seconds of work lost for each second that is hidden.
       gathers: seconds of what is gathered for a microbatch and may be hidden.
       sums: the same of what is summed once in a step.
-      first: for each pass, the stretches of a microbatch without sums: what they
-        expose.
+      first: what each pass of a microbatch without sums exposes.
       last: the same of the last microbatch, which has the sums.
     """
 
     contention: float
     gathers: PieceSum
     sums: PieceSum
-    first: tuple[tuple[PieceSum, ...], ...]
-    last: tuple[tuple[PieceSum, ...], ...]
+    first: tuple[ExposedCurve, ...]
+    last: tuple[ExposedCurve, ...]
 
     def saved_s(self, batch: float, accumulation: int) -> float:
         """Seconds that a step saves.
@@ -53,21 +82,12 @@ class HiddenCurve:
           accumulation: number of microbatches.
         """
         gathers = self.gathers(batch)
-        hidden = gathers + self.sums(batch) - _exposed_s(self.last, batch)
+        exposed = sum(curve(batch) for curve in self.last)
+        hidden = gathers + self.sums(batch) - exposed
         if accumulation > 1:
-            each = gathers - _exposed_s(self.first, batch)
+            each = gathers - sum(curve(batch) for curve in self.first)
             hidden += (accumulation - 1) * each
         return (1.0 - self.contention) * hidden
-
-
-def _exposed_s(passes: Sequence[Sequence[PieceSum]], batch: float) -> float:
-    out = 0.0
-    for stretches in passes:
-        most = 0.0
-        for excess in stretches:
-            most = max(most, excess(batch))
-        out += most
-    return out
 
 
 def hidden_curve(
@@ -83,81 +103,124 @@ def hidden_curve(
     known = pricer.cluster.device.calibrated
     if not known.overlap:
         return None
-    places = _Places(assignment, priced)
-    share = known.overlap
-    hideable = [(i, p) for i, p in priced if _may_hide(assignment, i)]
-    first = places.deciding(share, with_sums=False)
-    last = places.deciding(share, with_sums=True)
+    found = placing(assignment, [i.collective for i, _ in priced if i.collective])
+    places = _Places(assignment, priced, found, known.overlap)
     return HiddenCurve(
         known.contention,
-        added(p for i, p in hideable if i.paid is Paid.MICROBATCH),
-        added(p for i, p in hideable if i.paid is not Paid.MICROBATCH),
-        tuple(
-            tuple(places.excess(s, share, with_sums=False) for s in found)
-            for found in first
-        ),
-        tuple(
-            tuple(places.excess(s, share, with_sums=True) for s in found)
-            for found in last
-        ),
+        added(p for i, p in places.hideable() if i.paid is Paid.MICROBATCH),
+        added(p for i, p in places.hideable() if i.paid is not Paid.MICROBATCH),
+        places.curves(with_sums=False),
+        places.curves(with_sums=True),
     )
-
-
-def _may_hide(assignment: Assignment, item: CostItem) -> bool:
-    """Whether an item is in a timeline of a pass: not what the update gathers."""
-    made = item.collective
-    if made is None or made.place is None:
-        return False
-    roles = assignment.analysis.positions.roles
-    return made.step.kind in SUMS or any(roles[r][made.ready] for r in PASSES)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Places:
-    """The items of a step with their positions."""
+    """The items of a step with their positions, and the share of work that covers."""
 
     assignment: Assignment
     priced: Priced
+    placed: Placing
+    share: float
 
-    def deciding(self, share: float, *, with_sums: bool) -> list[tuple[Stretch, ...]]:
-        """For each pass, the stretches that decide at one of `_BATCHES`."""
-        found = [
-            t.tightest(share)
+    def hideable(self) -> list[tuple[CostItem, Pieces]]:
+        """The items that have a slot."""
+        sent = [(i, p) for i, p in self.priced if i.collective is not None]
+        slots = zip(sent, self.placed.slots, strict=True)
+        return [found for found, slot in slots if slot is not None]
+
+    def curves(self, *, with_sums: bool) -> tuple[ExposedCurve, ...]:
+        """What each pass leaves exposed."""
+        lines = [
+            timelines(self.assignment, self._at(batch, with_sums), self.placed)
             for batch in _BATCHES
-            for t in timelines(self.assignment, self._at(batch, with_sums))
         ]
-        return [
-            tuple(dict.fromkeys(s for s in found if s.role is role)) for role in PASSES
-        ]
+        return tuple(
+            self._curve([line[n] for line in lines], with_sums=with_sums)
+            for n in range(len(PASSES))
+        )
 
     def _at(self, batch: float, with_sums: bool) -> list[tuple[CostItem, float]]:
         return [
-            (item, value_at(pieces.at(batch), batch))
+            (
+                item,
+                value_at(pieces.at(batch), batch)
+                if self._counts(item, with_sums)
+                else 0.0,
+            )
             for item, pieces in self.priced
-            if with_sums or item.work is not None or item.paid is Paid.MICROBATCH
         ]
 
-    def excess(self, stretch: Stretch, share: float, *, with_sums: bool) -> PieceSum:
-        """Communication of a stretch less the work that covers it, by batch."""
+    def _counts(self, item: CostItem, with_sums: bool) -> bool:
+        return with_sums or item.work is not None or item.paid is Paid.MICROBATCH
+
+    def _curve(self, lines: Sequence[Timeline], *, with_sums: bool) -> ExposedCurve:
+        """What a pass leaves exposed, from its timelines at `_BATCHES`."""
+        stretches = dict.fromkeys(t.tightest(self.share) for t in lines)
+        parts: list[tuple[PieceSum, ...]] = []
+        for number, part in enumerate(lines[0].parts):
+            at = [t.parts[number] for t in lines]
+            together: dict[tuple[bool, ...], list[Cut]] = {}
+            for cut in part.waits():
+                signs = tuple(p.excess_s(cut, self.share) > 0 for p in at)
+                together.setdefault(signs, []).append(cut)
+            parts += [
+                (self._excess(part.key, cuts, with_sums=with_sums),)
+                for signs, cuts in together.items()
+                if any(signs)
+            ]
+            lasts = dict.fromkeys(p.last_sums(self.share) for p in at)
+            parts.append(
+                tuple(
+                    self._excess(part.key, [cut], with_sums=with_sums)
+                    for cut in lasts
+                    if cut is not None
+                )
+            )
+        least = tuple(self._least(s, with_sums=with_sums) for s in stretches)
+        return ExposedCurve(least, tuple(parts))
+
+    def _excess(self, key: Key, cuts: Sequence[Cut], *, with_sums: bool) -> PieceSum:
+        """Messages of stretches of a part less the work that covers them, by batch."""
+        covering = sum(self.placed.covering(key, cut) for cut in cuts)
+        sent = [(i, p) for i, p in self.priced if i.collective is not None]
+        moved = [
+            pieces
+            for (item, pieces), slot in zip(sent, self.placed.slots, strict=True)
+            if slot is not None
+            and slot.key == key
+            and self._counts(item, with_sums)
+            and any(slot.within(cut) for cut in cuts)
+        ]
+        return self._less_work(moved, np.asarray(covering, float))
+
+    def _less_work(self, moved: list[Pieces], covering: np.ndarray) -> PieceSum:
+        places = self.assignment.analysis.positions
+        shares = np.zeros(len(covering))
+        np.add.at(shares, places.classes, places.shares * covering)
+        terms = list(moved)
+        for item, pieces in self.priced:
+            if item.work is not None and shares[item.operator]:
+                terms.append(pieces.scaled(-self.share * shares[item.operator]))
+        return added(terms)
+
+    def _least(self, stretch: Stretch, *, with_sums: bool) -> PieceSum:
+        """Arrays of a stretch of a pass less the work that covers them, by batch."""
         places = self.assignment.analysis.positions
         count = len(places.classes)
         done, early, late = stretch.slices(count)
-        shares = np.zeros(count)
-        inside = places.roles[stretch.role][done]
-        np.add.at(shares, places.classes[done], places.shares[done] * inside)
-        terms: list[Pieces] = []
-        for item, pieces in self.priced:
-            if item.work is not None:
-                if shares[item.operator]:
-                    terms.append(pieces.scaled(-share * shares[item.operator]))
-            elif item.collective is not None and _may_hide(self.assignment, item):
-                ready = item.collective.ready
-                if item.collective.step.kind in SUMS:
-                    own, within = places.summed, late
-                    counts = with_sums or item.paid is Paid.MICROBATCH
-                else:
-                    own, within, counts = places.roles, early, True
-                held = within.start <= ready < within.stop
-                if counts and held and own[stretch.role][ready]:
-                    terms.append(pieces)
-        return added(terms)
+        covering = np.zeros(count)
+        covering[done] += places.roles[stretch.role][done]
+        if stretch.role is Role.BACKWARD and stretch.last >= count:
+            covering += places.update
+        moved: list[Pieces] = []
+        sent = [(i, p) for i, p in self.priced if i.collective is not None]
+        for (item, pieces), slot in zip(sent, self.placed.slots, strict=True):
+            made = item.collective
+            if slot is None or made is None or slot.key[0] is not stretch.role:
+                continue
+            within = late if slot.sums else early
+            held = within.start <= made.ready < within.stop
+            if held and self._counts(item, with_sums):
+                moved.append(pieces)
+        return self._less_work(moved, covering)

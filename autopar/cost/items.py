@@ -18,6 +18,7 @@ from autopar.cost.combining import SUMS
 from autopar.cost.compute import work_once_s
 from autopar.cost.memory import held_bytes
 from autopar.cost.overlap import Timeline
+from autopar.cost.placing import Placing, placing
 from autopar.cost.pricer import Pricer
 from autopar.cost.replicas import all_collectives
 from autopar.cost.traffic import Collective
@@ -81,7 +82,9 @@ def items(assignment: Assignment, pricer: Pricer) -> list[CostItem]:
 
 
 def timelines(
-    assignment: Assignment, found: Iterable[tuple[CostItem, float]]
+    assignment: Assignment,
+    found: Iterable[tuple[CostItem, float]],
+    placed: Placing | None = None,
 ) -> list[Timeline]:
     """The work and the communication of both passes of a step, by position.
 
@@ -90,24 +93,31 @@ def timelines(
     Args:
       assignment: strategies as layouts.
       found: what a step of it costs, each item with its seconds.
+      placed: its parts, for the collectives of the items; None: they are found.
     """
     places = assignment.analysis.positions
-    count = len(assignment.graph.operators)
-    by_class = np.zeros(count)
-    gathers, sums = np.zeros(count), np.zeros(count)
+    by_class, gathers, sums = np.zeros((3, len(assignment.graph.operators)))
+    moved: list[tuple[Collective, float]] = []
     for item, seconds in found:
+        made = item.collective
         if item.work is not None:
             by_class[item.operator] += seconds
-        elif item.collective is not None and item.collective.place is not None:
-            target = sums if item.collective.step.kind in SUMS else gathers
-            target[item.collective.ready] += seconds
+        elif made is not None:
+            moved.append((made, seconds))
+            if made.place is not None:
+                target = sums if made.step.kind in SUMS else gathers
+                target[made.ready] += seconds
     work = by_class[places.classes] * places.shares
+    placed = placed or placing(assignment, [c for c, _ in moved])
+    parts = placed.parts(work, [own for _, own in moved])
     return [
         Timeline(
             role,
             np.where(places.roles[role], work, 0.0),
             np.where(places.roles[role], gathers, 0.0),
             np.where(places.summed[role], sums, 0.0),
+            float(work[places.update].sum()) if role is Role.BACKWARD else 0.0,
+            tuple(part for part in parts if part.key[0] is role),
         )
         for role in PASSES
     ]

@@ -2,13 +2,17 @@
 
 A compiler with a latency-hiding scheduler sends what nothing waits for while the
 device computes: gathers of parameters ahead of their readers, sums of gradients
-behind the operators that complete them. Each such collective has a window: from the
-start of its pass to its reader, or from its maker to the end of the backward pass.
-Communication is one stream, work another. What must lie within a stretch of a pass
-and exceeds the work there is exposed, and no more than that, if transfers can be cut
-(the interval bound of preemptive scheduling on one machine, Horn 1974):
+behind the operators that complete them. `autopar.cost.parts` says what the messages of
+a plan leave exposed.
 
-    exposed = max over stretches (communication within - share x work within, 0)
+What follows here bounds that from below, in terms that a problem can hold. Each
+collective has a window of its own: from the start of its pass to its reader, or from
+its maker to the end of the update. Communication is one stream, work another. What
+must lie within a stretch and exceeds the work there is exposed, and no more than that,
+if transfers can be cut (the interval bound of preemptive scheduling on one machine,
+Horn 1974):
+
+    exposed >= max over stretches (communication within - share x work within, 0)
 
 All gathers of a pass start with it and all sums end with it, so stretches from the
 start, stretches to the end and the whole pass are all that matter.
@@ -24,6 +28,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from autopar.cost.parts import Part
 from autopar.steps.analysis import Analysis
 from autopar.steps.uses import Use
 from autopar_passes.graph.roles import Role
@@ -68,12 +73,17 @@ class Timeline:
       work: seconds of each operator.
       gathers: of each operator, seconds of the gathers that must end before it.
       sums: of each operator, seconds of the sums that can start after it.
+      after_s: seconds of work that follows the pass, beside which sums may run.
+      parts: the messages that really are sent; () where each array travels alone and
+        nothing follows the pass.
     """
 
     role: Role
     work: np.ndarray
     gathers: np.ndarray
     sums: np.ndarray
+    after_s: float = 0.0
+    parts: tuple[Part, ...] = ()
 
     @property
     def communication_s(self) -> float:
@@ -94,7 +104,8 @@ class Timeline:
         work, gathers, sums = self._running
         done, early, late = stretch.slices(len(self.work))
         moved = gathers[early.stop] + sums[-1] - sums[late.start]
-        return float(moved), float(work[done.stop] - work[done.start])
+        after_s = self.after_s if stretch.last >= len(self.work) else 0.0
+        return float(moved), float(work[done.stop] - work[done.start]) + after_s
 
     def tightest(self, share: float) -> Stretch:
         """The stretch that exposes most.
@@ -122,7 +133,16 @@ class Timeline:
         return moved - share * done
 
     def exposed_s(self, share: float) -> float:
-        """Seconds of the pass in which only communication runs."""
+        """Seconds of the pass in which only communication runs.
+
+        Never less than `excess_s` of any stretch: messages have shorter windows than
+        their arrays.
+        """
+        parts_s = sum(part.exposed_s(share) for part in self.parts)
+        return max(self.least_s(share), parts_s)
+
+    def least_s(self, share: float) -> float:
+        """Seconds exposed if arrays were sent alone, whatever loops they are in."""
         return max(0.0, self.excess_s(self.tightest(share), share))
 
 
@@ -183,6 +203,8 @@ def discounts(
     for stretch, weight in weights.items():
         done, early, late = stretch.slices(count)
         covering[done] += weight * places.roles[stretch.role][done]
+        if stretch.role is Role.BACKWARD and stretch.last >= count:
+            covering += weight * places.update
         gathered[early] += weight * places.roles[stretch.role][early]
         summed[late] += weight * places.summed[stretch.role][late]
     rest = 1.0 - contention

@@ -30,6 +30,7 @@ class Collective:
         another's result.
       ready: the operator that completes what it sums, or needs what it gathers.
       message_bytes: size of the message that it travels in, 0 where it is alone.
+      message: number of that message in the step, -1 where it is alone.
     """
 
     step: ReshardStep
@@ -40,6 +41,7 @@ class Collective:
     place: Place | None = None
     ready: int = -1
     message_bytes: float = 0.0
+    message: int = -1
 
     @property
     def size(self) -> float:
@@ -144,12 +146,18 @@ def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective
         if group[0] in combiner.kinds:
             groups.setdefault((group, c.place, c.trips), []).append(number)
     out = list(collectives)
+    count = 0
     for ((kind, axes), _, _), numbers in groups.items():
         # Messages are limited by their results, of which a scattered sum is a part.
         parts = pricer.group(axes) if kind == "reduce_scatter" else 1
-        packed = combiner.packed(out[k].size / parts for k in numbers)
-        for k, nbytes in zip(numbers, packed, strict=True):
-            out[k] = dataclasses.replace(out[k], message_bytes=parts * nbytes)
+        for message in combiner.messages([out[k].size / parts for k in numbers]):
+            members = [numbers[place] for place in message]
+            nbytes = sum(out[k].size for k in members)
+            for k in members:
+                out[k] = dataclasses.replace(
+                    out[k], message_bytes=nbytes, message=count
+                )
+            count += 1
     return out
 
 

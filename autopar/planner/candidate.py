@@ -92,6 +92,19 @@ class Candidate:
         return step_s(self.cost)
 
     @property
+    def alone_s(self) -> float:
+        """Seconds of a step if messages had the windows of their arrays.
+
+        No problem holds who shares a message, so this is what their bounds can reach.
+        """
+        known = self.pricer.cluster.device.calibrated
+        if not known.overlap:
+            return self.step_s
+        least = sum(t.least_s(known.overlap) for t in self.timelines)
+        exposed = sum(t.exposed_s(known.overlap) for t in self.timelines)
+        return self.step_s - (1.0 - known.contention) * (exposed - least)
+
+    @property
     def bound_s(self) -> float:
         """A lower bound of the seconds of every plan on this mesh."""
         return self.solution.bound if self.lower_s is None else self.lower_s
@@ -112,6 +125,13 @@ class Candidate:
         return dataclasses.replace(
             self.solution, cost=self.step_s, bound=bound_s, status=status
         )
+
+    @property
+    def settled(self) -> bool:
+        """Whether problems can prove no more of the plan than they do."""
+        if self.lower_s is None:
+            return self.solution.status is Status.OPTIMAL
+        return self.bound_s >= (1 - WORTHWHILE) * self.alone_s
 
     @property
     def shared_s(self) -> float:

@@ -50,7 +50,7 @@ def with_small_state_split(
     """
     memory = float(found.pricer.cluster.memory_bytes)
     small = small_state(analysis.graph, analysis.contraction, memory)
-    if not small or found.report.status is not Status.OPTIMAL:
+    if not small or not found.settled:
         return found
     known = found.pricer.cluster.device.calibrated
     planes = [plane_of(found.step_s, found.timelines, known)]

@@ -219,9 +219,12 @@ class _Rounds:
         return self.last is not None and self.last.solution.status is Status.OPTIMAL
 
     def proved(self, most_s: float, part: float = PROVED) -> bool:
-        """Whether no plan is faster than the best by a part, or than ``most_s``."""
+        """Whether no plan is faster than the best by a part, or than ``most_s``.
+
+        But for what messages expose because arrays share them, which no problem holds.
+        """
         assert self.best is not None
-        return self.bound_s >= min(most_s, (1 - part) * self.best.step_s)
+        return self.bound_s >= min(most_s, (1 - part) * self.best.alone_s)
 
     def go_on(self) -> bool:
         """Solves at the best weights; False where that would be the same again."""

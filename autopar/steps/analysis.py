@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from autopar.garbage import collector_paused
 from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
@@ -28,7 +30,7 @@ from autopar.steps.lifetimes import (
 )
 from autopar.steps.nodes import Contraction, contract
 from autopar.steps.orders import NO_ORDERS, orders
-from autopar.steps.positions import Positions, positions
+from autopar.steps.positions import Positions, behind, followers, positions
 from autopar.steps.readings import Readings, readings
 from autopar.steps.spares import Spares
 from autopar.steps.sums import (
@@ -51,7 +53,7 @@ from autopar.steps.work import (
     operator_work,
 )
 from autopar_passes.graph.build import step_graph
-from autopar_passes.graph.operators import OperatorGraph, producers
+from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.find import stacked_state
 from autopar_passes.microbatches.microbatched import Microbatched
@@ -338,6 +340,27 @@ class Analysis:
     def independent(self) -> Independent:
         """The operators whose collectives need no other's result."""
         return independent(self.graph, self.deferrals)
+
+    @functools.cached_property
+    def followers(self) -> tuple[Operator, ...]:
+        """The operators behind sums that only the update waits for, and the update."""
+        return followers(self.graph, self.independent.summing)
+
+    @functools.cached_property
+    def ranks(self) -> np.ndarray:
+        """The place of each operator where gradients' products run last.
+
+        Compilers that hide communication run them behind the rest of the backward
+        pass, in their own order, at the end of their loop.
+        """
+        late, until = self._gradients, self.independent.computations
+        last = behind(self.followers, late)
+        keys = np.arange(len(self.graph.operators), dtype=float)
+        for index in (*late, *last):
+            keys[index] = until[index] + 0.5
+        ranks = np.empty(len(keys), int)
+        ranks[np.argsort(keys, kind="stable")] = np.arange(len(keys))
+        return ranks
 
     @functools.cached_property
     def positions(self) -> Positions:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 
 from autopar.steps.nodes import Contraction
-from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.sums.deferral import Deferral
 
@@ -24,6 +24,7 @@ class Positions:
       classes: class of each.
       shares: its part of the runs of its class.
       roles: of each pass, whether it belongs there.
+      update: whether it belongs to the update.
       summed: of each pass, whether a sum that it completes is taken there.
       ready: where the sums that each contributes to are complete.
     """
@@ -31,6 +32,7 @@ class Positions:
     classes: np.ndarray
     shares: np.ndarray
     roles: Mapping[Role, np.ndarray]
+    update: np.ndarray
     summed: Mapping[Role, np.ndarray]
     ready: np.ndarray
 
@@ -75,4 +77,40 @@ def positions(
         for op, ends in deferral.reach:
             made = [contraction.producer[end].index for end in ends]
             ready[op] = max((op, *made))
-    return Positions(classes, shares, roles, summed, ready)
+    update = np.array([o.role is Role.UPDATE for o in operators])
+    return Positions(classes, shares, roles, update, summed, ready)
+
+
+def followers(graph: OperatorGraph, summing: Collection[int]) -> tuple[Operator, ...]:
+    """The operators of the update, and those that make and finish sums for it.
+
+    Args:
+      graph: the operator graph.
+      summing: classes of operators whose partial results are such sums.
+    """
+    behind: set[int] = set()
+    found: list[Operator] = []
+    for op in graph.operators:
+        follows = not behind.isdisjoint(op.inputs)
+        if follows or op.class_index in summing:
+            behind.update(op.outputs)
+        if follows or op.role is Role.UPDATE or op.class_index in summing:
+            found.append(op)
+    return tuple(found)
+
+
+def behind(among: Iterable[Operator], late: Collection[int]) -> list[int]:
+    """The operators of the backward pass that read what late ones make.
+
+    Args:
+      among: the operators to look at, in program order.
+      late: operators that run late.
+    """
+    made: set[int] = set()
+    found: list[int] = []
+    for op in among:
+        if op.index in late or not made.isdisjoint(op.inputs):
+            made.update(op.outputs)
+            if op.index not in late and op.role is Role.BACKWARD:
+                found.append(op.index)
+    return found

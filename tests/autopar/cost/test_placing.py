@@ -1,0 +1,155 @@
+"""Where messages may run: windows of what they hold, loops, and the update."""
+
+import dataclasses
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from autopar.cluster import Cluster
+from autopar.cost.combining import SUMS
+from autopar.cost.items import seconds_of, timelines
+from autopar.cost.placing import Placing, placing
+from autopar.cost.pricer import Pricer
+from autopar.planner.candidate import Candidate
+from autopar.planner.recipes import recipes, restriction_of
+from autopar.planner.search import candidate_meshes
+from autopar.planner.solving import solve_mesh
+from autopar.steps.analysis import analyse
+from autopar_passes.graph.roles import Role
+
+WIDTH, LAYERS = 512, 4
+
+
+def body(x: jax.Array, w: jax.Array) -> jax.Array:
+    return jnp.tanh(x @ w)
+
+
+def written_out(state: tuple[jax.Array, ...], batch: jax.Array) -> jax.Array:
+    for w in state:
+        batch = body(batch, w)
+    return jnp.mean(batch**2)
+
+
+def scanned(state: jax.Array, batch: jax.Array) -> jax.Array:
+    batch, _ = jax.lax.scan(lambda x, w: (body(x, w), None), batch, state)
+    return jnp.mean(batch**2)
+
+
+@functools.cache
+def fsdp(scan: bool) -> Candidate:
+    """Parameters split over 8 devices: each is gathered, and its gradient scattered."""
+    loss = scanned if scan else written_out
+
+    def step(state: Any, batch: jax.Array) -> tuple[Any, jax.Array]:
+        value, grads = jax.value_and_grad(loss)(state, batch)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    one = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    stacked = jax.ShapeDtypeStruct((LAYERS, WIDTH, WIDTH), jnp.float32)
+    rows = jax.ShapeDtypeStruct((4096, WIDTH), jnp.float32)
+    found = analyse(step, (stacked if scan else (one,) * LAYERS, rows))
+    cluster = Cluster.parse("8:h100")
+    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+    recipe = next(r for r in recipes(1) if r.name == "FSDP (ZeRO-3)")
+    return solve_mesh(found, pricer, restriction_of(found, recipe, pricer))
+
+
+def placed(plan: Candidate) -> Placing:
+    return placing(plan.assignment, plan.collectives)
+
+
+def test_a_message_has_the_window_of_the_array_that_decides() -> None:
+    plan = fsdp(False)
+    ranks = plan.assignment.analysis.ranks
+    slots = placed(plan).slots
+    shared = 0
+    for c, slot in zip(plan.collectives, slots, strict=True):
+        if slot is None:
+            continue
+        with_it = [
+            other.ready
+            for other, theirs in zip(plan.collectives, slots, strict=True)
+            if other is c
+            or (
+                (c.message >= 0 and other.message == c.message)
+                and theirs is not None
+                and theirs.key == slot.key
+            )
+        ]
+        shared += len(with_it) > 1
+        want = max(ranks[with_it]) if c.step.kind in SUMS else min(with_it)
+        assert slot.position == want
+    assert shared
+
+
+def test_products_of_gradients_run_behind_the_backward_pass() -> None:
+    analysis = fsdp(False).assignment.analysis
+    makers = [
+        op.index
+        for op in analysis.graph.operators
+        if op.kind == "dot_general"
+        and op.role is Role.BACKWARD
+        and op.class_index in analysis.independent.summing
+    ]
+    others = np.setdiff1d(np.arange(len(analysis.graph.operators)), makers)
+    assert makers
+    assert sorted(analysis.ranks) == list(range(len(analysis.ranks)))
+    assert list(analysis.ranks[makers]) == sorted(analysis.ranks[makers])
+    backward = [k for k in others if analysis.graph.operators[k].role is Role.FORWARD]
+    assert min(analysis.ranks[makers]) > max(analysis.ranks[backward])
+
+
+def test_each_update_needs_the_message_of_its_gradient() -> None:
+    plan = fsdp(False)
+    found = placed(plan)
+    operators = plan.assignment.graph.operators
+    sums = {s.position for s in found.slots if s is not None and s.sums}
+    needs = {
+        int(found.needs[op.index]) for op in operators if op.role is Role.UPDATE
+    } - {-1}
+    assert needs <= sums
+    assert needs
+    others = [op.index for op in operators if op.role is not Role.UPDATE]
+    assert set(found.needs[others].tolist()) == {len(operators)}
+
+
+def test_a_loop_that_communicates_is_a_part_of_its_own() -> None:
+    plan = fsdp(True)
+    known = plan.assignment.independent
+    whole = len(plan.assignment.graph.operators)
+    found = placed(plan)
+    loops = {key[1] for key in found.inside} - {whole}
+    assert loops
+    for (_, computation), inside in found.inside.items():
+        own = {known.computations[k] for k in np.flatnonzero(inside)}
+        assert computation == whole or own == {computation}
+        assert computation != whole or own.isdisjoint(loops)
+
+
+@pytest.mark.parametrize("scan", [False, True])
+def test_messages_expose_no_less_than_their_arrays(scan: bool) -> None:
+    plan = fsdp(scan)
+    for line in timelines(plan.assignment, seconds_of(plan.items)):
+        assert line.exposed_s(1.0) >= line.least_s(1.0)
+    assert plan.alone_s <= plan.step_s
+    assert plan.report.bound <= plan.step_s
+
+
+def test_a_gpu_copies_no_pieces() -> None:
+    plan = fsdp(False)
+    gather = next(c for c in plan.collectives if c.step.kind == "all_gather")
+    cluster = plan.pricer.cluster
+    known = dataclasses.replace(cluster.device.calibrated, copies_pieces=True)
+    device = dataclasses.replace(cluster.device, calibration=known)
+    copying = dataclasses.replace(
+        plan.pricer, cluster=dataclasses.replace(cluster, device=device)
+    )
+    twice_s = 2 * gather.size / device.memory_bandwidth_bytes_per_s
+
+    assert plan.pricer.move_s(gather.step, gather.size) == 0
+    assert math.isclose(copying.move_s(gather.step, gather.size), twice_s)
