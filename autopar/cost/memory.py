@@ -149,7 +149,8 @@ def memory_at_peak(
     for buffer in found:
         if buffer.start <= peak <= buffer.end:
             out[buffer.kind] += buffer.nbytes
-    out["compiler's overhead"] = (overhead - 1.0) * float(usage[peak])
+    more = overhead * life.factor - 1.0
+    out["compiler's overhead"] = more * float(usage[peak])
     out["products' work space"] = float(life.workspace_bytes)
     return {kind: nbytes for kind, nbytes in out.items() if nbytes}
 
@@ -166,6 +167,6 @@ def peak_memory_bytes(
     """
     found = off_chip(buffers(assignment, life), life)
     usage = usage_by_time(found, len(assignment.graph.operators))
-    live = overhead * float(usage.max(initial=0.0))
+    live = overhead * life.factor * float(usage.max(initial=0.0))
     state = input_bytes(assignment, tiled=life.tiled)
     return state + live + life.workspace_bytes

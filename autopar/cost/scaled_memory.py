@@ -25,7 +25,7 @@ class ScaledMemory:
         life = analysis.life(habits_of(device))
         self._life = life
         self._length = len(graph.operators)
-        self._overhead = device.calibrated.memory_overhead
+        self._overhead = device.calibrated.memory_overhead * life.factor
         found = buffers(assignment, life)
         self._buffers = [(b, labels.degree(b.value)) for b in found]
         self._inputs = [

@@ -24,6 +24,7 @@ from autopar.steps.lifetimes import (
     PLAIN,
     Habits,
     Lifetimes,
+    in_program_order,
     lifetimes,
     made_early,
     until_barriers,
@@ -110,6 +111,7 @@ class Analysis:
       written: of a step without its checkpoints, the analysis of the step with them.
       turns: of a step whose microbatches are dealt out to replicas, how many of them
         one replica runs (`autopar.steps.replicas`); None: all.
+      in_parts: whether its passes are programs of their own, as those of a stage.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -129,6 +131,7 @@ class Analysis:
     remat: Rematerialisation = AS_WRITTEN
     written: Analysis | None = None
     turns: int | None = None
+    in_parts: bool = False
     trace_s: float = 0.0
     graph_s: float = 0.0
 
@@ -269,6 +272,8 @@ class Analysis:
           habits: of the compiler (`autopar.cost.memory.habits_of`).
         """
         known = self._lives.get(habits)
+        if known is None and self.in_parts and habits.breadth_first:
+            known = self._lives[habits] = in_program_order(self.life(PLAIN))
         if known is None:
             floating = frozenset(self.contraction.floating)
             fused = self.fusion

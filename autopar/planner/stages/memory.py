@@ -20,18 +20,8 @@ from autopar.cost.memory import habits_of
 from autopar.layouts.layout import shards
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
-from autopar.steps.lifetimes import Lifetimes
+from autopar.steps.lifetimes import Lifetimes, in_program_order
 from autopar_passes.graph.roles import Role
-
-# Where a compiler runs operators breadth first (`autopar.steps.breadth`), stages do not
-# count what it makes early. Chosen by hand, when whole steps did not count it either.
-_NOT_EARLY = 1.2
-
-
-def overhead_of(device: DeviceSpec) -> float:
-    """The factor on the peak of the buffers of a stage."""
-    known = device.calibrated.memory_overhead
-    return max(known, _NOT_EARLY) if habits_of(device).breadth_first else known
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -78,7 +68,7 @@ class BytesPricer:
                 activations[self.layers.row[layer]] += self.scaled(buffer)
         ids = {id(b) for b, _ in kept}
         rest = [b for b in found if id(b) not in ids]
-        overhead = overhead_of(known)
+        overhead = known.calibrated.memory_overhead * life.factor
         return LayerBytes(
             self.state(submesh),
             *self.gradients(submesh),
@@ -87,19 +77,12 @@ class BytesPricer:
         )
 
     def life(self, device: DeviceSpec) -> Lifetimes:
-        """When values live: operators run where they stand.
-
-        Each pass of a stage is a program of its own, so nothing is made early for the
-        other pass.
-        """
-        habits = dataclasses.replace(
-            habits_of(device),
-            late_gradients=0,
-            breadth_first=False,
-            joined_sums=0,
-            widens=False,
-        )
-        return self.layers.analysis.life(habits)
+        """When values live: products of gradients run where they stand."""
+        habits = dataclasses.replace(habits_of(device), late_gradients=0)
+        analysis = self.layers.analysis
+        if habits.breadth_first:
+            return in_program_order(analysis.life())
+        return analysis.life(habits)
 
     @functools.cached_property
     def around(self) -> tuple[int, ...]:

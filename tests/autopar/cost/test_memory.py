@@ -81,6 +81,24 @@ def test_peak_is_near_the_compilers(name: str) -> None:
     assert LOWEST <= error <= HIGHEST
 
 
+@pytest.mark.parametrize("kind", sorted(HABITS))
+def test_parts_of_a_step_follow_its_own_order(kind: str) -> None:
+    """Nothing is made early for a program that runs later; 1.2 stands for the rest."""
+    whole = prepared().analysis
+    parts = dataclasses.replace(whole, in_parts=True)
+    life = parts.life(HABITS[kind])
+
+    if kind == "cpu":
+        assert life.time == whole.life().time
+        assert not life.early
+        assert life.factor * CLUSTER.device.calibrated.memory_overhead == pytest.approx(
+            1.2
+        )
+    else:
+        assert life.time == whole.life(HABITS[kind]).time
+        assert life.factor == 1
+
+
 def prepared() -> harness.Case:
     return harness.prepare(*training(mlp_loss, mlp_params(), mlp_batch()))
 

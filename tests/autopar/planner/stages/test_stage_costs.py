@@ -9,7 +9,7 @@ from layer_cases import BLOCKS, COUNTS, SCALES, WIDTH, layers_of, on
 
 from autopar.cost.memory import input_bytes, peak_memory_bytes
 from autopar.cost.scaling import batch_curve
-from autopar.planner.stages.memory import BytesPricer, overhead_of
+from autopar.planner.stages.memory import BytesPricer
 from autopar.planner.stages.seconds import LayerSeconds, SecondsPricer
 
 
@@ -64,7 +64,7 @@ def test_bytes_of_layers_cover_the_peak_of_the_program(case: str) -> None:
         peak = peak_memory_bytes(
             submesh.assignment,
             pricer.life(device),
-            overhead_of(device),
+            device.calibrated.memory_overhead,
         )
         assert peak <= (state + kept + most) * (1 + 1e-9)
         assert state + kept + most <= 1.5 * peak
