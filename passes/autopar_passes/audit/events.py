@@ -17,6 +17,7 @@ from autopar_passes.audit.collectives import AuditedCollective, MeshAxes
 from autopar_passes.audit.compiled import Reader
 from autopar_passes.audit.hlo_text import HloModule, Instruction
 from autopar_passes.audit.hlo_values import Scope
+from autopar_passes.audit.kernel_bytes import kernel_bytes
 
 # They hand values on; no kernel runs for them.
 _FREE: Final = frozenset(
@@ -42,7 +43,7 @@ class Kernel:
     Attributes:
       name: of its instruction.
       flops: floating point operations of products and convolutions in it.
-      nbytes: bytes of its operands and results.
+      nbytes: bytes that it reads and writes.
       dtype: NumPy name of the type of what it multiplies, or of its result.
       cycles: the compiler's own estimate; 0 where it gives none.
     """
@@ -139,7 +140,6 @@ def _of(
 
 def _kernel(module: HloModule, scope: Scope, op: Instruction) -> Kernel:
     operands = [s for n in op.operands for s in scope.instruction(n).shapes]
-    arrays = (*operands, *op.shapes)
     products = [
         (inner, instruction)
         for inner, instruction in _instructions(module, scope, op)
@@ -151,7 +151,7 @@ def _kernel(module: HloModule, scope: Scope, op: Instruction) -> Kernel:
     return Kernel(
         op.name,
         sum(_flops(inner, instruction) for inner, instruction in products),
-        sum(s.nbytes for s in arrays if s.dtype != "s8" or len(s.dims) > 1),
+        kernel_bytes(module, scope, op),
         _NUMPY.get(dtype.dtype, "float32") if dtype else "float32",
         int(cycles[1]) if cycles else 0,
     )
