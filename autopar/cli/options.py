@@ -86,6 +86,13 @@ PinOptions = Annotated[
         "'params/*/kernel=None,tensor'. Repeatable.",
     ),
 ]
+SplitBatch = Annotated[
+    bool,
+    typer.Option(
+        help="Whether it is an error if no mesh axis divides the rows of the batch; "
+        "else the plan does without data parallelism."
+    ),
+]
 AxisNames = Annotated[
     str | None,
     typer.Option(metavar="NAME,...", help="Names of the mesh axes, outermost first."),

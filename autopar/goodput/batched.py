@@ -17,13 +17,13 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.cost.pricer import Pricer
 from autopar.cost.scaled_memory import ScaledMemory
 from autopar.cost.scaling import ScaledCost
-from autopar.errors import PlanError, ScheduleError
+from autopar.errors import AutoparError, PlanError, ScheduleError
 from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.planner.record import restore
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse_call
-from autopar.steps.batch import batch_shape
+from autopar.steps.batch import batch_shape, fails_with
 from autopar.steps.samples import batch_rows
 from autopar_passes.graph.roles import InputRole
 
@@ -116,8 +116,7 @@ class Program:
         """The step with a batch of so many rows.
 
         Raises:
-          PlanError: the batch cannot have so many rows.
-          TraceError: the step cannot be traced with them.
+          PlanError: the batch cannot have so many rows, or the step fails on them.
         """
         if rows not in self._known:
             self._known[rows] = _with_rows(self._known[self.rows], self.rows, rows)
@@ -143,7 +142,13 @@ def _with_rows(analysis: Analysis, before: int, rows: int) -> Analysis:
         made = (*shape[:dim], scaled, *shape[dim + 1 :])
         arrays[k] = jax.ShapeDtypeStruct(made, arrays[k].dtype)
     call = dataclasses.replace(origin.call, arrays=arrays)
-    return analyse_call(origin.step, call)
+    try:
+        return analyse_call(origin.step, call)
+    except AutoparError:
+        raise
+    except Exception as error:
+        # The step's own code ran on its own batch, and may raise anything here.
+        raise PlanError(fails_with(f"{rows} rows", error)) from error
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -46,7 +46,7 @@ def infeasible(
         largest[term.node] = largest.get(term.node, 0.0) + term.least
     ranked = sorted(largest.items(), key=lambda item: -item[1])[:_LARGEST]
     names = [f"{_node(analysis, formulation, n)} {size_text(b)}" for n, b in ranked]
-    if fixed:
+    if fixed > 0:
         names.append(f"products' work space {size_text(fixed)}")
     lines.append(f"  largest: {'; '.join(names)}")
     error = InfeasibleError("\n".join(lines))

@@ -470,6 +470,6 @@ def check_batch(
         f"the batch cannot be split: the number of its rows is {n} ('{path}'"
         f"{', in each microbatch' if parts > 1 else ''}), and no "
         f"mesh axis of {cluster} ({', '.join(map(str, sizes))}) divides it.\n"
-        f"  try: a batch of {-(-n // up) * up * parts}, or split_batch=False to plan "
-        "without data parallelism."
+        f"  try: a batch of {-(-n // up) * up * parts}, or split_batch=False "
+        "(autopar plan --no-split-batch) to plan without data parallelism."
     )

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole
+from autopar_passes.program.trace import TraceError
 
 BATCH = "batch"
 SEQUENCE = "sequence"
@@ -117,3 +118,19 @@ def _labels(op: Operator, dims: dict[int, list[str]]) -> Iterator[tuple[int, str
             if name and factors and factors[0] not in seen:
                 seen.add(factors[0])
                 yield factors[0], name
+
+
+def fails_with(rows: str, error: Exception) -> str:
+    """Says that a step which ran on the whole batch does not on other rows.
+
+    Args:
+      rows: the rows, such as ``a microbatch of 8 rows``.
+      error: what tracing it raised, or its own code.
+    """
+    first = (str(error).strip().splitlines() or [""])[0]
+    if not isinstance(error, TraceError):
+        first = f"the step's own code fails with {type(error).__name__}: {first}"
+    return (
+        f"on {rows} {first.rstrip('.')}. Where it states the number of rows of the "
+        "whole batch, take it from an array, as in x.shape[0]."
+    )

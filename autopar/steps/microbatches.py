@@ -16,7 +16,7 @@ import jax
 from autopar.errors import PlanError
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
-from autopar.steps.batch import batch_shape
+from autopar.steps.batch import batch_shape, fails_with
 from autopar_passes import jax_compat
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import (
@@ -31,7 +31,7 @@ from autopar_passes.microbatches.find import microbatched, unsplit
 from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchError
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program, Value, walk
-from autopar_passes.program.trace import TracedStep, TraceError, trace_call
+from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.remat.levels import RematError
 from autopar_passes.remat.merge import trace_without_checkpoints
 from autopar_passes.sums.deferral import Deferral
@@ -179,12 +179,13 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
     try:
         trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints
         return in_pieces(trace(origin.step, call), analysis.pieces)
-    except (TraceError, RematError) as error:
-        rows = {arrays[k].shape[dim] for k, dim in dims.items()}
-        raise MicrobatchError(
-            f"on a microbatch of {max(rows, default=0)} rows "
-            f"{str(error).splitlines()[0]}"
-        ) from error
+    except Exception as error:
+        # The step's own code ran on the whole batch, and may raise anything here.
+        rows = max((arrays[k].shape[dim] for k, dim in dims.items()), default=0)
+        what = f"a microbatch of {rows} rows"
+        if isinstance(error, RematError):
+            raise MicrobatchError(f"on {what} {str(error).splitlines()[0]}") from error
+        raise MicrobatchError(fails_with(what, error)) from error
 
 
 def batch_dims(analysis: Analysis) -> dict[int, int]:

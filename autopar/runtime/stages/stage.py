@@ -21,8 +21,9 @@ from autopar.runtime.noise.staged import TaskNoise
 from autopar.runtime.stages.restoring import Carried, TaskRestorer
 from autopar.runtime.stages.sent import Sent
 from autopar_passes.layouts import Layout, partition_spec
-from autopar_passes.replay.segments import Later, Now, replay_segment
+from autopar_passes.replay.segments import Now, replay_segment
 from autopar_passes.stages.cut import Phase, StageProgram, Task, equations_of
+from autopar_passes.sums import stacked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,6 +224,7 @@ def task_code(
         whole=stage.handed,
     )
     now, kept = Now(stage.assignment, stage.mesh), len(outputs) + len(outside)
+    leaves = _Leaving(stage, (None,) * len(outputs) + tuple(outside), now)
 
     def updated(given: Sequence[Any], finite: Sequence[Any]) -> list[Any]:
         if not restores:
@@ -237,13 +239,13 @@ def task_code(
         given, before = arguments[: len(inputs)], arguments[len(inputs) :]
         if update:
             made = updated(given, before)
-            return [*made[:kept], *measured(made[kept:])]
-        made = run(*given, synchroniser=Later())
+            return [*leaves(made), *measured(made[kept:])]
+        made = run(*given)
         added = [
             total + value.astype(total.dtype)
             for total, value in zip(before, made[kept:], strict=False)
         ]
-        return [*made[:kept], *added, *measured(made[kept + len(added) :])]
+        return [*leaves(made), *added, *measured(made[kept + len(added) :])]
 
     def measured(arrays: Sequence[Any]) -> list[Any]:
         if noise is None:
@@ -288,6 +290,36 @@ def task_code(
         noise,
         tuple(restores),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Leaving:
+    """Takes the sums over devices of what a task sends to other stages.
+
+    A stage sums what its own later tasks read. Another stage does not know the
+    sum, and takes what arrives for the whole value.
+
+    Attributes:
+      stage: of the task.
+      values: what the task makes; None: what stays on the stage.
+      now: takes the sums.
+    """
+
+    stage: Stage
+    values: tuple[int | None, ...]
+    now: Now
+
+    def __call__(self, made: Sequence[Any]) -> list[Any]:
+        return [self._left(*pair) for pair in zip(self.values, made, strict=False)]
+
+    def _left(self, value: int | None, array: Any) -> Any:
+        if value is None or value in self.stage.handed:
+            return array
+        partial = self.stage.assignment.stacked(value)
+        if partial is None:
+            return array
+        held = stacked.stack(array, *partial, self.stage.mesh)
+        return self.now.take({value: held})[value]
 
 
 def _rows_sharding(stage: Stage, noise: TaskNoise | None) -> list[NamedSharding]:

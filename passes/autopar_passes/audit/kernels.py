@@ -8,14 +8,12 @@ import re
 from collections.abc import Iterator, Sequence
 from typing import Final
 
-from autopar_passes.audit.hlo_text import Computation, HloModule, Instruction, Shape
+from autopar_passes.audit.hlo_text import HloModule, Instruction, Shape
 from autopar_passes.audit.hlo_values import Scope
+from autopar_passes.audit.kernel_bytes import kernel_bytes
 
 # Dimensions of a product's left operand, as an instruction or a library names them.
 _DIMS: Final = r'lhs_{}_dim(?:s=\{{|ensions":\[)([\d",]*)'
-_PARTS: Final = ("slice", "dynamic-slice", "gather")
-_WRITES_PART: Final = {"dynamic-update-slice": 1, "scatter": 2}
-_SAME: Final = ("bitcast", "get-tuple-element", "reshape")
 _NUMPY: Final = {
     "bf16": "bfloat16", "f16": "float16", "f32": "float32", "f64": "float64",
     "s8": "int8", "f8e4m3fn": "float8_e4m3fn", "f8e5m2": "float8_e5m2",
@@ -84,7 +82,7 @@ def kernel_of(module: HloModule, scope: Scope, op: Instruction) -> Kernel:
     return Kernel(
         op.name,
         sum(p.flops for p in products),
-        moved_bytes(module, scope, op),
+        kernel_bytes(module, scope, op),
         products[0].dtype if products else made,
         int(cycles[1]) if cycles else 0,
         products,
@@ -100,56 +98,6 @@ def _instructions(
         inner = Scope(module.computations[op.called[0]], op, scope)
         for instruction in inner.computation.instructions.values():
             yield from _instructions(module, inner, instruction)
-
-
-def moved_bytes(module: HloModule, scope: Scope, op: Instruction) -> float:
-    """Bytes that a kernel reads and writes.
-
-    What a fusion only cuts slices from counts as these slices. What it updates in
-    place counts as the update.
-    """
-    operands = [scope.instruction(n).shapes for n in op.operands]
-    if op.opcode != "fusion":
-        return sum(map(_bytes, operands)) + _bytes(op.shapes)
-    inner = module.computations[op.called[0]]
-    read = sum(
-        min(_bytes(shapes), _read(inner, inner.parameters[number]))
-        for number, shapes in enumerate(operands)
-        if number in inner.parameters
-    )
-    return read + _written(inner, inner.root)
-
-
-def _bytes(shapes: Sequence[Shape]) -> float:
-    """Bytes of arrays; a vector of bytes is work space of a library."""
-    return sum(s.nbytes for s in shapes if s.dtype != "s8" or len(s.dims) > 1)
-
-
-def _read(inner: Computation, name: str) -> float:
-    """Bytes that a computation reads of one of its values; infinite: all of it."""
-    total = 0.0
-    for user in inner.users[name]:
-        first = user.operands[0] == name and name not in user.operands[1:]
-        if user.opcode in _SAME:
-            total += _read(inner, user.name)
-        elif first and user.opcode in _PARTS:
-            total += _bytes(user.shapes)
-        elif not (first and user.opcode in _WRITES_PART):
-            return math.inf
-    return total
-
-
-def _written(inner: Computation, name: str) -> float:
-    """Bytes that a computation writes of its result."""
-    op = inner.instructions[name]
-    if op.opcode == "tuple":
-        return sum(_written(inner, operand) for operand in op.operands)
-    if op.opcode in _SAME and op.operands:
-        return min(_bytes(op.shapes), _written(inner, op.operands[0]))
-    if op.opcode in _WRITES_PART:
-        update = inner.instructions[op.operands[_WRITES_PART[op.opcode]]]
-        return _bytes(update.shapes)
-    return _bytes(op.shapes)
 
 
 def product(scope: Scope, op: Instruction) -> Product | None:

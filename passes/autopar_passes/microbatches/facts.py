@@ -97,7 +97,8 @@ def _roles(
 def _role(roles: set[Role]) -> Role:
     if Role.BACKWARD in roles:
         return Role.BACKWARD
-    return Role.UPDATE if roles == {Role.UPDATE} else Role.FORWARD
+    # A loop of the update also has what depends on no gradient: its counter.
+    return Role.UPDATE if Role.UPDATE in roles else Role.FORWARD
 
 
 def _needed_back(

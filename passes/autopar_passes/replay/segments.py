@@ -7,7 +7,7 @@ segment as stacked partial values, and come into the one that takes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
@@ -19,22 +19,6 @@ from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
 from autopar_passes.sums.finish import Sum
 from autopar_passes.sums.stacked import Stacked
-
-
-class Later:
-    """Leaves the sums of all partial values to a later segment."""
-
-    def takes(self, value: int) -> frozenset[int]:
-        """Says that the sum of a value is not due in this segment."""
-        return frozenset({value})
-
-    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """Is never asked to: no segment reads the sum before it is due.
-
-        Raises:
-          ValueError: one does.
-        """
-        raise ValueError(f"the sums of {sorted(partials)} are read too early.")
 
 
 class Now:
@@ -58,6 +42,24 @@ class Now:
         for layout in self._plan.due(value) or ():
             array = stacked.constrain(array, self._mesh, layout)
         return array
+
+
+class Later(Now):
+    """Leaves the sums of partial values to a later segment.
+
+    Where the segment itself reads a sum, it is taken for this reader. The partial
+    value then still leaves the segment as it is.
+    """
+
+    def __init__(self, plan: LayoutPlan, mesh: Any) -> None:
+        """Takes sums that are read in the layouts of a plan."""
+        super().__init__(plan, mesh)
+        self.held: dict[int, Stacked] = {}
+
+    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
+        """Takes the sums that are read."""
+        self.held |= partials
+        return super().take(partials)
 
 
 class _Within:
@@ -133,9 +135,10 @@ def replay_segment(
         *arguments: Any, synchroniser: Synchroniser | None = None, made: Made = as_it_is
     ) -> list[Any]:
         arrays = constants | _stated(plan, mesh, inputs, arguments)
-        values = Values(made_by, sources, within, mesh, synchroniser or Later(), arrays)
+        later = Later(plan, mesh)
+        values = Values(made_by, sources, within, mesh, synchroniser or later, arrays)
         Replayer(program, operators, values).run(equations, made)
-        return [_as_array(values, value, value in whole) for value in outputs]
+        return [_as_array(values, v, v in whole, later.held) for v in outputs]
 
     return run
 
@@ -153,9 +156,13 @@ def _stated(
     return out
 
 
-def _as_array(values: Values, value: int, whole: bool) -> Any:
+def _as_array(
+    values: Values, value: int, whole: bool, held: Mapping[int, Stacked]
+) -> Any:
     if whole:
         return values.whole(value)
+    if value in held:
+        return held[value].array
     if values.plan.floating(value):
         return values.make(value, None, False)
     array = values.scope.values[value]

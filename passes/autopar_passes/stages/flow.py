@@ -66,6 +66,7 @@ class Flow:
         What runs once is of the update. What each microbatch makes of its rows is not,
         also where the graph says so: a gradient times a loss scale. A gradient that the
         loss is made of is of the forward pass, such as the steps of an inner optimizer.
+        What a microbatch reads is made for it: a part of the state that it adds to.
         """
         made = {v: op.role for op in self.graph.operators for v in op.outputs}
         roles = {op.equation: op.role for op in self.graph.operators}
@@ -80,9 +81,12 @@ class Flow:
             late = role is Role.UPDATE and index in self.of_rows
             out[index] = Role.BACKWARD if late else role
         for index, eqn in reversed(self.equations.items()):
-            read = (out[r] for v in eqn.outputs for r in self.readers.get(v, ()))
+            read = {out[r] for v in eqn.outputs for r in self.readers.get(v, ())}
+            once = index in self.once or out[index] is not Role.UPDATE
             if out[index] is not Role.FORWARD and Role.FORWARD in read:
                 out[index] = Role.FORWARD
+            elif not once and Role.BACKWARD in read:
+                out[index] = Role.BACKWARD
         return out
 
     @functools.cached_property

@@ -106,6 +106,14 @@ def test_axes_have_the_names_that_were_given(run: Run) -> None:
     assert stage["mesh"] == {"axes": {"hosts": 2, "cores": 4}}
 
 
+def test_a_batch_that_no_axis_divides_may_stay_whole(run: Run) -> None:
+    words = ("plan", TARGET, *SMALL, "--cluster", "7:cpu")
+    assert_fails(run(*words), "--no-split-batch")
+    result = run(*words, "--no-split-batch", "--json")
+    assert result.code == 0
+    assert inputs_of(result)["batch/x"] == [[], []]
+
+
 @pytest.mark.parametrize(
     ("words", "part"),
     [

@@ -13,7 +13,7 @@ import pytest
 
 from autopar.cluster import Cluster
 from autopar.cost.memory import habits_of
-from autopar.errors import ScheduleError
+from autopar.errors import PlanError, ScheduleError
 from autopar.goodput.batched import Batches, Planned, Program, planned
 from autopar.goodput.configurations import Wanted, chain, configuration
 from autopar.planner.cache import PlanCache
@@ -172,3 +172,23 @@ def test_plans_are_kept_by_program_and_cluster(tmp_path: pathlib.Path) -> None:
 def test_batches_that_make_no_sense(fields: Any, words: str) -> None:
     with pytest.raises(ScheduleError, match=words):
         Batches(**fields)
+
+
+def test_a_step_that_states_its_number_of_rows_is_told_so() -> None:
+    """Another batch fails in the step's own code, on arrays that nobody passed."""
+
+    def stated(params: Any, batch: Any) -> Any:
+        value, grad = jax.value_and_grad(
+            lambda p: jnp.mean((batch["x"] @ p["up"]) * jnp.ones((ROWS, 1)))
+        )(params)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, params, grad), value
+
+    params = {"up": jax.ShapeDtypeStruct((8, 8), jnp.float32)}
+    rows = {"x": jax.ShapeDtypeStruct((ROWS, 8), jnp.float32)}
+    own = Program(analyse(stated, (params, rows)))
+
+    assert own.at(ROWS) is not None
+    with pytest.raises(
+        PlanError, match=r"on 128 rows .* cannot be traced.*x\.shape\[0\]"
+    ):
+        own.at(2 * ROWS)

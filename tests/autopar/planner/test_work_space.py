@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 
 import pytest
 from planner_steps import mlp_batch, mlp_loss, mlp_params, training
@@ -50,3 +51,10 @@ def test_work_space_alone_may_be_too_much() -> None:
     assert e.value.least_bytes > 2**25
     assert e.value.enough_bytes is not None
     assert "no choice of layouts was found" not in str(e.value)
+
+
+def test_what_the_chip_holds_is_no_work_space() -> None:
+    """A TPU keeps some values on the chip: less memory, which no message lists."""
+    with pytest.raises(InfeasibleError, match="largest") as e:
+        search(mlp(), Cluster.parse("4:v5e,memory=1kB"), seconds=2)
+    assert not re.search(r" -\d", str(e.value))

@@ -343,3 +343,23 @@ def test_a_teacher_is_no_batch() -> None:
     args = (W, teacher, X)
 
     assert_close(run(step, args, COUNT), jax.jit(step)(*args))
+
+
+def test_a_loop_of_the_update_leaves_what_it_reads_to_the_update() -> None:
+    """Its counter depends on no gradient; momentum is added once all the same."""
+
+    def step(w: Any, kept: Any, batch: Any) -> Any:
+        loss, grad = jax.value_and_grad(lambda w: jnp.mean(jnp.tanh(batch @ w)))(w)
+        kept = 0.9 * kept + grad
+        turned = jax.lax.fori_loop(0, 3, lambda _, u: u - u @ u.T @ u, kept)
+        return w - turned, kept, loss
+
+    args = (W, jnp.ones_like(W), X)
+    found = split(step, args, COUNT).split
+    assert found is not None
+    made_by = {
+        v: e.primitive for e in found.traced.program.body.equations for v in e.outputs
+    }
+
+    assert "add" not in {made_by[c.value] for c in found.crossings}
+    assert_close(run(step, args, COUNT), jax.jit(step)(*args))

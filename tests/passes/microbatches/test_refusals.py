@@ -281,3 +281,16 @@ def test_a_constant_of_the_batch_is_refused() -> None:
 
     with pytest.raises(PlanError, match="depends on the number of rows"):
         split(sgd(loss), (W, X), 2)
+
+
+@pytest.mark.parametrize("raised", [TypeError, ValueError])
+def test_a_step_that_states_its_number_of_rows_is_told_so(raised: Any) -> None:
+    """The whole batch runs; that a microbatch does not is no error of the step's."""
+
+    def loss(w: Any, x: Any) -> Any:
+        if x.shape[0] != ROWS:
+            raise raised("other rows")
+        return jnp.mean((x @ w) ** 2)
+
+    with pytest.raises(PlanError, match=r"of 4 rows .*other rows.*x\.shape\[0\]"):
+        split(sgd(loss), (W, X), 2)
