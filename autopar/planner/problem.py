@@ -291,7 +291,7 @@ def _result_matrix(
     sums = analysis.sums[op.class_index] if slot == 0 else whole
     final = op.class_index in analysis.independent.summing
     together = SUMS if final else ALONE
-    share = share_of(analysis, pricer, op.class_index)
+    share = share_of(analysis, pricer, op.class_index, discounts)
     matrix = np.sum(
         [
             weight
