@@ -210,7 +210,7 @@ def _shares(analysis: Analysis, factors: np.ndarray) -> dict[int, float]:
     places, own = analysis.positions, factors[analysis.positions.ready]
     makers = {v: analysis.contraction.producer[v].index for v in analysis.shared.count}
     paid = own.copy()
-    for operator, factor in charged(makers, analysis.shared, factors).items():
+    for operator, factor in charged(makers, analysis.shared, factors.tolist()).items():
         paid[operator] = factor
     whole, part = places.of_classes(own), places.of_classes(paid)
     return {c: float(part[c] / whole[c]) for c in analysis.shares if whole[c] > 0.0}

@@ -15,7 +15,8 @@ from autopar.steps.sums import Shared, charged
 def additions(draw: st.DrawFn) -> tuple[Shared, list[float]]:
     """Sums of values 0 to n - 1, added up in pairs in any order, and their factors."""
     leaves = draw(st.integers(2, 5))
-    left, summed = list(range(leaves)), {v: (v,) for v in range(leaves)}
+    left = list(range(leaves))
+    summed: dict[int, tuple[int, ...]] = {v: (v,) for v in left}
     made: list[tuple[int, int]] = []
     while len(left) > 1:
         one, other = (left.pop(draw(st.integers(0, len(left) - 1))) for _ in range(2))

@@ -54,7 +54,11 @@ class TestImplied:
         st.data(),
     )
     def test_rows_that_are_left_have_the_peak_of_every_choice(
-        self, layers: int, usages: list[np.ndarray], offsets, data: st.DataObject
+        self,
+        layers: int,
+        usages: list[np.ndarray],
+        offsets: list[tuple[int, int]],
+        data: st.DataObject,
     ) -> None:
         problem = layered(layers, usages, offsets)
         rows, memory = find_rows(problem)
