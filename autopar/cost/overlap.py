@@ -30,6 +30,7 @@ import numpy as np
 
 from autopar.cost.parts import Part
 from autopar.steps.analysis import Analysis
+from autopar.steps.sums import charged
 from autopar.steps.uses import Use
 from autopar_passes.graph.roles import Role
 
@@ -161,11 +162,14 @@ class Discounts:
       work: factor on seconds of work, by class of operators.
       sums: factor on sums that nothing waits for, by class of their makers.
       gathers: factor on gathers that end before an operator, by position.
+      shares: the part of such a sum that operators pay, by class, where sums may be
+        one (`autopar.steps.sums.charged`); None: equal parts.
     """
 
     work: np.ndarray
     sums: np.ndarray
     gathers: np.ndarray
+    shares: Mapping[int, float] | None = None
 
     def of_uses(self, uses: Sequence[Use]) -> float:
         """The factor on a gather for these readings; the mean over instances."""
@@ -209,8 +213,26 @@ def discounts(
         summed[late] += weight * places.summed[stretch.role][late]
     rest = 1.0 - contention
     in_pass = places.roles[Role.FORWARD] | places.roles[Role.BACKWARD]
+    complete = contention + rest * summed
     return Discounts(
         places.of_classes(1.0 - rest * share * covering),
-        places.of_classes((contention + rest * summed)[places.ready]),
+        places.of_classes(complete[places.ready]),
         np.where(in_pass, contention + rest * gathered, 1.0),
+        _shares(analysis, complete),
     )
+
+
+def _shares(analysis: Analysis, factors: np.ndarray) -> dict[int, float]:
+    """The parts of sums that operators pay where sums may be one, by class.
+
+    Args:
+      analysis: the program.
+      factors: on a sum that is complete at an operator, by position.
+    """
+    places, own = analysis.positions, factors[analysis.positions.ready]
+    makers = {v: analysis.contraction.producer[v].index for v in analysis.shared.count}
+    paid = own.copy()
+    for operator, factor in charged(makers, analysis.shared, factors.tolist()).items():
+        paid[operator] = factor
+    whole, part = places.of_classes(own), places.of_classes(paid)
+    return {c: float(part[c] / whole[c]) for c in analysis.shares if whole[c] > 0.0}

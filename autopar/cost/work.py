@@ -19,19 +19,30 @@ from autopar.steps.sums import PartialRuns
 from autopar_passes.graph.operators import Operator
 
 
-def share_of(analysis: Analysis, pricer: Pricer, class_index: int) -> float:
+def share_of(
+    analysis: Analysis,
+    pricer: Pricer,
+    class_index: int,
+    discounts: Discounts | None = None,
+) -> float:
     """The part of a sum that each operator of a class pays.
 
-    Sums that the compiler may take as one are charged a part of that one each.
+    Sums that the compiler may take as one are charged a part of that one each. Where
+    nothing waits for them and some have more time to hide, the parts differ.
 
     Args:
       analysis: the step.
       pricer: the mesh and cluster.
       class_index: of the operators.
+      discounts: on sums that nothing waits for.
     """
-    if pricer.reassociates and class_index not in pricer.alone:
-        return analysis.shares.get(class_index, 1.0)
-    return 1.0
+    if not pricer.reassociates or class_index in pricer.alone:
+        return 1.0
+    known = analysis.shares
+    final = class_index in analysis.independent.summing
+    if final and discounts is not None and discounts.shares is not None:
+        known = discounts.shares
+    return known.get(class_index, 1.0)
 
 
 def node_work_s(
@@ -73,7 +84,8 @@ def node_work_s(
             together = SUMS if final else ALONE
             factor = discounts.sums[op.class_index] if discounts and final else 1.0
             summed_s = _reduction_s(op, node, space, pricer, own, together)
-            summed_s = share_of(analysis, pricer, op.class_index) * summed_s
+            part = share_of(analysis, pricer, op.class_index, discounts)
+            summed_s = part * summed_s
             total += lowered(summed_s, factor)
             total += analysis.trips[member] * _inner_sums_s(
                 analysis, op, node, space, pricer

@@ -225,21 +225,44 @@ def candidate_of(
     analysis: Analysis, formulation: Formulation, solution: Solution
 ) -> Candidate:
     """Turns a solution into layouts and prices what they really do."""
+    assignment = assignment_of(analysis, formulation, solution)
+    peak_bytes = peak_of(assignment, formulation.pricer)
+    return priced(formulation, solution, assignment, peak_bytes)
+
+
+def assignment_of(
+    analysis: Analysis, formulation: Formulation, solution: Solution
+) -> Assignment:
+    """Turns a solution into layouts."""
     count = len(analysis.contraction.nodes)
     strategies = [
         formulation.spaces[i].strategies[solution.choices[i]] for i in range(count)
     ]
     copies = [(c, solution.choices[c.node]) for c in formulation.copies]
+    return assign(analysis, formulation.pricer.sizes, strategies, copies)
+
+
+def peak_of(assignment: Assignment, pricer: Pricer) -> float:
+    """The most bytes live at once on one device."""
+    device = pricer.cluster.device
+    life = assignment.analysis.life(habits_of(device))
+    return peak_memory_bytes(assignment, life, device.calibrated.memory_overhead)
+
+
+def priced(
+    formulation: Formulation,
+    solution: Solution,
+    assignment: Assignment,
+    peak_bytes: float,
+) -> Candidate:
+    """Prices the layouts of a solution.
+
+    Args:
+      formulation: the problem that the solver was given.
+      solution: what it says.
+      assignment: the layouts.
+      peak_bytes: most bytes live at once on one device.
+    """
     pricer = formulation.pricer
-    assignment = assign(analysis, pricer.sizes, strategies, copies)
-    overhead = pricer.cluster.device.calibrated.memory_overhead
-    return Candidate(
-        assignment,
-        pricer,
-        formulation,
-        solution,
-        tuple(items(assignment, pricer)),
-        peak_memory_bytes(
-            assignment, analysis.life(habits_of(pricer.cluster.device)), overhead
-        ),
-    )
+    found = tuple(items(assignment, pricer))
+    return Candidate(assignment, pricer, formulation, solution, found, peak_bytes)

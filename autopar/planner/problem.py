@@ -142,6 +142,7 @@ def formulate(
     prices: Prices | None = None,
     discounts: Discounts | None = None,
     small: frozenset[int] | None = None,
+    like: Formulation | None = None,
 ) -> Formulation:
     """Prices every strategy and every resharding of a program on one mesh.
 
@@ -154,6 +155,8 @@ def formulate(
       prices: with them gradients may be sent by codecs.
       discounts: on what may be hidden.
       small: nodes of state that are kept whole where they may; None: `small_state`.
+      like: a problem of the same program, mesh and cluster; its terms of memory are
+        taken where its nodes have the same strategies.
 
     Raises:
       PlanError: no plan does without the messages that ``pricer`` rules out.
@@ -189,7 +192,8 @@ def formulate(
         raise PlanError(f"mesh {pricer.mesh}: no plan does without these messages.")
     terms: tuple[MemoryTerm, ...] = ()
     if memory_limit is not None:
-        terms = memory_terms(analysis, pricer, spaces, copies)
+        known = _terms(like, spaces, copies) if like is not None else ()
+        terms = known or memory_terms(analysis, pricer, spaces, copies)
     problem = ShardingProblem(
         name="step",
         node_costs=(*costs, *(np.zeros(len(c.space.strategies)) for c in copies)),
@@ -200,6 +204,14 @@ def formulate(
     )
     all_spaces = (*spaces, *(c.space for c in copies))
     return Formulation(problem, all_spaces, tuple(copies), pricer, discounts)
+
+
+def _terms(
+    like: Formulation, spaces: Sequence[Space], copies: Sequence[Copy]
+) -> tuple[MemoryTerm, ...]:
+    """The terms of memory of another problem of these strategies; () if it has none."""
+    same = like.copies == tuple(copies) and like.spaces[: len(spaces)] == tuple(spaces)
+    return like.problem.memory if same else ()
 
 
 def _node_costs(
@@ -291,7 +303,7 @@ def _result_matrix(
     sums = analysis.sums[op.class_index] if slot == 0 else whole
     final = op.class_index in analysis.independent.summing
     together = SUMS if final else ALONE
-    share = share_of(analysis, pricer, op.class_index)
+    share = share_of(analysis, pricer, op.class_index, discounts)
     matrix = np.sum(
         [
             weight

@@ -9,13 +9,20 @@ import time
 from collections.abc import Sequence
 
 from autopar.cost.codecs.matrix import Prices
-from autopar.cost.combining import SUMS, Group
 from autopar.cost.overlap import discounts
 from autopar.cost.pricer import Pricer
 from autopar.cost.reassociation import alone_s
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
-from autopar.planner.candidate import WORTHWHILE, Candidate, candidate_of, choices_of
+from autopar.planner.candidate import (
+    WORTHWHILE,
+    Candidate,
+    assignment_of,
+    choices_of,
+    peak_of,
+    priced,
+)
+from autopar.planner.fewer_messages import with_fewer_messages
 from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_of
 from autopar.planner.infeasible import infeasible
 from autopar.planner.limit import Limit
@@ -28,8 +35,6 @@ from autopar_solver import Status, solve
 
 # How often the memory limit is tightened until the exact peak fits.
 _TIGHTENINGS = 5
-# Problems solved for one mesh.
-_MOST_PROBLEMS = 8
 # Problems solved for one mesh to find the weights of what is hidden.
 _ROUNDS = 5
 # Parts of the time that is left: of one problem, and of one plan by an expert's rule.
@@ -58,8 +63,8 @@ def solve_mesh(
     The problem of the layouts holds what bytes take; a message that collectives
     share has a latency besides, which is paid once for its group, whoever sends in
     it. So the problem is solved first as if latencies were free, then without each
-    of the groups that were used, and so on, as long as that may pay (branch and
-    bound over sets of groups, the most promising first), in `_MOST_PROBLEMS` at most.
+    of the groups that were used, and so on, as long as that may pay
+    (`autopar.planner.fewer_messages`).
     The gap is that to the lowest bound of what was left.
 
     With ``prices`` it is solved once, for codecs have messages of their own.
@@ -122,8 +127,23 @@ def _on_mesh(
         best = dataclasses.replace(best, weights=rounds.weights, lower_s=rounds.bound_s)
     if first is not None and rounds.bound_s < most_s:
         first = dataclasses.replace(first, lower_s=rounds.bound_s)
-        best = _with_fewer_messages(task, first, best)
+        best = with_fewer_messages(
+            lambda fewer: _without(task, fewer, rounds), task.limit, first, best
+        )
     return dataclasses.replace(best, pricer=pricer)
+
+
+def _without(task: _Task, pricer: Pricer, rounds: _Rounds) -> Candidate:
+    """The best plan without some groups of messages, solved as the last problem was.
+
+    Raises:
+      PlanError: there is none, or none was found.
+    """
+    assert rounds.last is not None
+    tight = rounds.last.formulation.problem.memory_limit
+    found = _solved(task, pricer, None, rounds.weights, tight)
+    assert found is not None  # without a start there is one, or an error
+    return found
 
 
 class TimeOutError(PlanError):
@@ -181,6 +201,7 @@ class _Rounds:
       problems: number of problems solved.
       weighted: whether communication may be hidden.
       asked: whether plans that people write are among those known.
+      began: the plan that the last problem was begun with.
     """
 
     def __init__(
@@ -194,7 +215,7 @@ class _Rounds:
         self.task, self.pricer = task, pricer
         self.weighted = bool(pricer.cluster.device.calibrated.overlap)
         self.asked = False
-        self.best = start
+        self.best = self.began = start
         self.last: Candidate | None = None
         self.weights: Weights | None = None
         self.bound_s = 0.0
@@ -227,9 +248,13 @@ class _Rounds:
         return self.bound_s >= min(most_s, (1 - part) * self.best.alone_s)
 
     def go_on(self) -> bool:
-        """Solves at the best weights; False where that would be the same again."""
+        """Solves at the best weights; False where that would be the same again.
+
+        A problem that time ended is the same from the same plan: it has less time now.
+        """
         weights = self.best_weights()
-        if self.task.limit.over or (weights == self.weights and self.certain):
+        settled = self.certain or self.began is self.best
+        if self.task.limit.over or (weights == self.weights and settled):
             return False
         self.solve(weights)
         return True
@@ -262,9 +287,10 @@ class _Rounds:
         Raises:
           PlanError: no plan was found, and none was known.
         """
-        self.weights = weights
+        self.weights, self.began = weights, self.best
+        before = self.last.formulation if self.last is not None else None
         self.last = _solved(
-            self.task, self.pricer, self.best, weights, self.memory_limit
+            self.task, self.pricer, self.best, weights, self.memory_limit, before
         )
         self.problems += 1
         if self.last is not None:
@@ -345,83 +371,13 @@ def _go_on(rounds: _Rounds, most_s: float, experts: bool) -> None:
         rounds.go_on()
 
 
-def _with_fewer_messages(task: _Task, first: Candidate, best: Candidate) -> Candidate:
-    """The best of plans without some groups of messages.
-
-    No plan without a set of groups is faster than the objective of its problem, and
-    one that does not use all groups of a problem's solution is without one of them.
-
-    Args:
-      task: the step.
-      first: the solution with all groups.
-      best: the fastest plan known.
-    """
-    left, tried = [first], {frozenset[Group]()}
-    floor_s = math.inf
-    while left:
-        left.sort(key=lambda c: -c.solution.cost)
-        found = left.pop()
-        if task.limit.over or _settled(found, best):
-            floor_s = min(floor_s, found.bound_s)
-            continue
-        floor_s = min(floor_s, _with_all_groups_s(found))
-        pricer = found.formulation.pricer
-        for group in sorted(found.groups):
-            without = pricer.without | {group}
-            if without in tried:
-                continue
-            if len(tried) == _MOST_PROBLEMS:
-                floor_s = min(floor_s, *(c.bound_s for c in (found, *left)))
-                left.clear()
-                break
-            tried.add(without)
-            fewer = dataclasses.replace(pricer, without=without)
-            with contextlib.suppress(PlanError):
-                tight = first.formulation.problem.memory_limit
-                other = _solved(task, fewer, None, first.weights, tight)
-                assert other is not None  # without a start there is one, or an error
-                left.append(other)
-                best = min(best, other, key=lambda c: c.step_s)
-    return dataclasses.replace(best, lower_s=min(floor_s, best.step_s))
-
-
-def _with_all_groups_s(found: Candidate) -> float:
-    """A lower bound of the plans that use all groups of messages of a solution."""
-    if found.formulation.discounts is None:
-        return found.bound_s + found.step_s - found.solution.cost
-    return found.bound_s + _felt_s(found)
-
-
-def _felt_s(found: Candidate) -> float:
-    """The latencies of shared messages, as far as they lengthen a step.
-
-    Where communication may be hidden, they count as much as the bytes of the messages
-    do at the weights of the problem.
-    """
-    lowered = found.formulation.discounts
-    if lowered is None:
-        return found.shared_s
-    operators = found.assignment.graph.operators
-    out = 0.0
-    for c in found.collectives:
-        maker = operators[c.operator].class_index
-        summed = c.step.kind in SUMS
-        factor = lowered.sums[maker] if summed else lowered.gathers[c.ready]
-        out += float(factor) * c.shared_s(found.pricer)
-    return out
-
-
-def _settled(found: Candidate, best: Candidate) -> bool:
-    """Whether no plan without more groups can be worth it: their latencies are few."""
-    return found.step_s - _felt_s(found) >= (1 - WORTHWHILE) * best.step_s
-
-
 def _solved(
     task: _Task,
     pricer: Pricer,
     start: Candidate | None,
     weights: Weights | None,
     tightened: float | None,
+    known_terms: Formulation | None = None,
 ) -> Candidate | None:
     """The best assignment, but for the latencies of shared messages.
 
@@ -433,6 +389,7 @@ def _solved(
       start: an assignment that is known.
       weights: of what is hidden; None: work and communication are added.
       tightened: bytes that terms of memory may use; None: no terms at first.
+      known_terms: a problem of the same mesh, whose terms of memory may be the same.
 
     Returns:
       None where the solver found none that fits, and one is known.
@@ -443,11 +400,17 @@ def _solved(
         lowered = discounts(task.analysis, weights, known.overlap, known.contention)
     fixed = fixed_bytes(task.analysis, pricer)
     memory = float(pricer.cluster.memory_bytes)
-    formulation: Formulation | None = None
+    formulation = known_terms
     status = Status.UNKNOWN
     for _ in range(_TIGHTENINGS + 1):
         formulation = formulate(
-            task.analysis, pricer, task.restriction, tightened, task.prices, lowered
+            task.analysis,
+            pricer,
+            task.restriction,
+            tightened,
+            task.prices,
+            lowered,
+            like=formulation,
         )
         choices = None if start is None else choices_of(formulation, start.assignment)
         seconds = task.limit.part_s(_PROBLEM_SHARE)
@@ -463,11 +426,13 @@ def _solved(
             break
         if solution.bound >= task.below_s:
             raise _SlowerError(f"no plan on mesh {pricer.mesh} is as fast.")
-        found = candidate_of(task.analysis, formulation, solution)
-        if found.peak_memory_bytes <= memory:
+        layouts = assignment_of(task.analysis, formulation, solution)
+        peak_bytes = peak_of(layouts, pricer)
+        if peak_bytes <= memory:
+            found = priced(formulation, solution, layouts, peak_bytes)
             found = dataclasses.replace(found, weights=weights)
             return tie_broken(task.analysis, found)
-        over = (memory - fixed) / (found.peak_memory_bytes - fixed)
+        over = (memory - fixed) / (peak_bytes - fixed)
         tightened = memory - fixed if tightened is None else 0.995 * tightened * over
         if start is not None and task.limit.over:
             break
@@ -493,4 +458,6 @@ def _failed(
         return PlanError(
             f"no plan found on mesh {pricer.mesh}: no choice of layouts is possible."
         )
+    if math.isfinite(task.below_s):  # a plan is known, and nobody reads why
+        return _SlowerError(f"no other plan on mesh {pricer.mesh} fits.")
     return infeasible(task.analysis, pricer, formulation)

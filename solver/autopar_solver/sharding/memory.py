@@ -1,7 +1,8 @@
 """Memory on the few times that can break the limit.
 
 A *row* is one time at which the limit could be broken. Times are dropped when even the
-greediest choices fit, or when everything live there is also live at a kept time.
+greediest choices fit, when everything live there is also live at a kept time, or when
+equal layers make it the mean of two that are kept (`autopar_solver.sharding.implied`).
 """
 
 import dataclasses
@@ -10,6 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from autopar_solver.sharding.check import usage_over_time
+from autopar_solver.sharding.implied import implied_rows
 from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem
 
 ROUNDING = 1e-12
@@ -99,11 +101,30 @@ def find_rows(problem: ShardingProblem) -> tuple[Rows, dict[int, NodeMemory]]:
         for usage in {id(t.usage): t.usage for t in terms}.values()
     )
     slack = 0.0 if whole else ROUNDING * limit
-    rows = Rows(times[kept], limit - low[kept], slack)
-    first = np.searchsorted(rows.times, starts)
-    last = np.searchsorted(rows.times, ends)
+    kinds = _kinds(terms, choice)
+    first, last = (np.searchsorted(times[kept], at) for at in (starts, ends))
+    live = np.flatnonzero(choice & (first < last))
+    at = np.flatnonzero(kept)
+    at = at[~implied_rows(kinds[live], first[live], last[live], low[at])]
+    rows = Rows(times[at], limit - low[at], slack)
+    first, last = (np.searchsorted(rows.times, at) for at in (starts, ends))
     live = np.flatnonzero(choice & (first < last))
     return rows, _by_node(terms, live, least, first, last)
+
+
+def _kinds(terms: Sequence[MemoryTerm], choice: np.ndarray) -> np.ndarray:
+    """Numbers the terms that depend on a choice, those of one node and usage alike."""
+    alike: dict[tuple[int, bytes], int] = {}
+    numbers: dict[tuple[int, int], int] = {}
+    out = np.full(len(terms), -1, np.int64)
+    for m in np.flatnonzero(choice[: len(terms)]).tolist():
+        node, usage = terms[m].node, terms[m].usage
+        key = (node, id(usage))
+        if key not in numbers:
+            same = (node, usage.tobytes())
+            numbers[key] = alike.setdefault(same, len(alike))
+        out[m] = numbers[key]
+    return out
 
 
 def _spreads(

@@ -7,16 +7,24 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from autopar import Cluster
-from autopar.cost.breakdown import step_s
+from autopar.cost.breakdown import added_s, step_s
 from autopar.cost.evaluate import evaluate
+from autopar.cost.overlap import Discounts, Stretch, discounts
 from autopar.cost.pricer import Pricer
 from autopar.planner import solving
+from autopar.planner.candidate import candidate_of
+from autopar.planner.problem import formulate
 from autopar.planner.search import candidate_meshes
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
+from autopar_passes.graph.roles import Role
+from autopar_solver import Solution, Status, evaluate_choices
 
 # Large, so that bytes decide and not latencies.
 WIDTH, ROWS, LAYERS = 4096, 65536, 2
@@ -64,6 +72,77 @@ def test_never_slower_than_the_plan_of_a_problem_without(
         # What is hidden is found in few rounds, which leave up to a percent.
         assert best.step_s <= other_s * (1 + 1e-2)
         assert best.bound_s <= min(best.step_s, other_s) * (1 + 1e-9)
+
+
+def tied() -> Analysis:
+    """A gradient that is the sum of two: of the first product and of the last."""
+
+    def loss(params: dict[str, jax.Array], x: jax.Array) -> jax.Array:
+        hidden = jnp.sin(jnp.sin(x @ params["w"]) @ params["v"])
+        return jnp.mean(jnp.sin(hidden[: ROWS // 2] @ params["w"]))
+
+    def step(params: dict[str, jax.Array], x: jax.Array) -> dict[str, jax.Array]:
+        grads = jax.grad(loss)(params, x)
+        return jax.tree.map(lambda p, g: p - g, params, grads)
+
+    array = jax.ShapeDtypeStruct((WIDTH, WIDTH), jnp.float32)
+    x = jax.ShapeDtypeStruct((ROWS, WIDTH), jnp.float32)
+    return analyse(step, ({"w": array, "v": array}, x))
+
+
+class TestHidden:
+    """Sums that may be one, and that nothing waits for."""
+
+    found = tied()
+    cluster = Cluster.parse("2x4:h100,network=20Gb/s")
+
+    def weighed(self, weights: dict[Stretch, float]) -> Discounts:
+        known = self.cluster.device.calibrated
+        return discounts(self.found, weights, known.overlap, known.contention)
+
+    def test_the_early_sum_pays_what_it_would_alone_and_the_late_one_the_rest(
+        self,
+    ) -> None:
+        count, known = len(self.found.graph.operators), self.cluster.device.calibrated
+        ((early, late),) = (r.summed for r in self.found.reassociations)
+        made_by = self.found.contraction.producer
+        early, late = sorted(made_by[v].index for v in (early, late))
+        end = Stretch(Role.BACKWARD, late, count)
+        shares = self.weighed({end: 1.0}).shares
+        assert shares is not None
+        classes = (self.found.graph.operators[k].class_index for k in (early, late))
+        assert [shares[c] for c in classes] == pytest.approx(
+            [1.0, 1.0 - known.contention]
+        )
+
+    @settings(max_examples=40, deadline=None)
+    @given(st.data())
+    def test_prices_bound_every_plan_from_below(self, data: st.DataObject) -> None:
+        pricer = Pricer(self.cluster, candidate_meshes(self.cluster)[0])
+        count = len(self.found.graph.operators)
+        cut, weight = data.draw(st.integers(0, count)), data.draw(st.floats(0, 1))
+        lowered = self.weighed({Stretch(Role.BACKWARD, cut - 1, count): weight})
+        priced = formulate(self.found, pricer, discounts=lowered)
+        choices = tuple(
+            data.draw(st.integers(0, len(c) - 1)) for c in priced.problem.node_costs
+        )
+        cost = evaluate_choices(priced.problem, choices).cost
+        if not np.isfinite(cost):
+            return
+        solution = Solution(
+            choices=choices, cost=0, bound=0, status=Status.FEASIBLE, seconds=0
+        )
+        plan = candidate_of(self.found, priced, solution)
+        # What two readers are charged for alike is made once, whatever is hidden.
+        apart = dataclasses.replace(self.cluster.device.calibrated, reassociates=False)
+        device = dataclasses.replace(self.cluster.device, calibration=apart)
+        plain = dataclasses.replace(
+            pricer, cluster=dataclasses.replace(self.cluster, device=device)
+        )
+        formulated = formulate(self.found, plain)
+        whole = evaluate_choices(formulated.problem, choices).cost
+        merged_s = whole - added_s(candidate_of(self.found, formulated, solution).cost)
+        assert cost <= plan.step_s + max(0.0, merged_s) + 1e-12
 
 
 def test_a_sum_that_is_made_alone_is_charged_whole_in_another_problem(

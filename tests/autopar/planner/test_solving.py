@@ -14,7 +14,9 @@ from autopar.cost.combining import SUMS
 from autopar.cost.pricer import Pricer
 from autopar.layouts.layout import ReshardStep
 from autopar.planner import solving
+from autopar.planner.candidate import Candidate
 from autopar.planner.limit import Limit
+from autopar.planner.problem import formulate
 from autopar.planner.search import candidate_meshes, search
 from autopar.planner.solving import solve_mesh
 from autopar.steps.analysis import Analysis, analyse
@@ -131,6 +133,66 @@ def test_the_bound_of_a_restricted_plan_is_none_of_all_plans(
     assert found.step_s == known.step_s
     assert found.report.bound == 0.0
     assert found.report.status is Status.FEASIBLE
+
+
+def test_a_problem_that_time_ended_is_not_begun_again_from_the_same_plan(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster.parse("8:cpu")
+    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+    best = solve_mesh(mlp(), pricer)
+    late = dataclasses.replace(best.solution, status=Status.FEASIBLE)
+    late = dataclasses.replace(best, solution=late)
+    begun: list[float] = []
+
+    def ended(_: object, __: object, start: Candidate, *___: object) -> Candidate:
+        begun.append(start.step_s)
+        return late
+
+    monkeypatch.setattr(solving, "_solved", ended)
+    rounds = solving._Rounds(solving._Task(mlp(), None, Limit(9.0)), pricer, best, None)
+    rounds.begin(experts=False)
+    assert not rounds.certain
+    assert not rounds.go_on()
+    # From a faster plan it may end elsewhere.
+    faster = dataclasses.replace(best, items=best.items[1:])
+    assert faster.step_s < best.step_s
+    rounds.take(faster)
+    assert rounds.go_on()
+    assert begun == [best.step_s, faster.step_s]
+
+
+def test_terms_of_memory_are_those_of_a_problem_with_the_same_strategies() -> None:
+    cluster = Cluster.parse("2x4:h100")
+    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+    first = formulate(mlp(), pricer, memory_limit=1e9)
+    again = formulate(mlp(), pricer, memory_limit=1e9)
+    assert again.problem.memory is not first.problem.memory
+    again = formulate(mlp(), pricer, memory_limit=1e8, like=first)
+    assert again.problem.memory is first.problem.memory
+    assert again.problem.memory_limit == 1e8
+
+    def whole(_: object, strategy: tuple[tuple[int, ...], ...]) -> bool:
+        return not any(strategy)
+
+    rest = formulate(mlp(), pricer, whole, memory_limit=1e9, like=first)
+    assert rest.spaces != first.spaces
+    assert all(len(t.usage) == 1 for t in rest.problem.memory if t.node == 0)
+    # A problem without terms has none to take.
+    plain = formulate(mlp(), pricer)
+    assert formulate(mlp(), pricer, memory_limit=1e9, like=plain).problem.memory
+
+
+def test_nobody_is_told_why_another_plan_than_a_known_one_does_not_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cluster = Cluster.parse("8:h100,memory=1MB")
+    pricer = Pricer(cluster, candidate_meshes(cluster)[0])
+    monkeypatch.setattr(solving, "infeasible", lambda *_: PlanError("explained"))
+    for below_s, text in ((math.inf, "explained"), (1.0, "no other plan")):
+        task = solving._Task(mlp(1 << 20), None, Limit(None), below_s=below_s)
+        with pytest.raises(PlanError, match=text):
+            solving._solved(task, pricer, None, {}, None)
 
 
 class TestSharedMessages:
