@@ -10,6 +10,7 @@ from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
 from autopar.layouts.stacking import Stacking, stacking_of
 from autopar.layouts.strategies import Strategy, layout_of, partial_axes
+from autopar.layouts.whole_gathers import stated
 from autopar.layouts.written_sums import kept_slices, written_sums
 from autopar.steps.analysis import Analysis
 from autopar.steps.independence import Independent
@@ -47,6 +48,8 @@ class Assignment:
       waiting: values where a sum is due that waits although it is sent as it is,
         because something looks at its parts.
       settled: values where a sum was due, and has been taken: whole ones.
+      apart_bytes: gathers over all devices of arrays up to so many bytes are stated
+        axis by axis (`autopar.layouts.whole_gathers`).
       graph: the analysis's own.
       contraction: the analysis's own.
     """
@@ -58,6 +61,7 @@ class Assignment:
     codecs: dict[int, str] = dataclasses.field(default_factory=dict[int, str])
     waiting: frozenset[int] = frozenset()
     settled: frozenset[int] = frozenset()
+    apart_bytes: float = 0.0
     # The analysis's own, at hand: a program asks for them of every operator.
     graph: OperatorGraph = dataclasses.field(init=False, repr=False)
     contraction: Contraction = dataclasses.field(init=False, repr=False)
@@ -151,10 +155,9 @@ class Assignment:
         if op.class_index not in self.contraction.node_of:
             return ()
         own = self.layout(op, op.rule.results[slot])
-        return (
-            own,
-            *(s.layout for s in self.result_steps(op, slot) if s.layout != own),
-        )
+        steps = self.result_steps(op, slot)
+        layouts = self._stated(op.outputs[slot], own, steps)
+        return (own, *(layout for layout in layouts if layout != own))
 
     def result_steps(self, op: Operator, slot: int) -> tuple[ReshardStep, ...]:
         """The collectives between an operator and the home of its result."""
@@ -210,7 +213,8 @@ class Assignment:
         if held is None or value not in held.deferral.ends or value in self.settled:
             return None
         home = self.home_layout(value)
-        layouts = (held.strip(home), *(s.layout for s in self.due_steps(value)))
+        start = held.strip(home)
+        layouts = (start, *self._stated(value, start, self.due_steps(value)))
         return tuple(dict.fromkeys(layouts))
 
     def sums(self, value: int, *, handed: bool = False) -> tuple[Sum, ...]:
@@ -279,8 +283,15 @@ class Assignment:
         """See `LayoutPlan`."""
         steps, fresh = self.fetch_steps(value, layout, backward)
         # Unstated, what starts anew could take any layout in between.
-        start = (self.home_layout(value),) if fresh else ()
-        return Route((*start, *(s.layout for s in steps)), fresh)
+        home = self.home_layout(value)
+        start = (home,) if fresh else ()
+        return Route((*start, *self._stated(value, home, steps)), fresh)
+
+    def _stated(
+        self, value: int, start: Layout, steps: tuple[ReshardStep, ...]
+    ) -> tuple[Layout, ...]:
+        nbytes = self.graph.values[value].nbytes
+        return stated(start, steps, self.sizes, nbytes, self.apart_bytes)
 
     def required(self, value: int, layout: Layout) -> list[tuple[int, Layout]]:
         """The values with a home that make ``value``, and the layouts they need."""

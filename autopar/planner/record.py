@@ -10,6 +10,7 @@ from autopar.cost.certainty import interval_s
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import from_spec, to_spec
+from autopar.layouts.whole_gathers import apart_bytes
 from autopar.planner.candidate import Candidate, SearchResult
 from autopar.planner.consistent import check_consistent
 from autopar.planner.worth import worth_of
@@ -230,12 +231,15 @@ def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:
         )
         for c in plan.copies
     }
+    cluster = plan.cluster.read()
+    device = (cluster.groups[0] if cluster.groups else cluster).device
     return Assignment(
         analysis,
         plan.axis_sizes,
         tuple(from_spec(n.axes, names) for n in plan.nodes),
         copies,
         {g.value: g.codec for g in plan.gradients if g.codec},
+        apart_bytes=apart_bytes(device, math.prod(plan.axis_sizes)),
     )
 
 

@@ -9,21 +9,19 @@ right behind the sum there (openxla/xla,
 ``xla/service/gpu/transforms/reduce_scatter_creator.cc``). So such sums are written
 down: a reduce-scatter for each axis, and one all-reduce over those that are left.
 
-XLA's CPU program joins all-reduces in one message and no reduce-scatters (jaxlib
-0.10.2): 17 gradients of a GPT would be 17 messages. There an all-reduce is written, of
-which each device keeps its slice, as XLA does itself where it finds the sum.
+Each platform has a form of its own (`autopar_passes.sums.scatters`).
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 
 from autopar_passes.layouts import Layout, partition_spec
+from autopar_passes.sums.scatters import scattered
 
 # Equations of one result that may run shard by shard: their parameters say nothing of
 # the operands' sizes, and the partial results of shards add up to the result.
@@ -86,18 +84,7 @@ def _summed(shard: Any, step: Sum, mesh: Any) -> Any:
     names = tuple(mesh.axis_names[a] for a in step.axes)
     if step.dim is None:
         return jax.lax.psum(shard, names)
-    scatter = functools.partial(
-        jax.lax.psum_scatter, axis_name=names, scatter_dimension=step.dim, tiled=True
-    )
-    kept = functools.partial(_kept, names=names, dim=step.dim)
-    return jax.lax.platform_dependent(shard, cpu=kept, default=scatter)
-
-
-def _kept(shard: Any, *, names: tuple[str, ...], dim: int) -> Any:
-    """The slice that a device keeps of a sum over some mesh axes."""
-    size = shard.shape[dim] // jax.lax.axis_size(names)
-    start = jax.lax.axis_index(names) * size
-    return jax.lax.dynamic_slice_in_dim(jax.lax.psum(shard, names), start, size, dim)
+    return scattered(shard, names, step.dim)
 
 
 def behind(layouts: Sequence[Layout], sums: Sequence[Sum]) -> tuple[Layout, ...]:
