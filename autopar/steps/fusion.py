@@ -19,7 +19,7 @@ from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 # Boundary operators hand values over; they compute nothing.
 BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})
 # Products on the matrix units; everything else runs on the vector units.
-MATRIX = frozenset({"dot_general", "conv_general_dilated"})
+MATRIX = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # Element-wise operators that XLA does not compute once for each reader
 # (openxla/xla, HloInstruction::IsExpensive as instruction fusion applies it).
 _COSTLY = frozenset(

@@ -98,6 +98,19 @@ def _convolution(
     return 2.0 * results[0].size * taps
 
 
+@register_flops("ragged_dot_general")
+def _ragged_product(
+    operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]
+) -> float:
+    """Each row meets the columns of its own group alone, as in a grouped kernel."""
+    del results
+    numbers = params["ragged_dot_dimension_numbers"]
+    (_, contracting), (_, batch) = numbers.dot_dimension_numbers
+    inner = {*contracting, *batch, *numbers.rhs_group_dimensions}
+    columns = (n for d, n in enumerate(operands[1].shape) if d not in inner)
+    return 2.0 * operands[0].size * math.prod(columns)
+
+
 @register_flops("sort")
 def _sort(
     operands: Sequence[Value], results: Sequence[Value], params: dict[str, Any]

@@ -124,3 +124,24 @@ def test_the_step_of_a_dense_model_costs_six_flops_a_weight_and_example() -> Non
     weights = layers * width**2
     # The gradient of the batch itself is not taken: one product fewer.
     assert products == 6 * weights * batch - 2 * width**2 * batch
+
+
+def test_a_ragged_product_counts_each_row_once() -> None:
+    """However many groups there are: a row meets the matrix of its own alone."""
+    groups = jax.ShapeDtypeStruct((4,), jnp.int32)
+
+    def loss(w: Any, x: Any, sizes: Any) -> Any:
+        return jax.lax.ragged_dot(x, w, sizes)
+
+    args = (struct(4, 5, 6), struct(8, 5), groups)
+    assert flops(loss, *args) == 2 * 8 * 5 * 6
+
+    def turned(x: Any, g: Any, sizes: Any) -> Any:
+        numbers = jax.lax.RaggedDotDimensionNumbers(
+            dot_dimension_numbers=(((0,), (0,)), ((), ())),
+            lhs_ragged_dimensions=(0,),
+            rhs_group_dimensions=(),
+        )
+        return jax.lax.ragged_dot_general(x, g, sizes, numbers)
+
+    assert flops(turned, struct(8, 5), struct(8, 6), groups) == 2 * 8 * 5 * 6
