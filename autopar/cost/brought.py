@@ -106,7 +106,7 @@ class Brought:
     def _move(self, op: Operator, reading: Reading) -> None:
         """Notes an operand in the order of dimensions that a kernel wants."""
         early = bool(self.life.early)
-        turned = early and op.kind in MATRIX and contracts_first(op)
+        turned = early and op.kind == "dot_general" and contracts_first(op)
         if op.kind not in _COPIES_OPERANDS and not (turned and reading.slot == 0):
             return
         layout = self.assignment.layout(op, op.rule.operands[reading.slot])
@@ -153,8 +153,7 @@ class Brought:
 def contracts_first(op: Operator) -> bool:
     """Whether a product contracts its left operand over other than its last dimensions.
 
-    XLA brings the dimensions that are contracted behind the others (``DotDecomposer``),
-    and transposes the operands of convolutions that make gradients of weights.
+    XLA brings the dimensions that are contracted behind the others (``DotDecomposer``).
     """
     left = op.rule.operands[0]
     kept = op.rule.factors_of(op.rule.results[0])
