@@ -18,6 +18,11 @@ fixed orders of the dimensions (`autopar.steps.orders`). It runs the products th
 gradients behind others of the backward pass, where they hide messages; what these read
 lives until then, also where a checkpoint was to save it. Its products have work space.
 
+XLA's CPU compiler runs operators as soon as it can (`autopar.steps.breadth`), sends
+sums of gradients together (`autopar.cost.joined_sums`), copies parameters that their
+updates might overwrite too early (`autopar.steps.replacing`) and computes types of 16
+bits in 32 (`autopar.steps.widening`).
+
 XLA's compiler for TPUs of one core fuses element-wise results into products, too. It
 keeps short-lived buffers in the memory of the chip (`autopar.cost.on_chip`) and stores
 arrays in tiles (`autopar.cost.tiles`).
@@ -26,23 +31,18 @@ arrays in tiles (`autopar.cost.tiles`).
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
+from autopar.cost.buffers import buffers
+from autopar.cost.local import BUFFER_KINDS, Buffer, local_bytes
 from autopar.cost.on_chip import on_chip, room_bytes
-from autopar.cost.tiles import tiled_bytes
-from autopar.layouts.assignment import Assignment, Way
-from autopar.layouts.layout import Layout, shards
+from autopar.layouts.assignment import Assignment
+from autopar.layouts.layout import shards
 from autopar.steps.lifetimes import PLAIN, Habits, Lifetimes
-from autopar_passes.graph.operators import GraphInput, Operator
-from autopar_passes.graph.roles import Role
-
-# Convolutions run on operands copied into the order that their kernels want.
-_COPIES_OPERANDS = frozenset({"conv_general_dilated"})
-
+from autopar_passes.graph.operators import GraphInput
 
 # Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2). With
 # 6 and 8 layers (36 to 56 products) nearly all wait, with 16 layers about a third. The
@@ -54,7 +54,9 @@ _GPU = Habits(
     # openxla/xla, ``xla/service/gpu/transforms/gemm_rewriter.cc``: from Hopper on.
     workspace_bytes=2**25,
 )
-_HABITS = {"gpu": _GPU}
+# Read from optimised programs and buffer assignments (jaxlib 0.10.2).
+_CPU = Habits(breadth_first=True, widens=True)
+_HABITS = {"gpu": _GPU, "cpu": _CPU}
 # Read from the scheduled programs of v5e (libtpu 0.0.42). The scheduler hides messages,
 # too, and the same bound is assumed.
 _ON_CHIP = Habits(
@@ -76,196 +78,13 @@ def habits_of(device: DeviceSpec) -> Habits:
         room = room_bytes(device.on_chip_bytes)
         return dataclasses.replace(_ON_CHIP, on_chip_bytes=room)
     found = _HABITS.get(device.kind, PLAIN)
+    if found.breadth_first:
+        # It joins sums of any size.
+        number = device.calibrated.combined_arrays
+        found = dataclasses.replace(found, joined_sums=number)
     if device.workspace_bytes is None:
         return found
     return dataclasses.replace(found, workspace_bytes=device.workspace_bytes)
-
-
-BUFFER_KINDS: tuple[str, ...] = (
-    "activations",  # of the forward pass, for the backward pass
-    "gradients",
-    "gathered copies",  # arrays in another layout than their own
-    "collective buffers",  # what a collective sends or receives
-    "results",  # that take no input's place
-    "temporaries",
-)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Buffer:
-    """Bytes of one device that are live in ``[start, end]`` (operator times).
-
-    Attributes:
-      value: the array.
-      nbytes: bytes on one device.
-      start: the first time at which it is live.
-      end: the last.
-      kind: what it is for, one of `BUFFER_KINDS`.
-    """
-
-    value: int
-    nbytes: float
-    start: int
-    end: int
-    kind: str = "temporaries"
-
-
-def buffers(
-    assignment: Assignment, life: Lifetimes, only: Sequence[int] | None = None
-) -> list[Buffer]:
-    """Lists the buffers of one step, without those of the inputs.
-
-    Args:
-      assignment: strategies as layouts.
-      life: when values are made and last needed.
-      only: the operators that count, as makers and as readers; None: all of them.
-    """
-    graph = assignment.graph
-    among = graph.operators if only is None else [graph.operators[k] for k in only]
-    ends: dict[int, int] = {}
-    forms: dict[tuple[object, ...], list[float]] = {}
-    out: list[Buffer] = []
-    read_by, ways = assignment.analysis.readings.of, assignment.ways
-    for op in among:
-        until = max(life.reads[op.index], op.until)
-        start = life.time[op.index]
-        for reading in read_by[op.index]:
-            made = life.copies.get((reading.value, op.index))
-            if made is not None:
-                out.append(_copy(assignment, life, reading.value, made, until))
-                continue
-            for source, way in zip(reading.sources, ways[reading.group], strict=True):
-                _read(assignment, life, source, way, (start, until), ends, forms)
-            if op.kind in _COPIES_OPERANDS:
-                layout = assignment.layout(op, op.rule.operands[reading.slot])
-                nbytes = local_bytes(
-                    assignment, reading.value, layout, tiled=life.tiled
-                )
-                out.append(Buffer(reading.value, nbytes, start, start))
-    for key, (nbytes, start, end) in forms.items():
-        value = int(str(key[0]))
-        out.append(Buffer(value, nbytes, int(start), int(end), "gathered copies"))
-        # The collective's own result, before it is copied into place.
-        out.append(Buffer(value, nbytes, int(start), int(start), "collective buffers"))
-    out.extend(_homes(assignment, life, ends, among))
-    return out
-
-
-def local_bytes(
-    assignment: Assignment, value: int, layout: Layout, *, tiled: bool
-) -> float:
-    """Bytes of an array's part on one device, in the layout given.
-
-    Args:
-      assignment: of the program.
-      value: the array.
-      layout: of it.
-      tiled: whether arrays lie in tiles. What hand-written kernels read and write is
-        row-major then (the layouts of ``jax/_src/tpu_custom_call.py``, jax 0.10.2).
-    """
-    known, sizes = assignment.graph.values[value], assignment.sizes
-    if not tiled:
-        return known.nbytes / shards(layout, sizes)
-    item_bytes = known.nbytes / max(1, math.prod(known.shape))
-    parts = (math.prod(sizes[a] for a in axes) for axes in layout)
-    shape = [-(-n // part) for n, part in zip(known.shape, parts, strict=True)]
-    row_major = value in assignment.analysis.in_kernels
-    return tiled_bytes(shape, item_bytes, row_major=row_major)
-
-
-def _read(
-    assignment: Assignment,
-    life: Lifetimes,
-    source: int,
-    way: Way,
-    span: tuple[int, int],
-    ends: dict[int, int],
-    forms: dict[tuple[object, ...], list[float]],
-) -> None:
-    """Notes that an operator needs a value from a time on until another."""
-    steps, fresh = way
-    start, until = span
-    ends[source] = max(ends.get(source, 0), start if steps else until)
-    if not steps:
-        return
-    key = (source, fresh, *(s.layout for s in steps))
-    known = forms.get(key)
-    if known is None:
-        nbytes = local_bytes(assignment, source, steps[-1].layout, tiled=life.tiled)
-        forms[key] = [nbytes, start, until]
-    else:
-        known[1], known[2] = min(known[1], start), max(known[2], until)
-
-
-def _homes(
-    assignment: Assignment,
-    life: Lifetimes,
-    ends: dict[int, int],
-    among: Sequence[Operator],
-) -> Iterable[Buffer]:
-    """The buffers of results, before and after their reduction."""
-    graph = assignment.graph
-    replaced = {graph.outputs[i.output] for i in graph.inputs if i.output >= 0}
-    last = len(graph.operators) - 1
-    kept = {v for v in graph.outputs if v is not None}
-    for op in among:
-        for slot, value in enumerate(op.outputs):
-            if value not in life.written or value in replaced:
-                continue
-            start = life.time[op.index]
-            end = last if value in kept else max(start, ends.get(value, start))
-            end = max(end, held_until(op))
-            home = assignment.home_layout(value)
-            if value in graph.accumulated:
-                yield _accumulator(assignment, life, value, end)
-                end = start
-            kind = "results" if value in kept else _kind(assignment, op, end)
-            nbytes = local_bytes(assignment, value, home, tiled=life.tiled)
-            yield Buffer(value, nbytes, start, end, kind)
-            if op.class_index in assignment.contraction.node_of:
-                own = assignment.layout(op, op.rule.results[slot])
-                split = shards(own, assignment.sizes)
-                same = split == shards(home, assignment.sizes)
-                if not same or assignment.partial(op):
-                    nbytes = local_bytes(assignment, value, own, tiled=life.tiled)
-                    yield Buffer(value, nbytes, start, start, "collective buffers")
-
-
-def _copy(
-    assignment: Assignment, life: Lifetimes, value: int, start: int, end: int
-) -> Buffer:
-    """A value in another order of its dimensions, made for the operator that reads it.
-
-    It is made of what the value is made of, in the value's layout.
-    """
-    layout = assignment.home_layout(value)
-    return Buffer(
-        value, local_bytes(assignment, value, layout, tiled=life.tiled), start, end
-    )
-
-
-def _accumulator(
-    assignment: Assignment, life: Lifetimes, value: int, end: int
-) -> Buffer:
-    """What the microbatches of a step add to, from the first of them on."""
-    held = assignment.stacked(value)
-    layout = assignment.home_layout(value) if held is None else held[1]
-    nbytes = local_bytes(assignment, value, layout, tiled=life.tiled)
-    return Buffer(value, nbytes, 0, end, "gradients")
-
-
-def _kind(assignment: Assignment, op: Operator, end: int) -> str:
-    """What the result of an operator is for that lives until some time."""
-    if op.role is Role.BACKWARD and op.class_index in assignment.independent.summing:
-        return "gradients"
-    if op.role is Role.FORWARD and assignment.graph.operators[end].role != op.role:
-        return "activations"
-    return "temporaries"
-
-
-def held_until(op: Operator) -> int:
-    """The end of the region whose carry or stacked result an operator makes."""
-    return -1 if op.kind == "slice_step" else op.until
 
 
 def held_bytes(
@@ -330,7 +149,8 @@ def memory_at_peak(
     for buffer in found:
         if buffer.start <= peak <= buffer.end:
             out[buffer.kind] += buffer.nbytes
-    out["compiler's overhead"] = (overhead - 1.0) * float(usage[peak])
+    more = overhead * life.factor - 1.0
+    out["compiler's overhead"] = more * float(usage[peak])
     out["products' work space"] = float(life.workspace_bytes)
     return {kind: nbytes for kind, nbytes in out.items() if nbytes}
 
@@ -347,6 +167,6 @@ def peak_memory_bytes(
     """
     found = off_chip(buffers(assignment, life), life)
     usage = usage_by_time(found, len(assignment.graph.operators))
-    live = overhead * float(usage.max(initial=0.0))
+    live = overhead * life.factor * float(usage.max(initial=0.0))
     state = input_bytes(assignment, tiled=life.tiled)
     return state + live + life.workspace_bytes

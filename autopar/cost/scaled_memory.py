@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.cost.memory import buffers, habits_of, held_bytes, off_chip, usage_by_time
+from autopar.cost.buffers import buffers
+from autopar.cost.memory import habits_of, held_bytes, off_chip, usage_by_time
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
@@ -24,7 +25,7 @@ class ScaledMemory:
         life = analysis.life(habits_of(device))
         self._life = life
         self._length = len(graph.operators)
-        self._overhead = device.calibrated.memory_overhead
+        self._overhead = device.calibrated.memory_overhead * life.factor
         found = buffers(assignment, life)
         self._buffers = [(b, labels.degree(b.value)) for b in found]
         self._inputs = [

@@ -13,14 +13,17 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import numpy as np
 
-from autopar.cost.memory import habits_of, held_until
+from autopar.cost.buffers import held_until
+from autopar.cost.memory import habits_of
 from autopar.cost.pricer import Pricer
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import shards
-from autopar.layouts.strategies import Space
+from autopar.layouts.strategies import Space, partial_axes
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Home
 from autopar.steps.uses import Source
+from autopar.steps.widening import WIDER
+from autopar_passes.graph.operators import Operator
 from autopar_passes.rules.factor_rule import Dims
 from autopar_solver import MemoryTerm
 
@@ -76,9 +79,13 @@ class _Writer:
         self.life = analysis.life(habits_of(pricer.cluster.device))
         self.spaces = spaces
         self.sizes = pricer.sizes
-        self.overhead = pricer.cluster.device.calibrated.memory_overhead
+        known = pricer.cluster.device.calibrated.memory_overhead
+        self.overhead = known * self.life.factor
         self.length = len(analysis.graph.operators)
         self.cache: dict[tuple[int, Dims, int], np.ndarray] = {}
+        self.summing = analysis.independent.summing
+        summed = (o for o in self.graph.operators if o.class_index in self.summing)
+        self.last_sum = max((self.life.time[o.index] for o in summed), default=0)
 
     def usage(self, node: int, dims: Dims, nbytes: int) -> np.ndarray:
         """Bytes of one device under each strategy of a node."""
@@ -109,9 +116,9 @@ class _Writer:
                 home = self.contraction.homes.get(value)
                 if home is None or value not in self.life.written or value in replaced:
                     continue
-                start = self.life.time[op.index]
-                end = max(start, ends.get(value, start), held_until(op))
-                yield self.buffer(home, value, start, end)
+                start = self.life.starts(op, value)
+                end = max(start, ends.get(value, start), held_until(op, self.life))
+                yield self.buffer(home, value, start, end, least=least)
 
     def orders(self) -> Iterator[MemoryTerm]:
         """Copies in other orders of dimensions, which every choice makes."""
@@ -119,7 +126,7 @@ class _Writer:
             home = self.contraction.homes.get(value)
             op = self.graph.operators[reader]
             if home is not None and op.class_index in self.contraction.node_of:
-                end = max(self.life.reads[reader], op.until)
+                end = self.life.needs(op)
                 yield self.buffer(home, value, start, end)
 
     def partials(self) -> Iterator[MemoryTerm]:
@@ -135,6 +142,22 @@ class _Writer:
                 nbytes = int(self.overhead * self.graph.values[value].nbytes)
                 usage = self.usage(index, own, nbytes)
                 yield MemoryTerm(node=index, start=start, end=start + 1, usage=usage)
+                if self.life.joined_sums and op.class_index in self.summing:
+                    yield self.waiting(op, usage)
+
+    def waiting(self, op: Operator, usage: np.ndarray) -> MemoryTerm:
+        """A gradient that waits for the last of those that its sum travels with."""
+        node = self.contraction.node(op)
+        reduced = node.reduced(op)
+        strategies = self.spaces[node.index].strategies
+        partial = np.array([bool(partial_axes(s, reduced)) for s in strategies])
+        start = self.life.time[op.index] + 1
+        return MemoryTerm(
+            node=node.index,
+            start=start,
+            end=max(start, self.last_sum) + 1,
+            usage=np.where(partial, usage, 0.0),
+        )
 
     def arrivals(self, sources: Iterable[Source]) -> Iterator[MemoryTerm]:
         """The array that a reader's resharding fills while it arrives."""
@@ -143,20 +166,24 @@ class _Writer:
                 for value, (first, _, _) in use.readers.items():
                     nbytes = int(self.overhead * self.graph.values[value].nbytes)
                     usage = self.usage(use.node, use.dims, nbytes)
-                    start = self.life.time[first]
+                    start = self.life.arrives(value, first)
                     yield MemoryTerm(
                         node=use.node, start=start, end=start + 1, usage=usage
                     )
 
-    def buffer(self, home: Home, value: int, start: int, end: int) -> MemoryTerm:
+    def buffer(
+        self, home: Home, value: int, start: int, end: int, *, least: bool = False
+    ) -> MemoryTerm:
         nbytes = int(self.overhead * self.graph.values[value].nbytes)
+        if value in self.life.widened.operands and not least:
+            nbytes *= WIDER
         usage = self.usage(home.node, home.dims, nbytes)
         return MemoryTerm(node=home.node, start=start, end=end + 1, usage=usage)
 
     def last_reads(self) -> dict[int, int]:
         ends: dict[int, int] = {}
         for op in self.graph.operators:
-            until = max(self.life.reads[op.index], op.until)
+            until = self.life.needs(op)
             for value in op.inputs:
                 if value is not None and (value, op.index) not in self.life.copies:
                     ends[value] = max(ends.get(value, 0), until)
@@ -179,8 +206,8 @@ class _Writer:
         spans: dict[int, list[int]] = {}
         for use in copy.uses:
             for value, (first, last, _) in use.readers.items():
-                start = self.life.time[first]
-                until = max(self.life.reads[last], self.graph.operators[last].until)
+                start = self.life.arrives(value, first)
+                until = self.life.needs(self.graph.operators[last])
                 span = spans.setdefault(value, [start, until])
                 span[0], span[1] = min(span[0], start), max(span[1], until)
         cache: dict[int, np.ndarray] = {}

@@ -13,6 +13,7 @@ from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps import spares
 from autopar.steps.batch import DimLabels, dim_labels
+from autopar.steps.breadth import breadth_first
 from autopar.steps.fingerprints import fingerprint, structure
 from autopar.steps.fusion import BOUNDARY, MATRIX, Fusion, fusion, looked_up, made_again
 from autopar.steps.independence import Independent, independent
@@ -21,7 +22,9 @@ from autopar.steps.lifetimes import (
     PLAIN,
     Habits,
     Lifetimes,
+    in_program_order,
     lifetimes,
+    made_early,
     until_barriers,
 )
 from autopar.steps.nodes import Contraction, contract
@@ -41,6 +44,7 @@ from autopar.steps.sums import (
     sums_due,
 )
 from autopar.steps.uses import Source, ValueClass, collect
+from autopar.steps.widening import rounded, widened
 from autopar.steps.work import (
     OperatorWork,
     class_trips,
@@ -105,6 +109,7 @@ class Analysis:
       written: of a step without its checkpoints, the analysis of the step with them.
       turns: of a step whose microbatches are dealt out to replicas, how many of them
         one replica runs (`autopar.steps.replicas`); None: all.
+      in_parts: whether its passes are programs of their own, as those of a stage.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
     """
@@ -124,6 +129,7 @@ class Analysis:
     remat: Rematerialisation = AS_WRITTEN
     written: Analysis | None = None
     turns: int | None = None
+    in_parts: bool = False
     trace_s: float = 0.0
     graph_s: float = 0.0
 
@@ -264,6 +270,8 @@ class Analysis:
           habits: of the compiler (`autopar.cost.memory.habits_of`).
         """
         known = self._lives.get(habits)
+        if known is None and self.in_parts and habits.breadth_first:
+            known = self._lives[habits] = in_program_order(self.life(PLAIN))
         if known is None:
             floating = frozenset(self.contraction.floating)
             fused = self.fusion
@@ -280,9 +288,21 @@ class Analysis:
             if habits.into_products:
                 copies |= looked_up(self.graph, floating, fused)
             most = habits.late_gradients
-            known = lifetimes(self.graph, written, late, most, copies)
-            chip, tiled = habits.on_chip_bytes, habits.tiled
-            known = dataclasses.replace(known, on_chip_bytes=chip, tiled=tiled)
+            if habits.widens:
+                written |= rounded(self.graph, floating)
+            first = habits.breadth_first
+            times = breadth_first(self.graph, written) if first else None
+            known = lifetimes(self.graph, written, late, most, copies, times)
+            if first:
+                known = made_early(known, self.graph, floating)
+            known = dataclasses.replace(
+                known,
+                on_chip_bytes=habits.on_chip_bytes,
+                tiled=habits.tiled,
+                joined_sums=habits.joined_sums,
+                widens=habits.widens,
+                widened=widened(self.graph) if habits.widens else known.widened,
+            )
             if any(op.kind in MATRIX for op in self.graph.operators):
                 room = habits.workspace_bytes
                 known = dataclasses.replace(known, workspace_bytes=room)

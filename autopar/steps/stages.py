@@ -156,4 +156,5 @@ def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> A
     made = {v for op in graph.operators for v in op.outputs}
     graph = dataclasses.replace(graph, accumulated=found.accumulated & made)
     made = analyse_program(stage.program, graph)
-    return over_microbatches(dataclasses.replace(made, spares=analysis.spares), found)
+    made = dataclasses.replace(made, spares=analysis.spares)
+    return dataclasses.replace(over_microbatches(made, found), in_parts=True)

@@ -13,12 +13,14 @@ import functools
 import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
+from autopar.cost.buffers import buffers
 from autopar.cost.items import held_items
-from autopar.cost.memory import Buffer, buffers, habits_of
+from autopar.cost.local import Buffer
+from autopar.cost.memory import habits_of
 from autopar.layouts.layout import shards
 from autopar.planner.stages.layer_map import LayerMap
 from autopar.planner.stages.submeshes import Submesh
-from autopar.steps.lifetimes import Lifetimes
+from autopar.steps.lifetimes import Lifetimes, in_program_order
 from autopar_passes.graph.roles import Role
 
 
@@ -66,7 +68,7 @@ class BytesPricer:
                 activations[self.layers.row[layer]] += self.scaled(buffer)
         ids = {id(b) for b, _ in kept}
         rest = [b for b in found if id(b) not in ids]
-        overhead = known.calibrated.memory_overhead
+        overhead = known.calibrated.memory_overhead * life.factor
         return LayerBytes(
             self.state(submesh),
             *self.gradients(submesh),
@@ -77,7 +79,10 @@ class BytesPricer:
     def life(self, device: DeviceSpec) -> Lifetimes:
         """When values live: products of gradients run where they stand."""
         habits = dataclasses.replace(habits_of(device), late_gradients=0)
-        return self.layers.analysis.life(habits)
+        analysis = self.layers.analysis
+        if habits.breadth_first:
+            return in_program_order(analysis.life())
+        return analysis.life(habits)
 
     @functools.cached_property
     def around(self) -> tuple[int, ...]:

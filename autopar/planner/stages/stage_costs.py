@@ -290,7 +290,7 @@ def saved_bytes(
     order = {index: k for k, index in enumerate(flow.equations)}
     begins = [order[start] for start in layers]
     analysis, device = found.assignment.analysis, found.pricer.cluster.device
-    written = analysis.life(habits_of(device)).written
+    life = analysis.life(habits_of(device))
     known = {i.value for i in analysis.graph.inputs}
     held: dict[int, list[int]] = {}
     for value, maker in flow.maker.items():
@@ -298,8 +298,8 @@ def saved_bytes(
         if layer not in recomputed or maker not in cut.again:
             continue
         read = any(flow.roles[r] is Role.BACKWARD for r in flow.readers.get(value, ()))
-        if read and value in written and value not in known:
+        if read and value in life.written and value not in known:
             held.setdefault(layer, []).append(value)
     sizes = [_device_bytes(cut, values, found.assignment) for values in held.values()]
-    overhead = device.calibrated.memory_overhead
+    overhead = device.calibrated.memory_overhead * life.factor
     return overhead * (sum(sizes) - max(sizes, default=0.0))

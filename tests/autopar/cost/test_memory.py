@@ -30,6 +30,7 @@ from autopar.cost.memory import (
 )
 from autopar.layouts.assignment import Assignment
 from autopar.steps.analysis import analyse
+from autopar.steps.lifetimes import PLAIN
 from autopar_passes.graph.roles import Role
 
 CLUSTER = forms.cheap("2x4:cpu")
@@ -78,6 +79,24 @@ def test_peak_is_near_the_compilers(name: str) -> None:
     )
     error = run.plan.predicted.peak_memory_bytes / actual - 1
     assert LOWEST <= error <= HIGHEST
+
+
+@pytest.mark.parametrize("kind", sorted(HABITS))
+def test_parts_of_a_step_follow_its_own_order(kind: str) -> None:
+    """Nothing is made early for a program that runs later; 1.2 stands for the rest."""
+    whole = prepared().analysis
+    parts = dataclasses.replace(whole, in_parts=True)
+    life = parts.life(HABITS[kind])
+
+    if kind == "cpu":
+        assert life.time == whole.life().time
+        assert not life.early
+        assert life.factor * CLUSTER.device.calibrated.memory_overhead == pytest.approx(
+            1.2
+        )
+    else:
+        assert life.time == whole.life(HABITS[kind]).time
+        assert life.factor == 1
 
 
 def prepared() -> harness.Case:
@@ -269,7 +288,7 @@ def test_tpus_of_two_cores_have_no_habits() -> None:
     """Their compiler writes more, and no rule for it is known."""
     device = autopar.Cluster.parse("2x2x4:v5p").device
 
-    assert habits_of(device) == HABITS["cpu"]
+    assert habits_of(device) == PLAIN
     assert device.calibrated.memory_overhead == 1.2
 
 

@@ -1,0 +1,169 @@
+"""Arrays in other layouts, orders and types than their own, made for their readers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+from autopar.cost.local import Buffer, local_bytes
+from autopar.layouts.assignment import Assignment, Way
+from autopar.layouts.layout import Layout
+from autopar.steps.fusion import MATRIX
+from autopar.steps.lifetimes import Lifetimes
+from autopar.steps.readings import Reading
+from autopar.steps.widening import WIDER
+from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import Role
+
+# Convolutions run on operands copied into the order that their kernels want.
+_COPIES_OPERANDS = frozenset({"conv_general_dilated"})
+# An array in other layouts: its number, whether it is gathered anew, the layouts.
+_Form = tuple[int, bool, tuple[Layout, ...]]
+_Span = tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Brought:
+    """What operators read, as they are noted one by one.
+
+    Attributes:
+      assignment: strategies as layouts.
+      life: when values are made and last needed.
+      messages: the gradients whose sums travel together, as bits
+        (`autopar.steps.replacing`).
+      ends: when each value is last read in its own layout and type.
+      widened: when each value is last read in a wider type.
+      copied: when each parameter is last read that is copied because its update may
+        run before that.
+      forms: values in other layouts, each with its bytes and when it is there.
+      spread: arrays at the size of a larger one, in some layout of it, and when.
+      moved: arrays in other orders of dimensions.
+    """
+
+    assignment: Assignment
+    life: Lifetimes
+    messages: Sequence[int]
+    ends: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    widened: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    copied: dict[int, int] = dataclasses.field(default_factory=dict[int, int])
+    forms: dict[_Form, tuple[float, _Span]] = dataclasses.field(
+        default_factory=dict[_Form, tuple[float, _Span]]
+    )
+    spread: dict[tuple[int, Layout], _Span] = dataclasses.field(
+        default_factory=dict[tuple[int, Layout], _Span]
+    )
+    moved: list[Buffer] = dataclasses.field(default_factory=list[Buffer])
+
+    def read(self, op: Operator, reading: Reading) -> None:
+        """Notes what an operator reads."""
+        until, value = self.life.needs(op), reading.value
+        made = self.life.copies.get((value, op.index))
+        if made is not None:
+            # It is made of what the value is made of, in the value's layout.
+            nbytes = self.bytes_of(value, self.assignment.home_layout(value))
+            self.moved.append(Buffer(value, nbytes, made, until))
+            return
+        if value in self.life.spread:
+            key = value, self.assignment.layout(op, op.rule.operands[reading.slot])
+            span = self.life.time[op.index], until
+            self.spread[key] = _joined(self.spread.get(key, span), span)
+        ways = self.assignment.ways[reading.group]
+        for source, way in zip(reading.sources, ways, strict=True):
+            self._need(op, source, way, until)
+        self._move(op, reading)
+
+    def _need(self, op: Operator, source: int, way: Way, until: int) -> None:
+        """Notes that an operator needs a value until a time."""
+        steps, fresh = way
+        start = self.life.arrives(source, op.index)
+        product = op.kind in MATRIX
+        wide = product and source in self.life.widened.operands
+        if steps:
+            _extend(self.ends, source, start)
+            key = source, fresh, tuple(s.layout for s in steps)
+            nbytes = self.bytes_of(source, steps[-1].layout) * (WIDER if wide else 1)
+            known, span = self.forms.get(key, (nbytes, (start, until)))
+            self.forms[key] = max(known, nbytes), _joined(span, (start, until))
+            return
+        _extend(self.widened if wide else self.ends, source, until)
+        if product and not wide and self._overtaken(op, source):
+            _extend(self.copied, source, until)
+
+    def _overtaken(self, op: Operator, source: int) -> bool:
+        """Whether the update of a parameter may run before an operator that reads it.
+
+        It waits for the gradients that it needs, and for those that travel with them.
+        """
+        known = self.life.replacing
+        waits = known.waits_for.get(source)
+        if waits is None or op.role is not Role.BACKWARD:
+            return False
+        for message in self.messages:
+            if message & waits:
+                waits |= message
+        return not waits & known.made_of[op.index]
+
+    def _move(self, op: Operator, reading: Reading) -> None:
+        """Notes an operand in the order of dimensions that a kernel wants."""
+        early = bool(self.life.early)
+        turned = early and op.kind == "dot_general" and contracts_first(op)
+        if op.kind not in _COPIES_OPERANDS and not (turned and reading.slot == 0):
+            return
+        layout = self.assignment.layout(op, op.rule.operands[reading.slot])
+        nbytes = self.bytes_of(reading.value, layout)
+        if reading.value in self.life.widened.operands:
+            nbytes *= WIDER
+        start = end = self.life.time[op.index]
+        resharded = any(steps for steps, _ in self.assignment.ways[reading.group])
+        if turned and not resharded:
+            # It is made as soon as the operand is there.
+            start = min(self.life.early[reading.value] + 1, end)
+        self.moved.append(Buffer(reading.value, nbytes, start, end))
+
+    def bytes_of(self, value: int, layout: Layout) -> float:
+        """Bytes of an array's part on one device, in its own type."""
+        return local_bytes(self.assignment, value, layout, tiled=self.life.tiled)
+
+    def buffers(self) -> Iterator[Buffer]:
+        """The buffers of all that was noted, but for what is read as it lies."""
+        yield from self.moved
+        for (value, *_), (nbytes, (start, end)) in self.forms.items():
+            yield Buffer(value, nbytes, start, end, "gathered copies")
+            # The collective's own result, before it is copied into place.
+            yield Buffer(value, nbytes, start, start, "collective buffers")
+        for (value, layout), (start, end) in self.spread.items():
+            nbytes = self.bytes_of(value, layout)
+            for source in self.life.spread[value]:
+                made = self.life.early.get(source, start)
+                yield Buffer(value, nbytes, made, end, "activations")
+        yield from self._in_place(self.copied, 0, "gathered copies")
+        # They are widened after they are made.
+        yield from self._in_place(self.widened, 1, "temporaries", WIDER)
+
+    def _in_place(
+        self, until: Mapping[int, int], later: int, kind: str, factor: int = 1
+    ) -> Iterator[Buffer]:
+        """Arrays in their own layouts, until some times."""
+        for value, end in until.items():
+            nbytes = factor * self.bytes_of(value, self.assignment.home_layout(value))
+            start = min(self.life.early[value] + later, end)
+            yield Buffer(value, nbytes, start, end, kind)
+
+
+def contracts_first(op: Operator) -> bool:
+    """Whether a product contracts its left operand over other than its last dimensions.
+
+    XLA brings the dimensions that are contracted behind the others (``DotDecomposer``).
+    """
+    left = op.rule.operands[0]
+    kept = op.rule.factors_of(op.rule.results[0])
+    gone = [n for n, dim in enumerate(left) if dim and kept.isdisjoint(dim)]
+    return gone != list(range(len(left) - len(gone), len(left)))
+
+
+def _extend(ends: dict[int, int], value: int, end: int) -> None:
+    ends[value] = max(ends.get(value, 0), end)
+
+
+def _joined(one: _Span, other: _Span) -> _Span:
+    return min(one[0], other[0]), max(one[1], other[1])
