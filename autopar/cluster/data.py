@@ -41,6 +41,7 @@ class _Calibration(msgspec.Struct, forbid_unknown_fields=True):
     reassociates: bool | None = None
     overlap: float | None = None
     contention: float | None = None
+    whole_messages: bool | None = None
 
 
 class _Device(msgspec.Struct, forbid_unknown_fields=True):

@@ -104,7 +104,8 @@ def hidden_curve(
     if not known.overlap:
         return None
     found = placing(assignment, [i.collective for i, _ in priced if i.collective])
-    places = _Places(assignment, priced, found, known.overlap)
+    whole = known.whole_messages
+    places = _Places(assignment, priced, found, known.overlap, whole)
     return HiddenCurve(
         known.contention,
         added(p for i, p in places.hideable() if i.paid is Paid.MICROBATCH),
@@ -116,12 +117,13 @@ def hidden_curve(
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Places:
-    """The items of a step with their positions, and the share of work that covers."""
+    """The items of a step with their positions, and how communication is covered."""
 
     assignment: Assignment
     priced: Priced
     placed: Placing
     share: float
+    whole: bool
 
     def hideable(self) -> list[tuple[CostItem, Pieces]]:
         """The items that have a slot."""
@@ -132,7 +134,12 @@ class _Places:
     def curves(self, *, with_sums: bool) -> tuple[ExposedCurve, ...]:
         """What each pass leaves exposed."""
         lines = [
-            timelines(self.assignment, self._at(batch, with_sums), self.placed)
+            timelines(
+                self.assignment,
+                self._at(batch, with_sums),
+                self.placed,
+                whole=self.whole,
+            )
             for batch in _BATCHES
         ]
         return tuple(
@@ -211,7 +218,8 @@ class _Places:
         done, early, late = stretch.slices(count)
         covering = np.zeros(count)
         covering[done] += places.roles[stretch.role][done]
-        if stretch.role is Role.BACKWARD and stretch.last >= count:
+        tail = stretch.role is Role.BACKWARD and stretch.last >= count
+        if self.whole and tail:
             covering += places.update
         moved: list[Pieces] = []
         sent = [(i, p) for i, p in self.priced if i.collective is not None]

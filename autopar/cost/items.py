@@ -18,6 +18,7 @@ from autopar.cost.combining import SUMS
 from autopar.cost.compute import work_once_s
 from autopar.cost.memory import held_bytes
 from autopar.cost.overlap import Timeline
+from autopar.cost.parts import Part
 from autopar.cost.placing import Placing, placing
 from autopar.cost.pricer import Pricer
 from autopar.cost.replicas import all_collectives
@@ -85,6 +86,8 @@ def timelines(
     assignment: Assignment,
     found: Iterable[tuple[CostItem, float]],
     placed: Placing | None = None,
+    *,
+    whole: bool = True,
 ) -> list[Timeline]:
     """The work and the communication of both passes of a step, by position.
 
@@ -94,6 +97,7 @@ def timelines(
       assignment: strategies as layouts.
       found: what a step of it costs, each item with its seconds.
       placed: its parts, for the collectives of the items; None: they are found.
+      whole: whether messages are sent whole (`Calibration.whole_messages`).
     """
     places = assignment.analysis.positions
     by_class, gathers, sums = np.zeros((3, len(assignment.graph.operators)))
@@ -108,15 +112,18 @@ def timelines(
                 target = sums if made.step.kind in SUMS else gathers
                 target[made.ready] += seconds
     work = by_class[places.classes] * places.shares
-    placed = placed or placing(assignment, [c for c, _ in moved])
-    parts = placed.parts(work, [own for _, own in moved])
+    parts: list[Part] = []
+    if whole:
+        placed = placed or placing(assignment, [c for c, _ in moved])
+        parts = placed.parts(work, [own for _, own in moved])
+    after_s = float(work[places.update].sum()) if whole else 0.0
     return [
         Timeline(
             role,
             np.where(places.roles[role], work, 0.0),
             np.where(places.roles[role], gathers, 0.0),
             np.where(places.summed[role], sums, 0.0),
-            float(work[places.update].sum()) if role is Role.BACKWARD else 0.0,
+            after_s if role is Role.BACKWARD else 0.0,
             tuple(part for part in parts if part.key[0] is role),
         )
         for role in PASSES
@@ -141,7 +148,7 @@ def hidden_item(
         return None
     hidden_s = sum(
         t.communication_s - t.exposed_s(known.overlap)
-        for t in timelines(assignment, seconds_of(found))
+        for t in timelines(assignment, seconds_of(found), whole=known.whole_messages)
     )
     cost = CostBreakdown(cover_s=hidden_s, contention_s=known.contention * hidden_s)
     last = assignment.graph.operators[-1].index

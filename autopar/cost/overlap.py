@@ -192,6 +192,8 @@ def discounts(
     weights: Mapping[Stretch, float],
     share: float,
     contention: float,
+    *,
+    whole: bool = True,
 ) -> Discounts:
     """The prices at weights of stretches.
 
@@ -200,6 +202,7 @@ def discounts(
       weights: of stretches, at least 0; those of a pass add up to at most 1.
       share: part of the work that communication may run beside.
       contention: seconds of work lost for each second that is hidden.
+      whole: whether messages are sent whole, so that the update may cover sums.
     """
     places = analysis.positions
     count = len(places.classes)
@@ -207,7 +210,7 @@ def discounts(
     for stretch, weight in weights.items():
         done, early, late = stretch.slices(count)
         covering[done] += weight * places.roles[stretch.role][done]
-        if stretch.role is Role.BACKWARD and stretch.last >= count:
+        if whole and stretch.role is Role.BACKWARD and stretch.last >= count:
             covering += weight * places.update
         gathered[early] += weight * places.roles[stretch.role][early]
         summed[late] += weight * places.summed[stretch.role][late]

@@ -64,7 +64,9 @@ class Candidate:
     @functools.cached_property
     def timelines(self) -> tuple[Timeline, ...]:
         """Work, and communication that may be hidden, of both passes."""
-        return tuple(timelines(self.assignment, seconds_of(self.items)))
+        whole = self.pricer.cluster.device.calibrated.whole_messages
+        found = seconds_of(self.items)
+        return tuple(timelines(self.assignment, found, whole=whole))
 
     @property
     def compute_s(self) -> float:

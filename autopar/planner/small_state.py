@@ -50,7 +50,8 @@ def with_small_state_split(
     """
     memory = float(found.pricer.cluster.memory_bytes)
     small = small_state(analysis.graph, analysis.contraction, memory)
-    if not small or not found.settled:
+    proved = found.report.status is Status.OPTIMAL or found.settled
+    if not small or not proved:
         return found
     known = found.pricer.cluster.device.calibrated
     planes = [plane_of(found.step_s, found.timelines, known)]
@@ -84,7 +85,13 @@ def _solved(
     known = start.pricer.cluster.device.calibrated
     lowered = None
     if start.weights is not None:
-        lowered = discounts(analysis, start.weights, known.overlap, known.contention)
+        lowered = discounts(
+            analysis,
+            start.weights,
+            known.overlap,
+            known.contention,
+            whole=known.whole_messages,
+        )
     formulation = formulate(
         analysis,
         start.pricer,

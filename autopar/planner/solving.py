@@ -397,7 +397,13 @@ def _solved(
     known = pricer.cluster.device.calibrated
     lowered = None
     if weights is not None and known.overlap:
-        lowered = discounts(task.analysis, weights, known.overlap, known.contention)
+        lowered = discounts(
+            task.analysis,
+            weights,
+            known.overlap,
+            known.contention,
+            whole=known.whole_messages,
+        )
     fixed = fixed_bytes(task.analysis, pricer)
     memory = float(pricer.cluster.memory_bytes)
     formulation = known_terms
