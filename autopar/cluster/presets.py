@@ -58,7 +58,7 @@ CPU_KERNEL_LATENCY_S = 2e-6
 # the least error, each source counted alike (`benchmarks/published.py`, which also
 # leaves each source out). No rows of Blackwell were at hand: Hopper's part is assumed.
 AMPERE_SUSTAINED = 0.755
-HOPPER_SUSTAINED = 0.66
+HOPPER_SUSTAINED = 0.64
 
 # What XLA gives products of cuBLAS to work in before Hopper (openxla/xla,
 # ``xla/service/gpu/transforms/gemm_rewriter.cc``).
