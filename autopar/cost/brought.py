@@ -67,10 +67,14 @@ class Brought:
             key = value, self.assignment.layout(op, op.rule.operands[reading.slot])
             span = self.life.time[op.index], until
             self.spread[key] = _joined(self.spread.get(key, span), span)
-        ways = self.assignment.ways[reading.group]
+        ways, special = self.assignment.ways[reading.group], op.kind in MATRIX
         for source, way in zip(reading.sources, ways, strict=True):
-            self._need(op, source, way, until)
-        self._move(op, reading)
+            if special or way[0]:
+                self._need(op, source, way, until)
+            elif until > self.ends.get(source, 0):
+                self.ends[source] = until
+        if special:
+            self._move(op, reading)
 
     def _need(self, op: Operator, source: int, way: Way, until: int) -> None:
         """Notes that an operator needs a value until a time."""

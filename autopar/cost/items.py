@@ -56,6 +56,7 @@ class CostItem:
       work: what the operators of the class do; None for other items.
       parts: into how many parts each factor of its rule is split.
       collective: the collective; None for other items.
+      timelines: of both passes, where the item is what they hide.
     """
 
     operator: int
@@ -64,6 +65,7 @@ class CostItem:
     work: OperatorWork | None = None
     parts: tuple[int, ...] = ()
     collective: Collective | None = None
+    timelines: tuple[Timeline, ...] = dataclasses.field(default=(), compare=False)
 
 
 def items(assignment: Assignment, pricer: Pricer) -> list[CostItem]:
@@ -146,13 +148,12 @@ def hidden_item(
     known = pricer.cluster.device.calibrated
     if not known.overlap:
         return None
-    hidden_s = sum(
-        t.communication_s - t.exposed_s(known.overlap)
-        for t in timelines(assignment, seconds_of(found), whole=known.whole_messages)
-    )
+    whole = known.whole_messages
+    lines = tuple(timelines(assignment, seconds_of(found), whole=whole))
+    hidden_s = sum(t.communication_s - t.exposed_s(known.overlap) for t in lines)
     cost = CostBreakdown(cover_s=hidden_s, contention_s=known.contention * hidden_s)
     last = assignment.graph.operators[-1].index
-    return CostItem(last, Paid.MICROBATCH, cost)
+    return CostItem(last, Paid.MICROBATCH, cost, timelines=lines)
 
 
 def work_items(assignment: Assignment, pricer: Pricer) -> Iterator[CostItem]:

@@ -64,6 +64,9 @@ class Candidate:
     @functools.cached_property
     def timelines(self) -> tuple[Timeline, ...]:
         """Work, and communication that may be hidden, of both passes."""
+        known = next((i.timelines for i in self.items if i.timelines), ())
+        if known:
+            return known
         whole = self.pricer.cluster.device.calibrated.whole_messages
         found = seconds_of(self.items)
         return tuple(timelines(self.assignment, found, whole=whole))
