@@ -29,7 +29,7 @@ from autopar.planner.limit import Limit
 from autopar.planner.memory_terms import fixed_bytes
 from autopar.planner.problem import Formulation, Restriction, Within, formulate
 from autopar.planner.recipes import least_bytes, recipes, restriction_of
-from autopar.planner.ties import tie_broken
+from autopar.planner.ties import split_most, tie_broken
 from autopar.steps.analysis import Analysis
 from autopar_solver import Status, solve
 
@@ -434,6 +434,13 @@ def _solved(
             raise _SlowerError(f"no plan on mesh {pricer.mesh} is as fast.")
         layouts = assignment_of(task.analysis, formulation, solution)
         peak_bytes = peak_of(layouts, pricer)
+        if peak_bytes > memory:
+            # Arrays that cost nothing to split may be what does not fit.
+            split = split_most(task.analysis, formulation, solution)
+            if split.choices != solution.choices:
+                solution = split
+                layouts = assignment_of(task.analysis, formulation, solution)
+                peak_bytes = min(peak_bytes, peak_of(layouts, pricer))
         if peak_bytes <= memory:
             found = priced(formulation, solution, layouts, peak_bytes)
             found = dataclasses.replace(found, weights=weights)

@@ -100,6 +100,12 @@ class _Within:
         return self._plan.sums(value, handed=handed or value in self._outputs)
 
 
+def _constants(program: Program) -> dict[int, Any]:
+    """The constants of a program by their values."""
+    held = program.body.inputs[program.num_arguments :]
+    return dict(zip(held, program.constants, strict=True))
+
+
 def replay_segment(
     program: Program,
     graph: OperatorGraph,
@@ -128,8 +134,7 @@ def replay_segment(
     """
     operators, made_by = operators_of(graph), producers(graph.operators)
     sources, within = program.by_index(), _Within(plan, inputs, outputs)
-    held = program.body.inputs[program.num_arguments :]
-    constants = dict(zip(held, program.constants, strict=True))
+    constants = _constants(program)
 
     def run(
         *arguments: Any, synchroniser: Synchroniser | None = None, made: Made = as_it_is

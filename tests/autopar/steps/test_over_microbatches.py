@@ -118,7 +118,7 @@ def test_it_costs_what_the_loop_over_microbatches_costs() -> None:
     counted = data_parallel(of_one_microbatch(split(whole, COUNT)))
 
     # The loop deals the rows out and adds the gradients up, too.
-    assert 0.85 * looped.step_s < counted.step_s < looped.step_s
+    assert 0.84 * looped.step_s < counted.step_s < looped.step_s
     assert counted.communication_bytes == pytest.approx(looped.communication_bytes)
     # It holds the whole batch beside the rows of a microbatch.
     batch_bytes = 4 * ROWS * WIDTH / 4
