@@ -38,6 +38,8 @@ from autopar_solver import Solution, Status, solve
 _TIGHTENINGS = 5
 # Problems solved for one mesh to find the weights of what is hidden.
 _ROUNDS = 5
+# Part of a step that its messages must expose for plans of experts to be made for it.
+EXPOSED = 0.02
 # Parts of the time that is left: of one problem, and of one plan by an expert's rule.
 _PROBLEM_SHARE, _EXPERT_SHARE = 0.45, 0.15
 
@@ -248,6 +250,16 @@ class _Rounds:
         assert self.best is not None
         return self.bound_s >= min(most_s, (1 - part) * self.best.alone_s)
 
+    def sure(self, most_s: float) -> bool:
+        """Whether no plan is faster by what is worth the time, messages included.
+
+        Plans that people write may expose less of their messages than the best plan of
+        a problem, which does not hold them.
+        """
+        assert self.best is not None
+        least_s = (1 - EXPOSED) * self.best.step_s
+        return self.proved(most_s, WORTHWHILE) and self.bound_s >= min(most_s, least_s)
+
     def go_on(self) -> bool:
         """Solves at the best weights; False where that would be the same again.
 
@@ -363,11 +375,11 @@ def _go_on(rounds: _Rounds, most_s: float, experts: bool) -> None:
     while rounds.problems < _ROUNDS and not rounds.proved(most_s):
         if experts and (rounds.problems == 2 or not rounds.certain):
             experts = False
-            if not rounds.proved(most_s, WORTHWHILE):
+            if not rounds.sure(most_s):
                 rounds.ask_experts()
         if not rounds.go_on():
             break
-    if experts and not rounds.proved(most_s, WORTHWHILE):
+    if experts and not rounds.sure(most_s):
         rounds.ask_experts()
         rounds.go_on()
 
