@@ -14,13 +14,10 @@ from autopar.cost.pricer import Pricer
 from autopar.cost.reassociation import alone_s
 from autopar.errors import PlanError
 from autopar.garbage import collector_paused
-from autopar.layouts.assignment import Assignment
 from autopar.planner.candidate import (
     WORTHWHILE,
     Candidate,
-    assignment_of,
     choices_of,
-    peak_of,
     priced,
 )
 from autopar.planner.fewer_messages import with_fewer_messages
@@ -30,9 +27,9 @@ from autopar.planner.limit import Limit
 from autopar.planner.memory_terms import fixed_bytes
 from autopar.planner.problem import Formulation, Restriction, Within, formulate
 from autopar.planner.recipes import least_bytes, recipes, restriction_of
-from autopar.planner.ties import split_most, tie_broken
+from autopar.planner.ties import laid_out, tie_broken
 from autopar.steps.analysis import Analysis
-from autopar_solver import Solution, Status, solve
+from autopar_solver import Status, solve
 
 # How often the memory limit is tightened until the exact peak fits.
 _TIGHTENINGS = 5
@@ -445,7 +442,7 @@ def _solved(
             break
         if solution.bound >= task.below_s:
             raise _SlowerError(f"no plan on mesh {pricer.mesh} is as fast.")
-        solution, layouts, peak_bytes = _laid_out(task.analysis, formulation, solution)
+        solution, layouts, peak_bytes = laid_out(task.analysis, formulation, solution)
         if peak_bytes <= memory:
             found = priced(formulation, solution, layouts, peak_bytes)
             found = dataclasses.replace(found, weights=weights)
@@ -457,26 +454,6 @@ def _solved(
     if start is not None:
         return None
     raise _failed(task, pricer, formulation, status, tightened)
-
-
-def _laid_out(
-    analysis: Analysis, formulation: Formulation, solution: Solution
-) -> tuple[Solution, Assignment, float]:
-    """A solution, its layouts, and the most bytes live at once on one device.
-
-    Where it does not fit, arrays that cost nothing to split are split if it fits then.
-    """
-    pricer = formulation.pricer
-    layouts = assignment_of(analysis, formulation, solution)
-    peak_bytes = peak_of(layouts, pricer)
-    if peak_bytes > pricer.cluster.memory_bytes:
-        split = split_most(analysis, formulation, solution)
-        if split.choices != solution.choices:
-            apart = assignment_of(analysis, formulation, split)
-            apart_bytes = peak_of(apart, pricer)
-            if apart_bytes <= pricer.cluster.memory_bytes:
-                return split, apart, apart_bytes
-    return solution, layouts, peak_bytes
 
 
 def _failed(

@@ -14,8 +14,14 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout
-from autopar.planner.candidate import Candidate, candidate_of
+from autopar.planner.candidate import (
+    Candidate,
+    assignment_of,
+    candidate_of,
+    peak_of,
+)
 from autopar.planner.problem import Formulation
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.roles import InputRole
@@ -35,6 +41,26 @@ def tie_broken(analysis: Analysis, found: Candidate) -> Candidate:
     limit = max(found.peak_memory_bytes, float(found.pricer.cluster.memory_bytes))
     fits = split.peak_memory_bytes <= limit
     return split if fits and split.step_s <= found.step_s * (1 + 1e-9) else found
+
+
+def laid_out(
+    analysis: Analysis, formulation: Formulation, solution: Solution
+) -> tuple[Solution, Assignment, float]:
+    """A solution, its layouts, and the most bytes live at once on one device.
+
+    Where it does not fit, arrays that cost nothing to split are split if it fits then.
+    """
+    pricer = formulation.pricer
+    layouts = assignment_of(analysis, formulation, solution)
+    peak_bytes = peak_of(layouts, pricer)
+    if peak_bytes > pricer.cluster.memory_bytes:
+        split = split_most(analysis, formulation, solution)
+        if split.choices != solution.choices:
+            apart = assignment_of(analysis, formulation, split)
+            apart_bytes = peak_of(apart, pricer)
+            if apart_bytes <= pricer.cluster.memory_bytes:
+                return split, apart, apart_bytes
+    return solution, layouts, peak_bytes
 
 
 def split_most(
