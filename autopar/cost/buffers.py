@@ -29,11 +29,11 @@ def buffers(
     graph = assignment.graph
     among = graph.operators if only is None else [graph.operators[k] for k in only]
     sent = sending_times(assignment, life, among)
-    together: dict[int, int] = {}
+    together: dict[int, list[int]] = {}
     for value, time in sent.items():
-        bit = life.replacing.bits.get(value, 0)
-        together[time] = together.get(time, 0) | bit
-    brought = Brought(assignment, life, tuple(together.values()))
+        together.setdefault(time, []).append(value)
+    messages = tuple(map(life.replacing.together, together.values()))
+    brought = Brought(assignment, life, messages)
     for op in among:
         for reading in assignment.analysis.readings.of[op.index]:
             brought.read(op, reading)
