@@ -28,6 +28,21 @@ PLACED = """
   ROOT %u = f32[8,16]{1,0} dynamic-update-slice(%w, %n, %k, %zero)
 }
 """
+# Rows of a gradient are added to those of an array, in place.
+SCATTERED = """
+%add (a: f32[], b: f32[]) -> f32[] {
+  %a = f32[] parameter(0)
+  %b = f32[] parameter(1)
+  ROOT %c = f32[] add(%a, %b)
+}
+
+%body (w: f32[8,16], i: s32[2], u: f32[2,16]) -> f32[8,16] {
+  %w = f32[8,16]{1,0} parameter(0)
+  %i = s32[2]{0} parameter(1)
+  %u = f32[2,16]{1,0} parameter(2)
+  ROOT %s = f32[8,16]{1,0} scatter(%w, %i, %u), to_apply=%add
+}
+"""
 # Every other row, and a sum over the columns of it.
 REDUCED = """
 %body (x: f32[8,16]) -> f32[4] {
@@ -64,6 +79,11 @@ CASES = {
     "an operand that is read whole, too": (
         BOTH, "%w = f32[8,16]{1,0} parameter(0)",
         "(f32[8,16]{1,0}, f32[1,16]{1,0}) fusion(%w)", 4 * (128 + 128 + 16),
+    ),
+    "rows that are added in place": (
+        SCATTERED, "%w = f32[8,16]{1,0} parameter(0)\n%i = s32[2]{0} parameter(1)\n"
+        "%u = f32[2,16]{1,0} parameter(2)", "f32[8,16]{1,0} fusion(%w, %i, %u)",
+        4 * (32 + 2 + 32),
     ),
     "a slice that is a kernel": (
         "", "%w = f32[8,16]{1,0} parameter(0)",
