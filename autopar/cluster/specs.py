@@ -264,6 +264,14 @@ class DeviceSpec:
         """
         return self.kind == "tpu"
 
+    @property
+    def rounds_operands(self) -> bool:
+        """Whether products of float32 read bfloat16, which is all that is kept then.
+
+        So XLA's compiler for TPUs does it (`autopar.steps.rounding`).
+        """
+        return self.kind == "tpu"
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Level:

@@ -85,7 +85,9 @@ class Brought:
         if steps:
             _extend(self.ends, source, start)
             key = source, fresh, tuple(s.layout for s in steps)
-            nbytes = self.bytes_of(source, steps[-1].layout) * (WIDER if wide else 1)
+            part = self.life.rounded.brought_part(source)
+            nbytes = self.bytes_of(source, steps[-1].layout) * part
+            nbytes *= WIDER if wide else 1
             known, span = self.forms.get(key, (nbytes, (start, until)))
             self.forms[key] = max(known, nbytes), _joined(span, (start, until))
             return

@@ -85,14 +85,17 @@ class _Homes:
             yield from self._waiting(op, slot, end)
             return
         home = self.assignment.home_layout(value)
-        nbytes = self._bytes(value, home)
+        part = self.life.rounded.part(value)
+        nbytes = part * self._bytes(value, home)
         yield Buffer(value, nbytes, start, end, self._kind(op, value, end))
         if op.class_index in self.assignment.contraction.node_of:
             own = self.assignment.layout(op, op.rule.results[slot])
             sizes = self.assignment.sizes
             same = shards(own, sizes) == shards(home, sizes)
-            if not same or self.assignment.partial(op):
-                nbytes = self._bytes(value, own)
+            partial = self.assignment.partial(op)
+            if not same or partial:
+                # Sums over devices are taken before the result is rounded.
+                nbytes = (1.0 if partial else part) * self._bytes(value, own)
                 yield Buffer(value, nbytes, start, start, "collective buffers")
 
     def _end(self, op: Operator, value: int) -> int:

@@ -8,6 +8,7 @@ import math
 from autopar.cost.tiles import tiled_bytes
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, shards
+from autopar.steps.analysis import Analysis
 
 BUFFER_KINDS: tuple[str, ...] = (
     "activations",  # of the forward pass, for the backward pass
@@ -58,3 +59,16 @@ def local_bytes(
     shape = [-(-n // part) for n, part in zip(known.shape, parts, strict=True)]
     row_major = value in assignment.analysis.in_kernels
     return tiled_bytes(shape, item_bytes, row_major=row_major)
+
+
+def sent_bytes(analysis: Analysis, value: int, *, rounds: bool) -> float:
+    """Bytes of a whole array on its way to its readers.
+
+    Args:
+      analysis: of the program.
+      value: the array.
+      rounds: whether what products alone read is sent in bfloat16
+        (`autopar.cluster.DeviceSpec.rounds_operands`).
+    """
+    part = analysis.rounded.brought_part(value) if rounds else 1.0
+    return part * analysis.graph.values[value].nbytes

@@ -25,7 +25,8 @@ bits in 32 (`autopar.steps.widening`).
 
 XLA's compiler for TPUs of one core fuses element-wise results into products, too. It
 keeps short-lived buffers in the memory of the chip (`autopar.cost.on_chip`) and stores
-arrays in tiles (`autopar.cost.tiles`).
+arrays in tiles (`autopar.cost.tiles`). What products of float32 read lies in bfloat16
+on all TPUs (`autopar.steps.rounding`).
 """
 
 from __future__ import annotations
@@ -65,6 +66,7 @@ _ON_CHIP = Habits(
     late_gradients=48,
     late_until_barrier=True,
     tiled=True,
+    rounds=True,
 )
 
 
@@ -72,12 +74,14 @@ def habits_of(device: DeviceSpec) -> Habits:
     """What the compiler of a device does with memory.
 
     TPUs of two cores write more than those of one (docs/results.md), and no rule for
-    them is known. They say nothing of their vector memory, and so have no habits.
+    what they write is known. They say nothing of their vector memory, and only round.
     """
     if device.on_chip_bytes:
         room = room_bytes(device.on_chip_bytes)
         return dataclasses.replace(_ON_CHIP, on_chip_bytes=room)
     found = _HABITS.get(device.kind, PLAIN)
+    if device.rounds_operands:
+        found = dataclasses.replace(found, rounds=True)
     if found.breadth_first:
         # It joins sums of any size.
         number = device.calibrated.combined_arrays

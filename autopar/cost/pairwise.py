@@ -22,6 +22,7 @@ from autopar.cost.combining import ALONE, GATHERS, SUMS
 from autopar.cost.compute import work_once_s
 from autopar.cost.evaluate import total
 from autopar.cost.items import items, parts_of
+from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import partial_runs, partial_work_s, share_of
 from autopar.layouts.assignment import Assignment
@@ -144,7 +145,8 @@ def _source_s(assignment: Assignment, pricer: Pricer, source: Source) -> float:
     """Seconds of bringing a value to its readers, by its copies if it has any."""
     known = assignment.analysis.independent.gathered
     together = GATHERS if source.value_class[0] in known else ALONE
-    nbytes = float(assignment.graph.values[source.example].nbytes)
+    rounds = pricer.cluster.device.rounds_operands
+    nbytes = sent_bytes(assignment.analysis, source.example, rounds=rounds)
     home = assignment.home_layout(source.example)
 
     def moved_s(start: Layout, target: Layout) -> float:

@@ -22,7 +22,8 @@ def compiled_traffic(
       pricer: the mesh and cluster.
       only: the operators that count, in program order; None: all of them.
     """
-    found = traffic(assignment, only)
+    rounds = pricer.cluster.device.rounds_operands
+    found = traffic(assignment, only, rounds=rounds)
     return reassociated(assignment, found) if pricer.reassociates else found
 
 

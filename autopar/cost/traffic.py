@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from autopar.cost.combining import FREE, GATHERS, NORMS, SUMS, UPDATED, Group, Place
+from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import ReshardStep
@@ -21,7 +22,7 @@ class Collective:
 
     Attributes:
       step: what is done; `ReshardStep.fraction` times ``nbytes`` is its charged size.
-      nbytes: bytes of the whole, unsharded array.
+      nbytes: bytes of the whole, unsharded array, in the type that it is sent in.
       trips: how often it runs in a step.
       value: the array.
       operator: the operator that makes the partial result, or the first to
@@ -34,7 +35,7 @@ class Collective:
     """
 
     step: ReshardStep
-    nbytes: int
+    nbytes: float
     trips: float
     value: int
     operator: int
@@ -81,18 +82,24 @@ class _Forms:
     collectives: list[Collective]
     children: dict[Form, dict[Form, ReshardStep]]
     read: set[Form]
+    rounds: bool
 
 
 def traffic(
-    assignment: Assignment, only: Sequence[int] | None = None
+    assignment: Assignment,
+    only: Sequence[int] | None = None,
+    *,
+    rounds: bool = False,
 ) -> list[Collective]:
     """Lists the collectives of one step, in program order.
 
     Args:
       assignment: strategies as layouts.
       only: the operators that count, in program order; None: all of them.
+      rounds: whether what only products read is sent in bfloat16
+        (`autopar.cluster.DeviceSpec.rounds_operands`).
     """
-    forms = _Forms([], {}, set())
+    forms = _Forms([], {}, set(), rounds)
     among = operators_of(assignment, only)
     made = None if only is None else {v for op in among for v in op.outputs}
     read_by, ways = assignment.analysis.readings.of, assignment.ways
@@ -181,8 +188,8 @@ def _read(
             continue
         made[form] = step
         if step.kind != "slice":
-            nbytes = assignment.graph.values[source].nbytes
-            place = _gather_place(assignment, source, op, step)
+            nbytes = sent_bytes(assignment.analysis, source, rounds=forms.rounds)
+            place = _gather_place(assignment, forms, source, op, step)
             collective = Collective(
                 step, nbytes, trips, source, op.index, place, op.index
             )
@@ -191,14 +198,19 @@ def _read(
 
 
 def _gather_place(
-    assignment: Assignment, source: int, reader: Operator, step: ReshardStep
+    assignment: Assignment,
+    forms: _Forms,
+    source: int,
+    reader: Operator,
+    step: ReshardStep,
 ) -> Place | None:
     """The place of a parameter's gather; None: it is not joined."""
     known = assignment.independent
     maker = assignment.contraction.producer[source]
     if step.kind not in GATHERS or maker.class_index not in known.gathered:
         return None
-    dtype = str(assignment.graph.values[source].dtype)
+    narrow = forms.rounds and source in assignment.analysis.rounded.brought
+    dtype = "bfloat16" if narrow else str(assignment.graph.values[source].dtype)
     made = UPDATED if maker.role is Role.UPDATE else known.behind.get(source, FREE)
     return known.computations[reader.index], made, dtype
 

@@ -164,7 +164,8 @@ class _Writer:
         for source in sources:
             for use in source.foreign:
                 for value, (first, _, _) in use.readers.items():
-                    nbytes = int(self.overhead * self.graph.values[value].nbytes)
+                    part = self.overhead * self.life.rounded.brought_part(value)
+                    nbytes = int(part * self.graph.values[value].nbytes)
                     usage = self.usage(use.node, use.dims, nbytes)
                     start = self.life.arrives(value, first)
                     yield MemoryTerm(
@@ -174,7 +175,8 @@ class _Writer:
     def buffer(
         self, home: Home, value: int, start: int, end: int, *, least: bool = False
     ) -> MemoryTerm:
-        nbytes = int(self.overhead * self.graph.values[value].nbytes)
+        part = self.overhead * self.life.rounded.part(value)
+        nbytes = int(part * self.graph.values[value].nbytes)
         if value in self.life.widened.operands and not least:
             nbytes *= WIDER
         usage = self.usage(home.node, home.dims, nbytes)
@@ -210,9 +212,10 @@ class _Writer:
                 until = self.life.needs(self.graph.operators[last])
                 span = spans.setdefault(value, [start, until])
                 span[0], span[1] = min(span[0], start), max(span[1], until)
-        cache: dict[int, np.ndarray] = {}
+        cache: dict[float, np.ndarray] = {}
         for value, (start, end) in spans.items():
-            nbytes = self.graph.values[value].nbytes
+            part = self.life.rounded.brought_part(value)
+            nbytes = part * self.graph.values[value].nbytes
             if nbytes not in cache:
                 cache[nbytes] = self.overhead * nbytes * held / split
             usage = cache[nbytes]

@@ -9,6 +9,7 @@ import numpy as np
 
 from autopar.cost.codecs.matrix import Prices, coded_matrix
 from autopar.cost.combining import ALONE, GATHERS, SUMS
+from autopar.cost.local import sent_bytes
 from autopar.cost.overlap import Discounts, lowered
 from autopar.cost.pricer import Pricer
 from autopar.cost.work import node_work_s, partial_runs, partial_work_s, share_of
@@ -368,7 +369,8 @@ def _source_edges(
     """Edges from a value to its readers, by its copies where it has any."""
     known = analysis.independent.gathered
     shared = GATHERS if source.value_class[0] in known else ALONE
-    nbytes = float(analysis.graph.values[source.example].nbytes)
+    rounds = pricer.cluster.device.rounds_operands
+    nbytes = sent_bytes(analysis, source.example, rounds=rounds)
     home = spaces[source.home.node].layouts(source.home.dims)
 
     def part(uses: Sequence[Use]) -> float:

@@ -33,6 +33,8 @@ from autopar.steps.nodes import Contraction, contract
 from autopar.steps.orders import NO_ORDERS, orders
 from autopar.steps.positions import Positions, behind, followers, positions
 from autopar.steps.readings import Readings, readings
+from autopar.steps.rounded import NOT_ROUNDED, Rounded
+from autopar.steps.rounding import find_rounded
 from autopar.steps.spares import Spares
 from autopar.steps.sums import (
     CodedSums,
@@ -225,12 +227,13 @@ class Analysis:
 
         Args:
           streamed: whether the compiler makes operands of products as they are read
-            (`autopar.cluster.DeviceSpec.streams`).
+            (`autopar.cluster.DeviceSpec.streams`), in bfloat16.
         """
         known = self._works.get(streamed)
         if known is None:
             fused = self._streamed if streamed else self.fusion
-            memory = in_memory(self.graph, fused, by_kernel=streamed)
+            narrow = self.rounded if streamed else NOT_ROUNDED
+            memory = in_memory(self.graph, fused, by_kernel=streamed, rounded=narrow)
             known = self._works[streamed] = {
                 member: operator_work(self.graph, self.graph.operators[member], memory)
                 for node in self.contraction.nodes
@@ -304,12 +307,19 @@ class Analysis:
                 joined_sums=habits.joined_sums,
                 widens=habits.widens,
                 widened=widened(self.graph) if habits.widens else known.widened,
+                rounded=self.rounded if habits.rounds else known.rounded,
             )
             if any(op.kind in MATRIX for op in self.graph.operators):
                 room = habits.workspace_bytes
                 known = dataclasses.replace(known, workspace_bytes=room)
             self._lives[habits] = known
         return known
+
+    @functools.cached_property
+    def rounded(self) -> Rounded:
+        """The values that compilers for TPUs keep or send in bfloat16."""
+        equations = self.program.by_index()
+        return find_rounded(self.graph, self.contraction, self.readings, equations)
 
     @functools.cached_property
     def in_kernels(self) -> frozenset[int]:

@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from autopar.steps.breadth import region_ends
 from autopar.steps.fusion import is_elementwise, spread
 from autopar.steps.replacing import NONE, Replacing, replacing
+from autopar.steps.rounded import NOT_ROUNDED, Rounded
 from autopar.steps.widening import NOT_WIDENED, Widened
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
@@ -35,6 +36,7 @@ class Lifetimes:
       joined_sums: as in `Habits`.
       widens: as in `Habits`.
       widened: values that are widened in memory.
+      rounded: values of float32 that are in memory in bfloat16.
       early: when values are made, if all that they suffice for is made at once: other
         layouts and orders of them. Empty where that is made for its first reader.
       zeros: values that begin as zeros, which are there from the start.
@@ -57,6 +59,7 @@ class Lifetimes:
     joined_sums: int = 0
     widens: bool = False
     widened: Widened = NOT_WIDENED
+    rounded: Rounded = NOT_ROUNDED
     early: Mapping[int, int] = dataclasses.field(default_factory=dict)
     zeros: frozenset[int] = frozenset()
     spread: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict)
@@ -107,11 +110,13 @@ class Habits:
       joined_sums: how many sums of gradients one message carries, whatever their size
         (`autopar.cost.joined_sums`); 0: each is sent when it is there.
       widens: whether types of 16 bits are computed in 32 (`autopar.steps.widening`).
+      rounds: whether products of float32 read bfloat16 (`autopar.steps.rounding`).
     """
 
     breadth_first: bool = False
     joined_sums: int = 0
     widens: bool = False
+    rounds: bool = False
     makes_again: bool = False
     into_products: bool = False
     late_until_barrier: bool = False

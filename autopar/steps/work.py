@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
+from autopar.steps.rounded import NOT_ROUNDED, Rounded
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 
 # Operators that read a part of their first operand, as large as their result.
@@ -86,6 +87,7 @@ class InMemory:
       readers: value -> how many operators read it.
       made_from: of each value that is not, what its kernel reads for it: arrays in
         memory, and the bytes. Empty: every operator is charged what it reads itself.
+      rounded: values of float32 that are in memory in bfloat16.
     """
 
     fusion: Fusion
@@ -94,10 +96,15 @@ class InMemory:
     made_from: Mapping[int, Mapping[int, float]] = dataclasses.field(
         default_factory=dict
     )
+    rounded: Rounded = NOT_ROUNDED
 
 
 def in_memory(
-    graph: OperatorGraph, fusion: Fusion, *, by_kernel: bool = False
+    graph: OperatorGraph,
+    fusion: Fusion,
+    *,
+    by_kernel: bool = False,
+    rounded: Rounded = NOT_ROUNDED,
 ) -> InMemory:
     """The values of a graph that are in memory after fusion.
 
@@ -106,12 +113,13 @@ def in_memory(
       fusion: which of them are.
       by_kernel: whether a kernel is charged what it reads once, where it writes. Else
         each of its operators is charged what it reads itself.
+      rounded: values of float32 that are in memory in bfloat16.
     """
     readers: Counter[int] = Counter()
     for op in graph.operators:
         readers.update({v for v in op.inputs if v is not None})
     made_from = _made_from(graph, fusion) if by_kernel else {}
-    return InMemory(fusion, producers(graph.operators), readers, made_from)
+    return InMemory(fusion, producers(graph.operators), readers, made_from, rounded)
 
 
 def _made_from(graph: OperatorGraph, fusion: Fusion) -> dict[int, dict[int, float]]:
@@ -160,7 +168,7 @@ def operator_work(graph: OperatorGraph, op: Operator, memory: InMemory) -> Opera
         op,
         dtype,
         value.nbytes / max(1, value.size),
-        _traffic(graph, op, memory),
+        tuple((v, memory.rounded.part(v) * n) for v, n in _traffic(graph, op, memory)),
         any(v in written for v in op.outputs),
         side_factors(op.rule) if is_product(op) else (),
         _looked_up(op),

@@ -24,7 +24,7 @@ from autopar.steps.analysis import Analysis, analyse
 from autopar_solver import Solution, Status
 from autopar_solver import evaluate_choices as check_choices
 
-CLUSTERS = ("2x4:cpu", "2x4:h100")
+CLUSTERS = ("2x4:cpu", "2x4:h100", "2x4:v5e")
 PLANS = 6
 
 

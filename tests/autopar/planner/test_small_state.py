@@ -33,7 +33,7 @@ SECONDS = 60.0
 def step() -> Analysis:
     """Few rows and wide kernels, so that bytes count, and to split state pays."""
     params = jax.eval_shape(lambda: mlp_params(width=2048, hidden=8192, layers=2))
-    batch = jax.eval_shape(lambda: mlp_batch(4096, 2048))
+    batch = jax.eval_shape(lambda: mlp_batch(8192, 2048))
     return analyse(*training(mlp_loss, params, batch))
 
 

@@ -1,0 +1,174 @@
+"""Arrays of float32 that XLA's TPU compiler keeps and sends in bfloat16.
+
+At JAX's default precision a matrix product of float32 is one pass of the matrix unit in
+bfloat16 (`jax.default_matmul_precision`), so what it reads is rounded before. The
+compiler moves that conversion as far up as it finds nothing else that reads the array.
+Read from its programs for v5e (libtpu 0.0.42):
+
+* a result that only such products read is written in bfloat16, and so are its
+  transposes and reshapes. Sums of it, such as those for the gradient of a bias, are
+  taken in the kernel that makes it, in float32. A product's kernel adds a bias before
+  it writes, so that only the result of that is written;
+* an array that such products read in another layout is rounded before it is gathered
+  or exchanged, so that half the bytes are sent. The array itself stays in float32 where
+  others read it as it lies: updates read parameters, element-wise operators and sums
+  the gradients of a residual stream. That they read it as it lies is assumed;
+* what element-wise operators read stays in float32, though they are fused into
+  products: the input of a GELU, the scores of a softmax, the residual stream;
+* sums over devices are taken in float32, before the conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+from autopar.steps.fusion import BOUNDARY, MATRIX, is_elementwise, is_product
+from autopar.steps.nodes import Contraction
+from autopar.steps.readings import ReadingGroup, Readings
+from autopar.steps.rounded import Rounded
+from autopar.steps.uses import ValueClass, node_dims, value_class
+from autopar_passes.graph.operators import Operator, OperatorGraph, readers
+from autopar_passes.program.equations import Equation
+
+# Operators that a conversion moves through.
+_MOVING = frozenset(
+    {"transpose", "reshape", "squeeze", "expand_dims", "broadcast_in_dim", "copy"}
+)
+# Taken where the array is made, in float32.
+_SUM = "reduce_sum"
+_HANDED = BOUNDARY | {"slice_step", "stack_step", "optimization_barrier"}
+
+
+def find_rounded(
+    graph: OperatorGraph,
+    contraction: Contraction,
+    reading: Readings,
+    equations: Mapping[int, Equation],
+) -> Rounded:
+    """The values of a program that are in bfloat16 for the products that read them.
+
+    Args:
+      graph: the operator graph.
+      contraction: its nodes.
+      reading: what its operators read.
+      equations: of the program, by index; they hold the precision of products.
+    """
+    single = frozenset(
+        op.index for op in graph.operators if _single_pass(graph, op, equations)
+    )
+    only = _only_read_by(graph, single)
+    made = {v for v in only if contraction.producer[v].kind not in _HANDED}
+    made |= _in_one_kernel(graph, made)
+    brought: set[ValueClass] = set()
+    kept: set[ValueClass] = set()
+    for group in reading.groups:
+        op = group.operator
+        rounds = op.index in single or (op.kind in _MOVING and op.outputs[0] in only)
+        if not rounds and (op.kind == _SUM or is_elementwise(op)):
+            continue
+        classes = (value_class(contraction, v) for v in _foreign(contraction, group))
+        (brought if rounds else kept).update(classes)
+    brought -= kept
+    return Rounded(
+        _whole_classes(graph, contraction, made),
+        frozenset(
+            v
+            for v in contraction.homes
+            if _is_float32(graph, v) and value_class(contraction, v) in brought
+        ),
+    )
+
+
+def _single_pass(
+    graph: OperatorGraph, op: Operator, equations: Mapping[int, Equation]
+) -> bool:
+    """Whether an operator is a product that rounds its operands of float32."""
+    if op.kind not in MATRIX or not is_product(op) or op.equation not in equations:
+        return False
+    if not all(v is not None and _is_float32(graph, v) for v in op.inputs[:2]):
+        return False
+    given = equations[op.equation].params.get("precision")
+    pair = given if isinstance(given, tuple) else (given,)
+    return all(p is None or str(p) == "DEFAULT" for p in pair)
+
+
+def _only_read_by(graph: OperatorGraph, single: Collection[int]) -> frozenset[int]:
+    """The values of float32 that such products alone read, moved or not."""
+    kept = graph.accumulated.union(v for v in graph.outputs if v is not None)
+    read = readers(graph.operators)
+    out: set[int] = set()
+
+    def rounds(reader: Operator) -> bool:
+        moved = reader.kind in _MOVING and reader.outputs[0] in out
+        return reader.index in single or moved
+
+    for op in reversed(graph.operators):
+        made_here = op.kind not in _HANDED
+        for value in op.outputs:
+            if value in kept or not _is_float32(graph, value):
+                continue
+            # Sums of what a kernel makes are taken in that kernel.
+            left = [
+                r for r, _ in read.get(value, []) if not (made_here and r.kind == _SUM)
+            ]
+            if left and all(map(rounds, left)):
+                out.add(value)
+    return frozenset(out)
+
+
+def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
+    """Results of products of which the same kernel makes what is rounded.
+
+    It applies the element-wise operators behind a product, such as the addition of a
+    bias, before it writes, if nothing else reads what they read.
+    """
+    kept = graph.accumulated.union(v for v in graph.outputs if v is not None)
+    read = readers(graph.operators)
+    ends, out = set(rounded), set[int]()
+
+    def applied(value: int) -> bool:
+        after = [r for r, _ in read.get(value, []) if r.kind != _SUM]
+        if len(after) != 1 or value in kept or not is_elementwise(after[0]):
+            return False
+        size = graph.values[value].size
+        others = (v for v in after[0].inputs if v is not None and v != value)
+        smaller = all(graph.values[v].size < size for v in others)
+        return smaller and not ends.isdisjoint(after[0].outputs)
+
+    for op in reversed(graph.operators):
+        for value in op.outputs:
+            if op.kind not in _HANDED and _is_float32(graph, value) and applied(value):
+                ends.add(value)
+                if op.kind in MATRIX:
+                    out.add(value)
+    return out
+
+
+def _foreign(contraction: Contraction, group: ReadingGroup) -> list[int]:
+    """The values that readings of a group need in other layouts than their own."""
+    op = group.operator
+    node = contraction.node_of[op.class_index]
+    dims = node_dims(contraction, op, op.rule.operands[group.slot])
+    out: list[int] = []
+    for source, part in group.parts:
+        home = contraction.homes[source]
+        wanted = tuple(dims[d[0]] if d else () for d in part)
+        if (node, wanted) != (home.node, home.dims):
+            out.append(source)
+    return out
+
+
+def _whole_classes(
+    graph: OperatorGraph, contraction: Contraction, values: Collection[int]
+) -> frozenset[int]:
+    """Those of the values whose whole class is among them."""
+    classes: dict[ValueClass, list[int]] = {}
+    for op in graph.operators:
+        for value in op.outputs:
+            classes.setdefault(value_class(contraction, value), []).append(value)
+    whole = (c for c in classes.values() if all(v in values for v in c))
+    return frozenset(v for c in whole for v in c)
+
+
+def _is_float32(graph: OperatorGraph, value: int) -> bool:
+    return str(graph.values[value].dtype) == "float32"
