@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from autopar.cost.certainty import interval_s
 from autopar.errors import PlanError
+from autopar.garbage import collector_paused
 from autopar.layouts.assignment import Assignment, CopyChoice
 from autopar.layouts.layout import from_spec, to_spec
 from autopar.layouts.whole_gathers import apart_bytes
@@ -37,6 +38,7 @@ from autopar_passes.graph.roles import InputRole
 GIVEN = "layouts as they were given"
 
 
+@collector_paused()
 def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 
 import jax.numpy as jnp
@@ -65,3 +66,50 @@ def test_rests_while_a_step_is_traced() -> None:
     assert seen
     assert not any(seen)
     assert gc.isenabled()
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """No object is frozen; those that were are again afterwards."""
+    frozen = gc.get_freeze_count()
+    gc.unfreeze()
+    yield
+    (gc.freeze if frozen else gc.unfreeze)()
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_stays_is_not_visited_again_at_once() -> None:
+    with collector_paused():
+        made: list[list[int]] = [[] for _ in range(10_000)]
+
+    young = sum(len(gc.get_objects(generation=k)) for k in (0, 1))
+
+    assert young < len(made)
+
+
+@pytest.mark.usefixtures("thawed")
+def test_cycles_are_freed_by_a_full_collection() -> None:
+    class Node:
+        me: Node
+
+    with collector_paused():
+        node = Node()
+        node.me = node
+        kept = weakref.ref(node)
+        del node
+    assert kept() is not None
+
+    gc.collect()
+
+    assert kept() is None
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_was_frozen_stays_frozen() -> None:
+    gc.freeze()
+    before = gc.get_freeze_count()
+
+    with collector_paused():
+        pass
+
+    assert gc.get_freeze_count() == before > 0
