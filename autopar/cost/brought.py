@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 
+import numpy as np
+
 from autopar.cost.local import Buffer, local_bytes
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import Layout
@@ -53,6 +55,28 @@ class Brought:
         default_factory=dict[tuple[int, Layout], _Span]
     )
     moved: list[Buffer] = dataclasses.field(default_factory=list[Buffer])
+
+    def read_all(self, among: Sequence[Operator]) -> None:
+        """Notes what operators read.
+
+        Most of it is read as it lies, by operators that ask for nothing else. Of that
+        only the last time counts.
+        """
+        life, readings = self.life, self.assignment.analysis.readings
+        special = _special(self.assignment, life)
+        rows, until = readings.rows, _needed(life, self.assignment.graph.operators)
+        plain = np.zeros(len(special), dtype=bool)
+        plain[[op.index for op in among]] = True
+        plain &= ~special
+        kept = plain[rows.operators]
+        last = np.zeros(len(self.assignment.graph.values), dtype=int)
+        np.maximum.at(last, rows.sources[kept], until[rows.operators[kept]])
+        read = np.flatnonzero(last)
+        self.ends.update(zip(read.tolist(), last[read].tolist(), strict=True))
+        for op in among:
+            if special[op.index]:
+                for reading in readings.of[op.index]:
+                    self.read(op, reading)
 
     def read(self, op: Operator, reading: Reading) -> None:
         """Notes what an operator reads."""
@@ -165,6 +189,36 @@ def contracts_first(op: Operator) -> bool:
     kept = op.rule.factors_of(op.rule.results[0])
     gone = [n for n, dim in enumerate(left) if dim and kept.isdisjoint(dim)]
     return gone != list(range(len(left) - len(gone), len(left)))
+
+
+def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
+    """Which operators may read something other than as it lies."""
+    readings = assignment.analysis.readings
+    unlike = [
+        bool(steps) or group.operator.kind in MATRIX
+        for group, ways in zip(readings.groups, assignment.ways, strict=True)
+        for steps, _ in ways
+    ]
+    out = np.zeros(len(assignment.graph.operators), dtype=bool)
+    out[readings.rows.operators[np.array(unlike, dtype=bool)[readings.rows.ways]]] = (
+        True
+    )
+    out[[reader for _, reader in life.copies]] = True
+    if life.spread:
+        spread = life.spread.keys()
+        reads = (op for op in assignment.graph.operators if op.inputs)
+        out[[op.index for op in reads if not spread.isdisjoint(op.inputs)]] = True
+    return out
+
+
+def _needed(life: Lifetimes, operators: Sequence[Operator]) -> np.ndarray:
+    """`Lifetimes.needs` of all operators."""
+    reads = np.array(life.reads)
+    out = np.maximum(reads, np.array(life.until))
+    if life.early:
+        copied = [op.index for op in operators if op.kind == "stack_step"]
+        out[copied] = reads[copied]
+    return out
 
 
 def _extend(ends: dict[int, int], value: int, end: int) -> None:

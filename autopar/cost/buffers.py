@@ -34,12 +34,9 @@ def buffers(
         together.setdefault(time, []).append(value)
     messages = tuple(map(life.replacing.together, together.values()))
     brought = Brought(assignment, life, messages)
-    for op in among:
-        for reading in assignment.analysis.readings.of[op.index]:
-            brought.read(op, reading)
+    brought.read_all(among)
     homes = _Homes(assignment, life, brought.ends, sent)
-    made = (b for op in among for b in homes.of(op))
-    return [*brought.buffers(), *made]
+    return [*brought.buffers(), *homes.of(among)]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,6 +50,7 @@ class _Homes:
       sent: when the message runs that carries a sum (`autopar.cost.joined_sums`).
       replaced: results that take the place of inputs.
       kept: results of the step.
+      known: bytes of results, by class and what else decides them.
     """
 
     assignment: Assignment
@@ -61,6 +59,9 @@ class _Homes:
     sent: Mapping[int, int]
     replaced: frozenset[int | None] = dataclasses.field(init=False)
     kept: frozenset[int | None] = dataclasses.field(init=False)
+    known: dict[tuple[object, ...], tuple[float, float | None]] = dataclasses.field(
+        default_factory=dict[tuple[object, ...], tuple[float, float | None]]
+    )
 
     def __post_init__(self) -> None:
         """Looks at the outputs of the program."""
@@ -69,11 +70,13 @@ class _Homes:
         object.__setattr__(self, "replaced", frozenset(places))
         object.__setattr__(self, "kept", frozenset(graph.outputs))
 
-    def of(self, op: Operator) -> Iterator[Buffer]:
-        """The buffers of what an operator makes."""
-        for slot, value in enumerate(op.outputs):
-            if value in self.life.written and value not in self.replaced:
-                yield from self._result(op, slot)
+    def of(self, among: Sequence[Operator]) -> Iterator[Buffer]:
+        """The buffers of what operators make."""
+        written = self.life.written - self.replaced
+        for op in among:
+            for slot, value in enumerate(op.outputs):
+                if value in written:
+                    yield from self._result(op, slot)
 
     def _result(self, op: Operator, slot: int) -> Iterator[Buffer]:
         value = op.outputs[slot]
@@ -84,19 +87,38 @@ class _Homes:
         elif value in self.sent:
             yield from self._waiting(op, slot, end)
             return
-        home = self.assignment.home_layout(value)
-        part = self.life.rounded.part(value)
-        nbytes = part * self._bytes(value, home)
+        nbytes, before = self._sizes(op, slot)
         yield Buffer(value, nbytes, start, end, self._kind(op, value, end))
-        if op.class_index in self.assignment.contraction.node_of:
-            own = self.assignment.layout(op, op.rule.results[slot])
-            sizes = self.assignment.sizes
-            same = shards(own, sizes) == shards(home, sizes)
-            partial = self.assignment.partial(op)
-            if not same or partial:
-                # Sums over devices are taken before the result is rounded.
-                nbytes = (1.0 if partial else part) * self._bytes(value, own)
-                yield Buffer(value, nbytes, start, start, "collective buffers")
+        if before is not None:
+            yield Buffer(value, before, start, start, "collective buffers")
+
+    def _sizes(self, op: Operator, slot: int) -> tuple[float, float | None]:
+        """Bytes of a result, and before its reduction or move if it has one."""
+        value, life = op.outputs[slot], self.life
+        home = self.assignment.contraction.homes.get(value)
+        wide = value in life.widened.held
+        kernel = life.tiled and value in self.assignment.analysis.in_kernels
+        part = life.rounded.part(value)
+        key = op.class_index, slot, home, wide, kernel, part
+        if key not in self.known:
+            self.known[key] = self._sizes_of(op, slot, part)
+        return self.known[key]
+
+    def _sizes_of(
+        self, op: Operator, slot: int, part: float
+    ) -> tuple[float, float | None]:
+        value, assignment = op.outputs[slot], self.assignment
+        home = assignment.home_layout(value)
+        nbytes = part * self._bytes(value, home)
+        if op.class_index not in assignment.contraction.node_of:
+            return nbytes, None
+        own = assignment.layout(op, op.rule.results[slot])
+        same = shards(own, assignment.sizes) == shards(home, assignment.sizes)
+        partial = bool(assignment.partial(op))
+        if same and not partial:
+            return nbytes, None
+        # Sums over devices are taken before the result is rounded.
+        return nbytes, (1.0 if partial else part) * self._bytes(value, own)
 
     def _end(self, op: Operator, value: int) -> int:
         """When a result is last needed where and as it was made."""

@@ -113,6 +113,8 @@ def off_chip(found: Sequence[Buffer], life: Lifetimes) -> list[Buffer]:
 
     Results of the step are in the device's memory when it ends.
     """
+    if not life.on_chip_bytes:
+        return list(found)
     inside = [b for b in found if b.kind != "results"]
     held = on_chip(
         np.array([b.start for b in inside], dtype=int),

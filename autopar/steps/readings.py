@@ -7,6 +7,9 @@ program of equal layers asks for the steps of one of them.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
 
 from autopar.steps.nodes import Contraction
 from autopar.steps.uses import required, value_class
@@ -52,6 +55,21 @@ class ReadingGroup:
     parts: tuple[_Part, ...]
 
 
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class ReadingRows:
+    """The parts of all readings, in the order of the operators, as arrays.
+
+    Attributes:
+      operators: of each part, the operator that reads.
+      sources: the value with a home.
+      ways: its place among the parts of all groups, one group behind the other.
+    """
+
+    operators: np.ndarray
+    sources: np.ndarray
+    ways: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Readings:
     """All that the operators of a graph read that have a choice.
@@ -59,10 +77,12 @@ class Readings:
     Attributes:
       groups: by number.
       of: by operator, what it reads; () where it has no choice.
+      rows: all of it, part by part.
     """
 
     groups: tuple[ReadingGroup, ...]
     of: tuple[tuple[Reading, ...], ...]
+    rows: ReadingRows
 
 
 def readings(graph: OperatorGraph, contraction: Contraction) -> Readings:
@@ -89,7 +109,21 @@ def readings(graph: OperatorGraph, contraction: Contraction) -> Readings:
                 sources = tuple(source for source, _ in parts)
                 own.append(Reading(number, slot, value, sources))
         of.append(tuple(own))
-    return Readings(tuple(groups), tuple(of))
+    return Readings(tuple(groups), tuple(of), _rows(groups, of))
+
+
+def _rows(
+    groups: Sequence[ReadingGroup], of: Sequence[Sequence[Reading]]
+) -> ReadingRows:
+    first = np.cumsum([0, *(len(group.parts) for group in groups)]).tolist()
+    found = [
+        (index, source, first[reading.group] + place)
+        for index, own in enumerate(of)
+        for reading in own
+        for place, source in enumerate(reading.sources)
+    ]
+    operators, sources, ways = np.array(found, dtype=int).reshape(-1, 3).T
+    return ReadingRows(operators, sources, ways)
 
 
 def _parts(
