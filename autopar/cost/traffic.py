@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Collection, Sequence
 
+import numpy as np
+
 from autopar.cost.combining import FREE, GATHERS, NORMS, SUMS, UPDATED, Group, Place
 from autopar.cost.local import sent_bytes
 from autopar.cost.pricer import Pricer
@@ -77,12 +79,26 @@ Form = tuple[object, ...]
 
 @dataclasses.dataclass(slots=True)
 class _Forms:
-    """The resharded forms of all values, and what is read as it is."""
+    """The resharded forms of all values, and what is read as it is.
+
+    Attributes:
+      collectives: those that make forms, in the order of their readers.
+      children: what each form is turned into.
+      read: the forms that are read, but for those below.
+      whole: of each value, whether it is read as it lies.
+    """
 
     collectives: list[Collective]
     children: dict[Form, dict[Form, ReshardStep]]
     read: set[Form]
     rounds: bool
+    whole: np.ndarray
+
+    def is_read(self, form: Form) -> bool:
+        """Whether an operator reads a form."""
+        value, fresh, *layouts = form
+        lies = isinstance(value, int) and not fresh and not layouts
+        return form in self.read or (lies and bool(self.whole[value]))
 
 
 def traffic(
@@ -99,18 +115,11 @@ def traffic(
       rounds: whether what only products read is sent in bfloat16
         (`autopar.cluster.DeviceSpec.rounds_operands`).
     """
-    forms = _Forms([], {}, set(), rounds)
+    whole = np.zeros(len(assignment.graph.values), dtype=bool)
+    forms = _Forms([], {}, set(), rounds, whole)
     among = operators_of(assignment, only)
     made = None if only is None else {v for op in among for v in op.outputs}
-    read_by, ways = assignment.analysis.readings.of, assignment.ways
-    partial = bool(assignment.stackings)
-    for op in among:
-        for reading in read_by[op.index]:
-            if partial and stays_partial(assignment, op, reading.value):
-                continue
-            trips = op.input_trips[reading.slot]
-            for source, way in zip(reading.sources, ways[reading.group], strict=True):
-                _read(assignment, forms, op, source, way, trips)
+    _read_all(assignment, forms, among)
     last = assignment.graph.operators[-1]
     for position, value in enumerate(assignment.graph.outputs):
         if value is None or (made is not None and value not in made):
@@ -166,6 +175,30 @@ def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective
                 )
             count += 1
     return out
+
+
+def _read_all(assignment: Assignment, forms: _Forms, among: Sequence[Operator]) -> None:
+    """Adds what operators read.
+
+    What is moved to no operator that reads it is read as it lies.
+    """
+    readings, ways = assignment.analysis.readings, assignment.ways
+    rows, partial = readings.rows, bool(assignment.stackings)
+    busy = np.full(len(assignment.graph.operators), partial)
+    moved = np.array([bool(steps) for own in ways for steps, _ in own], dtype=bool)
+    busy[rows.operators[moved[rows.ways]]] = True
+    counted = np.zeros(len(busy), dtype=bool)
+    counted[[op.index for op in among]] = True
+    forms.whole[rows.sources[(counted & ~busy)[rows.operators]]] = True
+    for op in among:
+        if not busy[op.index]:
+            continue
+        for reading in readings.of[op.index]:
+            if partial and stays_partial(assignment, op, reading.value):
+                continue
+            trips = op.input_trips[reading.slot]
+            for source, way in zip(reading.sources, ways[reading.group], strict=True):
+                _read(assignment, forms, op, source, way, trips)
 
 
 def _read(
@@ -241,8 +274,11 @@ def _reductions(
 ) -> list[Collective]:
     """The collectives that finish the partial results of operators."""
     out: list[Collective] = []
+    reduced: dict[int, bool] = {}
     for op in among:
-        if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
+        if op.class_index not in reduced:
+            reduced[op.class_index] = _is_reduced(assignment, op)
+        if not reduced[op.class_index]:
             continue
         for slot, value in enumerate(op.outputs):
             steps = assignment.result_steps(op, slot)
@@ -263,6 +299,13 @@ def _reductions(
                 if step.kind != "slice"
             )
     return out
+
+
+def _is_reduced(assignment: Assignment, op: Operator) -> bool:
+    """Whether something happens to results of an operator before they are at home."""
+    if op.kind == "return" or op.class_index not in assignment.contraction.node_of:
+        return False
+    return any(assignment.result_steps(op, slot) for slot in range(len(op.outputs)))
 
 
 def stays_partial(assignment: Assignment, op: Operator, value: int) -> bool:
@@ -316,7 +359,7 @@ def _sliced(forms: _Forms, form: Form, axes: frozenset[int]) -> frozenset[int]:
     A slice over other axes too is none that a compiler merges with the reduction.
     """
     out: frozenset[int] = frozenset()
-    while form not in forms.read:
+    while not forms.is_read(form):
         children = forms.children.get(form, {})
         if len(children) != 1:
             return out
