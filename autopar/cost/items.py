@@ -16,7 +16,7 @@ import numpy as np
 from autopar.cost.breakdown import CostBreakdown
 from autopar.cost.combining import SUMS
 from autopar.cost.compute import work_once_s
-from autopar.cost.memory import held_bytes
+from autopar.cost.memory import each_held_bytes
 from autopar.cost.overlap import Timeline
 from autopar.cost.parts import Part
 from autopar.cost.placing import Placing, placing
@@ -78,7 +78,7 @@ def items(assignment: Assignment, pricer: Pricer) -> list[CostItem]:
     collectives = all_collectives(assignment, pricer)
     found = [
         *work_items(assignment, pricer),
-        *(collective_item(assignment, pricer, c) for c in collectives),
+        *collective_items(assignment, pricer, collectives),
     ]
     hidden = hidden_item(assignment, pricer, found)
     return [*found, *([hidden] if hidden else []), *held_items(assignment)]
@@ -197,31 +197,37 @@ def paid_by(op: Operator) -> Paid:
     return Paid.SYNCHRONISATION if op.role is Role.UPDATE else Paid.MICROBATCH
 
 
-def collective_item(
-    assignment: Assignment, pricer: Pricer, collective: Collective
-) -> CostItem:
-    """A collective, split into what its bytes take and its latency."""
+def collective_items(
+    assignment: Assignment, pricer: Pricer, collectives: Iterable[Collective]
+) -> Iterator[CostItem]:
+    """Collectives, each split into what its bytes take and its latency."""
+    known: dict[tuple[object, ...], CostBreakdown] = {}
+    for c in collectives:
+        # What decides the cost: layers that are alike have the same.
+        key = c.step, c.nbytes, c.trips, c.message_bytes, c.place is not None
+        cost = known.get(key)
+        if cost is None:
+            cost = known[key] = _collective_cost(pricer, c)
+        yield CostItem(c.operator, paid_of(assignment, c), cost, collective=c)
+
+
+def _collective_cost(pricer: Pricer, collective: Collective) -> CostBreakdown:
+    """The cost of a collective, split into what its bytes take and its latency."""
     step, nbytes, trips = collective.step, collective.nbytes, collective.trips
     whole_s = collective.seconds(pricer)
     least_s = min(whole_s, trips * pricer.bytes_s(step, nbytes))
     free = collective.place is not None
     kind = step.kind
-    cost = CostBreakdown(
+    return CostBreakdown(
         **{
             "hideable_s" if free else "waiting_s": least_s,
             "hideable_latency_s" if free else "waiting_latency_s": whole_s - least_s,
             f"{kind}_bytes": collective.sent_bytes(pricer),
         }
     )
-    return CostItem(
-        collective.operator,
-        _paid(assignment, collective),
-        cost,
-        collective=collective,
-    )
 
 
-def _paid(assignment: Assignment, collective: Collective) -> Paid:
+def paid_of(assignment: Assignment, collective: Collective) -> Paid:
     """Sums of gradients wait for all microbatches, what an update reads comes once."""
     op = assignment.graph.operators[collective.operator]
     summed = collective.place is not None and collective.step.kind in SUMS
@@ -233,8 +239,12 @@ def _paid(assignment: Assignment, collective: Collective) -> Paid:
 def held_items(assignment: Assignment) -> Iterator[CostItem]:
     """The bytes that a device holds of each input."""
     graph = assignment.graph
-    for given in graph.inputs:
-        name = _HELD.get(given.role, "other_bytes")
-        cost = CostBreakdown(**{name: held_bytes(assignment, given)})
+    known: dict[tuple[str, float], CostBreakdown] = {}
+    held = each_held_bytes(assignment)
+    for given, nbytes in zip(graph.inputs, held, strict=True):
+        key = _HELD.get(given.role, "other_bytes"), nbytes
+        if key not in known:
+            known[key] = CostBreakdown(**{key[0]: nbytes})
+        cost = known[key]
         op = assignment.contraction.producer[given.value].index
         yield CostItem(op, Paid.SYNCHRONISATION, cost)

@@ -103,9 +103,24 @@ def held_bytes(
     return copies * local_bytes(assignment, given.value, layout, tiled=tiled)
 
 
+def each_held_bytes(assignment: Assignment, *, tiled: bool = False) -> list[float]:
+    """`held_bytes` of all inputs; those of equal layers are the same."""
+    known: dict[tuple[object, ...], float] = {}
+    graph, kernels = assignment.graph, assignment.analysis.in_kernels if tiled else ()
+    out: list[float] = []
+    for given in graph.inputs:
+        value, layout = graph.values[given.value], assignment.home_layout(given.value)
+        carried, kernel = given.output >= 0, given.value in kernels
+        key = value.shape, value.dtype, layout, carried, kernel
+        if key not in known:
+            known[key] = held_bytes(assignment, given, tiled=tiled)
+        out.append(known[key])
+    return out
+
+
 def input_bytes(assignment: Assignment, *, tiled: bool = False) -> float:
     """Bytes of the inputs on one device."""
-    return sum(held_bytes(assignment, i, tiled=tiled) for i in assignment.graph.inputs)
+    return sum(each_held_bytes(assignment, tiled=tiled))
 
 
 def off_chip(found: Sequence[Buffer], life: Lifetimes) -> list[Buffer]:

@@ -186,17 +186,16 @@ def _needs(
 ) -> np.ndarray:
     """The last message of sums that each operator of the update needs."""
     count = len(assignment.graph.operators)
-    needs = np.full(count, count)
+    needs = [count] * count
     last: dict[int, int] = {}
     for c, slot in zip(collectives, slots, strict=True):
         if slot is not None and slot.sums:
             last[c.value] = max(last.get(c.value, -1), slot.position)
     for op in assignment.analysis.followers:
-        found = [last[v] for v in op.inputs if v is not None and v in last]
-        if found:
-            latest = max(found)
+        latest = max([last[v] for v in op.inputs if v in last], default=-1)
+        if latest >= 0:
             for value in op.outputs:
                 last[value] = max(last.get(value, -1), latest)
         if op.role is Role.UPDATE:
-            needs[op.index] = max(found, default=-1)
-    return needs
+            needs[op.index] = latest
+    return np.array(needs)

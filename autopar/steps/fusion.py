@@ -40,6 +40,12 @@ _OPAQUE = frozenset(
     }
 )  # fmt: skip
 
+# What is no element-wise operator, whatever its factors are, `is_product` beside them.
+_APART = BOUNDARY | {
+    "slice_step", "stack_step", "random_bits", "threefry2x32", "gather", "scatter-add",
+    "sort", "top_k",
+}  # fmt: skip
+
 # A kernel does not read more arrays than this; the limit only bounds the work here.
 _MOST_SOURCES = 32
 # Operators whose results lie in the buffer of what they hand over.
@@ -251,9 +257,10 @@ class _Again:
         )
         written = self._written(op, slot, value, sources)
         compared = self.into_products and value in self.floating
-        if not written and (is_elementwise(op) or compared):
+        fused = is_elementwise(op)
+        if not written and (fused or compared):
             self.made_of[value] = sources
-        elif value in self.floating and not is_elementwise(op):
+        elif value in self.floating and not fused:
             self.scattered.add(value)
         return written
 
@@ -274,8 +281,9 @@ class _Again:
 
 def _again(op: Operator, users: Sequence[Operator]) -> bool:
     """Whether a result may be made again in every reader."""
-    opaque = any(_is_opaque(r) for r in users)
-    return is_elementwise(op) and op.kind not in _DEAR and not opaque
+    if op.kind in _DEAR or not is_elementwise(op):
+        return False
+    return not any(_is_opaque(r) for r in users)
 
 
 def _streamed(op: Operator, users: Sequence[Operator]) -> bool:
@@ -309,15 +317,9 @@ def _readers(graph: OperatorGraph) -> dict[int, list[Operator]]:
 
 def is_elementwise(op: Operator) -> bool:
     """Whether a compiler fuses the operator into its readers."""
-    if op.kind in BOUNDARY or op.kind in ("slice_step", "stack_step"):
+    if op.kind in _APART or op.kernel is not None or is_product(op):
         return False
-    if op.kind in ("random_bits", "threefry2x32"):
-        return False
-    if op.kind in ("gather", "scatter-add", "sort", "top_k") or is_product(op):
-        return False
-    if op.kernel is not None:
-        return False
-    return not any(
+    return FactorKind.REDUCE not in op.rule.kinds or not any(
         kind is FactorKind.REDUCE and size > 1
         for size, kind in zip(op.rule.sizes, op.rule.kinds, strict=True)
     )

@@ -26,7 +26,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 
-from autopar_passes.graph.operators import OperatorGraph
+from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.factor_rule import FactorKind
 from autopar_passes.sums.deferral import Deferral
@@ -120,9 +120,8 @@ def _parameters(graph: OperatorGraph) -> tuple[set[int], dict[int, int]]:
     waiting = _waiting(graph)
     for op in graph.operators:
         arrays = [v for v in op.inputs if v is not None]
-        passes = all(kind is FactorKind.PASS for kind in op.rule.kinds)
-        hands_on = arrays and given.issuperset(arrays)
-        if op.kind == "input" or (hands_on and (passes or op.kind in _HANDING)):
+        hands_on = arrays and given.issuperset(arrays) and _hands_on(op)
+        if op.kind == "input" or hands_on:
             given.update(op.outputs)
             out.add(op.index)
             last = max((behind.get(v, -1) for v in arrays), default=-1)
@@ -133,6 +132,12 @@ def _parameters(graph: OperatorGraph) -> tuple[set[int], dict[int, int]]:
         elif op.outputs and carried.issuperset(op.outputs):
             out.add(op.index)
     return out, behind
+
+
+def _hands_on(op: Operator) -> bool:
+    """Whether an operator hands arrays over, or brings them into another shape."""
+    passes = all(kind is FactorKind.PASS for kind in op.rule.kinds)
+    return passes or op.kind in _HANDING
 
 
 def _updated(graph: OperatorGraph) -> set[int]:

@@ -19,7 +19,7 @@ import numpy as np
 
 from autopar.cluster.specs import DeviceSpec
 from autopar.cost.combining import SUMS
-from autopar.cost.items import Paid, collective_item, parts_of
+from autopar.cost.items import Paid, paid_of, parts_of
 from autopar.cost.pieces import Pieces, value_at
 from autopar.cost.products import rates_of
 from autopar.cost.reassociation import compiled_traffic
@@ -134,8 +134,7 @@ class SecondsPricer:
     ) -> None:
         layers, assignment, pricer = self.layers, submesh.assignment, submesh.pricer
         for c, layer in self._collectives(submesh):
-            item = collective_item(assignment, pricer, c)
-            once = item.paid is Paid.SYNCHRONISATION
+            once = paid_of(assignment, c) is Paid.SYNCHRONISATION
             columns = (STEP,) if once else self._columns(c.operator)
             scales = self.scales
             if once:

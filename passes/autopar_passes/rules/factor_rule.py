@@ -71,6 +71,8 @@ class FactorRule:
     @property
     def reduced(self) -> frozenset[int]:
         """Factors whose sharding leaves partial results."""
+        if FactorKind.REDUCE not in self.kinds:
+            return frozenset()
         return frozenset(f for f, k in enumerate(self.kinds) if k is FactorKind.REDUCE)
 
 
