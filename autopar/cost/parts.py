@@ -80,7 +80,8 @@ class Part:
         messages = self.gathers if cut.gathers else self.sums
         work = self.work if cut.gathers else self.late_work
         done = work[slice(*cut.work)].sum()
-        done += self.update[self.needs < cut.needs].sum()
+        if cut.needs >= 0:
+            done += self.update[self.needs < cut.needs].sum()
         return float(messages[slice(*cut.moved)].sum() - share * done)
 
     def waits(self) -> list[Cut]:

@@ -96,7 +96,7 @@ class Candidate:
         """Predicted seconds of one step."""
         return step_s(self.cost)
 
-    @property
+    @functools.cached_property
     def alone_s(self) -> float:
         """Seconds of a step if messages had the windows of their arrays.
 

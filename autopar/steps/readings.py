@@ -93,6 +93,7 @@ def readings(graph: OperatorGraph, contraction: Contraction) -> Readings:
       contraction: its nodes.
     """
     numbers: dict[tuple[object, ...], int] = {}
+    known: dict[int, tuple[tuple[_Part, ...], tuple[object, ...]]] = {}
     groups: list[ReadingGroup] = []
     of: list[tuple[Reading, ...]] = []
     for op in graph.operators:
@@ -101,8 +102,11 @@ def readings(graph: OperatorGraph, contraction: Contraction) -> Readings:
             for slot, value in enumerate(op.inputs):
                 if value is None:
                     continue
-                parts = _parts(graph, contraction, value)
-                key = (op.class_index, slot, *(_key(contraction, p) for p in parts))
+                if value not in known:
+                    parts = _parts(graph, contraction, value)
+                    known[value] = parts, tuple(_key(contraction, p) for p in parts)
+                parts, keys = known[value]
+                key = (op.class_index, slot, *keys)
                 number = numbers.setdefault(key, len(groups))
                 if number == len(groups):
                     groups.append(ReadingGroup(op, slot, parts))

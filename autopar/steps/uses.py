@@ -117,12 +117,16 @@ def collect(graph: OperatorGraph, contraction: Contraction) -> dict[ValueClass, 
         example.setdefault(key, value)
         del home
     carried = {i.output: i.value for i in graph.inputs if i.output >= 0}
+    own: dict[int, list[Dims]] = {}
     for op in graph.operators:
         if op.kind != "return" and op.class_index in contraction.node_of:
             node = contraction.node_of[op.class_index]
+            if op.class_index not in own:
+                operands = op.rule.operands
+                own[op.class_index] = [node_dims(contraction, op, d) for d in operands]
             for slot, value in enumerate(op.inputs):
                 if value is not None:
-                    dims = node_dims(contraction, op, op.rule.operands[slot])
+                    dims = own[op.class_index][slot]
                     trips = op.input_trips[slot]
                     _read(graph, contraction, uses, op, value, dims, node, trips)
     for output, value in enumerate(graph.outputs):
