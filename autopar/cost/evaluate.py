@@ -23,11 +23,18 @@ def evaluate(assignment: Assignment, pricer: Pricer) -> CostBreakdown:
 
 
 def total(found: Iterable[CostItem]) -> CostBreakdown:
-    """Adds the costs of items."""
-    costs = [item.cost for item in found]
-    return CostBreakdown(
-        **{n: sum((getattr(c, n) for c in costs), 0.0) for n in FIELDS}
-    )
+    """Adds the costs of items, field by field; an item has few that are not 0."""
+    terms: dict[str, list[float]] = {name: [] for name in FIELDS}
+    known: dict[int, tuple[CostBreakdown, list[tuple[str, float]]]] = {}
+    for item in found:
+        cost = item.cost
+        # Items that are alike share one value, which is kept here while it is known.
+        if id(cost) not in known:
+            amounts = [(name, getattr(cost, name)) for name in FIELDS]
+            known[id(cost)] = cost, [pair for pair in amounts if pair[1]]
+        for name, amount in known[id(cost)][1]:
+            terms[name].append(amount)
+    return CostBreakdown(**{name: sum(own, 0.0) for name, own in terms.items()})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

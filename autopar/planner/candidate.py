@@ -235,6 +235,27 @@ def candidate_of(
     return priced(formulation, solution, assignment, peak_bytes)
 
 
+def solved_again(
+    analysis: Analysis,
+    formulation: Formulation,
+    solution: Solution,
+    known: Candidate | None,
+) -> Candidate | None:
+    """A known plan as the solution of another problem; it is priced and fits already.
+
+    None: the solution is another plan, or that plan does not fit.
+    """
+    pricer = formulation.pricer
+    if known is None or known.pricer != pricer:
+        return None
+    fits = known.peak_memory_bytes <= pricer.cluster.memory_bytes
+    if not fits or known.assignment != assignment_of(analysis, formulation, solution):
+        return None
+    return dataclasses.replace(
+        known, formulation=formulation, solution=solution, lower_s=None
+    )
+
+
 def assignment_of(
     analysis: Analysis, formulation: Formulation, solution: Solution
 ) -> Assignment:

@@ -14,7 +14,7 @@ from autopar.layouts.strategies import Strategy, layout_of, strategy_space
 from autopar.planner.problem import Restriction, allowed_strategies, small_state
 from autopar.steps.analysis import Analysis
 from autopar.steps.labels import BATCH, SEQUENCE
-from autopar.steps.nodes import Node
+from autopar.steps.nodes import Home, Node
 from autopar_passes.graph.roles import InputRole, Role
 
 
@@ -142,18 +142,19 @@ def least_bytes(analysis: Analysis, rule: Restriction, pricer: Pricer) -> float:
     graph, homes = analysis.graph, analysis.contraction.homes
     small = small_state(graph, analysis.contraction, pricer.cluster.memory_bytes)
     kept: dict[int, tuple[Strategy, ...]] = {}
+    most: dict[Home | None, int] = {None: 1}
     out = 0.0
     for given in graph.inputs:
         if given.role not in (InputRole.PARAMETER, InputRole.OPTIMIZER_STATE):
             continue
-        parts, home = 1, homes.get(given.value)
-        if home is not None:
+        home = homes.get(given.value)
+        if home is not None and home not in most:
             number = home.node
             if number not in kept:
                 kept[number] = _kept(analysis, rule, number, pricer, number in small)
             layouts = (layout_of(strategy, home.dims) for strategy in kept[number])
-            parts = max(shards(layout, pricer.sizes) for layout in layouts)
-        out += graph.values[given.value].nbytes / parts
+            most[home] = max(shards(layout, pricer.sizes) for layout in layouts)
+        out += graph.values[given.value].nbytes / most[home]
     return out
 
 
@@ -175,8 +176,10 @@ def masters_of(analysis: Analysis) -> frozenset[int]:
         if i.role is InputRole.PARAMETER and i.value in homes
     }
     for op in graph.operators:
-        for value in wide.intersection(v for v in op.inputs if v is not None):
-            if op.role is not Role.UPDATE and op.kind != "return":
+        if op.role is Role.UPDATE or op.kind == "return":
+            continue
+        for value in (v for v in set(op.inputs) if v in wide):
+            if value is not None:
                 given, made = (graph.values[v].dtype for v in (value, op.outputs[0]))
                 narrow = op.kind == "convert_element_type"
                 if not (narrow and made.itemsize < given.itemsize):

@@ -19,6 +19,7 @@ from autopar.planner.candidate import (
     Candidate,
     choices_of,
     priced,
+    solved_again,
 )
 from autopar.planner.fewer_messages import with_fewer_messages
 from autopar.planner.hiding import PROVED, Plane, Weights, best_weights, plane_of
@@ -442,6 +443,10 @@ def _solved(
             break
         if solution.bound >= task.below_s:
             raise _SlowerError(f"no plan on mesh {pricer.mesh} is as fast.")
+        found = solved_again(task.analysis, formulation, solution, start)
+        if found is not None:
+            found = dataclasses.replace(found, weights=weights)
+            return tie_broken(task.analysis, found)
         solution, layouts, peak_bytes = laid_out(task.analysis, formulation, solution)
         if peak_bytes <= memory:
             found = priced(formulation, solution, layouts, peak_bytes)

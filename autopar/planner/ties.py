@@ -109,9 +109,10 @@ def _free(analysis: Analysis) -> Iterator[tuple[int, str]]:
     for given in analysis.graph.inputs:
         if given.role is InputRole.BATCH:
             yield given.value, "input"
+    floating = analysis.contraction.floating
     for op in analysis.graph.operators:
-        made = not analysis.contraction.floating.isdisjoint(op.inputs)
-        if op.kind == "enter" and op.index == op.class_index and made:
+        entering = op.kind == "enter" and op.index == op.class_index
+        if entering and not floating.isdisjoint(op.inputs):
             yield op.outputs[0], "array"
 
 
