@@ -194,8 +194,11 @@ def contracts_first(op: Operator) -> bool:
 def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
     """Which operators may read something other than as it lies."""
     readings = assignment.analysis.readings
+    # Elsewhere a product asks for nothing else of what it reads as it lies.
+    wide = life.early or life.widened.operands or life.replacing.waits_for
+    apart = MATRIX if wide else _COPIES_OPERANDS
     unlike = [
-        bool(steps) or group.operator.kind in MATRIX
+        bool(steps) or group.operator.kind in apart
         for group, ways in zip(readings.groups, assignment.ways, strict=True)
         for steps, _ in ways
     ]

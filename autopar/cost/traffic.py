@@ -51,6 +51,20 @@ class Collective:
         """Bytes in the convention of `autopar.cost.collectives`."""
         return self.step.fraction * self.nbytes
 
+    def sent_in(self, message_bytes: float, message: int) -> Collective:
+        """The collective in a message of so many bytes."""
+        return Collective(
+            self.step,
+            self.nbytes,
+            self.trips,
+            self.value,
+            self.operator,
+            self.place,
+            self.ready,
+            message_bytes,
+            message,
+        )
+
     def seconds(self, pricer: Pricer) -> float:
         """Seconds of all its runs in one step: its part of its messages'."""
         return self.trips * pricer.collective_s(
@@ -170,9 +184,7 @@ def joined(pricer: Pricer, collectives: Sequence[Collective]) -> list[Collective
             members = [numbers[place] for place in message]
             nbytes = sum(out[k].size for k in members)
             for k in members:
-                out[k] = dataclasses.replace(
-                    out[k], message_bytes=nbytes, message=count
-                )
+                out[k] = out[k].sent_in(nbytes, count)
             count += 1
     return out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -61,7 +60,7 @@ def build_graph(
     inputs = _inputs(program, emitted.operators, roles, input_paths, carried)
     classes = _classes(program, emitted.operators, roles, inputs, share=share_repeated)
     operators = [
-        dataclasses.replace(op, role=role, class_index=class_index)
+        op.decided(role, class_index)
         for op, role, class_index in zip(emitted.operators, roles, classes, strict=True)
     ]
     outputs = tuple(a if isinstance(a, int) else None for a in program.body.outputs)

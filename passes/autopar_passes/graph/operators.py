@@ -57,6 +57,26 @@ class Operator:
     until: int = -1
     kernel: Kernel | None = None
 
+    def decided(self, role: Role, class_index: int) -> Operator:
+        """The operator with its role and class; `dataclasses.replace`, but faster."""
+        return Operator(
+            self.index,
+            self.kind,
+            self.equation,
+            self.inputs,
+            self.outputs,
+            self.rule,
+            role,
+            self.module,
+            self.flops,
+            self.trips,
+            self.input_trips,
+            class_index,
+            self.source,
+            self.until,
+            self.kernel,
+        )
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class GraphInput:
