@@ -110,9 +110,11 @@ class _Forms:
 
     def is_read(self, form: Form) -> bool:
         """Whether an operator reads a form."""
+        if form in self.read:
+            return True
         value, fresh, *layouts = form
-        lies = isinstance(value, int) and not fresh and not layouts
-        return form in self.read or (lies and bool(self.whole[value]))
+        moved = bool(fresh or layouts)
+        return isinstance(value, int) and not moved and bool(self.whole[value])
 
 
 def traffic(

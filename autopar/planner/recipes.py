@@ -178,12 +178,11 @@ def masters_of(analysis: Analysis) -> frozenset[int]:
     for op in graph.operators:
         if op.role is Role.UPDATE or op.kind == "return":
             continue
-        for value in (v for v in set(op.inputs) if v in wide):
-            if value is not None:
-                given, made = (graph.values[v].dtype for v in (value, op.outputs[0]))
-                narrow = op.kind == "convert_element_type"
-                if not (narrow and made.itemsize < given.itemsize):
-                    wide.discard(value)
+        for value in wide.intersection(v for v in op.inputs if v is not None):
+            given, made = (graph.values[v].dtype for v in (value, op.outputs[0]))
+            narrow = op.kind == "convert_element_type"
+            if not (narrow and made.itemsize < given.itemsize):
+                wide.discard(value)
     return frozenset(homes[value].node for value in wide)
 
 
