@@ -99,6 +99,7 @@ class _Forms:
       collectives: those that make forms, in the order of their readers.
       children: what each form is turned into.
       read: the forms that are read, but for those below.
+      rounds: whether what only products read is sent in bfloat16.
       whole: of each value, whether it is read as it lies.
     """
 
