@@ -8,7 +8,7 @@ from typing import Any
 
 from autopar.layouts.copies import Copy, Mode
 from autopar.layouts.layout import Axes, Layout, ReshardStep, reshard_steps
-from autopar.layouts.stacking import Stacking, stacking_of
+from autopar.layouts.stacking import SCATTER, Stacking, stacking_of, whole_rows
 from autopar.layouts.strategies import Strategy, layout_of, partial_axes
 from autopar.layouts.whole_gathers import stated
 from autopar.layouts.written_sums import kept_slices, written_sums
@@ -226,6 +226,8 @@ class Assignment:
             op = self.contraction.producer[value]
             if op.class_index not in self.contraction.node_of:
                 return ()
+            if op.kind == SCATTER and not self._scatters_apart(op):
+                return ()
             slot = op.outputs.index(value)
             start = self.layout(op, op.rule.results[slot])
             steps = self.result_steps(op, slot)
@@ -233,6 +235,16 @@ class Assignment:
         if steps and steps[-1].kind == "all_reduce" and not handed:
             kept = kept_slices(self._ways_of().get(value, set()), steps[-1].axes)
         return written_sums(start, steps, kept)
+
+    def _scatters_apart(self, op: Operator) -> bool:
+        """Whether what devices scatter, each from zeros, adds up to the result."""
+        makers: frozenset[int] = self._memo(
+            ("makers",),
+            lambda: frozenset(
+                m for d in self.analysis.deferrals for m in d.contributions
+            ),
+        )
+        return op.index in makers and whole_rows(self, op)
 
     def _ways_of(self) -> dict[int, set[Way]]:
         """How each value with a home is brought to its readers."""

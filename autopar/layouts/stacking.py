@@ -17,7 +17,7 @@ from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import Dims
 from autopar_passes.sums.deferral import Deferral
 
-_SCATTER = "scatter-add"
+SCATTER = "scatter-add"
 
 
 class Layouts(Protocol):
@@ -112,12 +112,12 @@ def _starts(assignment: Layouts, stacking: Stacking, op: Operator) -> bool:
     own = assignment.layout(op, op.rule.results[0])
     home = stacking.strip(assignment.home_layout(op.outputs[0]))
     steps = reshard_steps(own, home, (), "", assignment.sizes)
-    if op.kind == _SCATTER and not _whole_rows(assignment, op):
+    if op.kind == SCATTER and not whole_rows(assignment, op):
         return False
     return all(s.kind == "slice" for s in steps)
 
 
-def _whole_rows(assignment: Layouts, op: Operator) -> bool:
+def whole_rows(assignment: Layouts, op: Operator) -> bool:
     """Whether a scatter's indices find every row on each device.
 
     The factors of the operand that its updates do not have are those indexed.

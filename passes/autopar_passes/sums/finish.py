@@ -24,8 +24,9 @@ from autopar_passes.layouts import Layout, partition_spec
 from autopar_passes.sums.scatters import scattered
 
 # Equations of one result that may run shard by shard: their parameters say nothing of
-# the operands' sizes, and the partial results of shards add up to the result.
-BY_SHARDS = frozenset({"dot_general", "reduce_sum"})
+# the operands' sizes, and the partial results of shards add up to the result. Those of
+# a scatter do if it adds to zeros, of which each device has all rows.
+BY_SHARDS = frozenset({"dot_general", "reduce_sum", "scatter-add"})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
