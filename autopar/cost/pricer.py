@@ -85,6 +85,11 @@ class Pricer:
         """Whether the compiler takes the sum of two sums over devices as one."""
         return self.cluster.device.calibrated.reassociates
 
+    @property
+    def scatters_slices(self) -> bool:
+        """Whether the compiler takes less of a sum where a slice of it is read."""
+        return self.cluster.device.calibrated.scatters_slices
+
     def collective_s(
         self, step: ReshardStep, nbytes: float, message_bytes: float = 0.0
     ) -> float:

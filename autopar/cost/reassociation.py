@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from autopar.cost.combining import SUMS
 from autopar.cost.pricer import Pricer
+from autopar.cost.sliced_sums import scattered_sums, split_sums
 from autopar.cost.traffic import Collective, traffic
 from autopar.layouts.assignment import Assignment
 from autopar_passes.sums.reassociated import Reassociation
@@ -23,21 +24,29 @@ def compiled_traffic(
       only: the operators that count, in program order; None: all of them.
     """
     rounds = pricer.cluster.device.rounds_operands
-    found = traffic(assignment, only, rounds=rounds)
-    return reassociated(assignment, found) if pricer.reassociates else found
+    found, late = traffic(assignment, only, rounds=rounds), frozenset[int]()
+    if pricer.scatters_slices:
+        found, late = split_sums(assignment, found)
+    if pricer.reassociates:
+        found = reassociated(assignment, found, late)
+    return scattered_sums(assignment, found) if pricer.scatters_slices else found
 
 
 def reassociated(
-    assignment: Assignment, collectives: Iterable[Collective]
+    assignment: Assignment,
+    collectives: Iterable[Collective],
+    late: frozenset[int] = frozenset(),
 ) -> list[Collective]:
     """Takes sums that are added up once, after the addition, where they are alike.
 
     See `autopar_passes.sums.reassociated`. Nothing may be moved between the sums and
-    the addition, for the compiler only joins what it finds next to each other.
+    the addition, for the compiler only joins what it finds next to each other. Of sums
+    that are taken in several collectives, the last ones may be alike and joined.
 
     Args:
       assignment: strategies as layouts.
       collectives: of one step of it.
+      late: values whose reduce-scatters the compiler makes later.
     """
     sums: dict[int, list[Collective]] = {}
     out: list[Collective] = []
@@ -47,13 +56,14 @@ def reassociated(
         (sums.setdefault(c.value, []) if held else out).append(c)
     for found in assignment.analysis.reassociations:
         one, other = (sums.get(v, []) for v in found.summed)
-        if _alike(one, other) and _stays(assignment, found):
+        count = _alike(one, other, late)
+        if count and _stays(assignment, found):
             (value,) = assignment.graph.operators[found.operator].outputs
-            for v in found.summed:
-                del sums[v]
             sums[value] = [
-                dataclasses.replace(c, value=value, ready=found.operator) for c in other
+                dataclasses.replace(c, value=value, ready=found.operator)
+                for c in other[-count:]
             ]
+            del one[-count:], other[-count:]
     out.extend(c for kept in sums.values() for c in kept)
     return sorted(out, key=lambda c: c.operator)
 
@@ -85,14 +95,23 @@ def alone_s(assignment: Assignment, pricer: Pricer) -> dict[int, float]:
     return out
 
 
-def _alike(one: Sequence[Collective], other: Sequence[Collective]) -> bool:
-    """Whether both are sums over the same devices of as many bytes."""
-    kinds = [
-        [(c.step.kind, c.step.axes, c.size, c.trips, c.place) for c in collectives]
-        for collectives in (one, other)
-    ]
-    sums = all(c.step.kind in SUMS for c in one)
-    return bool(one) and sums and kinds[0] == kinds[1]
+def _alike(
+    one: Sequence[Collective], other: Sequence[Collective], late: frozenset[int]
+) -> int:
+    """How many of the last collectives are sums over the same devices of as many bytes.
+
+    0 where either holds anything but sums.
+    """
+    if any(c.step.kind not in SUMS for c in (*one, *other)):
+        return 0
+    count = 0
+    for a, b in zip(reversed(one), reversed(other), strict=False):
+        kinds = [(c.step.kind, c.step.axes, c.size, c.trips, c.place) for c in (a, b)]
+        scatters = a.step.kind == "reduce_scatter"
+        if kinds[0] != kinds[1] or (scatters and {a.value, b.value} & late):
+            break
+        count += 1
+    return count
 
 
 def _stays(assignment: Assignment, found: Reassociation) -> bool:

@@ -72,7 +72,12 @@ from autopar_passes.program.trace import (
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
-from autopar_passes.sums.reassociated import Reassociation, reassociations
+from autopar_passes.sums.reassociated import (
+    Reassociation,
+    Shaped,
+    reassociations,
+    shaped,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -422,6 +427,11 @@ class Analysis:
     def reassociations(self) -> tuple[Reassociation, ...]:
         """The additions of two sums that a compiler may take as one."""
         return reassociations(self.graph)
+
+    @functools.cached_property
+    def shaped(self) -> dict[int, Shaped]:
+        """The forms of values that may be summed over devices."""
+        return shaped(self.graph, self.reassociations)
 
     @functools.cached_property
     def coded(self) -> CodedSums:
