@@ -9,7 +9,7 @@ state the whole sum, and XLA's GPU compiler makes less of it:
   same devices as one of the two. So the second may be taken with others
   (``xla/service/gpu/transforms/all_reduce_splitter.cc`` in openxla/xla).
 * A sum becomes a reduce-scatter where the slice is over the same devices, in their
-  order (``reduce_scatter_creator.cc`` beside it).
+  order, and nothing else splits the array (``reduce_scatter_creator.cc`` beside it).
 
 In between, it takes sums that are added up in one (`autopar.cost.reassociation`).
 """
@@ -92,11 +92,10 @@ def scattered_sums(
 def _whole_sums(
     assignment: Assignment, collectives: Iterable[Collective]
 ) -> dict[int, Collective]:
-    """The values that one all-reduce finishes and that may be sliced, each with it."""
+    """The values of one collective, an all-reduce, that may be sliced, each with it."""
     found: dict[int, list[Collective]] = {}
     for c in collectives:
-        if c.step.kind in SUMS:
-            found.setdefault(c.value, []).append(c)
+        found.setdefault(c.value, []).append(c)
     return {
         v: sums[0]
         for v, sums in found.items()
@@ -109,8 +108,8 @@ def _whole_sums(
 
 def _groups(
     assignment: Assignment, collectives: Iterable[Collective]
-) -> dict[tuple[int, Axes], int]:
-    """How many all-reduces there are by computation and mesh axes.
+) -> frozenset[tuple[int, Axes]]:
+    """The computation and the mesh axes of each all-reduce.
 
     A reduce-scatter over one axis still is one then: the program leaves it to the
     compiler (`autopar.layouts.written_sums`).
@@ -120,21 +119,20 @@ def _groups(
         if c.step.kind in SUMS:
             found.setdefault((c.operator, c.value), []).append(c.step)
     computations = assignment.independent.computations
-    out: dict[tuple[int, Axes], int] = {}
+    out: set[tuple[int, Axes]] = set()
     for (operator, _), steps in found.items():
-        found_alone = sum(len(s.axes) for s in steps) == 1
+        left = sum(len(s.axes) for s in steps) == 1
         for step in steps:
-            if step.kind == "all_reduce" or found_alone:
-                key = computations[operator], step.axes
-                out[key] = out.get(key, 0) + 1
-    return out
+            if step.kind == "all_reduce" or left:
+                out.add((computations[operator], step.axes))
+    return frozenset(out)
 
 
 def _splits(
     assignment: Assignment,
     c: Collective,
     kept: Slice,
-    groups: dict[tuple[int, Axes], int],
+    groups: frozenset[tuple[int, Axes]],
 ) -> bool:
     """Whether a sum over all devices is split: neighbours keep parts of a slice."""
     rest = c.step.axes[: -len(kept.axes)]
@@ -194,10 +192,12 @@ def _ways(assignment: Assignment, value: int, operators: Iterable[int]) -> set[W
 
 
 def _cut(home: Layout, ways: set[Way]) -> Axes | None:
-    """The axes of the slice along one dimension that all of the ways are."""
+    """The axes of the slice along one dimension that all of the ways are.
+
+    None where something else splits the array: such sums stayed as they were.
+    """
     steps, fresh = next(iter(ways), ((), False))
     if len(ways) != 1 or fresh or len(steps) != 1 or steps[0].kind != "slice":
         return None
-    pairs = zip(home, steps[0].layout, strict=True)
-    found = [(before, after) for before, after in pairs if before != after]
-    return found[0][1][len(found[0][0]) :] if len(found) == 1 else None
+    found = [axes for axes in steps[0].layout if axes]
+    return found[0] if len(found) == 1 and not any(home) else None

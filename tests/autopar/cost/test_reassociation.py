@@ -16,6 +16,7 @@ from autopar.cost.combining import SUMS
 from autopar.cost.pairwise import pairwise_s
 from autopar.cost.pricer import Pricer
 from autopar.cost.reassociation import alone_s, compiled_traffic, reassociated
+from autopar.cost.sliced_sums import scattered_sums, split_sums
 from autopar.cost.traffic import Collective, traffic
 from autopar.planner.candidate import candidate_of
 from autopar.planner.options import PlanOptions
@@ -106,7 +107,8 @@ def test_on_any_plan_only_sums_become_fewer() -> None:
         solution = random_solution(formulation, draw)
         assignment = candidate_of(found, formulation, solution).assignment
         plain, left = traffic(assignment), compiled_traffic(assignment, pricer)
-        assert left == reassociated(assignment, plain)
+        joined = reassociated(assignment, *split_sums(assignment, plain))
+        assert left == scattered_sums(assignment, joined)
         moved = [c for c in plain if c.step.kind not in SUMS]
         assert [c for c in left if c.step.kind not in SUMS] == moved
         values = {c.value for c in plain}

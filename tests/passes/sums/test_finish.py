@@ -63,6 +63,25 @@ def test_the_sum_is_that_of_one_device(name: str) -> None:
     )
 
 
+@pytest.mark.parametrize("name", SUMS)
+def test_rows_scattered_into_zeros_add_up(name: str) -> None:
+    """Each device adds its own rows to zeros, as the gradient of an embedding does."""
+    rows = jax.random.randint(jax.random.key(2), (8, 4), 0, 16)
+    sums, zeros = SUMS[name], jnp.zeros((16, 8))
+
+    def scatter(zeros: jax.Array, rows: jax.Array, values: jax.Array) -> jax.Array:
+        return zeros.at[rows].add(values)
+
+    split: Layout = ((0,), (1,))
+    out = jax.jit(
+        lambda *operands: finished(
+            scatter, operands, (((), ()), split, BOTH), sums, MESH
+        )
+    )(zeros, rows, RIGHT)
+
+    np.testing.assert_allclose(out, scatter(zeros, rows, RIGHT), rtol=1e-5, atol=1e-5)
+
+
 def stated(
     sums: tuple[Sum, ...], platform: str, mesh: Mesh | AbstractMesh
 ) -> list[str]:
