@@ -6,6 +6,7 @@ The rules are those of ``all_reduce_splitter.cc`` and ``reduce_scatter_creator.c
 from __future__ import annotations
 
 import functools
+import math
 import random
 from collections.abc import Sequence
 
@@ -19,6 +20,7 @@ from autopar.cost.sliced_sums import scattered_sums, split_sums
 from autopar.cost.traffic import Collective, traffic
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
+from autopar.layouts.strategies import Strategy
 from autopar.planner.candidate import candidate_of
 from autopar.planner.problem import formulate
 from autopar.planner.search import candidate_meshes
@@ -139,7 +141,7 @@ def test_a_sum_becomes_a_reduce_scatter_over_the_devices_of_its_slice() -> None:
         before = traffic(assignment)
         for one, other, nbytes in changed(before, scattered_sums(assignment, before)):
             ((kind, axes, sent),) = one
-            devices = {(0,): 2, (1,): 4, (0, 1): 8}[axes]
+            devices = math.prod(SIZES[a] for a in axes)
             assert (kind, sent) == (
                 "all_reduce",
                 pytest.approx(2 * (devices - 1) / devices * nbytes),
@@ -179,7 +181,9 @@ def test_a_scatter_into_other_values_is_left_to_the_compiler() -> None:
     found = analyse(add, (table, jax.ShapeDtypeStruct((ROWS,), jnp.int32)))
     (scatter,) = (op for op in found.graph.operators if op.kind == "scatter-add")
     node = found.contraction.node_of[scatter.class_index]
-    strategies = [tuple(() for _ in n.factors) for n in found.contraction.nodes]
+    strategies: list[Strategy] = [
+        tuple(() for _ in n.factors) for n in found.contraction.nodes
+    ]
     reduced = found.contraction.nodes[node].reduced(scatter)
     strategies[node] = tuple(
         (0, 1) if k == reduced[0] else () for k in range(len(strategies[node]))
