@@ -174,7 +174,7 @@ def _slice(assignment: Assignment, value: int) -> Slice | None:
         if ways == {((), False)}:
             continue
         cut = _cut(assignment.home_layout(form), ways)
-        return cut and Slice(cut, len(operators) == 1)
+        return Slice(cut, len(operators) == 1) if cut else None
     return None
 
 
