@@ -8,6 +8,8 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from autopar.cost.reassociation import reassociated
+from autopar.cost.traffic import traffic
 from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
@@ -96,11 +98,24 @@ def audit_lowered(
     axes = tuple(bound.plan.mesh["axes"].items())
     return Audit(
         bound.plan,
-        predicted_by_kind(bound),
+        predicted_by_kind(bound if target is not None else unrounded(bound)),
         bytes_by_kind(shardy_collectives(lowered)),
         None if compiled is None else compiled_audit(compiled, axes),
         target,
     )
+
+
+def unrounded(bound: BoundPlan) -> BoundPlan:
+    """A plan for devices that send values in the types that the program gives them.
+
+    Partitioning keeps these types; a TPU's compiler rounds operands of products later.
+    """
+    if not bound.pricer.cluster.device.rounds_operands:
+        return bound
+    found = traffic(bound.assignment, rounds=False)
+    if bound.pricer.reassociates:
+        found = reassociated(bound.assignment, found)
+    return dataclasses.replace(bound, collectives=tuple(found))
 
 
 def predicted_by_kind(bound: BoundPlan) -> BytesByKind:

@@ -63,12 +63,7 @@ from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Program
 from autopar_passes.program.static_leaves import struct_of
-from autopar_passes.program.trace import (
-    TracedStep,
-    opened,
-    step_name,
-    trace_call,
-)
+from autopar_passes.program.trace import TracedStep, opened, step_name, trace_call
 from autopar_passes.sums.deferral import Deferral
 from autopar_passes.sums.find import find_deferrals
 from autopar_passes.sums.poisoned import Poisoned, find_poisoned
@@ -97,9 +92,6 @@ class Origin:
 class Analysis:
     """A program, its graph and its contraction; made once, used by every plan.
 
-    It knows no cluster and no mesh. A whole step, a stage of one and a step with
-    another batch are analysed by the same code.
-
     Attributes:
       program: the flat program.
       graph: its operator graph.
@@ -111,13 +103,11 @@ class Analysis:
       origin: the step and the shapes that it was traced with; None likewise.
       split: into which microbatches the program splits its batch; None: it does not.
       whole: of a step that was split, the analysis of the step as it is written.
-      pieces: flat argument -> how many layers each piece of it has, where loops over
-        layers are in pieces (`autopar.steps.pieces`).
+      pieces: flat argument -> layers of each piece of it (`autopar.steps.pieces`).
       spares: what devices hold of the state beside the one in use.
       remat: what the program computes again (`autopar.steps.remat`).
       written: of a step without its checkpoints, the analysis of the step with them.
-      turns: of a step whose microbatches are dealt out to replicas, how many of them
-        one replica runs (`autopar.steps.replicas`); None: all.
+      turns: microbatches that one replica runs (`autopar.steps.replicas`); None: all.
       in_parts: whether its passes are programs of their own, as those of a stage.
       trace_s: seconds of tracing.
       graph_s: seconds of building graph and contraction.
