@@ -14,7 +14,11 @@ from autopar_passes.sums.reassociated import Reassociation
 
 
 def compiled_traffic(
-    assignment: Assignment, pricer: Pricer, only: Sequence[int] | None = None
+    assignment: Assignment,
+    pricer: Pricer,
+    only: Sequence[int] | None = None,
+    *,
+    rounds: bool | None = None,
 ) -> list[Collective]:
     """Lists the collectives of one step that the compiler keeps, in program order.
 
@@ -22,8 +26,11 @@ def compiled_traffic(
       assignment: strategies as layouts.
       pricer: the mesh and cluster.
       only: the operators that count, in program order; None: all of them.
+      rounds: whether what only products read is sent in bfloat16; None: as the
+        device does it.
     """
-    rounds = pricer.cluster.device.rounds_operands
+    if rounds is None:
+        rounds = pricer.cluster.device.rounds_operands
     found, late = traffic(assignment, only, rounds=rounds), frozenset[int]()
     if pricer.scatters_slices:
         found, late = split_sums(assignment, found)

@@ -8,8 +8,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from autopar.cost.reassociation import reassociated
-from autopar.cost.traffic import traffic
+from autopar.cost.reassociation import compiled_traffic
 from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
@@ -112,9 +111,7 @@ def unrounded(bound: BoundPlan) -> BoundPlan:
     """
     if not bound.pricer.cluster.device.rounds_operands:
         return bound
-    found = traffic(bound.assignment, rounds=False)
-    if bound.pricer.reassociates:
-        found = reassociated(bound.assignment, found)
+    found = compiled_traffic(bound.assignment, bound.pricer, rounds=False)
     return dataclasses.replace(bound, collectives=tuple(found))
 
 
