@@ -37,6 +37,11 @@ _Curves = list[tuple[int, np.ndarray, np.ndarray]]
 _NEW_S = 900.0
 """Seconds on one device that a job of an unknown program has left, at first."""
 
+_ENOUGH = 3
+"""So many jobs of a program must have ended to say how long another lasts. Two that are
+alike say little: on one of Rubick's workloads the first two of a program were, and no
+two after them."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
@@ -99,6 +104,8 @@ class Goodput:
     name = "goodput"
     adapts: Adapts = "batch"
     oracle = False
+    pools = True
+    """What a job measures is known of all jobs of its program."""
 
     def __init__(self, settings: Settings | None = None) -> None:
         """No job has ended."""
@@ -156,7 +163,9 @@ class Goodput:
         """Remembers the whole work of jobs that ended since the last round."""
         for name, (application, progress) in list(self._last.items()):
             if name not in jobs:
-                self._ended.setdefault(application, []).append(progress)
+                # One that ended before it was seen at work says nothing.
+                if progress > 0:
+                    self._ended.setdefault(application, []).append(progress)
                 del self._last[name]
         for name, view in jobs.items():
             self._last[name] = view.application, view.progress
@@ -172,7 +181,8 @@ class Goodput:
             else:
                 self._paces[view.application] = single
             return gittins_left(whole, view.progress) / single
-        return view.progress / single if view.measured else _NEW_S
+        begun = view.measured and view.progress > 0
+        return view.progress / single if begun else _NEW_S
 
     def _known(self, view: JobView) -> list[float]:
         """The whole work of jobs of a program that ended."""
@@ -185,7 +195,7 @@ class Goodput:
         Infinite where the jobs that ended say too little of others.
         """
         whole = self._known(view)
-        known = view.measured and single > 0 and len(whole) > 1
+        known = view.measured and single > 0 and len(whole) >= _ENOUGH
         if not known or sureness(whole) < self._settings.least_sureness:
             return math.inf
         return mean_left(whole, view.progress) / single
@@ -266,12 +276,13 @@ class Goodput:
                 shape = -(-count // per), count
                 stays = there and count == len(held)
                 speedup, move_s = speed / single, _move_s(view, old, shape)
-                worth = weight * self._utility(speedup, move_s)
+                # A job that waits gains by a start however little it has left.
+                late_s = lasts_s / speedup if held else math.inf
+                worth = weight * self._utility(speedup, move_s, late_s)
                 place = 0.0
                 if stays:
-                    late = self._utility(speedup, move_s, lasts_s / speedup)
-                    place, move_s = worth - weight * late, 0.0
-                    worth = weight * self._utility(speedup, move_s)
+                    place = weight * self._utility(speedup, move_s) - worth
+                    worth, move_s = weight * self._utility(speedup, 0.0), 0.0
                 found.append(_Option(kind, count, speed, worth, move_s, place))
         return found
 

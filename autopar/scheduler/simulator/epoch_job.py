@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import numpy as np
 
@@ -11,13 +10,10 @@ from autopar.errors import ScheduleError
 from autopar.scheduler.jobs import Job, JobView, Linear, Oracle
 from autopar.scheduler.models import pollux_form
 from autopar.scheduler.models.goodput import GoodputCurve, Limits, StepModel
-from autopar.scheduler.models.pollux_form import Samples
 from autopar.scheduler.nodes import Nodes, spread_nodes
 from autopar.scheduler.policies.base import Adapts
 from autopar.scheduler.simulator.application import Application
-
-Fit = Callable[[Samples], StepModel]
-"""Makes a model of a step's seconds from measured steps."""
+from autopar.scheduler.simulator.measured import Measured
 
 _MOST_DEVICES = 64  # the published tables end there
 
@@ -25,8 +21,8 @@ _MOST_DEVICES = 64  # the published tables end there
 class EpochJob:
     """One job over the tables of its program.
 
-    It measures each configuration it runs on, and what it measured is all that its
-    curve knows.
+    It measures each configuration it runs on. What was measured is all that its curve
+    knows: by it alone, or by all jobs that have the same `Measured`.
     """
 
     def __init__(
@@ -36,10 +32,22 @@ class EpochJob:
         adapts: Adapts,
         restart_s: float,
         nodes: Nodes,
-        fit: Fit = pollux_form.fit,
+        measured: Measured | None = None,
     ) -> None:
-        """Nothing has run."""
-        self._fit = fit
+        """Nothing has run.
+
+        Args:
+          job: as it was handed in.
+          application: its program.
+          adapts: what may be changed of it.
+          restart_s: seconds of a move.
+          nodes: the cluster.
+          measured: what is known of the program's steps; None: nothing yet, and only
+            the job itself adds to it.
+        """
+        # One that holds nothing yet is false.
+        alone = measured is None
+        self._measured = Measured(pollux_form.fit) if alone else measured
         self.job, self.application = job, application
         self.completed_s: float | None = None
         self.placement: tuple[int, ...] = ()
@@ -49,10 +57,8 @@ class EpochJob:
         self._restart_s, self._nodes = restart_s, nodes
         self._waiting_s = self._served = self._progress = 0.0
         self._epoch = self._local = self._more = 0
-        self._profile: dict[tuple[int, int, int], tuple[float, float]] = {}
         self._curve_now: GoodputCurve | None = None
         self._times: StepModel | None = None
-        self._fitted = 0
         self._noise: tuple[float, float] | None = None
         self._chosen: dict[tuple[int, int], tuple[int, int]] = {}
         self._batch = application.fixed_batch if adapts == "batch" else job.batch
@@ -94,8 +100,9 @@ class EpochJob:
         sqr, var = self.application.grad_stats(self.batch, self._epoch)
         if (sqr, var) != self._noise:
             self._noise = sqr, var
+            self._measured.see_noise(self._epoch, sqr, var)
             self._forget_curve()
-        self._profile.setdefault((nodes, devices, self._local), (step_s, sync_s))
+        self._measured.see_step(nodes, devices, self._local, step_s, sync_s)
         scale = self.batch / self.application.base_batch
         gain = (var + sqr) / (var / scale + sqr)
         return gain / (step_s + (step_s - sync_s) * self._more)
@@ -114,7 +121,7 @@ class EpochJob:
     def _choose_batch(self) -> None:
         nodes, devices = len(self.placement), sum(self.placement)
         app, batch = self.application, self._batch
-        if batch is None and not self._profile:
+        if batch is None and not self._measured:
             batch = max(app.base_batch, app.least_local * devices)
         if batch is not None:
             local, more = app.split(batch, devices)
@@ -133,17 +140,16 @@ class EpochJob:
         self._chosen.clear()
 
     def _curve(self) -> GoodputCurve:
-        if self._times is None or self._fitted != len(self._profile):
-            self._times = self._fit(_samples(self._profile))
-            self._fitted = len(self._profile)
+        if self._times is not (times := self._measured.model()):
+            self._times = times
             self._forget_curve()
         if self._curve_now is None:
-            assert self._noise is not None
+            noise = self._noise or self._measured.first_noise
             app = self.application
             limits = Limits(
                 app.base_batch, app.largest_batch, app.least_local, app.most_local
             )
-            self._curve_now = GoodputCurve(self._times, *self._noise, limits)
+            self._curve_now = GoodputCurve(times, *noise, limits)
         return self._curve_now
 
     def view(self, now_s: float, oracle: bool) -> JobView:
@@ -159,9 +165,9 @@ class EpochJob:
             restarts=max(self.restarts, 0),
             asked=self.job.devices,
             most=self._most(),
-            tried=max((devices for _, devices, _ in self._profile), default=0),
-            curve=self._curve() if adaptive and self._profile else Linear(),
-            measured=bool(self._profile),
+            tried=self._measured.most_devices,
+            curve=self._curve() if adaptive and self._measured else Linear(),
+            measured=bool(self._measured),
             restart_s=self._restart_s,
             guaranteed=self.job.guaranteed,
             oracle=self._oracle() if oracle else None,
@@ -206,9 +212,3 @@ def _step_seconds(app: Application, batch: int, nodes: Nodes) -> tuple[float, ..
         step_s, sync_s = app.times.seconds(placement, local)
         found.append(step_s + (step_s - sync_s) * more)
     return tuple(found)
-
-
-def _samples(profile: dict[tuple[int, int, int], tuple[float, float]]) -> Samples:
-    nodes, devices, local = np.array(list(profile), float).T
-    step_s, sync_s = np.array(list(profile.values())).T
-    return Samples(nodes, devices, local, step_s - sync_s, step_s)

@@ -66,7 +66,7 @@ def test_a_cheap_move_counts_as_a_restart(
 def test_a_job_that_is_nearly_done_is_not_in_the_way(done: int) -> None:
     """One of two jobs has to make room for one on a whole node."""
     policy, nodes = Goodput(), Nodes.parse("2x2")
-    for name in ("earlier", "before"):
+    for name in ("first", "earlier", "before"):
         policy.decide(0.0, {name: view_of(name, 1200.0, 0.0)}, nodes, {name: (0, 0)})
     jobs = {
         f"job {node}": view_of(f"job {node}", 1190.0 if node == done else 10.0, 0.0)
@@ -80,3 +80,32 @@ def test_a_job_that_is_nearly_done_is_not_in_the_way(done: int) -> None:
 
     assert len(set(decided.allocations["wide"])) == 1
     assert decided.allocations[f"job {done}"] == held[f"job {done}"]
+
+
+@pytest.mark.parametrize(
+    ("ended", "devices"),
+    [
+        (2, 4),  # two say too little of how long it lasts
+        (3, 2),  # it ends before the gain is worth the restart
+    ],
+)
+def test_a_job_that_is_nearly_done_stays(ended: int, devices: int) -> None:
+    policy, nodes, held = Goodput(), Nodes.parse("1x4"), {"one": (0, 0)}
+    for k in range(ended):
+        name = f"earlier {k}"
+        policy.decide(0.0, {name: view_of(name, 1210.0, 0.4)}, nodes, {name: (0, 0)})
+    view = {"one": view_of("one", 1200.0, 0.4)}
+
+    decided = policy.decide(600.0, view, nodes, held)
+
+    assert len(decided.allocations["one"]) == devices
+
+
+def test_a_job_that_ended_before_it_was_seen_at_work_says_nothing() -> None:
+    """One that starts and ends between two decisions has done nothing that is seen."""
+    policy, nodes = Goodput(), Nodes.parse("1x4")
+    policy.decide(0.0, {"short": view_of("short", 0.0, 0.4)}, nodes, {})
+
+    decided = policy.decide(60.0, {"one": view_of("one", 0.0, 0.4)}, nodes, {})
+
+    assert decided.allocations["one"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 
+import numpy as np
 import pytest
 import schedule_tables
 
@@ -86,6 +87,35 @@ def test_jobs_go_on_when_a_node_leaves_and_comes_back(
     away = [s for s in history.spans if 0 in s.allocation]
     assert away
     assert not any(s.start_s < 500 and s.end_s > 240 for s in away)
+
+
+@pytest.mark.parametrize(("policy", "known"), [("goodput", True), ("pollux", False)])
+def test_a_policy_that_pools_knows_a_program_that_ran(
+    policy: str, known: bool, tmp_path: pathlib.Path
+):
+    trace = schedule_tables.write_trace(tmp_path, ["one,0,tiny,1,8", "two,0,tiny,1,8"])
+    jobs = jobs_of(trace, None, Nodes.parse("2x2"), policy_of(policy))
+    assert not jobs[1].view(60.0, oracle=False).measured
+    jobs[0].reallocate((2,), "")
+    jobs[0].advance(60.0, 120.0, 0.0)
+
+    view = jobs[1].view(180.0, oracle=False)
+
+    assert (view.measured, view.tried, view.progress) == (known, 2 * known, 0.0)
+    one, other = (job.view(180.0, oracle=False).curve for job in jobs)
+    shapes = np.array([1, 1, 2]), np.array([1, 2, 4])
+    same = np.array_equal(one.goodput(*shapes), other.goodput(*shapes))
+    assert same == known
+
+
+@pytest.mark.parametrize("policy", sorted(POLICIES))
+def test_jobs_may_end_between_two_decisions(policy: str, tmp_path: pathlib.Path):
+    """Without seconds of a restart they are never seen at work."""
+    trace = schedule_tables.write_trace(tmp_path, ROWS)
+    nodes, made = Nodes.parse("2x2"), policy_of(policy)
+    jobs = jobs_of(trace, None, nodes, made, restart_s=0.0)
+    history = simulate(jobs, nodes, made, Options(interval_s=600.0))
+    assert metrics(history).jobs == 4
 
 
 def test_decisions_say_what_was_compared(tmp_path: pathlib.Path):

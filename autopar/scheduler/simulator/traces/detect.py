@@ -40,8 +40,10 @@ def jobs_of(
         known = pollux.read_applications(folder)
         fit = pollux_form.fit if policy.name == "pollux" else power_form.fit
         seconds = pollux.RESTART_S if restart_s is None else restart_s
-        rows = pollux.read_jobs(trace)
-        return pollux.running(rows, known, nodes, policy.adapts, seconds, fit)
+        rows, pools = pollux.read_jobs(trace), getattr(policy, "pools", False)
+        return pollux.running(
+            rows, known, nodes, policy.adapts, seconds, fit, pools=pools
+        )
     if set(rubick.COLUMNS) <= head:
         rows = rubick.read_jobs(trace)
         times = rubick.read_plan_times(folder, [job.application for _, job in rows])

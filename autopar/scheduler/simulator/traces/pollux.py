@@ -11,7 +11,8 @@ from autopar.scheduler.models import pollux_form
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Adapts
 from autopar.scheduler.simulator.application import Application
-from autopar.scheduler.simulator.epoch_job import EpochJob, Fit
+from autopar.scheduler.simulator.epoch_job import EpochJob
+from autopar.scheduler.simulator.measured import Fit, Measured
 from autopar.scheduler.simulator.tables import read_rows
 
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
@@ -83,13 +84,25 @@ def running(
     adapts: Adapts,
     restart_s: float = RESTART_S,
     fit: Fit = pollux_form.fit,
+    *,
+    pools: bool = False,
 ) -> list[EpochJob]:
     """The jobs, ready to be simulated.
+
+    Args:
+      jobs: of `read_jobs`.
+      applications: the programs by name.
+      nodes: the cluster.
+      adapts: what may be changed of a job.
+      restart_s: seconds of a move.
+      fit: makes a model of a step's seconds.
+      pools: whether what a job measures is known of all jobs of its program.
 
     Raises:
       ScheduleError: an application is not in the tables, or a batch was not measured.
     """
     made: list[EpochJob] = []
+    pool: dict[str, Measured] = {}
     for where, job in jobs:
         application = applications.get(job.application)
         if application is None:
@@ -102,5 +115,7 @@ def running(
                 application.completion_epoch(job.batch)
             except ScheduleError as error:
                 raise ScheduleError(f"{where}: {error}") from None
-        made.append(EpochJob(job, application, adapts, restart_s, nodes, fit))
+        own = Measured(fit)
+        known = pool.setdefault(job.application, own) if pools else own
+        made.append(EpochJob(job, application, adapts, restart_s, nodes, known))
     return made
