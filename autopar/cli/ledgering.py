@@ -120,6 +120,8 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
         return f"{_way_text(way)}: refused", "the batch", reason
     if line["kind"] == "batch kept":
         return f"{_way_text(line.get('way') or {})}: kept", "the batch", _kept(line)
+    if line["kind"] == "gain capped":
+        return f"step {line.get('step')}: gain capped", "the loss", _capped(line)
     if line["kind"] in ("refused", "stop"):
         events = line.get("events", ())
         what = "; ".join(x.get("what", "") for x in events)
@@ -128,6 +130,16 @@ def _other(line: _Line) -> tuple[str, str, str] | None:
         first = str(reason).split("\n", 1)[0]
         return f"{what}: {line['kind']}", source, first
     return None
+
+
+def _capped(line: _Line) -> str:
+    """What the loss rose to, and what a step counts at most from then on."""
+    numbers = {k: _number(line.get(k)) for k in ("loss", "limit", "gain", "most")}
+    loss = numbers["loss"] or "no finite number"
+    return (
+        f"the loss is {loss}, usual is at most {numbers['limit']}; a step counts at "
+        f"most {numbers['most']} of the base batch, {numbers['gain']} before"
+    )
 
 
 def _kept(line: _Line) -> str:

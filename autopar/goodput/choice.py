@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.goodput.efficiency import EXACT, CodecError, efficiency
+from autopar.goodput.efficiency import EXACT, CodecError, gain
 from autopar.goodput.throughput import Terms, Throughput
 
 # Batches that come into question: this many for each doubling.
@@ -193,6 +193,7 @@ def decide(
     horizon_s: float,
     sigmas: float,
     rest_s: float = math.inf,
+    most_gain: float = math.inf,
 ) -> Decision:
     """Compares ways to go on with the one that runs.
 
@@ -205,14 +206,15 @@ def decide(
       horizon_s: seconds until the next change is expected.
       sigmas: standard deviations of step times within which a gain is none.
       rest_s: seconds that the rest of the job takes the way that runs.
+      most_gain: no step is worth more steps with the base batch.
     """
 
     def judged(way: Way) -> Judged:
         seconds = times.step_s(way.terms).seconds
-        worth = _efficiency(way, phi.phi, base_batch) * way.ratio.value
+        worth = _efficiency(way, phi.phi, base_batch, most_gain) * way.ratio.value
         least = 1.0
         if way is not current:
-            least = _least(way, current, times, phi, base_batch, sigmas)
+            least = _least(way, current, times, phi, base_batch, sigmas, most_gain)
         left = max(0.0, 1.0 - way.cost_s / horizon_s) if horizon_s > 0 else 0.0
         if rest_s > 0:
             left = min(left, 1.0 / (1.0 + way.cost_s * least / rest_s))
@@ -238,11 +240,13 @@ def _least(
     phi: PhiRange,
     base_batch: int,
     sigmas: float,
+    most_gain: float,
 ) -> float:
     """The quotient of goodputs that is nearly sure."""
     _, slowest = times.ratio(way.terms, current.terms).bounds(sigmas)
     rows = min(
-        _efficiency(way, x, base_batch) / _efficiency(current, x, base_batch)
+        _efficiency(way, x, base_batch, most_gain)
+        / _efficiency(current, x, base_batch, most_gain)
         for x in (phi.low, phi.phi, phi.high)
     )
     kept = 1.0
@@ -251,12 +255,13 @@ def _least(
     return way.rows / current.rows / slowest * rows * kept
 
 
-def _efficiency(way: Way, phi: float, base_batch: int) -> float:
+def _efficiency(way: Way, phi: float, base_batch: int, most_gain: float) -> float:
     """At least a trace, so that quotients stay numbers."""
     error = way.error
     if math.isinf(error.own + error.shared):
         return 1e-12
-    return max(efficiency(phi, way.rows, base_batch, error), 1e-12)
+    worth = min(gain(phi, way.rows, base_batch, error), most_gain)
+    return max(worth * base_batch / way.rows, 1e-12)
 
 
 def json_number(number: float) -> float | None:

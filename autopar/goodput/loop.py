@@ -17,10 +17,12 @@ import jax
 import numpy as np
 
 from autopar.goodput import lines
-from autopar.goodput.choice import Decision, PhiRange, Way, decide
+from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
 from autopar.goodput.following import Following, check_data, check_rule
+from autopar.goodput.guard import LossGuard, loss_in
+from autopar.goodput.now import Now
 from autopar.goodput.phi_track import PhiTrack
-from autopar.goodput.rates import told
+from autopar.goodput.rates import gain_told, told
 from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, Made, Ways
 from autopar.progress import LOGGER
@@ -29,7 +31,6 @@ from autopar.runtime.creation import flat_state
 from autopar.runtime.exchange import exchanged
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
-from autopar_passes.program.calls import Call
 
 # Steps after a change that are not timed, and those before the next decision.
 _UNTIMED, _SETTLED = 2, 8
@@ -40,32 +41,6 @@ HORIZON_S = 600.0
 
 Record = Callable[..., None]
 Work = Callable[[], None]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Now:
-    """What a decision is made on; a thread may read it while steps go on.
-
-    Attributes:
-      made: the way that runs.
-      held: structs of the state's arrays, with where they lie.
-      call: the arguments of the step, structs.
-      batch: position of the batch among them.
-    """
-
-    made: Made
-    held: tuple[Any, ...]
-    call: Call
-    batch: int
-
-    def call_of(self, rows: int) -> Call:
-        """The arguments with another number of rows."""
-        owners = self.call.form.argument_of(self.call.arrays)
-        arrays = [
-            with_rows(x, self.made.key.rows, rows) if owner == self.batch else x
-            for x, owner in zip(self.call.arrays, owners, strict=True)
-        ]
-        return dataclasses.replace(self.call, arrays=arrays)
 
 
 class Loop:
@@ -128,6 +103,7 @@ class Loop:
         self._parts = asked if isinstance(asked, int) else None
         self._times, self._track = Throughput(), PhiTrack()
         self._rule = following.rule
+        self._guard, self._gain = LossGuard(), 1.0
         self._steps = self._since = 0
         self._running: Any = None
         self._world: Any = None
@@ -145,8 +121,7 @@ class Loop:
         """
         check_rule(state, self.following.base_batch)
         self._named = True
-        phi = self.phi()
-        return told(state, batch=self.batch_size, phi=None if phi is None else phi.phi)
+        return told(state, batch=self.batch_size, phi=self._sure_phi())
 
     @property
     def steps(self) -> int:
@@ -165,6 +140,7 @@ class Loop:
             "times": self._times.to_data(),
             "track": self._track.to_data(),
             "rule": None if self._rule is None else self._rule.to_data(),
+            "guard": self._guard.to_data(),
         }
 
     def go_on(self, data: Mapping[str, Any]) -> None:
@@ -180,6 +156,8 @@ class Loop:
         self._steps, self._since = int(data["steps"]), int(data["since"])
         self._times = Throughput.from_data(data["times"])
         self._track = PhiTrack.from_data(data["track"])
+        if data.get("guard"):
+            self._guard = LossGuard.from_data(data["guard"])
         if self._rule is not None and data.get("rule"):
             self._rule = self._rule.gone_on(data["rule"])
 
@@ -196,7 +174,8 @@ class Loop:
           rest: what the step took after the state: the batch and all else.
           seconds: that the step took, with nothing but the step in it.
           loss: of the step, or all that it returned besides the state; where it is
-            not finite, nothing is learned of the noise.
+            not finite, nothing is learned of the noise. Where it rises far, the gain
+            of steps is capped (`autopar.goodput.guard`).
           named: what the step took by name.
 
         Raises:
@@ -214,9 +193,32 @@ class Loop:
             self._settle()
         if _finite(loss):
             self._look()
+        risen = self._watch(loss)
         if self._steps % self.following.every == 0 and self._since > _SETTLED:
             state = self._followed(state, rest, named, made)
-        return self._told(state) if self._tells() else state
+        return self._told(state) if risen or self._tells() else state
+
+    def _watch(self, result: Any) -> bool:
+        """Whether the loss has risen so that the gain of steps is capped anew."""
+        loss = loss_in(result, alone=self.step.world.process_count == 1)
+        if loss is None:
+            return False
+        before, self._guard = self._guard, self._guard.with_step(loss, self._gain)
+        if self._guard.alarms == before.alarms:
+            return False
+        self._record(
+            "gain capped",
+            step=self._steps,
+            loss=json_number(loss),
+            limit=before.limit,
+            gain=self._gain,
+            most=self._guard.most,
+        )
+        LOGGER.warning(
+            "step %d: the loss rose to %.4g, so steps count at most %.3g of the base "
+            "batch (%.3g before)", self._steps, loss, self._guard.most, self._gain,
+        )  # fmt: skip
+        return True
 
     def _tells(self) -> bool:
         """Whether the gain is written into the state: not each step, as it waits."""
@@ -259,10 +261,22 @@ class Loop:
 
     def _told(self, state: Any) -> Any:
         """The state with the batch and its gain."""
-        phi = self.phi()
         way = self._ways.way(self._ways.running(self.batch_size), runs=True)
-        number = None if phi is None else phi.phi
-        return told(state, batch=self.batch_size, phi=number, error=way.error)
+        phi, most = self._sure_phi(), self._guard.most
+        state = told(
+            state, batch=self.batch_size, phi=phi, error=way.error, most_gain=most
+        )
+        self._gain = gain_told(state)
+        return state
+
+    def _sure_phi(self) -> float | None:
+        """The noise scale that steps follow; None: it is not known yet.
+
+        It is the lower end of what is likely. Where the noise is not well known, a gain
+        that is too large makes a training diverge, and one that is too small delays it.
+        """
+        phi = self.phi()
+        return None if phi is None else phi.low
 
     def _followed(
         self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
@@ -386,6 +400,7 @@ class Loop:
             horizon_s=self._horizon_s(),
             rest_s=self._rest_s(),
             sigmas=self.following.sigmas,
+            most_gain=self._guard.most,
         )
         if rows is None or rows == made.key.rows or len(decision.compared) < 2:
             return decision
@@ -464,22 +479,9 @@ class Loop:
         found = decide(
             way, (), Throughput(), phi,
             base_batch=self.following.base_batch, horizon_s=1.0, sigmas=0.0,
+            most_gain=self._guard.most,
         ).current  # fmt: skip
         return self.batch_size / seconds * found.efficiency
-
-
-def with_rows(struct: Any, rows: int, wanted: int) -> Any:
-    """The struct of an array of a batch with another number of rows.
-
-    Args:
-      struct: of an array; one that has no rows stays.
-      rows: of the batch.
-      wanted: rows of the result.
-    """
-    if not struct.shape or struct.shape[0] != rows:
-        return struct
-    shape = (wanted, *struct.shape[1:])
-    return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
 
 
 def _no_record(kind: str, **fields: Any) -> None:

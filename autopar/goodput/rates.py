@@ -178,7 +178,12 @@ def with_schedule_count(state: Any, count: jax.Array) -> Any:
 
 
 def told(
-    state: Any, *, batch: int, phi: float | None = None, error: CodecError = EXACT
+    state: Any,
+    *,
+    batch: int,
+    phi: float | None = None,
+    error: CodecError = EXACT,
+    most_gain: float = math.inf,
 ) -> Any:
     """The train state with the batch, and the gain, of the steps to come.
 
@@ -188,6 +193,7 @@ def told(
       phi: the noise scale (`ParallelStep.noise_scale`); None, or not a number: it is
         not known yet, and a step is worth one with the base batch.
       error: of the codecs.
+      most_gain: no larger gain is told (`autopar.goodput.guard.LossGuard`).
 
     Raises:
       PlanError: the tree holds no `ScaledState`, or a number is out of its range.
@@ -201,8 +207,7 @@ def told(
     base = float(found[0].base_batch)
     known = phi is not None and not math.isnan(phi)
     worth = gain(0.0 if phi is None or not known else phi, batch, base, error)
-
-    worth = worth if known else 1.0
+    worth = min(worth, most_gain) if known else 1.0
     if any(_is_variable(x.batch) for x in found):  # NNX objects are updated in place
         for node in found:
             node.batch.set_value(_like(node.batch.get_value(), batch))
@@ -217,6 +222,22 @@ def told(
         )
 
     return jax.tree.map(written, state, is_leaf=_is_scaled)
+
+
+def gain_told(state: Any) -> float:
+    """The gain that `told` has written into a train state.
+
+    Args:
+      state: any tree that holds a `ScaledState`; of several the first counts.
+
+    Raises:
+      PlanError: the tree holds none.
+    """
+    found = scaled_states(state)
+    if not found:
+        raise PlanError("gain_told: the state holds no autopar.goodput.ScaledState.")
+    number = found[0].gain
+    return float(number.get_value() if _is_variable(number) else number)
 
 
 def progress(state: Any) -> float:

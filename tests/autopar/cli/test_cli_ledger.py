@@ -104,6 +104,7 @@ def test_changes_of_the_batch(run: Any, tmp_path: Path) -> None:
     nearest = {"least": 1.2, "cost_s": 12.0, "pays": 0.9}
     near = {"nearest_name": "512 rows, codecs int8", "nearest": nearest}
     ledger.write("batch kept", way=other, horizon_s=40.0, **near)
+    ledger.write("gain capped", step=70, loss=None, limit=2.5, gain=12.0, most=6.0)
     text = run("ledger", ledger.path).out
     for part in ("32 none data=4", "256/2 int8 data=4", "512.5", "2345", "2222"):
         assert part in text
@@ -111,4 +112,6 @@ def test_changes_of_the_batch(run: Any, tmp_path: Path) -> None:
         assert part in text
     kept = "512 rows, codecs int8 does not pay, nearly surely at least x1.20 of the"
     assert f"{kept} goodput, 12.0 s to get there, 40.0 s until" in text
+    assert "step 70: gain capped" in text
+    assert "no finite number, usual is at most 2.5; a step counts at most 6 of" in text
     assert "at all" not in text

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import copy
 import dataclasses
 from collections.abc import Callable
@@ -93,6 +94,27 @@ def test_the_batch_grows_where_communication_is_slow() -> None:
     assert progress(run.state) > 1.5 * BASE * 40
     assert float(run.state["opt"].batch) == 128
     assert float(run.state["opt"].gain) > 1.5
+
+
+def test_a_gain_that_makes_the_loss_rise_is_capped() -> None:
+    found, record = lines()
+    loop = Loop(cases.parallel(), following(), record=record)
+    run = Run(loop, slow_sync).go(40)
+    before = float(run.state["opt"].gain)
+    assert before > 1.5
+    for _ in range(2):
+        batch = run.source(run.position, loop.batch_size)
+        run.state, _ = loop.step(run.state, batch)
+        seconds = slow_sync(loop.batch_size)
+        run.state = loop.observe(run.state, batch, seconds=seconds, loss=1e3)
+    assert float(run.state["opt"].gain) == pytest.approx(before / 2)
+    (line,) = [x for x in found if x["kind"] == "gain capped"]
+    assert (line["step"], line["loss"], line["most"]) == (42, 1e3, before / 2)
+    again = Loop(cases.parallel(), following())
+    again.go_on(json.loads(json.dumps(loop.to_data())))
+    assert again.to_data()["guard"] == loop.to_data()["guard"]
+    run.go(20)  # rows beyond what a step may count for are worth nothing
+    assert run.sizes[-1] < 128
 
 
 def test_it_ends_small_where_rows_take_the_time() -> None:

@@ -1,0 +1,51 @@
+"""What a decision of a loop is made on."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+
+from autopar.goodput.ways import Made
+from autopar_passes.program.calls import Call
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Now:
+    """What a decision is made on; a thread may read it while steps go on.
+
+    Attributes:
+      made: the way that runs.
+      held: structs of the state's arrays, with where they lie.
+      call: the arguments of the step, structs.
+      batch: position of the batch among them.
+    """
+
+    made: Made
+    held: tuple[Any, ...]
+    call: Call
+    batch: int
+
+    def call_of(self, rows: int) -> Call:
+        """The arguments with another number of rows."""
+        owners = self.call.form.argument_of(self.call.arrays)
+        arrays = [
+            with_rows(x, self.made.key.rows, rows) if owner == self.batch else x
+            for x, owner in zip(self.call.arrays, owners, strict=True)
+        ]
+        return dataclasses.replace(self.call, arrays=arrays)
+
+
+def with_rows(struct: Any, rows: int, wanted: int) -> Any:
+    """The struct of an array of a batch with another number of rows.
+
+    Args:
+      struct: of an array; one that has no rows stays.
+      rows: of the batch.
+      wanted: rows of the result.
+    """
+    if not struct.shape or struct.shape[0] != rows:
+        return struct
+    shape = (wanted, *struct.shape[1:])
+    return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
