@@ -95,8 +95,14 @@ class LossGuard:
     @classmethod
     def from_data(cls, data: Mapping[str, Any]) -> LossGuard:
         """What `to_data` returned."""
-        most = math.inf if data["most"] is None else float(data["most"])
-        return cls(**{**data, "most": most, "losses": tuple(data["losses"])})
+        return cls(
+            most=math.inf if data["most"] is None else float(data["most"]),
+            alarms=int(data["alarms"]),
+            losses=tuple(data["losses"]),
+            far=int(data["far"]),
+            rest=int(data["rest"]),
+            calm=int(data["calm"]),
+        )
 
 
 def loss_in(result: Any, *, alone: bool = True) -> float | None:

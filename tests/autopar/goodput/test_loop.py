@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import copy
 import dataclasses
+import json
 from collections.abc import Callable
 from typing import Any
 
