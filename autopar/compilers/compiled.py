@@ -139,6 +139,8 @@ def _environment(target: Target) -> dict[str, str]:
         "PYTHONPATH": path,
         "TF_CPP_MIN_LOG_LEVEL": "3",
         "TPU_SKIP_MDS_QUERY": "1",
+        # No device is opened, so several may compile at once.
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "TPU_ACCELERATOR_TYPE": "v5p-32" if target.name == "v5p" else "v5litepod-16",
     }
