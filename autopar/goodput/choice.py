@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.errors import PlanError
-from autopar.goodput.efficiency import EXACT, CodecError, gain
+from autopar.goodput.efficiency import EXACT, CodecError, efficiency
 from autopar.goodput.throughput import Terms, Throughput
 
 # Batches that come into question: this many for each doubling.
@@ -260,8 +260,7 @@ def _efficiency(way: Way, phi: float, base_batch: int, most_gain: float) -> floa
     error = way.error
     if math.isinf(error.own + error.shared):
         return 1e-12
-    worth = min(gain(phi, way.rows, base_batch, error), most_gain)
-    return max(worth * base_batch / way.rows, 1e-12)
+    return max(efficiency(phi, way.rows, base_batch, error, most_gain), 1e-12)
 
 
 def json_number(number: float) -> float | None:

@@ -63,7 +63,11 @@ EXACT = CodecError()
 
 
 def gain(
-    phi: float, batch: float, base_batch: float, error: CodecError = EXACT
+    phi: float,
+    batch: float,
+    base_batch: float,
+    error: CodecError = EXACT,
+    most: float = math.inf,
 ) -> float:
     """Steps with the base batch that one step is worth.
 
@@ -73,6 +77,7 @@ def gain(
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
       error: of the codecs.
+      most: no larger gain is returned.
 
     >>> gain(100.0, 400, 100)
     1.6
@@ -83,13 +88,17 @@ def gain(
     _check(phi, batch, base_batch)
     if math.isinf(phi):
         noise = 1 + error.own + error.shared
-        return batch / base_batch / noise
+        return min(batch / base_batch / noise, most)
     signal = 1 + phi / batch + error.of_sqr(phi / batch)
-    return (1 + phi / base_batch) / signal
+    return min((1 + phi / base_batch) / signal, most)
 
 
 def efficiency(
-    phi: float, batch: float, base_batch: float, error: CodecError = EXACT
+    phi: float,
+    batch: float,
+    base_batch: float,
+    error: CodecError = EXACT,
+    most: float = math.inf,
 ) -> float:
     """Progress of a row in a batch, as a part of its progress in the base batch.
 
@@ -98,6 +107,7 @@ def efficiency(
       batch: rows of the batch, M.
       base_batch: rows of the base batch, M0.
       error: of the codecs.
+      most: no gain counts for more.
 
     >>> efficiency(100.0, 400, 100)
     0.4
@@ -105,7 +115,7 @@ def efficiency(
     Raises:
       PlanError: a number is out of its range.
     """
-    return gain(phi, batch, base_batch, error) * base_batch / batch
+    return gain(phi, batch, base_batch, error, most) * base_batch / batch
 
 
 def goodput(

@@ -40,7 +40,7 @@ class LossGuard:
       losses: the usual ones of late.
       far: how many of the last steps in a row were far off.
       rest: steps for which nothing is judged.
-      calm: steps since the last alarm.
+      calm: steps since the last alarm, or since the cap was doubled.
     """
 
     most: float = math.inf

@@ -206,8 +206,9 @@ def told(
         )
     base = float(found[0].base_batch)
     known = phi is not None and not math.isnan(phi)
-    worth = gain(0.0 if phi is None or not known else phi, batch, base, error)
-    worth = min(worth, most_gain) if known else 1.0
+    sure = 0.0 if phi is None or not known else phi
+    worth = gain(sure, batch, base, error, most_gain)
+    worth = worth if known else 1.0
     if any(_is_variable(x.batch) for x in found):  # NNX objects are updated in place
         for node in found:
             node.batch.set_value(_like(node.batch.get_value(), batch))
@@ -233,10 +234,7 @@ def gain_told(state: Any) -> float:
     Raises:
       PlanError: the tree holds none.
     """
-    found = scaled_states(state)
-    if not found:
-        raise PlanError("gain_told: the state holds no autopar.goodput.ScaledState.")
-    number = found[0].gain
+    number = _first("gain_told", state).gain
     return float(number.get_value() if _is_variable(number) else number)
 
 
@@ -249,10 +247,14 @@ def progress(state: Any) -> float:
     Raises:
       PlanError: the tree holds none.
     """
+    return float(_first("progress", state).progress)
+
+
+def _first(asker: str, state: Any) -> ScaledState:
     found = scaled_states(state)
     if not found:
-        raise PlanError("progress: the state holds no autopar.goodput.ScaledState.")
-    return float(found[0].progress)
+        raise PlanError(f"{asker}: the state holds no autopar.goodput.ScaledState.")
+    return found[0]
 
 
 def rule_of(state: Any) -> tuple[Rule, int]:

@@ -45,9 +45,7 @@ class EpochJob:
           measured: what is known of the program's steps; None: nothing yet, and only
             the job itself adds to it.
         """
-        # One that holds nothing yet is false.
-        alone = measured is None
-        self._measured = Measured(pollux_form.fit) if alone else measured
+        self._measured = measured or Measured(pollux_form.fit)
         self.job, self.application = job, application
         self.completed_s: float | None = None
         self.placement: tuple[int, ...] = ()
@@ -121,7 +119,7 @@ class EpochJob:
     def _choose_batch(self) -> None:
         nodes, devices = len(self.placement), sum(self.placement)
         app, batch = self.application, self._batch
-        if batch is None and not self._measured:
+        if batch is None and not self._measured.begun:
             batch = max(app.base_batch, app.least_local * devices)
         if batch is not None:
             local, more = app.split(batch, devices)
@@ -166,8 +164,8 @@ class EpochJob:
             asked=self.job.devices,
             most=self._most(),
             tried=self._measured.most_devices,
-            curve=self._curve() if adaptive and self._measured else Linear(),
-            measured=bool(self._measured),
+            curve=self._curve() if adaptive and self._measured.begun else Linear(),
+            measured=self._measured.begun,
             restart_s=self._restart_s,
             guaranteed=self.job.guaranteed,
             oracle=self._oracle() if oracle else None,

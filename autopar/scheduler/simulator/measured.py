@@ -27,7 +27,8 @@ class Measured:
         self._noise: dict[int, tuple[float, float]] = {}
         self._model: StepModel | None = None
 
-    def __bool__(self) -> bool:
+    @property
+    def begun(self) -> bool:
         """Whether a step was measured."""
         return bool(self._steps)
 
