@@ -190,6 +190,9 @@ class ElasticRun:
         """
         world = self._membership.world
         rest, named = self._samples.arguments(self.step, world)
+        if world.process_count > 1:
+            # Arrays would be taken for this process's part of the batch.
+            rest, named = jax.tree.map(struct_of, (rest, named))
         if named:
             count = len(state_shapes(create_state, args).arguments())
             names = list(inspect.signature(self._train_step).parameters)
