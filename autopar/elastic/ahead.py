@@ -13,10 +13,11 @@ import dataclasses
 import os
 import sys
 import threading
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.elastic.beside import Beside, switching_often
 from autopar.elastic.options import dividing_part
 from autopar.errors import AutoparError, ClusterError
 from autopar.plans import Plan
@@ -26,8 +27,8 @@ from autopar.runtime.parallel_step import ParallelStep
 
 # Most clusters that are prepared at a time: more programs would drive others out.
 MOST = 3
-# Least priority of a thread on Linux, and how long it may keep Python to itself.
-_NICE, _SWITCH_S = 19, 5e-4
+# Least priority of a thread on Linux.
+_NICE = 19
 
 
 class Ahead:
@@ -35,6 +36,7 @@ class Ahead:
 
     Attributes:
       rows: samples of a step.
+      beside: does what is known to pay.
     """
 
     def __init__(self, step: ParallelStep[..., Any], rows: int) -> None:
@@ -45,12 +47,12 @@ class Ahead:
           rows: samples of a step.
         """
         self._step, self.rows = step, rows
+        self.beside = Beside()
         self._compiler = Compiler()
         self._wanted: tuple[Cluster, ...] = ()
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._busy = self._closed = False
-        self._beside = 0
 
     def prepare(self, clusters: Sequence[Cluster]) -> None:
         """Prepares these clusters next, and forgets those that still waited."""
@@ -62,33 +64,12 @@ class Ahead:
                 self._thread.start()
             self._changed.notify_all()
 
-    def beside(self, work: Callable[[], None]) -> None:
-        """Does some work beside the run, of which it is known that it pays.
-
-        It has a thread of its own and the priority of the run: on a busy machine one of
-        the least priority might never come to its end.
-        """
-        with self._changed:
-            if self._closed:
-                return
-            self._beside += 1
-
-        def done() -> None:
-            try:
-                with _switching_often():
-                    work()
-            finally:
-                with self._changed:
-                    self._beside -= 1
-                    self._changed.notify_all()
-
-        threading.Thread(target=done, name="autopar-beside").start()
-
     def close(self) -> None:
         """Prepares nothing more; a program under way is given up."""
         with self._changed:
             self._wanted, self._closed = (), True
             self._changed.notify_all()
+        self.beside.close()
         self._compiler.close()
 
     def awaited(self) -> contextlib.AbstractContextManager[None]:
@@ -98,9 +79,8 @@ class Ahead:
     def wait(self) -> None:
         """Waits until all that was wanted is prepared."""
         with self.awaited(), self._changed:
-            self._changed.wait_for(
-                lambda: not (self._wanted or self._busy or self._beside)
-            )
+            self._changed.wait_for(lambda: not (self._wanted or self._busy))
+            self.beside.wait()
 
     def _work(self) -> None:
         _lower_priority()
@@ -113,7 +93,7 @@ class Ahead:
                     return
                 cluster, *rest = self._wanted
                 self._wanted, self._busy = tuple(rest), True
-            with _switching_often(), compiled_by(self._compiler):
+            with switching_often(), compiled_by(self._compiler):
                 self._prepare_one(cluster)
 
     def _prepare_one(self, cluster: Cluster) -> None:
@@ -208,14 +188,3 @@ def _lower_priority() -> None:
     if sys.platform == "linux":
         with contextlib.suppress(OSError):
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
-
-
-@contextlib.contextmanager
-def _switching_often() -> Generator[None]:
-    """Within it, a thread that wants Python gets it sooner than usual."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _SWITCH_S))
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(before)

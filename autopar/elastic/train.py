@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.checkpoint.checkpoints import Checkpoints
+from autopar.elastic.beside import Beside
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun, Step
 from autopar.elastic.processes.following import Ends, TeamFollowing
@@ -89,7 +90,8 @@ def train(
         with, its batch and all that was measured included.
       every: after how many steps the run is saved besides its end.
       ledger: path of the file in which changes are written down.
-      ahead: whether programs are prepared beside the run, in the background.
+      ahead: whether programs are prepared beside the run, in the background; in several
+        processes those of other batches and codecs, which all begin at the same step.
       survive: how many processes may die at once without loss of state, as for
         `autopar.elastic`. Where `autopar run` started several processes, one decides,
         and all change at the same step; programs are not prepared beside the run.
@@ -134,19 +136,25 @@ def train(
     )
     if together is not None:
         return together
+    alone = step.world.process_count == 1
     run = ElasticRun(
         step,
         Samples(source, rows, others_of(others)),
         steps=most,
         ledger=Ledger(ledger),
         sources=sources_of(events),
-        ahead=ahead and step.world.process_count == 1,
+        ahead=ahead and alone,
         checkpoints=checkpoints,
         every=every,
         shows=progress,
     )
     try:
-        made = TrainRun(run, step, following, samples=samples, until=until)
+        beside = run.ahead.beside if run.ahead is not None else None
+        if ahead and not alone:
+            beside = Beside()
+        made = TrainRun(
+            run, step, following, samples=samples, until=until, beside=beside
+        )
         made.begin(create_state, args)
         check_rule(made.state, base_batch, lr_rule)
     except BaseException:

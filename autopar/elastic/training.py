@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
+from autopar.elastic.beside import Beside
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun, Step
@@ -35,6 +36,7 @@ class TrainRun:
         *,
         samples: float | None = None,
         until: Callable[[Step], bool] | None = None,
+        beside: Beside | None = None,
     ) -> None:
         """See `autopar.train`, which makes these.
 
@@ -44,14 +46,15 @@ class TrainRun:
           following: how the batch follows.
           samples: rows of the base batch after which it ends; None: never.
           until: ends the run behind a step for which it is true; None: never.
+          beside: prepares other ways; None: steps wait for them.
         """
-        self.run = run
+        self.run, self._beside = run, beside
         self._samples, self._until = samples, until
         self.loop = Loop(
             step,
             following,
             record=self._write,
-            background=None if run.ahead is None else run.ahead.beside,
+            background=None if beside is None else beside.do,
             horizon_s=self._horizon_s,
             rest_s=self._rest_s,
         )
@@ -129,6 +132,8 @@ class TrainRun:
     def close(self) -> None:
         """Ends the run and its sources; once is enough, and more do no harm."""
         self.run.close()
+        if self._beside is not None:
+            self._beside.close()
 
     def __iter__(self) -> TrainRun:
         """The run itself: it can be left and gone on with."""

@@ -131,3 +131,10 @@ def loss_in(result: Any, *, alone: bool = True) -> float | None:
         if not (shared and array.is_fully_replicated):
             return None
     return float(chosen[0])
+
+
+def finite(result: Any) -> bool:
+    """Whether all real numbers of what a step returned are finite."""
+    found = [np.asarray(x) for x in jax.tree.leaves(result)]
+    kinds = [x for x in found if np.issubdtype(x.dtype, np.floating)]
+    return all(bool(np.isfinite(x).all()) for x in kinds)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
+import itertools
 import math
 import threading
 import time
@@ -14,21 +14,19 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from autopar.goodput import lines
+from autopar.goodput.agreeing import Said, agreed
 from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
 from autopar.goodput.following import Following, check_data, check_rule
-from autopar.goodput.guard import LossGuard, loss_in
-from autopar.goodput.now import Now
+from autopar.goodput.guard import LossGuard, finite, loss_in
+from autopar.goodput.now import Now, now_of
 from autopar.goodput.phi_track import PhiTrack
 from autopar.goodput.rates import gain_told, told
 from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, Made, Ways
 from autopar.progress import LOGGER
-from autopar.runtime import changing_batches
-from autopar.runtime.creation import flat_state
-from autopar.runtime.exchange import exchanged
+from autopar.runtime import changing_batches, lanes
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
 
@@ -38,6 +36,9 @@ _UNTIMED, _SETTLED = 2, 8
 _EXPLORED = 3
 # Seconds until something changes, where nobody knows.
 HORIZON_S = 600.0
+
+# Numbers of the loops of this process, which are the same in all.
+_LANES = itertools.count()
 
 Record = Callable[..., None]
 Work = Callable[[], None]
@@ -109,6 +110,7 @@ class Loop:
         self._world: Any = None
         self._key: Key | None = None
         self._busy = threading.Event()
+        self._lane = f"batches {next(_LANES)}"
         self._before: tuple[int, float, float] | None = None
         self._named = False
         self._kept = 0
@@ -127,6 +129,11 @@ class Loop:
     def steps(self) -> int:
         """How many steps were observed, before it was gone on with, too."""
         return self._steps
+
+    @property
+    def busy(self) -> bool:
+        """Whether another way is being prepared beside the steps."""
+        return self._busy.is_set()
 
     def to_data(self) -> dict[str, Any]:
         """Where the loop stands, as JSON can hold it."""
@@ -191,7 +198,7 @@ class Loop:
             assert terms is not None
             self._times = self._times.with_step(terms, seconds)
             self._settle()
-        if _finite(loss):
+        if finite(loss):
             self._look()
         risen = self._watch(loss)
         if self._steps % self.following.every == 0 and self._since > _SETTLED:
@@ -283,73 +290,80 @@ class Loop:
     ) -> Any:
         """Decides, prepares, and changes the way where that pays."""
         self._times = self._times.fitted()
-        now = self._now(state, rest, named, made)
-        if self._background is None or self.step.world.process_count > 1:
+        now = now_of(self.step, made, state, rest, named)
+        # Processes meet in the pipelines of their plan alone.
+        alone = self.step.world.process_count == 1
+        beside = self._background is not None and (alone or len(made.plan.stages) < 2)
+        if not beside:
             self._explore(now)
-        elif self._busy.is_set():
+        said = self._said(now)
+        if said.busy:
             return state
-        elif self._worth_studying(now):
+        if beside and said.studies:
             self._explore_beside(now)
             return state
-        key, decision = self._decided(now)
-        if key is None or decision is None:
-            self._tell_kept(made, decision)
+        if said.key is None or said.decision is None:
+            self._tell_kept(made, said.decision)
             return state
-        found = self._ways.made(key)
+        found = self._ways.made(said.key)
         if found is None:
             self._explore_beside(now)
             return state
-        return self._change(state, made, found, decision)
-
-    def _now(
-        self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
-    ) -> Now:
-        arguments = state if type(state) is tuple else (state,)
-        call = changing_batches.call_of(self.step, (*arguments, *rest), named)
-        leaves, _ = flat_state(state)
-        held = tuple(
-            jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves
-        )
-        return Now(made, held, call, len(arguments))
+        return self._change(state, made, found, said.decision)
 
     def _explore(self, now: Now) -> None:
         """Prepares the way that seems best, until it is the one with its own plan.
 
         The plan of a way may say otherwise than what it was judged by.
         """
-        if self._worth_studying(now):
+        said = self._said(now, asked=False)
+        if said.studies:
             self._ways.study(now.made)
+            said = self._said(now, asked=False)
         for _ in range(_EXPLORED):
-            key, _ = self._decided(now)
+            key = said.key
             if key is None or self._ways.made(key) is not None:
                 return
             if self._ways.make(key, now.call_of(key.rows)) is None:
                 reason = self._ways.why_not(key)
                 way = dataclasses.asdict(key)
                 self._record("batch refused", way=way, reason=reason)
+            said = self._said(now, asked=False)
 
-    def _worth_studying(self, now: Now) -> bool:
+    def _said(self, now: Now, *, asked: bool = True) -> Said:
+        """How to go on; one process says so for all.
+
+        Args:
+          now: what is decided on.
+          asked: by the steps, and not by what is prepared beside them.
+        """
+        if asked and self._busy.is_set():
+            return agreed(self.step.world, Said(busy=True))
+        decision, key = self._compared(now), None
+        if decision is not None and decision.changes:
+            way = decision.chosen.way
+            key = Key(way.rows, way.microbatches, way.codecs)
+        studies = self._worth_studying(now, decision)
+        return agreed(self.step.world, Said(False, studies, key, decision))
+
+    def _worth_studying(self, now: Now, decision: Decision | None) -> bool:
         """Whether other codecs may save more than choosing and compiling them takes.
 
         Without codecs they save at most the synchronisation, until the next change or
         the end of the job, which comes sooner by what is known to be better. With
-        codecs the others are always compared. One process says so for all.
+        codecs the others are always compared.
         """
         unknown = self._ways.unstudied(now.made)
-        worth = unknown > 0 and any(g.codec for g in now.made.plan.gradients)
-        decision = self._compared(now) if unknown and not worth else None
-        if decision is not None:
-            terms = decision.chosen.way.terms
-            bare = dataclasses.replace(terms, sync_s=0.0)
-            saved = max(0.0, 1.0 - self._times.ratio(bare, terms).seconds)
-            rest_s = self._rest_s() / max(decision.chosen.least, 1.0)
-            compile_s = self.step.preparation.compile_s
-            cost_s = (1 + unknown) * compile_s
-            worth = saved * min(rest_s, self._horizon_s()) > cost_s
-        if self.step.world.process_count > 1:
-            data = b"1" if worth else b""
-            worth = bool(exchanged(self.step.world, "choosing codecs", data)[0])
-        return worth
+        if unknown and any(g.codec for g in now.made.plan.gradients):
+            return True
+        if not unknown or decision is None:
+            return False
+        terms = decision.chosen.way.terms
+        bare = dataclasses.replace(terms, sync_s=0.0)
+        saved = max(0.0, 1.0 - self._times.ratio(bare, terms).seconds)
+        rest_s = self._rest_s() / max(decision.chosen.least, 1.0)
+        compile_s = self.step.preparation.compile_s
+        return saved * min(rest_s, self._horizon_s()) > (1 + unknown) * compile_s
 
     def _explore_beside(self, now: Now) -> None:
         """The same beside the loop, one at a time."""
@@ -359,7 +373,8 @@ class Loop:
 
         def explore() -> None:
             try:
-                self._explore(now)
+                with lanes.within(self._lane):
+                    self._explore(now)
             except Exception as error:  # the loop goes on without it, and says so
                 LOGGER.warning("no other way is prepared: %s", error)
                 self._record("batch refused", way=None, reason=str(error))
@@ -367,19 +382,6 @@ class Loop:
                 self._busy.clear()
 
         self._background(explore)
-
-    def _decided(self, now: Now) -> tuple[Key | None, Decision | None]:
-        """The way to go on by; None: as it is. One process decides for all."""
-        decision = self._compared(now)
-        key: Key | None = None
-        if decision is not None and decision.changes:
-            way = decision.chosen.way
-            key = Key(way.rows, way.microbatches, way.codecs)
-        if self.step.world.process_count > 1:
-            data = b"" if key is None else json.dumps(dataclasses.asdict(key)).encode()
-            told = exchanged(self.step.world, "choosing the batch", data)[0]
-            key = Key(**json.loads(told)) if told else None
-        return key, decision
 
     def _compared(self, now: Now) -> Decision | None:
         """Compares the ways; None: the noise is not known yet."""
@@ -486,10 +488,3 @@ class Loop:
 
 def _no_record(kind: str, **fields: Any) -> None:
     del kind, fields
-
-
-def _finite(result: Any) -> bool:
-    """Whether all real numbers of what a step returned are finite."""
-    found = [np.asarray(x) for x in jax.tree.leaves(result)]
-    kinds = [x for x in found if np.issubdtype(x.dtype, np.floating)]
-    return all(bool(np.isfinite(x).all()) for x in kinds)

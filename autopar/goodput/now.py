@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 
 from autopar.goodput.ways import Made
+from autopar.runtime import changing_batches
+from autopar.runtime.creation import flat_state
+from autopar.runtime.parallel_step import ParallelStep
 from autopar_passes.program.calls import Call
 
 
@@ -35,6 +39,31 @@ class Now:
             for x, owner in zip(self.call.arrays, owners, strict=True)
         ]
         return dataclasses.replace(self.call, arrays=arrays)
+
+
+def now_of(
+    step: ParallelStep[..., Any],
+    made: Made,
+    state: Any,
+    rest: Sequence[Any],
+    named: Mapping[str, Any],
+) -> Now:
+    """What a decision is made on after a step.
+
+    Args:
+      step: the step.
+      made: the way that runs.
+      state: that the step returned.
+      rest: what it took after the state.
+      named: what it took by name.
+    """
+    arguments = state if type(state) is tuple else (state,)
+    call = changing_batches.call_of(step, (*arguments, *rest), named)
+    leaves, _ = flat_state(state)
+    held = tuple(
+        jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves
+    )
+    return Now(made, held, call, len(arguments))
 
 
 def with_rows(struct: Any, rows: int, wanted: int) -> Any:

@@ -37,12 +37,18 @@ class KeyValueExchange:
       index: number of this process.
       count: number of processes.
       check: is called while this waits; raises an error to end the wait.
+      lane: whose numbers these are (`autopar.runtime.lanes`).
     """
 
     client: Any
     index: int
     count: int
     check: Callable[[], None] | None = None
+    lane: str = ""
+
+    @property
+    def _root(self) -> str:
+        return f"{_ROOT}/lanes/{self.lane}" if self.lane else _ROOT
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
         """Returns what each process passes; of failed ones alone if any has failed.
@@ -56,7 +62,7 @@ class KeyValueExchange:
         """
         number = self._next()
         if self.index:
-            self.client.key_value_set_bytes(f"{_ROOT}/{number}/{self.index}", data)
+            self.client.key_value_set_bytes(f"{self._root}/{number}/{self.index}", data)
             return self._published(number, what)
         found = {0: data}
         for process in range(1, self.count):
@@ -66,7 +72,7 @@ class KeyValueExchange:
             found[process] = own
         self._publish(number, found)
         # Who has passed something now has read everything before.
-        self.client.key_value_delete(f"{_ROOT}/{number - 1}")
+        self.client.key_value_delete(f"{self._root}/{number - 1}")
         return self._published(number, what)
 
     def tell(self, data: bytes) -> None:
@@ -76,21 +82,21 @@ class KeyValueExchange:
             self._publish(self._next(), {self.index: data})
 
     def _next(self) -> int:
-        return self.client.key_value_increment(f"{_ROOT}/calls/{self.index}", 1)
+        return self.client.key_value_increment(f"{self._root}/calls/{self.index}", 1)
 
     def _publish(self, number: int, found: dict[int, bytes]) -> None:
         """Publishes unless somebody has failed and published before."""
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             data = msgspec.msgpack.encode(found)
-            self.client.key_value_set_bytes(f"{_ROOT}/{number}/all", data)
+            self.client.key_value_set_bytes(f"{self._root}/{number}/all", data)
 
     def _wait(self, number: int, process: int, what: str) -> bytes | None:
         """What a process passes; None if anybody has failed."""
         for turn in range(1 << 30):
             with contextlib.suppress(jax.errors.JaxRuntimeError):
-                self.client.key_value_try_get_bytes(f"{_ROOT}/{number}/all")
+                self.client.key_value_try_get_bytes(f"{self._root}/{number}/all")
                 return None
-            found = self._get(f"{_ROOT}/{number}/{process}")
+            found = self._get(f"{self._root}/{number}/{process}")
             if found is not None:
                 return found
             self._complain(turn, f"process {process}", what)
@@ -98,7 +104,7 @@ class KeyValueExchange:
 
     def _published(self, number: int, what: str) -> dict[int, bytes]:
         for turn in range(1 << 30):
-            found = self._get(f"{_ROOT}/{number}/all")
+            found = self._get(f"{self._root}/{number}/all")
             if found is not None:
                 return msgspec.msgpack.decode(found, type=dict[int, bytes])
             self._complain(turn, "the others", what)

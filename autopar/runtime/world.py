@@ -18,6 +18,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from autopar.errors import PlanError
+from autopar.runtime import lanes
 from autopar.runtime.key_values import KeyValueExchange
 from autopar_passes import jax_compat
 
@@ -80,11 +81,14 @@ class JaxChannel:
     """The channel of all processes of ``jax.distributed``.
 
     Broadcasts and gathers go through the devices, exchanges through the coordination
-    service: a process that fails there leaves nobody waiting in a collective.
+    service: a process that fails there leaves nobody waiting in a collective. In a lane
+    all go through the service, as devices run the collectives of steps.
     """
 
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; only what the first process passes is sent."""
+        if lanes.current():
+            return self.exchange(data, "broadcasting")[0]
         first = jax.process_index() == 0
         length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
         buffer = np.zeros(length, dtype=np.uint8)
@@ -96,6 +100,8 @@ class JaxChannel:
 
     def gather(self, data: bytes) -> list[bytes]:
         """See `Channel`."""
+        if lanes.current():
+            return [x for _, x in sorted(self.exchange(data, "gathering").items())]
         row = np.frombuffer(data, dtype=np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(row))
         found = rows.reshape(-1, len(data)).astype(np.uint8)
@@ -120,7 +126,9 @@ class JaxChannel:
         found = jax_compat.coordination()
         if found is None:  # as on TPUs that were not started by jax.distributed
             return None
-        return KeyValueExchange(found.client, found.index, found.count)
+        return KeyValueExchange(
+            found.client, found.index, found.count, lane=lanes.current()
+        )
 
     def _by_devices(self, data: bytes) -> dict[int, bytes]:
         lengths = self.gather(len(data).to_bytes(8, "little"))

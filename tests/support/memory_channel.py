@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from autopar import PlanError
+from autopar.runtime import lanes
 from autopar.runtime.key_values import KeyValueExchange
 from autopar.runtime.world import World
 
@@ -86,7 +87,8 @@ class MemoryChannel:
 
     def _service(self) -> KeyValueExchange:
         count = len(self.memory.sent)
-        return KeyValueExchange(self.memory.store, self.process, count)
+        lane = lanes.current()
+        return KeyValueExchange(self.memory.store, self.process, count, lane=lane)
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
         return self._service().exchange(data, what)

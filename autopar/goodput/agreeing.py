@@ -1,0 +1,51 @@
+"""What processes say to each other when a loop decides."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from autopar.goodput.choice import Decision
+from autopar.goodput.ways import Key
+from autopar.runtime.exchange import exchanged
+from autopar.runtime.world import World
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Said:
+    """How a loop is to go on.
+
+    Attributes:
+      busy: whether another way is still being prepared.
+      studies: whether other codecs are to be chosen first, as they may save more than
+        that takes.
+      key: the way to go on by; None: as it is.
+      decision: what this process has compared; None: the noise is not known yet.
+    """
+
+    busy: bool = False
+    studies: bool = False
+    key: Key | None = None
+    decision: Decision | None = None
+
+
+def agreed(world: World, own: Said) -> Said:
+    """What the first process says; it is busy as long as any is.
+
+    Measured seconds differ between processes, so only one can decide.
+
+    Args:
+      world: the processes, which all call this.
+      own: what this process would say.
+    """
+    if world.process_count == 1:
+        return own
+    key = None if own.key is None else dataclasses.asdict(own.key)
+    data = json.dumps([own.busy, own.studies, key]).encode()
+    every: list[Any] = [
+        json.loads(x) for x in exchanged(world, "choosing the batch", data)
+    ]
+    _, studies, key = every[0]
+    found = None if key is None else Key(**key)
+    return Said(any(x[0] for x in every), studies, found, own.decision)

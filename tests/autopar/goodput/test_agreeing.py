@@ -1,0 +1,35 @@
+"""Processes decide as the first says, once none is busy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import memory_channel
+
+from autopar.goodput.agreeing import Said, agreed
+from autopar.goodput.ways import Key
+from autopar.runtime.world import Alone, World
+
+ONE, OTHER = Key(64, 1, "int8"), Key(32, 2, "none")
+
+
+def told(*own: Said) -> list[Any]:
+    def run(world: World) -> Said:
+        return agreed(world, own[world.process_index])
+
+    return memory_channel.everywhere(run, range(len(own)), len(own))
+
+
+def test_the_first_decides() -> None:
+    found = told(Said(key=ONE), Said(studies=True, key=OTHER), Said())
+    assert found == [Said(key=ONE)] * 3
+
+
+def test_all_wait_for_one_that_is_busy() -> None:
+    found = told(Said(studies=True), Said(busy=True))
+    assert [x.busy for x in found] == [True, True]
+
+
+def test_one_process_says_all_itself() -> None:
+    own = Said(busy=False, studies=True, key=ONE)
+    assert agreed(World((0,), channel=Alone()), own) is own
