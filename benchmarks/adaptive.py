@@ -48,57 +48,33 @@ os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
 )
 
-import goodput_samples
 import jax
 import numpy as np
-import optax
 import workloads
-from goodput_samples import BASE, PINS, VOCAB, WORKERS, rows
+from adaptive_ways import (
+    MORE,
+    WAYS,
+    first_codec,
+    layouts,
+    loop_of,
+    loss_of,
+    model,
+    optimizer,
+    options_of,
+    seconds_to,
+    step_of,
+)
+from goodput_samples import BASE, WORKERS, rows
 
 import autopar
-from autopar.goodput import CriticalRegimes, NoiseOptions, progress, scaled
-from autopar.goodput.choice import PhiRange
+from autopar.goodput import NoiseOptions, progress
 from autopar.goodput.following import Following, codecs_of
-from autopar.goodput.loop import Loop
-from autopar.goodput.ways import expected_error
 
-WAYS = ("fixed", "codecs", "batch", "naive", "mild", "ours")
-CODECS = (
-    "int8:rounding=stochastic",
-    "int4:rounding=stochastic",
-    "randk:unbiased=true,ratio=0.25",
-    "randk:unbiased=true,ratio=0.1",
-)
-# A squared error, as a part of the squared norm, up to which a codec errs little.
-LITTLE = 0.1
-MOST, WIDTH, LATENCY_S = 2048, 96, 1e-4
+LATENCY_S = 1e-4
 # Steps between evaluations, of small batches and of others.
 EVERY = (50, 10)
 # Seconds of `fixed` after which a way is given up, as a multiple.
 PATIENCE = 1.5
-
-
-def model(seed: int, tx: Any) -> Any:
-    """The first state of a seed."""
-    keys = jax.random.split(jax.random.key(seed), 3)
-    inputs = 16 * goodput_samples.CONTEXT
-    w = {
-        "embed": 0.3 * jax.random.normal(keys[0], (VOCAB, 16)),
-        "pairs": jax.numpy.zeros((VOCAB * VOCAB, 16)),
-        "hidden": jax.random.normal(keys[1], (inputs, WIDTH)) / 11.0,
-        "out": jax.random.normal(keys[2], (WIDTH, VOCAB)) / 10.0,
-    }
-    return {"w": w, "opt": tx.init(w)}
-
-
-def loss_of(w: Any, batch: Any) -> Any:
-    """The loss of the next character, after characters and pairs of them."""
-    now = batch["x"]
-    before = jax.numpy.pad(now, ((0, 0), (1, 0)))[:, :-1]
-    x = w["embed"][now] + w["pairs"][before * VOCAB + now]
-    logits = jax.numpy.tanh(x.reshape(len(now), -1) @ w["hidden"]) @ w["out"]
-    found = optax.softmax_cross_entropy_with_integer_labels(logits, batch["y"])
-    return found.mean()
 
 
 def link_s(plan: autopar.Plan, rate_mbit: float) -> float:
@@ -114,45 +90,6 @@ def cluster(rate_mbit: float) -> autopar.Cluster:
     latency = f"network_latency={LATENCY_S * 1e6:g}us"
     text = f"{WORKERS}x1:cpu,network={rate_mbit:g}Mb/s,{latency}"
     return autopar.Cluster.parse(text)
-
-
-def layouts() -> autopar.Plan:
-    """Data parallelism, as one plans who has not looked at the links."""
-    tx = scaled(optax.sgd(0.1), "adascale", base_batch=BASE)
-    return autopar.plan(
-        step_of(tx),
-        model(0, tx),
-        rows(4096, 0, 0),
-        cluster=f"{WORKERS}x1:cpu,network=1000Gb/s,network_latency=1us",
-        axis_names=("data",),
-        pins={"batch/*": PINS["batch/*"], "state/*": PINS["state/*"]},
-        seconds=None,
-    )
-
-
-def step_of(tx: Any) -> Any:
-    """The train step."""
-
-    def step(state: Any, batch: Any) -> Any:
-        loss, grads = jax.value_and_grad(loss_of)(state["w"], batch)
-        updates, opt = tx.update(grads, state["opt"], state["w"])
-        return {"w": optax.apply_updates(state["w"], updates), "opt": opt}, loss
-
-    return step
-
-
-class Naive(Loop):
-    """Reads the noise scale of compressed gradients, and knows no error of codecs."""
-
-    def phi(self) -> PhiRange | None:
-        """(1 + w) phi + w M / K, as an estimator finds that is fed with them."""
-        found = super().phi()
-        if found is None:
-            return None
-        w, part = expected_error(self.step.plan).own, self.batch_size / WORKERS
-        # Where all draw the same elements, w is a factor of both norms.
-        ends = (found.phi, found.low, found.high)
-        return PhiRange(*((1 + w) * x + w * part for x in ends))
 
 
 class Training:
@@ -183,12 +120,12 @@ class Training:
         self.left_s, self.beside_s = 0.0, 0.0
         self.waiting = waiting
         self.way, self.rate, self.seed, self.job = way, rate_mbit, seed, job
-        self.tx = scaled(optax.sgd(lr), "adascale", base_batch=BASE)
+        self.tx = optimizer(lr)
         self.held_out = rows(2048, 10**6, 0)
         self.evaluate = jax.jit(loss_of)
         self.rest_s = math.inf
         kept = layouts()
-        self.codec = self._first(kept)
+        self.codec = first_codec(way, cluster(rate_mbit), kept)
         self.step = autopar.parallelize(
             step_of(self.tx),
             cluster=cluster(rate_mbit),
@@ -202,43 +139,15 @@ class Training:
         self.lines: list[dict[str, Any]] = []
         self.loop = self._loop()
 
-    def _first(self, kept: autopar.Plan) -> str:
-        """The codec of the first step."""
-        if self.way not in ("forced", "naive", "mild"):
-            return "none"
-        found: dict[str, float] = {}
-        for codec in CODECS:
-            plan = autopar.plan(
-                step_of(self.tx), model(0, self.tx), rows(BASE, 0, 0),
-                cluster=cluster(self.rate), layouts=kept, compression=codec,
-            )  # fmt: skip
-            error = expected_error(plan)
-            if self.way == "naive" or error.own + error.shared <= LITTLE:
-                found[codec] = plan.predicted.step_s
-                if self.way == "forced":
-                    found[codec] = plan.predicted.communication_bytes
-        return min(found, key=lambda x: found[x])
-
-    def _loop(self) -> Loop:
-        naive = self.way in ("naive", "mild")
-        follows = naive or self.way in ("batch", "ours")
-        codecs: Any = CODECS if self.way in ("codecs", "ours") else ()
-        if naive:
-            codecs = {self.codec: 1.0}
-        following = Following(
-            base_batch=BASE,
-            max_batch=MOST if follows else BASE,
-            codecs=codecs_of(codecs, self.codec),
-        )
-        if self.way == "accordion":
-            rule = CriticalRegimes(window=self.job / BASE / 30)
-            following = Following(base_batch=BASE, max_batch=8 * BASE, rule=rule)
+    def _loop(self) -> Any:
+        options = options_of(self.way, self.codec, self.job)
+        options["codecs"] = codecs_of(options["codecs"], self.codec)
+        following = Following(**options)
 
         def record(kind: str, **fields: Any) -> None:
             self.lines.append({"kind": kind, **fields})
 
-        kind = Naive if naive else Loop
-        return kind(
+        return loop_of(self.way)(
             self.step,
             following,
             record=record,
@@ -334,15 +243,6 @@ class Training:
         }
 
 
-def seconds_to(curve: Any, level: float) -> float | None:
-    """Seconds until a loss is reached, between evaluations linearly; None: never."""
-    for (before_s, before), (after_s, after) in itertools.pairwise(curve):
-        if after <= level:
-            part = (before - level) / (before - after) if math.isfinite(before) else 1.0
-            return before_s + part * (after_s - before_s)
-    return None
-
-
 def known(path: pathlib.Path | None) -> list[dict[str, Any]]:
     """What was finished before."""
     return json.loads(path.read_text()) if path is not None and path.exists() else []
@@ -376,7 +276,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--seconds", type=float, default=100.0, help="of fixed")
     parser.add_argument("--lr", type=float, default=0.05, help="of the base batch")
-    parser.add_argument("--ways", nargs="+", choices=(*WAYS, "forced", "accordion"),
+    parser.add_argument("--ways", nargs="+", choices=(*WAYS, *MORE),
                         default=list(WAYS))  # fmt: skip
     parser.add_argument("--waiting", action="store_true", help="for what is planned")
     parser.add_argument("--out", type=pathlib.Path)
