@@ -24,7 +24,7 @@ from autopar.runtime.noise.averages import Groups, State, fresh, updated
 from autopar.runtime.noise.norms import Norm, device_norms
 from autopar.runtime.noise.options import SPARSE, NoiseOptions
 from autopar.runtime.noise.sent import NORMS, SentGradient, measure_of
-from autopar.runtime.noise.sources import Source, Sources, find_sources
+from autopar.runtime.noise.sources import Source, Sources, find_sources, turn_of
 from autopar.steps.moments import second_moments
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.replay.layout_plan import Read
@@ -58,6 +58,16 @@ class NoiseSpec:
         """The groups of each gradient."""
         counts = tuple(s.groups for s in self.sources.found)
         return Groups(counts, self.sources.rows)
+
+    @functools.cached_property
+    def turns(self) -> dict[int, tuple[int, ...]]:
+        """Gradients that are transposed before they are summed, as of `turn_of`."""
+        found = {
+            s.value: turn_of(self.assignment, s.value, s.bare)
+            for s in self.sources.found
+            if s.parts == s.value != s.bare and s.value not in self.coded
+        }
+        return {value: turn for value, turn in found.items() if turn is not None}
 
     @property
     def every(self) -> int:
@@ -203,14 +213,26 @@ class NoiseMeter:
         """See `autopar_passes.replay.layout_plan.Synchroniser`."""
         if self.codecs is not None and all(self.codecs.takes(v) for v in partials):
             return self._send(self.codecs, partials)
-        found: dict[int, Any] = {}
-        for value, partial in partials.items():
-            self._partial[value] = partial
-            array = stacked.total(partial)
-            for layout in self.spec.assignment.due(value) or ():
-                array = constrain(array, self.spec.mesh, layout)
-            found[value] = array
-        return found
+        self._partial.update(partials)
+        return {value: self._total(value, x) for value, x in partials.items()}
+
+    def _total(self, value: int, partial: Stacked) -> Any:
+        """Takes a sum as it is, of the array before it was transposed.
+
+        The parts are in memory like that. Were they summed as they are here, each
+        device would transpose its whole part, and not what it gets of the sum.
+        """
+        turn = self.spec.turns.get(value) or tuple(range(len(partial.layout)))
+        back = sorted(range(len(turn)), key=turn.__getitem__)
+        array = stacked.sum_partials(
+            partial.array.transpose(0, *(1 + dim for dim in back))
+        )
+        layouts = self.spec.assignment.due(value) or ()
+        for layout in layouts:
+            before = tuple(layout[dim] for dim in back)
+            array = constrain(array, self.spec.mesh, before)
+        array = array.transpose(turn)
+        return constrain(array, self.spec.mesh, layouts[-1]) if layouts else array
 
     def _send(
         self, codecs: CodecSynchroniser, partials: dict[int, Stacked]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from compression_mesh import WORKERS, begin, normal
@@ -28,7 +29,7 @@ def both(gradients: list[Gradient], partials: list[Any], states: Any) -> Any:
     def one(partials: Any, states: Any) -> Any:
         partials, states = jax.tree.map(lambda a: a[0], (partials, states))
         worker = jax.lax.axis_index("data")
-        made = synchronised(gradients, partials, states, links, worker, np.int32(0))
+        made = synchronised(gradients, partials, states, links, worker, jnp.int32(0))
         return jax.tree.map(lambda a: a[None], (made.totals, made.again()))
 
     whole = PartitionSpec("data")
