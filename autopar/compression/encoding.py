@@ -62,11 +62,13 @@ class EncodedGroup:
       members: by number.
       sent: what was to be sent of them, and what was not.
       again: makes `sent` anew, of the gradients as they are in memory.
+      totals: makes the members' totals anew, in their order (`Reduced.again`).
     """
 
     members: dict[int, Encoded]
     sent: Sent
     again: Callable[[], Sent]
+    totals: Callable[[], Sequence[jax.Array]]
 
 
 def encoded(
@@ -123,13 +125,18 @@ def encoded(
     for i, group in enumerate(groups):
         own, sent = [entries[k] for k in group], sent_of(i, given[i])
 
+        widths = [pieces[k].chunk for k in group]
+
         def again(i: int = i) -> Sent:
             return sent_of(i, side_by_side(i))
+
+        def totals(i: int = i, widths: Sequence[int] = widths) -> Sequence[jax.Array]:
+            make = made[i].again
+            return cut(make() if make else made[i].total, widths, whole=whole[i])
 
         kept = eager or any(gradients[k].feedback.active for k in group)
         if kept:
             sent = sent.with_error()
-        widths = [pieces[k].chunk for k in group]
         found = zip(
             cut(made[i].total, widths, whole=whole[i]),
             _errors(own, sent, widths, whole=whole[i]),
@@ -138,7 +145,8 @@ def encoded(
         )
         each = [Encoded(total, error, state) for total, error, state in found]
         members = dict(zip(group, each, strict=True))
-        out.append(EncodedGroup(members, sent, (lambda s=sent: s) if kept else again))
+        anew = (lambda s=sent: s) if kept else again
+        out.append(EncodedGroup(members, sent, anew, totals))
     return out, made[-1].total if with_squares else None
 
 

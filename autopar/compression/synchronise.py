@@ -9,7 +9,8 @@ the workers' axes, to which `init_state` gives the part of one worker.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,7 +20,7 @@ import numpy as np
 from autopar.compression.chunking import own_part, own_shape
 from autopar.compression.codecs.blocks import materialised
 from autopar.compression.codecs.dense import Dense
-from autopar.compression.encoding import encoded
+from autopar.compression.encoding import EncodedGroup, Entry, encoded
 from autopar.compression.exchange import Links
 from autopar.compression.feedback import next_residuals, with_residual
 from autopar.compression.gradient import Gradient, State, check_gradient
@@ -31,6 +32,24 @@ from autopar.compression.signal import COLUMNS, signal_rows
 TELEMETRY_EVERY = 16
 # The columns of the sums.
 WANTED, ERROR, SENT, RESIDUAL, GRADIENT, NON_FINITE = range(6)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Synchronised:
+    """What a call of `synchronise` makes.
+
+    Attributes:
+      totals: the sums.
+      states: the new states.
+      sums: telemetry.
+      again: makes the totals anew, for a branch that is seldom taken: an array that a
+        branch reads has to be in memory, also where it is not taken.
+    """
+
+    totals: list[jax.Array]
+    states: list[State]
+    sums: jax.Array
+    again: Callable[[], list[jax.Array]]
 
 
 def synchronise(
@@ -73,22 +92,52 @@ def synchronise(
     Raises:
       ValueError: a partial does not fit its gradient; see `check_gradient`.
     """
+    made = synchronised(
+        gradients, partials, states, links, worker, step,
+        signals=signals, measured=measured, summed=summed,
+    )  # fmt: skip
+    return made.totals, made.states, made.sums
+
+
+def synchronised(
+    gradients: Sequence[Gradient],
+    partials: Sequence[jax.Array],
+    states: Sequence[State],
+    links: Links,
+    worker: jax.Array,
+    step: jax.Array,
+    *,
+    signals: bool = False,
+    measured: jax.Array | None = None,
+    summed: bool = False,
+) -> Synchronised:
+    """As `synchronise`, with a way to make the sums anew."""
     _check_call(gradients, partials, states, links.workers)
     assert measured is None or not signals
     entries = list(zip(gradients, partials, states, strict=True))
     live = [k for k, entry in enumerate(entries) if entry[0].size]
-    totals: list[jax.Array] = [_nothing(g, x, links) for g, x, _ in entries]
+    nothing: list[jax.Array] = [_nothing(g, x, links) for g, x, _ in entries]
     new_states = list(states)
     columns = NON_FINITE + 1 + (COLUMNS if signals else 0)
     sums = jnp.zeros((len(entries), columns), jnp.float32)
-    if live:
-        given = [entries[k] for k in live]
-        numbers = jnp.int32(worker), jnp.int32(step)
-        made = _synchronise_some(given, links, *numbers, signals, measured, summed)
-        for k, total, state in zip(live, *made[:2], strict=True):
-            totals[k], new_states[k] = total, state
-        sums = sums.at[np.array(live)].set(made[2])
-    return totals, new_states, sums
+    if not live:
+        return Synchronised(nothing, new_states, sums, lambda: nothing)
+    given = [entries[k] for k in live]
+    numbers = jnp.int32(worker), jnp.int32(step)
+    made = _synchronise_some(given, links, *numbers, signals, measured, summed)
+    for k, state in zip(live, made.states, strict=True):
+        new_states[k] = state
+
+    def among_all(totals: Sequence[jax.Array]) -> list[jax.Array]:
+        known = dict(zip(live, totals, strict=True))
+        return [known.get(k, empty) for k, empty in enumerate(nothing)]
+
+    return Synchronised(
+        among_all(made.totals),
+        new_states,
+        sums.at[np.array(live)].set(made.sums),
+        lambda: among_all(made.again()),
+    )
 
 
 def restore_unless_finite(old: Any, new: Any, finite: jax.Array) -> Any:
@@ -132,15 +181,15 @@ def _check_call(
 
 
 def _synchronise_some(
-    entries: Sequence[tuple[Gradient, jax.Array, State]],
+    entries: Sequence[Entry],
     links: Links,
     worker: jax.Array,
     step: jax.Array,
     signals: bool,
     measured: jax.Array | None,
     summed: bool,
-) -> tuple[list[jax.Array], list[State], jax.Array]:
-    """Totals, states and sums of gradients that all have elements."""
+) -> Synchronised:
+    """`synchronised` of gradients that all have elements."""
     n, gradients = links.workers, [gradient for gradient, _, _ in entries]
     # Computed once, however many loops read it: without the barriers each would add the
     # residual again, and transpose the gradient where a product left it transposed.
@@ -159,12 +208,7 @@ def _synchronise_some(
     feedbacks = [gradient.feedback for gradient in gradients]
     errors = [made[k].error for k in range(len(entries))]
     residuals = next_residuals(feedbacks, errors, links, step)
-    totals = [
-        own_part(made[k].total, gradient.shape, gradient.scatter_dim, n).astype(
-            partials[k].dtype
-        )
-        for k, gradient in enumerate(gradients)
-    ]
+    totals = _own_parts(entries, {k: one.total for k, one in made.items()}, n)
     states = [
         {"residual": residuals[k], "codec": made[k].state} for k in range(len(entries))
     ]
@@ -193,7 +237,27 @@ def _synchronise_some(
         sums = jnp.concatenate((sums, more), axis=1)
     if summed and not together:
         sums = summed_rows(sums, links)
-    return totals, states, sums
+    return Synchronised(totals, states, sums, lambda: _again(entries, groups, n))
+
+
+def _again(
+    entries: Sequence[Entry], groups: Sequence[EncodedGroup], workers: int
+) -> list[jax.Array]:
+    """The totals, made anew."""
+    found: dict[int, jax.Array] = {}
+    for group in groups:
+        found.update(zip(group.members, group.totals(), strict=True))
+    return _own_parts(entries, found, workers)
+
+
+def _own_parts(
+    entries: Sequence[Entry], totals: Mapping[int, jax.Array], workers: int
+) -> list[jax.Array]:
+    """Totals of `Reduced`, by number, as the worker gets them."""
+    return [
+        own_part(totals[k], g.shape, g.scatter_dim, workers).astype(partial.dtype)
+        for k, (g, partial, _) in enumerate(entries)
+    ]
 
 
 def _wanted(gradient: Gradient, partial: jax.Array, residual: Any) -> jax.Array:

@@ -7,8 +7,9 @@ axes is never gathered, and only payloads cross the links.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -22,9 +23,11 @@ from autopar.compression.gradient import Gradient
 from autopar.compression.synchronise import (
     NON_FINITE,
     WANTED,
+    Synchronised,
     restore_unless_finite,
-    synchronise,
+    synchronised,
 )
+from autopar.runtime.gradients.measuring import Measure
 from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.gradients.within import gather_within, sum_within
 from autopar_passes.layouts import constrain, partition_spec
@@ -51,6 +54,20 @@ class CodecSynchroniser:
 
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
         """See `autopar_passes.replay.layout_plan.Synchroniser`."""
+        return self.take_measured(partials, None)[0]
+
+    def take_measured(
+        self, partials: dict[int, Stacked], measure: Measure | None
+    ) -> tuple[dict[int, Any], Any]:
+        """`take`, and what is measured of the bucket meanwhile.
+
+        Args:
+          partials: the bucket.
+          measure: what is measured; None: nothing.
+
+        Returns:
+          The sums, and the rows of all devices, (devices, k).
+        """
         members = [self.sums.members[v] for v in partials]
         mesh = self.sums.mesh
         states = [self.state["gradients"][m.decision.name] for m in members]
@@ -58,33 +75,45 @@ class CodecSynchroniser:
 
         counters = {k: x for k, x in self.state.items() if k in ("step", "due")}
 
-        def bucket(now: Any, arrays: Any, before: Any) -> Any:
-            return _sum_bucket(self.sums, members, now, arrays, before)
+        def bucket(now: Any, arrays: Any, before: Any, given: Any) -> Any:
+            looked = measure and functools.partial(measure.look, given)
+            seldom = measure is not None and measure.seldom
+            return _sum_bucket(
+                self.sums, members, now, arrays, before, looked, seldom=seldom
+            )
 
-        totals, after, rows, level = jax.shard_map(
+        totals, after, rows, level, seen = jax.shard_map(
             bucket,
             mesh=mesh,
             in_specs=(
                 PartitionSpec(),
                 [partition_spec(mesh, m.stacked) for m in members],
                 state_specs,
+                measure and measure.specs,
             ),
             out_specs=(
                 [partition_spec(mesh, m.result) for m in members],
                 state_specs,
                 PartitionSpec(),
                 PartitionSpec(),
+                PartitionSpec(mesh.axis_names),
             ),
             check_vma=False,
-        )(counters, [x.array for x in partials.values()], states)
+        )(
+            counters,
+            [x.array for x in partials.values()],
+            states,
+            measure and measure.given,
+        )
         for k, member in enumerate(members):
             self.new[member.decision.name] = after[k]
             self.levels[member.decision.name] = level
             self.rows[member.decision.name] = rows[k]
-        return {
+        made = {
             v: constrain(totals[k], mesh, m.home)
             for k, (v, m) in enumerate(zip(partials, members, strict=True))
         }
+        return made, seen
 
     @property
     def _names(self) -> list[str]:
@@ -156,7 +185,10 @@ def _sum_bucket(
     counters: Mapping[str, Any],
     arrays: Sequence[Any],
     before: Sequence[State],
-) -> tuple[list[Any], list[State], Any, jax.Array]:
+    look: Callable[..., jax.Array] | None,
+    *,
+    seldom: bool,
+) -> tuple[list[Any], list[State], Any, jax.Array, jax.Array | None]:
     """Sums a bucket on one device's arrays.
 
     Args:
@@ -165,9 +197,12 @@ def _sum_bucket(
       counters: ``step`` and, where not all steps are measured, ``due`` of the state.
       arrays: the partial gradients.
       before: their states.
+      look: what is measured, of the partial gradients and the sums; see `Measure`.
+      seldom: as of `Measure`.
 
     Returns:
-      The sums, the new states, telemetry summed over all devices and the level taken.
+      The sums, the new states, telemetry summed over all devices, the level taken and
+      what was measured.
     """
     mesh_names = sums.mesh.axis_names
     summation = members[0].summation
@@ -178,23 +213,33 @@ def _sum_bucket(
     states = [_local(g, s) for g, s in zip(gradients, before, strict=True)]
     fast = tuple(mesh_names[a] for a in summation.within)
     summations = [m.summation for m in members]
-    partials = sum_within(summations, [x[0] for x in arrays], fast)
+    parts = [x[0] for x in arrays]
+    if look is not None:
+        # The codecs read the same arrays; otherwise a branch would read copies.
+        parts = [materialised(x) for x in parts]
+    partials = sum_within(summations, parts, fast)
     together = sums.fallback is None and set(names) == set(mesh_names)
-    totals, after, rows, level = _summed(
+    made, level = _summed(
         sums, members, partials, states, links, worker, counters, together=together
     )
+    rows = made.sums
     if not together:
         with jax.named_scope("telemetry"):
             rows = jax.lax.psum(rows, mesh_names)
-    # Here, where each sum is written anyway: its readers would each add it again.
-    totals = [
-        (total + spoilt).astype(x.dtype)
-        for total, spoilt, x in zip(
-            gather_within(summations, totals, fast), _spoilt(rows), arrays, strict=True
-        )
-    ]
-    kept = [_global(s, old) for s, old in zip(after, before, strict=True)]
-    return totals, kept, rows, level
+    spoilt = _spoilt(rows)
+
+    def whole(totals: Sequence[Any]) -> list[Any]:
+        # Here, where each sum is written anyway: its readers would each add it again.
+        gathered = gather_within(summations, totals, fast)
+        each = zip(gathered, spoilt, arrays, strict=True)
+        return [(total + term).astype(x.dtype) for total, term, x in each]
+
+    totals = whole(made.totals)
+    seen = None
+    if look is not None:
+        seen = look(parts, lambda: whole(made.again()) if seldom else totals)
+    kept = [_global(s, old) for s, old in zip(made.states, before, strict=True)]
+    return totals, kept, rows, level, seen
 
 
 def _summed(
@@ -207,7 +252,7 @@ def _summed(
     counters: Mapping[str, Any],
     *,
     together: bool,
-) -> tuple[list[Any], list[State], Any, jax.Array]:
+) -> tuple[Synchronised, jax.Array]:
     """Sums a bucket by the plan's codecs, or by those of the fallback.
 
     With ``together`` the links reach all devices, and telemetry is summed with them.
@@ -218,7 +263,7 @@ def _summed(
     step = counters["step"]
     if sums.fallback is None:
         due = counters.get("due")
-        found = synchronise(
+        found = synchronised(
             [m.gradient for m in members],
             partials,
             states,
@@ -229,11 +274,11 @@ def _summed(
             measured=None if due is None else due == 0,
             summed=together,
         )
-        return *found, jnp.int32(0)
+        return found, jnp.int32(0)
     levels = list(zip(*(m.levels for m in members), strict=True))
     names = sums.mesh.axis_names
     everyone = MeshLinks(names, math.prod(sums.mesh.shape.values()))
-    return synchronise_levels(
+    totals, after, rows, level = synchronise_levels(
         levels,
         partials,
         states,
@@ -243,6 +288,7 @@ def _summed(
         sums.fallback.least_gain,
         everyone,
     )
+    return Synchronised(totals, after, rows, lambda: totals), level
 
 
 def _local(gradient: Gradient, state: State) -> State:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,27 +19,17 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
+from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.noise.averages import Groups, State, fresh, updated
 from autopar.runtime.noise.norms import Norm, device_norms
 from autopar.runtime.noise.options import SPARSE, NoiseOptions
-from autopar.runtime.noise.sources import Source, Sources, find_sources
+from autopar.runtime.noise.sent import NORMS, SentGradient, measure_of
+from autopar.runtime.noise.sources import Source, Sources, find_sources, turn_of
 from autopar.steps.moments import second_moments
 from autopar_passes.layouts import constrain, partition_spec
 from autopar_passes.replay.layout_plan import Read
 from autopar_passes.sums import stacked
 from autopar_passes.sums.stacked import Stacked
-
-
-class Codecs(Protocol):
-    """The synchroniser of the gradients that codecs send."""
-
-    def takes(self, value: int) -> frozenset[int]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
-        ...
-
-    def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
-        """See `autopar_passes.replay.layout_plan.Synchroniser`."""
-        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +58,16 @@ class NoiseSpec:
         """The groups of each gradient."""
         counts = tuple(s.groups for s in self.sources.found)
         return Groups(counts, self.sources.rows)
+
+    @functools.cached_property
+    def turns(self) -> dict[int, tuple[int, ...]]:
+        """Gradients that are transposed before they are summed, as of `turn_of`."""
+        found = {
+            s.value: turn_of(self.assignment, s.value, s.bare)
+            for s in self.sources.found
+            if s.parts == s.value != s.bare and s.value not in self.coded
+        }
+        return {value: turn for value, turn in found.items() if turn is not None}
 
     @property
     def every(self) -> int:
@@ -174,7 +174,7 @@ class NoiseMeter:
         spec: NoiseSpec,
         state: State,
         arguments: Sequence[Any],
-        codecs: Codecs | None = None,
+        codecs: CodecSynchroniser | None = None,
     ) -> None:
         """Starts a step.
 
@@ -212,36 +212,55 @@ class NoiseMeter:
     def take(self, partials: dict[int, Stacked]) -> dict[int, Any]:
         """See `autopar_passes.replay.layout_plan.Synchroniser`."""
         if self.codecs is not None and all(self.codecs.takes(v) for v in partials):
-            made = self.codecs.take(partials)
-            self._send(partials, made)
-            return made
-        found: dict[int, Any] = {}
-        for value, partial in partials.items():
-            self._partial[value] = partial
-            array = stacked.total(partial)
-            for layout in self.spec.assignment.due(value) or ():
-                array = constrain(array, self.spec.mesh, layout)
-            found[value] = array
-        return found
+            return self._send(self.codecs, partials)
+        self._partial.update(partials)
+        return {value: self._total(value, x) for value, x in partials.items()}
 
-    def _send(self, partials: dict[int, Stacked], made: dict[int, Any]) -> None:
-        """Measures gradients that codecs send, before they do and after."""
-        known = {v: x for v, x in partials.items() if v in self._by_value}
-        wanted: list[Norm] = []
-        for value, partial in known.items():
-            source = self._by_value[value]
-            parts = self._parts_of(source, partial)
-            wanted += [
-                parts,
-                dataclasses.replace(parts, summed=partial.axes),
-                self._as_kept(source, made[value]),
-            ]
-        if not wanted:
-            return
+    def _total(self, value: int, partial: Stacked) -> Any:
+        """Takes a sum as it is, of the array before it was transposed.
+
+        The parts are in memory like that. Were they summed as they are here, each
+        device would transpose its whole part, and not what it gets of the sum.
+        """
+        turn = self.spec.turns.get(value) or tuple(range(len(partial.layout)))
+        back = sorted(range(len(turn)), key=turn.__getitem__)
+        array = stacked.sum_partials(
+            partial.array.transpose(0, *(1 + dim for dim in back))
+        )
+        layouts = self.spec.assignment.due(value) or ()
+        for layout in layouts:
+            before = tuple(layout[dim] for dim in back)
+            array = constrain(array, self.spec.mesh, before)
+        array = array.transpose(turn)
+        return constrain(array, self.spec.mesh, layouts[-1]) if layouts else array
+
+    def _send(
+        self, codecs: CodecSynchroniser, partials: dict[int, Stacked]
+    ) -> dict[int, Any]:
+        """Takes sums by codecs, and measures the gradients before and after."""
+        places = {v: k for k, v in enumerate(partials) if v in self._by_value}
+        known = [self._sent_gradient(codecs, v, k) for v, k in places.items()]
         when = None if self.spec.every == 1 else self.measured
-        rows = device_norms(self.spec.mesh, wanted, when)
-        for k, value in enumerate(known):
-            self._sent[value] = rows[:, 3 * k : 3 * k + 3]
+        measure = measure_of(self.spec.mesh, known, when) if known else None
+        made, rows = codecs.take_measured(partials, measure)
+        for k, value in enumerate(places):
+            self._sent[value] = rows[:, NORMS * k : NORMS * (k + 1)]
+        return made
+
+    def _sent_gradient(
+        self, codecs: CodecSynchroniser, value: int, place: int
+    ) -> SentGradient:
+        """A gradient as codecs send it."""
+        source, member = self._by_value[value], codecs.sums.members[value]
+        axes, *layout = member.stacked
+        return SentGradient(
+            place=place,
+            axes=axes,
+            layout=tuple(layout),
+            inner=tuple(a for a in axes if a not in source.replicas),
+            result=member.result,
+            moment=self._moment(source),
+        )
 
     def _as_kept(self, source: Source, array: Any) -> Norm:
         """A gradient in the layout in which it is kept."""

@@ -19,6 +19,8 @@ from autopar_passes.layouts import constrain, partition_spec
 
 # As of `optax.adam`.
 EPSILON = 1e-8
+# Profiles show what is measured under this name.
+SCOPE = "gradient_noise"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,15 +46,12 @@ class Norm:
         return self.layout[len(self.layout) - jnp.ndim(self.moment) :]
 
 
-def device_norms(
-    mesh: Any, wanted: Sequence[Norm], when: jax.Array | None = None
-) -> jax.Array:
+def device_norms(mesh: Any, wanted: Sequence[Norm]) -> jax.Array:
     """Returns each device's part of squared norms; over devices they add up.
 
     Args:
       mesh: the mesh.
       wanted: k arrays.
-      when: whether they are computed, else they are zero; None: always.
 
     Returns:
       float32 (devices, k), a row on each device.
@@ -65,38 +64,41 @@ def device_norms(
         None if n.moment is None else partition_spec(mesh, n.inner) for n in wanted
     ]
 
-    def parts(arrays: Sequence[Any], moments: Sequence[Any]) -> jax.Array:
-        found = [
-            _own_part(mesh, norm, array, moment)
-            for norm, array, moment in zip(wanted, arrays, moments, strict=True)
-        ]
-        return jnp.stack(found)[None]
-
-    def rows(when: Any, arrays: Sequence[Any], moments: Sequence[Any]) -> jax.Array:
-        with jax.named_scope("gradient_noise"):
-            if when is None:
-                return parts(arrays, moments)
-            nothing = jnp.zeros((1, len(wanted)), jnp.float32)
-            return jax.lax.cond(when, parts, lambda *_: nothing, arrays, moments)
+    def rows(arrays: Sequence[Any], moments: Sequence[Any]) -> jax.Array:
+        each = zip(wanted, arrays, moments, strict=True)
+        return own_norms(
+            mesh, [dataclasses.replace(n, array=x, moment=m) for n, x, m in each]
+        )
 
     return jax.shard_map(
         rows,
         mesh=mesh,
-        in_specs=(None if when is None else PartitionSpec(), specs, inner),
+        in_specs=(specs, inner),
         out_specs=PartitionSpec(mesh.axis_names),
         check_vma=False,
-    )(when, [n.array for n in wanted], moments)
+    )([n.array for n in wanted], moments)
 
 
-def _own_part(mesh: Any, norm: Norm, block: Any, moment: Any) -> jax.Array:
+def own_norms(mesh: Any, blocks: Sequence[Norm]) -> jax.Array:
+    """What one device adds to squared norms, float32 (1, k).
+
+    Args:
+      mesh: the mesh, over all of whose axes the caller's `jax.shard_map` is manual.
+      blocks: k arrays of which the device holds these blocks, and of their moments.
+    """
+    with jax.named_scope(SCOPE):
+        return jnp.stack([_own_part(mesh, block) for block in blocks])[None]
+
+
+def _own_part(mesh: Any, norm: Norm) -> jax.Array:
     """What one device adds to a squared norm, from its block of the array."""
     names, used = mesh.axis_names, axes_of(norm.layout)
     copies = math.prod(
         mesh.shape[name] for a, name in enumerate(names) if a not in used
     )
-    block = block.astype(jnp.float32)
-    if moment is not None:
-        block = precondition(block, moment)
+    block = norm.array.astype(jnp.float32)
+    if norm.moment is not None:
+        block = precondition(block, norm.moment)
     if norm.summed:
         block = _sum_of_parts(block, tuple(names[a] for a in norm.summed))
     return jnp.sum(jnp.square(block)) / copies

@@ -211,6 +211,29 @@ def bare_of(assignment: Assignment, value: int) -> int:
         value = before
 
 
+def turn_of(assignment: Assignment, value: int, bare: int) -> tuple[int, ...] | None:
+    """The dim of ``bare`` that each dim of ``value`` is; None: it is reshaped.
+
+    Args:
+      assignment: the plan as layouts.
+      value: a gradient.
+      bare: `bare_of` it.
+    """
+    equations = assignment.analysis.program.by_index()
+    turn = tuple(range(len(assignment.graph.values[value].shape)))
+    while value != bare:
+        op = assignment.contraction.producer[value]
+        if op.kind not in ("copy", "transpose"):
+            return None
+        if op.kind == "transpose":
+            permutation = equations[op.equation].params["permutation"]
+            turn = tuple(permutation[dim] for dim in turn)
+        (before,) = op.inputs
+        assert before is not None
+        value = before
+    return turn
+
+
 def replicas_of(assignment: Assignment, value: int) -> Axes:
     """The mesh axes over which a gradient is partial because they split the rows."""
     held = assignment.stackings.get(value)
