@@ -8,8 +8,8 @@ computation, what does not shrink, the ring between nodes where n > 1, and what
 placements pay in which pairs of devices are split. All four constants are at least 0,
 and errors are relative.
 
-- *cards* are the network cards that the smallest node of the placement reaches. Two
-  devices share one: on bert 3+5 devices take as long as 4+4, and 2+6 as long as
+- *cards* are the network cards that the smallest node of the placement reaches, as if
+  two devices shared one: on bert 3+5 devices take as long as 4+4, and 2+6 as long as
   2+2+2+2. A ring is as fast as its narrowest node.
 - The power of n is that of `autopar.scheduler.models.power_form`: the mean of its
   prior, chosen on Pollux's tables. It was not fitted here.

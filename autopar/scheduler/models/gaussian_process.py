@@ -12,8 +12,10 @@ likelihood. One decomposition of the kernel's matrix serves all parts that are t
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import numpy as np
+from scipy.spatial.distance import cdist  # SciPy comes with JAX
 
 # Parts of the variance that are smooth which are tried; with 0 nothing is predicted.
 _PARTS = (0.0, 0.05, 0.1, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98)
@@ -146,8 +148,8 @@ def _decomposed(scaled: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
 
 def _kernel(one: np.ndarray, other: np.ndarray) -> np.ndarray:
     """Matern's kernel between points of two sets, (len(one), len(other))."""
-    square = np.zeros((len(one), len(other)))
-    for axis in range(one.shape[1]):
-        square += (one[:, axis, None] - other[None, :, axis]) ** 2
-    far = np.sqrt(3 * square)
-    return (1 + far) * np.exp(-far)
+    far = cdist(one, other)
+    far *= -math.sqrt(3)
+    kernel = np.exp(far)
+    kernel *= 1 - far
+    return kernel
