@@ -23,7 +23,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 import numpy as np
 import typer
 
-from autopar.scheduler.models import pollux_form, power_form
+from autopar.scheduler.models import corrected_form, pollux_form, power_form
+from autopar.scheduler.models.corrected_form import CorrectedTimes
+from autopar.scheduler.models.goodput import StepModel
 from autopar.scheduler.models.pollux_form import Samples
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
@@ -193,28 +195,47 @@ def with_plans(folder: pathlib.Path) -> None:
 
 
 def models(folder: pathlib.Path) -> None:
-    """Mean relative errors of step times: on all, and beyond two nodes from two."""
+    """Mean relative errors of step times.
+
+    On all; on rows and on all rows of so many nodes and devices that are left out; and
+    beyond two nodes from two.
+    """
     print(
-        "| application | kept out | model | in sample | from 2 nodes |\n"
-        + "| --- " * 5
-        + "|"
+        "| application | kept out | model | in sample | row left out "
+        "| devices left out | from 2 nodes |\n" + "| --- " * 7 + "|"
     )
+    fits = {
+        "ours": corrected_form.fit,
+        "form alone": power_form.fit,
+        "Pollux": pollux_form.fit,
+    }
     for application in (*CHOSEN_ON, *KEPT_OUT):
         rows = measured(folder / "pollux" / "traces" / application)
         few = rows[:, 0] <= 2
-        for name, fit in (("ours", power_form.fit), ("Pollux", pollux_form.fit)):
-            inside = _error(fit(_samples(rows)), rows)
+        kept = "yes" if application in KEPT_OUT else "no"
+        for name, fit in fits.items():
+            model = fit(_samples(rows))
+            out = _left_out(model, rows)
             beyond = _error(fit(_samples(rows[few])), rows[~few])
-            kept = "yes" if application in KEPT_OUT else "no"
             print(
-                f"| {application} | {kept} | {name} | {inside:.1%} | {beyond:.1%} |",
+                f"| {application} | {kept} | {name} | {_error(model, rows):.1%} | "
+                f"{out} | {beyond:.1%} |",
                 flush=True,
             )
 
 
+def _left_out(model: StepModel, rows: np.ndarray) -> str:
+    """Errors of a process without each row, and without all rows of its devices."""
+    if not isinstance(model, CorrectedTimes):
+        return "- | -"
+    places = rows[:, 0] * (rows[:, 1].max() + 1) + rows[:, 1]
+    logs = (model.missed.without(groups) for groups in (np.arange(len(rows)), places))
+    return " | ".join(f"{np.mean(np.abs(np.expm1(-log))):.1%}" for log in logs)
+
+
 def measured(folder: pathlib.Path) -> np.ndarray:
     """Rows of nodes, devices, local batch, seconds of a microbatch, and of a step."""
-    found = [
+    found: list[tuple[float, ...]] = [
         (len(placement), sum(placement), local, step - sync, step)
         for placement, local, step, sync in StepTimes(folder).rows()
     ]
@@ -229,9 +250,7 @@ def _samples(rows: np.ndarray) -> Samples:
     return Samples(*rows.T)
 
 
-def _error(
-    model: power_form.PowerTimes | pollux_form.PolluxTimes, rows: np.ndarray
-) -> float:
+def _error(model: StepModel, rows: np.ndarray) -> float:
     predicted = model.step_s(rows[:, 0], rows[:, 1], rows[:, 2])
     return float(np.mean(np.abs(predicted / rows[:, 4] - 1)))
 

@@ -7,7 +7,7 @@ import pathlib
 from collections.abc import Sequence
 
 from autopar.errors import ScheduleError
-from autopar.scheduler.models import pollux_form, power_form
+from autopar.scheduler.models import corrected_form, pollux_form
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Policy
 from autopar.scheduler.simulator.running import RunningJob
@@ -38,7 +38,7 @@ def jobs_of(
     folder = tables or trace.parent.parent / "traces"
     if set(pollux.COLUMNS) <= head:
         known = pollux.read_applications(folder)
-        fit = pollux_form.fit if policy.name == "pollux" else power_form.fit
+        fit = pollux_form.fit if policy.name == "pollux" else corrected_form.fit
         seconds = pollux.RESTART_S if restart_s is None else restart_s
         rows, pools = pollux.read_jobs(trace), getattr(policy, "pools", False)
         return pollux.running(
