@@ -131,9 +131,17 @@ class Scheduler:
             times.settle(self._found(numbering))
 
     def _found(self, numbering: Numbering) -> Hashable:
-        """What calls for a decision when it changes: nodes, and states of jobs."""
-        active = [(j.name, j.state) for j in self._jobs.values() if j.active]
-        return numbering.nodes, tuple(active)
+        """What calls for a decision when it changes: nodes, and states of jobs.
+
+        A job that lost its workers waits for the interval: its node may be dead and not
+        known to be, and a start at once would be lost as well.
+        """
+        found = [
+            (job.name, states.RUNNING if job.losses else job.state)
+            for job in self._jobs.values()
+            if job.active
+        ]
+        return numbering.nodes, tuple(found)
 
     def _decide(self, now_s: float, numbering: Numbering) -> None:
         """Asks the policy, keeps what it decides, and carries it out."""

@@ -74,6 +74,21 @@ def test_a_node_that_leaves_between_two_intervals_calls_for_a_decision(
     assert "n9" in world.scheduler.jobs["one"].places
 
 
+def test_a_job_that_lost_its_workers_waits_for_the_interval(
+    tmp_path: pathlib.Path,
+) -> None:
+    world = World(tmp_path, [handed("one", max=4)], {"one": 4000})
+    times = Rounds(10.0, 2.0, first_s=0.0)
+    for at_s in range(0, 12, 2):
+        if at_s == 4:
+            world.trainings.lose("one")
+        world.scheduler.round(times)
+        waits = 4 <= at_s < 10
+        assert world.states() == {"one": "waiting" if waits else "running"}
+        world.clock.sleep(2.0)
+    assert world.trainings.started == [("one", 1), ("one", 2)]
+
+
 def test_no_device_is_given_out_twice(tmp_path: pathlib.Path) -> None:
     world = two(tmp_path)
     for _ in range(12):
