@@ -46,7 +46,7 @@ from autopar.scheduler.simulator.metrics import metrics
 HERE = pathlib.Path(__file__).parent
 SCRIPT = HERE / "ray_schedule_script.py"
 NODES, BATCH, LIMIT_S = 4, 24, 900.0
-INTERVAL_S, KILL_S, ADD_S = 10.0, 62.0, 122.0
+INTERVAL_S, REACT_S, KILL_S, ADD_S = 10.0, 2.0, 62.0, 122.0
 # Number of the node that is killed, as policies know it.
 KILLED = 1
 # Ray shows a node that was killed as alive for so long (docs/elastic_ray.md).
@@ -204,6 +204,7 @@ def scheduled(
     state = folder / "state"
     given = ["--backend=ray", f"--address={raylets.cluster.address}"]
     given += [f"--policy={policy}", f"--state={state}", f"--interval={INTERVAL_S}"]
+    given += [f"--react={REACT_S}"]
     given += [f"--start-cost={moves.start_s}", f"--change-cost={moves.change_s}"]
     process = subprocess.Popen(
         [sys.executable, "-m", "autopar", "schedule", str(table(folder)), *given],
@@ -267,7 +268,7 @@ def predicted(policy: str, moves: Moves) -> dict[str, float]:
         NodeEvent(at_s=INTERVAL_S + KILL_S + UNSEEN_S, node=KILLED, away=True),
         NodeEvent(at_s=INTERVAL_S + ADD_S, node=NODES, away=False),
     )
-    options = Options(interval_s=INTERVAL_S, events=events)
+    options = Options(interval_s=INTERVAL_S, react_s=REACT_S, events=events)
     jobs = [
         CurveJob(
             Job(

@@ -11,8 +11,10 @@ of steps on Rubick's tables). The jobs of the first two are made from seeds
 
 from __future__ import annotations
 
+import itertools
 import pathlib
 import time
+from collections.abc import Iterable
 from typing import Annotated
 
 import scheduling  # first: it says how many threads linear algebra has
@@ -25,7 +27,7 @@ import typer
 
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.named import policy_of
-from autopar.scheduler.simulator.engine import simulate
+from autopar.scheduler.simulator.engine import Options, simulate
 from autopar.scheduler.simulator.fairness import finish_time_ratios
 from autopar.scheduler.simulator.metrics import metrics
 from autopar.scheduler.simulator.traces.detect import jobs_of
@@ -43,10 +45,11 @@ def run(
         pathlib.Path, typer.Option(help="Public traces.")
     ] = scheduling.DEFAULT,
     loads: Annotated[str, typer.Option(help="Of the row fairness.")] = "0.5,1.0",
+    seeds: Annotated[str, typer.Option(help="Of the row kinds.")] = "0,1,2",
 ) -> None:
     """Prints a table for each row."""
     if only in (None, "kinds"):
-        kinds()
+        kinds([int(seed) for seed in seeds.split(",")])
     if only in (None, "ablation"):
         ablation()
     if only in (None, "plans"):
@@ -59,23 +62,32 @@ def _text(kinds: tuple[tuple[str, int, int], ...]) -> str:
     return "+".join(f"{nodes}x{per}:{kind}" for kind, nodes, per in kinds)
 
 
-def kinds() -> None:
-    """Ours and Sia's policy on the same jobs; neither has seen them."""
-    print("| load | seed | ours s | Sia s | ratio |\n" + "| --- " * 5 + "|")
-    nodes, ratios = Nodes.parse(_text(THREE)), list[float]()
-    for load, count in JOBS.items():
-        for seed in SEEDS[:3]:
-            found: list[float] = []
-            for name in ("goodput", "sia"):
-                jobs = synthetic.jobs(seed, THREE, count=count)
-                found.append(metrics(simulate(jobs, nodes, policy_of(name))).average_s)
-            ratios.append(found[0] / found[1])
-            print(
-                f"| {load} | {seed} | {found[0]:.0f} | {found[1]:.0f} | "
-                f"{ratios[-1]:.3f} |",
-                flush=True,
-            )
-    print(f"\nmean {np.mean(ratios):.3f}, worst {max(ratios):.3f}")
+def kinds(seeds: Iterable[int]) -> None:
+    """Ours and Sia's policy on the same jobs; neither has seen them.
+
+    Both decide in rounds, then both at events as well.
+    """
+    print(
+        "| load | seed | ours, rounds s | Sia s | ratio | ours, events s | Sia s | "
+        "ratio |\n" + "| --- " * 8 + "|"
+    )
+    all_ratios: list[list[float]] = []
+    for (load, count), seed in itertools.product(JOBS.items(), seeds):
+        cells, ratios = [load, f"{seed}"], list[float]()
+        for options in (scheduling.ROUNDS, scheduling.EVENTS):
+            both = [_of_kinds(seed, count, p, options) for p in ("goodput", "sia")]
+            ratios.append(both[0] / both[1])
+            cells += [*(f"{s:.1f}" for s in both), f"{ratios[-1]:.4f}"]
+        all_ratios.append(ratios)
+        print(f"| {' | '.join(cells)} |", flush=True)
+    for name, column in zip(("rounds", "events"), np.array(all_ratios).T, strict=True):
+        print(f"\n{name}: mean {column.mean():.4f}, worst {column.max():.4f}")
+
+
+def _of_kinds(seed: int, count: int, policy: str, options: Options) -> float:
+    jobs = synthetic.jobs(seed, THREE, count=count)
+    nodes = Nodes.parse(_text(THREE))
+    return metrics(simulate(jobs, nodes, policy_of(policy), options)).average_s
 
 
 def ablation() -> None:

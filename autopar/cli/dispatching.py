@@ -50,6 +50,7 @@ class Asked:
     address: str
     nodes: str
     interval_s: float
+    react_s: float | None
     start_s: float
     change_s: float
 
@@ -62,7 +63,7 @@ def schedule(asked: Asked) -> Result:
     """
     policy, jobs = _policy(asked.policy), read_jobs(asked.jobs)
     moves = MoveTimes(start_s=asked.start_s, change_s=asked.change_s)
-    settings = Settings(interval_s=asked.interval_s, moves=moves)
+    settings = Settings(interval_s=asked.interval_s, react_s=asked.react_s, moves=moves)
     asked.state.mkdir(parents=True, exist_ok=True)
     lock = FileLock(asked.state / "lock")
     if not lock.take():

@@ -26,6 +26,7 @@ class Asked:
     policy: str
     tables: pathlib.Path | None
     interval_s: float
+    react_s: float | None
     restart_s: float | None
     interference: float
     away: pathlib.Path | None
@@ -38,7 +39,10 @@ def simulated(asked: Asked, *, as_json: bool) -> Result:
     nodes, policy = Nodes.parse(asked.cluster), policy_of(asked.policy)
     events = read_events(asked.away, nodes) if asked.away else ()
     options = Options(
-        interval_s=asked.interval_s, interference=asked.interference, events=events
+        interval_s=asked.interval_s,
+        react_s=asked.react_s,
+        interference=asked.interference,
+        events=events,
     )
     restart_s = asked.restart_s
     if restart_s is not None and not 0 <= restart_s < math.inf:

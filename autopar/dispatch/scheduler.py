@@ -7,9 +7,8 @@ was killed goes on where it was: jobs that run are found again by their folders.
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from autopar.dispatch import store as states
@@ -17,10 +16,10 @@ from autopar.dispatch.backend import Backend, Ending, Runs
 from autopar.dispatch.store import JobRecord, Store
 from autopar.dispatch.views import MOVES, MoveTimes, Numbering, view_of
 from autopar.elastic.processes.messages import SUSPENDED
-from autopar.errors import ScheduleError
 from autopar.scheduler.decisions import Decisions
 from autopar.scheduler.jobs import Allocation, JobView
 from autopar.scheduler.policies.base import Policy
+from autopar.scheduler.rounds import Rounds, check_times
 
 # The exit status of a run that was told to end.
 _INTERRUPTED = 130
@@ -33,7 +32,9 @@ class Settings:
     """How a scheduler runs.
 
     Attributes:
-      interval_s: seconds between two decisions.
+      interval_s: seconds between two decisions that nothing calls for.
+      react_s: seconds between two looks at jobs and nodes. A job that came or ended, or
+        a node, calls for a decision at once. None: decides in every interval alone.
       moves: what moves cost, as policies are told.
       losses: a job whose workers are lost so often in a row, without a step between,
         has failed.
@@ -44,16 +45,14 @@ class Settings:
     """
 
     interval_s: float = 10.0
+    react_s: float | None = 2.0
     moves: MoveTimes = MOVES
     losses: int = 3
     leave_s: float = 60.0
 
     def __post_init__(self) -> None:
-        """Checks the interval."""
-        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
-            raise ScheduleError(
-                f"the interval is {self.interval_s} s; give more than 0 seconds."
-            )
+        """Checks the times between decisions."""
+        check_times(self.interval_s, self.react_s)
 
 
 class Scheduler:
@@ -106,21 +105,46 @@ class Scheduler:
         return self._jobs
 
     def run(self) -> None:
-        """Decides in every interval until all jobs have ended."""
+        """Decides, in every interval and at events, until all jobs have ended."""
+        times = Rounds(self._set.interval_s, self._set.react_s, first_s=self.now_s)
         while True:
-            self.round()
+            self.round(times)
             if all(job.state in states.ENDED for job in self._jobs.values()):
                 return
-            interval = self._set.interval_s
-            self._sleep(interval - self.now_s % interval)
+            self._sleep(times.until_look_s(self.now_s))
 
-    def round(self) -> None:
-        """Looks at all jobs, decides, and carries the decision out."""
+    def round(self, times: Rounds | None = None) -> None:
+        """Looks at all jobs, decides, and carries the decision out.
+
+        Args:
+          times: which looks call for a decision; None: this one does.
+        """
         now_s = self.now_s
         numbering = Numbering(self._store, self._backend.places())
         self._arrive(now_s)
         self._look(now_s)
         self._leave_lost_nodes(now_s, numbering)
+        if times is None:
+            self._decide(now_s, numbering)
+        elif times.calls(now_s, self._found(numbering)):
+            self._decide(now_s, numbering)
+            times.settle(self._found(numbering))
+
+    def _found(self, numbering: Numbering) -> Hashable:
+        """What calls for a decision when it changes: nodes, and states of jobs.
+
+        A job that lost its workers waits for the interval: its node may be dead and not
+        known to be, and a start at once would be lost as well.
+        """
+        found = [
+            (job.name, states.RUNNING if job.losses else job.state)
+            for job in self._jobs.values()
+            if job.active
+        ]
+        return numbering.nodes, tuple(found)
+
+    def _decide(self, now_s: float, numbering: Numbering) -> None:
+        """Asks the policy, keeps what it decides, and carries it out."""
         kinds = numbering.kinds
         views = {
             job.name: view_of(

@@ -45,8 +45,17 @@ def schedule(
         typer.Option(metavar="NxD", help="With local: so many nodes, and their slots."),
     ] = "1x2",
     interval: Annotated[
-        float, typer.Option(metavar="SECONDS", help="Between two decisions.")
+        float,
+        typer.Option(metavar="SECONDS", help="Between two decisions, at the most."),
     ] = 10.0,
+    react: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Decides so soon when a job comes or ends, or a node; 0: in every "
+            "interval alone.",
+        ),
+    ] = 2.0,
     start: Annotated[
         float,
         typer.Option(
@@ -86,6 +95,7 @@ def schedule(
         address=address,
         nodes=nodes,
         interval_s=interval,
+        react_s=react or None,
         start_s=start,
         change_s=change,
     )

@@ -37,6 +37,14 @@ def simulate(
     interval: Annotated[
         float, typer.Option(metavar="SECONDS", help="Time between two decisions.")
     ] = 60.0,
+    react: Annotated[
+        float,
+        typer.Option(
+            metavar="SECONDS",
+            help="Decides so soon when a job comes or ends, or a node; 0: in every "
+            "interval alone, as published simulators do.",
+        ),
+    ] = 0.0,
     restart: Annotated[
         float | None,
         typer.Option(
@@ -81,6 +89,7 @@ def simulate(
         policy=policy,
         tables=tables,
         interval_s=interval,
+        react_s=react or None,
         restart_s=restart,
         interference=interference,
         away=away,

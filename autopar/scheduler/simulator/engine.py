@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 from autopar.errors import ScheduleError
@@ -12,6 +11,7 @@ from autopar.scheduler.decisions import Decisions, Reason
 from autopar.scheduler.jobs import Allocation, JobView, placement_of
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.policies.base import Policy
+from autopar.scheduler.rounds import Rounds, check_times
 from autopar.scheduler.simulator.running import RunningJob
 
 # So often in a row a policy may give nothing of an idle cluster to jobs that wait.
@@ -38,7 +38,10 @@ class Options:
     """How a simulation runs.
 
     Attributes:
-      interval_s: seconds between two decisions.
+      interval_s: seconds between two decisions that nothing calls for.
+      react_s: seconds between two looks at the jobs and nodes. A look that finds that a
+        job came or ended, or a node, is followed by a decision at once. None: decisions
+        are made in every interval alone.
       interference: share of its speed that a job on several nodes loses on a node
         that it shares with another such job.
       events: nodes that leave or come back.
@@ -46,20 +49,18 @@ class Options:
     """
 
     interval_s: float = 60.0
+    react_s: float | None = None
     interference: float = 0.0
     events: tuple[NodeEvent, ...] = ()
     most_s: float = 365 * 86400.0
 
     def __post_init__(self) -> None:
-        """Refuses an interval or a slowdown that cannot be.
+        """Refuses times or a slowdown that cannot be.
 
         Raises:
           ScheduleError: one of them is out of its range.
         """
-        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
-            raise ScheduleError(
-                f"the interval is {self.interval_s} s; give more than 0 seconds."
-            )
+        check_times(self.interval_s, self.react_s)
         if not 0 <= self.interference < 1:
             raise ScheduleError(
                 f"the interference is {self.interference}; give a share from 0 to 1."
@@ -172,6 +173,8 @@ class _Simulation:
         self._away: set[int] = set()
         self._events = sorted(options.events, key=lambda event: event.at_s)
         self._idle = 0
+        first_s = options.interval_s
+        self._times = Rounds(options.interval_s, options.react_s, first_s)
 
     def run(self) -> History:
         """Steps to the end."""
@@ -183,7 +186,6 @@ class _Simulation:
                     f"{self._policy.name!r}; it may never get what it needs."
                 )
             self._step()
-            self._refuse_idleness()
         jobs = tuple(self._jobs.values())
         return History(
             self._policy.name,
@@ -197,22 +199,35 @@ class _Simulation:
         jobs = self._jobs.values()
         return [job for job in jobs if job.completed_s is None and not job.failed]
 
+    def _active(self) -> list[RunningJob]:
+        """Jobs that wait or run."""
+        return [job for job in self._open() if job.job.submitted_s <= self._now_s]
+
     def _step(self) -> None:
-        seconds = self._options.interval_s
+        """Runs to the next look, and decides if something calls for it."""
+        seconds = self._times.until_look_s(self._now_s)
         slowed = self._interfering()
         for job in self._open():
             if job.placement:
                 self._advance(job, seconds, slowed)
         self._now_s += seconds
         self._leave_and_join()
-        views = self._views()
-        for name in [name for name in self._current if name not in views]:
+        active = frozenset(job.job.name for job in self._active())
+        for name in [name for name in self._current if name not in active]:
             self._end_span(name)
             del self._current[name]
-        if views:
+        found = active, frozenset(self._away)
+        if self._times.calls(self._now_s, found):
+            self._decide()
+            self._times.settle(found)
+
+    def _decide(self) -> None:
+        """Asks the policy, and gives out what it decides."""
+        if views := self._views():
             nodes = self._nodes.without(self._away)
             decided = self._policy.decide(self._now_s, views, nodes, self._current)
             self._apply(views, nodes, decided)
+        self._refuse_idleness()
 
     def _refuse_idleness(self) -> None:
         """Raises where jobs wait, nobody runs, and nothing is still to come."""
@@ -268,11 +283,7 @@ class _Simulation:
 
     def _views(self) -> dict[str, JobView]:
         oracle = self._policy.oracle
-        return {
-            job.job.name: job.view(self._now_s, oracle)
-            for job in self._open()
-            if job.job.submitted_s <= self._now_s
-        }
+        return {job.job.name: job.view(self._now_s, oracle) for job in self._active()}
 
     def _apply(
         self, views: Mapping[str, JobView], nodes: Nodes, decided: Decisions

@@ -30,19 +30,30 @@ def finish_time_ratios(
       fresh: the same jobs, before they run; they are run here.
     """
     new = {job.job.name: job for job in fresh}
-    at_s = np.array([item.at_s for item in history.rounds])
-    active = np.array([item.active for item in history.rounds], float)
     found: dict[str, float] = {}
     for job in history.jobs:
         if job.completed_s is None:
             continue
         begin_s = job.job.submitted_s
-        there = active[(at_s >= begin_s) & (at_s < job.completed_s)]
-        # A job that came and went between two decisions shared with nobody.
-        share = history.nodes.total / max(float(there.mean()) if len(there) else 1, 1)
+        share = history.nodes.total / _mean_active(history, begin_s, job.completed_s)
         alone_s = share_s(new[job.job.name], share, history.nodes)
         found[job.job.name] = (job.completed_s - begin_s) / alone_s
     return found
+
+
+def _mean_active(history: History, begin_s: float, end_s: float) -> float:
+    """The mean number of jobs over some time; 1 at least.
+
+    Decisions are not equally far apart: each counts for the time until the next. A job
+    that came and went between two decisions shared with nobody.
+    """
+    at_s = np.array([item.at_s for item in history.rounds])
+    active = np.array([item.active for item in history.rounds], float)
+    there = (at_s >= begin_s) & (at_s < end_s)
+    if not there.any():
+        return 1.0
+    seconds = np.diff(np.append(at_s[there], end_s))
+    return max(float(np.average(active[there], weights=seconds)), 1.0)
 
 
 def share_s(job: RunningJob, share: float, nodes: Nodes) -> float:

@@ -43,6 +43,7 @@ def solve_core(
     budgets: np.ndarray,
     backend: Backend,
     stop: StopCriteria,
+    start: np.ndarray | None = None,
 ) -> tuple[np.ndarray | None, float]:
     """The best of some options within some budgets, by an integer program.
 
@@ -52,6 +53,7 @@ def solve_core(
         budgets: ``[kinds]``, devices that are left for them.
         backend: solves the program.
         stop: when it may stop.
+        start: a choice that is known, if there is one; rising.
 
     Returns:
         The chosen options, None if there are none, and an upper bound of their value.
@@ -83,8 +85,11 @@ def solve_core(
             *(f"one_option_{job}" for job in jobs[~must].tolist()),
             *(f"budget_{kind}" for kind in range(len(budgets))),
         ),
+        # Prices have left little of the problem. To simplify it again takes longer.
+        reduced=True,
     )
-    answer = backend(program, stop, None)
+    known = None if start is None else np.isin(options, start) * 1.0
+    answer = backend(program, stop, known)
     if answer.values is None:
         return None, -answer.bound
     return options[answer.values > 0.5], -answer.bound

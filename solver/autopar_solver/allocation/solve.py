@@ -99,7 +99,7 @@ class _Rounds:
         threshold = np.inf if len(lost) <= _WHOLE else float(regrets[core])
         found = _none(Status.UNKNOWN)
         while True:
-            choices, proved = self._with_open(lost, threshold)
+            choices, proved = self._with_open(lost, threshold, found)
             bound = min(ceiling, max(proved, ceiling - threshold))
             if choices is not None:
                 value = _value(problem, choices)
@@ -144,7 +144,7 @@ class _Rounds:
         return np.sort(regrets)
 
     def _with_open(
-        self, lost: np.ndarray, threshold: float
+        self, lost: np.ndarray, threshold: float, found: Allocated
     ) -> tuple[tuple[int, ...] | None, float]:
         """The best choice among options that lose no more, and a bound of those."""
         problem = self.problem
@@ -168,7 +168,11 @@ class _Rounds:
         settled = float(problem.values[fixed].sum())
         proved = 0.0
         if len(options):
-            chosen, proved = solve_core(problem, options, budgets, self.backend, stop)
+            # What was found loses less than the threshold: its options are open.
+            start = np.sort(found.choices) if found.choices else None
+            chosen, proved = solve_core(
+                problem, options, budgets, self.backend, stop, start
+            )
             if chosen is None:
                 return None, proved + settled
             choices[problem.jobs[chosen]] = chosen

@@ -13,7 +13,8 @@ class IntegerProgram:
     The first ``num_binary`` variables are binary. All lie between 0 and ``most``, which
     is 0 for a variable that may not be used. ``A`` is stored by rows: row ``r`` has the
     entries ``starts[r]:starts[r + 1]`` of ``columns`` and ``values``. ``names`` belong
-    to the last rows; the rows before them are equalities.
+    to the last rows; the rows before them are equalities. ``reduced`` says that it is
+    small for what it is: a backend that can leave its own reductions out does so.
     """
 
     costs: np.ndarray
@@ -25,6 +26,7 @@ class IntegerProgram:
     lower: np.ndarray
     upper: np.ndarray
     names: tuple[str, ...]
+    reduced: bool = False
 
     @property
     def num_rows(self) -> int:

@@ -32,6 +32,7 @@ def table(tmp_path: pathlib.Path) -> pathlib.Path:
         (("--policy", "none"), ("there is none", "goodput")),
         (("--nodes", "0x1"), ("is no group of nodes",)),
         (("--interval", "0"), ("the interval is 0",)),
+        (("--react", "-1"), ("a look follows another after -1.0 s",)),
         (("--address", "auto"), ("add --backend ray",)),
     ],
 )

@@ -12,6 +12,7 @@ from autopar.dispatch.backend import Ending, Place
 from autopar.dispatch.scheduler import Settings
 from autopar.dispatch.store import Store
 from autopar.errors import ScheduleError
+from autopar.scheduler.rounds import Rounds
 
 
 def two(folder: pathlib.Path, **fields: object) -> World:
@@ -35,6 +36,57 @@ def test_a_job_takes_all_shrinks_for_another_and_grows_again(
     moves = [sum(places.values()) for name, places in world.trainings.moved]
     assert moves[0] == 2
     assert moves[-1] == 4
+
+
+def test_a_job_that_ends_gives_its_devices_away_at_once(tmp_path: pathlib.Path) -> None:
+    """Looks are 2 s apart, decisions without an event 10 s."""
+    world = two(tmp_path)
+    world.scheduler.run()
+    store = Store(world.path, reads=True)
+    begun = {line["job"]: line["at_s"] for line in reversed(store.decisions())}
+    # Handed in at 15 s: the look after it is at 16 s, the next interval ends at 20 s.
+    assert begun == {"one": 0.0, "two": 16.0}
+    two_ended = world.scheduler.jobs["two"].ended_s
+    assert two_ended is not None
+    grown = [
+        line["at_s"]
+        for line in store.decisions()
+        if line["job"] == "one" and line["at_s"] > two_ended - 2.0
+    ]
+    assert grown[0] - two_ended < 2.0
+    assert all(line["at_s"] % 2 == 0 for line in store.decisions())
+
+
+def test_a_node_that_leaves_between_two_intervals_calls_for_a_decision(
+    tmp_path: pathlib.Path,
+) -> None:
+    world = World(tmp_path, [handed("one", max=4)], {"one": 4000})
+    times = Rounds(10.0, 2.0, first_s=0.0)
+    for _ in range(3):
+        world.scheduler.round(times)
+        world.clock.sleep(2.0)
+    gone = world.cluster.found.pop()
+    world.scheduler.round(times)
+    assert gone.name not in world.scheduler.jobs["one"].places
+    world.cluster.found.append(Place("n9", 1))
+    world.clock.sleep(2.0)
+    world.scheduler.round(times)
+    assert "n9" in world.scheduler.jobs["one"].places
+
+
+def test_a_job_that_lost_its_workers_waits_for_the_interval(
+    tmp_path: pathlib.Path,
+) -> None:
+    world = World(tmp_path, [handed("one", max=4)], {"one": 4000})
+    times = Rounds(10.0, 2.0, first_s=0.0)
+    for at_s in range(0, 12, 2):
+        if at_s == 4:
+            world.trainings.lose("one")
+        world.scheduler.round(times)
+        waits = 4 <= at_s < 10
+        assert world.states() == {"one": "waiting" if waits else "running"}
+        world.clock.sleep(2.0)
+    assert world.trainings.started == [("one", 1), ("one", 2)]
 
 
 def test_no_device_is_given_out_twice(tmp_path: pathlib.Path) -> None:

@@ -14,6 +14,7 @@ from autopar_solver import (
     solve_allocation,
 )
 from autopar_solver.allocation import solve as rounds
+from autopar_solver.ilp.program import Backend, StopCriteria
 
 
 def brute_force(problem: AllocationProblem) -> float:
@@ -93,6 +94,39 @@ def test_the_gap_of_a_large_instance_is_certified(seed: int):
     exact = solve_allocation(problem, gap=1e-4, backend="cbc")
     assert exact.value <= solution.bound + 1e-9
     assert solution.value <= exact.bound + 1e-9
+
+
+def test_a_later_program_starts_from_what_was_found(monkeypatch: pytest.MonkeyPatch):
+    """The start is a choice of the open options that keeps what is fixed."""
+    starts: list[np.ndarray] = []
+    solve_core = rounds.solve_core
+
+    def watched(
+        problem: AllocationProblem,
+        options: np.ndarray,
+        budgets: np.ndarray,
+        backend: Backend,
+        stop: StopCriteria,
+        start: np.ndarray | None = None,
+    ) -> tuple[np.ndarray | None, float]:
+        if start is not None:
+            chosen = options[np.isin(options, start)]
+            starts.append(problem.jobs[chosen])
+            used = np.bincount(
+                problem.kinds[chosen], problem.counts[chosen], len(budgets)
+            )
+            assert np.all(used <= budgets)
+        return solve_core(problem, options, budgets, backend, stop, start)
+
+    monkeypatch.setattr(rounds, "solve_core", watched)
+    monkeypatch.setattr(rounds, "_CORE_JOBS", 4)
+    for seed in range(4):
+        problem = instance(seed, 150, [96, 96, 64])
+        solution = solve_allocation(problem, gap=1e-7)
+        check_allocation(problem, solution)
+        assert solution.gap <= 1e-7
+    assert starts
+    assert all(len(set(jobs)) == len(jobs) for jobs in starts)
 
 
 def test_the_same_problem_has_the_same_choices():

@@ -1,5 +1,6 @@
 """Both back ends answer any small program as trying every choice does."""
 
+import dataclasses
 import itertools
 import math
 
@@ -102,6 +103,13 @@ def assert_best(program, answer):
 @given(st.integers(0, 10**6))
 def test_highs_matches_brute_force(seed):
     program = random_program(seed)
+    assert_best(program, solve_highs(program, EXACT, None))
+
+
+@settings(max_examples=80, deadline=None, derandomize=True)
+@given(st.integers(0, 10**6))
+def test_a_reduced_program_matches_brute_force(seed):
+    program = dataclasses.replace(random_program(seed), reduced=True)
     assert_best(program, solve_highs(program, EXACT, None))
 
 
