@@ -8,7 +8,7 @@ the same with the residual, and ``C`` the codec of a level::
                = sum E |C(w)|^2 / sum E |w|^2      (energy)
                = mean min(|C(w)| / |g|, |g| / |C(w)|)  (updates)
                = sum <C, g> / sum <g, g>               (signal)
-               = sum <C, g> a / sum <g, g> b           (signal-updates)
+               = sum <C, g> a / sum <g, g> b           (signal-updates; ``b2``)
     throughput = steps per second x gain
 
 sums being over gradients. The first is that of the published code
@@ -47,6 +47,7 @@ import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
+from autopar.compression.policies.moments import Moments, remembered
 from autopar.compression.policies.policy import Observation, Saving
 from autopar.compression.policies.signals import (
     DENSE,
@@ -88,6 +89,7 @@ class GraVACState:
       seconds: sum over the observations of this window.
       throughput: by level, the last measured; None where there is none.
       waiting: windows to stay before the next level is tried again; 0: climbing.
+      moments: of Adam's family, by gradient, for ``signal-updates``.
     """
 
     names: list[str] = dataclasses.field(default_factory=list[str])
@@ -101,6 +103,7 @@ class GraVACState:
         default_factory=list[float | None]
     )
     waiting: int = 0
+    moments: Moments = dataclasses.field(default_factory=dict[str, list[float]])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -119,6 +122,8 @@ class GraVAC:
       retry: windows until the next level is tried again.
       explore: the part of progress that trying costs at most; 0: as ``retry`` says.
       horizon: steps for which a level stays; 0: one window.
+      b2: of Adam's family, what its second moments keep of a step, for
+        ``signal-updates``; as a default that of optax.
       state: what it remembers.
     """
 
@@ -132,6 +137,7 @@ class GraVAC:
     retry: int = 8
     explore: float = 0.0
     horizon: int = 0
+    b2: float = 0.999
     state: GraVACState = dataclasses.field(
         default_factory=GraVACState, init=False, compare=False
     )
@@ -152,6 +158,8 @@ class GraVAC:
         check_share(
             "GraVAC", epsilon=self.epsilon, alpha=self.alpha, explore=self.explore
         )
+        if not 0.0 <= self.b2 < 1.0:
+            raise ValueError(f"GraVAC: b2 must be from 0 to below 1, got {self.b2}.")
         if self.alpha == 0.0 or self.omega < 0.0:
             raise ValueError(
                 "GraVAC: alpha must be positive and omega not negative, got alpha="
@@ -230,13 +238,16 @@ class GraVAC:
     def _measured(self, seen: Observation) -> bool:
         """Takes the norms in; False if neither the level nor that below is in use."""
         state = self.state
-        reports = [seen.gradients[n] for n in state.names if n in seen.gradients]
-        used = {r.codec for r in reports}
+        found = {n: seen.gradients[n] for n in state.names if n in seen.gradients}
+        used = {r.codec for r in found.values()}
         waits = state.level >= 0 and used == {self._codec(state.level - 1)}
         if not waits and used != {self.codec}:
             return False
         if waits != (state.count == PUT_OFF):
             self._begin(PUT_OFF if waits else 0)
+        reports = list(found.values())
+        if self.gain_of == "signal-updates":
+            reports = remembered(state.moments, found, self.b2**self.every)
         sent, wanted = _SUMS[self.gain_of](reports)
         # The plain mean until it holds as many as the running one remembers.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
