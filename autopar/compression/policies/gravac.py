@@ -32,6 +32,9 @@ to be worse is tried less often the worse it was: so that trying it costs no mor
 this part of all progress, as far as it was measured. A level that stays is then
 compared in each of its windows, and not only when it has been reached.
 
+With ``rate``, a learning rate that falls with the steps, throughput counts for each
+step a price beside its seconds (`autopar.compression.policies.price`).
+
 The published code compresses each gradient twice, by the level in use and by the
 first, to be able to fall back within a step: `autopar.compression.fallback` does
 that. This policy looks at the telemetry of the level in use alone.
@@ -44,11 +47,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from autopar.compression.policies.moments import Moments, remembered
 from autopar.compression.policies.policy import Observation, Saving
+from autopar.compression.policies.price import check_rate, falls_by, step_price_s
 from autopar.compression.policies.signals import (
     DENSE,
     canonical,
@@ -88,6 +92,7 @@ class GraVACState:
       wanted: the same of its denominator.
       seconds: sum over the observations of this window.
       throughput: by level, the last measured; None where there is none.
+      paces: by level, the seconds of a step of that window.
       waiting: windows to stay before the next level is tried again; 0: climbing.
       moments: of Adam's family, by gradient, for ``signal-updates``.
     """
@@ -102,6 +107,7 @@ class GraVACState:
     throughput: list[float | None] = dataclasses.field(
         default_factory=list[float | None]
     )
+    paces: list[float] = dataclasses.field(default_factory=list[float])
     waiting: int = 0
     moments: Moments = dataclasses.field(default_factory=dict[str, list[float]])
 
@@ -124,6 +130,9 @@ class GraVAC:
       horizon: steps for which a level stays; 0: one window.
       b2: of Adam's family, what its second moments keep of a step, for
         ``signal-updates``; as a default that of optax.
+      rate: learning rate of a step by its number, such as an optax schedule; None: it
+        stays as it is.
+      steps: with ``rate``, number of the step by which the training may end.
       state: what it remembers.
     """
 
@@ -138,6 +147,8 @@ class GraVAC:
     explore: float = 0.0
     horizon: int = 0
     b2: float = 0.999
+    rate: Callable[[int], Any] | None = None
+    steps: int = 0
     state: GraVACState = dataclasses.field(
         default_factory=GraVACState, init=False, compare=False
     )
@@ -165,6 +176,9 @@ class GraVAC:
                 "GraVAC: alpha must be positive and omega not negative, got alpha="
                 f"{self.alpha}, omega={self.omega}."
             )
+
+        if self.rate is not None:
+            check_rate(self.rate, self.steps)
 
     @property
     def signals(self) -> bool:
@@ -201,6 +215,7 @@ class GraVAC:
         if first:
             state.names = managed(seen.gradients)
             state.throughput = [None] * len(self.levels)
+            state.paces = [0.0] * len(self.levels)
         if (self.explore or not first) and self._measured(seen):
             used = state.level - (state.count == PUT_OFF)
             if used >= 0 and self.gain < self.epsilon:
@@ -208,7 +223,7 @@ class GraVAC:
             elif self._known and state.count >= (
                 self.window if self._compares() else 1
             ):
-                self._judge()
+                self._judge(seen.step)
         wish = changes(dict.fromkeys(state.names, self.codec), seen.gradients)
         return Saving(wish) if wish and self._climbs(wish, seen) else wish
 
@@ -265,21 +280,18 @@ class GraVAC:
         state.sent = state.wanted = state.seconds = 0.0
         state.seen, state.count = 0, count
 
-    def _judge(self) -> None:
+    def _judge(self, step: int) -> None:
         """Decides at the end of a window."""
         state = self.state
-        here = state.level
-        throughput = self.gain * state.count / max(state.seconds, 1e-12)
+        here, top = state.level, state.level + 1 == len(self.levels)
+        pace = max(state.seconds, 1e-12) / state.count
         if here >= 0:
-            known = state.throughput[here]
-            # One window says little where trying is rare.
-            if self.explore and known is not None:
-                throughput = (throughput + known) / 2
-            state.throughput[here] = throughput
-        below = state.throughput[here - 1] if here > 0 else None
+            self._remember(pace)
+        priced, price = self._priced(step)
+        throughput = (priced[here] if here >= 0 else None) or self.gain / (pace + price)
+        below = priced[here - 1] if here > 0 else None
         worse = below is not None and throughput < below * (1.0 + self.omega)
-        top = here + 1 == len(self.levels)
-        above = None if top or not self.explore else state.throughput[here + 1]
+        above = None if top or not self.explore else priced[here + 1]
         watched = self.explore > 0.0 or state.waiting == 0
         if worse and watched:
             self._move(here - 1, waiting=self._wait(throughput, below or 0.0))
@@ -290,13 +302,33 @@ class GraVAC:
         else:
             self._move(here if top else here + 1, waiting=self.retry if top else 0)
 
+    def _remember(self, pace: float) -> None:
+        """Keeps what the window says of the level."""
+        state = self.state
+        throughput, known = self.gain / pace, state.throughput[state.level]
+        # One window says little where trying is rare.
+        if self.explore and known is not None:
+            throughput = (throughput + known) / 2
+        state.throughput[state.level], state.paces[state.level] = throughput, pace
+
+    def _priced(self, step: int) -> tuple[list[float | None], float]:
+        """Throughput by level if a step costs its price as well, and that price."""
+        state = self.state
+        made = list(zip(state.throughput, state.paces, strict=True))
+        price = 0.0
+        if self.rate is not None:
+            known = [(x * pace, pace) for x, pace in made if x is not None]
+            price = step_price_s(known, falls_by(self.rate, step, self.steps))
+        return [x and x * pace / (pace + price) for x, pace in made], price
+
     def _compares(self) -> bool:
         """Whether there is another level that this one is compared with.
 
-        With ``explore`` the first is left after one observation.
+        With ``explore`` the first is left after one observation, unless steps that are
+        spent on others may be dear.
         """
         known = any(x is not None for x in self.state.throughput)
-        return known or self.explore == 0.0
+        return known or self.explore == 0.0 or self.rate is not None
 
     def _wait(self, tried: float, kept: float) -> int:
         """Windows until a level is tried again that made less progress a second."""
