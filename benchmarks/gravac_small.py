@@ -67,6 +67,7 @@ def main() -> int:
                 f"{name}, seed {seed}, {smaller:.1f} times smaller", trainer,
                 given.steps, given.most_steps, given.mbit,
                 1e-3 * given.compute_ms / smaller, given.gains,
+                policies.RATES.get(name),
             )  # fmt: skip
     return 0
 

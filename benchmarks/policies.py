@@ -86,6 +86,8 @@ GAINS: tuple[tuple[GainOf, float], ...] = (
 )  # fmt: skip
 # Options of the gains that are measured by signals; chosen on models of neither study.
 BY_SIGNALS: dict[str, Any] = {"window": 2, "explore": 0.02}
+# Where the rate of learning falls, also chosen there.
+BY_RATE: dict[str, Any] = {**BY_SIGNALS, "omega": 0.3}
 # Of the paper's 25 steps, of tens of thousands; here runs have some hundred.
 WINDOW = 1
 # A gradient with fewer elements, or a vector, is dense whatever the codec.
@@ -96,6 +98,10 @@ GPT = language_model.Sizes(
 )  # fmt: skip
 # Rows of the table of n-grams, its columns, and the longest n-gram.
 ROWS, COLUMNS, ORDER = 1 << 12, 32, 4
+
+
+# The models whose rate of learning falls with the steps.
+RATES = {"gpt": language_model.schedule(GPT)}
 
 
 class Ngrams(nn.Module):
@@ -330,8 +336,12 @@ def gravac_study(
     links_mbit: Sequence[float],
     compute_s: float | None = None,
     gains: Sequence[str] = tuple(dict(GAINS)),
+    rate: Callable[[int], Any] | None = None,
 ) -> None:
-    """Prints GraVAC against the levels that it moves between."""
+    """Prints GraVAC against the levels that it moves between.
+
+    Where ``rate`` falls, the gain of Adam's signals is tried without and with it.
+    """
     levels = topk_levels(10, 1000)
     compute_s = trainer.compute_s() if compute_s is None else compute_s
     static = {text: trainer.run(text, most_steps) for text in ("dense", *levels)}
@@ -350,15 +360,13 @@ def gravac_study(
         link = mbit * MBIT
         runs = {t: timed(c, compute_s, link) for t, c in static.items()}
         best = [min(runs[t].reach_s(x) for t in levels) for x in targets]
-        for gain_of, epsilon in (x for x in GAINS if x[0] in gains):
-            options = BY_SIGNALS if "signal" in gain_of else {"window": WINDOW}
-            policy = GraVAC(levels=levels, gain_of=gain_of, epsilon=epsilon, **options)
-            runs[f"GraVAC, {gain_of}, epsilon {epsilon}"] = trainer.run(
+        for label, options in variants(gains, rate, most_steps).items():
+            runs[f"GraVAC, {label}"] = trainer.run(
                 levels[0],
                 most_steps,
                 compute_s=compute_s,
                 bandwidth=link,
-                policy=policy,
+                policy=GraVAC(levels=levels, **options),
             )
         for text, curve in runs.items():
             reached = [curve.reach_s(target) for target in targets]
@@ -368,6 +376,23 @@ def gravac_study(
                 mbit, label, f"{curve.final:.3f}", f"{curve.nbytes[-1] / 1e6:.1f}",
                 *map(seconds, reached), *ratios,
             )  # fmt: skip
+
+
+def variants(
+    gains: Sequence[str], rate: Callable[[int], Any] | None, steps: int
+) -> dict[str, dict[str, Any]]:
+    """The options of the policies to try, by what to call them."""
+    found: dict[str, dict[str, Any]] = {}
+    for gain_of, epsilon in (x for x in GAINS if x[0] in gains):
+        options = BY_SIGNALS if "signal" in gain_of else {"window": WINDOW}
+        options = {**options, "gain_of": gain_of, "epsilon": epsilon}
+        if gain_of == "signal-updates":
+            options["b2"] = language_model.B2
+        found[f"{gain_of}, epsilon {epsilon}"] = options
+        if gain_of == "signal-updates" and rate is not None:
+            by_rate = {**options, **BY_RATE, "rate": rate, "steps": steps}
+            found[f"{gain_of}, epsilon {epsilon}, rate"] = by_rate
+    return found
 
 
 def accordion_study(trainer: Trainer, steps: int, seeds: int) -> None:
@@ -423,7 +448,7 @@ def main() -> int:
         if given.only in (None, name):
             gravac_study(
                 name, model, given.steps, given.most_steps, given.mbit, compute_s,
-                given.gains,
+                given.gains, RATES.get(name),
             )  # fmt: skip
     if given.only in (None, "accordion"):
         accordion_study(gpt, given.accordion_steps, given.seeds)

@@ -29,6 +29,8 @@ import gpt
 
 VOCAB = 128
 EVAL_PART = 0.05
+B2 = 0.98
+"""Of Adam's second moments."""
 BLOCK = 1 << 15
 """Characters in a row that go to training or to evaluation."""
 
@@ -135,6 +137,17 @@ class Workload(NamedTuple):
     eval_loss: Callable[..., Any]
 
 
+def schedule(sizes: Sizes) -> Callable[[Any], Any]:
+    """The learning rate of a step by its number."""
+    return optax.warmup_cosine_decay_schedule(
+        0.0,
+        sizes.learning_rate,
+        sizes.warmup_steps,
+        sizes.decay_steps,
+        end_value=sizes.learning_rate / 10,
+    )
+
+
 def build(seed: int, sizes: Sizes | None = None) -> Workload:
     """The model, its optimizer and its data for one seed."""
     sizes = sizes or Sizes()
@@ -150,14 +163,7 @@ def build(seed: int, sizes: Sizes | None = None) -> Workload:
         dtype="float32",
         attention="plain",
     )
-    rate = optax.warmup_cosine_decay_schedule(
-        0.0,
-        sizes.learning_rate,
-        sizes.warmup_steps,
-        sizes.decay_steps,
-        end_value=sizes.learning_rate / 10,
-    )
-    optimizer = optax.adamw(rate, b2=0.98, weight_decay=0.01)
+    optimizer = optax.adamw(schedule(sizes), b2=B2, weight_decay=0.01)
 
     def create() -> Any:
         return gpt.create_state(jax.random.key(seed), model, optimizer)

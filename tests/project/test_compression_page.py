@@ -113,7 +113,7 @@ def test_the_examples_run() -> None:
         "batches": [jax.random.normal(jax.random.key(i), (8192, 128)) for i in (0, 1)],
         "jax": jax,
     }
-    first, second, falling, third = re.findall(
+    first, second, rates, falling, third = re.findall(
         r"^```python\n(.*?)^```", PAGE, re.M | re.S
     )
     exec(compile(first, "docs/compression.md", "exec"), names)
@@ -125,6 +125,9 @@ def test_the_examples_run() -> None:
     for _ in range(step._codecs.policy.every + 1):
         names["state"], loss = step(names["state"], names["batches"][0])
     assert math.isfinite(loss)
+
+    exec(compile(rates, "docs/compression.md", "exec"), names)
+    assert names["policy"].rate(20) == pytest.approx(10 * names["policy"].rate(700))
 
     exec(compile(falling, "docs/compression.md", "exec"), names)
     step = names["train_step"]

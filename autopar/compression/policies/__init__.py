@@ -8,7 +8,7 @@
 from autopar.compression.policies.accordion import Accordion
 from autopar.compression.policies.across import AcrossFamilies
 from autopar.compression.policies.dct import Dct
-from autopar.compression.policies.gravac import GraVAC, topk_levels
+from autopar.compression.policies.gravac import GraVAC
 from autopar.compression.policies.lgreco import LGreCo
 from autopar.compression.policies.probe import (
     QUANTISERS,
@@ -16,6 +16,7 @@ from autopar.compression.policies.probe import (
     powersgd_family,
     topk_family,
 )
+from autopar.compression.policies.topk import topk_levels
 from autopar.compression.policies.warm_up import WarmUp
 
 __all__ = [

@@ -8,7 +8,7 @@ the same with the residual, and ``C`` the codec of a level::
                = sum E |C(w)|^2 / sum E |w|^2      (energy)
                = mean min(|C(w)| / |g|, |g| / |C(w)|)  (updates)
                = sum <C, g> / sum <g, g>               (signal)
-               = sum <C, g> a / sum <g, g> b           (signal-updates)
+               = sum <C, g> a / sum <g, g> b           (signal-updates; ``b2``)
     throughput = steps per second x gain
 
 sums being over gradients. The first is that of the published code
@@ -32,6 +32,9 @@ to be worse is tried less often the worse it was: so that trying it costs no mor
 this part of all progress, as far as it was measured. A level that stays is then
 compared in each of its windows, and not only when it has been reached.
 
+With ``rate``, a learning rate that falls with the steps, throughput counts for each
+step a price beside its seconds (`autopar.compression.policies.price`).
+
 The published code compresses each gradient twice, by the level in use and by the
 first, to be able to fall back within a step: `autopar.compression.fallback` does
 that. This policy looks at the telemetry of the level in use alone.
@@ -44,10 +47,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from autopar.compression.policies.moments import Moments, remembered
 from autopar.compression.policies.policy import Observation, Saving
+from autopar.compression.policies.price import check_rate, falls_by, step_price_s
 from autopar.compression.policies.signals import (
     DENSE,
     canonical,
@@ -63,53 +68,14 @@ from autopar.compression.policies.signals import (
     squared_norms,
     updates,
 )
+from autopar.compression.policies.topk import TEN_TO_THOUSAND
 
-Stepping = Literal["geometric", "exponential"]
 GainOf = Literal["norms", "energy", "updates", "signal", "signal-updates"]
 
 _SIGNALS = {"signal": signal, "signal-updates": signal_updates}
 _SUMS = {"norms": norms, "energy": squared_norms, "updates": updates, **_SIGNALS}
 
 PUT_OFF = -1
-
-TEN_TO_THOUSAND = ("topk:ratio=0.1", "topk:ratio=0.01", "topk:ratio=0.001")
-"""Factors 10, 100 and 1000, the range of the paper's top-k."""
-
-
-def topk_levels(
-    least: float = 10.0,
-    most: float = 1000.0,
-    factor: float = 10.0,
-    stepping: Stepping = "geometric",
-) -> tuple[str, ...]:
-    """Levels of top-k from one compression factor to another.
-
-    Args:
-      least: the first factor, elements by elements sent.
-      most: the last one.
-      factor: by what the first step multiplies.
-      stepping: whether all steps multiply by it, or each by the square of what the
-        one before multiplied by.
-
-    >>> topk_levels(10, 1000)
-    ('topk:ratio=0.1', 'topk', 'topk:ratio=0.001')
-    >>> topk_levels(10, 1000, 2, "exponential")
-    ('topk:ratio=0.1', 'topk:ratio=0.05', 'topk:ratio=0.0125', 'topk:ratio=0.001')
-    """
-    if not (1.0 <= least <= most and factor > 1.0):
-        raise ValueError(
-            "topk_levels: needs 1 <= least <= most and factor > 1, got least="
-            f"{least}, most={most}, factor={factor}."
-        )
-    if stepping not in ("geometric", "exponential"):
-        raise ValueError(
-            f"topk_levels: stepping must be geometric or exponential, got {stepping!r}."
-        )
-    factors = [least]
-    while factors[-1] < most:
-        factors.append(min(factors[-1] * factor, most))
-        factor = factor**2 if stepping == "exponential" else factor
-    return tuple(canonical(f"topk:ratio={1.0 / f:.6g}") for f in factors)
 
 
 @dataclasses.dataclass(slots=True)
@@ -126,7 +92,9 @@ class GraVACState:
       wanted: the same of its denominator.
       seconds: sum over the observations of this window.
       throughput: by level, the last measured; None where there is none.
+      paces: by level, the seconds of a step of that window.
       waiting: windows to stay before the next level is tried again; 0: climbing.
+      moments: of Adam's family, by gradient, for ``signal-updates``.
     """
 
     names: list[str] = dataclasses.field(default_factory=list[str])
@@ -139,7 +107,9 @@ class GraVACState:
     throughput: list[float | None] = dataclasses.field(
         default_factory=list[float | None]
     )
+    paces: list[float] = dataclasses.field(default_factory=list[float])
     waiting: int = 0
+    moments: Moments = dataclasses.field(default_factory=dict[str, list[float]])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -158,6 +128,11 @@ class GraVAC:
       retry: windows until the next level is tried again.
       explore: the part of progress that trying costs at most; 0: as ``retry`` says.
       horizon: steps for which a level stays; 0: one window.
+      b2: of Adam's family, what its second moments keep of a step, for
+        ``signal-updates``; as a default that of optax.
+      rate: learning rate of a step by its number, such as an optax schedule; None: it
+        stays as it is.
+      steps: with ``rate``, number of the step by which the training may end.
       state: what it remembers.
     """
 
@@ -171,6 +146,9 @@ class GraVAC:
     retry: int = 8
     explore: float = 0.0
     horizon: int = 0
+    b2: float = 0.999
+    rate: Callable[[int], Any] | None = None
+    steps: int = 0
     state: GraVACState = dataclasses.field(
         default_factory=GraVACState, init=False, compare=False
     )
@@ -191,11 +169,16 @@ class GraVAC:
         check_share(
             "GraVAC", epsilon=self.epsilon, alpha=self.alpha, explore=self.explore
         )
+        if not 0.0 <= self.b2 < 1.0:
+            raise ValueError(f"GraVAC: b2 must be from 0 to below 1, got {self.b2}.")
         if self.alpha == 0.0 or self.omega < 0.0:
             raise ValueError(
                 "GraVAC: alpha must be positive and omega not negative, got alpha="
                 f"{self.alpha}, omega={self.omega}."
             )
+
+        if self.rate is not None:
+            check_rate(self.rate, self.steps)
 
     @property
     def signals(self) -> bool:
@@ -232,6 +215,7 @@ class GraVAC:
         if first:
             state.names = managed(seen.gradients)
             state.throughput = [None] * len(self.levels)
+            state.paces = [0.0] * len(self.levels)
         if (self.explore or not first) and self._measured(seen):
             used = state.level - (state.count == PUT_OFF)
             if used >= 0 and self.gain < self.epsilon:
@@ -239,7 +223,7 @@ class GraVAC:
             elif self._known and state.count >= (
                 self.window if self._compares() else 1
             ):
-                self._judge()
+                self._judge(seen.step)
         wish = changes(dict.fromkeys(state.names, self.codec), seen.gradients)
         return Saving(wish) if wish and self._climbs(wish, seen) else wish
 
@@ -269,13 +253,16 @@ class GraVAC:
     def _measured(self, seen: Observation) -> bool:
         """Takes the norms in; False if neither the level nor that below is in use."""
         state = self.state
-        reports = [seen.gradients[n] for n in state.names if n in seen.gradients]
-        used = {r.codec for r in reports}
+        found = {n: seen.gradients[n] for n in state.names if n in seen.gradients}
+        used = {r.codec for r in found.values()}
         waits = state.level >= 0 and used == {self._codec(state.level - 1)}
         if not waits and used != {self.codec}:
             return False
         if waits != (state.count == PUT_OFF):
             self._begin(PUT_OFF if waits else 0)
+        reports = list(found.values())
+        if self.gain_of == "signal-updates":
+            reports = remembered(state.moments, found, self.b2**self.every)
         sent, wanted = _SUMS[self.gain_of](reports)
         # The plain mean until it holds as many as the running one remembers.
         weight = max(self.alpha, 1.0 / (state.seen + 1))
@@ -293,21 +280,18 @@ class GraVAC:
         state.sent = state.wanted = state.seconds = 0.0
         state.seen, state.count = 0, count
 
-    def _judge(self) -> None:
+    def _judge(self, step: int) -> None:
         """Decides at the end of a window."""
         state = self.state
-        here = state.level
-        throughput = self.gain * state.count / max(state.seconds, 1e-12)
+        here, top = state.level, state.level + 1 == len(self.levels)
+        pace = max(state.seconds, 1e-12) / state.count
         if here >= 0:
-            known = state.throughput[here]
-            # One window says little where trying is rare.
-            if self.explore and known is not None:
-                throughput = (throughput + known) / 2
-            state.throughput[here] = throughput
-        below = state.throughput[here - 1] if here > 0 else None
+            self._remember(pace)
+        priced, price = self._priced(step)
+        throughput = (priced[here] if here >= 0 else None) or self.gain / (pace + price)
+        below = priced[here - 1] if here > 0 else None
         worse = below is not None and throughput < below * (1.0 + self.omega)
-        top = here + 1 == len(self.levels)
-        above = None if top or not self.explore else state.throughput[here + 1]
+        above = None if top or not self.explore else priced[here + 1]
         watched = self.explore > 0.0 or state.waiting == 0
         if worse and watched:
             self._move(here - 1, waiting=self._wait(throughput, below or 0.0))
@@ -318,13 +302,33 @@ class GraVAC:
         else:
             self._move(here if top else here + 1, waiting=self.retry if top else 0)
 
+    def _remember(self, pace: float) -> None:
+        """Keeps what the window says of the level."""
+        state = self.state
+        throughput, known = self.gain / pace, state.throughput[state.level]
+        # One window says little where trying is rare.
+        if self.explore and known is not None:
+            throughput = (throughput + known) / 2
+        state.throughput[state.level], state.paces[state.level] = throughput, pace
+
+    def _priced(self, step: int) -> tuple[list[float | None], float]:
+        """Throughput by level if a step costs its price as well, and that price."""
+        state = self.state
+        made = list(zip(state.throughput, state.paces, strict=True))
+        price = 0.0
+        if self.rate is not None:
+            known = [(x * pace, pace) for x, pace in made if x is not None]
+            price = step_price_s(known, falls_by(self.rate, step, self.steps))
+        return [x and x * pace / (pace + price) for x, pace in made], price
+
     def _compares(self) -> bool:
         """Whether there is another level that this one is compared with.
 
-        With ``explore`` the first is left after one observation.
+        With ``explore`` the first is left after one observation, unless steps that are
+        spent on others may be dear.
         """
         known = any(x is not None for x in self.state.throughput)
-        return known or self.explore == 0.0
+        return known or self.explore == 0.0 or self.rate is not None
 
     def _wait(self, tried: float, kept: float) -> int:
         """Windows until a level is tried again that made less progress a second."""

@@ -98,8 +98,9 @@ def signal(reports: Iterable[GradientReport]) -> tuple[float, float]:
 def signal_updates(reports: Iterable[GradientReport]) -> tuple[float, float]:
     """The same of updates by Adam's family.
 
-    These divide by the root of the mean square of what arrives: signals count in units
+    These divide by the root of the mean square of what arrived: signals count in units
     of the root mean square of an element, of what was sent and of the dense gradient.
+    The squares are to be those that the optimizer remembers (`moments.remembered`).
     """
     sent = dense = 0.0
     for report in reports:
