@@ -42,6 +42,7 @@ from time_to_loss import measured
 import autopar
 from autopar.elastic import training
 from autopar.goodput import NoiseOptions
+from autopar.runtime.agreement import shared_array
 
 # Steps between evaluations, of small batches and of others.
 EVERY = (50, 10)
@@ -121,7 +122,7 @@ class Training:
                 seconds.append(done.seconds)
             ended = time.perf_counter() - begin
             # The first process's numbers are those of all.
-            found = _first(np.asarray([ended, self._loss()], np.float32))
+            found = shared_array(self.step.world, np.asarray([ended, self._loss()]))
             clock += float(found[0])
             curve.append((clock, float(found[1])))
             lost = not found[1] < 2 * curve[1][1]
@@ -164,13 +165,6 @@ class Training:
             "refused": [x for x in lines if x["kind"] == "batch refused"],
             "capped": sum(x["kind"] == "gain capped" for x in lines),
         }
-
-
-def _first(values: np.ndarray) -> np.ndarray:
-    """The first process's numbers, on every process."""
-    from jax.experimental import multihost_utils
-
-    return np.asarray(multihost_utils.broadcast_one_to_all(values))
 
 
 def known(path: pathlib.Path | None) -> list[dict[str, Any]]:
