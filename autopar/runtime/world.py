@@ -88,7 +88,7 @@ class JaxChannel:
     def broadcast(self, data: bytes) -> bytes:
         """See `Channel`; only what the first process passes is sent."""
         if lanes.current():
-            return self.exchange(data, "broadcasting")[0]
+            return self._in_lane(data)[0]
         first = jax.process_index() == 0
         length = int(multihost_utils.broadcast_one_to_all(np.int32(len(data))))
         buffer = np.zeros(length, dtype=np.uint8)
@@ -101,11 +101,25 @@ class JaxChannel:
     def gather(self, data: bytes) -> list[bytes]:
         """See `Channel`."""
         if lanes.current():
-            return [x for _, x in sorted(self.exchange(data, "gathering").items())]
+            return self._in_lane(data)
         row = np.frombuffer(data, dtype=np.uint8)
         rows = np.asarray(multihost_utils.process_allgather(row))
         found = rows.reshape(-1, len(data)).astype(np.uint8)
         return [x.tobytes() for x in found]
+
+    def _in_lane(self, data: bytes) -> list[bytes]:
+        """What each process passes, by process.
+
+        Raises:
+          PlanError: a process has failed, and passes its failure in place of data.
+        """
+        found = self.exchange(data, "gathering")
+        if len(found) < jax.process_count():
+            raise PlanError(
+                f"processes {sorted(found)} have failed beside the steps; their own "
+                "messages say why."
+            )
+        return [x for _, x in sorted(found.items())]
 
     def exchange(self, data: bytes, what: str) -> dict[int, bytes]:
         """See `Channel`."""
