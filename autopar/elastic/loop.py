@@ -166,7 +166,10 @@ class ElasticRun:
         self._seconds.clear()
 
     def arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Structs of what the last step took after the state, in order and by name."""
+        """Structs of what a step takes after the state, in order and by name.
+
+        They are those of the last step, and of the first one before it has run.
+        """
         return self._last
 
     def horizon_s(self, rest_s: float = math.inf) -> float:
@@ -193,6 +196,7 @@ class ElasticRun:
         if world.process_count > 1:
             # Arrays would be taken for this process's part of the batch.
             rest, named = jax.tree.map(struct_of, (rest, named))
+        self._last = jax.tree.map(struct_of, (rest, named))
         if named:
             count = len(state_shapes(create_state, args).arguments())
             names = list(inspect.signature(self._train_step).parameters)

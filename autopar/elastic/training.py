@@ -72,7 +72,9 @@ class TrainRun:
         if self.run.notes is not None:
             self.loop.go_on(self.run.notes)
             self.run.resize(self.loop.batch_size)
-        self.run.state = self.loop.begin(self.run.state)
+        self._step_s = self.run.plan.predicted.step_s
+        rest, named = self.run.arguments()
+        self.run.state = self.loop.begin(self.run.state, *rest, **named)
         self.run.keep(self.loop.to_data)
         self._worth = progress(self.run.state)
 
@@ -173,9 +175,11 @@ class TrainRun:
 
     def _rest_s(self) -> float:
         """Seconds that the rest of the rows takes; infinite where no number is said."""
-        if self._samples is None or not self._worth > 0:
+        if self._samples is None:
             return math.inf
-        each = self._worth / max(self.run.step, 1)
+        each = float(self.loop.following.base_batch)
+        if self._worth > 0 and self.run.step:
+            each = self._worth / self.run.step
         return max(0.0, (self._samples - self._worth) / each * self._step_s)
 
     def _write(self, kind: str, **fields: Any) -> None:

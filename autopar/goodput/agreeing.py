@@ -49,3 +49,9 @@ def agreed(world: World, own: Said) -> Said:
     _, studies, key = every[0]
     found = None if key is None else Key(**key)
     return Said(any(x[0] for x in every), studies, found, own.decision)
+
+
+def key_of(decision: Decision) -> Key | None:
+    """The way that was chosen; None: the one that runs."""
+    way = decision.chosen.way
+    return Key(way.rows, way.microbatches, way.codecs) if decision.changes else None

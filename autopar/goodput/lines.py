@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from autopar.goodput.choice import Decision, PhiRange, json_number
+from autopar.goodput.guard import LossGuard
 from autopar.goodput.ways import Made
 
 
@@ -38,6 +39,51 @@ def kept(made: Made, decision: Decision, phi: PhiRange | None) -> dict[str, Any]
         "compared": len(decision.compared),
         "horizon_s": json_number(decision.horizon_s),
         "phi": None if phi is None else numbers(phi),
+    }
+
+
+def changed(
+    old: Made, new: Made, phi: PhiRange | None, decision: Decision, pause_s: float
+) -> dict[str, Any]:
+    """How a way was changed, and why.
+
+    Args:
+      old: the way before.
+      new: the way now.
+      phi: the noise scale; None: it was not known.
+      decision: that chose it.
+      pause_s: seconds in which no step ran.
+    """
+    return {
+        "old": way_data(old),
+        "new": way_data(new),
+        "phi": None if phi is None else numbers(phi),
+        "compared": [x.to_data() for x in decision.compared],
+        "predicted": {
+            "horizon_s": decision.horizon_s,
+            **decision.chosen.to_data(),
+            "goodput_before": decision.current.goodput,
+        },
+        "measured": {"pause_s": pause_s},
+    }
+
+
+def capped(
+    loss: float, before: LossGuard, now: LossGuard, gain: float
+) -> dict[str, Any]:
+    """How a loss capped the gain of steps.
+
+    Args:
+      loss: that rose.
+      before: the guard before it.
+      now: the guard after it.
+      gain: of the step.
+    """
+    return {
+        "loss": json_number(loss),
+        "limit": before.limit,
+        "gain": gain,
+        "most": now.most,
     }
 
 

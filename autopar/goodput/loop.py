@@ -15,8 +15,8 @@ from typing import Any
 
 import jax
 
-from autopar.goodput import lines
-from autopar.goodput.agreeing import Said, agreed
+from autopar.goodput import first, lines
+from autopar.goodput.agreeing import Said, agreed, key_of
 from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.guard import LossGuard, finite, loss_in
@@ -115,15 +115,39 @@ class Loop:
         self._named = False
         self._kept = 0
 
-    def begin(self, state: Any) -> Any:
+    def begin(self, state: Any, *rest: Any, **named: Any) -> Any:
         """The state before the first step, told the batch; `observe` does it else.
+
+        Args:
+          state: the state.
+          rest: what the first step takes after it, arrays or structs. Where it is
+            given, the codecs of that step are chosen before its program is compiled;
+            the step must have its plan (`ParallelStep.init`).
+          named: what the first step takes by name.
 
         Raises:
           PlanError: its optimizer does not follow the batch.
         """
         check_rule(state, self.following.base_batch)
         self._named = True
+        if (rest or named) and self._key is None:
+            state = self._begun(state, rest, named)
         return told(state, batch=self.batch_size, phi=self._sure_phi())
+
+    def _begun(self, state: Any, rest: Any, named: Any) -> Any:
+        """Chooses the codecs of the first step, and moves the state to its plan."""
+        made = self._ways.running(self.batch_size)
+        now = now_of(self.step, made, state, rest, named)
+        said = first.chosen(
+            self.step.world, self._ways, now, self.following,
+            horizon_s=self._horizon_s(), rest_s=self._rest_s(),
+        )  # fmt: skip
+        found = None if said.key is None else self._prepared(said.key, now)
+        if found is None or said.decision is None:
+            return state
+        state = self._change(state, made, found, said.decision)
+        self._before = None  # no step ran before it
+        return state
 
     @property
     def steps(self) -> int:
@@ -213,14 +237,8 @@ class Loop:
         before, self._guard = self._guard, self._guard.with_step(loss, self._gain)
         if self._guard.alarms == before.alarms:
             return False
-        self._record(
-            "gain capped",
-            step=self._steps,
-            loss=json_number(loss),
-            limit=before.limit,
-            gain=self._gain,
-            most=self._guard.most,
-        )
+        line = lines.capped(loss, before, self._guard, self._gain)
+        self._record("gain capped", step=self._steps, **line)
         LOGGER.warning(
             "step %d: the loss rose to %.4g, so steps count at most %.3g of the base "
             "batch (%.3g before)", self._steps, loss, self._guard.most, self._gain,
@@ -324,11 +342,16 @@ class Loop:
             key = said.key
             if key is None or self._ways.made(key) is not None:
                 return
-            if self._ways.make(key, now.call_of(key.rows)) is None:
-                reason = self._ways.why_not(key)
-                way = dataclasses.asdict(key)
-                self._record("batch refused", way=way, reason=reason)
+            self._prepared(key, now)
             said = self._said(now, asked=False)
+
+    def _prepared(self, key: Key, now: Now) -> Made | None:
+        """Plans and compiles a way; None where it cannot be, which is written down."""
+        made = self._ways.make(key, now.call_of(key.rows))
+        if made is None:
+            reason = self._ways.why_not(key)
+            self._record("batch refused", way=dataclasses.asdict(key), reason=reason)
+        return made
 
     def _said(self, now: Now, *, asked: bool = True) -> Said:
         """How to go on; one process says so for all.
@@ -339,10 +362,8 @@ class Loop:
         """
         if asked and self._busy.is_set():
             return agreed(self.step.world, Said(busy=True))
-        decision, key = self._compared(now), None
-        if decision is not None and decision.changes:
-            way = decision.chosen.way
-            key = Key(way.rows, way.microbatches, way.codecs)
+        decision = self._compared(now)
+        key = None if decision is None else key_of(decision)
         studies = self._worth_studying(now, decision)
         return agreed(self.step.world, Said(False, studies, key, decision))
 
@@ -433,26 +454,11 @@ class Loop:
         self._running = self.step.running.planned
         self.batch_size, self._since, self._kept = new.key.rows, 0, 0
         self.changes += 1
-        phi = self.phi()
-        self._before = (
-            self.changes,
-            decision.current.step_s,
-            decision.current.goodput,
-        )
-        self._record(
-            "batch",
-            number=self.changes,
-            old=lines.way_data(old),
-            new=lines.way_data(new),
-            phi=None if phi is None else lines.numbers(phi),
-            compared=[x.to_data() for x in decision.compared],
-            predicted={
-                "horizon_s": decision.horizon_s,
-                **decision.chosen.to_data(),
-                "goodput_before": decision.current.goodput,
-            },
-            measured={"pause_s": time.perf_counter() - begin},
-        )
+        runs = decision.current
+        self._before = self.changes, runs.step_s, runs.goodput
+        pause_s = time.perf_counter() - begin
+        line = lines.changed(old, new, self.phi(), decision, pause_s)
+        self._record("batch", number=self.changes, **line)
         return state
 
     def _settle(self) -> None:

@@ -122,6 +122,7 @@ class Ways:
 
     def study(self, running: Made) -> None:
         """Chooses the codecs that may be used for the layouts that run."""
+        self._anchors.put(self._anchor(running, running.key.codecs), running.curve)
         for codecs in self._codecs:
             place = self._anchor(running, codecs)
             if codecs != running.key.codecs and place not in list(self._anchors):
@@ -136,7 +137,8 @@ class Ways:
         )
 
     def _anchor(self, running: Made, codecs: str) -> Hashable:
-        return agreement.content_digest(running.plan), codecs
+        """The layouts that run, whatever the batch and its codecs are."""
+        return _layouts(running.plan), codecs
 
     def _studied(self, running: Made, codecs: str) -> PlanCurve | None:
         """The layouts that run with other codecs; None: that is not possible."""
@@ -221,8 +223,11 @@ class Ways:
         if anchor is None:
             return None
         terms = anchor.terms(key.rows, key.microbatches)
-        if terms is None:
+        own = running.curve.terms(key.rows, key.microbatches)
+        if terms is None or own is None:
             return None
+        # Codecs may have been chosen with another batch: the work is that which runs.
+        terms = dataclasses.replace(terms, work_s=own.work_s, fixed_s=own.fixed_s)
         compile_s = self.step.preparation.compile_s
         return self._described(key, anchor.plan, terms, compile_s)
 
@@ -346,6 +351,13 @@ class Ways:
         self._made.discard(lambda _: True)
         self._anchors.discard(lambda _: True)
         self.refused = {}
+
+
+def _layouts(plan: Plan) -> Hashable:
+    """What a plan decides besides the batch and the codecs."""
+    homes = tuple((p, plan.home(p), plan.home_spec(p)) for p in sorted(plan.shapes))
+    devices = tuple(stage.devices for stage in plan.stages)
+    return plan.cluster.text, devices, plan.home_axes, plan.microbatches, homes
 
 
 def expected_error(plan: Plan) -> CodecError:
