@@ -178,7 +178,9 @@ class Training:
           most_s: seconds after which it is given up.
           until_s: seconds after which it ends, too.
         """
-        state = self.loop.begin(model(self.seed, self.tx))
+        first = rows(BASE, self.seed, 0)
+        state = self.step.init(lambda: model(self.seed, self.tx), others=(first,))
+        state = self.loop.begin(state, first)
         clock, curve, position, k = 0.0, [(0.0, math.inf)], 0, 0
         planning, steps_s = 0.0, []
         while True:
@@ -224,7 +226,7 @@ class Training:
     def _record(self, curve: Any, level: float, steps: int) -> dict[str, Any]:
         made = [x for x in self.lines if x["kind"] == "batch"]
         changes = [
-            {"phi": x["phi"]["phi"], "to": [x["new"]["rows"], x["new"]["codecs"]],
+            {"phi": x["phi"] and x["phi"]["phi"], "to": [x["new"]["rows"], x["new"]["codecs"]],
              "goodput": x["predicted"]["goodput"],
              "before": x["predicted"]["goodput_before"]} for x in made
         ]  # fmt: skip

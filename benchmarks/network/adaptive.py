@@ -4,8 +4,9 @@
 
 The ways of `benchmarks/adaptive.py` train its character model on four hosts, each with
 `autopar.train` as a user calls it: what another program takes to plan and to compile
-is in the clock, wherever it is done. The first program of each way is not, nor are
-evaluations. The loss to reach is that of ``fixed`` after ``--steps`` steps of the base
+is in the clock, wherever it is done. What comes before the second step is not, nor are
+evaluations: the choice of a codec to begin with, and the first program. "first step"
+says how many seconds that took. The loss to reach is that of ``fixed`` after ``--steps`` steps of the base
 batch, which one device finds out before. ``fixed`` itself takes ``--fixed-steps`` steps
 over the links, and the seconds of all its steps are projected from them. A way is given
 up after ``--patience`` times the seconds of the fastest one before it at this rate and
@@ -71,7 +72,8 @@ class Training:
     def __init__(
         self, way: str, seed: int, cluster: autopar.Cluster, given: argparse.Namespace
     ) -> None:
-        """Plans; nothing has run yet."""
+        """Plans, and runs the first step."""
+        begin = time.perf_counter()
         self.way, self.given = way, given
         kept = adaptive_ways.layouts()
         self.codec = adaptive_ways.first_codec(way, cluster, kept)
@@ -100,6 +102,7 @@ class Training:
         assert isinstance(run, training.TrainRun)  # nobody supervises the processes
         self.run = run
         next(run)
+        self.begun_s = time.perf_counter() - begin
 
     def to(self, level: float, most_s: float, rate_mbit: float) -> dict[str, Any]:
         """Trains to a held-out loss, or for so many seconds.
@@ -143,7 +146,7 @@ class Training:
         made = [x for x in lines if x["kind"] == "batch"]
         changes = [
             {"step": x["step"], "to": [x["new"]["rows"], x["new"]["codecs"]],
-             "phi": x["phi"]["phi"], "goodput": x["predicted"]["goodput"],
+             "phi": x["phi"] and x["phi"]["phi"], "goodput": x["predicted"]["goodput"],
              "before": x["predicted"]["goodput_before"]} for x in made
         ]  # fmt: skip
         return {
@@ -152,6 +155,7 @@ class Training:
             "level": level,
             "curve": curve,
             "seconds": adaptive_ways.seconds_to(curve, level),
+            "begun_s": self.begun_s,
             "clock": curve[-1][0],
             "steps": len(seconds),
             "all_s": seconds,
@@ -225,10 +229,10 @@ def _line(x: dict[str, Any]) -> str:
 def table(found: list[dict[str, Any]]) -> None:
     """Prints a row for each training."""
     workloads.row(
-        "Mbit/s", "seed", "way", "seconds", "over the best other", "steps",
-        "last batch", "last codecs", "ms a step, first", "last", "promised", "given",
+        "Mbit/s", "seed", "way", "first step", "seconds", "over the best other",
+        "steps", "last batch", "last codecs", "ms a step, first", "last", "promised", "given",
     )  # fmt: skip
-    workloads.row(*["---"] * 12)
+    workloads.row(*["---"] * 13)
     for x in found:
         same = [y for y in found if (y["rate"], y["seed"]) == (x["rate"], x["seed"])]
         fixed = next((y for y in same if y["way"] == "fixed"), None)
@@ -238,7 +242,7 @@ def table(found: list[dict[str, Any]]) -> None:
         promised = x["changes"][-1]["goodput"] if x["changes"] else promised
         reached = x["seconds"] is not None
         workloads.row(
-            f"{x['rate']:g}", x["seed"], x["way"],
+            f"{x['rate']:g}", x["seed"], x["way"], f"{x['begun_s']:.1f}",
             f"{x['seconds']:.1f}" if reached else f"over {x['clock']:.1f}",
             f"{x['seconds'] / min(others):.3f}" if reached and others else "",
             x["steps"], x["batch"], x["codecs"], f"{1e3 * x['step_s']:.1f}",
