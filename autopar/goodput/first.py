@@ -89,7 +89,7 @@ def first_decision(
         if (key.rows, key.microbatches) == (own.rows, own.microbatches)
     ]
     return decide(
-        ways.way(now.made),
+        now.way,
         others,
         Throughput(),
         PhiRange(float(base), 0.0, math.inf),

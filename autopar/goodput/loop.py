@@ -134,10 +134,14 @@ class Loop:
             state = self._begun(state, rest, named)
         return told(state, batch=self.batch_size, phi=self._sure_phi())
 
+    def _now(self, made: Made, state: Any, rest: Any, named: Any) -> Now:
+        way = self._ways.way(made, runs=True)
+        return now_of(self.step, made, way, state, rest, named)
+
     def _begun(self, state: Any, rest: Any, named: Any) -> Any:
         """Chooses the codecs of the first step, and moves the state to its plan."""
         made = self._ways.running(self.batch_size)
-        now = now_of(self.step, made, state, rest, named)
+        now = self._now(made, state, rest, named)
         said = first.chosen(
             self.step.world, self._ways, now, self.following,
             horizon_s=self._horizon_s(), rest_s=self._rest_s(),
@@ -308,7 +312,7 @@ class Loop:
     ) -> Any:
         """Decides, prepares, and changes the way where that pays."""
         self._times = self._times.fitted()
-        now = now_of(self.step, made, state, rest, named)
+        now = self._now(made, state, rest, named)
         # Processes meet in the pipelines of their plan alone.
         alone = self.step.world.process_count == 1
         beside = self._background is not None and (alone or len(made.plan.stages) < 2)
@@ -415,7 +419,7 @@ class Loop:
         ways = list(found.values())
         rows = self._ruled(made, ways)
         decision = decide(
-            self._ways.way(made, runs=True),
+            now.way,
             ways if rows is None else [way for way in ways if way.rows == rows],
             self._times,
             phi,

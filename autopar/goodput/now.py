@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from autopar.goodput.choice import Way
 from autopar.goodput.ways import Made
 from autopar.runtime import changing_batches
 from autopar.runtime.creation import flat_state
@@ -19,14 +20,18 @@ from autopar_passes.program.calls import Call
 class Now:
     """What a decision is made on; a thread may read it while steps go on.
 
+    What a step measures may not be read then: its arrays are handed on to the next one.
+
     Attributes:
       made: the way that runs.
+      way: the same with what its codecs were measured to err.
       held: structs of the state's arrays, with where they lie.
       call: the arguments of the step, structs.
       batch: position of the batch among them.
     """
 
     made: Made
+    way: Way
     held: tuple[Any, ...]
     call: Call
     batch: int
@@ -44,6 +49,7 @@ class Now:
 def now_of(
     step: ParallelStep[..., Any],
     made: Made,
+    way: Way,
     state: Any,
     rest: Sequence[Any],
     named: Mapping[str, Any],
@@ -53,6 +59,7 @@ def now_of(
     Args:
       step: the step.
       made: the way that runs.
+      way: what is known of it.
       state: that the step returned.
       rest: what it took after the state.
       named: what it took by name.
@@ -63,7 +70,7 @@ def now_of(
     held = tuple(
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding) for x in leaves
     )
-    return Now(made, held, call, len(arguments))
+    return Now(made, way, held, call, len(arguments))
 
 
 def with_rows(struct: Any, rows: int, wanted: int) -> Any:

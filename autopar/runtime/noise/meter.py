@@ -22,7 +22,7 @@ from autopar.layouts.assignment import Assignment
 from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.runtime.noise.averages import Groups, State, fresh, updated
 from autopar.runtime.noise.norms import Norm, device_norms
-from autopar.runtime.noise.options import SPARSE, NoiseOptions
+from autopar.runtime.noise.options import EARLY, SPARSE, NoiseOptions
 from autopar.runtime.noise.sent import NORMS, SentGradient, measure_of
 from autopar.runtime.noise.sources import Source, Sources, find_sources, turn_of
 from autopar.steps.moments import second_moments
@@ -73,6 +73,19 @@ class NoiseSpec:
     def every(self) -> int:
         """One step in so many is measured."""
         return self.options.every or (SPARSE if self.coded else 1)
+
+    def is_measured(self, step: jax.Array) -> jax.Array:
+        """Whether a step is measured, a bool scalar.
+
+        Args:
+          step: its number, an int32 scalar.
+        """
+        if self.every == 1:
+            return jnp.bool_(True)
+        due = step % self.every == 0
+        if self.options.every is None:
+            due |= (step < self.every) & (step % EARLY == 0)
+        return due
 
     @property
     def alone(self) -> tuple[Source, ...]:
@@ -198,8 +211,7 @@ class NoiseMeter:
         # Of each gradient its microbatches' rows: (microbatches, devices).
         self._micro: dict[int, jax.Array] = {}
         self._values: dict[int, Any] = {}
-        every = spec.every
-        self.measured = jnp.bool_(True) if every == 1 else state["step"] % every == 0
+        self.measured = spec.is_measured(state["step"])
 
     # As a synchroniser.
 

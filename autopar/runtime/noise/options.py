@@ -9,6 +9,8 @@ from autopar.errors import PlanError
 
 # Where a measurement sends gradients once more, as beside codecs: one step in so many.
 SPARSE = 32
+# Of the first `SPARSE` steps one in so many, as nothing is known of the noise yet.
+EARLY = 4
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,8 +22,8 @@ class NoiseOptions:
         those of the first batch. Averages forget by ``decay`` in so many rows.
       decay: the part of the averages that a step with the base batch keeps.
       every: measure one step in so many; None: each step, but one in 32 where a
-        gradient is sent by a codec. There a measurement also sends the gradient as it
-        is.
+        gradient is sent by a codec, and one in 4 of the first 32. There a measurement
+        also sends the gradient as it is.
       preconditioned: whether gradients are divided by the root of the optimizer's
         second moments, as the updates of Adam's family are.
     """

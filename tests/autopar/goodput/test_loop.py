@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,19 @@ from following_cases import BASE
 
 import autopar
 from autopar import PlanError
-from autopar.goodput import CriticalRegimes, Following, Loop, progress, scaled
+from autopar.goodput import (
+    CriticalRegimes,
+    Following,
+    Loop,
+    NoiseOptions,
+    progress,
+    scaled,
+)
 from autopar.goodput.following import codecs_of
+from autopar.runtime.parallel_step import ParallelStep
+
+SLOW = "4x1:cpu,network=0.001Gb/s,network_latency=1us"
+FAST = "4x1:cpu,network=1000Gb/s,network_latency=1us"
 
 
 def following(**more: Any) -> Following:
@@ -94,6 +106,43 @@ def test_the_batch_grows_where_communication_is_slow() -> None:
     assert progress(run.state) > 1.5 * BASE * 40
     assert float(run.state["opt"].batch) == 128
     assert float(run.state["opt"].gain) > 1.5
+
+
+def test_what_is_prepared_beside_the_steps_reads_nothing_that_they_measure(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A step that runs has taken the arrays of the one before."""
+    threads: list[threading.Thread] = []
+    reads: list[str] = []
+
+    def beside(work: Callable[[], None]) -> None:
+        threads.append(threading.Thread(target=work))
+        threads[-1].start()
+        threads[-1].join()
+
+    for name in ("noise_scale", "telemetry"):
+        read = getattr(ParallelStep, name).fget
+
+        def watched(step: Any, name: str = name, read: Any = read) -> Any:
+            if threading.current_thread() in threads:
+                reads.append(name)
+            return read(step)
+
+        monkeypatch.setattr(ParallelStep, name, property(watched))
+    layouts = cases.parallel(cluster=FAST).prepare(
+        cases.create(), cases.source(0, 4096)
+    )
+    step = cases.parallel(
+        cluster=SLOW,
+        layouts=layouts.plan,
+        compression="int8:rounding=stochastic",
+        noise_scale=NoiseOptions(base_batch=BASE, decay=0.9, every=1),
+    )
+    rule = following(codecs=codecs_of((), "int8:rounding=stochastic"))
+    run = Run(Loop(step, rule, background=beside), slow_sync).go(40)
+    assert threads
+    assert run.sizes[-1] > BASE
+    assert not reads
 
 
 def test_a_gain_that_makes_the_loss_rise_is_capped() -> None:

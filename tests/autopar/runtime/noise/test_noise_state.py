@@ -107,6 +107,16 @@ def test_codecs_are_measured_one_step_in_so_many() -> None:
     assert sparse.noise_scale.steps == 2
 
 
+def test_with_codecs_the_first_steps_are_measured_more_often() -> None:
+    run = cases.parallel(**DATA, compression="int8")
+    state, counts = cases.state(), list[int]()
+    for seed in range(66):
+        state = trained(run, state, [seed])
+        counts.append(run.noise_scale.steps)
+    new = [k for k, n in enumerate(counts) if n != (counts[k - 1] if k else 0)]
+    assert new == [0, 4, 8, 12, 16, 20, 24, 28, 32, 64]
+
+
 def test_averages_forget_by_rows_and_are_corrected() -> None:
     """A batch four times as large forgets like four steps with the base batch."""
     norms = [jnp.asarray([[2.0, 1.0, 1.5]]), jnp.asarray([[4.0, 3.0, 3.0]])]
