@@ -226,7 +226,8 @@ class Training:
     def _record(self, curve: Any, level: float, steps: int) -> dict[str, Any]:
         made = [x for x in self.lines if x["kind"] == "batch"]
         changes = [
-            {"phi": x["phi"] and x["phi"]["phi"], "to": [x["new"]["rows"], x["new"]["codecs"]],
+            {"phi": x["phi"] and x["phi"]["phi"],
+             "to": [x["new"]["rows"], x["new"]["codecs"]],
              "goodput": x["predicted"]["goodput"],
              "before": x["predicted"]["goodput_before"]} for x in made
         ]  # fmt: skip

@@ -17,7 +17,7 @@ import jax
 
 from autopar.goodput import first, lines
 from autopar.goodput.agreeing import Said, agreed, key_of
-from autopar.goodput.choice import Decision, PhiRange, Way, decide, json_number
+from autopar.goodput.choice import Decision, PhiRange, Way, decide
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.guard import LossGuard, finite, loss_in
 from autopar.goodput.now import Now, now_of

@@ -6,13 +6,14 @@ The ways of `benchmarks/adaptive.py` train its character model on four hosts, ea
 `autopar.train` as a user calls it: what another program takes to plan and to compile
 is in the clock, wherever it is done. What comes before the second step is not, nor are
 evaluations: the choice of a codec to begin with, and the first program. "first step"
-says how many seconds that took. The loss to reach is that of ``fixed`` after ``--steps`` steps of the base
-batch, which one device finds out before. ``fixed`` itself takes ``--fixed-steps`` steps
-over the links, and the seconds of all its steps are projected from them. A way is given
-up after ``--patience`` times the seconds of the fastest one before it at this rate and
-with this seed, so name the fast ones first. ``--profile`` measures the hosts and links
-at each rate, as ``autopar profile --distributed`` does, to plan with. What is finished
-is kept in the file ``--out``, and not run again.
+says how many seconds that took. The loss to reach is that of ``fixed`` after
+``--steps`` steps of the base batch, which one device finds out before. ``fixed`` itself
+takes ``--fixed-steps`` steps over the links, and the seconds of all its steps are
+projected from them. A way is given up after ``--patience`` times the seconds of the
+fastest one before it at this rate and with this seed, so name the fast ones first.
+``--profile`` measures the hosts and links at each rate, as ``autopar profile
+--distributed`` does, to plan with. What is finished is kept in the file ``--out``, and
+not run again.
 """
 
 from __future__ import annotations
@@ -230,7 +231,8 @@ def table(found: list[dict[str, Any]]) -> None:
     """Prints a row for each training."""
     workloads.row(
         "Mbit/s", "seed", "way", "first step", "seconds", "over the best other",
-        "steps", "last batch", "last codecs", "ms a step, first", "last", "promised", "given",
+        "steps", "last batch", "last codecs", "ms a step, first", "last", "promised",
+        "given",
     )  # fmt: skip
     workloads.row(*["---"] * 13)
     for x in found:
