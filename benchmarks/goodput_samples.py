@@ -53,6 +53,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--optimizer", choices=tuple(RATES), default="sgd")
     parser.add_argument("--rate", type=float, help="the learning rate of M0 rows")
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--decay", type=float, default=0.99, help="of the noise")
     parser.add_argument("--batches", default="32,64,128,256")
     parser.add_argument("--codecs", default=";".join(CODECS), help="with ; between")
 
@@ -110,12 +112,14 @@ class Curve:
 class Trainer:
     """Trains with any batch and codec; programs are compiled once."""
 
-    def __init__(self, optimizer: str, rate: float | None = None) -> None:
+    def __init__(
+        self, optimizer: str, rate: float | None = None, decay: float = 0.99
+    ) -> None:
         """Plans for the data-parallel layouts that all trainings have."""
         rule = "adascale" if optimizer == "sgd" else "adascale-root"
         base = getattr(optax, optimizer)(rate or RATES[optimizer])
         self.tx = scaled(base, rule, base_batch=BASE)
-        self.adam = optimizer != "sgd"
+        self.adam, self.decay = optimizer != "sgd", decay
         self.evaluate = jax.jit(loss_of)
         self.held_out = rows(4096, 10**6, 0)
         self._runs: dict[str, Any] = {}
@@ -156,7 +160,7 @@ class Trainer:
             return self.step(state, batch)
 
         noise = NoiseOptions(
-            base_batch=BASE, decay=0.99, every=1, preconditioned=self.adam
+            base_batch=BASE, decay=self.decay, every=1, preconditioned=self.adam
         )
         return autopar.parallelize(
             train,
@@ -218,7 +222,8 @@ def predicted(base: Curve, level: float, batch: int, error: CodecError) -> float
 
 def table(given: argparse.Namespace) -> None:
     """Prints predicted over realised rows for each batch and codec."""
-    trainer, seeds = Trainer(given.optimizer, given.rate), range(given.seeds)
+    trainer = Trainer(given.optimizer, given.rate, given.decay)
+    seeds = range(given.first_seed, given.first_seed + given.seeds)
     exact = CodecError()
     bases = [trainer.train("dense", BASE, s, exact, -1.0, STEPS + 1) for s in seeds]
     level = statistics.fmean(c.losses[-1] for c in bases)
