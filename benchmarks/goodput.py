@@ -112,10 +112,10 @@ def weights(width: int) -> Any:
     ]
 
 
-def rows_of(width: int) -> np.ndarray:
+def rows_of(width: int, rows: int = ROWS) -> np.ndarray:
     """The batch."""
     draw = np.random.default_rng(1)
-    return draw.standard_normal((ROWS, width)).astype(np.float32)
+    return draw.standard_normal((rows, width)).astype(np.float32)
 
 
 def parallel(microbatches: int, options: dict[str, Any], *, noise: bool) -> Any:
@@ -162,14 +162,14 @@ def _expected(width: int, replicas: int, microbatches: int) -> tuple[float, floa
     return float(np.square(found).sum(1).mean()), float(np.square(found.mean(0)).sum())
 
 
-def overhead(plans: Sequence[str], turns: int) -> None:
+def overhead(plans: Sequence[str], turns: int, rows: int) -> None:
     """Prints the CPU seconds of steps with and without the measurement."""
     workloads.row("plan", "CPU s without", "CPU s with", "quotient (median of pairs)")
     workloads.row("---", "---", "---", "---")
     for name in plans:
         microbatches, options = PLANS[name]
         found: dict[bool, list[float]] = {False: [], True: []}
-        runners = {on: _runner(microbatches, options, noise=on) for on in found}
+        runners = {on: _runner(microbatches, options, rows, noise=on) for on in found}
         for turn in range(turns):
             for on in (False, True) if turn % 2 else (True, False):
                 found[on].append(runners[on]())
@@ -181,12 +181,12 @@ def overhead(plans: Sequence[str], turns: int) -> None:
 
 
 def _runner(
-    microbatches: int, options: dict[str, Any], *, noise: bool
+    microbatches: int, options: dict[str, Any], rows: int, *, noise: bool
 ) -> Callable[[], float]:
     """Runs steps and returns the CPU seconds of one."""
     width = WIDTHS["overhead"]
     run = parallel(microbatches, options, noise=noise)
-    held, batch = [weights(width)], jnp.asarray(rows_of(width))
+    held, batch = [weights(width)], jnp.asarray(rows_of(width, rows))
 
     steps = PERIOD["codecs" if "compression" in options else "dense"]
 
@@ -208,6 +208,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--rows", default="norms,overhead,samples")
     parser.add_argument("--plans", default=",".join(PLANS))
     parser.add_argument("--turns", type=int, default=15)
+    parser.add_argument("--batch", type=int, default=ROWS, help="rows, for overhead")
     goodput_samples.add_arguments(parser)
     given = parser.parse_args(arguments)
     plans = given.plans.split(",")
@@ -218,7 +219,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             case "norms":
                 norms(plans)
             case "overhead":
-                overhead(plans, given.turns)
+                overhead(plans, given.turns, given.batch)
             case "samples":
                 goodput_samples.table(given)
             case _:
