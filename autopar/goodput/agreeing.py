@@ -6,7 +6,7 @@ import dataclasses
 import json
 from typing import Any
 
-from autopar.goodput.choice import Decision
+from autopar.goodput.choice import Decision, Judged
 from autopar.goodput.ways import Key
 from autopar.runtime.exchange import exchanged
 from autopar.runtime.world import World
@@ -21,7 +21,8 @@ class Said:
       studies: whether other codecs are to be chosen first, as they may save more than
         that takes.
       key: the way to go on by; None: as it is.
-      decision: what this process has compared; None: the noise is not known yet.
+      decision: what this process has compared; None: nothing, or the noise is not known
+        yet.
     """
 
     busy: bool = False
@@ -53,5 +54,15 @@ def agreed(world: World, own: Said) -> Said:
 
 def key_of(decision: Decision) -> Key | None:
     """The way that was chosen; None: the one that runs."""
-    way = decision.chosen.way
-    return Key(way.rows, way.microbatches, way.codecs) if decision.changes else None
+    return _key(decision.chosen) if decision.changes else None
+
+
+def with_key(decision: Decision, key: Key) -> Decision:
+    """The comparison with the way that the first process has chosen."""
+    found = next((x for x in decision.compared if _key(x) == key), decision.chosen)
+    return dataclasses.replace(decision, chosen=found)
+
+
+def _key(judged: Judged) -> Key:
+    way = judged.way
+    return Key(way.rows, way.microbatches, way.codecs)

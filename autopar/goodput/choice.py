@@ -19,7 +19,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.goodput.efficiency import EXACT, CodecError, efficiency
-from autopar.goodput.throughput import Terms, Throughput
+from autopar.goodput.throughput import Interval, Terms, Throughput
 
 # Batches that come into question: this many for each doubling.
 _EACH_DOUBLING = 2
@@ -209,12 +209,15 @@ def decide(
       most_gain: no step is worth more steps with the base batch.
     """
 
-    def judged(way: Way) -> Judged:
-        seconds = times.step_s(way.terms).seconds
+    current_s = times.step_s(current.terms).seconds
+
+    def judged(way: Way, over: Interval) -> Judged:
+        seconds = current_s * over.seconds
         worth = _efficiency(way, phi.phi, base_batch, most_gain) * way.ratio.value
         least = 1.0
         if way is not current:
-            least = _least(way, current, times, phi, base_batch, sigmas, most_gain)
+            _, slowest = over.bounds(sigmas)
+            least = _least(way, current, slowest, phi, base_batch, most_gain)
         left = max(0.0, 1.0 - way.cost_s / horizon_s) if horizon_s > 0 else 0.0
         if rest_s > 0:
             left = min(left, 1.0 / (1.0 + way.cost_s * least / rest_s))
@@ -227,8 +230,9 @@ def decide(
             pays=least * left if way is not current else 1.0,
         )
 
-    runs = judged(current)
-    found = (runs, *(judged(way) for way in others))
+    ratios = times.ratios([way.terms for way in others], current.terms)
+    runs = judged(current, Interval(1.0, 0.0))
+    found = (runs, *map(judged, others, ratios))
     best = max(found, key=lambda x: x.pays)
     return Decision(best if best.pays > 1.0 else runs, runs, found, horizon_s)
 
@@ -236,14 +240,15 @@ def decide(
 def _least(
     way: Way,
     current: Way,
-    times: Throughput,
+    slowest: float,
     phi: PhiRange,
     base_batch: int,
-    sigmas: float,
     most_gain: float,
 ) -> float:
-    """The quotient of goodputs that is nearly sure."""
-    _, slowest = times.ratio(way.terms, current.terms).bounds(sigmas)
+    """The quotient of goodputs that is nearly sure.
+
+    A step of the way takes at most ``slowest`` times as long, nearly surely.
+    """
     rows = min(
         _efficiency(way, x, base_batch, most_gain)
         / _efficiency(current, x, base_batch, most_gain)

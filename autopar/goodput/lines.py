@@ -8,6 +8,7 @@ from typing import Any
 from autopar.goodput.choice import Decision, PhiRange, json_number
 from autopar.goodput.guard import LossGuard
 from autopar.goodput.ways import Made
+from autopar.progress import LOGGER
 
 
 def way_data(made: Made) -> dict[str, Any]:
@@ -69,17 +70,23 @@ def changed(
 
 
 def capped(
-    loss: float, before: LossGuard, now: LossGuard, gain: float
+    step: int, loss: float, before: LossGuard, now: LossGuard, gain: float
 ) -> dict[str, Any]:
-    """How a loss capped the gain of steps.
+    """How a loss capped the gain of steps, which is logged, too.
 
     Args:
+      step: its number.
       loss: that rose.
       before: the guard before it.
       now: the guard after it.
       gain: of the step.
     """
+    LOGGER.warning(
+        "step %d: the loss rose to %.4g, so steps count at most %.3g of the base "
+        "batch (%.3g before)", step, loss, now.most, gain,
+    )  # fmt: skip
     return {
+        "step": step,
         "loss": json_number(loss),
         "limit": before.limit,
         "gain": gain,

@@ -16,7 +16,7 @@ from typing import Any
 import jax
 
 from autopar.goodput import first, lines
-from autopar.goodput.agreeing import Said, agreed, key_of
+from autopar.goodput.agreeing import Said, agreed, key_of, with_key
 from autopar.goodput.choice import Decision, PhiRange, Way, decide
 from autopar.goodput.following import Following, check_data, check_rule
 from autopar.goodput.guard import LossGuard, finite, loss_in
@@ -90,7 +90,7 @@ class Loop:
         changing_batches.measure_noise(step, noise)
         self.batch_size = following.base_batch
         self.changes = 0
-        self._record = record or _no_record
+        self._record = record or (lambda kind, **fields: None)
         self._background = background
         self._horizon_s = horizon_s or (lambda: HORIZON_S)
         self._rest_s = rest_s or (lambda: math.inf)
@@ -241,12 +241,8 @@ class Loop:
         before, self._guard = self._guard, self._guard.with_step(loss, self._gain)
         if self._guard.alarms == before.alarms:
             return False
-        line = lines.capped(loss, before, self._guard, self._gain)
-        self._record("gain capped", step=self._steps, **line)
-        LOGGER.warning(
-            "step %d: the loss rose to %.4g, so steps count at most %.3g of the base "
-            "batch (%.3g before)", self._steps, loss, self._guard.most, self._gain,
-        )  # fmt: skip
+        line = lines.capped(self._steps, loss, before, self._guard, self._gain)
+        self._record("gain capped", **line)
         return True
 
     def _tells(self) -> bool:
@@ -311,7 +307,8 @@ class Loop:
         self, state: Any, rest: Sequence[Any], named: Mapping[str, Any], made: Made
     ) -> Any:
         """Decides, prepares, and changes the way where that pays."""
-        self._times = self._times.fitted()
+        if not self.step.world.process_index:
+            self._times = self._times.fitted()
         now = self._now(made, state, rest, named)
         # Processes meet in the pipelines of their plan alone.
         alone = self.step.world.process_count == 1
@@ -324,14 +321,18 @@ class Loop:
         if beside and said.studies:
             self._explore_beside(now)
             return state
-        if said.key is None or said.decision is None:
+        if said.key is None:
             self._tell_kept(made, said.decision)
             return state
         found = self._ways.made(said.key)
         if found is None:
             self._explore_beside(now)
             return state
-        return self._change(state, made, found, said.decision)
+        if (decision := said.decision) is None:  # another process has compared
+            self._times = self._times.fitted()
+            decision = self._compared(now)
+            assert decision is not None  # the noise is known to all
+        return self._change(state, made, found, with_key(decision, said.key))
 
     def _explore(self, now: Now) -> None:
         """Prepares the way that seems best, until it is the one with its own plan.
@@ -364,12 +365,15 @@ class Loop:
           now: what is decided on.
           asked: by the steps, and not by what is prepared beside them.
         """
+        world = self.step.world
         if asked and self._busy.is_set():
-            return agreed(self.step.world, Said(busy=True))
+            return agreed(world, Said(busy=True))
+        if world.process_index:  # the first one compares
+            return agreed(world, Said())
         decision = self._compared(now)
         key = None if decision is None else key_of(decision)
         studies = self._worth_studying(now, decision)
-        return agreed(self.step.world, Said(False, studies, key, decision))
+        return agreed(world, Said(False, studies, key, decision))
 
     def _worth_studying(self, now: Now, decision: Decision | None) -> bool:
         """Whether other codecs may save more than choosing and compiling them takes.
@@ -494,7 +498,3 @@ class Loop:
             most_gain=self._guard.most,
         ).current  # fmt: skip
         return self.batch_size / seconds * found.efficiency
-
-
-def _no_record(kind: str, **fields: Any) -> None:
-    del kind, fields

@@ -39,6 +39,10 @@ class PlanCurve:
     devices: int
     hosts: int
     curve: BatchCurve | None
+    # What was asked for before: each decision of a loop asks for all of it again.
+    _known: dict[tuple[int, int], Terms | None] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=dict
+    )
 
     def terms(
         self, rows: int | None = None, microbatches: int | None = None
@@ -51,8 +55,14 @@ class PlanCurve:
             known where they are a multiple of the plan's.
         """
         rows = self.rows if rows is None else rows
+        parts = self.plan.microbatches if microbatches is None else microbatches
+        if (rows, parts) not in self._known:
+            self._known[rows, parts] = self._terms(rows, parts)
+        return self._known[rows, parts]
+
+    def _terms(self, rows: int, microbatches: int) -> Terms | None:
         own = self.plan.microbatches
-        times, rest = divmod(own if microbatches is None else microbatches, own)
+        times, rest = divmod(microbatches, own)
         if rest or (times > 1 and self.curve is None):
             return None
         work, fixed, sync = self._seconds(rows / self.rows, times)

@@ -181,28 +181,40 @@ class Throughput:
 
     def step_s(self, terms: Terms) -> Interval:
         """Seconds of a step under a plan."""
-        log, slope = _predicted(np.array(self.mean), terms, self._middle(terms))
-        return Interval(math.exp(log), self._spread(slope))
+        logs, slopes = _predicted([terms], np.array(self.mean), self._middle(terms))
+        return Interval(math.exp(logs[0]), self._spreads(slopes)[0])
 
     def ratio(self, one: Terms, other: Terms) -> Interval:
         """Seconds of one step over those of another.
 
         What is uncertain of both alike does not count.
         """
+        return self.ratios([one], other)[0]
+
+    def ratios(self, ones: Sequence[Terms], other: Terms) -> list[Interval]:
+        """The same for many steps, in the time of a few.
+
+        Args:
+          ones: the steps.
+          other: by whose seconds they are divided.
+        """
         mean, middle = np.array(self.mean), self._middle(other)
-        log, slope = _predicted(mean, one, middle)
-        log2, slope2 = _predicted(mean, other, middle)
-        return Interval(math.exp(log - log2), self._spread(slope - slope2))
+        logs, slopes = _predicted([*ones, other], mean, middle)
+        far, slopes = logs[:-1] - logs[-1], slopes[:-1] - slopes[-1]
+        each = zip(far.tolist(), self._spreads(slopes), strict=True)
+        return [Interval(math.exp(log), spread) for log, spread in each]
 
     def _middle(self, terms: Terms) -> np.ndarray:
         """What axes are measured from: before any step, from where is asked."""
         return np.array(self.middle) if self.middle else terms.axes()
 
-    def _spread(self, slope: np.ndarray) -> float:
+    def _spreads(self, slopes: np.ndarray) -> list[float]:
+        """Standard deviations of logarithms, from their slopes, (n, 9)."""
         covariance = np.diag(_WIDTHS**2)
         if self.covariance:
             covariance = np.array(self.covariance)
-        return math.sqrt(max(0.0, float(slope @ covariance @ slope)))
+        squares = np.einsum("ni,ij,nj->n", slopes, covariance, slopes)
+        return np.sqrt(np.maximum(squares, 0.0)).tolist()
 
     def to_data(self) -> list[dict[str, Any]]:
         """What was measured, as JSON can hold it."""
@@ -280,13 +292,12 @@ def _parts(terms: Sequence[Terms]) -> np.ndarray:
 
 
 def _predicted(
-    mean: np.ndarray, terms: Terms, middle: np.ndarray
-) -> tuple[float, np.ndarray]:
-    """The logarithm of a step's seconds, and its slope by each constant, (9,)."""
-    nothing = np.zeros(1)
-    far = (terms.axes() - middle)[None]
-    logs, slopes = _Table(_parts([terms]), far, nothing, nothing).predicted(mean)
-    return float(logs[0]), slopes[0]
+    terms: Sequence[Terms], mean: np.ndarray, middle: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Logarithms of steps' seconds, (n,), and their slopes by each constant, (n, 9)."""
+    nothing = np.zeros(len(terms))
+    far = np.array([t.axes() for t in terms]) - middle
+    return _Table(_parts(terms), far, nothing, nothing).predicted(mean)
 
 
 def _posterior(table: _Table) -> tuple[np.ndarray, np.ndarray]:

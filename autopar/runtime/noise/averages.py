@@ -112,21 +112,18 @@ def estimates(norms: Any, groups: Groups) -> tuple[Any, Any]:
     return sqr.sum(), var.sum()
 
 
+# Names of the averages, and of the counts of steps.
+_AVERAGES = ("weight", "sqr", "var", "excess", "local", "total")
+_COUNTS = ("step", "steps", "skipped", "last")
+
+
 def fresh(base_batch: float) -> State:
     """The averages before the first step, scalars."""
     zero, none = jnp.zeros((), jnp.float32), jnp.zeros((), jnp.int32)
     return {
         "base_batch": jnp.asarray(base_batch, jnp.float32),
-        "weight": zero,
-        "sqr": zero,
-        "var": zero,
-        "excess": zero,
-        "local": zero,
-        "total": zero,
-        "step": none,
-        "steps": none,
-        "skipped": none,
-        "last": none,
+        **dict.fromkeys(_AVERAGES, zero),
+        **dict.fromkeys(_COUNTS, none),
     }
 
 
@@ -181,7 +178,8 @@ def noise_scale(
       groups: those of the last step.
       left_out: parameters whose gradients were not found.
     """
-    read = {name: float(np.asarray(state[name])) for name in fresh(1.0)}
+    names = (*_AVERAGES, *_COUNTS)
+    read = {name: float(np.asarray(state[name])) for name in names}
     weight = read["weight"]
     return NoiseScale(
         sqr=max(read["sqr"] / weight, 0.0) if weight else math.nan,
