@@ -151,7 +151,8 @@ def trained(
     state = step.init(run.create_state, jax.random.key(seed))
     sent: list[tuple[float, float]] = []
     for batch in itertools.islice(run.batches(seed=seed), steps):
-        state, _ = step(state, batch)
+        # Simulated devices can wait for each other for ever where steps pile up.
+        state, _ = jax.block_until_ready(step(state, batch))
         reports = step.telemetry.values() if coded else ()
         sent.append(
             (sum(r.wire_bytes for r in reports), sum(r.dense_bytes for r in reports))
