@@ -193,10 +193,10 @@ class ElasticRun:
         """
         world = self._membership.world
         rest, named = self._samples.arguments(self.step, world)
+        self._last = jax.tree.map(struct_of, (rest, named))
         if world.process_count > 1:
             # Arrays would be taken for this process's part of the batch.
-            rest, named = jax.tree.map(struct_of, (rest, named))
-        self._last = jax.tree.map(struct_of, (rest, named))
+            rest, named = self._last
         if named:
             count = len(state_shapes(create_state, args).arguments())
             names = list(inspect.signature(self._train_step).parameters)

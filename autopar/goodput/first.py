@@ -64,8 +64,7 @@ def worth_choosing(ways: Ways, now: Now, horizon_s: float, rest_s: float) -> boo
     unknown, terms = ways.unstudied(now.made), now.made.curve.terms()
     if not unknown or terms is None or not terms.predicted_s > 0:
         return False
-    bare = dataclasses.replace(terms, sync_s=0.0)
-    saved = 1.0 - Throughput().ratio(bare, terms).seconds
+    saved = Throughput().sync_part(terms)
     return saved * min(horizon_s, rest_s) > unknown * now.made.plan.seconds.total
 
 

@@ -387,9 +387,7 @@ class Loop:
             return True
         if not unknown or decision is None:
             return False
-        terms = decision.chosen.way.terms
-        bare = dataclasses.replace(terms, sync_s=0.0)
-        saved = max(0.0, 1.0 - self._times.ratio(bare, terms).seconds)
+        saved = self._times.sync_part(decision.chosen.way.terms)
         rest_s = self._rest_s() / max(decision.chosen.least, 1.0)
         compile_s = self.step.preparation.compile_s
         return saved * min(rest_s, self._horizon_s()) > (1 + unknown) * compile_s

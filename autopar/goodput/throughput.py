@@ -204,6 +204,11 @@ class Throughput:
         each = zip(far.tolist(), self._spreads(slopes), strict=True)
         return [Interval(math.exp(log), spread) for log, spread in each]
 
+    def sync_part(self, terms: Terms) -> float:
+        """The part of a step's seconds that its synchronisation takes."""
+        bare = dataclasses.replace(terms, sync_s=0.0)
+        return max(0.0, 1.0 - self.ratio(bare, terms).seconds)
+
     def _middle(self, terms: Terms) -> np.ndarray:
         """What axes are measured from: before any step, from where is asked."""
         return np.array(self.middle) if self.middle else terms.axes()

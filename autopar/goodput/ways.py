@@ -186,6 +186,9 @@ class Ways:
         counts = [parts] if parts else [least * 2**k for k in range(_DOUBLINGS)]
         sizes = batches(self._base, self._most, self._split(running))
         for codecs in self._codecs:
+            anchor: PlanCurve | None = running.curve
+            if codecs != running.key.codecs:
+                anchor = self._anchors.get(self._anchor(running, codecs))
             for rows in sizes:
                 for count in counts:
                     key = Key(rows, count, codecs)
@@ -193,7 +196,7 @@ class Ways:
                         break
                     if self._place(key) in self.refused or rows % count:
                         continue
-                    way = self._way(key, running, held)
+                    way = self._way(key, running, held, anchor)
                     if way is not None:
                         found[key] = way
                     break
@@ -212,14 +215,16 @@ class Ways:
                 found = max(found, split)
         return found
 
-    def _way(self, key: Key, running: Made, held: Sequence[Any]) -> Way | None:
-        """A way with what is known of it; None: it cannot be."""
+    def _way(
+        self, key: Key, running: Made, held: Sequence[Any], anchor: PlanCurve | None
+    ) -> Way | None:
+        """A way with what is known of it; None: it cannot be.
+
+        The anchor is the layouts that run, with the way's codecs.
+        """
         made = self.made(key)
         if made is not None:
             return self.way(made, self._cost_s(made, running, held))
-        anchor: PlanCurve | None = running.curve
-        if key.codecs != running.key.codecs:
-            anchor = self._anchors.get(self._anchor(running, key.codecs))
         if anchor is None:
             return None
         terms = anchor.terms(key.rows, key.microbatches)
