@@ -7,8 +7,8 @@ Rows: ``plans`` (the plan of `examples/recommendation.py` on some clusters, besi
 best ones with all tables whole, and with all tables split by rows), ``dct`` (training
 on 8 simulated hosts with the policy `Dct`, and with dense gradients: bytes and held-out
 loss), ``batch`` (the batch follows the noise, and so does the choice between dense
-gradients and a codec, on paced links; beside it one device, dense, with the
-same batches).
+gradients and a codec, with the layouts that suit them, on paced links; beside it one
+device, dense, with the same batches).
 
 ``dct`` has two layouts. In ``planned`` the planner splits the tables, and the towers'
 gradients are what is sent. In ``whole`` every device has all tables, so that the
@@ -21,10 +21,10 @@ from __future__ import annotations
 import argparse
 import functools
 import itertools
-import math
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -72,6 +72,14 @@ def tables_of(plan: Any) -> dict[str, int]:
     return found
 
 
+def towers_of(plan: Any) -> set[str]:
+    """The ways in which the towers' weights are split."""
+    return {
+        kind_of(spec) for name, spec in plan.inputs.items()
+        if name.endswith("kernel") and "/params/" in name
+    }  # fmt: skip
+
+
 def plan_of(options: dict[str, Any], cluster: str, **limits: Any) -> Any:
     """A plan of the example, or None where none fits."""
     step, args = workloads.arguments("recommendation", **options)
@@ -94,10 +102,7 @@ def plans_table() -> None:
         if best is None:
             workloads.row(cluster, given, "fits nowhere")
             continue
-        towers = {
-            kind_of(spec) for name, spec in best.inputs.items()
-            if name.endswith("kernel") and "/params/" in name
-        }  # fmt: skip
+        towers = towers_of(best)
         every = tuple(best.mesh["axes"])
         others = [
             plan_of(options, cluster, pins={TABLES: jax.sharding.PartitionSpec(*spec)})
@@ -210,33 +215,41 @@ def drawn(run: Any, position: int, rows: int) -> dict[str, np.ndarray]:
     return next(run.batches.func(rows, *others, seed=position))
 
 
-def batch_table(steps: int, codec: str, mbit: float, *, biased: bool) -> None:
+def batch_table(
+    steps: int, codec: str, mbit: float, options: dict[str, int], *, biased: bool
+) -> None:
     """Prints a training whose batch and codecs follow the noise of its gradients."""
-    run = workloads.training("recommendation")
+    run = workloads.training("recommendation", **options)
     base = run.batch["clicks"].shape[0]
     tx = scaled(optax.adam(1e-2), "adascale-root", base_batch=base)
     create = functools.partial(run.create_state, jax.random.key(0), optimizer=tx)
     worth = measured_ratio(run, codec) if biased else None
-    print(f"\nThe batch follows on {hosts(mbit)}, {steps} base batches of progress.")
+    print(
+        f"\nThe batch follows on {hosts(mbit)}, {steps} base batches of progress, "
+        f"{options}."
+    )
     if worth is not None:
         print(f"A row sent by {codec} counts as {worth:.3f} of one sent densely.")
     print()
     workloads.row(
         "most rows", "codecs", "seconds", "steps", "rows a step", "codec in use",
+        "tables", "towers",
         "held-out loss", "AUC", "one device, the same batches", "AUC",
         "most apart, first 20 losses",
     )  # fmt: skip
-    workloads.row(*["---"] * 11)
-    for most, codecs in ((8 * base, {codec: worth}), (base, {}), (8 * base, {})):
+    workloads.row(*["---"] * 13)
+    for most, codecs in (
+        (8 * base, {codec: worth}), (8 * base, {}), (base, {codec: worth}), (base, {})
+    ):  # fmt: skip
         follows = Following(
             base_batch=base, max_batch=most, codecs=codecs_of(codecs, "none")
         )
-        _adapted_row(run, create(), follows, steps * base, tuple(codecs), mbit)
+        _adapted_row(run, create, follows, steps * base, tuple(codecs), mbit)
 
 
 def _adapted_row(
     run: Any,
-    state: Any,
+    create: Callable[[], Any],
     following: Following,
     samples: int,
     codecs: tuple[str, ...],
@@ -248,7 +261,8 @@ def _adapted_row(
             base_batch=following.base_batch, decay=0.99, preconditioned=True
         ),
     )  # fmt: skip
-    first = jax.tree.map(np.asarray, state)
+    first = jax.tree.map(np.asarray, create())
+    state = step.init(create, others=(run.batch,))
     state, seconds, losses, told = adapted(run, step, state, following, samples, mbit)
     alone, plain = replayed(run, first, told)
     sent = {g.codec for g in step.plan.gradients if g.codec} - {"dense"}
@@ -258,7 +272,9 @@ def _adapted_row(
     workloads.row(
         following.max_batch, ", ".join(codecs) or "none", f"{seconds:.1f}", len(losses),
         " ".join(str(k) for k, _ in itertools.groupby(n for n, _ in told)),
-        ", ".join(sorted(sent)) or "none", f"{loss:.4f}", f"{area:.4f}",
+        ", ".join(sorted(sent)) or "none",
+        ", ".join(f"{n} {k}" for k, n in sorted(tables_of(step.plan).items())),
+        " or ".join(sorted(towers_of(step.plan))), f"{loss:.4f}", f"{area:.4f}",
         f"{loss1:.4f}", f"{area1:.4f}", f"{apart:.1e}",
     )  # fmt: skip
 
@@ -274,9 +290,10 @@ def adapted(
     Returns:
       The last state, seconds, losses, and rows and gain of each step.
     """
-    rest_s = [math.inf]
+    rest_s = [samples / following.base_batch * step.plan.predicted.step_s]
     loop = Loop(step, following, horizon_s=lambda: rest_s[0], rest_s=lambda: rest_s[0])
-    state, clock, position = loop.begin(state), 0.0, 0
+    clock, position = 0.0, 0
+    state = loop.begin(state, drawn(run, position, loop.batch_size))
     losses, told = list[float](), list[tuple[int, float]]()
     while progress(state) < samples:
         rows = loop.batch_size
@@ -366,6 +383,8 @@ def main() -> int:
     parser.add_argument("--codec", default="int8:rounding=stochastic", help="of batch")
     parser.add_argument("--thresholds", action="store_true", help="for batch, instead")
     parser.add_argument("--mbit", type=float, default=1000.0, help="for batch")
+    parser.add_argument("--hidden", type=int, default=512, help="for batch")
+    parser.add_argument("--rows", type=int, default=512, help="for batch")
     given = parser.parse_args()
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
@@ -377,7 +396,13 @@ def main() -> int:
         codec = given.codec
         if given.thresholds:
             codec = f"threshold:ratio={given.ratio},every={given.every}"
-        batch_table(given.steps, codec, given.mbit, biased=given.thresholds)
+        batch_table(
+            given.steps,
+            codec,
+            given.mbit,
+            {"batch": given.rows, "hidden": given.hidden},
+            biased=given.thresholds,
+        )
     return 0
 
 

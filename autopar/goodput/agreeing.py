@@ -20,6 +20,7 @@ class Said:
       busy: whether another way is still being prepared.
       studies: whether other codecs are to be chosen first, as they may save more than
         that takes.
+      layouts: whether other layouts are looked for with them, for the same reason.
       key: the way to go on by; None: as it is.
       decision: what this process has compared; None: nothing, or the noise is not known
         yet.
@@ -27,6 +28,7 @@ class Said:
 
     busy: bool = False
     studies: bool = False
+    layouts: bool = False
     key: Key | None = None
     decision: Decision | None = None
 
@@ -43,13 +45,13 @@ def agreed(world: World, own: Said) -> Said:
     if world.process_count == 1:
         return own
     key = None if own.key is None else dataclasses.asdict(own.key)
-    data = json.dumps([own.busy, own.studies, key]).encode()
+    data = json.dumps([own.busy, own.studies, own.layouts, key]).encode()
     every: list[Any] = [
         json.loads(x) for x in exchanged(world, "choosing the batch", data)
     ]
-    _, studies, key = every[0]
+    _, studies, layouts, key = every[0]
     found = None if key is None else Key(**key)
-    return Said(any(x[0] for x in every), studies, found, own.decision)
+    return Said(any(x[0] for x in every), studies, layouts, found, own.decision)
 
 
 def key_of(decision: Decision) -> Key | None:

@@ -11,7 +11,6 @@ import contextlib
 import dataclasses
 import functools
 import math
-import warnings
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,6 +21,7 @@ from autopar.errors import AutoparError, InfeasibleError, PlanError, ScheduleErr
 from autopar.goodput.batched import Batches, Planned, Program, planned
 from autopar.goodput.curves import CurvePoint
 from autopar.planner.cache import PlanCache
+from autopar.planner.codecs.left_out import unasked
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
 from autopar.planner.warm import can_be_warm, warm_plan
@@ -161,9 +161,7 @@ def _planned_at(
     )
 
     def make() -> Plan:
-        with warnings.catch_warnings():
-            # The point says which codecs are used; on one device none is.
-            warnings.filterwarnings("ignore", ".* is used for no gradient")
+        with unasked():  # the point says which codecs are used; on one device none is
             return search()
 
     def search() -> Plan:

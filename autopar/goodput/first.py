@@ -17,6 +17,7 @@ from autopar.goodput.agreeing import Said, agreed, key_of
 from autopar.goodput.choice import Decision, PhiRange, decide
 from autopar.goodput.following import Following
 from autopar.goodput.now import Now
+from autopar.goodput.studies import worth_studying
 from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Ways
 from autopar.runtime.world import World
@@ -41,31 +42,17 @@ def chosen(
       horizon_s: seconds until something changes.
       rest_s: seconds that the job takes without other codecs.
     """
-    worth = worth_choosing(ways, now, horizon_s, rest_s)
-    if not agreed(world, Said(studies=worth)).studies:
+    # To choose one, or to look for its layouts, takes no longer than the first plan.
+    each_s, terms = now.made.plan.seconds.total, now.made.curve.terms()
+    part = 0.0 if terms is None else Throughput().sync_part(terms)
+    spare_s = min(horizon_s, rest_s)
+    worth = worth_studying(ways, now.made, part, spare_s=spare_s, each_s=each_s)
+    worth = agreed(world, worth)
+    if not worth.studies:
         return Said()
-    ways.study(now.made)
+    ways.study(now.made, layouts=worth.layouts)
     decision = first_decision(ways, now, following, horizon_s, rest_s)
     return agreed(world, Said(key=key_of(decision), decision=decision))
-
-
-def worth_choosing(ways: Ways, now: Now, horizon_s: float, rest_s: float) -> bool:
-    """Whether codecs may save more than it takes to choose them.
-
-    They save at most the synchronisation, until something changes or the run ends. To
-    choose one for given layouts takes at most as long as the first plan took.
-
-    Args:
-      ways: the ways to go on.
-      now: the way that would run, and its arguments.
-      horizon_s: seconds until something changes.
-      rest_s: seconds that the job takes without other codecs.
-    """
-    unknown, terms = ways.unstudied(now.made), now.made.curve.terms()
-    if not unknown or terms is None or not terms.predicted_s > 0:
-        return False
-    saved = Throughput().sync_part(terms)
-    return saved * min(horizon_s, rest_s) > unknown * now.made.plan.seconds.total
 
 
 def first_decision(

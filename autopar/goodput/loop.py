@@ -23,6 +23,7 @@ from autopar.goodput.guard import LossGuard, finite, loss_in
 from autopar.goodput.now import Now, now_of
 from autopar.goodput.phi_track import PhiTrack
 from autopar.goodput.rates import gain_told, told
+from autopar.goodput.studies import worth_now
 from autopar.goodput.throughput import Throughput
 from autopar.goodput.ways import Key, Made, Ways
 from autopar.progress import LOGGER
@@ -341,7 +342,7 @@ class Loop:
         """
         said = self._said(now, asked=False)
         if said.studies:
-            self._ways.study(now.made)
+            self._ways.study(now.made, layouts=said.layouts)
             said = self._said(now, asked=False)
         for _ in range(_EXPLORED):
             key = said.key
@@ -372,25 +373,11 @@ class Loop:
             return agreed(world, Said())
         decision = self._compared(now)
         key = None if decision is None else key_of(decision)
-        studies = self._worth_studying(now, decision)
-        return agreed(world, Said(False, studies, key, decision))
-
-    def _worth_studying(self, now: Now, decision: Decision | None) -> bool:
-        """Whether other codecs may save more than choosing and compiling them takes.
-
-        Without codecs they save at most the synchronisation, until the next change or
-        the end of the job, which comes sooner by what is known to be better. With
-        codecs the others are always compared.
-        """
-        unknown = self._ways.unstudied(now.made)
-        if unknown and any(g.codec for g in now.made.plan.gradients):
-            return True
-        if not unknown or decision is None:
-            return False
-        saved = self._times.sync_part(decision.chosen.way.terms)
-        rest_s = self._rest_s() / max(decision.chosen.least, 1.0)
-        compile_s = self.step.preparation.compile_s
-        return saved * min(rest_s, self._horizon_s()) > (1 + unknown) * compile_s
+        worth = worth_now(
+            self._ways, now.made, self._times, decision,
+            rest_s=self._rest_s(), horizon_s=self._horizon_s(),
+        )  # fmt: skip
+        return agreed(world, dataclasses.replace(worth, key=key, decision=decision))
 
     def _explore_beside(self, now: Now) -> None:
         """The same beside the loop, one at a time."""

@@ -21,12 +21,14 @@ from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
 from autopar.goodput.plan_terms import PlanCurve, plan_curve
 from autopar.goodput.throughput import Terms
+from autopar.planner.codecs.left_out import unasked
 from autopar.plans import Plan
 from autopar.runtime import agreement, changing_batches
 from autopar.runtime.changing_batches import Shape
 from autopar.runtime.moving import move_of, slowest_bytes_per_s
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.recent import Recent
+from autopar.runtime.setting import Setting
 from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call
 
@@ -120,13 +122,24 @@ class Ways:
     def _place(self, key: Key) -> Hashable:
         return key, self.step.plan.cluster.text
 
-    def study(self, running: Made) -> None:
-        """Chooses the codecs that may be used for the layouts that run."""
+    def study(self, running: Made, *, layouts: bool = False) -> None:
+        """Chooses the codecs that may be used from where the run is.
+
+        Args:
+          running: the way that runs.
+          layouts: whether to look for other layouts, too.
+        """
         self._anchors.put(self._anchor(running, running.key.codecs), running.curve)
         for codecs in self._codecs:
             place = self._anchor(running, codecs)
             if codecs != running.key.codecs and place not in list(self._anchors):
-                self._anchors.put(place, self._studied(running, codecs))
+                self._anchors.put(place, self._studied(running, codecs, layouts))
+
+    def movable(self, running: Made) -> bool:
+        """Whether other layouts may be looked for: of one mesh, and not given."""
+        return len(running.plan.stages) == 1 and not changing_batches.fixed_layouts(
+            self.step
+        )
 
     def unstudied(self, running: Made) -> int:
         """For how many codecs `study` is not done with the layouts that run."""
@@ -140,17 +153,25 @@ class Ways:
         """The layouts that run, whatever the batch and its codecs are."""
         return _layouts(running.plan), codecs
 
-    def _studied(self, running: Made, codecs: str) -> PlanCurve | None:
-        """The layouts that run with other codecs; None: that is not possible."""
+    def _studied(self, running: Made, codecs: str, layouts: bool) -> PlanCurve | None:
+        """The best plan known with other codecs; None: there is none.
+
+        It has the layouts that run, or others that are faster with these codecs.
+        """
         analysed = self.step.running.analysed
-        shape = changing_batches.shape_of(
-            self.step, analysed, codecs=codecs, layouts=running.plan
+        shape_of = functools.partial(
+            changing_batches.shape_of, self.step, analysed, codecs=codecs
         )
+        plan: Plan | None = None
         try:
-            plan = self._planned(shape)
+            plan = self._planned(shape_of(layouts=running.plan))
+            if layouts:
+                shape = shape_of(microbatches=running.plan.microbatches)
+                plan = _faster(plan, self._planned(shape))
         except (AutoparError, ClusterError) as error:
-            self.refused[codecs] = str(error)
-            return None
+            if plan is None:
+                self.refused[codecs] = str(error)
+                return None
         return plan_curve(analysed.analysis, plan, running.key.rows)
 
     def _planned(self, shape: Shape) -> Plan:
@@ -158,9 +179,11 @@ class Ways:
         step, setting = self.step, shape.setting
         cluster = setting.cluster or step.cluster
         planner = step.preparation.planner
-        return agreement.agree(
-            step.world, lambda: planner.plan(shape.analysed, cluster, setting.codecs)
-        )
+        with unasked():
+            return agreement.agree(
+                step.world,
+                lambda: planner.plan(shape.analysed, cluster, setting.codecs),
+            )
 
     def others(
         self,
@@ -224,17 +247,23 @@ class Ways:
         """
         made = self.made(key)
         if made is not None:
-            return self.way(made, self._cost_s(made, running, held))
+            move_s = self._move_s(made.plan, made.shape.setting, running, held)
+            return self.way(made, move_s)
         if anchor is None:
             return None
         terms = anchor.terms(key.rows, key.microbatches)
-        own = running.curve.terms(key.rows, key.microbatches)
-        if terms is None or own is None:
+        if terms is None:
             return None
-        # Codecs may have been chosen with another batch: the work is that which runs.
-        terms = dataclasses.replace(terms, work_s=own.work_s, fixed_s=own.fixed_s)
-        compile_s = self.step.preparation.compile_s
-        return self._described(key, anchor.plan, terms, compile_s)
+        cost_s = self.step.preparation.compile_s
+        if _layouts(anchor.plan) == _layouts(running.plan):
+            # Codecs may have been chosen with another batch: the work is what runs.
+            own = running.curve.terms(key.rows, key.microbatches)
+            if own is None:
+                return None
+            terms = dataclasses.replace(terms, work_s=own.work_s, fixed_s=own.fixed_s)
+        else:
+            cost_s += self._move_s(anchor.plan, self.step.setting, running, held)
+        return self._described(key, anchor.plan, terms, cost_s)
 
     def way(self, made: Made, cost_s: float = 0.0, *, runs: bool = False) -> Way:
         """A planned way.
@@ -277,19 +306,15 @@ class Ways:
             return codec_error(scale, reports, workers)
         return None
 
-    def _cost_s(self, made: Made, running: Made, held: Sequence[Any]) -> float:
+    def _move_s(
+        self, plan: Plan, setting: Setting, running: Made, held: Sequence[Any]
+    ) -> float:
         """Seconds of moving the state to a plan."""
-        step, setting = self.step, made.shape.setting
-        if len(made.plan.stages) > 1 and made.plan.stages == running.plan.stages:
+        if len(plan.stages) > 1 and plan.stages == running.plan.stages:
             return 0.0
-        move = move_of(
-            [x.sharding for x in held],
-            held,
-            made.plan,
-            step.preparation.devices(setting),
-        )
-        cluster = made.plan.cluster.read()
-        return move.most_bytes / slowest_bytes_per_s(cluster)
+        devices = self.step.preparation.devices(setting)
+        move = move_of([x.sharding for x in held], held, plan, devices)
+        return move.most_bytes / slowest_bytes_per_s(plan.cluster.read())
 
     def make(self, key: Key, call: Call) -> Made | None:
         """Plans and compiles a way; None where it cannot be, which is noted.
@@ -313,7 +338,10 @@ class Ways:
         return self.refused.get(self._place(key), "")
 
     def _best(self, key: Key, call: Call) -> Made:
-        """The faster of the layouts that run and of new ones, compiled."""
+        """The fastest of the layouts that run, of those studied and of new ones.
+
+        It is compiled.
+        """
         step, running = self.step, self.step.running
         shape_of = functools.partial(
             changing_batches.shaped,
@@ -325,12 +353,12 @@ class Ways:
         found: list[tuple[Plan, Shape]] = []
         failure: Exception | None = None
         fixed = changing_batches.fixed_layouts(step)
-        if running.planned.plan.microbatches == key.microbatches:
+        for layouts in self._known_layouts(running.planned.plan, key):
             try:
-                shape = shape_of(layouts=running.planned.plan)
+                shape = shape_of(layouts=layouts)
                 found.append((self._planned(shape), shape))
             except (AutoparError, ClusterError) as error:
-                failure = error
+                failure = failure or error
         if not (fixed and found):
             try:
                 shape = shape_of()
@@ -340,16 +368,23 @@ class Ways:
         if not found:
             assert failure is not None
             raise failure
-        plan, shape = min(found, key=lambda x: x[0].predicted.step_s)
-        if plan.predicted.step_s > (1 - _FASTER) * found[0][0].predicted.step_s:
-            plan, shape = found[0]
+        plan = _faster(found[0][0], *(plan for plan, _ in found))
+        shape = next(shape for other, shape in found if other is plan)
         changing_batches.program(step, shape, plan)
         curve = plan_curve(shape.analysed.analysis, plan, key.rows)
         return Made(key, plan, curve, shape)
 
+    def _known_layouts(self, running: Plan, key: Key) -> list[Plan]:
+        """Plans that have layouts for a way: that which runs, and that studied."""
+        anchor = self._anchors.get((_layouts(running), key.codecs))
+        plans = [running] if anchor is None else [running, anchor.plan]
+        found = {_layouts(p): p for p in plans if p.microbatches == key.microbatches}
+        return list(found.values())
+
     def _warm(self, shape: Shape) -> Plan:
         preparation, plan = self.step.preparation, self.step.plan
-        return preparation.warm(shape.analysed, shape.setting, plan)
+        with unasked():
+            return preparation.warm(shape.analysed, shape.setting, plan)
 
     def forget(self) -> None:
         """Drops what was planned, as the devices have changed."""
@@ -358,11 +393,19 @@ class Ways:
         self.refused = {}
 
 
+def _faster(first: Plan, *others: Plan) -> Plan:
+    """The fastest plan; the first, where none is faster by what counts."""
+    best = min(others, key=lambda x: x.predicted.step_s)
+    enough = (1 - _FASTER) * first.predicted.step_s
+    return best if best.predicted.step_s <= enough else first
+
+
 def _layouts(plan: Plan) -> Hashable:
     """What a plan decides besides the batch and the codecs."""
     homes = tuple((p, plan.home(p), plan.home_spec(p)) for p in sorted(plan.shapes))
     devices = tuple(stage.devices for stage in plan.stages)
-    return plan.cluster.text, devices, plan.home_axes, plan.microbatches, homes
+    work = tuple((n.name, n.axes) for stage in plan.stages for n in stage.nodes)
+    return plan.cluster.text, devices, plan.home_axes, plan.microbatches, homes, work
 
 
 def expected_error(plan: Plan) -> CodecError:

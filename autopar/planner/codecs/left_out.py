@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.layouts.assignment import Assignment
@@ -17,6 +19,18 @@ SMALL = f"a vector, or of fewer than {SMALLEST} elements"
 
 # Most names that are given of one group.
 _NAMES = 3
+
+_TOLD = contextvars.ContextVar("told", default=True)
+
+
+@contextlib.contextmanager
+def unasked() -> Iterator[None]:
+    """Within it codecs are tried that nobody has asked for: no use is no warning."""
+    token = _TOLD.set(False)
+    try:
+        yield
+    finally:
+        _TOLD.reset(token)
 
 
 def left_to_compiler(
@@ -51,6 +65,8 @@ def warn_of_no_use(
       stages: of each stage of the plan its analysis, layouts and gradients.
       text: the codec.
     """
+    if not _TOLD.get():
+        return
     groups: dict[str, list[str]] = {}
     for analysis, assignment, found in stages:
         for why, names in left_to_compiler(analysis, assignment, found).items():
