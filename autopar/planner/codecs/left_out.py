@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.layouts.assignment import Assignment
@@ -24,7 +24,7 @@ _TOLD = contextvars.ContextVar("told", default=True)
 
 
 @contextlib.contextmanager
-def unasked() -> Iterator[None]:
+def unasked() -> Generator[None]:
     """Within it codecs are tried that nobody has asked for: no use is no warning."""
     token = _TOLD.set(False)
     try:

@@ -130,7 +130,7 @@ def test_a_run_begins_with_the_layouts_that_suit_its_codec() -> None:
         step_of, axis_names=("data",), seconds=None, cluster=ONE_GBIT
     )
     rule = Following(
-        base_batch=ROWS, max_batch=ROWS, codecs=codecs_of((CODEC,), "none"), rule="none"
+        base_batch=ROWS, max_batch=ROWS, codecs=codecs_of((CODEC,), "none")
     )
     loop = Loop(step, rule)
     state = step.init(created, others=(BATCH,))
