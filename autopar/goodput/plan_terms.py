@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Hashable
 
 from autopar.cost.pricer import Pricer
 from autopar.cost.scaling import BatchCurve, batch_curve
@@ -43,6 +44,16 @@ class PlanCurve:
     _known: dict[tuple[int, int], Terms | None] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
+    _places: list[Hashable] = dataclasses.field(
+        init=False, repr=False, compare=False, default_factory=list
+    )
+
+    @property
+    def layouts(self) -> Hashable:
+        """What the plan decides besides the batch and the codecs."""
+        if not self._places:
+            self._places.append(layouts_of(self.plan))
+        return self._places[0]
 
     def terms(
         self, rows: int | None = None, microbatches: int | None = None
@@ -94,6 +105,18 @@ class PlanCurve:
         if times > 1:
             fixed += times * curve.accumulate_s
         return work, fixed, curve.step_s(ratio, times) - work - fixed + coded
+
+
+def layouts_of(plan: Plan) -> Hashable:
+    """What a plan decides besides the batch and the codecs, to compare it by.
+
+    Args:
+      plan: the plan.
+    """
+    homes = tuple((p, plan.home(p), plan.home_spec(p)) for p in sorted(plan.shapes))
+    devices = tuple(stage.devices for stage in plan.stages)
+    work = tuple((n.name, n.axes) for stage in plan.stages for n in stage.nodes)
+    return plan.cluster.text, devices, plan.home_axes, plan.microbatches, homes, work
 
 
 def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:

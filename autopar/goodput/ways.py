@@ -19,7 +19,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import AutoparError, ClusterError, PlanError
 from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
-from autopar.goodput.plan_terms import PlanCurve, plan_curve
+from autopar.goodput.plan_terms import PlanCurve, layouts_of, plan_curve
 from autopar.goodput.throughput import Terms
 from autopar.planner.codecs.left_out import unasked
 from autopar.plans import Plan
@@ -151,7 +151,7 @@ class Ways:
 
     def _anchor(self, running: Made, codecs: str) -> Hashable:
         """The layouts that run, whatever the batch and its codecs are."""
-        return _layouts(running.plan), codecs
+        return running.curve.layouts, codecs
 
     def _studied(self, running: Made, codecs: str, layouts: bool) -> PlanCurve | None:
         """The best plan known with other codecs; None: there is none.
@@ -212,6 +212,7 @@ class Ways:
             anchor: PlanCurve | None = running.curve
             if codecs != running.key.codecs:
                 anchor = self._anchors.get(self._anchor(running, codecs))
+            alike = anchor is None or anchor.layouts == running.curve.layouts
             for rows in sizes:
                 for count in counts:
                     key = Key(rows, count, codecs)
@@ -219,7 +220,7 @@ class Ways:
                         break
                     if self._place(key) in self.refused or rows % count:
                         continue
-                    way = self._way(key, running, held, anchor)
+                    way = self._way(key, running, held, anchor, alike=alike)
                     if way is not None:
                         found[key] = way
                     break
@@ -239,11 +240,18 @@ class Ways:
         return found
 
     def _way(
-        self, key: Key, running: Made, held: Sequence[Any], anchor: PlanCurve | None
+        self,
+        key: Key,
+        running: Made,
+        held: Sequence[Any],
+        anchor: PlanCurve | None,
+        *,
+        alike: bool,
     ) -> Way | None:
         """A way with what is known of it; None: it cannot be.
 
-        The anchor is the layouts that run, with the way's codecs.
+        The anchor is what was studied of the way's codecs, with the layouts that run or
+        others.
         """
         made = self.made(key)
         if made is not None:
@@ -255,7 +263,7 @@ class Ways:
         if terms is None:
             return None
         cost_s = self.step.preparation.compile_s
-        if _layouts(anchor.plan) == _layouts(running.plan):
+        if alike:
             # Codecs may have been chosen with another batch: the work is what runs.
             own = running.curve.terms(key.rows, key.microbatches)
             if own is None:
@@ -376,9 +384,9 @@ class Ways:
 
     def _known_layouts(self, running: Plan, key: Key) -> list[Plan]:
         """Plans that have layouts for a way: that which runs, and that studied."""
-        anchor = self._anchors.get((_layouts(running), key.codecs))
+        anchor = self._anchors.get((layouts_of(running), key.codecs))
         plans = [running] if anchor is None else [running, anchor.plan]
-        found = {_layouts(p): p for p in plans if p.microbatches == key.microbatches}
+        found = {layouts_of(p): p for p in plans if p.microbatches == key.microbatches}
         return list(found.values())
 
     def _warm(self, shape: Shape) -> Plan:
@@ -398,14 +406,6 @@ def _faster(first: Plan, *others: Plan) -> Plan:
     best = min(others, key=lambda x: x.predicted.step_s)
     enough = (1 - _FASTER) * first.predicted.step_s
     return best if best.predicted.step_s <= enough else first
-
-
-def _layouts(plan: Plan) -> Hashable:
-    """What a plan decides besides the batch and the codecs."""
-    homes = tuple((p, plan.home(p), plan.home_spec(p)) for p in sorted(plan.shapes))
-    devices = tuple(stage.devices for stage in plan.stages)
-    work = tuple((n.name, n.axes) for stage in plan.stages for n in stage.nodes)
-    return plan.cluster.text, devices, plan.home_axes, plan.microbatches, homes, work
 
 
 def expected_error(plan: Plan) -> CodecError:
