@@ -342,7 +342,8 @@ class Loop:
         """
         said = self._said(now, asked=False)
         if said.studies:
-            self._ways.study(now.made, layouts=said.layouts)
+            call_of = now.call_of if said.layouts else None
+            self._ways.study(now.made, layouts=said.layouts, call_of=call_of)
             said = self._said(now, asked=False)
         for _ in range(_EXPLORED):
             key = said.key
@@ -353,7 +354,7 @@ class Loop:
 
     def _prepared(self, key: Key, now: Now) -> Made | None:
         """Plans and compiles a way; None where it cannot be, which is written down."""
-        made = self._ways.make(key, now.call_of(key.rows))
+        made = self._ways.make(key, now.call_of(key.rows), now.made)
         if made is None:
             reason = self._ways.why_not(key)
             self._record("batch refused", way=dataclasses.asdict(key), reason=reason)

@@ -33,6 +33,7 @@ class PlanCurve:
       devices: number of devices.
       hosts: number of hosts.
       curve: seconds of its layouts by batch; None: it has none.
+      alone: those of one device that does everything; None: there are none.
     """
 
     plan: Plan
@@ -40,6 +41,7 @@ class PlanCurve:
     devices: int
     hosts: int
     curve: BatchCurve | None
+    alone: BatchCurve | None = None
     # What was asked for before: each decision of a loop asks for all of it again.
     _known: dict[tuple[int, int], Terms | None] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
@@ -70,6 +72,25 @@ class PlanCurve:
         if (rows, parts) not in self._known:
             self._known[rows, parts] = self._terms(rows, parts)
         return self._known[rows, parts]
+
+    def lost_part(self, rows: int) -> float:
+        """The part of a step's seconds that other layouts may save.
+
+        It is what devices take, besides the update and the sums behind it, for more
+        than an equal share of what one device would do: for work that several do, and
+        for waiting.
+
+        Args:
+          rows: of the batch.
+        """
+        terms = self.terms(rows)
+        if terms is None or self.alone is None or not terms.predicted_s > 0:
+            return 0.0
+        fixed_s = self.alone.microbatch(_NOTHING)
+        grows_s = self.alone.microbatch(rows / self.rows) - fixed_s
+        repeated_s = max(0.0, terms.work_s - grows_s / self.devices)
+        gathers_s = max(0.0, terms.fixed_s - terms.microbatches * fixed_s)
+        return (repeated_s + gathers_s) / terms.predicted_s
 
     def _terms(self, rows: int, microbatches: int) -> Terms | None:
         own = self.plan.microbatches
@@ -129,10 +150,13 @@ def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
     """
     cluster = plan.cluster.read()
     curve: BatchCurve | None = None
+    alone: BatchCurve | None = None
     if len(plan.stages) == 1 and not cluster.groups:
         with contextlib.suppress(PlanError):
             assignment = restore(analysis, plan)
             mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
-            curve = batch_curve(assignment, Pricer(cluster, mesh))
+            pricer = Pricer(cluster, mesh)
+            curve = batch_curve(assignment, pricer)
+            alone = batch_curve(assignment.undivided, pricer)
     hosts = max(1, len(cluster.hosts))
-    return PlanCurve(plan, rows, cluster.num_devices, hosts, curve)
+    return PlanCurve(plan, rows, cluster.num_devices, hosts, curve, alone)

@@ -1,9 +1,9 @@
 """Whether it pays to find out what other codecs, and layouts with them, would save.
 
-Layouts that are the fastest with dense gradients may be chosen to avoid sums of
-gradients: weights are split, and activations are exchanged. With codecs, layouts that
-sum gradients may be faster. Other codecs for the layouts that run are chosen in little
-time, other layouts take a search.
+Layouts that are the fastest with dense gradients and a small batch may be chosen to
+avoid sums of gradients: activations are exchanged, or all devices do the same. With
+codecs, or with a larger batch, layouts that sum gradients may be faster. Other codecs
+for the layouts that run are chosen in little time, other layouts take a search.
 """
 
 from __future__ import annotations
@@ -65,8 +65,7 @@ def worth_studying(
 ) -> Said:
     """Whether codecs, and layouts with them, may save more than finding them takes.
 
-    In the layouts that run, codecs save at most the synchronisation. In others they
-    save at most all that a step waits for data.
+    In the layouts that run, codecs save at most the synchronisation.
 
     Args:
       ways: the ways to go on.
@@ -76,25 +75,10 @@ def worth_studying(
       each_s: seconds that a codec takes to be studied.
       once_s: seconds that are paid besides.
     """
-    unknown = ways.unstudied(made)
-    if not unknown:
-        return Said()
+    unknown, searches = ways.unstudied(made), ways.searches(made)
     cost_s = unknown * each_s + once_s
-    search_s = unknown * made.plan.seconds.total
-    layouts = exchange_part(made) * spare_s > cost_s + search_s and ways.movable(made)
-    return Said(studies=layouts or sync_part * spare_s > cost_s, layouts=layouts)
-
-
-def exchange_part(made: Made) -> float:
-    """The part of a step's seconds in which it waits for other data than sums.
-
-    The synchronisation has the update in it, so that this is a little too low.
-
-    Args:
-      made: the way that runs.
-    """
-    terms, predicted = made.curve.terms(), made.plan.predicted
-    if terms is None or not terms.predicted_s > 0:
-        return 0.0
-    waits_s = predicted.step_s - predicted.compute_s
-    return max(0.0, waits_s - terms.sync_s) / terms.predicted_s
+    search_s = searches * made.plan.seconds.total
+    lost = max(made.curve.lost_part(rows) for rows in (made.key.rows, ways.most))
+    layouts = searches > 0 and lost * spare_s > cost_s + search_s
+    codecs = unknown > 0 and sync_part * spare_s > cost_s
+    return Said(studies=layouts or codecs, layouts=layouts)

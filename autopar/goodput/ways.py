@@ -12,32 +12,31 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import AutoparError, ClusterError, PlanError
+from autopar.goodput.anchors import FASTER, Anchors, CallOf, fastest, planned
 from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
-from autopar.goodput.plan_terms import PlanCurve, layouts_of, plan_curve
+from autopar.goodput.plan_terms import PlanCurve, plan_curve
 from autopar.goodput.throughput import Terms
 from autopar.planner.codecs.left_out import unasked
 from autopar.plans import Plan
-from autopar.runtime import agreement, changing_batches
+from autopar.runtime import changing_batches
 from autopar.runtime.changing_batches import Shape
 from autopar.runtime.moving import move_of, slowest_bytes_per_s
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.setting import Setting
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call
 
 # Plans that are kept.
 _PLANS = 16
 # How often microbatches are doubled where a batch does not fit.
 _DOUBLINGS = 6
-# A new plan must be so much faster than the layouts that run: part of a step.
-_FASTER = 0.01
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -73,7 +72,14 @@ class Made:
 
 
 class Ways:
-    """Lists the ways to go on, and plans them."""
+    """Lists the ways to go on, and plans them.
+
+    Attributes:
+      step: the step.
+      most: rows of the largest batch.
+      anchors: what ways are judged by before they are planned.
+      refused: the ways that cannot be planned, and why.
+    """
 
     def __init__(
         self,
@@ -93,9 +99,9 @@ class Ways:
             was measured of a row's worth where they are biased.
         """
         self.step = step
-        self._base, self._most, self._codecs = base_batch, max_batch, codecs
+        self._base, self.most, self._codecs = base_batch, max_batch, codecs
         self._made: Recent[Hashable, Made] = Recent(_PLANS)
-        self._anchors: Recent[Hashable, PlanCurve | None] = Recent(_PLANS)
+        self.anchors = Anchors(step, codecs)
         self.refused: dict[Hashable, str] = {}
 
     def running(self, rows: int) -> Made:
@@ -122,68 +128,32 @@ class Ways:
     def _place(self, key: Key) -> Hashable:
         return key, self.step.plan.cluster.text
 
-    def study(self, running: Made, *, layouts: bool = False) -> None:
+    def study(
+        self,
+        running: Made,
+        *,
+        layouts: bool = False,
+        call_of: CallOf | None = None,
+    ) -> None:
         """Chooses the codecs that may be used from where the run is.
 
         Args:
           running: the way that runs.
           layouts: whether to look for other layouts, too.
+          call_of: the arguments of the step with a number of rows, structs; other
+            layouts are looked for with the largest batch. None: with the one that runs.
         """
-        self._anchors.put(self._anchor(running, running.key.codecs), running.curve)
-        for codecs in self._codecs:
-            place = self._anchor(running, codecs)
-            if codecs != running.key.codecs and place not in list(self._anchors):
-                self._anchors.put(place, self._studied(running, codecs, layouts))
-
-    def movable(self, running: Made) -> bool:
-        """Whether other layouts may be looked for: of one mesh, and not given."""
-        return len(running.plan.stages) == 1 and not changing_batches.fixed_layouts(
-            self.step
-        )
+        largest = None if call_of is None else (self.most, call_of)
+        key = running.key
+        self.anchors.study(running.curve, key.codecs, layouts=layouts, largest=largest)
 
     def unstudied(self, running: Made) -> int:
         """For how many codecs `study` is not done with the layouts that run."""
-        known = list(self._anchors)
-        return sum(
-            c != running.key.codecs and self._anchor(running, c) not in known
-            for c in self._codecs
-        )
+        return self.anchors.unstudied(running.curve, running.key.codecs)
 
-    def _anchor(self, running: Made, codecs: str) -> Hashable:
-        """The layouts that run, whatever the batch and its codecs are."""
-        return running.curve.layouts, codecs
-
-    def _studied(self, running: Made, codecs: str, layouts: bool) -> PlanCurve | None:
-        """The best plan known with other codecs; None: there is none.
-
-        It has the layouts that run, or others that are faster with these codecs.
-        """
-        analysed = self.step.running.analysed
-        shape_of = functools.partial(
-            changing_batches.shape_of, self.step, analysed, codecs=codecs
-        )
-        plan: Plan | None = None
-        try:
-            plan = self._planned(shape_of(layouts=running.plan))
-            if layouts:
-                shape = shape_of(microbatches=running.plan.microbatches)
-                plan = _faster(plan, self._planned(shape))
-        except (AutoparError, ClusterError) as error:
-            if plan is None:
-                self.refused[codecs] = str(error)
-                return None
-        return plan_curve(analysed.analysis, plan, running.key.rows)
-
-    def _planned(self, shape: Shape) -> Plan:
-        """A plan, the same on all processes."""
-        step, setting = self.step, shape.setting
-        cluster = setting.cluster or step.cluster
-        planner = step.preparation.planner
-        with unasked():
-            return agreement.agree(
-                step.world,
-                lambda: planner.plan(shape.analysed, cluster, setting.codecs),
-            )
+    def searches(self, running: Made) -> int:
+        """How many searches `study` makes to find other layouts; 0: none any more."""
+        return self.anchors.searches(running.curve)
 
     def others(
         self,
@@ -207,71 +177,69 @@ class Ways:
         own = running.key.microbatches
         least = 2 * own if alone and own == 1 else own
         counts = [parts] if parts else [least * 2**k for k in range(_DOUBLINGS)]
-        sizes = batches(self._base, self._most, self._split(running))
+        curves = {
+            codecs: self.anchors.of(running.curve, running.key.codecs, codecs)
+            for codecs in self._codecs
+        }
+        splits = {
+            curve.layouts: self.anchors.split(curve.plan)
+            for curve in itertools.chain([running.curve], *curves.values())
+        }
+        sizes = batches(self._base, self.most, max(splits.values()))
         for codecs in self._codecs:
-            anchor: PlanCurve | None = running.curve
-            if codecs != running.key.codecs:
-                anchor = self._anchors.get(self._anchor(running, codecs))
-            alike = anchor is None or anchor.layouts == running.curve.layouts
             for rows in sizes:
+                fit = [c for c in curves[codecs] if not rows % splits[c.layouts]]
                 for count in counts:
                     key = Key(rows, count, codecs)
                     if key == running.key:
                         break
                     if self._place(key) in self.refused or rows % count:
                         continue
-                    way = self._way(key, running, held, anchor, alike=alike)
+                    way = self._way(key, running, held, fit)
                     if way is not None:
                         found[key] = way
                     break
         return found
 
-    def _split(self, running: Made) -> int:
-        """Into how many parts the plan splits the rows of a batch."""
-        plan, found = running.plan, 1
-        for given in self.step.running.analysed.analysis.graph.inputs:
-            spec = plan.home_spec(given.path)
-            if given.role is InputRole.BATCH and spec:
-                axes = plan.home_axes[plan.home(given.path)]
-                split = 1
-                for name in spec[0]:
-                    split *= dict(axes)[name]
-                found = max(found, split)
-        return found
-
     def _way(
-        self,
-        key: Key,
-        running: Made,
-        held: Sequence[Any],
-        anchor: PlanCurve | None,
-        *,
-        alike: bool,
+        self, key: Key, running: Made, held: Sequence[Any], curves: Sequence[PlanCurve]
     ) -> Way | None:
         """A way with what is known of it; None: it cannot be.
 
-        The anchor is what was studied of the way's codecs, with the layouts that run or
-        others.
+        The curves are what was studied of the way's codecs.
         """
         made = self.made(key)
         if made is not None:
             move_s = self._move_s(made.plan, made.shape.setting, running, held)
             return self.way(made, move_s)
-        if anchor is None:
+        found = self._anchor(key, running.curve, curves)
+        if found is None:
             return None
-        terms = anchor.terms(key.rows, key.microbatches)
-        if terms is None:
-            return None
+        anchor, terms = found
         cost_s = self.step.preparation.compile_s
-        if alike:
-            # Codecs may have been chosen with another batch: the work is what runs.
-            own = running.curve.terms(key.rows, key.microbatches)
-            if own is None:
-                return None
-            terms = dataclasses.replace(terms, work_s=own.work_s, fixed_s=own.fixed_s)
-        else:
+        if anchor.layouts != running.curve.layouts:
             cost_s += self._move_s(anchor.plan, self.step.setting, running, held)
         return self._described(key, anchor.plan, terms, cost_s)
+
+    def _anchor(
+        self, key: Key, running: PlanCurve, curves: Sequence[PlanCurve]
+    ) -> tuple[PlanCurve, Terms] | None:
+        """The plan that a way is judged by, and what it takes; None: there is none."""
+        found: list[tuple[PlanCurve, Terms]] = []
+        for curve in curves:
+            terms = curve.terms(key.rows, key.microbatches)
+            if terms is None:
+                continue
+            if curve.layouts == running.layouts:
+                # Codecs may have been chosen with another batch: the work is what runs.
+                own = running.terms(key.rows, key.microbatches)
+                if own is None:
+                    continue
+                terms = dataclasses.replace(
+                    terms, work_s=own.work_s, fixed_s=own.fixed_s
+                )
+            found.append((curve, terms))
+        return fastest(found)
 
     def way(self, made: Made, cost_s: float = 0.0, *, runs: bool = False) -> Way:
         """A planned way.
@@ -324,18 +292,19 @@ class Ways:
         move = move_of([x.sharding for x in held], held, plan, devices)
         return move.most_bytes / slowest_bytes_per_s(plan.cluster.read())
 
-    def make(self, key: Key, call: Call) -> Made | None:
+    def make(self, key: Key, call: Call, running: Made) -> Made | None:
         """Plans and compiles a way; None where it cannot be, which is noted.
 
         Args:
           key: the way.
           call: the arguments of the step in it, structs.
+          running: the way that runs.
         """
         known = self.made(key)
         if known is not None:
             return known
         try:
-            made = self._best(key, call)
+            made = self._best(key, call, running)
         except (AutoparError, ClusterError) as error:
             self.refused[self._place(key)] = str(error)
             return None
@@ -345,12 +314,12 @@ class Ways:
         """Why a way cannot be; '' where it can, or was not tried."""
         return self.refused.get(self._place(key), "")
 
-    def _best(self, key: Key, call: Call) -> Made:
+    def _best(self, key: Key, call: Call, running: Made) -> Made:
         """The fastest of the layouts that run, of those studied and of new ones.
 
         It is compiled.
         """
-        step, running = self.step, self.step.running
+        step = self.step
         shape_of = functools.partial(
             changing_batches.shaped,
             step,
@@ -361,16 +330,18 @@ class Ways:
         found: list[tuple[Plan, Shape]] = []
         failure: Exception | None = None
         fixed = changing_batches.fixed_layouts(step)
-        for layouts in self._known_layouts(running.planned.plan, key):
+        known, anew = self._known_layouts(key, running)
+        for layouts in known:
             try:
                 shape = shape_of(layouts=layouts)
-                found.append((self._planned(shape), shape))
+                found.append((planned(step, shape), shape))
             except (AutoparError, ClusterError) as error:
                 failure = failure or error
         if not (fixed and found):
             try:
                 shape = shape_of()
-                found.append((self._warm(shape), shape))
+                plan = planned(step, shape) if anew else self._warm(shape)
+                found.append((plan, shape))
             except (AutoparError, ClusterError) as error:
                 failure = failure or error
         if not found:
@@ -382,12 +353,20 @@ class Ways:
         curve = plan_curve(shape.analysed.analysis, plan, key.rows)
         return Made(key, plan, curve, shape)
 
-    def _known_layouts(self, running: Plan, key: Key) -> list[Plan]:
-        """Plans that have layouts for a way: that which runs, and that studied."""
-        anchor = self._anchors.get((layouts_of(running), key.codecs))
-        plans = [running] if anchor is None else [running, anchor.plan]
-        found = {layouts_of(p): p for p in plans if p.microbatches == key.microbatches}
-        return list(found.values())
+    def _known_layouts(self, key: Key, running: Made) -> tuple[list[Plan], bool]:
+        """Plans that have layouts for a way, and whether others must be searched for.
+
+        They are the plan that runs, and the one that the way was judged by. That one
+        may have layouts that a short search from those that run misses.
+        """
+        own = running.curve
+        curves = self.anchors.of(own, running.key.codecs, key.codecs)
+        found = self._anchor(key, own, curves)
+        plans = [running.plan]
+        if found is not None and found[0].layouts != own.layouts:
+            plans.append(found[0].plan)
+        kept = [p for p in plans if p.microbatches == key.microbatches]
+        return kept, len(plans) > 1 and plans[-1] not in kept
 
     def _warm(self, shape: Shape) -> Plan:
         preparation, plan = self.step.preparation, self.step.plan
@@ -397,14 +376,14 @@ class Ways:
     def forget(self) -> None:
         """Drops what was planned, as the devices have changed."""
         self._made.discard(lambda _: True)
-        self._anchors.discard(lambda _: True)
+        self.anchors.forget()
         self.refused = {}
 
 
 def _faster(first: Plan, *others: Plan) -> Plan:
     """The fastest plan; the first, where none is faster by what counts."""
     best = min(others, key=lambda x: x.predicted.step_s)
-    enough = (1 - _FASTER) * first.predicted.step_s
+    enough = (1 - FASTER) * first.predicted.step_s
     return best if best.predicted.step_s <= enough else first
 
 

@@ -101,13 +101,12 @@ def test_the_choice_pays_under_every_noise_scale(layouts: Any) -> None:
     ways = run.loop._ways
     made = ways.running(BASE)
     known = {
-        codecs: ways._anchors.get(ways._anchor(made, codecs))
+        codecs: ways.anchors.of(made.curve, made.key.codecs, codecs)[0]
         for codecs in codecs_of((LITTLE, "int4:rounding=stochastic", MUCH), "none")
     }
 
     def pace(codecs: str, phi: float) -> float:
         curve = known[codecs]
-        assert curve is not None
         terms = curve.terms()
         assert terms is not None
         error = ways._described(made.key, curve.plan, terms, 0.0).error
