@@ -12,11 +12,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
 
 from autopar.errors import AutoparError, ClusterError
 from autopar.goodput.plan_terms import PlanCurve, plan_curve
-from autopar.goodput.throughput import Terms
 from autopar.planner.codecs.left_out import unasked
 from autopar.plans import Plan
 from autopar.runtime import agreement, changing_batches
@@ -29,11 +29,12 @@ from autopar_passes.program.calls import Call
 # What is kept: layouts times codecs.
 _STUDIED = 16
 # Other layouts must be so much faster than those that run: part of a step.
-FASTER = 0.01
+_FASTER = 0.01
 # How often the largest batch is halved where it does not fit.
 _HALVINGS = 3
 
 CallOf = Callable[[int], Call]
+T = TypeVar("T")
 
 
 class Anchors:
@@ -47,8 +48,9 @@ class Anchors:
           codecs: what gradients may be sent by, as ``compression=`` says it.
         """
         self.step, self.codecs = step, tuple(codecs)
-        self._known: Recent[Hashable, tuple[PlanCurve, ...]] = Recent(_STUDIED)
-        self._searched: Recent[Hashable, bool] = Recent(_STUDIED)
+        # By layouts and codecs; none where they are not possible.
+        self._known: Recent[tuple[str, str], tuple[PlanCurve, ...]] = Recent(_STUDIED)
+        self._searched: Recent[str, bool] = Recent(_STUDIED)
 
     def of(self, running: PlanCurve, own: str, codecs: str) -> tuple[PlanCurve, ...]:
         """The plans with some codecs, those with the layouts that run first.
@@ -65,17 +67,15 @@ class Anchors:
 
     def unstudied(self, running: PlanCurve, own: str) -> int:
         """For how many codecs `study` is not done with the layouts that run."""
-        known = list(self._known)
-        return sum(c != own and (running.layouts, c) not in known for c in self.codecs)
+        others = (c for c in self.codecs if c != own)
+        return sum(self._known.get((running.layouts, c)) is None for c in others)
 
     def searches(self, running: PlanCurve) -> int:
         """How many searches `study` makes to find other layouts; 0: none any more."""
         stays = len(running.plan.stages) > 1
         if stays or changing_batches.fixed_layouts(self.step):
             return 0
-        if running.layouts in list(self._searched):
-            return 0
-        return len(self.codecs)
+        return 0 if self._searched.get(running.layouts) else len(self.codecs)
 
     def study(
         self,
@@ -176,17 +176,12 @@ def planned(step: ParallelStep[..., object], shape: Shape) -> Plan:
         )
 
 
-def fastest(
-    found: Iterable[tuple[PlanCurve, Terms]],
-) -> tuple[PlanCurve, Terms] | None:
-    """The fastest; the first where none is faster by what counts; None of none.
+def fastest(found: Sequence[T], seconds: Callable[[T], float]) -> T:
+    """The fastest; the first, where none is faster by what counts.
 
     Args:
-      found: plans, and what they take.
+      found: what is compared, at least one.
+      seconds: what one takes.
     """
-    every = list(found)
-    if not every:
-        return None
-    best = min(every, key=lambda x: x[1].predicted_s)
-    enough = (1 - FASTER) * every[0][1].predicted_s
-    return best if best[1].predicted_s <= enough else every[0]
+    best = min(found, key=seconds)
+    return best if seconds(best) <= (1 - _FASTER) * seconds(found[0]) else found[0]

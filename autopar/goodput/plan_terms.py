@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Hashable
+import functools
 
 from autopar.cost.pricer import Pricer
 from autopar.cost.scaling import BatchCurve, batch_curve
 from autopar.errors import PlanError
 from autopar.goodput.throughput import Terms
+from autopar.layouts.assignment import Assignment
 from autopar.planner.record import restore
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
+from autopar.plans.checks import digest
 from autopar.steps.analysis import Analysis
 
 # A batch, over the planned one, that is next to nothing.
 _NOTHING = 1e-9
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class PlanCurve:
     """The terms of a plan by the rows of its batch.
 
@@ -33,7 +35,8 @@ class PlanCurve:
       devices: number of devices.
       hosts: number of hosts.
       curve: seconds of its layouts by batch; None: it has none.
-      alone: those of one device that does everything; None: there are none.
+      layouts: digits that tell what the plan decides besides the batch and the codecs.
+      analysis: of the step that the plan is for.
     """
 
     plan: Plan
@@ -41,21 +44,21 @@ class PlanCurve:
     devices: int
     hosts: int
     curve: BatchCurve | None
-    alone: BatchCurve | None = None
+    layouts: str
+    analysis: Analysis = dataclasses.field(repr=False, compare=False)
     # What was asked for before: each decision of a loop asks for all of it again.
     _known: dict[tuple[int, int], Terms | None] = dataclasses.field(
         init=False, repr=False, compare=False, default_factory=dict
     )
-    _places: list[Hashable] = dataclasses.field(
-        init=False, repr=False, compare=False, default_factory=list
-    )
 
-    @property
-    def layouts(self) -> Hashable:
-        """What the plan decides besides the batch and the codecs."""
-        if not self._places:
-            self._places.append(layouts_of(self.plan))
-        return self._places[0]
+    @functools.cached_property
+    def alone(self) -> BatchCurve | None:
+        """Seconds of one device that does everything; None: there are none."""
+        if self.curve is not None:
+            with contextlib.suppress(PlanError):
+                assignment, pricer = _priced(self.analysis, self.plan)
+                return batch_curve(assignment.undivided, pricer)
+        return None
 
     def terms(
         self, rows: int | None = None, microbatches: int | None = None
@@ -128,8 +131,8 @@ class PlanCurve:
         return work, fixed, curve.step_s(ratio, times) - work - fixed + coded
 
 
-def layouts_of(plan: Plan) -> Hashable:
-    """What a plan decides besides the batch and the codecs, to compare it by.
+def layouts_of(plan: Plan) -> str:
+    """Digits that tell what a plan decides besides the batch and the codecs.
 
     Args:
       plan: the plan.
@@ -137,7 +140,8 @@ def layouts_of(plan: Plan) -> Hashable:
     homes = tuple((p, plan.home(p), plan.home_spec(p)) for p in sorted(plan.shapes))
     devices = tuple(stage.devices for stage in plan.stages)
     work = tuple((n.name, n.axes) for stage in plan.stages for n in stage.nodes)
-    return plan.cluster.text, devices, plan.home_axes, plan.microbatches, homes, work
+    name = plan.cluster.text
+    return digest((name, devices, plan.home_axes, plan.microbatches, homes, work))
 
 
 def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
@@ -150,13 +154,22 @@ def plan_curve(analysis: Analysis, plan: Plan, rows: int) -> PlanCurve:
     """
     cluster = plan.cluster.read()
     curve: BatchCurve | None = None
-    alone: BatchCurve | None = None
     if len(plan.stages) == 1 and not cluster.groups:
         with contextlib.suppress(PlanError):
-            assignment = restore(analysis, plan)
-            mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
-            pricer = Pricer(cluster, mesh)
-            curve = batch_curve(assignment, pricer)
-            alone = batch_curve(assignment.undivided, pricer)
+            curve = batch_curve(*_priced(analysis, plan))
     hosts = max(1, len(cluster.hosts))
-    return PlanCurve(plan, rows, cluster.num_devices, hosts, curve, alone)
+    return PlanCurve(
+        plan=plan,
+        rows=rows,
+        devices=cluster.num_devices,
+        hosts=hosts,
+        curve=curve,
+        layouts=layouts_of(plan),
+        analysis=analysis,
+    )
+
+
+def _priced(analysis: Analysis, plan: Plan) -> tuple[Assignment, Pricer]:
+    cluster = plan.cluster.read()
+    mesh = plan_mesh(cluster, plan.axis_names, plan.axis_sizes)
+    return restore(analysis, plan), Pricer(cluster, mesh)

@@ -78,7 +78,9 @@ def worth_studying(
     unknown, searches = ways.unstudied(made), ways.searches(made)
     cost_s = unknown * each_s + once_s
     search_s = searches * made.plan.seconds.total
-    lost = max(made.curve.lost_part(rows) for rows in (made.key.rows, ways.most))
-    layouts = searches > 0 and lost * spare_s > cost_s + search_s
+    layouts = False
+    if searches:
+        lost = max(made.curve.lost_part(rows) for rows in (made.key.rows, ways.most))
+        layouts = lost * spare_s > cost_s + search_s
     codecs = unknown > 0 and sync_part * spare_s > cost_s
     return Said(studies=layouts or codecs, layouts=layouts)

@@ -18,7 +18,7 @@ from typing import Any
 
 from autopar.compression.codecs.registry import parse_codec
 from autopar.errors import AutoparError, ClusterError, PlanError
-from autopar.goodput.anchors import FASTER, Anchors, CallOf, fastest, planned
+from autopar.goodput.anchors import Anchors, CallOf, fastest, planned
 from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
 from autopar.goodput.plan_terms import PlanCurve, plan_curve
@@ -181,9 +181,14 @@ class Ways:
             codecs: self.anchors.of(running.curve, running.key.codecs, codecs)
             for codecs in self._codecs
         }
-        splits = {
-            curve.layouts: self.anchors.split(curve.plan)
-            for curve in itertools.chain([running.curve], *curves.values())
+        own_layouts = running.curve.layouts
+        known = {c.layouts: c.plan for c in itertools.chain(*curves.values())}
+        known[own_layouts] = running.plan
+        splits = {name: self.anchors.split(plan) for name, plan in known.items()}
+        moves = {
+            name: self._move_s(plan, self.step.setting, running, held)
+            for name, plan in known.items()
+            if name != own_layouts
         }
         sizes = batches(self._base, self.most, max(splits.values()))
         for codecs in self._codecs:
@@ -195,18 +200,24 @@ class Ways:
                         break
                     if self._place(key) in self.refused or rows % count:
                         continue
-                    way = self._way(key, running, held, fit)
+                    way = self._way(key, running, held, fit, moves)
                     if way is not None:
                         found[key] = way
                     break
         return found
 
     def _way(
-        self, key: Key, running: Made, held: Sequence[Any], curves: Sequence[PlanCurve]
+        self,
+        key: Key,
+        running: Made,
+        held: Sequence[Any],
+        curves: Sequence[PlanCurve],
+        moves: Mapping[str, float],
     ) -> Way | None:
         """A way with what is known of it; None: it cannot be.
 
-        The curves are what was studied of the way's codecs.
+        The curves are what was studied of the way's codecs, and ``moves`` what it takes
+        to move to other layouts.
         """
         made = self.made(key)
         if made is not None:
@@ -216,9 +227,8 @@ class Ways:
         if found is None:
             return None
         anchor, terms = found
-        cost_s = self.step.preparation.compile_s
-        if anchor.layouts != running.curve.layouts:
-            cost_s += self._move_s(anchor.plan, self.step.setting, running, held)
+        compile_s = self.step.preparation.compile_s
+        cost_s = compile_s + moves.get(anchor.layouts, 0.0)
         return self._described(key, anchor.plan, terms, cost_s)
 
     def _anchor(
@@ -239,7 +249,7 @@ class Ways:
                     terms, work_s=own.work_s, fixed_s=own.fixed_s
                 )
             found.append((curve, terms))
-        return fastest(found)
+        return fastest(found, lambda x: x[1].predicted_s) if found else None
 
     def way(self, made: Made, cost_s: float = 0.0, *, runs: bool = False) -> Way:
         """A planned way.
@@ -347,8 +357,7 @@ class Ways:
         if not found:
             assert failure is not None
             raise failure
-        plan = _faster(found[0][0], *(plan for plan, _ in found))
-        shape = next(shape for other, shape in found if other is plan)
+        plan, shape = fastest(found, lambda x: x[0].predicted.step_s)
         changing_batches.program(step, shape, plan)
         curve = plan_curve(shape.analysed.analysis, plan, key.rows)
         return Made(key, plan, curve, shape)
@@ -366,7 +375,8 @@ class Ways:
         if found is not None and found[0].layouts != own.layouts:
             plans.append(found[0].plan)
         kept = [p for p in plans if p.microbatches == key.microbatches]
-        return kept, len(plans) > 1 and plans[-1] not in kept
+        anew = len(plans) > 1 and plans[-1].microbatches != key.microbatches
+        return kept, anew
 
     def _warm(self, shape: Shape) -> Plan:
         preparation, plan = self.step.preparation, self.step.plan
@@ -378,13 +388,6 @@ class Ways:
         self._made.discard(lambda _: True)
         self.anchors.forget()
         self.refused = {}
-
-
-def _faster(first: Plan, *others: Plan) -> Plan:
-    """The fastest plan; the first, where none is faster by what counts."""
-    best = min(others, key=lambda x: x.predicted.step_s)
-    enough = (1 - FASTER) * first.predicted.step_s
-    return best if best.predicted.step_s <= enough else first
 
 
 def expected_error(plan: Plan) -> CodecError:
