@@ -24,7 +24,7 @@ def files(*suffixes: str) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(ROOT):
         subfolders[:] = sorted(name for name in subfolders if not _made(name))
         for name in sorted(names):
-            if not suffixes or name.endswith(suffixes):
+            if name != ".git" and (not suffixes or name.endswith(suffixes)):
                 yield Path(folder, name)
 
 
