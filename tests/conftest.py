@@ -38,6 +38,11 @@ import jax
 jax.config.update("jax_platforms", "cpu")
 jax.config.update("jax_num_cpu_devices", 8)
 
+# The key of files that are kept is no key of the user who runs the tests.
+_state = tempfile.mkdtemp(prefix="autopar-tests-state-")
+atexit.register(shutil.rmtree, _state, ignore_errors=True)
+os.environ["XDG_STATE_HOME"] = _state
+
 # JAX keeps each program that it has lowered, in a context of its own of 1.2 MB. With
 # 3,000 of them, lowering one more takes three times as long, and workers grow to 4 GB.
 MOST_PROGRAMS = 300

@@ -11,29 +11,36 @@ import numpy as np
 from autopar.errors import CheckpointError
 
 
-def split(tree: Any, name: str) -> tuple[dict[str, Any], Any]:
-    """The ``jax.Array``s of a tree by name, and all else of it as plain data.
+def split(
+    tree: Any, name: str, kinds: tuple[type, ...] = (jax.Array,)
+) -> tuple[dict[str, Any], Any]:
+    """The arrays of a tree by name, and all else of it as plain data.
 
-    A named tuple becomes a tuple. An array of NumPy is kept as data, so it should be
-    small.
+    A named tuple becomes a tuple. An array of NumPy is kept as data unless ``kinds``
+    names it, so it should be small.
 
     Args:
       tree: dictionaries with names as keys, tuples, lists, arrays, numbers and texts.
       name: with which the names of the arrays begin.
+      kinds: classes of the arrays that get names.
     """
     arrays: dict[str, Any] = {}
-    return arrays, _plain(tree, name, arrays)
+    return arrays, _plain(tree, name, kinds, arrays)
 
 
-def _plain(tree: Any, name: str, arrays: dict[str, Any]) -> Any:
-    if isinstance(tree, jax.Array):
+def _plain(
+    tree: Any, name: str, kinds: tuple[type, ...], arrays: dict[str, Any]
+) -> Any:
+    if isinstance(tree, kinds):
         arrays[name] = tree
         return {"array": name}
     if isinstance(tree, Mapping):
-        items = {str(k): _plain(x, f"{name}/{k}", arrays) for k, x in tree.items()}
+        items = {
+            str(k): _plain(x, f"{name}/{k}", kinds, arrays) for k, x in tree.items()
+        }
         return {"dict": items}
     if isinstance(tree, (tuple, list)):
-        items = [_plain(x, f"{name}/{k}", arrays) for k, x in enumerate(tree)]
+        items = [_plain(x, f"{name}/{k}", kinds, arrays) for k, x in enumerate(tree)]
         return {"list" if isinstance(tree, list) else "tuple": items}
     if isinstance(tree, (np.ndarray, np.generic)):
         data = np.asarray(tree)

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import os
-import tempfile
-import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -18,6 +15,7 @@ from autopar.errors import PlanError
 from autopar.planner.options import PlanOptions
 from autopar.planner.record import split_as
 from autopar.plans import Plan
+from autopar.sealed_files import SealedFolder
 from autopar.steps.analysis import Analysis
 from autopar.version import __version__
 
@@ -50,25 +48,36 @@ class PlanCache:
           options: hints and limits.
           make: plans the step.
         """
-        path = self._path(analysis, cluster, options)
-        found = _read(path, analysis)
+        found = self.find(analysis, cluster, options)
         if found is None:
             found = make()
-            _write(path, found)
+            name = _file_name(analysis, cluster, options)
+            self._files.write(name, msgspec.json.encode(found))
         return found
 
     def find(
         self, analysis: Analysis, cluster: Cluster, options: PlanOptions
     ) -> Plan | None:
-        """Returns the plan that is kept; None where there is none."""
-        return _read(self._path(analysis, cluster, options), analysis)
+        """Returns the plan that is kept; None where there is none that can be used."""
+        name = _file_name(analysis, cluster, options)
+        data = self._files.read(name)
+        if data is None:
+            return None
+        try:
+            found = Plan.from_json(data)
+            split = split_as(analysis, found)
+        except PlanError as error:
+            self._files.reject(name, str(error))
+            return None
+        return found if found.fingerprint == split.fingerprint else None
 
-    def _path(self, analysis: Analysis, cluster: Cluster, options: PlanOptions) -> Path:
-        return self.folder / f"{_key(analysis, cluster, options)}.json"
+    @property
+    def _files(self) -> SealedFolder:
+        return SealedFolder(self.folder, "plan")
 
 
-def _key(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> str:
-    """32 hex digits of all that a plan depends on."""
+def _file_name(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> str:
+    """A name made of all that a plan depends on."""
     said = {
         field.name: getattr(options, field.name)
         for field in dataclasses.fields(options)
@@ -83,7 +92,7 @@ def _key(analysis: Analysis, cluster: Cluster, options: PlanOptions) -> str:
     ]
     digest = hashlib.sha256("\0".join(parts).encode())
     digest.update(layouts)
-    return digest.hexdigest()[:32]
+    return f"{digest.hexdigest()[:32]}.json"
 
 
 def _text(value: Any) -> str:
@@ -91,35 +100,3 @@ def _text(value: Any) -> str:
         pairs = cast(Mapping[str, Any], value)
         return repr(sorted((key, repr(pairs[key])) for key in pairs))
     return repr(value)
-
-
-def _read(path: Path, analysis: Analysis) -> Plan | None:
-    """The plan of a file; None where there is none that can be used."""
-    try:
-        found = Plan.from_json(path.read_bytes())
-    except FileNotFoundError:
-        return None
-    except (OSError, PlanError) as error:
-        warnings.warn(
-            f"the kept plan {path} cannot be read and is made anew: {error}",
-            stacklevel=2,
-        )
-        return None
-    try:
-        split = split_as(analysis, found)
-    except PlanError:
-        return None
-    return found if found.fingerprint == split.fingerprint else None
-
-
-def _write(path: Path, plan: Plan) -> None:
-    """Writes a file as a whole: another process sees all of it or nothing."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, name = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    os.close(handle)
-    try:
-        plan.save(name)
-        os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
-        raise

@@ -7,16 +7,16 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import numpy as np
 
-from autopar.elastic.processes import hosting
+from autopar.checkpoint import trees
 from autopar.elastic.processes.fetching import Fetcher
 from autopar.elastic.samples import Samples
 from autopar.runtime.creation import StateShapes
 from autopar.runtime.parallel_step import ParallelStep
 from autopar_passes.program.static_leaves import struct_of
 
-# Paths of the arrays of codecs, and of the noise scale, among those of the state.
-_PREFIXES = {"codecs": "codecs/", "noise": "noise/"}
+# Name, with which the paths of its arrays begin -> where a step has it.
 _STATES = {"codecs": "compression_state", "noise": "noise_state"}
 
 
@@ -28,41 +28,33 @@ def kept(step: ParallelStep[..., Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 
     Returns:
       Arrays of the codecs' state and of the averages of the noise scale by path; and
-      the trees that they belong to, as text by name.
+      the trees that they belong to, as plain data by name.
     """
     arrays: dict[str, Any] = {}
-    trees: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
     for name, attribute in _STATES.items():
         state = getattr(step, attribute)
         if state is not None:
-            trees[name] = hosting.structure_text(state)
-            for k, x in enumerate(hosting.arrays_of(state)):
-                arrays[f"{_PREFIXES[name]}{k}"] = x
-    return arrays, trees
+            found, plain[name] = trees.split(state, name, (jax.Array, np.ndarray))
+            arrays |= found
+    return arrays, plain
 
 
 def take_up(
-    step: ParallelStep[..., Any], fetch: Fetcher, trees: Mapping[str, Any]
+    step: ParallelStep[..., Any], fetch: Fetcher, plain: Mapping[str, Any]
 ) -> None:
     """Gives a step what `kept` returned, wherever its arrays lie.
 
     Args:
       step: the step.
       fetch: reads arrays by path.
-      trees: the trees, as `kept` returned them; other names are passed over.
+      plain: the trees, as `kept` returned them; other names are passed over.
     """
     for name, attribute in _STATES.items():
-        if (text := trees.get(name)) is not None:
-            setattr(step, attribute, _tree(fetch, text, _PREFIXES[name]))
-
-
-def _tree(fetch: Fetcher, text: str, prefix: str) -> Any:
-    """A tree that was kept beside the state, whole."""
-    paths = sorted(
-        (p for p in fetch.paths if p.startswith(prefix)),
-        key=lambda p: int(p.removeprefix(prefix)),
-    )
-    return hosting.with_structure(text, [fetch.whole(path) for path in paths])
+        if (tree := plain.get(name)) is not None:
+            paths = [p for p in fetch.paths if f"{p}/".startswith(f"{name}/")]
+            arrays = {path: fetch.whole(path) for path in paths}
+            setattr(step, attribute, trees.join(tree, arrays))
 
 
 def rest_structs(

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import pickle
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -49,26 +46,3 @@ def unhosted(tree: Any) -> Any:
         tree,
         is_leaf=lambda x: isinstance(x, _Key),
     )
-
-
-def structure_text(tree: Any) -> str:
-    """The structure of a tree of arrays and texts, for a message."""
-    leaves, structure = jax.tree.flatten(tree)
-    numbered = [
-        ("array", k) if hasattr(x, "shape") else x for k, x in enumerate(leaves)
-    ]
-    plain = jax.tree.unflatten(structure, list(range(len(leaves))))
-    return base64.b64encode(pickle.dumps((plain, numbered))).decode()
-
-
-def with_structure(text: str, arrays: Sequence[Any]) -> Any:
-    """The tree of `structure_text` with these arrays."""
-    plain, leaves = pickle.loads(base64.b64decode(text))  # of our own run
-    given = iter(arrays)
-    found = [next(given) if isinstance(x, tuple) else x for x in leaves]
-    return jax.tree.map(lambda k: found[k], plain)
-
-
-def arrays_of(tree: Any) -> list[Any]:
-    """The arrays of a tree, as `structure_text` numbers them."""
-    return [x for x in jax.tree.leaves(tree) if hasattr(x, "shape")]

@@ -11,7 +11,6 @@ import hashlib
 import os
 import pathlib
 import pickle
-import tempfile
 import time
 from importlib import metadata
 from typing import Any
@@ -25,6 +24,7 @@ from autopar.runtime.agreement import content_digest
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.world import World
+from autopar.sealed_files import SealedFolder
 from autopar.steps import program_text
 from autopar.version import __version__
 
@@ -70,10 +70,14 @@ class Programs:
     """The programs in a folder.
 
     Attributes:
-      folder: only this user may write to it: what is read from it is run.
+      folder: what is read from it is run, so its files are sealed.
     """
 
     folder: pathlib.Path
+
+    @property
+    def _files(self) -> SealedFolder:
+        return SealedFolder(self.folder, "program")
 
     def ready(
         self, planned: AnyStep, world: World, *, donate: bool, anew: bool = False
@@ -93,7 +97,7 @@ class Programs:
         begin = time.perf_counter()
         if not isinstance(planned, PlannedStep):
             return Found(None, "compiled", 0.0)
-        path = self._path(planned, donate)
+        name = _name(planned, donate)
         if _any(world, anew):
             made = LoadedProgram(planned.lower().compile(), planned.function)
             exchange.together(world, "compiling", lambda: None)
@@ -101,12 +105,12 @@ class Programs:
         found, how = None, "loaded"
         with exchange.told(world, "compiling"):
             if world.process_index == 0:
-                found, how = self._first(path, planned)
+                found, how = self._first(name, planned)
         if world.process_count > 1:
             exchange.exchanged(world, "compiling")
             with exchange.told(world, "loading the program"):
                 if world.process_index:
-                    found = self._read(path, planned)
+                    found = self._read(name, planned)
                     if found is None:
                         found, how = planned.lower().compile(), "compiled"
             exchange.exchanged(world, "loading the program")
@@ -117,65 +121,62 @@ class Programs:
         """Compiles a program for a world that is not there; False: it was kept."""
         if not isinstance(planned, PlannedStep):
             return False
-        path = self._path(planned, donate)
-        if path.exists():
+        name = _name(planned, donate)
+        if self._files.read(name) is not None:
             return False
-        self._write(path, planned.lower().compile())
+        self._write(name, planned.lower().compile())
         return True
 
-    def _first(self, path: pathlib.Path, planned: PlannedStep) -> tuple[Any, str]:
-        found = self._read(path, planned)
+    def _first(self, name: str, planned: PlannedStep) -> tuple[Any, str]:
+        found = self._read(name, planned)
         if found is not None:
             return found, "loaded"
         found = planned.lower().compile()
-        self._write(path, found)
+        self._write(name, found)
         return found, "compiled"
 
-    def _path(self, planned: PlannedStep, donate: bool) -> pathlib.Path:
-        """A name made of all that a program depends on."""
-        sums = planned.sums
-        how = None if sums is None else (sums.fallback, sums.signals)
-        devices = [(d.id, d.process_index) for d in planned.mesh.devices.flat]
-        parts = (
-            __version__,
-            jax.__version__,
-            metadata.version("jaxlib"),
-            os.environ.get("XLA_FLAGS", ""),
-            program_text.identity(planned.analysis),
-            content_digest(program_plan(planned.plan)),
-            repr(devices),
-            repr(donate),
-            repr(how),
-            repr(None if planned.noise is None else planned.noise.options),
-        )
-        digest = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
-        return self.folder / digest
-
-    def _read(self, path: pathlib.Path, planned: PlannedStep) -> Any:
+    def _read(self, name: str, planned: PlannedStep) -> Any:
         """The program of a file; None where there is none that can be used."""
-        try:
-            blob = pickle.loads(path.read_bytes())  # of this user's run
-        except (OSError, EOFError, pickle.UnpicklingError):
+        data = self._files.read(name)
+        if data is None:
             return None
         devices = planned.mesh.devices.flat[0].client.devices()
         try:
+            blob = pickle.loads(data)  # sealed by this user
             return serialize_executable.deserialize_and_load(
                 *blob, backend=devices[0].client, execution_devices=devices
             )
-        except (ValueError, RuntimeError):
+        except (ValueError, RuntimeError, pickle.UnpicklingError) as error:
+            self._files.reject(name, str(error).partition("\n")[0])
             return None
 
-    def _write(self, path: pathlib.Path, compiled: Any) -> None:
+    def _write(self, name: str, compiled: Any) -> None:
         """Writes a program whole, or nothing where JAX cannot save it."""
         try:
-            blob = pickle.dumps(serialize_executable.serialize(compiled))
+            data = pickle.dumps(serialize_executable.serialize(compiled))
         except (ValueError, RuntimeError):  # it has what cannot be saved
             return
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        handle, name = tempfile.mkstemp(dir=self.folder, suffix=".part")
-        with os.fdopen(handle, "wb") as file:
-            file.write(blob)
-        os.replace(name, path)
+        self._files.write(name, data)
+
+
+def _name(planned: PlannedStep, donate: bool) -> str:
+    """A name made of all that a program depends on."""
+    sums = planned.sums
+    how = None if sums is None else (sums.fallback, sums.signals)
+    devices = [(d.id, d.process_index) for d in planned.mesh.devices.flat]
+    parts = (
+        __version__,
+        jax.__version__,
+        metadata.version("jaxlib"),
+        os.environ.get("XLA_FLAGS", ""),
+        program_text.identity(planned.analysis),
+        content_digest(program_plan(planned.plan)),
+        repr(devices),
+        repr(donate),
+        repr(how),
+        repr(None if planned.noise is None else planned.noise.options),
+    )
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
 def _any(world: World, wanted: bool) -> bool:

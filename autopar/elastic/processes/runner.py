@@ -38,6 +38,7 @@ from autopar.elastic.processes.messages import (
 )
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.elastic.resolve import Resolved
+from autopar.sealed_files import KEY_VARIABLE, key_to_share
 
 _TICK_S = 0.25
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
@@ -88,6 +89,7 @@ class Runner:
         self._state_file = job.folder / "run.json"
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._launcher = launcher or LocalLauncher(job.command)
+        self._key = key_to_share()
         known = self._taken_up(_read(self._state_file))
         self._token = known.get("token") or secrets.token_hex(16)
         self._server = listen(known.get("port", 0))
@@ -169,7 +171,11 @@ class Runner:
         self.log("start", worker=worker, pid=pid)
 
     def _environment(self) -> dict[str, str]:
-        env = {**os.environ, FOLDER_VARIABLE: str(self._job.folder.absolute())}
+        env = {
+            **os.environ,
+            FOLDER_VARIABLE: str(self._job.folder.absolute()),
+            KEY_VARIABLE: self._key,
+        }
         if self._job.devices is not None:
             env["JAX_NUM_CPU_DEVICES"] = str(self._job.devices)
         # Collectives need a thread for each device and its peer.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -64,6 +65,29 @@ def test_a_stage_that_fails_leaves_a_clean_line(
     assert capsys.readouterr().err.endswith("\r\x1b[K")
 
 
+def _flip(path: pathlib.Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 4
+    path.write_bytes(data)
+
+
+def _link(path: pathlib.Path) -> None:
+    path.symlink_to(path.rename(path.parent.parent / "moved"))
+
+
+_HARMS = [
+    pytest.param(lambda path: path.write_text("{"), id="garbage"),
+    pytest.param(lambda path: path.write_bytes(b""), id="empty"),
+    pytest.param(_flip, id="one flipped bit"),
+    pytest.param(lambda path: path.chmod(0o622), id="others may write"),
+    pytest.param(_link, id="link"),
+]
+_HINDRANCES = [
+    pytest.param(lambda path: path.write_text(""), id="a file in its place"),
+    pytest.param(lambda path: path.symlink_to("/proc"), id="a folder without room"),
+]
+
+
 class TestCache:
     @pytest.fixture
     def folder(self, tmp_path: pathlib.Path) -> pathlib.Path:
@@ -102,16 +126,44 @@ class TestCache:
         one_step(cache=folder, **other)
         assert len(searches) > before
 
-    def test_a_broken_file_is_said_and_replaced(
-        self, folder: pathlib.Path, searches: list[Any]
+    @pytest.mark.parametrize("harm", _HARMS)
+    def test_a_file_that_cannot_be_trusted_is_said_and_replaced(
+        self, folder: pathlib.Path, searches: list[Any], harm: Callable[..., Any]
     ) -> None:
-        one_step(cache=folder)
+        first = one_step(cache=folder)
         (path,) = (folder / "plans").iterdir()
-        path.write_text("{")
-        with pytest.warns(UserWarning, match="cannot be read and is made anew"):
-            one_step(cache=folder)
+        harm(path)
+        with pytest.warns(UserWarning, match=f"{path.name}.* is made anew"):
+            assert one_step(cache=folder).plan.digest == first.plan.digest
         one_step(cache=folder)
         assert len(searches) == 2
+
+    @pytest.mark.parametrize("harm", _HINDRANCES)
+    def test_a_plan_that_cannot_be_kept_is_said(
+        self, folder: pathlib.Path, harm: Callable[..., Any]
+    ) -> None:
+        folder.mkdir()
+        harm(folder / "plans")
+        with pytest.warns(UserWarning, match="plan .*is made anew"):
+            one_step(cache=folder)
+        assert not list(folder.rglob("*.part"))
+
+    def test_a_key_that_others_may_read_is_not_used(
+        self,
+        folder: pathlib.Path,
+        tmp_path: pathlib.Path,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+        one_step(cache=folder)
+        key = tmp_path / "state" / "autopar" / "key"
+        assert key.stat().st_mode & 0o777 == 0o600
+        key.chmod(0o640)
+        with pytest.warns(UserWarning, match=r"others may read or write .*key"):
+            one_step(cache=folder)
+        key.unlink()  # the next key is another one
+        with pytest.warns(UserWarning, match="not written with this user's key"):
+            one_step(cache=folder)
 
     def test_from_the_environment(
         self, folder: pathlib.Path, monkeypatch: pytest.MonkeyPatch

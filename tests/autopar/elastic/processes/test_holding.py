@@ -149,22 +149,6 @@ def test_who_has_no_token_gets_nothing(two: tuple[Offers, Offers]) -> None:
     peer.close()
 
 
-def test_codec_state_travels_as_text_and_arrays() -> None:
-    tree = {
-        "step": jnp.zeros((), jnp.int32),
-        "gradients": {
-            "w": {"residual": jnp.ones((2, 3)), "codec": ((), jnp.arange(2))}
-        },
-        "codecs": {"w": "int4"},
-    }
-    text = hosting.structure_text(tree)
-    arrays = [np.asarray(x) for x in hosting.arrays_of(tree)]
-    again = hosting.with_structure(text, arrays)
-    assert jax.tree.structure(again) == jax.tree.structure(tree)
-    assert again["codecs"] == {"w": "int4"}
-    np.testing.assert_array_equal(again["gradients"]["w"]["codec"][1], [0, 1])
-
-
 def test_keys_outlive_their_backend() -> None:
     given = (jax.random.key(3), jnp.ones(2), 5)
     key, ones, five = hosting.unhosted(hosting.hosted(given))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import pickle
 import signal
 import subprocess
 import sys
@@ -160,6 +161,34 @@ def test_workers_that_end_as_they_are_taken_up(
         ending.kill()
     assert run.wait() == 0, run.output()
     check_losses(run, 12)
+
+
+class _Touch:
+    """Makes a file when it is unpickled."""
+
+    def __init__(self, path: pathlib.Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        return pathlib.Path.touch, (self.path,)
+
+
+def test_only_programs_of_this_user_are_run(
+    start: Start, tmp_path: pathlib.Path
+) -> None:
+    """A foreign file in the folder of a run is named, never unpickled, and replaced."""
+    run = start(6, 0, 0.0, processes=1)
+    assert run.wait() == 0, run.output()
+    (path,) = (run.folder / "programs").iterdir()
+    good, touched = path.read_bytes(), tmp_path / "touched"
+    path.write_bytes(pickle.dumps(_Touch(touched)))
+    run.process = run.started()
+    assert run.wait() == 0, run.output()
+    assert f"the kept program {path} cannot be read" in run.output()
+    assert not touched.exists()
+    replaced = path.read_bytes()
+    assert replaced[:16] == good[:16]
+    check_losses(run, 6)
 
 
 def _alive(pid: int) -> bool:
