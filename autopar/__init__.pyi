@@ -13,6 +13,7 @@ from autopar.errors import CompileError as CompileError
 from autopar.errors import EventError as EventError
 from autopar.errors import InfeasibleError as InfeasibleError
 from autopar.errors import PlanError as PlanError
+from autopar.errors import ScheduleError as ScheduleError
 from autopar.errors import StageError as StageError
 from autopar.errors import TargetError as TargetError
 from autopar.errors import TraceError as TraceError
@@ -38,6 +39,8 @@ __all__ = [
     "ParallelStep",
     "Plan",
     "PlanError",
+    "ScheduleError",
+    "StageError",
     "TargetError",
     "TraceError",
     "__version__",

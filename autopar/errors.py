@@ -1,19 +1,25 @@
-"""The errors that autopar raises for a user's mistakes.
+"""The errors of autopar: ``except autopar.AutoparError`` catches every one.
 
-All are ``ValueError``s::
+What the user can fix is also a ``ValueError`` or a ``TypeError``; what is no mistake of
+the user's is neither::
 
-    ValueError
-    ├── TraceError            the step cannot be traced
-    ├── ClusterError          a cluster description is wrong
-    └── AutoparError
-        ├── PlanError         a plan is wrong, or belongs to another step
-        │   └── InfeasibleError   no plan fits the memory of a device
-        ├── TargetError       a command-line target cannot be loaded
-        ├── CompileError      the compiler of an accelerator refuses a step
-        ├── StageError        a task of a pipeline failed
-        ├── CheckpointError   a checkpoint cannot be written, read or used
-        ├── EventError        an event of an elastic run is wrong
-        └── ScheduleError     a trace, a table of jobs or an allocation is wrong
+    AutoparError (Exception)
+    ├── InputError (ValueError)   what was given is wrong, such as a codec's field
+    │   ├── TraceError                the step cannot be traced
+    │   ├── ClusterError              a cluster description is wrong
+    │   ├── PlanError                 a plan is wrong, or belongs to another step
+    │   │   └── InfeasibleError           no plan fits the memory of a device
+    │   ├── TargetError               a command-line target cannot be loaded
+    │   ├── CheckpointError           a checkpoint cannot be written, read or used
+    │   ├── EventError                an event of an elastic run is wrong
+    │   └── ScheduleError             a trace, a table of jobs or an allocation is wrong
+    ├── InputTypeError (TypeError)    what was given is of a wrong type
+    ├── CompileError              the compiler of an accelerator refuses a step
+    ├── RunError (RuntimeError)   a run cannot go on
+    │   └── StageError                a task of a pipeline failed
+    └── InternalError (RuntimeError)  autopar itself is wrong: report it
+
+The four that all packages share are in ``autopar_errors``, below them all.
 """
 
 from __future__ import annotations
@@ -24,6 +30,7 @@ import sysconfig
 import traceback
 
 from autopar.cluster.errors import ClusterError
+from autopar_errors import AutoparError, InputError, InputTypeError, InternalError
 from autopar_passes.program.trace import TraceError
 
 __all__ = [
@@ -33,7 +40,11 @@ __all__ = [
     "CompileError",
     "EventError",
     "InfeasibleError",
+    "InputError",
+    "InputTypeError",
+    "InternalError",
     "PlanError",
+    "RunError",
     "ScheduleError",
     "StageError",
     "TargetError",
@@ -42,11 +53,7 @@ __all__ = [
 ]
 
 
-class AutoparError(ValueError):
-    """Base of the errors raised here; the message says what to do."""
-
-
-class PlanError(AutoparError):
+class PlanError(InputError):
     """A plan cannot be made, read or applied."""
 
 
@@ -62,7 +69,7 @@ class InfeasibleError(PlanError):
     enough_bytes: int | None = None
 
 
-class TargetError(AutoparError):
+class TargetError(InputError):
     """A target such as ``file.py:function`` cannot be loaded."""
 
 
@@ -70,19 +77,23 @@ class CompileError(AutoparError):
     """The compiler of an accelerator refuses a program, or ends without a word."""
 
 
-class ScheduleError(AutoparError):
+class ScheduleError(InputError):
     """A trace, a table of jobs, a curve or an allocation is wrong; names the row."""
 
 
-class StageError(AutoparError):
+class RunError(AutoparError, RuntimeError):
+    """A run cannot go on; what it was given is right."""
+
+
+class StageError(RunError):
     """A task of a pipeline failed; the state is as before the step."""
 
 
-class CheckpointError(AutoparError):
+class CheckpointError(InputError):
     """A checkpoint cannot be written, or is damaged, or of another model."""
 
 
-class EventError(AutoparError):
+class EventError(InputError):
     """An event of an elastic run is wrong; the run goes on without it."""
 
 
@@ -106,7 +117,7 @@ def _foreign(name: str) -> bool:
     if "site-packages" in path.parts or "dist-packages" in path.parts:
         return True
     root = pathlib.PurePath(__file__).parents[1]
-    ours = [root / "autopar"]
+    ours = [root / "autopar", root / "autopar_errors"]
     ours += [root / place / f"autopar_{place}" for place in ("passes", "solver")]
     python = pathlib.PurePath(sysconfig.get_path("stdlib"))
     return any(path.is_relative_to(folder) for folder in (*ours, python))

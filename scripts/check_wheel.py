@@ -13,7 +13,7 @@ import tempfile
 import zipfile
 
 ROOT = pathlib.Path(__file__).parent.parent
-PACKAGES = ("autopar", "autopar_passes", "autopar_solver")
+PACKAGES = ("autopar", "autopar_errors", "autopar_passes", "autopar_solver")
 # Data that modules read.
 DATA = ("autopar/cluster/rates/xla.json",)
 # Imports everything, and proves that nothing came from outside the environment.

@@ -24,6 +24,8 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 
+from autopar_errors import InputError
+
 _MASK = (1 << 64) - 1
 # Elements that are summed at a time: the block that is read twice stays in the cache.
 _CHUNK = 1 << 18
@@ -58,10 +60,10 @@ class Digest:
         """Reads what ``str`` wrote.
 
         Raises:
-          ValueError: the text is no checksum.
+          InputError: the text is no checksum.
         """
         if len(text) != 32:
-            raise ValueError(f"Digest: expected 32 hex digits, got '{text}'.")
+            raise InputError(f"Digest: expected 32 hex digits, got '{text}'.")
         return cls(int(text[:16], 16), int(text[16:], 16))
 
 

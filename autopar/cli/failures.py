@@ -80,12 +80,12 @@ def failure_of(error: BaseException) -> Failure:
 def _code(error: BaseException) -> int:
     """The exit code of an error that the user can fix; 0 for any other."""
     # It imports JAX, which help must not.
-    from autopar.errors import AutoparError, ClusterError, InfeasibleError, TraceError
+    from autopar.errors import AutoparError, InfeasibleError, InternalError
 
     if isinstance(error, InfeasibleError):
         return DOES_NOT_FIT
-    fixable = (AutoparError, ClusterError, TraceError, OSError)
-    return BAD_INPUT if isinstance(error, fixable) else 0
+    fixable = isinstance(error, (AutoparError, OSError))
+    return BAD_INPUT if fixable and not isinstance(error, InternalError) else 0
 
 
 def described(error: BaseException) -> str:

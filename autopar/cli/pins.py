@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from jax.sharding import PartitionSpec
 
 from autopar.errors import PlanError
+from autopar_errors import InputError
 
 _EXAMPLE = "Write it like 'params/*/kernel=None,tensor' or \"...=P(None, 'tensor')\"."
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]*")
@@ -44,7 +45,7 @@ def parse_entries(text: str) -> tuple[str | tuple[str, ...] | None, ...]:
     (('data', 'fsdp'), None)
 
     Raises:
-      ValueError: it is neither.
+      InputError: it is neither.
     """
     text = text.strip()
     if text.startswith(("P(", "PartitionSpec(")):
@@ -60,7 +61,7 @@ def _short_entry(part: str) -> str | tuple[str, ...] | None:
     names = tuple(name.strip() for name in part.split("+"))
     for name in names:
         if not _NAME.fullmatch(name):
-            raise ValueError(f"{name!r} is no name of a mesh axis")
+            raise InputError(f"{name!r} is no name of a mesh axis")
     return names[0] if len(names) == 1 else names
 
 
@@ -68,9 +69,9 @@ def _entries_of_call(text: str) -> tuple[str | tuple[str, ...] | None, ...]:
     try:
         call = ast.parse(text, mode="eval").body
     except SyntaxError as error:
-        raise ValueError(f"{text!r} is no layout") from error
+        raise InputError(f"{text!r} is no layout") from error
     if not isinstance(call, ast.Call) or call.keywords:
-        raise ValueError(f"{text!r} is no layout")
+        raise InputError(f"{text!r} is no layout")
     return tuple(_entry(argument) for argument in call.args)
 
 
@@ -83,7 +84,7 @@ def _entry(node: ast.expr) -> str | tuple[str, ...] | None:
         case ast.Tuple(elts=[*names]) if names:
             return tuple(_name(name) for name in names)
         case _:
-            raise ValueError(
+            raise InputError(
                 f"{ast.unparse(node)} is no entry: None, a name in quotes, or a tuple "
                 "of names"
             )
@@ -92,7 +93,7 @@ def _entry(node: ast.expr) -> str | tuple[str, ...] | None:
 def _name(node: ast.expr) -> str:
     found = _entry(node)
     if not isinstance(found, str):
-        raise ValueError(f"{ast.unparse(node)} is no name of a mesh axis")
+        raise InputError(f"{ast.unparse(node)} is no name of a mesh axis")
     return found
 
 

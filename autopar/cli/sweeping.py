@@ -10,7 +10,7 @@ from autopar.cli import common, ranges
 from autopar.cli.output import Result
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster
-from autopar.errors import AutoparError, InfeasibleError, TargetError, TraceError
+from autopar.errors import AutoparError, InfeasibleError, TargetError
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions
 from autopar.planner.plan import plan_analysis
@@ -185,20 +185,19 @@ class _Analysed:
 
     def __init__(self, given: Sweep, options: dict[str, str]) -> None:
         self.given, self.options = given, options
-        self._found: tuple[Workload, Analysis] | AutoparError | TraceError | None = None
+        self._found: tuple[Workload, Analysis] | AutoparError | None = None
 
     def get(self) -> tuple[Workload, Analysis]:
         """The analysis.
 
         Raises:
           AutoparError: the target fails with these options, whenever it is asked for.
-          TraceError: the same.
         """
         if self._found is None:
             try:
                 workload = load(self.given.target, self.options)
                 self._found = workload, analyse(workload.step, workload.args)
-            except (AutoparError, TraceError) as error:
+            except AutoparError as error:
                 self._found = error
         if isinstance(self._found, Exception):
             raise self._found
@@ -216,7 +215,7 @@ def _point(
     except InfeasibleError as error:
         failures.append(error)
         return dataclasses.replace(point, reason="does not fit", fits=False)
-    except (AutoparError, TraceError) as error:
+    except AutoparError as error:
         failures.append(error)
         first = str(error).split("\n", 1)[0]
         return dataclasses.replace(point, reason=first, fits=None)

@@ -1,5 +1,7 @@
 """The error of this package."""
 
+from autopar_errors import InputError
 
-class ClusterError(ValueError):
+
+class ClusterError(InputError):
     """A cluster description is wrong; the message shows one that is right."""

@@ -23,6 +23,7 @@ from autopar.compression.codecs.codec import (
     Request,
     Rounds,
 )
+from autopar_errors import InputTypeError
 from autopar_passes.audit.collectives import sent_ratio
 
 
@@ -128,7 +129,9 @@ def _content(request: Request) -> jax.Array:
     match request:
         case AllToAll() | AllGather():
             if request.payload.dtype != jnp.uint8:
-                raise TypeError(f"a payload must be uint8, not {request.payload.dtype}")
+                raise InputTypeError(
+                    f"a payload must be uint8, not {request.payload.dtype}"
+                )
             return request.payload
         case AllReduce() | ReduceScatter():
             return request.values

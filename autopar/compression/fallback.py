@@ -28,6 +28,7 @@ from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.exchange import Links
 from autopar.compression.gradient import Gradient, State, init_state
 from autopar.compression.synchronise import SENT, WANTED, synchronise
+from autopar_errors import InputError
 
 LEAST_GAIN = 0.75
 """The ``epsilon`` of GraVAC (arXiv 2305.12201)."""
@@ -51,11 +52,11 @@ class Fallback:
         texts = tuple(format_codec(parse_codec(text)) for text in codecs)
         object.__setattr__(self, "codecs", texts)
         if not texts:
-            raise ValueError(
+            raise InputError(
                 "Fallback: needs at least one codec to fall back to, such as 'bf16'."
             )
         if not (math.isfinite(self.least_gain) and self.least_gain >= 0):
-            raise ValueError(
+            raise InputError(
                 "Fallback: least_gain is the part of the squared norm that must be "
                 f"sent, from 0 (always enough) on; got {self.least_gain}."
             )
@@ -115,7 +116,7 @@ def init_level_states(
       codec's state of each level.
 
     Raises:
-      ValueError: the levels are not of the same gradients.
+      InputError: the levels are not of the same gradients.
     """
     _check_levels(levels)
     found = [[init_state(gradient, workers) for gradient in level] for level in levels]
@@ -159,7 +160,7 @@ def synchronise_levels(
       gain, and take the last level.
 
     Raises:
-      ValueError: the levels are not of the same gradients, or those do not fit.
+      InputError: the levels are not of the same gradients, or those do not fit.
     """
     _check_levels(levels)
     gains = level_gains(levels[:-1], partials, states, links, worker, step, judges)
@@ -227,11 +228,11 @@ def _state_of(state: State, level: int) -> State:
 
 def _check_levels(levels: Sequence[Sequence[Gradient]]) -> None:
     if not levels:
-        raise ValueError("synchronise_levels: needs at least one level.")
+        raise InputError("synchronise_levels: needs at least one level.")
     wanted = [_without_codec(gradient) for gradient in levels[0]]
     for k, level in enumerate(levels):
         if [_without_codec(gradient) for gradient in level] != wanted:
-            raise ValueError(
+            raise InputError(
                 "synchronise_levels: the levels must hold the same gradients with the "
                 f"same feedback, and differ in their codecs alone; level {k} holds "
                 f"{', '.join(g.name for g in level) or 'none'} and differs from level "

@@ -33,6 +33,7 @@ import jax
 import jax.numpy as jnp
 
 from autopar.compression.exchange import Links
+from autopar_errors import InputError
 
 Kind = Literal["none", "residual", "partial"]
 ResidualDtype = Literal["float32", "bfloat16"]
@@ -65,29 +66,29 @@ class Feedback:
     def __post_init__(self) -> None:
         """Checks the fields."""
         if self.kind not in _KINDS:
-            raise ValueError(
+            raise InputError(
                 f"Feedback: kind must be one of {', '.join(_KINDS)}, got {self.kind!r}."
             )
         if self.dtype not in _DTYPES:
-            raise ValueError(
+            raise InputError(
                 f"Feedback: dtype must be one of {', '.join(_DTYPES)}, got "
                 f"{self.dtype!r}."
             )
         for name, value in (("decay", self.decay), ("preview", self.preview)):
             if not (math.isfinite(value) and 0.0 <= value <= 1.0):
-                raise ValueError(f"Feedback: {name} must be in 0..1, got {value}.")
+                raise InputError(f"Feedback: {name} must be in 0..1, got {value}.")
         if self.kind == "partial" and self.decay != 1.0:
-            raise ValueError(
+            raise InputError(
                 "Feedback: the partial kind has no decay; use preview, or "
                 f"kind='residual', got decay={self.decay}."
             )
         if self.average_every < 0:
-            raise ValueError(
+            raise InputError(
                 f"Feedback: average_every must be 0 (never) or a number of steps, got "
                 f"{self.average_every}."
             )
         if self.kind == "none" and self.average_every:
-            raise ValueError(
+            raise InputError(
                 "Feedback: average_every needs a residual; use kind='residual'."
             )
 

@@ -12,6 +12,7 @@ from autopar.compression.codecs.codec import Codec
 from autopar.compression.codecs.quantise import without_server_feedback
 from autopar.compression.exchange import chunk_elements
 from autopar.compression.feedback import Feedback
+from autopar_errors import InputError
 
 State = dict[str, Any]
 
@@ -58,29 +59,29 @@ def check_gradient(gradient: Gradient, dtype: Any, workers: int) -> None:
     """Checks that a gradient can be summed as it says.
 
     Raises:
-      ValueError: it cannot; the message says why.
+      InputError: it cannot; the message says why.
     """
     where = f"gradient {gradient.name!r} of shape {gradient.shape}"
     if not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
+        raise InputError(
             f"{where}: only real floating-point gradients can be compressed, got "
             f"{jnp.dtype(dtype).name}; sum it with jax.lax.psum."
         )
     if workers < 1:
-        raise ValueError(f"{where}: needs at least one worker, got {workers}.")
+        raise InputError(f"{where}: needs at least one worker, got {workers}.")
     dim = gradient.scatter_dim
     if dim is not None:
         if not 0 <= dim < len(gradient.shape):
-            raise ValueError(f"{where}: there is no dim {dim} to scatter.")
+            raise InputError(f"{where}: there is no dim {dim} to scatter.")
         if gradient.shape[dim] % workers:
-            raise ValueError(
+            raise InputError(
                 f"{where}: dim {dim} does not divide into {workers} equal parts; "
                 "scatter another dim, or use scatter_dim=None."
             )
     if gradient.size:
         problem = gradient.codec.check(gradient.shape, scatter=gradient.scatter)
         if problem:
-            raise ValueError(f"{where}: codec {gradient.codec.name}: {problem}")
+            raise InputError(f"{where}: codec {gradient.codec.name}: {problem}")
 
 
 def init_state(gradient: Gradient, workers: int) -> State:

@@ -26,6 +26,7 @@ from autopar.compression.feedback import next_residuals, with_residual
 from autopar.compression.gradient import Gradient, State, check_gradient
 from autopar.compression.norms import AllWorkers, Group, rows, summed_rows
 from autopar.compression.signal import COLUMNS, signal_rows
+from autopar_errors import InputError
 
 # How often errors and norms are measured, unless a user says otherwise: often enough to
 # see how codecs do, and seldom enough to cost a hundredth of a step.
@@ -90,7 +91,7 @@ def synchronise(
       With ``signals`` four columns more (`autopar.compression.signal.signal_rows`).
 
     Raises:
-      ValueError: a partial does not fit its gradient; see `check_gradient`.
+      InputError: a partial does not fit its gradient; see `check_gradient`.
     """
     made = synchronised(
         gradients, partials, states, links, worker, step,
@@ -166,13 +167,13 @@ def _check_call(
     workers: int,
 ) -> None:
     if not len(gradients) == len(partials) == len(states):
-        raise ValueError(
+        raise InputError(
             f"synchronise: got {len(gradients)} gradients, {len(partials)} partials "
             f"and {len(states)} states; each gradient needs one of each."
         )
     for gradient, partial in zip(gradients, partials, strict=True):
         if tuple(partial.shape) != gradient.shape:
-            raise ValueError(
+            raise InputError(
                 f"synchronise: gradient {gradient.name!r} is of shape "
                 f"{gradient.shape}, its partial of {tuple(partial.shape)}; the shape "
                 "is the one on one device."

@@ -21,6 +21,7 @@ from autopar.cluster.mesh import MeshAxis
 from autopar.cluster.specs import KINDS, LinkSpec
 from autopar.cost import nccl
 from autopar.cost.curves import Curve, Line, Piece, Sizes, highest, line, lowest, total
+from autopar_errors import InputError
 from autopar_passes.audit.collectives import sent_ratio
 
 # Steps between far partners get about half the bandwidth of steps between
@@ -30,14 +31,14 @@ FAR_PARTNER_SLOWDOWN = 2.0
 
 def _check_kind(kind: str) -> None:
     if kind not in KINDS:
-        raise ValueError(f"unknown collective {kind!r}; one of {', '.join(KINDS)}.")
+        raise InputError(f"unknown collective {kind!r}; one of {', '.join(KINDS)}.")
 
 
 def bytes_ratio(kind: str, group_size: int) -> float:
     """Bytes that one device sends, as a multiple of the collective's size."""
     _check_kind(kind)
     if group_size < 1:
-        raise ValueError(f"{kind}: group_size must be 1 or more, got {group_size}.")
+        raise InputError(f"{kind}: group_size must be 1 or more, got {group_size}.")
     if group_size == 1:
         return 0.0
     return sent_ratio(kind, group_size)

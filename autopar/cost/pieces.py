@@ -14,6 +14,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from autopar_errors import InputError
+
 # Coefficients of 1, x, x^2 and x^3: seconds.
 Polynomial = tuple[float, float, float, float]
 ZERO: Polynomial = (0.0, 0.0, 0.0, 0.0)
@@ -28,7 +30,7 @@ def monomial(value: float, degree: int) -> Polynomial:
     (0.0, 2.0, 0.0, 0.0)
     """
     if not 0 <= degree <= DEGREE:
-        raise ValueError(f"degree must be 0 to {DEGREE}, got {degree}.")
+        raise InputError(f"degree must be 0 to {DEGREE}, got {degree}.")
     coefficients = [0.0] * (DEGREE + 1)
     coefficients[degree] = value
     a, b, c, d = coefficients

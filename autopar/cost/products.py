@@ -16,6 +16,7 @@ import numpy.typing as npt
 from autopar.cluster.calibration import CALIBRATIONS
 from autopar.cluster.rates import ProductRates, product_rates
 from autopar.cluster.specs import DeviceSpec
+from autopar_errors import InputError
 
 Array = npt.NDArray[np.float64]
 
@@ -120,10 +121,10 @@ def product_s(
     """`products_s` of one shape.
 
     Raises:
-      ValueError: the device has no table.
+      InputError: the device has no table.
     """
     rates = rates_of(device, itemsize)
     if rates is None:
-        raise ValueError(f"product_s: {device.name} has no table of products.")
+        raise InputError(f"product_s: {device.name} has no table of products.")
     point = (np.array([batch], float), np.array([[m, n, k]], float))
     return float(products_s(rates, dtype, itemsize, device, *point)[0])

@@ -19,7 +19,7 @@ from typing import Any
 from autopar.cluster import Cluster
 from autopar.elastic.beside import Beside, switching_often
 from autopar.elastic.options import dividing_part
-from autopar.errors import AutoparError, ClusterError
+from autopar.errors import AutoparError
 from autopar.plans import Plan
 from autopar.progress import LOGGER
 from autopar.runtime.compiler import Compiler, CompilerClosedError, compiled_by
@@ -110,7 +110,7 @@ class Ahead:
                 plan = preparation.plan(analysed, setting)
                 preparation.remember(analysed, setting, plan)
                 found.append((plan, part))
-            except (AutoparError, ClusterError) as error:
+            except AutoparError as error:
                 LOGGER.info("nothing is prepared for %s: %s", part, error)
         if not found:
             return
@@ -153,7 +153,7 @@ def likely_next(
     ]
     found: list[Cluster] = []
     for make in makers:
-        with contextlib.suppress(AutoparError, ClusterError):
+        with contextlib.suppress(AutoparError):
             other = make()
             check(other)
             if other != cluster and other not in found:

@@ -13,7 +13,7 @@ from typing import Protocol
 from autopar.cluster import Cluster
 from autopar.elastic.events import Event
 from autopar.elastic.resolve import Resolved, resolve
-from autopar.errors import AutoparError, ClusterError
+from autopar.errors import AutoparError
 from autopar.runtime.recent import Recent
 
 # Ids of events that are remembered, and events that may wait: a flood keeps its place.
@@ -88,7 +88,7 @@ class Inbox:
         if found.status == "accepted" and found.cluster is not None:
             try:
                 self._check(found.cluster)
-            except (AutoparError, ClusterError) as error:
+            except AutoparError as error:
                 return _same(event, "refused", self._next, str(error))
         return found
 

@@ -29,7 +29,7 @@ from autopar.elastic.resolve import Resolved
 from autopar.elastic.samples import Samples, batch_structs
 from autopar.elastic.saves import Saves
 from autopar.elastic.sources.source import Source
-from autopar.errors import AutoparError, ClusterError, EventError
+from autopar.errors import AutoparError, EventError
 from autopar.plans import Plan
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.parallel_step import ParallelStep
@@ -333,7 +333,7 @@ class ElasticRun:
                 left_s=change.deadline_s - time.time(),
                 rest_steps=self.rest_steps,
             )
-        except (AutoparError, ClusterError) as error:
+        except AutoparError as error:
             self._membership.settled(self._cluster)
             self.ledger.write("refused", **fields, reason=str(error))
             return None

@@ -20,7 +20,7 @@ from autopar.elastic.options import (
     best_option,
     dividing_part,
 )
-from autopar.errors import AutoparError, ClusterError
+from autopar.errors import AutoparError
 from autopar.planner.codecs.adjusted import program_plan
 from autopar.plans import Plan, StagePlan
 from autopar.runtime.creation import flat_state
@@ -170,7 +170,7 @@ class Replanner:
         for name, part, plan in self._ways(cluster):
             try:
                 found.append(self._priced(name, part, plan(), state, correction))
-            except (AutoparError, ClusterError) as error:
+            except AutoparError as error:
                 failure = failure or error
         if found:
             return found
@@ -215,7 +215,7 @@ class Replanner:
                     step.plan,
                 )
             )
-            with contextlib.suppress(AutoparError, ClusterError):
+            with contextlib.suppress(AutoparError):
                 same = _decides_alike(repriced(), step.plan)
                 yield "stay" if same else "layouts", cluster, repriced
 

@@ -15,7 +15,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from autopar.errors import AutoparError, ClusterError
+from autopar.errors import AutoparError
 from autopar.goodput.plan_terms import PlanCurve, plan_curve
 from autopar.planner.codecs.left_out import unasked
 from autopar.plans import Plan
@@ -125,7 +125,7 @@ class Anchors:
             if layouts:
                 parts = running.plan.microbatches
                 plans.append(planned(self.step, shape_of(microbatches=parts)))
-        except (AutoparError, ClusterError):
+        except AutoparError:
             pass  # no plan is possible with these codecs
         return tuple(plan_curve(analysed.analysis, p, running.rows) for p in plans)
 
@@ -137,7 +137,7 @@ class Anchors:
         for rows in (most >> k for k in range(_HALVINGS)):
             if rows <= running.rows:
                 break
-            with contextlib.suppress(AutoparError, ClusterError):
+            with contextlib.suppress(AutoparError):
                 shape = changing_batches.shaped(
                     self.step, call_of(rows), codecs=codecs, microbatches=parts
                 )

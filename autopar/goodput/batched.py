@@ -17,7 +17,7 @@ from autopar.compression.codecs.registry import parse_codec
 from autopar.cost.pricer import Pricer
 from autopar.cost.scaled_memory import ScaledMemory
 from autopar.cost.scaling import ScaledCost
-from autopar.errors import AutoparError, PlanError, ScheduleError
+from autopar.errors import PlanError, ScheduleError
 from autopar.goodput.efficiency import CodecError, efficiency
 from autopar.planner.record import restore
 from autopar.planner.search import plan_mesh
@@ -144,7 +144,7 @@ def _with_rows(analysis: Analysis, before: int, rows: int) -> Analysis:
     call = dataclasses.replace(origin.call, arrays=arrays)
     try:
         return analyse_call(origin.step, call)
-    except AutoparError:
+    except PlanError:
         raise
     except Exception as error:
         # The step's own code ran on its own batch, and may raise anything here.

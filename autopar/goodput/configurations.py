@@ -27,7 +27,6 @@ from autopar.planner.plan import plan_analysis
 from autopar.planner.warm import can_be_warm, warm_plan
 from autopar.plans import Plan
 from autopar.steps.microbatches import in_microbatches
-from autopar_passes.program.trace import TraceError
 
 # A step is planned again where the best microbatch is so many times the planned one.
 _FAR = 2.0
@@ -92,7 +91,7 @@ def configuration(wanted: Wanted, cluster: Cluster, running: Plan | None) -> Fou
     )
     try:
         return _best_found(wanted, cluster, running, blank)
-    except (AutoparError, TraceError) as error:
+    except AutoparError as error:
         return Found(_changed(blank, reason=str(error).split("\n", 1)[0]))
 
 
@@ -113,7 +112,7 @@ def _best_found(
         if max(rows / plan.rows, plan.rows / max(rows, 1)) < _FAR or not rows:
             continue
         # A plan that runs is there already.
-        with contextlib.suppress(AutoparError, TraceError):
+        with contextlib.suppress(AutoparError):
             again = _planned_at(wanted, cluster, rows, plan.plan)
             found.append((_best_batch(wanted, again, cluster, blank), again))
     point, plan = max(found, key=lambda each: each[0].goodput)

@@ -17,7 +17,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 from autopar.compression.codecs.registry import parse_codec
-from autopar.errors import AutoparError, ClusterError, PlanError
+from autopar.errors import AutoparError, PlanError
 from autopar.goodput.anchors import Anchors, CallOf, fastest, planned
 from autopar.goodput.choice import Ratio, Way, batches
 from autopar.goodput.efficiency import EXACT, CodecError, codec_error
@@ -315,7 +315,7 @@ class Ways:
             return known
         try:
             made = self._best(key, call, running)
-        except (AutoparError, ClusterError) as error:
+        except AutoparError as error:
             self.refused[self._place(key)] = str(error)
             return None
         return self._made.put(self._place(key), made)
@@ -345,14 +345,14 @@ class Ways:
             try:
                 shape = shape_of(layouts=layouts)
                 found.append((planned(step, shape), shape))
-            except (AutoparError, ClusterError) as error:
+            except AutoparError as error:
                 failure = failure or error
         if not (fixed and found):
             try:
                 shape = shape_of()
                 plan = planned(step, shape) if anew else self._warm(shape)
                 found.append((plan, shape))
-            except (AutoparError, ClusterError) as error:
+            except AutoparError as error:
                 failure = failure or error
         if not found:
             assert failure is not None

@@ -177,7 +177,7 @@ def _check_failures(found: Mapping[int, _Message]) -> None:
                 f"process {process}: {message.failed}, and this one goes on. Every "
                 "process must call the same steps, as often."
             )
-        if isinstance(kind, type) and issubclass(kind, ValueError):
+        if isinstance(kind, type) and issubclass(kind, errors.AutoparError):
             raise kind(f"process {process}: {message.failed}{where}")
         raise PlanError(
             f"process {process} has failed while {message.what}: {message.kind}: "

@@ -7,6 +7,8 @@ from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator
 from typing import Generic, TypeVar
 
+from autopar_errors import InputError
+
 K = TypeVar("K", bound=Hashable)
 V = TypeVar("V")
 
@@ -33,10 +35,10 @@ class Recent(Generic[K, V]):
           dropped: is called with each value that has to go.
 
         Raises:
-          ValueError: the capacity is below 1.
+          InputError: the capacity is below 1.
         """
         if capacity < 1:
-            raise ValueError(f"Recent: capacity must be at least 1, got {capacity}.")
+            raise InputError(f"Recent: capacity must be at least 1, got {capacity}.")
         self._capacity = capacity
         self._dropped = dropped
         self._entries: OrderedDict[K, V] = OrderedDict()

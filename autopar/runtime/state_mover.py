@@ -18,12 +18,13 @@ import msgspec
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RunError
 from autopar.plans import Plan
 from autopar.plans.schema import Spec
 from autopar.runtime import placement, ranges
 from autopar.runtime.creation import flat_state
 from autopar.steps.analysis import Analysis
+from autopar_errors import InputError
 from autopar_passes.program.static_leaves import StaticError
 
 # Bytes that are moved at a time where the old state is consumed.
@@ -61,7 +62,7 @@ class StateLayout:
       meshes: the axes of each stage's mesh, and of that of all stages if one is used.
 
     Raises:
-      ValueError: an array lies on a stage or an axis that is not there.
+      InputError: an array lies on a stage or an axis that is not there.
     """
 
     leaves: dict[str, LeafLayout]
@@ -71,13 +72,13 @@ class StateLayout:
         """Checks stages and axes."""
         for path, leaf in self.leaves.items():
             if not 0 <= leaf.stage < len(self.meshes):
-                raise ValueError(
+                raise InputError(
                     f"StateLayout: '{path}' is of stage {leaf.stage}, and there are "
                     f"{len(self.meshes)} stages."
                 )
             names = {name for name, _ in self.meshes[leaf.stage]}
             if unknown := {a for axes in leaf.spec for a in axes} - names:
-                raise ValueError(
+                raise InputError(
                     f"StateLayout: '{path}' is split over {', '.join(sorted(unknown))}"
                     f", which stage {leaf.stage} does not have."
                 )
@@ -91,12 +92,12 @@ class StateLayout:
         """Reads what `to_json` wrote.
 
         Raises:
-          ValueError: the text is no layout.
+          InputError: the text is no layout.
         """
         try:
             return _LAYOUT.decode(data)
         except msgspec.MsgspecError as error:
-            raise ValueError(f"StateLayout: not a layout: {error}.") from error
+            raise InputError(f"StateLayout: not a layout: {error}.") from error
 
 
 # Made at import: msgspec crashes where two threads find out about one type at once.
@@ -212,7 +213,7 @@ def move(
 
     Raises:
       PlanError: state, source and target are not of the same arrays.
-      RuntimeError: a move failed after arrays were consumed.
+      RunError: a move failed after arrays were consumed.
     """
     check_alike(layout_of(state), target)
     if source is not None:
@@ -227,7 +228,7 @@ def move(
             out[path] = transport.carry(state[path], given, leaf)
         except Exception as error:
             if moving is not None and moving.count:
-                raise RuntimeError(
+                raise RunError(
                     f"moving '{path}' failed after {moving.count} arrays of the state "
                     f"had been moved and freed: {error} Restore a checkpoint."
                 ) from error

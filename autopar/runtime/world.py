@@ -20,6 +20,7 @@ from jax.experimental import multihost_utils
 from autopar.errors import PlanError
 from autopar.runtime import lanes
 from autopar.runtime.key_values import KeyValueExchange
+from autopar_errors import InputError
 from autopar_passes import jax_compat
 
 
@@ -162,7 +163,7 @@ class World:
       channel: between the processes.
 
     Raises:
-      ValueError: there is no device, one stands twice, the process is none of the
+      InputError: there is no device, one stands twice, the process is none of the
         world's, or several processes have no channel.
     """
 
@@ -175,17 +176,17 @@ class World:
         """Checks devices and processes."""
         object.__setattr__(self, "devices", tuple(self.devices))
         if not self.devices or len(set(self.devices)) < len(self.devices):
-            raise ValueError(
+            raise InputError(
                 "World: devices must be different, and at least one; got "
                 f"{_ids(self.devices)}."
             )
         if not 0 <= self.process_index < self.process_count:
-            raise ValueError(
+            raise InputError(
                 f"World: process_index {self.process_index} is not among "
                 f"{self.process_count} processes."
             )
         if self.process_count > 1 and isinstance(self.channel, Alone):
-            raise ValueError(
+            raise InputError(
                 f"World: {self.process_count} processes need a channel= between them."
             )
 

@@ -55,6 +55,7 @@ from autopar.steps.work import (
     in_memory,
     operator_work,
 )
+from autopar_errors import InputError
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import Role
@@ -177,12 +178,11 @@ class Analysis:
         """The pytrees of the traced step.
 
         Raises:
-          ValueError: the program was not traced from a step.
+          InputError: the program was not traced from a step.
         """
         if self.traced is None:
-            raise ValueError(
-                "this analysis is of a program alone, which has no pytrees: run it on "
-                "flat arguments, or make it with analyse(step, args)."
+            raise InputError(
+                "this analysis is of a program alone: make it with analyse(step, args)."
             )
         return self.traced
 

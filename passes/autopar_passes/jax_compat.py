@@ -47,6 +47,8 @@ from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
 from jaxlib.mlir import ir as _ir
 
+from autopar_errors import InputError
+
 ClosedJaxpr = jex_core.ClosedJaxpr
 Literal = jex_core.Literal
 
@@ -275,17 +277,17 @@ def dtype_of(name: str) -> Any:
     The registry of kinds of keys is private (0.10.2).
 
     Raises:
-      ValueError: there is no such dtype.
+      InputError: there is no such dtype.
     """
     if not name.startswith("key<"):
         try:
             return jax.numpy.dtype(name)
         except TypeError as error:
-            raise ValueError(f"no dtype is called '{name}'.") from error
+            raise InputError(f"no dtype is called '{name}'.") from error
     for impl in _prng.prngs.values():
         if f"key<{impl.tag}>" == name:
             return _prng.KeyTy(impl)
-    raise ValueError(f"no dtype is called '{name}'.")
+    raise InputError(f"no dtype is called '{name}'.")
 
 
 def subjaxprs(eqn: Any) -> Iterator[Any]:

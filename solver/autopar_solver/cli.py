@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from autopar_errors import InputError
 from autopar_solver.sharding.contest import (
     read_contest_instance,
     write_contest_solution,
@@ -43,7 +44,7 @@ def run(
         problem = read_contest_instance(instance)
         left = seconds - RESERVED_SECONDS - (time.monotonic() - begin)
         if backend not in ("highs", "cbc"):
-            raise ValueError(f'--backend {backend!r}: choose "highs" or "cbc".')
+            raise InputError(f'--backend {backend!r}: choose "highs" or "cbc".')
         solution = solve(problem, seconds=max(left, 0.0), gap=gap, backend=backend)
         if out is not None and solution.choices:
             write_contest_solution(out, solution.choices)

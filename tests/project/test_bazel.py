@@ -22,6 +22,7 @@ DISTRIBUTIONS = importlib.metadata.packages_distributions()
 # Import names of our own code, and the target that provides each.
 OURS = {
     "autopar": "//autopar:autopar",
+    "autopar_errors": "//autopar_errors:autopar_errors",
     "autopar_passes": "//passes:passes",
     "autopar_solver": "//solver:solver",
 }
@@ -111,11 +112,13 @@ def test_layers_depend_as_drawn() -> None:
         label: {d for d in WORKSPACE.targets[label].deps if d.startswith("//")}
         for label in OURS.values()
     }
+    below = OURS["autopar_errors"]
 
     assert internal == {
-        "//autopar:autopar": {"//passes:passes", "//solver:solver"},
-        "//passes:passes": set(),
-        "//solver:solver": set(),
+        "//autopar:autopar": {below, "//passes:passes", "//solver:solver"},
+        "//passes:passes": {below},
+        "//solver:solver": {below},
+        below: set(),
     }
 
 

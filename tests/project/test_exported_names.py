@@ -9,10 +9,11 @@ from types import ModuleType
 import pytest
 
 import autopar
+import autopar_errors
 import autopar_passes
 import autopar_solver
 
-PACKAGES = [autopar, autopar_passes, autopar_solver]
+PACKAGES = [autopar, autopar_errors, autopar_passes, autopar_solver]
 # What a user of the README needs.
 PROMISED = {"Cluster", "Plan", "PlanError", "parallelize", "plan", "register_rule"}
 

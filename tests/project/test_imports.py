@@ -20,8 +20,8 @@ COMMANDS = "autopar/cli/commands/"
 LATE = {
     'autopar/backends/ray.py: return importlib.import_module("ray")',
     "autopar/cli/app.py: from autopar.errors import TargetError",
-    "autopar/cli/failures.py: from autopar.errors import AutoparError, ClusterError, "
-    "InfeasibleError, TraceError",
+    "autopar/cli/failures.py: from autopar.errors import AutoparError, "
+    "InfeasibleError, InternalError",
     "autopar/cli/failures.py: from autopar.errors import user_line",
     "autopar/cluster/local.py: import jax",
     "autopar/elastic/__init__.py: from autopar.elastic.start import elastic",

@@ -83,7 +83,7 @@ def test_packages_are_typed(package: str) -> None:
 
 
 def test_the_wheel_holds_the_layers() -> None:
-    """All three, and nothing else."""
+    """All of them, and nothing else."""
     wheel = checkout.pyproject()["tool"]["hatch"]["build"]["targets"]["wheel"]
 
     assert {checkout.ROOT / package for package in wheel["packages"]} == set(

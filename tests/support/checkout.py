@@ -12,6 +12,7 @@ ROOT = Path(__file__).parents[2]
 GOLDEN = ROOT / "tests" / "golden"
 SOURCES = {
     "autopar": ROOT / "autopar",
+    "autopar_errors": ROOT / "autopar_errors",
     "autopar_passes": ROOT / "passes" / "autopar_passes",
     "autopar_solver": ROOT / "solver" / "autopar_solver",
 }
@@ -29,7 +30,7 @@ def files(*suffixes: str) -> Iterator[Path]:
 
 
 def modules() -> dict[str, Path]:
-    """The files of the three packages by the name that imports them."""
+    """The files of the packages by the name that imports them."""
     found = {}
     for package, source in SOURCES.items():
         for path in sorted(source.rglob("*.py")):

@@ -34,6 +34,7 @@ from autopar.compression.codecs.codec import (
     Rounds,
     State,
 )
+from autopar_errors import InputError
 
 Rounding = Literal["nearest", "stochastic"]
 
@@ -415,17 +416,17 @@ def levels(
 
 
 def check_block(codec: str, block: int, multiple: int) -> None:
-    """Raises ValueError unless blocks of this size can be packed into bytes."""
+    """Raises `InputError` unless blocks of this size can be packed into bytes."""
     if block < multiple or block % multiple:
-        raise ValueError(
+        raise InputError(
             f"{codec}: block must be a positive multiple of {multiple}, got {block}."
         )
 
 
 def check_choice(codec: str, field: str, value: str, choices: tuple[str, ...]) -> None:
-    """Raises ValueError unless a field has one of its values."""
+    """Raises `InputError` unless a field has one of its values."""
     if value not in choices:
-        raise ValueError(
+        raise InputError(
             f"{codec}: {field} must be one of {', '.join(choices)}, got {value!r}."
         )
 

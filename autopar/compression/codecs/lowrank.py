@@ -29,6 +29,7 @@ from autopar.compression.codecs.dense import Bf16, Dense
 from autopar.compression.codecs.quantise import Int8
 from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sparse import shared_salt
+from autopar_errors import InputError
 
 # On accelerators a float32 product may be rounded to fewer bits; P must be
 # orthonormal to float32 for the error to be what is left.
@@ -82,12 +83,12 @@ class PowerSGD(Codec):
     def __post_init__(self) -> None:
         """Check the values."""
         if self.values not in _WIRES:
-            raise ValueError(
+            raise InputError(
                 f"powersgd: values must be one of {', '.join(_WIRES)}, got "
                 f"{self.values!r}."
             )
         if self.rank < 1:
-            raise ValueError(f"powersgd: rank must be positive, got {self.rank}.")
+            raise InputError(f"powersgd: rank must be positive, got {self.rank}.")
 
     @property
     def adjustable(self) -> bool:

@@ -27,6 +27,7 @@ from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sketch import Sketch
 from autopar.compression.codecs.sparse import check_ratio, kept, shared_salt
 from autopar.compression.codecs.threshold import compact, quantile
+from autopar_errors import InputError
 
 Score = Literal["second_moment", "previous"]
 Wire = Literal["int8", "bf16", "f32"]
@@ -92,23 +93,23 @@ class Predicted(Codec):
         check_ratio(self, self.ratio)
         for field in ("explore", "sketch"):
             if not 0 <= getattr(self, field) <= 1:
-                raise ValueError(
+                raise InputError(
                     f"predicted: {field} is a share of the elements, in [0, 1]; got "
                     f"{getattr(self, field)}."
                 )
         if self.sketch:
             check_ratio(self, self.heavy, "heavy")
         if self.every < 1:
-            raise ValueError(
+            raise InputError(
                 f"predicted: every counts steps and must be positive, got {self.every}."
             )
         if self.score not in ("second_moment", "previous"):
-            raise ValueError(
+            raise InputError(
                 "predicted: score must be second_moment or previous, got "
                 f"{self.score!r}."
             )
         if self.values not in _WIRES:
-            raise ValueError(
+            raise InputError(
                 f"predicted: values must be one of {', '.join(_WIRES)}, got "
                 f"{self.values!r}."
             )

@@ -37,6 +37,7 @@ from autopar.compression.codecs.blocks import (
 )
 from autopar.compression.codecs.codec import Codec, CodecContext, Rounds, State
 from autopar.compression.codecs.registry import register_codec
+from autopar_errors import InputError
 
 _ROUNDINGS = ("nearest", "stochastic")
 _INT8_TOP = 127
@@ -137,7 +138,7 @@ class Int4(Codec):
         check_block(self.name, self.block, 2)
         check_choice(self.name, "rounding", self.rounding, _ROUNDINGS)
         if self.hadamard and self.block & (self.block - 1):
-            raise ValueError(
+            raise InputError(
                 f"int4: block must be a power of two, got {self.block}; use "
                 f"block={1 << (self.block.bit_length() - 1)} or hadamard=False."
             )

@@ -15,6 +15,7 @@ import typing
 from typing import Any, Literal, TypeVar
 
 from autopar.compression.codecs.codec import Codec
+from autopar_errors import InputError, InputTypeError
 
 _CODECS: dict[str, type[Codec]] = {}
 
@@ -33,23 +34,23 @@ def register_codec(cls: type[C]) -> type[C]:
     one of these ``| None``.
 
     Raises:
-      TypeError: the class or one of its fields cannot be written as text.
-      ValueError: the name is taken.
+      InputTypeError: the class or one of its fields cannot be written as text.
+      InputError: the name is taken.
     """
     name = getattr(cls, "name", "")
     if not (name and name.isidentifier() and name.islower()):
-        raise TypeError(
+        raise InputTypeError(
             f"{cls.__qualname__}: name must be a word in lower case, got {name!r}."
         )
     if not dataclasses.is_dataclass(cls) or "__dataclass_fields__" not in vars(cls):
-        raise TypeError(
+        raise InputTypeError(
             f"{cls.__qualname__} must be a dataclass: write @register_codec above "
             "@dataclasses.dataclass(frozen=True)."
         )
     _check_fields(cls)
     old = _CODECS.get(name)
     if old is not None and _identity(old) != _identity(cls):
-        raise ValueError(
+        raise InputError(
             f"the codec name {name!r} is taken by {old.__module__}.{old.__qualname__}; "
             f"give {cls.__module__}.{cls.__qualname__} another."
         )
@@ -66,11 +67,11 @@ def codec_class(name: str) -> type[Codec]:
     """The class of a codec's name.
 
     Raises:
-      ValueError: no codec has that name.
+      InputError: no codec has that name.
     """
     if name not in _CODECS:
         known = ", ".join(codec_names())
-        raise ValueError(f"unknown codec {name!r}; known: {known}.")
+        raise InputError(f"unknown codec {name!r}; known: {known}.")
     return _CODECS[name]
 
 
@@ -79,7 +80,7 @@ def parse_codec(text: str) -> Codec:
     """The codec that a text such as ``int4:block=64,hadamard=false`` means.
 
     Raises:
-      ValueError: the name, a field or a value is not known.
+      InputError: the name, a field or a value is not known.
     """
     name, colon, rest = text.strip().partition(":")
     cls = codec_class(name.strip())
@@ -89,34 +90,34 @@ def parse_codec(text: str) -> Codec:
     for part in parts:
         field, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not field:
-            raise ValueError(
+            raise InputError(
                 f"codec {text!r}: {part!r} is not field=value; {_usage(cls)}"
             )
         if field not in kinds:
-            raise ValueError(
+            raise InputError(
                 f"codec {text!r}: {name} has no field {field!r}; {_usage(cls)}"
             )
         if field in values:
-            raise ValueError(f"codec {text!r}: field {field!r} is given twice.")
+            raise InputError(f"codec {text!r}: field {field!r} is given twice.")
         try:
             values[field] = _parse(value, kinds[field])
         except ValueError as error:
-            raise ValueError(f"codec {text!r}: {field} {error}.") from None
+            raise InputError(f"codec {text!r}: {field} {error}.") from None
     try:
         return cls(**values)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"codec {text!r}: {error}") from error
+        raise InputError(f"codec {text!r}: {error}") from error
 
 
 def format_codec(codec: Codec) -> str:
     """The text that `parse_codec` reads as this codec.
 
     Raises:
-      ValueError: the codec is not registered, or a value cannot be written.
+      InputError: the codec is not registered, or a value cannot be written.
     """
     cls = codec_class(codec.name)
     if type(codec) is not cls:
-        raise ValueError(
+        raise InputError(
             f"the codec name {codec.name!r} means {cls.__qualname__}, not "
             f"{type(codec).__qualname__}; register it under a name of its own."
         )
@@ -127,12 +128,12 @@ def format_codec(codec: Codec) -> str:
             parts.append(f"{field.name}={_format(value)}")
     text = codec.name + (":" + ",".join(parts) if parts else "")
     if parse_codec(text) != codec:
-        raise ValueError(f"{codec!r} cannot be written as text: got {text!r}.")
+        raise InputError(f"{codec!r} cannot be written as text: got {text!r}.")
     return text
 
 
 def _check_fields(cls: type[Codec]) -> None:
-    """Raises TypeError where a field has no default or cannot be read from text."""
+    """Raises `InputTypeError` for a field without a default or a readable type."""
     kinds = _field_kinds(cls)
     for field in dataclasses.fields(cls):
         where = f"{cls.__qualname__}.{field.name}"
@@ -142,9 +143,9 @@ def _check_fields(cls: type[Codec]) -> None:
             field.default is dataclasses.MISSING
             and field.default_factory is dataclasses.MISSING
         ):
-            raise TypeError(f"{where} needs a default.")
+            raise InputTypeError(f"{where} needs a default.")
         if not _readable(kinds[field.name]):
-            raise TypeError(
+            raise InputTypeError(
                 f"{where} is annotated {field.type}; it must be int, float, bool, str, "
                 "a Literal of strings, or one of these | None."
             )
@@ -202,13 +203,13 @@ def _parse(text: str, kind: Any) -> Any:
     if origin is Literal:
         choices = typing.get_args(kind)
         if text not in choices:
-            raise ValueError(f"must be one of {', '.join(choices)}, got {text!r}")
+            raise InputError(f"must be one of {', '.join(choices)}, got {text!r}")
         return text
     if kind is bool:
         if text.lower() not in _WORDS:
-            raise ValueError(f"must be true or false, got {text!r}")
+            raise InputError(f"must be true or false, got {text!r}")
         return _WORDS[text.lower()]
     try:
         return kind(text)
     except ValueError:
-        raise ValueError(f"must be of type {kind.__name__}, got {text!r}") from None
+        raise InputError(f"must be of type {kind.__name__}, got {text!r}") from None

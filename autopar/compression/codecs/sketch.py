@@ -31,6 +31,7 @@ from autopar.compression.codecs.codec import (
 from autopar.compression.codecs.registry import register_codec
 from autopar.compression.codecs.sparse import check_ratio, kept, shared_salt
 from autopar.compression.codecs.threshold import kth_largest, quantile
+from autopar_errors import InputError
 
 
 @register_codec
@@ -65,7 +66,7 @@ class Sketch(Codec):
         check_ratio(self, self.ratio)
         check_ratio(self, self.heavy, "heavy")
         if self.rows not in (1, 3, 5):
-            raise ValueError(f"sketch: rows must be 1, 3 or 5, got {self.rows}.")
+            raise InputError(f"sketch: rows must be 1, 3 or 5, got {self.rows}.")
 
     def columns(self, elements: int) -> int:
         """C, the length of a row for so many elements."""

@@ -30,6 +30,7 @@ from autopar.compression.codecs.codec import (
     State,
 )
 from autopar.compression.codecs.registry import register_codec
+from autopar_errors import InputError
 
 Values = Literal["bf16", "f32"]
 
@@ -74,9 +75,9 @@ def group_size(shape: tuple[int, ...], workers: int, *, scatter: bool) -> int:
 
 
 def check_ratio(codec: Codec, ratio: float, field: str = "ratio") -> None:
-    """Raises ValueError unless 0 < ``ratio`` <= 1."""
+    """Raises `InputError` unless 0 < ``ratio`` <= 1."""
     if not 0 < ratio <= 1:
-        raise ValueError(
+        raise InputError(
             f"{codec.name}: {field} is the share of the elements that is sent, in "
             f"(0, 1]; got {ratio}."
         )
@@ -344,12 +345,12 @@ class BlockTopK(Codec):
     def __post_init__(self) -> None:
         """Check the values."""
         if not 1 <= self.block <= 256:
-            raise ValueError(
+            raise InputError(
                 f"blocktopk: block must be 1 to 256, for a place is one byte; got "
                 f"{self.block}."
             )
         if not 1 <= self.k <= self.block:
-            raise ValueError(
+            raise InputError(
                 f"blocktopk: k must be 1 to block = {self.block}, got {self.k}."
             )
 

@@ -32,6 +32,7 @@ from autopar.compression.codecs.sparse import (
     send_selected,
     shared_salt,
 )
+from autopar_errors import InputError
 
 _WORD = 32
 # Words of which the bits are summed in one product.
@@ -198,7 +199,7 @@ class Threshold(Codec):
         """Check the values."""
         check_ratio(self, self.ratio)
         if self.every < 1:
-            raise ValueError(
+            raise InputError(
                 f"threshold: every counts steps and must be positive, got {self.every}."
             )
 

@@ -44,6 +44,7 @@ from autopar.compression.policies.signals import (
     restore,
     saved,
 )
+from autopar_errors import InputError
 
 Track = dict[str, Any]
 """Of what is decided on together: ``critical``, ``previous`` (norm of the last window
@@ -108,7 +109,7 @@ class Accordion:
         steps = self.horizon or self.every * self.window
         object.__setattr__(self, "horizon", steps)
         if not self.eta > 0:
-            raise ValueError(f"Accordion: eta must be positive, got {self.eta}.")
+            raise InputError(f"Accordion: eta must be positive, got {self.eta}.")
 
     def observe(self, seen: Observation) -> Mapping[str, str] | None:
         """See `autopar.compression.policies.policy.Policy`."""
@@ -162,7 +163,7 @@ class Accordion:
         """Goes on from a saved state.
 
         Raises:
-          ValueError: it is that of another policy.
+          InputError: it is that of another policy.
         """
         restore(self.state, values, "Accordion")
 

@@ -35,6 +35,7 @@ from autopar.compression.policies.probe import (
     topk_family,
 )
 from autopar.compression.policies.signals import DENSE, check_count, restore, saved
+from autopar_errors import InputError
 from autopar_solver import CodecSelection, solve_selection
 
 Optimizer = Literal["adam", "sgd"]
@@ -81,16 +82,16 @@ class AcrossFamilies:
         set_codecs(self, self.reference, self.options)
         check_count("AcrossFamilies", every=self.every)
         if not (self.bandwidth_bytes_per_s > 0 and self.latency_s >= 0):
-            raise ValueError(
+            raise InputError(
                 "AcrossFamilies: bandwidth_bytes_per_s must be positive and latency_s "
                 f"not negative, got {self.bandwidth_bytes_per_s} and {self.latency_s}."
             )
         if self.budget is not None and not self.budget >= 0:
-            raise ValueError(
+            raise InputError(
                 f"AcrossFamilies: budget must not be negative, got {self.budget}."
             )
         if self.optimizer not in ("adam", "sgd"):
-            raise ValueError(
+            raise InputError(
                 "AcrossFamilies: optimizer must be adam or sgd, got "
                 f"{self.optimizer!r}."
             )
@@ -141,7 +142,7 @@ class AcrossFamilies:
         """Goes on from a saved state.
 
         Raises:
-          ValueError: it is that of another policy.
+          InputError: it is that of another policy.
         """
         restore(self.state, values, "AcrossFamilies")
 

@@ -22,6 +22,7 @@ from autopar.compression.policies.signals import (
     restore,
     saved,
 )
+from autopar_errors import InputError
 
 
 @dataclasses.dataclass(slots=True)
@@ -71,7 +72,7 @@ class Dct:
         )
         check_share("Dct", least_gain=self.least_gain)
         if not 0.0 < self.ratio <= self.most <= 1.0:
-            raise ValueError(
+            raise InputError(
                 "Dct: needs 0 < ratio <= most <= 1, got ratio="
                 f"{self.ratio}, most={self.most}."
             )
@@ -102,7 +103,7 @@ class Dct:
         """Goes on from a saved state.
 
         Raises:
-          ValueError: it is that of another policy.
+          InputError: it is that of another policy.
         """
         restore(self.state, values, "Dct")
 

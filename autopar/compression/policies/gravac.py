@@ -69,6 +69,7 @@ from autopar.compression.policies.signals import (
     updates,
 )
 from autopar.compression.policies.topk import TEN_TO_THOUSAND
+from autopar_errors import InputError
 
 GainOf = Literal["norms", "energy", "updates", "signal", "signal-updates"]
 
@@ -156,13 +157,13 @@ class GraVAC:
     def __post_init__(self) -> None:
         """Checks the options."""
         if not self.levels:
-            raise ValueError("GraVAC: needs at least one level; see topk_levels.")
+            raise InputError("GraVAC: needs at least one level; see topk_levels.")
         object.__setattr__(self, "levels", tuple(canonical(x) for x in self.levels))
         check_count("GraVAC", every=self.every, window=self.window, retry=self.retry)
         steps = self.horizon or self.every * self.window
         object.__setattr__(self, "horizon", steps)
         if self.gain_of not in _SUMS:
-            raise ValueError(
+            raise InputError(
                 f"GraVAC: gain_of must be one of {', '.join(_SUMS)}, got "
                 f"{self.gain_of!r}."
             )
@@ -170,9 +171,9 @@ class GraVAC:
             "GraVAC", epsilon=self.epsilon, alpha=self.alpha, explore=self.explore
         )
         if not 0.0 <= self.b2 < 1.0:
-            raise ValueError(f"GraVAC: b2 must be from 0 to below 1, got {self.b2}.")
+            raise InputError(f"GraVAC: b2 must be from 0 to below 1, got {self.b2}.")
         if self.alpha == 0.0 or self.omega < 0.0:
-            raise ValueError(
+            raise InputError(
                 "GraVAC: alpha must be positive and omega not negative, got alpha="
                 f"{self.alpha}, omega={self.omega}."
             )
@@ -240,11 +241,11 @@ class GraVAC:
         """Goes on from a saved state.
 
         Raises:
-          ValueError: it is that of another policy, or of other levels.
+          InputError: it is that of another policy, or of other levels.
         """
         found = values.get("throughput", ())
         if len(found) not in (0, len(self.levels)):
-            raise ValueError(
+            raise InputError(
                 f"GraVAC: the saved state is of {len(found)} levels, this one has "
                 f"{len(self.levels)}."
             )

@@ -31,6 +31,7 @@ from autopar.compression.policies.measured import (
 from autopar.compression.policies.policy import MeasuredErrors, Observation
 from autopar.compression.policies.probe import powersgd_family
 from autopar.compression.policies.signals import check_count, restore, saved
+from autopar_errors import InputError
 from autopar_solver import LGreCoProblem, solve_lgreco
 
 
@@ -64,7 +65,7 @@ class LGreCo:
         set_codecs(self, self.reference, self.options)
         check_count("LGreCo", every=self.every)
         if not 0 < self.alpha < math.inf:
-            raise ValueError(f"LGreCo: alpha must be positive, got {self.alpha}.")
+            raise InputError(f"LGreCo: alpha must be positive, got {self.alpha}.")
 
     @property
     def probes(self) -> tuple[str, ...]:
@@ -121,6 +122,6 @@ class LGreCo:
         """Goes on from a saved state.
 
         Raises:
-          ValueError: it is that of another policy.
+          InputError: it is that of another policy.
         """
         restore(self.state, values, "LGreCo")

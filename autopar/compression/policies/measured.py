@@ -13,6 +13,7 @@ from autopar.compression.policies.policy import (
     Saving,
 )
 from autopar.compression.policies.signals import canonical, changes
+from autopar_errors import InputError
 
 Chooser = Callable[[Mapping[str, MeasuredErrors]], Mapping[str, str]]
 Reports = Mapping[str, GradientReport]
@@ -37,7 +38,7 @@ class ChoiceState:
 def set_codecs(policy: Any, reference: str, options: Sequence[str]) -> None:
     """Writes a policy's codecs as the reports do."""
     if not options:
-        raise ValueError(f"{type(policy).__name__}: needs at least one option.")
+        raise InputError(f"{type(policy).__name__}: needs at least one option.")
     object.__setattr__(policy, "reference", canonical(reference))
     object.__setattr__(policy, "options", tuple(canonical(text) for text in options))
 

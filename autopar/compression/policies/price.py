@@ -26,17 +26,19 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from autopar_errors import InputError
+
 
 def check_rate(rate: Callable[[int], Any], steps: int) -> None:
-    """Raises ValueError unless the rate of the last step is positive."""
+    """Raises `InputError` unless the rate of the last step is positive."""
     if steps < 1:
-        raise ValueError(
+        raise InputError(
             f"GraVAC: rate needs the number of steps it is for, got steps={steps}; "
             "say steps=10_000 for a training that may end after so many."
         )
     last = float(rate(steps))
     if not (math.isfinite(last) and last > 0.0):
-        raise ValueError(
+        raise InputError(
             f"GraVAC: rate({steps}) must be positive, got {last}. Steps at "
             "a rate of 0 make no progress; state a smaller number of steps, by which "
             "the training may have reached what it is for."

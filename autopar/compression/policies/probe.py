@@ -30,6 +30,7 @@ from autopar.compression.exchange import chunk_elements, exchange, wire_cost
 from autopar.compression.fallback import Alone
 from autopar.compression.policies.policy import Choice, MeasuredErrors
 from autopar.compression.policies.signals import MIN_ELEMENTS
+from autopar_errors import InputError
 
 WARM_UP = 5
 """Encodings of a sample by a codec with a state before its error counts: the power
@@ -54,7 +55,7 @@ class Probe:
     def __post_init__(self) -> None:
         """Checks the number of workers."""
         if self.workers < 2:
-            raise ValueError(
+            raise InputError(
                 f"Probe: with {self.workers} workers nothing is sent; needs 2 or more."
             )
 
@@ -70,7 +71,7 @@ class Probe:
           texts: the codecs, `autopar.compression.policies.policy.ProbingPolicy.probes`.
 
         Raises:
-          ValueError: a sample holds numbers that are not finite.
+          InputError: a sample holds numbers that are not finite.
         """
         _check_samples(samples)
         return {
@@ -108,11 +109,11 @@ def relative_error(codec: Codec, sample: np.ndarray, seed: int = 0) -> float:
     A codec with a state encodes the sample `WARM_UP` times before.
 
     Raises:
-      ValueError: the sample is not finite.
+      InputError: the sample is not finite.
     """
     norm = float(np.linalg.norm(sample.astype(np.float64)))
     if not math.isfinite(norm):
-        raise ValueError(
+        raise InputError(
             f"relative_error: a sample of shape {sample.shape} holds numbers that are "
             "not finite; take it from a step whose gradients are."
         )
@@ -174,7 +175,7 @@ def _encoder(codec: Codec, shape: tuple[int, ...], seed: int) -> tuple[Any, Any]
 def _check_samples(samples: Mapping[str, np.ndarray]) -> None:
     for name, sample in samples.items():
         if not np.isfinite(sample).all():
-            raise ValueError(
+            raise InputError(
                 f"Probe: the sample of gradient {name!r} holds numbers that are not "
                 "finite; take it from a step whose gradients are."
             )

@@ -14,6 +14,7 @@ from typing import Any
 
 from autopar.compression.codecs.registry import format_codec, parse_codec
 from autopar.compression.policies.policy import GradientReport
+from autopar_errors import InputError
 
 DENSE = "dense"
 """The codec of what is not compressed, and that of small gradients in any plan."""
@@ -26,7 +27,7 @@ def canonical(text: str) -> str:
     """A codec's text as the reports of a step write it.
 
     Raises:
-      ValueError: it names no codec.
+      InputError: it names no codec.
 
     >>> canonical(" int8:block=256 ")
     'int8'
@@ -125,17 +126,17 @@ def changes(
 
 
 def check_count(where: str, **counts: int) -> None:
-    """Raises ValueError unless all numbers are positive."""
+    """Raises `InputError` unless all numbers are positive."""
     for name, value in counts.items():
         if value < 1:
-            raise ValueError(f"{where}: {name} must be at least 1, got {value}.")
+            raise InputError(f"{where}: {name} must be at least 1, got {value}.")
 
 
 def check_share(where: str, **shares: float) -> None:
-    """Raises ValueError unless all numbers are from 0 to 1."""
+    """Raises `InputError` unless all numbers are from 0 to 1."""
     for name, value in shares.items():
         if not 0.0 <= value <= 1.0:
-            raise ValueError(f"{where}: {name} must be from 0 to 1, got {value}.")
+            raise InputError(f"{where}: {name} must be from 0 to 1, got {value}.")
 
 
 def saved(state: Any) -> dict[str, Any]:
@@ -147,11 +148,11 @@ def restore(state: Any, values: Mapping[str, Any], where: str) -> None:
     """Fills a policy's state with what `saved` returned.
 
     Raises:
-      ValueError: it was saved by another policy.
+      InputError: it was saved by another policy.
     """
     fields = [field.name for field in dataclasses.fields(state)]
     if sorted(values) != sorted(fields):
-        raise ValueError(
+        raise InputError(
             f"{where}: its saved state has {', '.join(sorted(fields))}, got "
             f"{', '.join(sorted(values)) or 'nothing'}; load what the state_dict() of "
             f"a {where} returned."

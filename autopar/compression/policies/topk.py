@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from autopar.compression.policies.signals import canonical
+from autopar_errors import InputError
 
 Stepping = Literal["geometric", "exponential"]
 
@@ -33,12 +34,12 @@ def topk_levels(
     ('topk:ratio=0.1', 'topk:ratio=0.05', 'topk:ratio=0.0125', 'topk:ratio=0.001')
     """
     if not (1.0 <= least <= most and factor > 1.0):
-        raise ValueError(
+        raise InputError(
             "topk_levels: needs 1 <= least <= most and factor > 1, got least="
             f"{least}, most={most}, factor={factor}."
         )
     if stepping not in ("geometric", "exponential"):
-        raise ValueError(
+        raise InputError(
             f"topk_levels: stepping must be geometric or exponential, got {stepping!r}."
         )
     factors = [least]

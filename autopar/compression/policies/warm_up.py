@@ -115,7 +115,7 @@ class WarmUp:
         """Goes on from a saved state.
 
         Raises:
-          ValueError: it is that of another policy.
+          InputError: it is that of another policy.
         """
         restore(self.state, values.get("warm_up", {}), "WarmUp")
         load = getattr(self.then, "load_state_dict", None)

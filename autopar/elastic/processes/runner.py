@@ -38,6 +38,7 @@ from autopar.elastic.processes.messages import (
 )
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.elastic.resolve import Resolved
+from autopar.errors import RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
 
 _TICK_S = 0.25
@@ -227,7 +228,7 @@ class Runner:
                 assert host.stdout is not None
                 return json.loads(host.stdout.readline())["address"]
             host.kill()
-        raise RuntimeError("the coordination service does not start; see above.")
+        raise RunError("the coordination service does not start; see above.")
 
     def fill(self, generation: int, ranks: list[int]) -> None:
         """See `Actions`."""
@@ -443,7 +444,7 @@ def command(folder: pathlib.Path, **words: Any) -> Message:
 
     Raises:
       OSError: there is none, or it does not answer.
-      ValueError: the state file of the run is damaged.
+      InputError: the state file of the run is damaged.
     """
     state = json.loads((folder / "run.json").read_text())
     connection = connect("127.0.0.1", state["port"], timeout_s=_ANSWER_S)

@@ -15,6 +15,8 @@ from typing import Final
 
 import numpy as np
 
+from autopar_errors import InputError
+
 _HEADER = re.compile(r"^(ENTRY )?%?([\w.\-]+) \(.*\{$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
 _LEAF = re.compile(r"\b([a-z]+\d*\w*)\[([\d,<=]*)\]")
@@ -139,7 +141,7 @@ def parse_module(text: str) -> HloModule:
     found = list(_computations(text))
     entries = [c.name for c, is_entry in found if is_entry]
     if not header.startswith("HloModule") or not entries:
-        raise ValueError(
+        raise InputError(
             "parse_module: expected the text of an HLO module with an ENTRY "
             f"computation, got {header[:60]!r}; pass compiled.as_text()."
         )
@@ -170,7 +172,7 @@ def _instruction(name: str, text: str) -> Instruction:
     end = _closing(text, 0) + 1 if text.startswith("(") else text.find(" ")
     opens = text.find("(", end)
     if end < 0 or opens < 0:
-        raise ValueError(f"hlo: {text!r} is not an instruction.")
+        raise InputError(f"hlo: {text!r} is not an instruction.")
     shapes = tuple(
         Shape(dtype, tuple(int(d.lstrip("<=")) for d in dims.split(",") if d))
         for dtype, dims in _LEAF.findall(text[:end])
@@ -194,7 +196,7 @@ def _closing(text: str, opens: int) -> int:
         depth += {"(": 1, ")": -1}.get(text[position], 0)
         if depth == 0:
             return position
-    raise ValueError(f"hlo: no closing parenthesis in {text[opens : opens + 80]!r}.")
+    raise InputError(f"hlo: no closing parenthesis in {text[opens : opens + 80]!r}.")
 
 
 def device_groups(instruction: Instruction, num_devices: int) -> np.ndarray:
@@ -223,7 +225,7 @@ def parse_instruction(line: str) -> Instruction:
     """Parses one line of a computation."""
     found = _INSTRUCTION.match(" " + line.strip())
     if found is None:
-        raise ValueError(f"hlo: {line!r} is not an instruction.")
+        raise InputError(f"hlo: {line!r} is not an instruction.")
     return _instruction(found[2], found[3])
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from autopar_errors import InternalError
 from autopar_passes.graph.operators import Operator, OperatorGraph
 
 # How many operators are printed before the culprit, and after it.
 _AROUND = 3
 
 
-class GraphError(Exception):
+class GraphError(InternalError):
     """An operator graph breaks an invariant: an error of autopar, not of its user."""
 
 

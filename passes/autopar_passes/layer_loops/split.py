@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from autopar_errors import InputError
 from autopar_passes import jax_compat
 from autopar_passes.layer_loops.operators import (
     POINTWISE,
@@ -56,7 +57,7 @@ def in_pieces(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> TracedS
       sizes: carried flat argument -> how many layers each of its pieces has.
 
     Raises:
-      ValueError: an argument is not carried, or sizes do not add up to its layers.
+      InputError: an argument is not carried, or sizes do not add up to its layers.
     """
     if not sizes:
         return traced
@@ -86,11 +87,11 @@ def in_pieces(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> TracedS
 
 
 def _check_sizes(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> None:
-    """Raises `ValueError` for pieces that are not of a carried argument."""
+    """Raises `InputError` for pieces that are not of a carried argument."""
     for k, own in sizes.items():
         value = traced.program.values[traced.program.body.inputs[k]]
         if k not in traced.carried or not value.shape or sum(own) != value.shape[0]:
-            raise ValueError(
+            raise InputError(
                 f"pieces of {list(own)} layers do not make up argument {k}, "
                 f"'{traced.input_paths[k]}' of shape {value.shape}."
             )

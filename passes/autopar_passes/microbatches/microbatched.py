@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import enum
 
+from autopar_errors import InputError
 from autopar_passes.program.equations import Program
 from autopar_passes.program.trace import TracedStep
 
 
-class MicrobatchError(ValueError):
+class MicrobatchError(InputError):
     """The step cannot be split into microbatches with its meaning kept."""
 
 

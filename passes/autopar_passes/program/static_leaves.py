@@ -16,6 +16,8 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from autopar_errors import InputTypeError
+
 T = TypeVar("T")
 
 _TRACED = (jax.Array, Tracer, jax.ShapeDtypeStruct, np.ndarray, np.generic)
@@ -24,7 +26,7 @@ _NUMBERS = (bool, int, float, complex)
 _NO_TYPE = frozenset("OUSMm")
 
 
-class StaticError(TypeError):
+class StaticError(InputTypeError):
     """A leaf is neither an array nor something that can stay fixed."""
 
 

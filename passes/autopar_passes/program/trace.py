@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 
+from autopar_errors import InputError
 from autopar_passes import jax_compat
 from autopar_passes.program.calls import (
     Call,
@@ -37,7 +38,7 @@ from autopar_passes.program.static_leaves import struct_of
 _ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError)
 
 
-class TraceError(ValueError):
+class TraceError(InputError):
     """The step cannot be traced by JAX."""
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from autopar_errors import InputError
 from autopar_passes.program.equations import Equation, Program
 
 FULL, DOTS = "full", "dots"
@@ -13,7 +14,7 @@ LEVELS = (FULL, DOTS)
 NAMES = "names="
 
 
-class RematError(ValueError):
+class RematError(InputError):
     """The layers of a program cannot be computed again as is asked for."""
 
 

@@ -50,7 +50,7 @@ def kernel_rule(
       read: for each result, whether anything reads it.
 
     Raises:
-      ValueError: a registered rule splits what shards of the kernel cannot.
+      InputError: a registered rule splits what shards of the kernel cannot.
     """
     if eqn.primitive == manual.PRIMITIVE:
         return manual.manual_rule(operands, results, eqn.params)

@@ -23,6 +23,7 @@ from typing import Any
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_passes import jax_compat
 from autopar_passes.rules.factor_rule import Dims, FactorKind, FactorRule
 
@@ -92,7 +93,7 @@ def check_rule(params: dict[str, Any], rule: FactorRule, name: str) -> FactorRul
     """Returns a registered rule, once it is sure that shards can run.
 
     Raises:
-      ValueError: the rule splits a dimension that no dimension of the grid follows.
+      InputError: the rule splits a dimension that no dimension of the grid follows.
     """
     found = _blocks(params)
     blocks = () if found is None else (*found.operands, *found.results)
@@ -106,7 +107,7 @@ def check_rule(params: dict[str, Any], rule: FactorRule, name: str) -> FactorRul
                 and block.tiled(d, found.grid if found else ())
             )
             if not tiled and set(factors) & rule.free:
-                raise ValueError(
+                raise InputError(
                     f"the rule registered for the kernel '{name}' splits dimension "
                     f"{d} of array {number} of {len(whole)}, which no dimension of "
                     "its grid follows block by block. Make its factors BLOCKED."

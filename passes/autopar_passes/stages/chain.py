@@ -16,6 +16,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar_errors import InputError
+
 # Between 0, where only the work counts, and 2, where two stretches may become one to
 # save a typical boundary.
 WEIGHT = 0.5
@@ -79,14 +81,14 @@ def cut_chain(
       The unit at which each stretch begins; the first is 0.
 
     Raises:
-      ValueError: there are fewer units than stretches, or no stretch.
+      InputError: there are fewer units than stretches, or no stretch.
 
     >>> cut_chain(np.ones(4), np.array([0.0, 9.0, 1.0, 9.0]), 2)
     (0, 2)
     """
     units = len(work)
     if not 1 <= stretches <= units:
-        raise ValueError(
+        raise InputError(
             f"cut_chain: {units} units make 1 to {units} stretches, not {stretches}."
         )
     costs = _costs(work, crossing, stretches)

@@ -13,13 +13,14 @@ import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
+from autopar_errors import InputError
 from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.program.equations import Program
 from autopar_passes.stages.flow import Flow, reads
 
 
-class CutError(ValueError):
+class CutError(InputError):
     """A program cannot be cut like this."""
 
 

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.status import Status
 
 
@@ -38,19 +39,19 @@ class AllocationProblem:
         """Refuses arrays that do not fit together.
 
         Raises:
-            ValueError: lengths differ, a value is not finite, or a number is out of its
+            InputError: lengths differ, a value is not finite, or a number is out of its
                 range.
         """
         size = len(self.jobs)
         lengths = {len(self.values), len(self.kinds), len(self.counts), size}
         if len(lengths) != 1:
-            raise ValueError(
+            raise InputError(
                 f"allocation: arrays of options have lengths {sorted(lengths)}; give "
                 "one value, kind and count for each option."
             )
         if not np.all(np.isfinite(self.values)):
             option = int(np.flatnonzero(~np.isfinite(self.values))[0])
-            raise ValueError(
+            raise InputError(
                 f"allocation: option {option} of job {self.jobs[option]} is worth "
                 f"{self.values[option]}; give a finite value, or leave it out."
             )
@@ -58,16 +59,16 @@ class AllocationProblem:
             np.any(np.diff(self.jobs) < 0)
             or not 0 <= self.jobs[0] <= self.jobs[-1] < len(self.required)
         ):
-            raise ValueError(
+            raise InputError(
                 "allocation: jobs must rise from 0 to the number of `required` less 1."
             )
         if np.any(self.counts < 1) or np.any(self.budgets < 0):
-            raise ValueError(
+            raise InputError(
                 "allocation: options take at least 1 device, and budgets are at least "
                 "0."
             )
         if size and not 0 <= self.kinds.min() <= self.kinds.max() < len(self.budgets):
-            raise ValueError(
+            raise InputError(
                 f"allocation: kinds go from 0 to {len(self.budgets) - 1}, the number "
                 "of budgets less 1."
             )

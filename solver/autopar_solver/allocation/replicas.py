@@ -6,6 +6,8 @@ import heapq
 import itertools
 from collections.abc import Sequence
 
+from autopar_errors import InputError
+
 
 def deal_out(seconds: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
     """Deals microbatches out so that the last replica ends as early as can be.
@@ -23,7 +25,7 @@ def deal_out(seconds: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
     Returns the number of each replica.
 
     Raises:
-      ValueError: there are too few for each replica to have one, or too many for
+      InputError: there are too few for each replica to have one, or too many for
         what they may have; or seconds decrease.
 
     >>> deal_out([[1, 2, 3, 4], [2, 4, 6, 8]], 3)
@@ -32,10 +34,10 @@ def deal_out(seconds: Sequence[Sequence[float]], count: int) -> tuple[int, ...]:
     (8, 4)
     """
     if any(b < a for row in seconds for a, b in itertools.pairwise(row)):
-        raise ValueError("deal_out: seconds must not decrease with microbatches.")
+        raise InputError("deal_out: seconds must not decrease with microbatches.")
     most = sum(len(row) for row in seconds)
     if not (len(seconds) <= count <= most and all(seconds)):
-        raise ValueError(
+        raise InputError(
             f"deal_out: {count} microbatches for {len(seconds)} replicas, which may "
             f"have {most} together and need one each."
         )

@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from autopar_errors import InputError
 from autopar_solver.ilp.cbc import solve_cbc
 from autopar_solver.ilp.highs import solve_highs
 from autopar_solver.ilp.program import Backend
@@ -13,9 +14,9 @@ def backend_of(name: str) -> Backend:
     """Returns the backend of a name.
 
     Raises:
-        ValueError: there is none.
+        InputError: there is none.
     """
     backends: dict[str, Backend] = {"highs": solve_highs, "cbc": solve_cbc}
     if name not in backends:
-        raise ValueError(f'backend {name!r}: there are only "highs" and "cbc".')
+        raise InputError(f'backend {name!r}: there are only "highs" and "cbc".')
     return backends[name]

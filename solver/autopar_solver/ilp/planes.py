@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.ilp.highs import solve_without_integrality
 from autopar_solver.ilp.program import IntegerProgram
 
@@ -28,7 +29,7 @@ def highest_minimum(
         ``[weights]``, one set of them where several are as good.
 
     Raises:
-        ValueError: there is no plane, a height is negative, or the arrays do not fit
+        InputError: there is no plane, a height is negative, or the arrays do not fit
             together.
 
     >>> highest_minimum([1.0, 3.0], np.array([[2.0], [-2.0]]), np.array([[True]]))
@@ -37,13 +38,13 @@ def highest_minimum(
     base = np.asarray(heights, np.float64)
     planes, weights = slopes.shape
     if len(base) != planes or groups.shape[1] != weights or not planes:
-        raise ValueError(
+        raise InputError(
             f"highest_minimum: {len(base)} heights, slopes {slopes.shape} and groups "
             f"{groups.shape} do not fit together; give a row of slopes for each "
             "height, one at least, and a column for each weight."
         )
     if base.min() < 0:
-        raise ValueError(f"highest_minimum: a height is negative: {base.min():g}.")
+        raise InputError(f"highest_minimum: a height is negative: {base.min():g}.")
     answer = solve_without_integrality(_program(base, slopes, groups))
     assert answer is not None  # no weights at all are possible
     return answer[0][:weights]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.selection.problem import BUDGET_TOLERANCE, CodecSelection
 from autopar_solver.selection.solution import SelectionCost, SelectionResult
 from autopar_solver.status import Status
@@ -15,7 +16,7 @@ def recompute(problem: CodecSelection, choices: Sequence[int]) -> SelectionCost:
     """Adds up what choices cost by running the link, without any solver.
 
     Raises:
-        ValueError: the choices do not name one existing option per gradient.
+        InputError: the choices do not name one existing option per gradient.
     """
     _check_choices(problem, choices)
     local = math.fsum(_chosen(problem.local_s, choices))
@@ -71,25 +72,25 @@ def wire_weights(problem: CodecSelection, choices: Sequence[int]) -> tuple[float
 
 
 def check_selection(problem: CodecSelection, result: SelectionResult) -> None:
-    """Raises ValueError unless the result is what it says it is."""
+    """Raises `InputError` unless the result is what it says it is."""
     if result.status in (Status.INFEASIBLE, Status.UNKNOWN):
         if result.choices:
-            raise ValueError(f"{problem.name}: {result.status} but has choices.")
+            raise InputError(f"{problem.name}: {result.status} but has choices.")
         return
     cost = recompute(problem, result.choices)
     for field in dataclasses.fields(cost):
         found, said = getattr(cost, field.name), getattr(result, field.name)
         if not math.isclose(found, said, rel_tol=1e-9, abs_tol=1e-300):
-            raise ValueError(f"{problem.name}: {field.name} is {found}, not {said}.")
+            raise InputError(f"{problem.name}: {field.name} is {found}, not {said}.")
     if not math.isfinite(cost.cost_s + cost.error + cost.memory_bytes):
-        raise ValueError(f"{problem.name}: the result uses a forbidden option.")
+        raise InputError(f"{problem.name}: the result uses a forbidden option.")
     if not fits_budgets(problem, cost):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: error {cost.error} of {problem.error_budget}, memory "
             f"{cost.memory_bytes} of {problem.memory_limit}: over a budget."
         )
     if result.bound_s > result.cost_s + 1e-9 * abs(result.cost_s):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: bound {result.bound_s} above cost {result.cost_s}."
         )
 
@@ -111,11 +112,11 @@ def _chosen(rows: Sequence[np.ndarray], choices: Sequence[int]) -> list[float]:
 def _check_choices(problem: CodecSelection, choices: Sequence[int]) -> None:
     sizes = problem.num_options
     if len(choices) != len(sizes):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: {len(choices)} choices for {len(sizes)} gradients."
         )
     for index, (choice, size) in enumerate(zip(choices, sizes, strict=True)):
         if not 0 <= choice < size:
-            raise ValueError(
+            raise InputError(
                 f"{problem.name}: gradient {index} has no option {choice}."
             )

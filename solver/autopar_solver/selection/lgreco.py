@@ -36,6 +36,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.ilp.backends import BackendName, backend_of
 from autopar_solver.ilp.program import IntegerProgram, StopCriteria
 from autopar_solver.status import Status
@@ -63,7 +64,7 @@ class LGreCoProblem:
         buckets: into how many parts the budget is divided.
 
     Raises:
-        ValueError: an array has the wrong shape or values; the message names it.
+        InputError: an array has the wrong shape or values; the message names it.
 
     >>> problem = LGreCoProblem(
     ...     error=(np.array([4.0, 1.0]), np.array([9.0, 5.0])),
@@ -83,17 +84,17 @@ class LGreCoProblem:
     def __post_init__(self) -> None:
         """Checks shapes and values."""
         if not len(self.error) == len(self.size) == len(self.reference) > 0:
-            raise ValueError(
+            raise InputError(
                 "L-GreCo: error, size and reference must name the same layers, at "
                 f"least one, got {len(self.error)}, {len(self.size)} and "
                 f"{len(self.reference)}."
             )
         if not 0 <= self.alpha < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"L-GreCo: alpha must be finite and not negative, got {self.alpha}."
             )
         if self.buckets < 1:
-            raise ValueError(f"L-GreCo: buckets must be positive, got {self.buckets}.")
+            raise InputError(f"L-GreCo: buckets must be positive, got {self.buckets}.")
         for layer in range(len(self.error)):
             _check_layer(self, layer)
 
@@ -186,7 +187,7 @@ def solve_lgreco_ilp(
         backend: who solves it: "highs", or "cbc" through PuLP.
 
     Raises:
-        ValueError: there is no such backend.
+        InputError: there is no such backend.
     """
     begin = time.monotonic()
     budget = problem.error_budget if error_budget is None else error_budget
@@ -290,17 +291,17 @@ def _check_layer(problem: LGreCoProblem, layer: int) -> None:
     reference = problem.reference[layer]
     where = f"L-GreCo: layer {layer}"
     if error.ndim != 1 or not error.size or error.shape != size.shape:
-        raise ValueError(
+        raise InputError(
             f"{where}: error and size must be two non-empty rows of one length, got "
             f"shapes {error.shape} and {size.shape}."
         )
     if not ((error >= 0).all() and (size >= 0).all() and np.isfinite(size).all()):
-        raise ValueError(
+        raise InputError(
             f"{where}: errors must be numbers from 0 to inf and sizes finite and not "
             f"negative, got {error} and {size}."
         )
     if not 0 <= reference < len(error) or not math.isfinite(error[reference]):
-        raise ValueError(
+        raise InputError(
             f"{where}: the reference must name a parameter of finite error, got "
             f"{reference}."
         )

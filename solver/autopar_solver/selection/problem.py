@@ -23,6 +23,8 @@ import math
 
 import numpy as np
 
+from autopar_errors import InputError
+
 BUDGET_TOLERANCE = 1e-8
 """By what share of a budget a sum may be over it: ten times the backends' own."""
 
@@ -44,7 +46,7 @@ class CodecSelection:
         memory_budget_bytes: what that may add up to; None for no limit.
 
     Raises:
-        ValueError: an array has the wrong shape or values, or a gradient has no
+        InputError: an array has the wrong shape or values, or a gradient has no
             option that is possible; the message names it.
 
     >>> CodecSelection(
@@ -76,7 +78,7 @@ class CodecSelection:
             ("memory_budget_bytes", self.memory_budget_bytes),
         ):
             if budget is not None and not budget >= 0:
-                raise ValueError(
+                raise InputError(
                     f"{self.name}: {field} must not be negative, got {budget}."
                 )
 
@@ -114,7 +116,7 @@ def _check_options(problem: CodecSelection) -> None:
     size = len(problem.wire_s)
     for field, rows in fields.items():
         if len(rows) != size:
-            raise ValueError(
+            raise InputError(
                 f"{problem.name}: {field} has {len(rows)} gradients, wire_s {size}."
             )
     for index, expected in enumerate(problem.num_options):
@@ -123,28 +125,28 @@ def _check_options(problem: CodecSelection) -> None:
         for field, rows in fields.items():
             row = rows[index]
             if row.shape != (expected,) or not expected:
-                raise ValueError(
+                raise InputError(
                     f"{where}: {field} must be one non-empty row as long as wire_s, "
                     f"got shape {row.shape}."
                 )
             if not (row >= 0).all():
-                raise ValueError(
+                raise InputError(
                     f"{where}: {field} must be numbers from 0 to inf, got {row}."
                 )
             possible &= np.isfinite(row)
         if not possible.any():
-            raise ValueError(f"{where}: no option is possible: each has an inf.")
+            raise InputError(f"{where}: no option is possible: each has an inf.")
 
 
 def _check_times(problem: CodecSelection) -> None:
     if len(problem.ready_s) != len(problem.wire_s):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: ready_s has {len(problem.ready_s)} gradients, wire_s "
             f"{len(problem.wire_s)}."
         )
     for seconds in (*problem.ready_s, problem.backward_s):
         if not 0 <= seconds < math.inf:
-            raise ValueError(
+            raise InputError(
                 f"{problem.name}: ready_s and backward_s must be finite and not "
                 f"negative, got {seconds}."
             )

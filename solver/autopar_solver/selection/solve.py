@@ -60,7 +60,7 @@ def solve_selection(
         widths: how many labels to keep, in turns; () for the integer program alone.
 
     Raises:
-        ValueError: there is no such backend.
+        InputError: there is no such backend.
 
     >>> import numpy as np
     >>> problem = CodecSelection(

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.sharding.problem import ShardingProblem
 from autopar_solver.sharding.solution import Solution
 from autopar_solver.status import Status
@@ -24,7 +25,7 @@ def evaluate_choices(problem: ShardingProblem, choices: Sequence[int]) -> Evalua
     """Adds up costs and memory; the cost is infinite if a choice is forbidden.
 
     Raises:
-        ValueError: the choices do not name one existing strategy per node.
+        InputError: the choices do not name one existing strategy per node.
     """
     _check_choices(problem, choices)
     costs = [float(row[k]) for row, k in zip(problem.node_costs, choices, strict=True)]
@@ -78,25 +79,25 @@ def usage_over_time(
 
 
 def check_solution(problem: ShardingProblem, solution: Solution) -> None:
-    """Raises ValueError unless the solution is what it says it is."""
+    """Raises `InputError` unless the solution is what it says it is."""
     if solution.status in (Status.INFEASIBLE, Status.UNKNOWN):
         if solution.choices:
-            raise ValueError(f"{problem.name}: {solution.status} but has choices.")
+            raise InputError(f"{problem.name}: {solution.status} but has choices.")
         return
     found = evaluate_choices(problem, solution.choices)
     if not math.isfinite(found.cost):
-        raise ValueError(f"{problem.name}: the solution makes a forbidden choice.")
+        raise InputError(f"{problem.name}: the solution makes a forbidden choice.")
     if not math.isclose(found.cost, solution.cost, rel_tol=1e-9, abs_tol=1e-300):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: the choices cost {found.cost}, not {solution.cost}."
         )
     if problem.memory_limit is not None and found.peak > problem.memory_limit:
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: memory {found.peak} at time {found.peak_time} is over "
             f"the limit {problem.memory_limit}."
         )
     if solution.bound > solution.cost + 1e-9 * abs(solution.cost):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: bound {solution.bound} above cost {solution.cost}."
         )
 
@@ -104,9 +105,9 @@ def check_solution(problem: ShardingProblem, solution: Solution) -> None:
 def _check_choices(problem: ShardingProblem, choices: Sequence[int]) -> None:
     sizes = problem.num_strategies
     if len(choices) != len(sizes):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: {len(choices)} choices for {len(sizes)} nodes."
         )
     for i, (choice, size) in enumerate(zip(choices, sizes, strict=True)):
         if not 0 <= choice < size:
-            raise ValueError(f"{problem.name}: node {i} has no strategy {choice}.")
+            raise InputError(f"{problem.name}: node {i} has no strategy {choice}.")

@@ -15,6 +15,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.sharding.problem import MemoryTerm, ShardingProblem
 
 FORBIDDEN = 1e18
@@ -48,7 +49,7 @@ def read_contest_instance(path: str | Path) -> ShardingProblem:
 
     Raises:
         OSError: the file cannot be read.
-        ValueError: it is not a valid instance; the message says what and where.
+        InputError: it is not a valid instance; the message says what and where.
     """
     path = Path(path)
     data = path.read_bytes()
@@ -57,7 +58,7 @@ def read_contest_instance(path: str | Path) -> ShardingProblem:
             data = gzip.decompress(data)
         raw = msgspec.json.decode(data, type=_File).problem
     except (msgspec.MsgspecError, EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path}: not a contest instance: {error}") from error
+        raise InputError(f"{path}: not a contest instance: {error}") from error
     return _to_problem(raw, raw.name or path.name)
 
 
@@ -71,23 +72,23 @@ def read_contest_solution(path: str | Path) -> tuple[int, ...]:
     try:
         return tuple(msgspec.json.decode(Path(path).read_bytes(), type=list[int]))
     except msgspec.MsgspecError as error:
-        raise ValueError(f"{path}: not a contest solution: {error}") from error
+        raise InputError(f"{path}: not a contest solution: {error}") from error
 
 
 def write_contest_instance(path: str | Path, problem: ShardingProblem) -> None:
     """Writes a problem with at most one memory term per node as plain JSON.
 
     Raises:
-        ValueError: the contest's format cannot hold the problem.
+        InputError: the contest's format cannot hold the problem.
     """
     intervals = [(0, 0)] * len(problem.node_costs)
     usages = [[0.0] * size for size in problem.num_strategies]
     if problem.fixed_memory:
-        raise ValueError(f"{problem.name}: the format has no fixed memory.")
+        raise InputError(f"{problem.name}: the format has no fixed memory.")
     seen: set[int] = set()
     for term in problem.memory:
         if term.node in seen:
-            raise ValueError(f"{problem.name}: node {term.node} has several terms.")
+            raise InputError(f"{problem.name}: node {term.node} has several terms.")
         seen.add(term.node)
         intervals[term.node] = (term.start, term.end)
         usages[term.node] = term.usage.tolist()
@@ -132,7 +133,7 @@ class _ArrayCache:
         if found is None:
             flat = self.array(raw, where)
             if flat.size != rows * columns:
-                raise ValueError(
+                raise InputError(
                     f"{self.name}: {where}: {flat.size} costs for "
                     f"{rows} x {columns} pairs of strategies."
                 )
@@ -144,7 +145,7 @@ class _ArrayCache:
         try:
             values = msgspec.json.decode(text, type=list[float])
         except msgspec.MsgspecError as error:
-            raise ValueError(f"{self.name}: {where}: {error}") from error
+            raise InputError(f"{self.name}: {where}: {error}") from error
         array = np.array(values, np.float64)
         array[array >= self.forbidden] = np.inf
         return array
@@ -153,12 +154,12 @@ class _ArrayCache:
 def _to_problem(raw: _Problem, name: str) -> ShardingProblem:
     nodes, edges = raw.nodes, raw.edges
     if not len(nodes.intervals) == len(nodes.costs) == len(nodes.usages):
-        raise ValueError(
+        raise InputError(
             f"{name}: {len(nodes.intervals)} intervals, {len(nodes.costs)} costs and "
             f"{len(nodes.usages)} usages of nodes; they must be as many."
         )
     if len(edges.nodes) != len(edges.costs):
-        raise ValueError(
+        raise InputError(
             f"{name}: {len(edges.nodes)} edges but {len(edges.costs)} edge costs."
         )
     costs, usages = _ArrayCache(name, FORBIDDEN), _ArrayCache(name, math.inf)
@@ -192,10 +193,10 @@ def _to_problem(raw: _Problem, name: str) -> ShardingProblem:
 
 def _pair(e: int, ends: list[int], sizes: list[int], name: str) -> tuple[int, int]:
     if len(ends) != 2:
-        raise ValueError(f"{name}: edge {e} joins {len(ends)} nodes, not 2.")
+        raise InputError(f"{name}: edge {e} joins {len(ends)} nodes, not 2.")
     i, j = ends
     if not (0 <= i < len(sizes) and 0 <= j < len(sizes)):
-        raise ValueError(f"{name}: edge {e} {ends}: there are only {len(sizes)} nodes.")
+        raise InputError(f"{name}: edge {e} {ends}: there are only {len(sizes)} nodes.")
     return i, j
 
 

@@ -15,6 +15,8 @@ import math
 
 import numpy as np
 
+from autopar_errors import InputError
+
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class MemoryTerm:
@@ -43,7 +45,7 @@ class ShardingProblem:
         fixed_memory: ``(start, end, amount)`` that no choice changes.
 
     Raises:
-        ValueError: an array has the wrong shape or values, or a node or an edge
+        InputError: an array has the wrong shape or values, or a node or an edge
             leaves nothing to choose; the message names it.
 
     >>> ShardingProblem(
@@ -83,7 +85,7 @@ def _check_nodes(problem: ShardingProblem) -> None:
         checked.add(id(costs))
         where = f"{problem.name}: node {i}"
         if costs.ndim != 1 or not costs.size:
-            raise ValueError(
+            raise InputError(
                 f"{where}: costs must be one non-empty row, got shape {costs.shape}."
             )
         _check_costs(costs, where)
@@ -92,15 +94,15 @@ def _check_nodes(problem: ShardingProblem) -> None:
 def _check_costs(costs: np.ndarray, where: str) -> None:
     least = costs.min()
     if math.isnan(least) or least == -math.inf:
-        raise ValueError(f"{where}: costs must be numbers or +inf, got {least}.")
+        raise InputError(f"{where}: costs must be numbers or +inf, got {least}.")
     if least == math.inf:
-        raise ValueError(f"{where}: no feasible choice: every cost is infinite.")
+        raise InputError(f"{where}: no feasible choice: every cost is infinite.")
 
 
 def _check_edges(problem: ShardingProblem) -> None:
     sizes = problem.num_strategies
     if len(problem.edges) != len(problem.edge_costs):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: {len(problem.edges)} edges but "
             f"{len(problem.edge_costs)} edge cost matrices."
         )
@@ -110,9 +112,9 @@ def _check_edges(problem: ShardingProblem) -> None:
     ):
         if not (0 <= i < len(sizes) and 0 <= j < len(sizes)):
             where = f"{problem.name}: edge {e} ({i}, {j})"
-            raise ValueError(f"{where}: there are only {len(sizes)} nodes.")
+            raise InputError(f"{where}: there are only {len(sizes)} nodes.")
         if costs.shape != (sizes[i], sizes[j]):
-            raise ValueError(
+            raise InputError(
                 f"{problem.name}: edge {e} ({i}, {j}): costs must have shape "
                 f"{(sizes[i], sizes[j])}, got {costs.shape}."
             )
@@ -127,9 +129,9 @@ def _check_memory(problem: ShardingProblem) -> None:
     for m, term in enumerate(problem.memory):
         if not 0 <= term.node < len(sizes):
             where = f"{problem.name}: memory term {m} of node {term.node}"
-            raise ValueError(f"{where}: there are only {len(sizes)} nodes.")
+            raise InputError(f"{where}: there are only {len(sizes)} nodes.")
         if term.usage.shape != (sizes[term.node],):
-            raise ValueError(
+            raise InputError(
                 f"{problem.name}: memory term {m} of node {term.node}: usage must have "
                 f"shape {(sizes[term.node],)}, got {term.usage.shape}."
             )
@@ -140,11 +142,11 @@ def _check_memory(problem: ShardingProblem) -> None:
     for start, end, amount in problem.fixed_memory:
         _check_usage(np.array([amount]), f"{problem.name}: fixed [{start}, {end})")
     if problem.memory_limit is not None and math.isnan(problem.memory_limit):
-        raise ValueError(f"{problem.name}: the memory limit is not a number.")
+        raise InputError(f"{problem.name}: the memory limit is not a number.")
 
 
 def _check_usage(usage: np.ndarray, where: str) -> None:
     if not (np.isfinite(usage).all() and usage.min() >= 0):
-        raise ValueError(
+        raise InputError(
             f"{where}: usage must be finite and not negative, got {usage.min()}."
         )

@@ -46,7 +46,7 @@ def solve(
             work, however busy the machine is.
 
     Raises:
-        ValueError: the warm start does not name one strategy per node, or there is no
+        InputError: the warm start does not name one strategy per node, or there is no
             such backend.
     """
     clock = Clock(timer(), seconds, timer)

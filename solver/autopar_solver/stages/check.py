@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.stages.problem import StageProblem
 from autopar_solver.stages.schedules.order import make_table
 from autopar_solver.stages.schedules.play import TaskSeconds, play
@@ -22,7 +23,7 @@ def evaluate_pipeline(problem: StageProblem, pipeline: Pipeline) -> PipelineCost
     its activations if they are computed again.
 
     Raises:
-        ValueError: the pipeline is not one of this problem; the message says why.
+        InputError: the pipeline is not one of this problem; the message says why.
     """
     seconds = task_seconds(problem, pipeline)
     table = make_table(pipeline.schedule, pipeline.stages, pipeline.microbatches)
@@ -41,22 +42,22 @@ def evaluate_pipeline(problem: StageProblem, pipeline: Pipeline) -> PipelineCost
 
 
 def check_stages(problem: StageProblem, solution: StageSolution) -> None:
-    """Raises ValueError unless the solution is what it says it is."""
+    """Raises `InputError` unless the solution is what it says it is."""
     if solution.pipeline is None or solution.cost is None:
         if solution.status not in (Status.INFEASIBLE, Status.UNKNOWN):
-            raise ValueError(f"{problem.name}: {solution.status} without a pipeline.")
+            raise InputError(f"{problem.name}: {solution.status} without a pipeline.")
         return
     cost = evaluate_pipeline(problem, solution.pipeline)
     if not math.isclose(cost.step_s, solution.step_s, rel_tol=1e-9):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: a step takes {cost.step_s}, not {solution.step_s}."
         )
     if not cost.fits:
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: {cost.memory_bytes} is over {cost.limit_bytes}."
         )
     if solution.bound_s > solution.step_s * (1 + 1e-9):
-        raise ValueError(
+        raise InputError(
             f"{problem.name}: bound {solution.bound_s} above {solution.step_s}."
         )
 
@@ -65,7 +66,7 @@ def task_seconds(problem: StageProblem, pipeline: Pipeline) -> TaskSeconds:
     """Seconds and bytes of a pipeline's parts.
 
     Raises:
-        ValueError: the pipeline is not one of this problem; the message says why.
+        InputError: the pipeline is not one of this problem; the message says why.
     """
     _check_pipeline(problem, pipeline)
     costs = problem.costs_of(pipeline.microbatches)
@@ -203,22 +204,22 @@ def _check_pipeline(problem: StageProblem, pipeline: Pipeline) -> None:
     cuts, stages = pipeline.cuts, pipeline.stages
     layers = problem.num_layers
     if pipeline.schedule not in problem.schedules:
-        raise ValueError(f"{where}: its schedule is not allowed.")
+        raise InputError(f"{where}: its schedule is not allowed.")
     if problem.max_stages is not None and stages > problem.max_stages:
-        raise ValueError(f"{where}: at most {problem.max_stages} stages are allowed.")
+        raise InputError(f"{where}: at most {problem.max_stages} stages are allowed.")
     if not stages or not all(0 <= o < len(problem.options) for o in pipeline.options):
-        raise ValueError(f"{where}: it has no options, or unknown ones.")
+        raise InputError(f"{where}: it has no options, or unknown ones.")
     parts = stages * pipeline.schedule.chunks
     if len(cuts) != parts + 1 or (cuts[0], cuts[-1]) != (0, layers):
-        raise ValueError(f"{where}: cuts must be {parts + 1} from 0 to {layers}.")
+        raise InputError(f"{where}: cuts must be {parts + 1} from 0 to {layers}.")
     if any(a >= b for a, b in itertools.pairwise(cuts)):
-        raise ValueError(f"{where}: every part needs a layer.")
+        raise InputError(f"{where}: every part needs a layer.")
     if not all(0 <= layer < layers for layer in pipeline.recomputed):
-        raise ValueError(f"{where}: it recomputes a layer that does not exist.")
+        raise InputError(f"{where}: it recomputes a layer that does not exist.")
     used = devices_used(problem, pipeline.options)
     for number, group in enumerate(problem.groups):
         if used[number] > group.devices:
-            raise ValueError(
+            raise InputError(
                 f"{where}: {used[number]} devices of group {number}, which has "
                 f"{group.devices}."
             )

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar_errors import InputError
+
 
 class CarriedValue(NamedTuple):
     """A value that skips layers: made by ``source``, used last by ``target``.
@@ -28,7 +30,7 @@ def crossing_bytes(
         carried: values that later layers read, too.
 
     Raises:
-        ValueError: a carried value is not of a layer and a later one.
+        InputError: a carried value is not of a layer and a later one.
 
     >>> crossing_bytes(np.ones(3), [CarriedValue(0, 2, 10.0)])
     array([11., 11.,  1.])
@@ -36,7 +38,7 @@ def crossing_bytes(
     crossing = np.array(boundary_bytes, np.float64)
     for value in carried:
         if not 0 <= value.source < value.target <= len(crossing):
-            raise ValueError(
+            raise InputError(
                 "crossing_bytes: a carried value must go from a layer to a later one "
                 f"of {len(crossing) + 1} layers, got {value}."
             )

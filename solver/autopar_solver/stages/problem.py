@@ -12,6 +12,7 @@ import math
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.stages.schedules.tasks import Schedule
 
 
@@ -149,7 +150,7 @@ class StageProblem:
         max_stages: the most device groups of a pipeline; None for no limit.
 
     Raises:
-        ValueError: an array has the wrong shape or values, or something refers to
+        InputError: an array has the wrong shape or values, or something refers to
             what does not exist; the message names it.
     """
 
@@ -166,20 +167,20 @@ class StageProblem:
         """Checks shapes, values and references."""
         for field in ("groups", "options", "costs", "schedules"):
             if not getattr(self, field):
-                raise ValueError(f"{self.name}: {field} must not be empty.")
+                raise InputError(f"{self.name}: {field} must not be empty.")
         _check_devices(self)
         for costs in self.costs:
             _check_costs(self, costs)
         counts = [costs.microbatches for costs in self.costs]
         if min(counts) < 1 or len(set(counts)) < len(counts):
-            raise ValueError(
+            raise InputError(
                 f"{self.name}: numbers of microbatches must be positive and differ, "
                 f"got {counts}."
             )
         for shared in self.shared:
             _check_shared(self, shared)
         if self.max_stages is not None and self.max_stages < 1:
-            raise ValueError(
+            raise InputError(
                 f"{self.name}: max_stages must be at least 1, got {self.max_stages}."
             )
 
@@ -197,12 +198,12 @@ class StageProblem:
         """The costs for a number of microbatches.
 
         Raises:
-            ValueError: the problem does not allow this number.
+            InputError: the problem does not allow this number.
         """
         for costs in self.costs:
             if costs.microbatches == microbatches:
                 return costs
-        raise ValueError(f"{self.name}: {microbatches} microbatches are not allowed.")
+        raise InputError(f"{self.name}: {microbatches} microbatches are not allowed.")
 
     def limit_bytes(self, option: int) -> float:
         """The memory of each device of an option."""
@@ -212,14 +213,14 @@ class StageProblem:
 def _check_devices(problem: StageProblem) -> None:
     for number, group in enumerate(problem.groups):
         if group.devices < 1 or not group.memory_bytes >= 0:
-            raise ValueError(
+            raise InputError(
                 f"{problem.name}: group {number} needs at least one device and memory "
                 f"from 0 to inf, got {group.devices} and {group.memory_bytes}."
             )
     for number, option in enumerate(problem.options):
         known = 0 <= option.group < len(problem.groups)
         if not known or option.devices < 1 or option.link < 0:
-            raise ValueError(
+            raise InputError(
                 f"{problem.name}: option {number} must name a group, at least one "
                 f"device and a link, got {option}."
             )
@@ -243,12 +244,12 @@ def _check_costs(problem: StageProblem, costs: LayerCosts) -> None:
             continue
         shape = shapes.get(field.name, (layers, len(problem.options)))
         if array.shape != shape or layers < 1:
-            raise ValueError(
+            raise InputError(
                 f"{where}: {field.name} must have shape {shape}, got {array.shape}."
             )
         finite = field.name in _MAY_FORBID or np.isfinite(array).all()
         if not ((array >= 0).all() and finite):
-            raise ValueError(
+            raise InputError(
                 f"{where}: {field.name} must be numbers from 0 on, and finite unless "
                 f"inf forbids something, got {array}."
             )
@@ -257,12 +258,12 @@ def _check_costs(problem: StageProblem, costs: LayerCosts) -> None:
 def _check_shared(problem: StageProblem, shared: SharedParameter) -> None:
     ends = (shared.source, shared.target)
     if not all(0 <= end < problem.num_layers for end in ends):
-        raise ValueError(f"{problem.name}: a shared parameter is of no layer: {ends}.")
+        raise InputError(f"{problem.name}: a shared parameter is of no layer: {ends}.")
     for field in ("step_s", "copy_bytes"):
         array = getattr(shared, field)
         good = array.shape == (len(problem.options),) and np.isfinite(array).all()
         if not (good and (array >= 0).all()):
-            raise ValueError(
+            raise InputError(
                 f"{problem.name}: {field} of the parameter that layers {ends} share "
                 f"must be one number from 0 on per option, got {array}."
             )

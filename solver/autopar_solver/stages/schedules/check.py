@@ -5,6 +5,7 @@ from collections import deque
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.stages.schedules.tasks import ScheduleTable, TaskKind
 
 
@@ -57,11 +58,11 @@ def check_table(table: ScheduleTable) -> None:
     a circle.
 
     Raises:
-        ValueError: a task is missing, doubled, unknown, or waits forever; the message
+        InputError: a task is missing, doubled, unknown, or waits forever; the message
             names it.
     """
     if len(table.orders) != table.stages:
-        raise ValueError(
+        raise InputError(
             f"schedule: {len(table.orders)} orders for {table.stages} stages."
         )
     for stage in range(table.stages):
@@ -75,16 +76,16 @@ def _check_tasks(table: ScheduleTable, stage: int) -> None:
     for task in seen:
         inside = 0 <= task.microbatch < table.microbatches
         if not (inside and 0 <= task.chunk < table.chunks):
-            raise ValueError(f"schedule: stage {stage} has no task {task}.")
+            raise InputError(f"schedule: stage {stage} has no task {task}.")
     if len(found) != len(seen):
         twice = next(task for task in seen if seen.count(task) > 1)
-        raise ValueError(f"schedule: stage {stage} runs {twice} twice.")
+        raise InputError(f"schedule: stage {stage} runs {twice} twice.")
     for microbatch in range(table.microbatches):
         for chunk in range(table.chunks):
             kinds = {kind for kind in TaskKind if (kind, microbatch, chunk) in found}
             if kinds not in _COMPLETE:
                 names = ", ".join(sorted(kind.name for kind in kinds)) or "nothing"
-                raise ValueError(
+                raise InputError(
                     f"schedule: stage {stage} runs {names} of microbatch {microbatch}, "
                     f"chunk {chunk}: a forward and one whole backward are needed."
                 )
@@ -119,7 +120,7 @@ def _run(table: ScheduleTable) -> None:
             todo.extend(other for other in range(table.stages) if other not in todo)
     for stage, place in enumerate(at):
         if place < len(tasks[stage]):
-            raise ValueError(
+            raise InputError(
                 f"schedule: stage {stage} waits forever for {tasks[stage][place]}."
             )
 

@@ -11,6 +11,7 @@
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.stages.schedules.tasks import (
     Schedule,
     ScheduleKind,
@@ -28,14 +29,14 @@ def make_table(schedule: Schedule, stages: int, microbatches: int) -> ScheduleTa
         microbatches: how many microbatches a step has; fewer than stages are allowed.
 
     Raises:
-        ValueError: there is no stage or no microbatch.
+        InputError: there is no stage or no microbatch.
 
     >>> table = make_table(Schedule(ScheduleKind.ONE_F_ONE_B), 2, 2)
     >>> [f"{task.kind.name[0]}{task.microbatch}" for task in table.tasks(0)]
     ['F0', 'F1', 'B0', 'B1']
     """
     if stages < 1 or microbatches < 1:
-        raise ValueError(
+        raise InputError(
             "make_table: stages and microbatches must be at least 1, got "
             f"{stages} and {microbatches}."
         )

@@ -12,6 +12,7 @@ from collections import deque
 
 import numpy as np
 
+from autopar_errors import InputError
 from autopar_solver.stages.schedules.check import alive
 from autopar_solver.stages.schedules.tasks import ScheduleTable, TaskKind
 
@@ -104,7 +105,7 @@ def play(table: ScheduleTable, seconds: TaskSeconds) -> Timeline:
     """Runs a table on device groups and links.
 
     Raises:
-        ValueError: seconds have another shape than the table, or a task waits forever.
+        InputError: seconds have another shape than the table, or a task waits forever.
 
     >>> from autopar_solver.stages.schedules.order import make_table
     >>> from autopar_solver.stages.schedules.tasks import Schedule, ScheduleKind
@@ -156,9 +157,9 @@ def _check_shapes(table: ScheduleTable, seconds: TaskSeconds) -> None:
     for field, shape in expected.items():
         got = getattr(seconds, field)
         if got.shape != shape:
-            raise ValueError(f"play: {field} must have shape {shape}, got {got.shape}.")
+            raise InputError(f"play: {field} must have shape {shape}, got {got.shape}.")
         if not (np.isfinite(got) & (got >= 0)).all():
-            raise ValueError(f"play: {field} must be finite and not negative: {got}.")
+            raise InputError(f"play: {field} must be finite and not negative: {got}.")
 
 
 class _Player:
@@ -197,7 +198,7 @@ class _Player:
         for stage, done in enumerate(times):
             if len(done) < len(orders[stage]):
                 kind, number, chunk = orders[stage][len(done)]
-                raise ValueError(
+                raise InputError(
                     f"play: stage {stage} waits forever for {TaskKind(kind).name} of "
                     f"microbatch {number}, chunk {chunk}."
                 )

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar_errors import InputError
+
 
 class TaskKind(enum.IntEnum):
     """What a task computes."""
@@ -36,7 +38,7 @@ class Schedule:
     """A kind of schedule, and how many chunks each device group has.
 
     Raises:
-        ValueError: there are no chunks, or several without interleaving.
+        InputError: there are no chunks, or several without interleaving.
 
     >>> Schedule(ScheduleKind.INTERLEAVED, 2).name
     'interleaved x2'
@@ -48,9 +50,9 @@ class Schedule:
     def __post_init__(self) -> None:
         """Checks the number of chunks."""
         if self.chunks < 1:
-            raise ValueError(f"Schedule: chunks must be at least 1, got {self.chunks}.")
+            raise InputError(f"Schedule: chunks must be at least 1, got {self.chunks}.")
         if self.chunks > 1 and self.kind is not ScheduleKind.INTERLEAVED:
-            raise ValueError(
+            raise InputError(
                 f"Schedule: {self.kind.value} has one chunk a group, got "
                 f"{self.chunks}: use ScheduleKind.INTERLEAVED for more."
             )
