@@ -23,6 +23,7 @@ from autopar.runtime.any_step import AnyStep
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.state_mover import named
 from autopar.version import __version__
+from autopar_errors import check_path
 from autopar_passes import jax_compat
 
 
@@ -61,6 +62,7 @@ class Checkpoints:
         Raises:
           CheckpointError: ``keep`` is negative.
         """
+        check_path("Checkpoints", directory)
         if keep < 0:
             raise CheckpointError(f"Checkpoints: keep must be 0 or more, not {keep}.")
         self.directory = pathlib.Path(directory).absolute()

@@ -8,6 +8,7 @@ import hashlib
 import math
 import pathlib
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any, Self, final
 
 from autopar.cluster import (
@@ -26,6 +27,7 @@ from autopar.cluster.members import Members, settle
 from autopar.cluster.mesh import MeshShape
 from autopar.cluster.regular import Prefer
 from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
+from autopar_errors import check_path, check_type
 
 
 @final
@@ -105,6 +107,7 @@ class Cluster:
         Raises:
           ClusterError: if the text is wrong or the file cannot be read.
         """
+        check_type("Cluster.parse", description, str, "a text such as '2x8:h100'")
         if description.strip().endswith(".toml"):
             return cls.from_toml(description.strip())
         parsed = map(text.parse_text, groups_of.split_text(description))
@@ -114,6 +117,7 @@ class Cluster:
     @classmethod
     def from_toml(cls, path: str | pathlib.Path) -> Self:
         """The cluster that a TOML file describes (see docs/cost-model.md)."""
+        check_path("Cluster.from_toml", path)
         return toml.read(pathlib.Path(path), functools.partial(data.read, cls))
 
     @classmethod
@@ -136,6 +140,9 @@ class Cluster:
         devices if there is one, and otherwise the preset of the device. This starts
         the JAX backend; no other function of this package does.
         """
+        check_type(
+            "Cluster.local", devices, (int, NoneType), "a number of devices, such as 4"
+        )
         device, levels = local.discover(devices)
         return cls(device=device, levels=levels)
 

@@ -135,7 +135,7 @@ def saves_of(
         every = every or int(os.environ.get(EVERY_VARIABLE, "0")) or None
     _check_saves(name, checkpoint, every)
     if checkpoint is not None and not isinstance(checkpoint, Checkpoints):
-        checkpoint = Checkpoints(os.fspath(checkpoint))
+        checkpoint = Checkpoints(checkpoint)
     return checkpoint, every
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 from autopar.checkpoint.checkpoints import Checkpoints
@@ -28,6 +29,7 @@ from autopar.runtime import changing_batches
 from autopar.runtime.creation import state_shapes
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
+from autopar_errors import check_type
 
 
 def train(
@@ -199,6 +201,9 @@ def _check_end(steps: Any, samples: Any, until: Any) -> None:
         not isinstance(steps, int) or isinstance(steps, bool) or steps < 0
     ):
         raise PlanError(f"train: steps={steps!r} must be a whole number, at least 0.")
+    check_type(
+        "train: samples=", samples, (int, float, NoneType), "a number, such as 1e6"
+    )
     if samples is not None and not 0 <= samples < math.inf:
         raise PlanError(f"train: samples={samples!r} must be a number, at least 0.")
     if until is not None and not callable(until):

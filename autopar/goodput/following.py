@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import PlanError
@@ -12,6 +12,7 @@ from autopar.goodput.choice import Ratio
 from autopar.goodput.critical import CriticalRegimes
 from autopar.goodput.progress_ratio import ProgressRatio
 from autopar.goodput.rates import Rule, rule_of
+from autopar_errors import check_type
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +66,7 @@ def codecs_of(
         `progress_ratio` has measured, or None.
       own: what the step was made with, which may be used in any case.
     """
+    check_type("codecs=", given, Iterable, "texts of codecs, such as ['int8']")
     asked = dict(given) if isinstance(given, Mapping) else dict.fromkeys(given)
     return {own: None, **{k: _ratio(x) for k, x in asked.items()}}
 

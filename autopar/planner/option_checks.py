@@ -157,7 +157,12 @@ def check_hints(pins: Any, rules: Any, axis_names: Any) -> None:
                 f"pin {pattern!r}: expected a jax.sharding.PartitionSpec, got "
                 f"{_short(spec)}."
             )
-    if isinstance(rules, (str, Mapping)) or not isinstance(rules or (), Sequence):
+    pairs = rules or ()
+    if (
+        isinstance(pairs, (str, bytes, Mapping))
+        or not isinstance(pairs, Sequence)
+        or not all(isinstance(x, Sequence) and len(x) == 2 for x in pairs)
+    ):
         raise PlanError(
             f"logical_axis_rules={_short(rules)}: expected pairs of a logical name and "
             "mesh axes, such as [('embed', 'data'), ('mlp', 'tensor')]."

@@ -13,6 +13,7 @@ from autopar.cluster import Cluster, ClusterError
 from autopar.errors import PlanError
 from autopar.plans.cluster_data import ClusterData
 from autopar.plans.stage import StagePlan
+from autopar_errors import check_path, check_type
 
 # Raised by one whenever a field changes its meaning.
 SCHEMA = 2
@@ -34,6 +35,7 @@ def read_bytes(path: str | pathlib.Path) -> bytes:
     Raises:
       PlanError: it cannot be read.
     """
+    check_path("Plan.load", path)
     try:
         return pathlib.Path(path).read_bytes()
     except OSError as error:
@@ -50,6 +52,7 @@ def decode(data: bytes | str, name: str) -> dict[str, Any]:
     Raises:
       PlanError: the text is no plan, or of a schema that cannot be read.
     """
+    check_type("Plan.from_json", data, (str, bytes), "the text that Plan.save wrote")
     try:
         found = _HEADER.decode(data).schema
         fields: dict[str, Any] = msgspec.json.decode(data)

@@ -22,6 +22,7 @@ from autopar.plans.replicas import ReplicaPlan, check_replicas
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
+from autopar_errors import check_path
 from autopar_passes.layer_loops.paths import piece_paths
 
 # Orders in which the stages of a pipeline may run their microbatches; one stage has
@@ -402,6 +403,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     def save(self, path: str | pathlib.Path) -> None:
         """Writes the plan as JSON."""
+        check_path("Plan.save", path)
         text = msgspec.json.format(msgspec.json.encode(self), indent=1)
         pathlib.Path(path).write_bytes(text + b"\n")
 

@@ -13,6 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import placement
+from autopar_errors import check_type
 from autopar_passes.program.nnx_objects import (
     is_object_state,
     merge_objects,
@@ -78,6 +79,7 @@ class StateShapes:
 
 def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> StateShapes:
     """The shapes of a state; nothing is allocated."""
+    check_type("args=", args, (list, tuple), "the arguments of create_state")
     found: list[Any] = []
 
     def flat(*given: Any) -> list[Any]:

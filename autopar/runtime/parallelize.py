@@ -6,7 +6,7 @@ import inspect
 import math
 import os
 import pathlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 import jax
@@ -32,6 +32,7 @@ from autopar.runtime.parallel_step import ParallelStep, Setting
 from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.world import World
 from autopar.steps.spares import Spares
+from autopar_errors import check_path, check_type
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -220,6 +221,12 @@ def parallelize(
     signals = _check_policy(policy, coded=coded, alone=safer is None)
     fewer, noise = checked(last_batch), noise_options(noise_scale)
     kept = _plan_cache(cache or os.environ.get("AUTOPAR_CACHE") or None)
+    for where, option, kind, wanted in (
+        ("devices", devices, Iterable, "devices of JAX"),
+        ("world", world, World, "an autopar.runtime.world.World"),
+    ):
+        if option is not None:
+            check_type(f"parallelize: {where}=", option, kind, wanted)
     chosen = None if devices is None else tuple(devices)
     if chosen == ():
         raise PlanError(
@@ -299,6 +306,7 @@ def _plan_cache(folder: str | os.PathLike[str] | None) -> PlanCache | None:
     """
     if folder is None:
         return None
+    check_path("parallelize: cache=", folder)
     path = pathlib.Path(folder).expanduser().absolute()
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -313,7 +321,12 @@ def _plan_cache(folder: str | os.PathLike[str] | None) -> PlanCache | None:
 
 
 def _names(static: Sequence[str]) -> tuple[str, ...]:
-    return (static,) if isinstance(static, str) else tuple(static)
+    where, wanted = "parallelize: static_argnames=", "names of the step's arguments"
+    check_type(where, static, Iterable, wanted)
+    names = (static,) if isinstance(static, str) else tuple(static)
+    for name in names:
+        check_type(where, name, str, wanted)
+    return names
 
 
 def _check_given(cluster: Cluster | None, options: PlanOptions) -> None:

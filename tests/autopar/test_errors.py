@@ -111,6 +111,24 @@ def train(**options: Any) -> None:
     [
         (lambda path: Cluster.parse("8:nothing"), ValueError),
         (lambda path: Cluster.from_data({}), ValueError),
+        (lambda path: Cluster.parse(8), TypeError),
+        (lambda path: Cluster.from_toml(8), TypeError),
+        (lambda path: autopar.Plan.load(8), TypeError),
+        (lambda path: autopar.Plan.from_json(8), TypeError),
+        (lambda path: autopar.Checkpoints(8), TypeError),
+        (lambda path: autopar.parallelize(step, cache=8), TypeError),
+        (lambda path: autopar.parallelize(step, devices=8), TypeError),
+        (lambda path: autopar.parallelize(step, static_argnames=8), TypeError),
+        (lambda path: autopar.parallelize(step, world=8), TypeError),
+        (
+            lambda path: autopar.plan(
+                step, W, W, cluster="8:cpu", logical_axis_rules=[1]
+            ),
+            ValueError,
+        ),
+        (lambda path: train(codecs=8), TypeError),
+        (lambda path: train(samples="x"), TypeError),
+        (lambda path: train(checkpoint=8), TypeError),
         (lambda path: Cluster.parse("8:h100").slice((3,)), ValueError),
         (lambda path: autopar.Plan.from_json("{"), ValueError),
         (lambda path: autopar.Plan.load(path / "none"), ValueError),

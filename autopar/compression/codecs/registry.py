@@ -15,7 +15,7 @@ import typing
 from typing import Any, Literal, TypeVar
 
 from autopar.compression.codecs.codec import Codec
-from autopar_errors import InputError, InputTypeError
+from autopar_errors import InputError, InputTypeError, check_type
 
 _CODECS: dict[str, type[Codec]] = {}
 
@@ -37,6 +37,7 @@ def register_codec(cls: type[C]) -> type[C]:
       InputTypeError: the class or one of its fields cannot be written as text.
       InputError: the name is taken.
     """
+    check_type("register_codec", cls, type, "a class")
     name = getattr(cls, "name", "")
     if not (name and name.isidentifier() and name.islower()):
         raise InputTypeError(
@@ -82,6 +83,7 @@ def parse_codec(text: str) -> Codec:
     Raises:
       InputError: the name, a field or a value is not known.
     """
+    check_type("parse_codec", text, str, "a text such as 'int8'")
     name, colon, rest = text.strip().partition(":")
     cls = codec_class(name.strip())
     kinds = _field_kinds(cls)
