@@ -29,9 +29,11 @@ from autopar.reports.target_audit import target_audit
 from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse, analyse_call
 from autopar.steps.state import warn_of_state
+from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.trace import opened
 
 
+@without_mesh()
 def plan(
     step: Callable[..., Any],
     *args: Any,
@@ -131,6 +133,7 @@ def plan(
     return plan_analysis(analysis, made_for, with_logical_pins(options, call))
 
 
+@without_mesh()
 def audit(
     step: Callable[..., Any],
     *args: Any,

@@ -106,8 +106,7 @@ def _global(leaf: Any, struct: Any, process_count: int) -> Any:
     """The struct of a whole array, of which each process was given its rows."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return struct
-    shape = placement.global_shape(leaf, process_count)
-    return jax.ShapeDtypeStruct(shape, struct.dtype, weak_type=struct.weak_type)
+    return struct.update(shape=placement.global_shape(leaf, process_count))
 
 
 def check_alive(name: str, call: Call) -> None:

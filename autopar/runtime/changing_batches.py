@@ -14,7 +14,7 @@ from typing import Any
 
 from autopar.errors import PlanError
 from autopar.plans import Plan
-from autopar.runtime import arguments, creation, exchange
+from autopar.runtime import arguments, creation, exchange, homes
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.noise.options import NoiseOptions
 from autopar.runtime.parallel_step import ParallelStep
@@ -166,7 +166,8 @@ def go_on(step: ParallelStep[..., Any], shape: Shape, plan: Plan, state: Any) ->
         return moved_state(arrays, old, planned, consume=True)
 
     moved = exchange.together(world, "moving the state", moving)
-    new = creation.replaced(state, moved)
+    home = homes.home_of(arrays.values())
+    new = creation.replaced(state, homes.given_back(moved, home))
     # A cluster to come is planned for with as many microbatches.
     hints = dataclasses.replace(analysed.hints, microbatches=plan.microbatches)
     analysed = dataclasses.replace(analysed, hints=hints)

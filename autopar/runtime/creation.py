@@ -14,6 +14,7 @@ from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar_errors import check_type
+from autopar_passes.jax_meshes import entered, off_mesh, user_mesh
 from autopar_passes.program.nnx_objects import (
     is_object_state,
     merge_objects,
@@ -61,11 +62,13 @@ class StateShapes:
       structs: shapes of the arrays.
       fixed: the rest, as a tuple of the step's leading arguments.
       single: whether there is one such argument.
+      leaves: creates the arrays alone, of the function's arguments.
     """
 
     structs: list[Any]
     fixed: Fixed
     single: bool
+    leaves: Callable[..., list[Any]]
 
     def state(self, arrays: Sequence[Any]) -> Any:
         """The state with these arrays."""
@@ -88,8 +91,12 @@ def state_shapes(create_state: Callable[..., Any], args: Sequence[Any]) -> State
         found.append((fixed, type(state) is not tuple))
         return arrays
 
-    structs = list(jax.eval_shape(flat, *args))
-    return StateShapes(structs, *found[-1])
+    mesh = user_mesh()
+    with entered(mesh):
+        structs = list(jax.eval_shape(flat, *args))
+    leaves = off_mesh(leaves_of(create_state), args, mesh)
+    fixed, single = found[-1]
+    return StateShapes(structs, fixed, single, leaves)
 
 
 def leaves_of(create_state: Callable[..., Any]) -> Callable[..., list[Any]]:

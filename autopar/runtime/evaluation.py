@@ -11,13 +11,14 @@ from jax.core import Tracer
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from autopar.errors import PlanError
-from autopar.runtime import arguments, placement
+from autopar.runtime import arguments, homes, placement
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
 from autopar_passes import jax_compat
 from autopar_passes.graph.roles import InputRole
+from autopar_passes.jax_meshes import off_mesh, without_mesh
 from autopar_passes.program.calls import Call, Parameters, ResultForm, flat_function
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.one_replica import on_one_replica, unbound_axis
@@ -84,7 +85,7 @@ class Evaluation(Generic[P, R]):
         """
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._function(*args, **kwargs)
-        with updating():
+        with without_mesh(), updating():
             call = opened_within(self._parameters, args, kwargs)
             arguments.check_alive(self.__name__, call)
             placed, names = self._placed(call), list[str]()
@@ -92,6 +93,7 @@ class Evaluation(Generic[P, R]):
                 function, results = self._made(call, names)
                 try:
                     flat = function(*placed)
+                    flat = homes.given_back(flat, homes.home_of(call.arrays), ())
                     return results[-1].returned(flat)
                 except NameError as error:
                     found = unbound_axis(error)
@@ -106,11 +108,13 @@ class Evaluation(Generic[P, R]):
           call: the call.
           names: of axes that are known to be missing, one replica each; none at first.
         """
-        key = arguments.signature(arguments.abstract(call))
+        structs = arguments.abstract(call)
+        key = arguments.signature(structs)
         found = None if names else self._compiled.get(key)
         if found is None:
             flat, results = flat_function(self._function, call.form)
             run = on_one_replica(flat, names) if names else flat
+            run = off_mesh(run, structs.arrays, call.form.mesh)
             run.__name__ = run.__qualname__ = self.__name__
             found = self._compiled.put(key, (jax.jit(run), results))
         return found
@@ -131,7 +135,8 @@ class Evaluation(Generic[P, R]):
         placed: list[Any] = []
         for x in call.arrays:
             if isinstance(x, jax.Array) and x.sharding.device_set == devices:
-                placed.append(x)
+                # Under a mesh that is set, the step gave its state back on that one.
+                placed += homes.given_back([x], running.mesh, ())
                 continue
             shape = placement.global_shape(x, world.process_count)
             sharding = NamedSharding(running.mesh, _row_spec(running, shape, axes))

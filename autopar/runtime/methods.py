@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -12,9 +11,7 @@ from autopar.errors import PlanError
 from autopar_passes.program.nnx_objects import is_object
 
 
-def method_of(
-    step: Callable[..., Any], instance: Any, bound: Callable[[Any], Any]
-) -> Any:
+def method_of(step: Any, instance: Any) -> Any:
     """Returns a step as a method of an object.
 
     A module or another tree of arrays is the step's first argument, and its state if it
@@ -22,16 +19,15 @@ def method_of(
     step reads of it is fixed by the first call, and each object has plans of its own.
 
     Args:
-      step: the planned function of the class.
+      step: the `ParallelStep` of the class.
       instance: the object.
-      bound: makes the planned step of one object.
 
     Raises:
       PlanError: there is no place in the object to keep its step.
     """
     if is_object(instance) or jax.tree.leaves(instance) != [instance]:
         return functools.partial(step, instance)
-    name, made = step.__name__, bound(instance)
+    name, made = step.__name__, _bound(step, instance)
     try:
         # A descriptor without __set__ gives way to what the object itself holds.
         vars(instance)[name] = made
@@ -43,3 +39,18 @@ def method_of(
             f"{kind}.{name}, obj)), with the undecorated method."
         ) from error
     return made
+
+
+def _bound(step: Any, instance: Any) -> Any:
+    """The step of one object, with plans of its own."""
+    return type(step)(
+        functools.partial(step._step, instance),
+        setting=step._setting,
+        options=step.preparation.planner.options,
+        store=step._store.empty(),
+        codecs=type(step._codecs)(step._codecs.policy),
+        world=step._world,
+        static=step._parameters.static,
+        fewer=step._last_batch,
+        cache=step._cache,
+    )

@@ -23,6 +23,7 @@ from autopar.runtime import (
     creation,
     ending,
     exchange,
+    homes,
     last_batch,
     placement,
 )
@@ -39,6 +40,7 @@ from autopar.runtime.setting import Setting
 from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
+from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import Call, Parameters
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened_within, step_name
@@ -129,6 +131,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
             return local
         return self._setting.cluster
 
+    @without_mesh()
     def init(
         self,
         create_state: Callable[..., Any],
@@ -158,6 +161,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         creation.check_creation(self.__name__, create_state, batch, others)
         with exchange.told(self.world, "creating the state"):
             shapes = creation.state_shapes(create_state, args)
+        self._preparation.planner.hold_types(shapes.structs)
         rest = others if batch is None else (batch,)
         if rest is not None:
             by_name = dict(rest) if isinstance(rest, Mapping) else {}
@@ -170,10 +174,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
                 shardings = self._preparation.state_shardings(
                     self.__name__, shapes.structs, self._setting
                 )
-            made = placement.create(creation.leaves_of(create_state), args, shardings)
+            made = placement.create(shapes.leaves, args, shardings)
         self._codecs.start_anew()
         self._noise.start_anew()
-        return shapes.state(made)
+        return shapes.state(homes.given_back(made, homes.home_of(args)))
 
     @property
     def compression_state(self) -> Any:
@@ -212,6 +216,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """
         return self._codecs.adoption.changes
 
+    @without_mesh()
     def recode(
         self, codecs: Mapping[str, str] | Literal["auto"], *, often: bool = False
     ) -> None:
@@ -251,6 +256,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._current = Running(analysed, planned)
         return planned
 
+    @without_mesh()
     def prepare(self, *args: Any, **kwargs: Any) -> AnyStep:
         """Plans for these arguments without running; arrays or structs."""
         with exchange.told(self.world, "reading the arguments"), updating():
@@ -283,7 +289,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         """Runs one step; see `autopar.parallelize`. Under a JAX transform, as it is."""
         if any(isinstance(x, Tracer) for x in jax.tree.leaves((args, kwargs))):
             return self._step(*args, **kwargs)
-        with updating():
+        with without_mesh(), updating():
             with exchange.told(self.world, "reading the arguments"):
                 call = opened_within(self._parameters, args, kwargs)
                 arguments.check_alive(self.__name__, call)
@@ -312,6 +318,10 @@ class ParallelStep(HasNoise, Generic[P, R]):
         placement.consume(call.arrays, placed, carried, flat)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
+        home = homes.home_of(call.arrays)
+        flat = homes.given_back(
+            flat, home, frozenset(planned.analysis.carried.values())
+        )
         return planned.analysis.pytrees.result.returned(flat)
 
     def _follow(self, wish: Mapping[str, str]) -> None:
@@ -342,21 +352,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
         """The step as a method of an object (`autopar.runtime.methods`)."""
-        return self if instance is None else method_of(self, instance, self._bound)
-
-    def _bound(self, instance: Any) -> ParallelStep[..., Any]:
-        """The step of one object, with plans of its own."""
-        return ParallelStep(
-            functools.partial(self._step, instance),
-            setting=self._setting,
-            options=self._preparation.planner.options,
-            store=self._store.empty(),
-            codecs=CodecRun(self._codecs.policy),
-            world=self._world,
-            static=self._parameters.static,
-            fewer=self._last_batch,
-            cache=self._cache,
-        )
+        return self if instance is None else method_of(self, instance)
 
     def jit(
         self, function: Callable[Q, S], *, static_argnames: str | Sequence[str] = ()
@@ -397,6 +393,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         named(self.__name__, running.analysis, state, structs=True)
         return creation.with_leaves(state, running.in_shardings)
 
+    @without_mesh()
     def compile(self, *args: Any, **kwargs: Any) -> Plan:
         """Plans and compiles for these arguments without running; arrays or structs.
 
@@ -420,10 +417,12 @@ class ParallelStep(HasNoise, Generic[P, R]):
             agreement.check_plans(self.world, planned.plan)
         self._current = dataclasses.replace(current, ready=True)
 
+    @without_mesh()
     def lower(self, *args: Any, **kwargs: Any) -> Any:
         """Returns JAX's ``Lowered`` of the planned program for these arguments."""
         return self.prepare(*args, **kwargs).lower()
 
+    @without_mesh()
     def replan(
         self,
         cluster: Cluster | str,
@@ -472,7 +471,8 @@ class ParallelStep(HasNoise, Generic[P, R]):
             return moved_state(arrays, old, made.planned, consume=consume)
 
         moved = exchange.together(self.world, "moving the state", moving)
-        new = creation.replaced(state, moved)
+        home = homes.home_of(arrays.values())
+        new = creation.replaced(state, homes.given_back(moved, home))
         self._setting = made.setting
         self._codecs.adoption.withdrawn()
         self._current = Running(analysed, made.planned, ready=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from autopar.cluster import Cluster
@@ -78,6 +78,9 @@ class StepPlanner:
         self.step = step
         self.options = options
         self._analysed: Recent[Hashable, tuple[Analysed, ...]] = Recent(capacity)
+        # Position of an array of the state -> the sharding in its type, of an explicit
+        # mesh. A plan moves the state, and must not change what the step is traced on.
+        self._types: dict[int, Any] = {}
 
     def analysed(self, call: Call) -> Analysed:
         """Returns the step on arguments of these shapes.
@@ -93,15 +96,32 @@ class StepPlanner:
         for found in known:
             if found.fits(call):
                 return found
+        call = dataclasses.replace(
+            call,
+            arrays=[
+                x.update(sharding=self._types[k]) if k in self._types else x
+                for k, x in enumerate(call.arrays)
+            ],
+        )
         analysis = dataclasses.replace(
             analyse_call(self.step, call), spares=self.options.spares
         )
+        for k in analysis.carried:
+            self._types.setdefault(k, call.arrays[k].sharding)
         warn_of_state(self.step, analysis)
         hints = with_logical_pins(self.options, call)
         weak = frozenset(_weak(call) - analysis.carried.keys())
         made = Analysed(key, weak, analysis, hints)
         self._analysed.put(key, (*known, made))
         return made
+
+    def hold_types(self, structs: Sequence[Any]) -> None:
+        """Traces the step on the state as it was created, wherever a plan moves it.
+
+        Args:
+          structs: of the first arrays of a call, typed as their creation says.
+        """
+        self._types = {k: x.sharding for k, x in enumerate(structs)}
 
     def hold(self, spares: Spares) -> None:
         """Plans for devices that hold more of the state; forgets what it analysed.

@@ -11,8 +11,6 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
-import jax
-
 from autopar.errors import PlanError
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
@@ -174,7 +172,7 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
                 f"{count} does not divide."
             )
         shape[dim] //= count
-        arrays[k] = jax.ShapeDtypeStruct(tuple(shape), arrays[k].dtype)
+        arrays[k] = arrays[k].update(shape=tuple(shape))
     call: Call = dataclasses.replace(origin.call, arrays=arrays)
     try:
         trace = trace_call if analysis.remat.checkpoints else trace_without_checkpoints

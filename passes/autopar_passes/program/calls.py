@@ -16,6 +16,7 @@ from typing import Any
 import jax
 
 from autopar_passes import jax_compat
+from autopar_passes.jax_meshes import UserMesh, user_mesh
 from autopar_passes.program.nnx_objects import (
     ObjectKey,
     holds_objects,
@@ -99,12 +100,14 @@ class CallForm:
       keywords: names of the arguments that are given by keyword, the last ones.
       fixed: the tuple of the arguments without their arrays.
       objects: whether an argument holds NNX objects.
+      mesh: that of ``jax.set_mesh`` around the call, which the step may read.
     """
 
     names: tuple[str, ...]
     keywords: tuple[str, ...]
     fixed: Fixed
     objects: bool
+    mesh: UserMesh | None = None
 
     def paths(self, arrays: Sequence[Any]) -> list[str]:
         """A readable path of each array, which starts with the argument's name."""
@@ -187,7 +190,8 @@ def open_call(
     objects = holds_objects(values)
     trees = taken_out(tuple(values)) if objects else tuple(values)
     arrays, fixed = part(names, trees)
-    return Call(CallForm(names, tuple(keyword), fixed, objects), arrays)
+    form = CallForm(names, tuple(keyword), fixed, objects, user_mesh())
+    return Call(form, arrays)
 
 
 def _is_flag(x: Any) -> bool:

@@ -10,6 +10,7 @@ import jax
 import numpy as np
 
 from autopar_passes import jax_compat
+from autopar_passes.jax_meshes import PLACEMENTS
 from autopar_passes.program.equations import (
     Atom,
     Equation,
@@ -48,9 +49,7 @@ _REMAT = frozenset({"remat", "remat2", "checkpoint"})
 # Identities: what says where a value lives, which the plan decides, and what
 # matters to differentiation only, which is over. Left in, they would be a second
 # name of the same array to the compiler, and a second resharding to us.
-_DROPPED = frozenset(
-    {"sharding_constraint", "mesh_cast", "reshard", "stop_gradient", "name"}
-)
+_DROPPED = PLACEMENTS | {"stop_gradient", "name"}
 
 
 def flatten(

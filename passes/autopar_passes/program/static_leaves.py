@@ -17,6 +17,7 @@ import numpy as np
 from jax.core import Tracer
 
 from autopar_errors import InputTypeError
+from autopar_passes.jax_meshes import explicit_sharding
 
 T = TypeVar("T")
 
@@ -73,13 +74,17 @@ class Fixed:
 def struct_of(leaf: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and weak type of an array, a number or a struct.
 
-    The array may be deleted. A sharding is left out.
+    The array may be deleted. A sharding is left out, unless it is a part of the type,
+    as one over explicit axes of a mesh is.
     """
     # An array says it of itself, ten times faster than by its type; not so keys.
     own = isinstance(leaf, (jax.ShapeDtypeStruct, jax.Array))
     given: Any = leaf if own and hasattr(leaf, "weak_type") else jax.typeof(leaf)
     weak = bool(given.weak_type)
-    return jax.ShapeDtypeStruct(given.shape, given.dtype, weak_type=weak)
+    typed = explicit_sharding(leaf)
+    return jax.ShapeDtypeStruct(
+        given.shape, given.dtype, weak_type=weak, sharding=typed
+    )
 
 
 def part(names: Sequence[str], trees: Sequence[Any]) -> tuple[list[Any], Fixed]:

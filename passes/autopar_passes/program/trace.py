@@ -18,7 +18,7 @@ from typing import Any
 import jax
 
 from autopar_errors import InputError
-from autopar_passes import jax_compat
+from autopar_passes import jax_compat, jax_meshes
 from autopar_passes.program.calls import (
     Call,
     CallForm,
@@ -35,7 +35,12 @@ from autopar_passes.program.one_replica import with_one_replica
 from autopar_passes.program.static_leaves import struct_of
 
 # JAX's errors that say what a step does wrong.
-_ERRORS = (jax.errors.JAXTypeError, jax.errors.JAXIndexError, TypeError)
+_ERRORS = (
+    jax.errors.JAXTypeError,
+    jax.errors.JAXIndexError,
+    TypeError,
+    jax_meshes.ShardingTypeError,
+)
 
 
 class TraceError(InputError):
@@ -157,7 +162,7 @@ def trace_call(
     weak = [a for a in found.carried.pairs if found.inputs[a].weak_type]
     if not all(found.outputs[found.carried.pairs[a]].weak_type for a in weak):
         strong = [
-            jax.ShapeDtypeStruct(x.shape, x.dtype) if k in weak else x
+            x.update(weak_type=False) if k in weak else x
             for k, x in enumerate(found.inputs)
         ]
         found = _traced(step, call.form, strong)
@@ -211,12 +216,24 @@ def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Tra
             f"the step '{step_name(step)}' is a jax.pmap: pass the function itself. "
             "Collectives over its axis may stay; a planned step sees the whole batch."
         )
+    explicit = [jax_meshes.explicit_sharding(x) for x in inputs]
     with updating():
         flat, results = flat_function(step, form)
-        traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, inputs))
+        typed = [jax_meshes.on_mesh(x, form.mesh) for x in inputs]
+        with jax_meshes.entered(form.mesh):
+            try:
+                traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, typed))
+            except ValueError:
+                # Without a mesh that is set, types alone let a shard_map be traced.
+                if form.mesh is not None or not any(explicit):
+                    raise
+                traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, inputs))
     outputs = list(traced.out_info)
     carried = find_carried(form, inputs, results[-1], outputs)
-    return _Traced(traced.jaxpr, inputs, outputs, results[-1], carried, replicas)
+    jaxpr = traced.jaxpr
+    if form.mesh is not None or any(explicit):
+        jaxpr = jax_meshes.unsharded(jaxpr)
+    return _Traced(jaxpr, inputs, outputs, results[-1], carried, replicas)
 
 
 def _jaxpr(
