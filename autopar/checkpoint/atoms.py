@@ -29,7 +29,7 @@ from autopar.errors import CheckpointError
 from autopar_passes.jax_compat import dtype_of
 
 ZERO, WEIGHT, STEP = "zero", "fp32", "step"
-_MOST = 4
+_MOST, _MOST_STEPS = 4, 1 << 53
 
 
 def export(folder: pathlib.Path, held: Manifest, target: pathlib.Path) -> list[str]:
@@ -96,11 +96,20 @@ def read(
         for path, file in _files(one).items():
             out[path] = _array(place / f"{file}.pt", held, path)
         if (place / f"{STEP}.pt").is_file():
-            step = int(np.asarray(torch_files.load(place / f"{STEP}.pt")))
+            step = _step(place / f"{STEP}.pt")
     for path in names.counts(held):
         entry = held.state[path]
         out[path] = np.full(entry.shape, step, dtype_of(entry.dtype))
     return out, step
+
+
+def _step(file: pathlib.Path) -> int:
+    """A number of steps, which DeepSpeed writes as a number or as a tensor."""
+    found = torch_files.load(file)
+    array = np.asarray(found) if isinstance(found, (int, float, np.ndarray)) else None
+    if array is None or array.size != 1 or not 0 <= array.item() < _MOST_STEPS:
+        raise CheckpointError(f"{file}: not a number of steps.")
+    return int(array.item())
 
 
 def _check_names(source: pathlib.Path, wanted: list[str]) -> None:

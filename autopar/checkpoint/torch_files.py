@@ -11,13 +11,14 @@ name is an error.
 
 from __future__ import annotations
 
-import collections
 import io
+import itertools
+import math
 import pathlib
 import pickle
-import struct
+import pickletools
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import ml_dtypes
@@ -114,66 +115,200 @@ def _global(module: str, name: str) -> bytes:
 def load(path: pathlib.Path) -> Any:
     """Reads what ``torch.save`` wrote: tensors become arrays.
 
+    Nothing in the file is believed: sizes, offsets and strides are compared with the
+    bytes that are there before an array is made.
+
     Raises:
       CheckpointError: the file cannot be read, or holds more than tensors, numbers,
         texts and collections of them.
     """
     try:
-        with zipfile.ZipFile(path) as file:
-            top = file.namelist()[0].partition("/")[0]
-            order = f"{top}/byteorder"
-            if order in file.namelist() and file.read(order) != b"little":
-                raise CheckpointError(f"{path}: its numbers are not little-endian.")
-            return _Reader(file, top).load()
-    except CheckpointError:
-        raise
-    except (OSError, zipfile.BadZipFile, IndexError, KeyError) as error:
+        file = zipfile.ZipFile(path)
+    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
         raise CheckpointError(f"{path}: not a file of torch.save: {error}.") from error
-    except (pickle.UnpicklingError, ValueError, TypeError, EOFError) as error:
-        raise CheckpointError(f"{path}: damaged, or no tensors: {error}.") from error
-    except struct.error as error:
-        raise CheckpointError(f"{path}: damaged: {error}.") from error
+    with file:
+        try:
+            return _read(file, path)
+        except CheckpointError as error:
+            raise CheckpointError(f"{path}: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{path}: cannot be read: {error}.") from error
+        # Whatever zipfile, zlib or pickle make of bytes that nobody vouches for.
+        except Exception as error:
+            raise CheckpointError(
+                f"{path}: damaged, or no tensors: {_reason(error)}."
+            ) from error
+
+
+def _reason(error: Exception) -> str:
+    return str(error).rstrip(".") or type(error).__name__
+
+
+def _read(file: zipfile.ZipFile, path: pathlib.Path) -> Any:
+    names = file.namelist()
+    top = names[0].partition("/")[0] if names else ""
+    order, data = f"{top}/byteorder", f"{top}/data.pkl"
+    if data not in names:
+        raise CheckpointError("not a file of torch.save: it has no data.pkl.")
+    if any(x.compress_type != zipfile.ZIP_STORED for x in file.infolist()):
+        raise CheckpointError("it is compressed, which torch.save never does.")
+    size = path.stat().st_size
+    if sum(x.file_size for x in file.infolist()) > size:
+        raise CheckpointError("damaged: its parts overlap.")
+    if order in names and file.read(order) != b"little":
+        raise CheckpointError("its numbers are not little-endian.")
+    program = file.read(data)
+    count = _checked(program)
+    reader = _Reader(program, file, top, size)
+    found = reader.load()
+    _check_tree(found, [_DEEPEST, _REPEATS * count])
+    return found
+
+
+# Tensors may share numbers; their bytes together are at most so many times the file's.
+_SHARED = 16
+# Deepest nesting of collections, and how often each may stand in others on average.
+_DEEPEST, _REPEATS = 100, 10
+_STORES = frozenset({"BINPUT", "LONG_BINPUT", "PUT"})
+
+
+def _checked(program: bytes) -> int:
+    """The number of operations of a pickle.
+
+    Raises:
+      CheckpointError: it would take up memory that it has no use for.
+    """
+    count = 0
+    for operation, argument, _ in pickletools.genops(program):
+        count += 1
+        if operation.name in _STORES and int(argument or 0) > len(program):
+            raise CheckpointError("damaged: it keeps more values than it has.")
+    return count
+
+
+def _check_tree(value: Any, left: list[int]) -> None:
+    """Checks that a value can be walked through; ``left``: levels and values."""
+    left[1] -= 1
+    if min(left) < 0:
+        raise CheckpointError("damaged: its collections hold each other, or too much.")
+    items: Iterable[Any] = ()
+    if isinstance(value, Mapping):
+        items = itertools.chain(value.keys(), value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        items = value
+    elif not isinstance(value, (np.ndarray, str, bytes, bool, int, float, type(None))):
+        raise CheckpointError("holds more than tensors, numbers and texts.")
+    left[0] -= 1
+    for item in items:
+        _check_tree(item, left)
+    left[0] += 1
+
+
+class _Name:
+    """What a name in a pickle stands for; a pickle cannot change it."""
+
+    __slots__ = ("_call",)
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self._call = call
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self._call(*arguments)
+
+    def __setstate__(self, state: Any) -> None:
+        raise CheckpointError("damaged: it changes a function.")
+
+
+class _StorageClass:
+    """A class of storages: its elements' dtype."""
+
+    __slots__ = ("dtype",)
+
+    def __init__(self, dtype: np.dtype) -> None:
+        self.dtype = dtype
+
+    def __setstate__(self, state: Any) -> None:
+        raise CheckpointError("damaged: it changes a class of storages.")
+
+
+class _Dictionary(dict[Any, Any]):
+    """An ``OrderedDict``, without the attributes that PyTorch gives those of models."""
+
+    def __setstate__(self, state: Any) -> None:
+        del state
 
 
 class _Reader(pickle.Unpickler):
     """Reads a pickle of tensors, and knows no other names."""
 
-    def __init__(self, file: zipfile.ZipFile, top: str) -> None:
-        super().__init__(io.BytesIO(file.read(f"{top}/data.pkl")))
+    def __init__(
+        self, program: bytes, file: zipfile.ZipFile, top: str, size: int
+    ) -> None:
+        super().__init__(io.BytesIO(program))
         self._file, self._top = file, top
+        self._storages: dict[str, bytes] = {}
+        self._left = _SHARED * size
 
     def find_class(self, module: str, name: str, /) -> Any:
         if (module, name) == _REBUILD:
-            return _rebuilt
+            return _Name(self._rebuilt)
         if (module, name) == _PARAMETER:
-            return _parameter
+            return _Name(lambda data, *_: data)
         if (module, name) == ("collections", "OrderedDict"):
-            return collections.OrderedDict
+            return _Name(_Dictionary)
         if module == "torch" and name in _STORAGES:
-            return _STORAGES[name]
-        raise CheckpointError(
-            f"{self._file.filename}: holds '{module}.{name}', which is no plain tensor."
-        )
+            return _StorageClass(_STORAGES[name])
+        raise CheckpointError(f"holds '{module}.{name}', which is no plain tensor.")
 
     def persistent_load(self, pid: Any, /) -> np.ndarray:
-        kind, dtype, key, _, _ = pid
-        if kind != "storage":
-            raise CheckpointError(f"{self._file.filename}: holds a '{kind}'.")
-        data = self._file.read(f"{self._top}/data/{key}")
-        return np.frombuffer(data, dtype)
+        kind, held, key, _, count = pid
+        if kind != "storage" or not isinstance(held, _StorageClass):
+            raise CheckpointError(f"holds a '{str(kind)[:40]}'.")
+        name = f"{self._top}/data/{key}"
+        if name not in self._storages:
+            self._storages[name] = self._file.read(name)
+        data = self._storages[name]
+        if _whole_number(count) * held.dtype.itemsize != len(data):
+            raise CheckpointError(f"damaged: storage '{key}' has {len(data)} bytes.")
+        return np.frombuffer(data, held.dtype)
+
+    def _rebuilt(
+        self, storage: Any, offset: Any, shape: Any, strides: Any, *_: Any
+    ) -> np.ndarray:
+        if not isinstance(storage, np.ndarray) or storage.ndim != 1:
+            raise CheckpointError("damaged: a tensor without a storage.")
+        shape = tuple(map(_whole_number, shape))
+        strides = tuple(map(_whole_number, strides))
+        if len(shape) != len(strides) or len(shape) > _MOST_DIMS:
+            raise CheckpointError("damaged: a tensor's strides do not fit its shape.")
+        if 0 in shape:
+            return np.empty(shape, storage.dtype)
+        last = _whole_number(offset) + sum(
+            (n - 1) * s for n, s in zip(shape, strides, strict=True)
+        )
+        if last >= storage.size:
+            raise CheckpointError("a tensor lies outside of its storage.")
+        self._left -= math.prod(shape) * storage.itemsize
+        if self._left < 0:
+            raise CheckpointError(
+                f"its tensors have more than {_SHARED} times the bytes of the file: "
+                "they repeat numbers. Save copies of them (tensor.contiguous())."
+            )
+        steps = [s * storage.itemsize for s in strides]
+        view = np.lib.stride_tricks.as_strided(storage[offset:], shape, steps)
+        return view.copy()
 
 
-def _rebuilt(
-    storage: np.ndarray, offset: int, shape: Sequence[int], strides: Sequence[int],
-    *_: Any,
-) -> np.ndarray:  # fmt: skip
-    last = offset + sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-    if 0 not in shape and not 0 <= last < storage.size:
-        raise CheckpointError("a tensor lies outside of its storage.")
-    steps = [s * storage.itemsize for s in strides]
-    view = np.lib.stride_tricks.as_strided(storage[offset:], shape, steps)
-    return view.copy()
+# NumPy's limit is 64.
+_MOST_DIMS = 32
 
 
-def _parameter(data: np.ndarray, *_: Any) -> np.ndarray:
-    return data
+def _whole_number(value: Any) -> int:
+    """A size, an offset or a stride.
+
+    Raises:
+      CheckpointError: it is none.
+    """
+    if type(value) is not int or not 0 <= value < 1 << 62:
+        raise CheckpointError("damaged: a size, an offset or a stride is no number.")
+    return value

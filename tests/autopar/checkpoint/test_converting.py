@@ -33,6 +33,55 @@ VALUE: dict[str, Any] = {
 }
 
 
+def _tuple(*items: bytes) -> bytes:
+    return b"(" + b"".join(items) + b"t"
+
+
+def _name(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _numbers(*values: int) -> bytes:
+    return _tuple(*(b"J" + struct.pack("<i", x) for x in values))
+
+
+def _tensor(
+    offset: int, shape: tuple[int, ...], strides: tuple[int, ...], count: int = 12
+) -> bytes:
+    """A tensor of PyTorch in the bytes of a pickle."""
+    number = b"J" + struct.pack("<i", count)
+    words = [b"U" + bytes([len(x)]) + x for x in (b"storage", b"0", b"cpu")]
+    kind, key, place = words
+    storage = _tuple(kind, _name("torch", "FloatStorage"), key, place, number) + b"Q"
+    start = b"J" + struct.pack("<i", offset)
+    arguments = _tuple(storage, start, _numbers(*shape), _numbers(*strides), b"\x89")
+    return _name("torch._utils", "_rebuild_tensor_v2") + arguments + b"R"
+
+
+_REBUILT = _name("torch._utils", "_rebuild_tensor_v2")
+_HOSTILE = {
+    "before": (_tensor(-5, (9,), (1,)), "no number"),
+    "behind": (_tensor(5, (9,), (1,)), "outside of its storage"),
+    "far and back": (_tensor(0, (10, 10), (10**9, -(10**9))), "no number"),
+    "backwards": (_tensor(11, (12,), (-1,)), "no number"),
+    "far": (_tensor(0, (2,), (2**31 - 1,)), "outside of its storage"),
+    "too large": (_tensor(0, (2,), (1,), 2**31 - 1), "storage '0' has 48 bytes"),
+    "too many dims": (_tensor(0, (1,) * 40, (1,) * 40), "do not fit"),
+    "unlike": (_tensor(0, (1, 1), (1,)), "do not fit"),
+    "repeated": (_tensor(0, (2**31 - 1,), (0,)), "repeat numbers"),
+    "no storage": (_REBUILT + _tuple(*[b"K\x01"] * 4) + b"R", "without a storage"),
+    "no arguments": (_REBUILT + b")R", "damaged"),
+    "another id": (b"K\x01Q", "damaged"),
+    "changed function": (_REBUILT + b"}b", "changes a function"),
+    "far memo": (b"]r\xff\xff\xff\x7f", "keeps more values"),
+    "in itself": (b"]q\x00h\x00a", "hold each other"),
+    "doubled": (b"]q\x00" + b"]h\x00ah\x00aq\x00" * 60, "hold each other"),
+    "deep": (b"]" * 10**5 + b"a" * (10**5 - 1), "hold each other"),
+    "long": (b"X\xff\xff\xff\x7fx", "damaged"),
+    "nothing": (b"", "damaged"),
+}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: Any) -> dict[str, tuple[pathlib.Path, Any, Any]]:
     """Directory, step and state after two steps of each form."""
@@ -213,16 +262,33 @@ class TestTorchFiles:
         with pytest.raises(CheckpointError, match="not a file"):
             torch_files.load(tmp_path / "x.pt")
 
-    def test_a_tensor_outside_of_its_storage(self, tmp_path: pathlib.Path) -> None:
-        torch_files.save(tmp_path / "x.pt", {"x": np.arange(8.0)})
-        with zipfile.ZipFile(tmp_path / "x.pt") as file:
-            parts = {name: file.read(name) for name in file.namelist()}
-        parts["archive/data/0"] = parts["archive/data/0"][:16]
+    @pytest.mark.parametrize(("value", "says"), _HOSTILE.values(), ids=_HOSTILE)
+    def test_hostile_files(
+        self, tmp_path: pathlib.Path, value: bytes, says: str
+    ) -> None:
+        """Sizes are compared before memory is touched; nothing loops or grows."""
         with zipfile.ZipFile(tmp_path / "x.pt", "w") as file:
-            for name, data in parts.items():
-                file.writestr(name, data)
-        with pytest.raises(CheckpointError, match="outside of its storage"):
+            file.writestr("archive/data.pkl", b"\x80\x02" + value + b".")
+            file.writestr("archive/data/0", struct.pack("<12f", *range(12)))
+        with pytest.raises(CheckpointError, match=says):
             torch_files.load(tmp_path / "x.pt")
+
+    def test_compressed_files(self, tmp_path: pathlib.Path) -> None:
+        with zipfile.ZipFile(tmp_path / "x.pt", "w", zipfile.ZIP_DEFLATED) as file:
+            file.writestr("archive/data.pkl", pickle.dumps(bytes(1 << 20), 2))
+        with pytest.raises(CheckpointError, match="compressed"):
+            torch_files.load(tmp_path / "x.pt")
+
+    def test_steps_that_are_none(self, trained: Any, tmp_path: pathlib.Path) -> None:
+        convert(trained["plain"][0], tmp_path / "out", "atoms")
+        torch_files.save(tmp_path / "out/zero/up/step.pt", "many")
+        with pytest.raises(CheckpointError, match="not a number of steps"):
+            convert(
+                tmp_path / "out",
+                tmp_path / "in",
+                "checkpoint",
+                like=trained["plain"][0],
+            )
 
     def test_what_torch_has_not(self, tmp_path: pathlib.Path) -> None:
         with pytest.raises(CheckpointError, match="no tensors of uint32"):
