@@ -13,8 +13,8 @@ from typing import Any
 
 import jax
 
-from autopar.checkpoint import folders, manifest, restoring, store, trees
-from autopar.checkpoint.manifest import ArrayEntry, Manifest, PlanEntry
+from autopar.checkpoint import claims, folders, manifest, restoring, store, trees
+from autopar.checkpoint.manifest import ArrayEntry, Manifest, NewerSchema, PlanEntry
 from autopar.checkpoint.saving import Background, Save, wait_at_end
 from autopar.checkpoint.snapshot import num_bytes, snapshot
 from autopar.errors import CheckpointError
@@ -80,8 +80,11 @@ class Checkpoints:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """See `__enter__`."""
-        self.wait()
+        """See `__enter__`; other runs may save into the directory then."""
+        try:
+            self.wait()
+        finally:
+            self.release()
 
     def steps(self) -> list[int]:
         """The steps of the complete checkpoints, in the order of saving."""
@@ -92,10 +95,18 @@ class Checkpoints:
         return steps[-1] if (steps := self.steps()) else None
 
     def notes(self) -> Any:
-        """The notes of the last checkpoint that can be read; None: there are none."""
+        """The notes of the last checkpoint that can be read; None: there are none.
+
+        Raises:
+          CheckpointError: a newer version of autopar wrote it.
+        """
         for folder in folders.complete(self.directory)[::-1]:
-            with contextlib.suppress(CheckpointError):
+            try:
                 return manifest.read(folder).notes
+            except NewerSchema:
+                raise
+            except CheckpointError:
+                continue
         return None
 
     def incomplete(self) -> list[pathlib.Path]:
@@ -124,7 +135,8 @@ class Checkpoints:
           notes: plain data that JSON can hold, kept with it.
 
         Raises:
-          CheckpointError: the directory cannot be written, or the last save failed.
+          CheckpointError: the directory cannot be written, another run saves there, or
+            the last save failed.
           PlanError: the step has not been planned, or the state is of another step.
         """
         world = train_step.world
@@ -139,6 +151,8 @@ class Checkpoints:
             copies = snapshot(arrays, alone=alone)
             folder = self.directory / folders.folder_name(step, time.time_ns())
             if world.process_index == 0:
+                with folders.telling(self.directory, "written"):
+                    claims.claim(self.directory)
                 folders.begin(folder)
         if not self._waits_at_end:
             wait_at_end(self.wait)
@@ -156,6 +170,30 @@ class Checkpoints:
                 keep=self.keep,
             )
         )
+
+    def claim(self, train_step: ParallelStep[..., Any]) -> None:
+        """Takes the directory for this run, as the first `save` does.
+
+        A directory that cannot be written is no error yet: `save` says it.
+
+        Args:
+          train_step: the step, whose processes all call this.
+
+        Raises:
+          CheckpointError: another run saves there.
+        """
+        world = train_step.world
+        with (
+            exchange.told(world, "opening the checkpoints"),
+            contextlib.suppress(OSError),
+        ):
+            if world.process_index == 0:
+                claims.claim(self.directory)
+        exchange.exchanged(world, "opening the checkpoints")
+
+    def release(self) -> None:
+        """Lets other runs save into the directory."""
+        claims.release(self.directory)
 
     def wait(self) -> None:
         """Waits until the last save is complete.
@@ -368,6 +406,8 @@ def _read(
     world, running = train_step.world, train_step.running.planned
     try:
         held = manifest.read(folder)
+    except NewerSchema:
+        raise  # an older checkpoint in its place would lose steps in silence
     except CheckpointError as error:
         raise _Damaged(str(error)) from error
     restoring.check_model(folder, held, wanted)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import pathlib
+import re
 from typing import Any
 
 import msgspec
@@ -13,6 +15,10 @@ from autopar.errors import CheckpointError
 # Raised by one whenever a field changes its meaning.
 SCHEMA = 1
 MANIFEST = "manifest.json"
+
+
+class NewerSchema(CheckpointError):
+    """A newer version of autopar wrote a checkpoint: it is whole, and stays unread."""
 
 
 class ArrayEntry(msgspec.Struct, frozen=True, kw_only=True):
@@ -146,21 +152,36 @@ def decode(data: bytes, name: str) -> Manifest:
     try:
         schema = _HEADER.decode(data).schema
         if schema > SCHEMA:
-            raise CheckpointError(
+            raise NewerSchema(
                 f"{name}: has schema {schema}, this autopar reads schemas up to "
                 f"{SCHEMA}. Restore it with the version of autopar that wrote it, or a "
                 "newer one."
             )
         found = _MANIFEST.decode(data)
-    except msgspec.MsgspecError as error:
+        checksum = _checksum(found)
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise CheckpointError(
-            f"{name}: not the manifest of a checkpoint, or a damaged one: {error}."
+            f"{name}: not the manifest of a checkpoint, or a damaged one: "
+            f"{str(error).rstrip('.')}."
         ) from error
-    if found.checksum != _checksum(found):
+    if found.checksum != checksum:
         raise CheckpointError(
             f"{name}: damaged: its checksum is not that of its content."
         )
+    for path, entry in found.arrays.items():
+        _check_entry(name, path, entry)
     return found
+
+
+def _check_entry(name: str, path: str, entry: ArrayEntry) -> None:
+    """Checks what is used as a size or as a path of files."""
+    if re.fullmatch(r"[A-Za-z0-9_=.-]*", entry.file) is None or entry.file in (
+        ".",
+        "..",
+    ):
+        raise CheckpointError(f"{name}: damaged: '{path}' has a file {entry.file!r}.")
+    if any(n < 0 for n in entry.shape) or math.prod(entry.shape) >= 1 << 62:
+        raise CheckpointError(f"{name}: damaged: '{path}' has the shape {entry.shape}.")
 
 
 def _checksum(manifest: Manifest) -> str:

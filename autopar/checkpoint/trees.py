@@ -69,6 +69,12 @@ def join(plain: Any, arrays: Mapping[str, Any]) -> Any:
             return data.reshape(shape).copy()
         if kind == "value":
             return held
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (
+        AttributeError,
+        LookupError,
+        RecursionError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise CheckpointError(f"not the structure of a tree: {error!r}.") from error
     raise CheckpointError(f"not the structure of a tree: it has a '{kind}'.")

@@ -54,10 +54,14 @@ class Saves:
           others: the arguments of the step after the state.
 
         Raises:
-          CheckpointError: there are checkpoints, and none can be used.
+          CheckpointError: there are checkpoints, and none can be used; or another run
+            saves there.
         """
         checkpoints = self.checkpoints
-        if checkpoints is None or checkpoints.latest() is None:
+        if checkpoints is None:
+            return None
+        checkpoints.claim(self._step)
+        if checkpoints.latest() is None:
             return None
         found = checkpoints.restore(self._step, create_state, *args, others=others)
         self._last = found.step
@@ -87,6 +91,7 @@ class Saves:
             self._save(state, step, position)
         if self.checkpoints is not None:
             self._trying(self.checkpoints.wait)
+            self.checkpoints.release()
 
     def _save(self, state: Any, step: int, position: int) -> None:
         if (checkpoints := self.checkpoints) is None:

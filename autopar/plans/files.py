@@ -56,7 +56,7 @@ def decode(data: bytes | str, name: str) -> dict[str, Any]:
     try:
         found = _HEADER.decode(data).schema
         fields: dict[str, Any] = msgspec.json.decode(data)
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, RecursionError, UnicodeError) as error:
         raise not_a_plan(name, error) from error
     if found == SCHEMA:
         return fields

@@ -426,7 +426,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         fields = files.decode(data, name)
         try:
             plan = msgspec.convert(fields, cls)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise files.not_a_plan(name, error) from error
         files.check_devices(plan.cluster.read(), plan.stages, name)
         return plan
