@@ -124,7 +124,7 @@ def load(path: pathlib.Path) -> Any:
     """
     try:
         file = zipfile.ZipFile(path)
-    except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+    except (OSError, zipfile.BadZipFile, ValueError, RuntimeError) as error:
         raise CheckpointError(f"{path}: not a file of torch.save: {error}.") from error
     with file:
         try:

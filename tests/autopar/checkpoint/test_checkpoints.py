@@ -5,17 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import functools
-import hashlib
-import json
 import os
 import pathlib
 import resource
 import shutil
-import socket
-import subprocess
-import sys
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Generator
 from typing import Any
 
 import jax
@@ -295,119 +290,6 @@ class TestForeign:
             made.restore(step, small_step.state)
         with pytest.raises(PlanError, match="no plan yet"):
             made.save(step, numbers(), step=1)
-
-
-HOLDER = """
-import fcntl, json, sys
-file = open(sys.argv[1], "a+")
-try:
-    fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-except OSError:
-    file.seek(0)
-    print(file.read(), flush=True)
-else:
-    json.dump({"host": "far", "pid": 4711, "run": ""}, file)
-    file.flush()
-    print("held", flush=True)
-    sys.stdin.read()
-"""
-
-
-@contextlib.contextmanager
-def another_process(directory: pathlib.Path) -> Iterator[str]:
-    """Another process tries the lock of a directory; what it says."""
-    directory.mkdir(exist_ok=True)
-    with subprocess.Popen(
-        [sys.executable, "-Sc", HOLDER, str(directory / ".lock")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as child:
-        assert child.stdout is not None
-        try:
-            yield child.stdout.readline()
-        finally:
-            child.kill()
-
-
-class TestTwoRuns:
-    def test_the_second_is_refused(self, tmp_path: pathlib.Path) -> None:
-        directory = tmp_path / "saved"
-        with another_process(directory) as said:
-            assert said == "held\n"
-            with pytest.raises(CheckpointError, match="process 4711 on host far"):
-                saved(directory, 1)
-            assert Checkpoints(directory).steps() == []
-            with pytest.raises(CheckpointError, match="process 4711 on host far"):
-                autopar.elastic(
-                    small(),
-                    numbers,
-                    lambda first, rows: small_step.batch(rows),
-                    batch=small_step.ROWS,
-                    steps=2,
-                    checkpoint=directory,
-                )
-        assert saved(directory, 1).steps() == [1]  # its process has ended
-
-    def test_who_has_it_can_be_read(self, tmp_path: pathlib.Path) -> None:
-        with saved(tmp_path, 1), another_process(tmp_path) as said:
-            found = json.loads(said)
-            assert (found["host"], found["pid"]) == (socket.gethostname(), os.getpid())
-        with another_process(tmp_path) as said:
-            assert said == "held\n"
-
-
-def with_manifest(directory: pathlib.Path, **fields: Any) -> None:
-    """Changes fields of the last manifest, and its checksum as well."""
-    path = Checkpoints(directory).restore(small(), small_step.state).folder
-    found = json.loads((path / "manifest.json").read_text()) | fields
-    found.pop("checksum")
-    plain = {k: x for k, x in found.items() if k[:2] != "no" or x} | {"checksum": ""}
-    digest = hashlib.sha256(json.dumps(plain, separators=(",", ":")).encode())
-    found["checksum"] = digest.hexdigest()[:32]
-    (path / "manifest.json").write_text(json.dumps(found))
-
-
-class TestManifests:
-    def test_a_newer_schema_is_not_passed_over(self, tmp_path: pathlib.Path) -> None:
-        made = saved(tmp_path, 1, 2)
-        with_manifest(tmp_path, schema=7)
-        with pytest.raises(CheckpointError, match="has schema 7, this autopar reads"):
-            restored(made)
-        with pytest.raises(CheckpointError, match="has schema 7, this autopar reads"):
-            made.notes()
-        assert restored(made, 1).step == 1
-
-    @pytest.mark.parametrize("depth", [300, 900, 100_000])
-    def test_nested_too_deeply(self, tmp_path: pathlib.Path, depth: int) -> None:
-        made = saved(tmp_path, 1, 2)
-        path = restored(made).folder / "manifest.json"
-        text = json.dumps(json.loads(path.read_text()) | {"notes": 0})
-        path.write_text(
-            text.replace('"notes": 0', f'"notes": {"[" * depth}{"]" * depth}')
-        )
-        with pytest.warns(UserWarning, match="damaged.*Restored .*00000001-"):
-            assert restored(made).step == 1
-
-    @pytest.mark.parametrize(
-        ("field", "value", "says"),
-        [
-            ("file", "../../../etc", "has a file"),
-            ("file", "..", "has a file"),
-            ("shape", [-1, 8], "has the shape"),
-            ("shape", [1 << 40, 1 << 40], "has the shape"),
-        ],
-    )
-    def test_what_is_used_as_size_or_path(
-        self, tmp_path: pathlib.Path, field: str, value: Any, says: str
-    ) -> None:
-        made = saved(tmp_path, 1, 2)
-        path = restored(made).folder / "manifest.json"
-        state = json.loads(path.read_text())["state"]
-        state["w"][field] = value
-        with_manifest(tmp_path, state=state)
-        with pytest.warns(UserWarning, match=f"{says}.*Restored .*00000001-"):
-            assert restored(made).step == 1
 
 
 class TestWriting:
