@@ -1,9 +1,11 @@
 """Puts the README and its like on the site, for mkdocs (``hooks:`` of mkdocs.yml).
 
 They lie beside the folder of the pages, so their links are made relative to it. A link
-from a page to a file that is not a page, such as an example, becomes plain text.
+from a page to a file that is not a page, such as an example, becomes plain text. In
+place of ``<!-- data -->`` stand the data files that no plot shows.
 """
 
+import json
 import pathlib
 import re
 from typing import Any
@@ -17,6 +19,8 @@ PAGES = {
     "contributing.md": "CONTRIBUTING.md",
     "changes.md": "CHANGELOG.md",
 }
+SHOWN = {"experts", "links", "planning", "published", "when"}  # by plots and tables
+DATA = "<!-- data -->"
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 
 
@@ -30,7 +34,7 @@ def on_files(files: Files, *, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Takes links out of a page that lead to no page."""
-    return _LINK.sub(_without_source, markdown)
+    return _LINK.sub(_without_source, markdown.replace(DATA, further_data()))
 
 
 def moved(text: str) -> str:
@@ -40,6 +44,33 @@ def moved(text: str) -> str:
     return text.replace("](docs/", "](")
 
 
+def further_data(folder: pathlib.Path = ROOT / "docs" / "data") -> str:
+    """A table of what else was measured; '' while there is nothing.
+
+    A data file tells its ``command``, and its figures under ``summary`` or beside it.
+    """
+    rows: list[str] = []
+    for file in sorted(folder.glob("*.json")):
+        if file.stem in SHOWN:
+            continue
+        found = json.loads(file.read_text("utf-8"))
+        told = found if isinstance(found, dict) else {"rows": found}
+        figures = told.get("summary", told)
+        words = [
+            f"{name.replace('_', ' ')} {figure}"
+            for name, figure in figures.items()
+            if isinstance(figure, int | float | str) and name != "command"
+        ] or [f"{len(figures)} rows"]
+        command = f"`{told['command']}`" if "command" in told else f"`{file.name}`"
+        rows.append(
+            f"| {file.stem.replace('_', ' ')} | {', '.join(words)} | {command} |"
+        )
+    head = "## Further runs\n\n| What | Figures | Command or file |\n|---|---|---|\n"
+    return head + "\n".join(rows) if rows else ""
+
+
 def _without_source(match: re.Match[str]) -> str:
     """The link as it is if it leads to a page, and its text otherwise."""
-    return match[0] if match[2].endswith((".md", ".ipynb", ".png")) else match[1]
+    return (
+        match[0] if match[2].endswith((".md", ".ipynb", ".png", ".svg")) else match[1]
+    )

@@ -127,7 +127,7 @@ CALIBRATIONS = {
     ),
     # Half-rate sides: a quarter of the tiles that GPU libraries prefer (64), and of a
     # TPU's matrix unit (128). Assumptions, not fitted. On GPUs the peak of the buffers
-    # is about what XLA allocates (docs/results.md, compilers of accelerators); the
+    # is about what XLA allocates (docs/record, compilers of accelerators); the
     # TPU's memory overhead is the one chosen on CPUs.
     "gpu": Calibration(
         half_rate_side=16.0,
@@ -146,7 +146,7 @@ CALIBRATIONS = {
         # Collectives take streaming multiprocessors and bandwidth from the work beside
         # them: work is 18.9 % slower on average meanwhile (arXiv 2507.03114).
         contention=0.189,
-        # Read from schedules for H100 (docs/results.md). TPUs send more and smaller
+        # Read from schedules for H100 (docs/record). TPUs send more and smaller
         # messages than the limits above make, and no rule for them is known.
         whole_messages=True,
     ),

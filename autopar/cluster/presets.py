@@ -68,7 +68,7 @@ EARLY_WORKSPACE_BYTES = 2**22
 # reach up to 0.86 of it.
 TPU_EFFICIENCY = 0.95
 # The rules for the memory of v5e were read from models of two layers. Of six programs
-# of six layers the compiler needs 1.07 to 1.30 times what they say (docs/results.md);
+# of six layers the compiler needs 1.07 to 1.30 times what they say (docs/record);
 # why is not known. With this factor 0.92 to 1.13 of what they need is predicted.
 V5E_MEMORY_OVERHEAD = 1.25
 

@@ -42,7 +42,7 @@ class Certainty:
     bare: float
 
 
-# Held-out rows of XLA's tables (docs/results.md, "Rates against XLA's measurements"):
+# Held-out rows of XLA's tables (docs/record, "Rates against XLA's measurements"):
 # products 12 %, collectives from 1 MiB 29 %, smaller ones 30 %. In a step the rate of
 # products falls with the card's power: over the sources of published rows that part is
 # .61 to .68 of a card of 700 W, so 6 % besides. Other operators: compiled over
@@ -66,7 +66,7 @@ _TABLED = Certainty(
 _DATASHEET = dataclasses.replace(_TABLED, matrix=0.20)
 # Simulated devices and hosts share cores: measured steps of the examples were .42 to
 # 1.5 of those predicted, collectives of 256 KiB up to 70 % from a measured profile's
-# (docs/results.md, "Real step time", "Training over real links").
+# (docs/record).
 _SHARED_CORES = dataclasses.replace(
     _TABLED, matrix=0.35, vector=0.5, transfer=0.5, latency=0.7
 )

@@ -47,7 +47,7 @@ from autopar_passes.graph.operators import GraphInput
 
 # Read from the schedules and buffer assignments of XLA's compilers (jax 0.10.2). With
 # 6 and 8 layers (36 to 56 products) nearly all wait, with 16 layers about a third. The
-# bound of 48 stands between; docs/results.md has the figures.
+# bound of 48 stands between; docs/record has the figures.
 _GPU = Habits(
     makes_again=True,
     keeps_orders=True,
@@ -73,7 +73,7 @@ _ON_CHIP = Habits(
 def habits_of(device: DeviceSpec) -> Habits:
     """What the compiler of a device does with memory.
 
-    TPUs of two cores write more than those of one (docs/results.md), and no rule for
+    TPUs of two cores write more than those of one (docs/record), and no rule for
     what they write is known. They say nothing of their vector memory, and only round.
     """
     if device.on_chip_bytes:

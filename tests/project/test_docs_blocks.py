@@ -75,7 +75,7 @@ def run(text: str, name: str, capsys: pytest.CaptureFixture[str]) -> None:
     for block in blocks(text):
         if block.reason is None:
             source = "\n" * block.line + block.source
-            exec(compile(source, name, "exec"), names)
+            exec(compile(source, name, "exec", dont_inherit=True), names)
             printed = capsys.readouterr().out
             if block.output is not None:
                 assert masked(printed) == masked(block.output)

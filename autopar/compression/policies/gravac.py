@@ -17,7 +17,7 @@ paper's text. The third, whose mean is over elements, is in the metric of Adam's
 (`signals.updates`). The first two differ where errors are fed back: what is late is
 sent in the end, so that the first comes back to about 1, or more, once the residual
 holds what a level leaves waiting; in the second a residual counts against its level for
-good. Measured (docs/results.md), the first is right for SGD with momentum, to which
+good. Measured (docs/record), the first is right for SGD with momentum, to which
 late gradients do little harm, and climbs too far for Adam, to which they do much. The
 second falls back too early, which costs time but no accuracy, and is the default. In
 the third, late gradients count for less, as they do for Adam.

@@ -67,7 +67,7 @@ WORTHWHILE = 0.03
 # No gradient may lose more than this many times the budget: what is left of it is not
 # spent on a few small ones. In training they do not average out: on 100 steps of a
 # character GPT, 6 % of the elements sent by `predicted` and `sign`, within a budget of
-# 0.1, cost 0.09 nats a character (docs/results.md).
+# 0.1, cost 0.09 nats a character (docs/record).
 MOST_OF_BUDGET = 2.0
 # Rounds of choosing layouts by the prices of the best choice so far.
 ROUNDS = 2

@@ -11,7 +11,7 @@ from autopar.errors import PlanError
 # Effective relative error of the whole gradient that ``auto`` allows. Of the codecs
 # that were tried alone on three seeds, those below it (int8; int4 with rotation, .032)
 # end within about one deviation of dense gradients' loss, those above it do not
-# (docs/results.md): int4 in blocks of 256 without rotation, .061, takes a seventh
+# (docs/record): int4 in blocks of 256 without rotation, .061, takes a seventh
 # more steps.
 DEFAULT_BUDGET = 0.05
 # Mode of a plan whose codecs were given gradient by gradient.

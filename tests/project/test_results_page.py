@@ -1,0 +1,71 @@
+"""The pages a reader meets first: short, true to the data, and without dead ends."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+from types import ModuleType
+
+import checkout
+import pytest
+
+DOCS = checkout.ROOT / "docs"
+RESULTS = (DOCS / "results.md").read_text()
+FAQ = (DOCS / "faq.md").read_text()
+
+
+def module(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, checkout.ROOT / path)
+    assert spec is not None
+    assert spec.loader is not None
+    found = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(found)
+    return found
+
+
+def test_first_pages_are_short() -> None:
+    assert len((checkout.ROOT / "README.md").read_text().splitlines()) <= 120
+    assert len(RESULTS.split()) <= 1500
+
+
+@pytest.mark.parametrize("name", ["experts", "links", "planning", "published"])
+def test_data_files_are_the_tables_of_the_record(name: str) -> None:
+    printed = module("benchmarks/printed.py")
+
+    assert (DOCS / "data" / f"{name}.json").read_text() == printed.text_of(name)
+
+
+def test_plots_are_those_of_the_data() -> None:
+    plots = module("scripts/plots.py")
+    drawn = {name: plots.drawn(name) for name in plots.PLOTS}
+
+    assert {
+        name: (DOCS / "plots" / f"{name}.svg").read_text()
+        for name, picture in drawn.items()
+        if picture is not None
+    } == {name: picture for name, picture in drawn.items() if picture is not None}
+    assert "experts" in drawn
+
+
+def test_results_show_further_data(tmp_path: Path) -> None:
+    hooks = module("scripts/docs_hooks.py")
+    assert hooks.further_data(tmp_path) == ""
+
+    found = {"command": "python benchmarks/soak.py", "summary": {"recovered": 600}}
+    (tmp_path / "soak.json").write_text(json.dumps(found))
+
+    assert "| soak | recovered 600 | `python benchmarks/soak.py` |" in (
+        hooks.further_data(tmp_path)
+    )
+    assert hooks.DATA in RESULTS
+
+
+def test_each_question_has_an_answer_and_a_link() -> None:
+    questions = re.split(r"^### ", FAQ, flags=re.M)[1:]
+
+    numbers = [int(question.split(".")[0]) for question in questions]
+    assert numbers == list(range(1, 31))
+    assert [q for q in questions if not re.search(r"\]\([^)]+\.md", q)] == []
+    assert [q for q in questions if len(q.split()) > 90] == []
