@@ -23,7 +23,7 @@ from autopar.cluster import (
 )
 from autopar.cluster import groups as groups_of
 from autopar.cluster.errors import ClusterError
-from autopar.cluster.members import Members, settle
+from autopar.cluster.members import Members, checked_size, settle
 from autopar.cluster.mesh import MeshShape
 from autopar.cluster.regular import Prefer
 from autopar.cluster.specs import DeviceSpec, Level, LinkSpec
@@ -75,6 +75,7 @@ class Cluster:
             )
         if self.between is not None:
             raise ClusterError("Cluster: between= is a link between groups=.")
+        checked_size(self.levels)
         if self.members is not None:
             given["members"] = settle(self.members, self.levels)
 

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from autopar.cluster.errors import ClusterError
-from autopar.cluster.specs import Level
+from autopar.cluster.specs import MOST_DEVICES, Level, shown
 
 # The parts of a short list of names that an error shows.
 _SHOWN = 12
@@ -39,18 +39,19 @@ class Members:
 
     def __post_init__(self) -> None:
         """Check the positions and the names."""
-        held, size = (*self.positions, *self.idle), size_of(self.whole)
+        held, size = (*self.positions, *self.idle), checked_size(self.whole)
         if len(set(held)) < len(held) or (
             held and not 0 <= min(held) <= max(held) < size
         ):
             raise ClusterError(
-                f"Members: positions {list(self.positions)} and idle "
-                f"{list(self.idle)} must be different, from 0 to {size - 1}."
+                f"Members: positions {shown(list(self.positions[:99]))} and idle "
+                f"{shown(list(self.idle[:99]))} must be different, from 0 to "
+                f"{size - 1}."
             )
-        if self.start < 0 or "/" in self.group:
+        if not 0 <= self.start <= MOST_DEVICES or "/" in self.group:
             raise ClusterError(
-                f"Members: start={self.start} must be 0 or more, and "
-                f"group={self.group!r} have no '/'."
+                f"Members: start={shown(self.start)} must be 0 or more, and "
+                f"group={shown(self.group)} have no '/'."
             )
         if self.hosts:
             _check_hosts(self)
@@ -91,6 +92,17 @@ class Members:
 def size_of(levels: Sequence[Level]) -> int:
     """The number of devices that the levels hold."""
     return math.prod(level.size for level in levels)
+
+
+def checked_size(levels: Sequence[Level]) -> int:
+    """The number of devices that the levels hold.
+
+    Raises:
+      ClusterError: it is more than a cluster may have.
+    """
+    if (found := size_of(levels)) > MOST_DEVICES:
+        raise ClusterError(f"a cluster has at most {MOST_DEVICES} devices: {found}.")
+    return found
 
 
 def num_hosts(levels: Sequence[Level]) -> int:

@@ -1,7 +1,6 @@
 """Devices, links and levels: the numbers a cost model needs about hardware."""
 
 import dataclasses
-import math
 from typing import Literal, get_args
 
 from autopar.cluster.calibration import CALIBRATIONS, Calibration
@@ -45,18 +44,33 @@ _VECTOR_ONLY = frozenset(
 )  # fmt: skip
 
 
+# Most devices of a cluster, and the largest number that stands for a rate, a time or
+# bytes: products of some of them are finite.
+MOST_DEVICES, _LARGEST = 1 << 20, 1e60
+_LONGEST_SHOWN = 200
+
+
 def _require(condition: bool, owner: str, what: str, value: object) -> None:
     if not condition:
-        raise ClusterError(f"{owner}: {what}, got {value!r}.")
+        raise ClusterError(f"{owner}: {what}, got {shown(value)}.")
+
+
+def shown(value: object) -> str:
+    """A value for an error, cut where it is long."""
+    try:
+        text = repr(value)
+    except ValueError:  # a whole number of more digits than Python writes
+        text = "a number of thousands of digits"
+    return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
 
 
 def _positive(owner: str, name: str, value: float) -> None:
-    good = value > 0 and math.isfinite(value)
+    good = 1 / _LARGEST <= value <= _LARGEST
     _require(good, owner, f"{name} must be positive and finite", value)
 
 
 def _not_negative(owner: str, name: str, value: float) -> None:
-    good = value >= 0 and math.isfinite(value)
+    good = 0 <= value <= _LARGEST
     _require(good, owner, f"{name} must be zero or positive, and finite", value)
 
 
@@ -283,6 +297,7 @@ class Level:
 
     def __post_init__(self) -> None:
         """Check the size."""
-        _require(
-            self.size >= 1, f"Level {self.name!r}", "size must be 1 or more", self.size
-        )
+        owner, what = f"Level {shown(self.name)}", "size must be 1 or more"
+        _require(self.size >= 1, owner, what, self.size)
+        what = f"size must be at most {MOST_DEVICES}"
+        _require(self.size <= MOST_DEVICES, owner, what, self.size)

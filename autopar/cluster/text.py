@@ -6,10 +6,12 @@ from collections.abc import Callable, Sequence
 
 from autopar.cluster.errors import ClusterError
 from autopar.cluster.presets import DEFAULT_PRESET, Preset, preset
-from autopar.cluster.specs import DeviceSpec, Level
+from autopar.cluster.specs import DeviceSpec, Level, shown
 
 EXAMPLE = "Example: Cluster.parse('8x8:h100,memory=40GB')."
 
+# Larger than what any field takes, and finite, so that it can be rounded.
+_MOST = 1e99
 _SCALE = {"": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "P": 1e15}
 _BINARY = {"Ki": 2.0**10, "Mi": 2.0**20, "Gi": 2.0**30, "Ti": 2.0**40}
 _BYTES = {f"{k}B": v for k, v in (_SCALE | _BINARY).items()}
@@ -41,11 +43,12 @@ def parse_quantity(text: str, unit: str) -> float:
     match = re.fullmatch(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([A-Za-z/]*)", text.strip())
     scales = _UNITS[unit]
     if match and match[2] in scales and match[1].count(".") <= 1 and match[1] != ".":
-        return float(match[1]) * scales[match[2]]
+        # No number, as of too many digits, is caught where the value is checked.
+        return min(float(match[1]) * scales[match[2]], _MOST)
     known = ", ".join(name for name in scales if name)
     raise ClusterError(
-        f"{text!r} is not a number of {unit}: write one such as {_EXAMPLES[unit]!r}"
-        + (f" (units: {known})." if known else ".")
+        f"{shown(text)} is not a number of {unit}: write one such as "
+        f"{_EXAMPLES[unit]!r}" + (f" (units: {known})." if known else ".")
     )
 
 
@@ -132,15 +135,16 @@ _OPTIONS: dict[str, _Option] = {
 
 def _parse_sizes(text: str) -> tuple[int, ...]:
     parts = text.split("x")
-    if not all(re.fullmatch(r"[0-9]+", part) and int(part) >= 1 for part in parts):
+    if not all(re.fullmatch(r"0*[1-9][0-9]{0,8}", part) for part in parts):
         raise ClusterError(
-            f"{text!r} is not a shape: write positive sizes joined by 'x', hosts "
+            f"{shown(text)} is not a shape: write positive sizes joined by 'x', hosts "
             f"before devices of a host. {EXAMPLE}"
         )
     if len(parts) > 3:
         raise ClusterError(
-            f"{text!r} has {len(parts)} levels; the short form has at most 3 (pods x "
-            f"hosts x devices). Describe deeper clusters in a TOML file. {EXAMPLE}"
+            f"{shown(text)} has {len(parts)} levels; the short form has at most 3 "
+            "(pods x hosts x devices). Describe deeper clusters in a TOML file. "
+            f"{EXAMPLE}"
         )
     return tuple(int(part) for part in parts)
 
@@ -151,8 +155,8 @@ def _apply_option(base: Preset, sizes: tuple[int, ...], text: str) -> Preset:
     if option is None or not equals:
         known = ", ".join(_OPTIONS)
         raise ClusterError(
-            f"unknown option {text!r}: an option is key=value with a key of {known}. "
-            f"{EXAMPLE}"
+            f"unknown option {shown(text)}: an option is key=value with a key of "
+            f"{known}. {EXAMPLE}"
         )
     if key.startswith("network") and (len(sizes) == 1 or base.is_torus):
         raise ClusterError(
@@ -168,7 +172,7 @@ def parse_text(text: str) -> tuple[DeviceSpec, tuple[Level, ...]]:
     shape, colon, name = head.partition(":")
     sizes = _parse_sizes(shape.strip())
     if colon and not name.strip():
-        raise ClusterError(f"{text!r} names no device after the colon. {EXAMPLE}")
+        raise ClusterError(f"{shown(text)} names no device after the colon. {EXAMPLE}")
     base = preset(name.strip() or DEFAULT_PRESET)
     for option in options:
         base = _apply_option(base, sizes, option)

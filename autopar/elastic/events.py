@@ -14,13 +14,23 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 from autopar.cluster import Cluster
+from autopar.cluster.members import listed
+from autopar.cluster.specs import MOST_DEVICES, shown
 from autopar.errors import EventError
 
 # What an event may say.
 KINDS = ("gone", "added", "cluster", "link")
 
 # Longest text that a field may hold, and most names: an event is a short message.
-_LONGEST, _MOST = 10_000, 10_000
+_LONGEST, _MOST, _LONGEST_NAME = 10_000, 10_000, 256
+
+# Largest numbers of a message; larger ones are mistakes.
+_LARGEST = {
+    "bandwidth_bytes_per_s": 1e18,
+    "latency_s": 3600.0,
+    "deadline_s": 1e9,
+    "time_s": 1e11,
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,8 +147,8 @@ class Event:
             return f"cluster {self.cluster}"
         if self.kind == "link":
             return f"link {self.level}: {_rate(self)}"
-        names = [str(name) for name in (*self.hosts, *self.devices)]
-        return f"{self.kind} {', '.join(names) or 'this process'}"
+        names = [str(name)[:80] for name in (*self.hosts, *self.devices)]
+        return f"{self.kind} {listed(names) or 'this process'}"
 
 
 # The fields that only some kinds have.
@@ -158,8 +168,8 @@ def _check_link(event: Event) -> None:
     rate, latency = event.bandwidth_bytes_per_s, event.latency_s
     if rate is None and latency is None:
         raise EventError("a 'link' event needs bandwidth_bytes_per_s or latency_s.")
-    if rate is not None and rate <= 0:
-        raise EventError(f"bandwidth_bytes_per_s={rate} must be above 0.")
+    if rate is not None and rate < 1:
+        raise EventError(f"bandwidth_bytes_per_s={rate} must be above 0, at least 1.")
     if latency is not None and latency < 0:
         raise EventError(f"latency_s={latency} is negative.")
 
@@ -173,22 +183,42 @@ def _rate(event: Event) -> str:
 
 def _text(name: str, value: Any) -> str:
     if not isinstance(value, str) or len(value) > _LONGEST:
-        raise EventError(f"{name} must be a text, got {type(value).__name__}.")
+        raise EventError(
+            f"{name} must be a text of at most {_LONGEST} letters, got {_short(value)}."
+        )
     return value
 
 
 def _number(name: str, value: Any) -> float:
+    most = _LARGEST[name]
     good = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not good or not math.isfinite(value):
-        raise EventError(f"{name} must be a number, got {str(value)[:40]!r}.")
+    if not good or not -most <= value <= most:
+        raise EventError(
+            f"{name} must be a number of at most {most:g}, got {_short(value)}."
+        )
     return float(value)
+
+
+def _short(value: Any) -> str:
+    """A value for an error: its beginning, or its type where that says enough."""
+    if isinstance(value, (int, float)):
+        return shown(value)[:40]
+    return repr(value[:40]) if isinstance(value, str) else type(value).__name__
 
 
 def _names(name: str, value: Any) -> tuple[str | int, ...]:
     items = cast(list[Any], value) if isinstance(value, (list, tuple)) else [value]
-    wrong = [x for x in items if not isinstance(x, (str, int)) or isinstance(x, bool)]
-    if wrong or len(items) > _MOST:
-        raise EventError(f"{name} must be a list of names or numbers.")
+    for x in items[:_MOST]:
+        number = isinstance(x, int) and not isinstance(x, bool)
+        if number and 0 <= x < MOST_DEVICES:
+            continue
+        if not isinstance(x, str) or len(x) > _LONGEST_NAME:
+            raise EventError(
+                f"{name} must be a list of names, of at most {_LONGEST_NAME} letters, "
+                f"or of numbers from 0 to {MOST_DEVICES - 1}; got {_short(x)}."
+            )
+    if len(items) > _MOST:
+        raise EventError(f"{name}: at most {_MOST} names; got {len(items)}.")
     return tuple(items)
 
 

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from autopar.cluster import Cluster
+from autopar.cluster.members import size_of
+from autopar.cluster.specs import MOST_DEVICES
 from autopar.elastic.events import Event
 from autopar.elastic.resolve import Resolved, resolve
 from autopar.errors import AutoparError
@@ -41,6 +43,8 @@ class Inbox:
         own: tuple[int, ...],
         check: Callable[[Cluster], None],
         notes: Notes,
+        *,
+        most: int = MOST_DEVICES,
     ) -> None:
         """Holds no event yet.
 
@@ -49,7 +53,9 @@ class Inbox:
           own: ids of this process's devices.
           check: raises an error of autopar where this world cannot be such a cluster.
           notes: where events that change nothing are written down.
+          most: devices that this world can have; an event with more is not looked at.
         """
+        self._most = most
         self._lock = threading.Lock()
         self._current: Cluster = cluster
         self._next: Cluster | None = cluster
@@ -84,6 +90,16 @@ class Inbox:
         return found
 
     def _checked(self, event: Event) -> Resolved:
+        if (count := _devices(event)) > max(self._most, _whole(self._current)):
+            reason = f"it has {count} devices, and this world at most {self._most}."
+            return _same(event, "refused", self._next, reason)
+        try:
+            return self._resolve(event)
+        except Exception as error:  # the threads of sources outlive any event
+            reason = f"a bug in autopar: {type(error).__name__}: {error}"[:500]
+            return _same(event, "refused", self._next, reason)
+
+    def _resolve(self, event: Event) -> Resolved:
         found = resolve(event, self._next, self._own)
         if found.status == "accepted" and found.cluster is not None:
             try:
@@ -126,6 +142,21 @@ class Inbox:
             self._waiting.append(found)
             self._next = found.cluster
         return found
+
+
+def _devices(event: Event) -> int:
+    """At least so many devices the cluster must have that an event speaks of."""
+    named = len(event.hosts) + len(event.devices)
+    return named if event.cluster is None else _whole(event.cluster)
+
+
+def _whole(cluster: Cluster) -> int:
+    """The devices of a cluster, those included that are not there."""
+    sizes = (
+        part.num_devices if part.members is None else size_of(part.members.whole)
+        for part in cluster.groups or (cluster,)
+    )
+    return sum(sizes)
 
 
 def _same(event: Event, status: str, cluster: Cluster | None, reason: str) -> Resolved:

@@ -113,7 +113,9 @@ class ElasticRun:
         self._replanner = Replanner(step, samples.batch)
         self.ahead = Ahead(step, samples.batch) if ahead else None
         own = range(len(step.world.devices))
-        self._inbox = Inbox(step.cluster, tuple(own), self._check, ledger)
+        self._inbox = Inbox(
+            step.cluster, tuple(own), self._check, ledger, most=len(own)
+        )
         make = membership or (lambda inbox: Alone(step.world, inbox))
         self._membership = make(self._inbox)
         self._display = display.Display(steps, shows)

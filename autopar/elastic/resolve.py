@@ -12,6 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from autopar.cluster import Cluster
 from autopar.cluster import membership as members
 from autopar.cluster.errors import ClusterError
+from autopar.cluster.members import listed
 from autopar.elastic.events import Event
 from autopar.errors import EventError
 
@@ -120,10 +121,10 @@ def _answer(
 
 
 def _words(event: Event) -> str:
-    names = [str(name) for name in (*event.hosts, *event.devices)]
+    names = [str(name)[:80] for name in (*event.hosts, *event.devices)]
     if not names:
         return "this process is"
-    return f"{', '.join(names)} {'is' if len(names) == 1 else 'are'}"
+    return f"{listed(names)} {'is' if len(names) == 1 else 'are'}"
 
 
 def ids_there(cluster: Cluster) -> set[int]:
@@ -168,7 +169,7 @@ def _ids(names: Iterable[str | int], known: Mapping[str | int, set[int]]) -> set
         if name not in known:
             shown = ", ".join(str(x) for x in list(known)[:12])
             raise EventError(
-                f"{name!r} is not in the cluster; known are {shown}"
+                f"{str(name)[:80]!r} is not in the cluster; known are {shown}"
                 f"{', ...' if len(known) > 12 else ''}."
             )
         found |= known[name]

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 from jax.experimental import multihost_utils
 
+from autopar.cluster.specs import shown
 from autopar.errors import PlanError
 from autopar.runtime import lanes
 from autopar.runtime.key_values import KeyValueExchange
@@ -227,8 +228,8 @@ class World:
         count = len(self.devices)
         if wrong := [k for k in positions if not 0 <= k < count]:
             raise PlanError(
-                f"the cluster's devices {wrong} are not among the {count} of this "
-                f"world, {_ids(self.devices)}."
+                f"the cluster's devices {shown(wrong)} are not among the {count} of "
+                f"this world, {_ids(self.devices)}."
             )
         return self.take([self.devices[k] for k in positions])
 

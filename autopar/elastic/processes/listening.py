@@ -72,7 +72,8 @@ class Listening:
         with self._lock:
             self._world, self._devices = world, said["devices"]
             if self._inbox is None:
-                self._inbox = Inbox(world, (), self._check, self._notes)
+                most = self._limits.most * self._devices
+                self._inbox = Inbox(world, (), self._check, self._notes, most=most)
             else:
                 self._inbox.take()
                 self._inbox.settle(world)

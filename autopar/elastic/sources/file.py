@@ -69,6 +69,9 @@ class File:
         except (OSError, EventError) as error:
             sink.wrong(name, str(error))
             return
+        except Exception as error:  # the next content is looked at as ever
+            sink.wrong(name, f"a bug in autopar: {type(error).__name__}: {error}"[:500])
+            return
         for event in events:
             if event.kind == "cluster" or not first:
                 sink.put(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -35,6 +36,20 @@ def test_losses_are_those_of_the_uninterrupted_run(name: str) -> None:
         str(c) for c in CHANGES.values()
     ]
     assert (run.step, run.position) == (8, 8 * forms.BATCH)
+
+
+def test_events_larger_than_the_world_are_refused_in_a_line() -> None:
+    run = elastic_runs.started(FORMS["plain"], 3)
+    hosts = [f"new{k}" for k in range(9_000)]
+    huge = Cluster.parse("100x100:cpu").slice((1, 4))
+    for event in ["9:cpu", "1000000:cpu", huge, {"kind": "added", "hosts": hosts}]:
+        begin = time.perf_counter()
+        found = run.change(event)
+        assert time.perf_counter() - begin < 0.1
+        assert found.status == "refused"
+        assert "this world at most 8" in found.reason
+        assert len(str(run.ledger.lines[-1])) < 700
+    assert len(elastic_runs.losses(run)) == 3
 
 
 def test_the_program_runs_on_the_devices_that_are_left() -> None:

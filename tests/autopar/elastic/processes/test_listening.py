@@ -98,7 +98,7 @@ def test_a_link_that_was_measured() -> None:
     [
         ({"kind": "gone", "devices": [1]}, "which come and go together"),
         ("7:h100", "which come and go together"),
-        ("8x2:h100", "expected 1 to 6"),
+        ("8x2:h100", "16 devices, and this world at most 12"),
         ({"kind": "gone", "hosts": [0, 1, 2, 3]}, "at least 1 processes must stay"),
     ],
 )
