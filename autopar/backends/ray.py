@@ -13,6 +13,7 @@ from typing import Any
 
 from autopar.backends.ray_nodes import Node, Placer, Places, alive
 from autopar.backends.ray_worker import ScriptActor
+from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import Reports
 from autopar.errors import PlanError
 
@@ -63,7 +64,7 @@ class RayLauncher:
         self._run, self._reports = run, reports
         threading.Thread(target=self._follow, daemon=True, name="nodes").start()
 
-    def start(self, worker: int, environment: Mapping[str, str]) -> int | None:
+    def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
         with self._lock:
             node = self._places.place(worker)
@@ -91,9 +92,9 @@ class RayLauncher:
         self._wait(worker, actor, ending)
         return None
 
-    def watch(self, worker: int, pid: int | None) -> bool:
+    def watch(self, worker: int, process: ProcessId | None) -> bool:
         """See `Launcher`."""
-        del pid
+        del process
         try:
             actor = self._ray.get_actor(self._name(worker), namespace=_NAMESPACE)
         except ValueError:

@@ -9,6 +9,7 @@ import threading
 from collections.abc import Mapping, Sequence
 
 from autopar.backends.ray_nodes import Node
+from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import Launcher, Reports
 
 
@@ -116,16 +117,16 @@ class PlacedLauncher:
         self._reports = reports
         self._base.begin(run, self)
 
-    def start(self, worker: int, environment: Mapping[str, str]) -> int | None:
+    def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`; where all places are taken, the worker ends at once."""
         if self._slots.place(worker) is None:
             self.ended(worker, None)
             return None
         return self._base.start(worker, environment)
 
-    def watch(self, worker: int, pid: int | None) -> bool:
+    def watch(self, worker: int, process: ProcessId | None) -> bool:
         """See `Launcher`."""
-        found = self._base.watch(worker, pid)
+        found = self._base.watch(worker, process)
         if not found:
             self._slots.ended(worker)
         return found

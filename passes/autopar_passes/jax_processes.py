@@ -11,7 +11,7 @@ import os
 import re
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,12 +26,6 @@ from jaxlib.mlir import ir as _ir
 # The supervisor watches processes. JAX's own heartbeats must not end one that is slow.
 _HEARTBEAT_S = 24 * 3600
 _SHUTDOWN_S = 2
-
-# XLA numbers the CPU devices of process k from k * _IDS.
-_IDS = 2048
-
-# What makes XLA and gloo give up an address that they wait for.
-_NO_ADDRESS = b"none\xff"
 
 
 def coordination_service(address: str, count: int) -> Any:
@@ -86,35 +80,6 @@ def leave_world() -> Any:
     jax.clear_caches()
     _backend.clear_backends()
     return client
-
-
-def release(client: Any, processes: Iterable[int], groups: Iterable[Any]) -> None:
-    """Ends the waits of a world that does not form: each then raises an error.
-
-    XLA waits minutes for what dead processes would have written into the store.
-
-    Args:
-      client: of the coordination service, connected.
-      processes: numbers of the processes that may not come.
-      groups: ids of the devices of each group that may be connecting, in the order of
-        the program.
-    """
-    for index in processes:
-        _overwrite(client, f"cpu:local_topology/cpu/{index}")
-    _overwrite(client, "cpu:global_topology/cpu")  # that the first one would write
-    for ids in groups:
-        text = ",".join(map(str, ids))
-        for position in range(len(ids)):
-            _overwrite(client, f"cpu:gloo/{text}/{position}")
-
-
-def _overwrite(client: Any, key: str) -> None:
-    client.key_value_set_bytes(key, _NO_ADDRESS, allow_overwrite=True)
-
-
-def device_ids(process: int, count: int) -> range:
-    """The ids that XLA gives the CPU devices of a process of a world."""
-    return range(process * _IDS, process * _IDS + count)
 
 
 def local_device_count() -> int:

@@ -81,10 +81,32 @@ class Run:
 
     def supervisor(self) -> int:
         """The process id that the last supervisor wrote down."""
-        return int(json.loads((self.folder / "run.json").read_text()).get("pid", 0))
+        return int(self.state().get("pid", 0))
+
+    def state(self) -> dict[str, Any]:
+        """What the supervisor wrote down for the one after it."""
+        return json.loads((self.folder / "run.json").read_text())
+
+    def service(self) -> int:
+        """The process id of the coordination service, once it is written down."""
+        return int((self.state().get("service") or {}).get("pid", 0))
+
+    def kill_service(self) -> None:
+        """Kills the coordination service."""
+        os.kill(self.service(), signal.SIGKILL)
+
+    def kill_supervisor(self) -> None:
+        """Kills `autopar run`."""
+        self.process.kill()
+        self.process.wait()
 
     def kill(self, worker: int, how: int = signal.SIGKILL) -> None:
         os.kill(self.pid(worker), how)
+
+    def kill_all(self, workers: list[int]) -> None:
+        """Kills workers at once."""
+        for pid in [self.pid(worker) for worker in workers]:
+            os.kill(pid, signal.SIGKILL)
 
     def ask(self, **words: Any) -> Any:
         return command(self.folder, **words)
@@ -94,6 +116,17 @@ class Run:
         while not done():
             assert time.monotonic() < end, self.output()
             assert self.process.poll() is None, self.output()
+            time.sleep(0.02)
+
+    def count(self, event: str) -> int:
+        """How often something has happened."""
+        return sum(x["event"] == event for x in self.log())
+
+    def wait_for_words(self, words: str) -> None:
+        """Waits until some process has printed them; the supervisor may be gone."""
+        end = time.monotonic() + LIMIT_S
+        while words not in self.output():
+            assert time.monotonic() < end, self.output()
             time.sleep(0.02)
 
     def wait_for_world(self, workers: list[int], steps: int = 3) -> None:
@@ -123,7 +156,9 @@ class Run:
     def clean(self) -> None:
         """Ends all that is left."""
         pids = [x["pid"] for x in self.log() if x["event"] == "start"]
-        for pid in [self.process.pid, *pids]:
+        with contextlib.suppress(OSError, ValueError):
+            pids.append(self.service())
+        for pid in filter(None, [self.process.pid, *pids]):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         self.process.wait()

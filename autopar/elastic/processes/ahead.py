@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import pathlib
 import socket
 import sys
@@ -141,10 +140,9 @@ class Ahead:
 def _running(folder: pathlib.Path) -> int | None:
     """The size of the run's world; None: the run has ended."""
     try:
-        state = json.loads((folder / "run.json").read_text())
+        return len(json.loads((folder / "run.json").read_text())["world"])
     except (OSError, ValueError):
         return None
-    return len(state["world"]) if os.path.exists(f"/proc/{state['pid']}") else None
 
 
 def _write(folder: pathlib.Path, line: dict[str, Any]) -> None:

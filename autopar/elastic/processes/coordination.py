@@ -1,9 +1,9 @@
 """The process that hosts the coordination services of all worlds.
 
-It is apart from the supervisor, whose death workers must survive: JAX ends a process
-that loses its coordination service. Commands come as JSON lines on stdin: ``open`` a
-service for so many processes, ``fill`` a world with processes that stand for those
-that died before they connected, and ``close`` a service that nobody uses any more.
+It is apart from the supervisor, whose death workers must survive, and ends with the
+workers. Commands come as JSON lines on stdin: ``open`` a service for some processes,
+``fill`` a world with processes that stand for those that died before they connected,
+``close`` a service that nobody uses any more, and ``ping``.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import os
 import socket
 import sys
 import threading
-import time
 from typing import Any
 
+from autopar.elastic.processes import identity, open_ends
+from autopar.elastic.processes.identity import ProcessId
 from autopar_passes import jax_processes
 
-_POLL_S = 1.0
+# How long a world may take to connect: XLA ends a process that does not get so far.
+_CONNECT_S = 50
 
 
 class Services:
@@ -27,13 +29,15 @@ class Services:
 
     def __init__(self) -> None:
         """Hosts none."""
-        self._running: dict[int, tuple[str, Any]] = {}
-        self._pids: set[int] = set()
+        self._running: dict[int, tuple[str, Any, socket.socket]] = {}
+        # A descriptor of each worker that used a service.
+        self._workers: dict[ProcessId, int] = {}
         self._fillers: list[Any] = []
 
-    def open(self, generation: int, count: int, pids: list[int]) -> str:
+    def open(self, generation: int, processes: list[Any]) -> str:
         """Starts a service and returns its address."""
-        self._pids |= set(pids)
+        self._watch(processes)
+        count = len(processes)
         for attempt in range(8):
             with socket.socket() as probe:
                 probe.bind(("127.0.0.1", 0))
@@ -44,9 +48,36 @@ class Services:
                 if attempt == 7:
                     raise
                 continue
-            self._running[generation] = address, service
+            ends = open_ends.hand_out(int(address.rpartition(":")[2]))
+            self._running[generation] = address, service, ends
             return address
         raise AssertionError
+
+    def stand_in(self, generation: int, address: str, count: int) -> None:
+        """Answers in the place of a service that died while a world connected to it.
+
+        XLA ends a process that cannot connect. It also stands for those that had
+        connected, whom the others would wait for.
+        """
+        with contextlib.suppress(Exception):  # the service lives
+            service = jax_processes.coordination_service(address, count)
+            ends = open_ends.hand_out(int(address.rpartition(":")[2]))
+            self._running[generation] = address, service, ends
+            self.fill(generation, list(range(count)))
+
+    def _watch(self, processes: list[Any]) -> None:
+        for worker, descriptor in list(self._workers.items()):
+            if identity.ended(descriptor):
+                os.close(self._workers.pop(worker))
+        for worker in map(ProcessId.from_data, processes):
+            if worker is None or worker in self._workers:
+                continue
+            if (descriptor := worker.open()) is not None:
+                self._workers[worker] = descriptor
+
+    def ping(self) -> str:
+        """Says that this process lives."""
+        return ""
 
     def fill(self, generation: int, ranks: list[int]) -> None:
         """Connects in the place of processes that are gone, without waiting."""
@@ -56,7 +87,9 @@ class Services:
 
         def connect(rank: int) -> None:
             with contextlib.suppress(Exception):
-                client = jax_processes.coordination_client(address, rank, connect_s=5)
+                client = jax_processes.coordination_client(
+                    address, rank, connect_s=_CONNECT_S
+                )
                 self._fillers.append(client)
                 client.connect()
                 client.shutdown()
@@ -67,13 +100,16 @@ class Services:
     def close(self, generation: int) -> None:
         """Ends a service that no process is connected to."""
         if generation in self._running:
-            _, service = self._running.pop(generation)
+            _, service, ends = self._running.pop(generation)
+            with contextlib.suppress(OSError):
+                ends.shutdown(socket.SHUT_RDWR)
+            ends.close()
             service.shutdown()
 
     def wait_for_workers(self) -> None:
         """Returns once all processes that used a service are gone."""
-        while any(os.path.exists(f"/proc/{pid}") for pid in self._pids):
-            time.sleep(_POLL_S)
+        for descriptor in self._workers.values():
+            identity.ended(descriptor, wait_s=None)
 
 
 def main() -> None:
@@ -83,8 +119,9 @@ def main() -> None:
         command = json.loads(line)
         kind = command.pop("kind")
         answer = getattr(services, kind)(**command)
-        if kind == "open":
-            print(json.dumps({"address": answer}), flush=True)
+        if answer is not None:
+            word = {"open": "address"}.get(kind, "answer")
+            print(json.dumps({word: answer}), flush=True)
     services.wait_for_workers()
     os._exit(0)  # destructors of services wait for clients
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.elastic.processes import tiles
+from autopar.elastic.processes.identity import ProcessId
+from autopar.elastic.processes.messages import Message
 
 # Port of a worker's offers -> version -> what it holds, as `Offers.listed` says.
 Held = Mapping[int, Mapping[str, Mapping[str, Any]]]
@@ -32,6 +34,26 @@ def latest_state(held: Held) -> dict[str, Any] | None:
                 "holders": {port: x["tiles"] for port, x in mine.items()},
             }
     return None
+
+
+def described(
+    ready: Mapping[int, Message], workers: Sequence[int]
+) -> list[dict[str, Any]]:
+    """The workers of a world by rank, for the message to them.
+
+    Args:
+      ready: what each worker said as it became ready.
+      workers: of the world.
+    """
+    keys = ("port", "pid", "devices")
+    return [{k: ready[w][k] for k in keys} | {"worker": w} for w in workers]
+
+
+def processes_of(
+    ready: Mapping[int, Message], workers: Sequence[int]
+) -> list[ProcessId | None]:
+    """The processes of workers, as they said."""
+    return [ProcessId.from_data(ready[w].get("process")) for w in workers]
 
 
 def _order(version: str) -> tuple[int, int]:

@@ -83,7 +83,9 @@ def join_run(
     if VARIABLE not in os.environ:
         return None
     texts, signals = _heard_by(events)
-    team = Team.of_environment(survive, samples.batch if splits else 0, texts)
+    rows = samples.batch if splits else 0
+    saves = checkpoints is not None
+    team = Team.of_environment(survive, rows, texts, saves=saves)
     assert team is not None
     for source in signals:
         source.start(Resigning(team))

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
+
+from autopar.elastic.processes import identity
+from autopar.elastic.processes.identity import ProcessId
+
+# Linux sends this process a signal as the thread ends that started it, and changes the
+# program at once, so that no time is left in which it could miss that.
+_HELPER = """\
+import ctypes, os, sys
+ctypes.CDLL(None).prctl(1, 9)
+os.getppid() == int(sys.argv[1]) or sys.exit()
+os.nice(19)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
 
 
 class Reports(Protocol):
@@ -41,7 +55,7 @@ class Launcher(Protocol):
         """
         ...
 
-    def start(self, worker: int, environment: Mapping[str, str]) -> int | None:
+    def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """Starts a worker.
 
         Args:
@@ -49,11 +63,11 @@ class Launcher(Protocol):
           environment: all variables of the process.
 
         Returns:
-          The process id; None: not known yet.
+          Its process; None: not known yet.
         """
         ...
 
-    def watch(self, worker: int, pid: int | None) -> bool:
+    def watch(self, worker: int, process: ProcessId | None) -> bool:
         """Reports the end of a worker that an earlier supervisor started.
 
         Returns:
@@ -96,8 +110,8 @@ class LocalLauncher:
           command: of a worker.
         """
         self._command = tuple(command)
-        self._children: dict[int, subprocess.Popen[bytes]] = {}
-        self._pids: dict[int, int] = {}
+        self._lock = threading.Lock()
+        self._descriptors: dict[int, int] = {}
         self._reports: Reports | None = None
 
     def begin(self, run: str, reports: Reports) -> None:
@@ -105,7 +119,7 @@ class LocalLauncher:
         del run
         self._reports = reports
 
-    def start(self, worker: int, environment: Mapping[str, str]) -> int | None:
+    def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
         child = subprocess.Popen(
             self._command,
@@ -113,41 +127,66 @@ class LocalLauncher:
             stdin=subprocess.DEVNULL,
             start_new_session=True,
         )
-        self._children[worker] = child
-        if not self.watch(worker, child.pid):
-            self._ended(worker, child.wait())
-        return child.pid
+        # Nobody has waited for it yet, so the number is its own.
+        process = ProcessId.of(child.pid)
+        self._watch(worker, os.pidfd_open(child.pid), child)
+        return process
 
-    def watch(self, worker: int, pid: int | None) -> bool:
+    def watch(self, worker: int, process: ProcessId | None) -> bool:
         """See `Launcher`."""
-        try:
-            descriptor = os.pidfd_open(pid or 0)
-        except OSError:
+        descriptor = None if process is None else process.open()
+        if descriptor is None:
             return False
-        if select.select([descriptor], [], [], 0)[0]:
-            os.close(descriptor)
-            return False  # it has ended, and nobody has waited for it
-        self._pids[worker] = pid or 0
+        self._watch(worker, descriptor, None)
+        return True
+
+    def _watch(
+        self, worker: int, descriptor: int, child: subprocess.Popen[bytes] | None
+    ) -> None:
+        self._descriptors[worker] = descriptor
 
         def wait() -> None:
-            select.select([descriptor], [], [])
-            os.close(descriptor)
-            child = self._children.get(worker)
-            self._pids.pop(worker, None)
-            self._ended(worker, None if child is None else child.wait())
+            identity.ended(descriptor, wait_s=None)
+            with self._lock:
+                self._descriptors.pop(worker, None)
+                os.close(descriptor)
+            assert self._reports is not None
+            self._reports.ended(worker, None if child is None else child.wait())
 
         threading.Thread(target=wait, daemon=True).start()
-        return True
 
     def signal(self, worker: int, number: int) -> None:
         """See `Launcher`."""
-        if (pid := self._pids.get(worker)) is not None:
-            with contextlib.suppress(OSError):
-                os.kill(pid, number)
+        with self._lock, contextlib.suppress(OSError):
+            if (descriptor := self._descriptors.get(worker)) is not None:
+                signal.pidfd_send_signal(descriptor, number)
 
     def close(self) -> None:
         """See `Launcher`."""
 
-    def _ended(self, worker: int, code: int | None) -> None:
-        assert self._reports is not None
-        self._reports.ended(worker, code)
+
+def start_helper(
+    command: Sequence[str], environment: Mapping[str, str]
+) -> subprocess.Popen[bytes]:
+    """Starts a process of the lowest priority, which ends with the calling thread.
+
+    Args:
+      command: of the process.
+      environment: all its variables.
+    """
+    child = subprocess.Popen(
+        [sys.executable, "-c", _HELPER, str(os.getpid()), *command],
+        env=dict(environment),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    # Where sessions share the cores evenly, the priority of a process counts in its
+    # session alone (Linux, sched(7), "The autogroup feature").
+    with (
+        contextlib.suppress(OSError),
+        open(f"/proc/{child.pid}/autogroup", "w") as file,
+    ):
+        file.write("19")
+    return child

@@ -10,14 +10,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.messages import Connection, Message, connect
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RunError
 
 # Where `autopar run` tells its workers how to reach it.
 VARIABLE = "AUTOPAR_SUPERVISOR"
@@ -28,8 +30,6 @@ CHECKPOINT_VARIABLE, EVERY_VARIABLE = "AUTOPAR_CHECKPOINT", "AUTOPAR_EVERY"
 # Set in the process that prepares programs, to the fewest and most processes.
 AHEAD_VARIABLE = "AUTOPAR_AHEAD"
 
-# How long workers without a supervisor may take to stop at one step.
-_STOP_S = 20.0
 _BEAT_S = 0.5
 # How often a worker asks again whether the loss of another one explains its error.
 _ASK_S = 5.0
@@ -104,6 +104,7 @@ class Link:
         self._paused = self._saves = False
         self._phase = "starting"
         self._lost_s: float | None = None
+        self._says = True
         self._last_ready: Message | None = None
         self._connection = self._connected()
         for work in (self._listen, self._beat):
@@ -142,11 +143,7 @@ class Link:
         self._connection.send(kind, **message)
 
     def order(self) -> Message:
-        """Waits for what to do next: to form a world, or to end.
-
-        Raises:
-          PlanError: the supervisor is gone, and does not come back.
-        """
+        """Waits for what to do next: to form a world, or to end."""
         with self._changed:
             while not self._orders:
                 self._wait()
@@ -154,30 +151,31 @@ class Link:
             return self._orders.pop(0)
 
     def may_start(self, step: int) -> bool:
-        """Whether a step may start; otherwise the world is to be left before it.
-
-        Raises:
-          PlanError: the supervisor is gone, and does not come back.
-        """
+        """Whether a step may start; otherwise the world is to be left before it."""
         with self._changed:
             while self._paused and not self.aborted:
                 self._wait()
             if self.aborted or (self._limit is not None and step > self._limit):
                 return False
-            self._check_lost()
+            first = self._started < 0
             self._started, self._phase = step, "step"
-            return True
+        if first:  # who dies soon has said that there is a state
+            self.say("beat", step=step, phase="step")
+        return True
 
     def finished(self, step: int) -> bool:
         """Waits until all processes have done the last step.
 
         Returns:
-          Whether they have; otherwise the world is to be left.
+          Whether they have, or nobody is there to say it; otherwise the world is to
+          be left.
         """
         self.say("finished", step=step)
         with self._changed:
             self._phase = "finished"
             while not self._orders and not self.aborted and self._limit is None:
+                if self.lost:
+                    return True
                 self._wait()
             ended = bool(self._orders) and self._orders[0]["kind"] == "end"
             return ended and not self.aborted
@@ -208,25 +206,27 @@ class Link:
         with self._changed:
             self._changed.notify_all()
 
-    def verdict(self, error: BaseException, wait_s: float) -> bool:
+    def verdict(self, error: BaseException) -> bool:
         """Whether the world of this process is broken, which explains an error.
+
+        Waits until the supervisor says so, or that it is not; without one, until one
+        comes: this process holds a part of the state.
 
         Args:
           error: that was raised.
-          wait_s: how long to wait for the supervisor to say it, or that it is not.
         """
         with self._changed:
             self._own = -1
-        end, asked_s = time.monotonic() + wait_s, -math.inf
+        asked_s = -math.inf
         while True:
             now = time.monotonic()
             if now - asked_s > _ASK_S:  # a supervisor that was started again
                 self.say("broken", error=f"{type(error).__name__}: {error}"[:2000])
                 asked_s = now
             with self._changed:
-                if self.aborted or now > end or self._own == self._generation:
+                if self.aborted or self._own == self._generation:
                     return self.aborted
-                self._changed.wait(_BEAT_S)
+                self._wait()
 
     @property
     def lost(self) -> bool:
@@ -253,34 +253,37 @@ class Link:
                 self._changed.notify_all()
 
     def _wait(self) -> None:
-        self._check_lost()
+        if self.lost and self._says:
+            self._says = False
+            print(
+                f"autopar: worker {self.address.worker} waits for a supervisor, and "
+                "keeps its state: start `autopar run` again with the same folder.",
+                file=sys.stderr,
+                flush=True,
+            )
         self._changed.wait(_BEAT_S)
 
-    def _check_lost(self) -> None:
-        if self._lost_s is None:
-            return
-        if time.monotonic() - self._lost_s > self.address.grace_s + _STOP_S:
-            raise self.gone("The last checkpoint is the one before.")
-
-    def gone(self, saved: str) -> PlanError:
+    def gone(self, saved: str) -> RunError:
         """The error of a run without a supervisor.
 
         Args:
           saved: what has become of the state.
         """
-        return PlanError(
+        return RunError(
             "the supervisor (`autopar run`) is gone, and none came back within "
             f"{self.address.grace_s:g} s. {saved} Start `autopar run` again."
         )
 
     def _connected(self) -> Connection:
         made = connect("127.0.0.1", self.address.port, timeout_s=10.0)
+        own = ProcessId.of(os.getpid())
         made.send(
             "hello",
             token=self.address.token,
             worker=self.address.worker,
-            pid=os.getpid(),
+            process=None if own is None else own.to_data(),
             generation=self._generation,
+            phase=self._phase,
         )
         return made
 

@@ -7,6 +7,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
+from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.messages import Message
 
 
@@ -25,12 +26,21 @@ class Actions(Protocol):
         """Ends a worker at once; its end is reported as any other."""
         ...
 
-    def open(self, generation: int, pids: list[int]) -> str:
-        """Starts the coordination service of a world; returns its address."""
+    def open(self, generation: int, processes: Sequence[ProcessId | None]) -> str:
+        """Starts the coordination service of a world; returns its address.
+
+        Args:
+          generation: number of the world.
+          processes: of its workers.
+        """
         ...
 
     def fill(self, generation: int, ranks: list[int]) -> None:
         """Lets a world connect whose processes of these ranks are gone."""
+        ...
+
+    def stand_in(self, generation: int, address: str, count: int) -> None:
+        """Lets a world of ``count`` connect whose coordination service has died."""
         ...
 
     def close(self, generation: int) -> None:
@@ -128,6 +138,30 @@ def overdue(member: Member, limits: Limits, now: float) -> str:
     return ""
 
 
+def excuse(members: Mapping[int, Member], away_s: float) -> None:
+    """Lets no worker be overdue for what it did while nobody looked.
+
+    Args:
+      members: the workers.
+      away_s: how long nobody looked.
+    """
+    for member in members.values():
+        member.heard_s += away_s
+        member.since_s += away_s
+        member.leave_by_s += away_s
+
+
+def all_formed(members: Mapping[int, Member], world: Sequence[int]) -> bool:
+    """Whether all workers of a world are there, and have its state."""
+    return all(w in members and members[w].formed for w in world)
+
+
+def mark_trained(members: Mapping[int, Member], world: Sequence[int]) -> None:
+    """Remembers of the workers of a world that they have had its state."""
+    for worker in world:
+        members[worker].trained = True
+
+
 def last_error(members: Mapping[int, Member]) -> str:
     """The last error that a worker told of."""
     errors = [m.broken for m in members.values() if m.broken]
@@ -143,19 +177,20 @@ def never_started(worker: int, code: int) -> str:
     )
 
 
-def adopted(now: float, *, inside: bool) -> Member:
+def adopted(now: float, *, inside: bool, formed: bool = False) -> Member:
     """A worker of an earlier supervisor, which will connect again.
 
     Args:
       now: seconds on the supervisor's clock.
       inside: whether it is in the world.
+      formed: whether the world had its state.
     """
     return Member(
         phase="in" if inside else "starting",
         since_s=now,
         heard_s=now,
         connected=True,
-        formed=inside,
+        formed=inside and formed,
         trained=inside,
     )
 

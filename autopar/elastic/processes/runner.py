@@ -12,15 +12,21 @@ import queue
 import secrets
 import signal
 import socket
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from subprocess import Popen
 from typing import Any
 
 from autopar.elastic.ledger import event_data
-from autopar.elastic.processes.launching import Launcher, LocalLauncher, Placing
+from autopar.elastic.processes.identity import ProcessId
+from autopar.elastic.processes.launching import (
+    Launcher,
+    LocalLauncher,
+    Placing,
+    start_helper,
+)
 from autopar.elastic.processes.link import (
     AHEAD_VARIABLE,
     FOLDER_VARIABLE,
@@ -36,12 +42,14 @@ from autopar.elastic.processes.messages import (
     knows,
     listen,
 )
+from autopar.elastic.processes.service_process import ServiceProcess
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.elastic.resolve import Resolved
 from autopar.errors import RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
 
-_TICK_S = 0.25
+# A process that turns to nothing for so long was stopped.
+_TICK_S, _AWAY_S = 0.25, 3.0
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
 # How long a supervisor may take to answer a command.
 _ANSWER_S = 10.0
@@ -91,17 +99,27 @@ class Runner:
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._launcher = launcher or LocalLauncher(job.command)
         self._key = key_to_share()
-        known = self._taken_up(_read(self._state_file))
+        before = _read(self._state_file)
+        known = self._taken_up(before)
+        reached = before.get("reached", -1)
+        if not known:
+            self._say_anew(reached)
         self._token = known.get("token") or secrets.token_hex(16)
         self._server = listen(known.get("port", 0))
         self._port = int(self._server.getsockname()[1])
         self._connections: dict[int, Connection] = {}
         # Whether a worker has said a word to this supervisor; one that it starts will.
         self._heard = not known
-        self._host: subprocess.Popen[str] | None = None
-        self._ahead: subprocess.Popen[bytes] | None = None
+        self._turned_s = time.monotonic()
+        self._service = ServiceProcess(job.limits.silent_s)
+        # Whether the world is to be formed again, with a service of this process.
+        self._renews = bool(known.get("world"))
+        # That of an earlier supervisor, until its worlds have been left.
+        self._service_before = ProcessId.from_data(known.get("service"))
+        self._ahead: Popen[bytes] | None = None
         self._log = open(job.folder / "log.jsonl", "a")  # noqa: SIM115 (kept open)
         self.supervisor = Supervisor(job.limits, self)
+        self.supervisor.reached = reached
         self._listening = Listening(job.limits, self, self._follow)
         if known:
             self._adopt(known)
@@ -109,13 +127,16 @@ class Runner:
     def run(self) -> int:
         """Runs until the script has ended in all processes; returns the exit code."""
         threading.Thread(target=self._accept, daemon=True).start()
-        self._hosting()
+        self._service.start()
         if not self.supervisor.members:
             self.supervisor.begin()
         self._write()
         with self._signals():
             while (code := self.supervisor.result) is None:
-                self._turn()
+                try:
+                    self._turn()
+                except RunError as error:
+                    self.supervisor.stop(str(error), 1)
                 if self.supervisor.lost and not self._heard:
                     self._begin_anew()
             self._end()
@@ -123,11 +144,31 @@ class Runner:
 
     def _begin_anew(self) -> None:
         """Starts workers where all that were taken up were about to end."""
+        reached = self.supervisor.reached
+        self._say_anew(reached)
         self.log("begin anew")
         self._heard = True
         self.supervisor = Supervisor(self._job.limits, self)
+        self.supervisor.reached = reached
         self.supervisor.begin()
         self._write()
+
+    def _say_anew(self, reached: int) -> None:
+        """Says what a run begins with whose folder has seen another one."""
+        log = self._job.folder / "log.jsonl"
+        if not log.exists() or not log.stat().st_size:
+            return
+        if reached >= 0:
+            what = f"its processes are gone, after {reached} steps or more; this run"
+        else:
+            what = "it has ended; this run"
+        print(
+            f"autopar run: {self._job.folder} is that of an earlier run: {what} starts "
+            "anew, from the last checkpoint or, where the script has none, "
+            f"{'ends with an error' if reached >= 0 else 'at step 0'}.",
+            file=sys.stderr,
+            flush=True,
+        )
 
     def summary(self) -> str:
         """How the run ended, in a line."""
@@ -159,7 +200,20 @@ class Runner:
             self._events.get(timeout=_TICK_S)()
             while True:
                 self._events.get_nowait()()
+        away, self._turned_s = time.monotonic() - self._turned_s, time.monotonic()
+        if away > _AWAY_S:
+            self.supervisor.excuse(away)
         self.supervisor.tick()
+        if self._service.died():
+            self.log("service gone")
+            self._service.start()
+            self._renews = len(self.supervisor.world) > 1
+        # Those who train need none before they form another world.
+        known = self.supervisor.world, self.supervisor.members
+        there = all(w in self._connections for w in known[0] if w in known[1])
+        if self._renews and there and (self._service.up or self.supervisor.forms):
+            self._renews = False
+            self.supervisor.renew()
 
     # What the supervisor asks for.
 
@@ -167,9 +221,9 @@ class Runner:
         """See `Actions`."""
         address = Address(self._port, self._token, worker, self._job.grace_s)
         env = {**self._environment(), VARIABLE: str(address)}
-        self._pids[worker] = None
-        self._pids[worker] = pid = self._launcher.start(worker, env)
-        self.log("start", worker=worker, pid=pid)
+        self._processes[worker] = None
+        self._processes[worker] = process = self._launcher.start(worker, env)
+        self.log("start", worker=worker, pid=None if process is None else process.pid)
 
     def _environment(self) -> dict[str, str]:
         env = {
@@ -192,21 +246,7 @@ class Runner:
         """Starts the process that prepares programs, once a world has formed."""
         limits = self._job.limits
         env = {**self._environment(), AHEAD_VARIABLE: f"{limits.least}:{limits.most}"}
-        self._ahead = subprocess.Popen(
-            ["nice", "-n", "19", *self._job.command],
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
-        # Where sessions share the cores evenly, the priority of a process counts in its
-        # session alone (Linux, sched(7), "The autogroup feature").
-        with (
-            contextlib.suppress(OSError),
-            open(f"/proc/{self._ahead.pid}/autogroup", "w") as file,
-        ):
-            file.write("19")
+        self._ahead = start_helper(self._job.command, env)
 
     def send(self, worker: int, kind: str, **data: Any) -> None:
         """See `Actions`."""
@@ -217,32 +257,28 @@ class Runner:
         """See `Actions`."""
         self._launcher.signal(worker, signal.SIGKILL)
 
-    def open(self, generation: int, pids: list[int]) -> str:
+    def open(self, generation: int, processes: Sequence[ProcessId | None]) -> str:
         """See `Actions`."""
-        for _ in range(2):
-            host = self._hosting()
-            with contextlib.suppress(OSError, ValueError):
-                self._command(
-                    kind="open", generation=generation, count=len(pids), pids=pids
-                )
-                assert host.stdout is not None
-                return json.loads(host.stdout.readline())["address"]
-            host.kill()
-        raise RunError("the coordination service does not start; see above.")
+        return self._service.open(generation, processes)
 
     def fill(self, generation: int, ranks: list[int]) -> None:
         """See `Actions`."""
-        with contextlib.suppress(OSError):
-            self._command(kind="fill", generation=generation, ranks=ranks)
+        self._service.fill(generation, ranks)
+
+    def stand_in(self, generation: int, address: str, count: int) -> None:
+        """See `Actions`."""
+        self._service.stand_in(generation, address, count)
 
     def close(self, generation: int) -> None:
         """See `Actions`."""
-        with contextlib.suppress(OSError):
-            self._command(kind="close", generation=generation)
+        self._service.close(generation)
 
     def formed_world(self, message: Message) -> None:
         """See `Actions`."""
         self._listening.formed(message)
+        if self._service_before is not None:
+            self._service_before.kill()
+            self._service_before = None
         self._write()
 
     def heard(self, event: Any) -> None:
@@ -275,36 +311,23 @@ class Runner:
 
     # Processes.
 
-    def _hosting(self) -> subprocess.Popen[str]:
-        """The process that hosts coordination services."""
-        if self._host is None or self._host.poll() is not None:
-            self._host = subprocess.Popen(
-                [sys.executable, "-m", "autopar.elastic.processes.coordination"],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                text=True,
-                start_new_session=True,
-                env={**os.environ, "JAX_PLATFORMS": "cpu"},
-            )
-        return self._host
-
-    def _command(self, **command: Any) -> None:
-        stdin = self._hosting().stdin
-        assert stdin is not None
-        stdin.write(json.dumps(command) + "\n")
-        stdin.flush()
-
     def ended(self, worker: int, code: int | None, *, spare: bool = False) -> None:
         """See `Reports`."""
         self._events.put(lambda: self._gone(worker, code, spare))
 
     def joined(self, machines: int) -> None:
         """See `Reports`."""
-        self._events.put(lambda: self.supervisor.grow(machines))
+        self._events.put(lambda: self._grow(machines))
+
+    def _grow(self, machines: int) -> None:
+        """Takes a worker more for each machine that joined, up to the most."""
+        wanted = self.supervisor.wanted
+        processes = min(wanted + machines, self._job.limits.most)
+        if processes > wanted:
+            self.supervisor.resize(processes)
 
     def _gone(self, worker: int, code: int | None, spare: bool = False) -> None:
-        self._pids.pop(worker, None)
+        self._processes.pop(worker, None)
         if (connection := self._connections.pop(worker, None)) is not None:
             connection.close()
         self.supervisor.gone(worker, code, spare=spare)
@@ -316,15 +339,17 @@ class Runner:
         code = self.supervisor.result
         for how in (signal.SIGTERM if code else None, signal.SIGKILL):
             if how is not None:
-                for worker in list(self._pids):
+                for worker in list(self._processes):
                     self._launcher.signal(worker, how)
-            while self._pids and (time.monotonic() < end or how == signal.SIGKILL):
+            while self._processes and (time.monotonic() < end or how == signal.SIGKILL):
                 with contextlib.suppress(queue.Empty):
                     self._events.get(timeout=_TICK_S)()
-        for helper in (self._host, self._ahead):
-            if helper is not None:
-                helper.kill()
-                helper.wait()
+        self._service.stop()
+        if self._service_before is not None:
+            self._service_before.kill()
+        if self._ahead is not None:
+            self._ahead.kill()
+            self._ahead.wait()
         self._launcher.close()
         self._state_file.unlink(missing_ok=True)
         self._server.close()
@@ -359,8 +384,10 @@ class Runner:
 
     def _greet(self, worker: int, first: Message, connection: Connection) -> None:
         self._connections[worker], self._heard = connection, True
-        known = worker in self._pids or self._launcher.watch(worker, first["pid"])
-        self._pids[worker] = int(first["pid"])
+        process = ProcessId.from_data(first.get("process"))
+        known = worker in self._processes or self._launcher.watch(worker, process)
+        self._processes[worker] = process
+        self.supervisor.meet(worker)
         if not known:
             self.ended(worker, None)
         self.supervisor.take(worker, first)
@@ -398,12 +425,9 @@ class Runner:
             "port": self._port,
             "token": self._token,
             "pid": os.getpid(),
-            "workers": {str(w): pid for w, pid in self._pids.items()},
-            "generation": self.supervisor.generation,
-            "world": list(self.supervisor.world),
-            "wanted": self.supervisor.wanted,
-            "numbers": self.supervisor.numbers,
-            "cluster": self.supervisor.cluster,
+            "workers": {str(w): _data(x) for w, x in self._processes.items()},
+            "service": _data(self._service.process),
+            **self.supervisor.notes(),
             "events": self._listening.addresses(),
         }
         temporary = self._state_file.with_suffix(".new")
@@ -415,20 +439,23 @@ class Runner:
         """What an earlier supervisor wrote; empty where none of its workers runs."""
         self._run = known.get("run") or secrets.token_hex(8)
         self._launcher.begin(self._run, self)
-        workers = {int(w): pid for w, pid in known.get("workers", {}).items()}
-        self._pids: dict[int, int | None] = {
-            worker: pid
-            for worker, pid in workers.items()
-            if self._launcher.watch(worker, pid)
+        workers = known.get("workers", {}).items()
+        found = {int(w): ProcessId.from_data(x) for w, x in workers}
+        self._processes: dict[int, ProcessId | None] = {
+            w: x for w, x in found.items() if self._launcher.watch(w, x)
         }
-        return known if self._pids else {}
+        return known if self._processes else {}
 
     def _adopt(self, known: Message) -> None:
         """Takes up the workers of a supervisor that is gone."""
         self.supervisor.adopt(known)
         for worker in map(int, known["workers"]):
-            if worker not in self._pids:
+            if worker not in self._processes:
                 self.ended(worker, None)
+
+
+def _data(process: ProcessId | None) -> Message | None:
+    return None if process is None else process.to_data()
 
 
 def _read(path: pathlib.Path) -> Message:

@@ -28,8 +28,8 @@ def break_connections(peers: Iterable[int], but: Collection[int]) -> int:
     """
     rows = _rows(_ESTABLISHED)
     inode_at = {(here, there): inode for here, there, inode in rows}
-    theirs = {inode for pid in peers for inode in _inodes(pid)}
-    own = _inodes(os.getpid())
+    theirs = {inode for pid in peers for inode in inodes(pid)}
+    own = inodes(os.getpid())
     count = 0
     for here, there, inode in rows:
         other = inode_at.get((there, here))
@@ -42,8 +42,13 @@ def break_connections(peers: Iterable[int], but: Collection[int]) -> int:
 
 def listening() -> frozenset[int]:
     """The ports on which this process waits for connections."""
-    own = _inodes(os.getpid())
+    own = inodes(os.getpid())
     return frozenset(_port(here) for here, _, x in _rows(_LISTENING) if x in own)
+
+
+def established() -> list[tuple[int, int, int]]:
+    """Own port, other port and inode of each connection, also of other processes."""
+    return [(_port(here), _port(there), x) for here, there, x in _rows(_ESTABLISHED)]
 
 
 def knock(ports: Iterable[int]) -> None:
@@ -78,7 +83,7 @@ def _port(address: str) -> int:
     return int(address.rpartition(":")[2], 16)
 
 
-def _inodes(pid: int) -> dict[int, int]:
+def inodes(pid: int) -> dict[int, int]:
     """Inode -> descriptor of each socket of a process; none of one that is gone."""
     found: dict[int, int] = {}
     folder = f"/proc/{pid}/fd"

@@ -13,7 +13,12 @@ from typing import Any
 
 from autopar.elastic.processes import members
 from autopar.elastic.processes.breaking import Breaks
-from autopar.elastic.processes.formation import chosen, latest_state
+from autopar.elastic.processes.formation import (
+    chosen,
+    described,
+    latest_state,
+    processes_of,
+)
 from autopar.elastic.processes.members import Actions, Limits, Member
 from autopar.elastic.processes.messages import SUSPENDED, Message
 
@@ -32,18 +37,13 @@ class Supervisor:
         actions: Actions,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Has no workers yet; see `begin`.
-
-        Args:
-          limits: numbers and times.
-          actions: reaches the workers.
-          clock: seconds now.
-        """
+        """Has no workers yet; see `begin`. The clock says seconds now."""
         self.limits, self._do, self._clock = limits, actions, clock
         self.members: dict[int, Member] = {}
         self.generation = self.numbers = 0
         self.wanted = limits.processes
         self.world: tuple[int, ...] = ()
+        self._address = ""  # of its coordination service
         # What the workers plan for, as plain data; None: what their script says.
         self.cluster: Any = None
         # What is done now: gather workers, run a world, pause it, or suspend the run.
@@ -54,13 +54,14 @@ class Supervisor:
         self._leaving: frozenset[int] = frozenset()
         self._suspends = self.lost = False
         self._restarts = limits.restarts
-        self._done = -1
+        # Steps done when a world formed, and that anybody is known to have done.
+        self._done = self.reached = -1
+        # Whether a world is to be formed of the same workers again.
+        self._renews = False
         self._breaks, self._ended = Breaks(clock), ""
         self._progress_s = clock()
         self._early_s = math.inf
         self._ever = False
-
-    # What is told from outside.
 
     def begin(self) -> None:
         """Starts the first workers."""
@@ -68,42 +69,53 @@ class Supervisor:
             self._spawn()
 
     def adopt(self, known: Mapping[str, Any]) -> None:
-        """Takes up the workers of an earlier supervisor; they will connect.
-
-        Args:
-          known: its generation, world, number of processes, and workers.
-        """
+        """Takes up the workers of an earlier supervisor, from what it wrote down."""
         now = self._clock()
         self.generation, self.numbers = known["generation"], known["numbers"]
         self.wanted, self.world = known["wanted"], tuple(known["world"])
         self.cluster = self._planned_for = known.get("cluster")
         self._ever = bool(self.world)
+        self.reached = known.get("reached", -1)
+        self._address, formed = known.get("address", ""), known.get("formed", True)
         for worker in map(int, known["workers"]):
-            self.members[worker] = members.adopted(now, inside=worker in self.world)
+            inside = worker in self.world
+            self.members[worker] = members.adopted(now, inside=inside, formed=formed)
         self.state = "run" if self._ever else "gather"
+
+    def meet(self, worker: int) -> None:
+        """Takes up a worker that an earlier supervisor could not write down."""
+        if worker not in self.members and self.result is None:
+            self.members[worker] = members.adopted(self._clock(), inside=False)
+            self.numbers = max(self.numbers, worker + 1)
+
+    @property
+    def forms(self) -> bool:
+        """Whether a world is being formed, for which it needs its service."""
+        return self.state == "run" and not members.all_formed(self.members, self.world)
+
+    def renew(self) -> None:
+        """Forms a world of the same workers again, with another service."""
+        self._do.log("renew", generation=self.generation)
+        if self.forms:
+            self._abort("its coordination service or supervisor died as it formed")
+            if self._address:
+                count = len(self.world)
+                self._do.stand_in(self.generation, self._address, count)
+        self._renews = self.state == "run"
+        self._advance()
 
     def resize(self, processes: int) -> str:
         """Asks for another number of processes; returns what is wrong, or ''."""
         return self.place(processes, frozenset())
 
     def follow(self, processes: int, gone: Sequence[int], cluster: Any = None) -> None:
-        """Goes on with other processes, or plans for another cluster.
-
-        Args:
-          processes: how many there are to be, within the limits.
-          gone: ranks in the world of those that go.
-          cluster: what is planned for from now on, as plain data; None: as before.
+        """Goes on with so many processes, without those of some ranks in the world, or
+        plans for another cluster, given as plain data.
         """
         self.cluster = self.cluster if cluster is None else cluster
         leaving = frozenset(self.world[k] for k in gone if k < len(self.world))
         if wrong := self.place(processes, leaving):
             self._do.log("refused", reason=wrong)
-
-    def grow(self, machines: int) -> None:
-        """Takes a worker more for each machine that joined, up to the most."""
-        processes = min(self.wanted + machines, self.limits.most)
-        if processes > self.wanted:
-            self.resize(processes)
 
     def remove(self, worker: int) -> str:
         """Asks a worker to go; returns what is wrong with it, or ''."""
@@ -118,24 +130,18 @@ class Supervisor:
         return ""
 
     def place(self, processes: int, leaving: frozenset[int]) -> str:
-        """Asks for so many processes, without some that there are.
-
-        Args:
-          processes: how many there should be.
-          leaving: workers that go; others take their places.
-
-        Returns:
-          What is wrong with it, or ''.
-        """
+        """Asks for so many processes, without some; returns what is wrong, or ''."""
         if not self.limits.least <= processes <= self.limits.most:
-            least, most = self.limits.least, self.limits.most
-            return f"{processes} processes: expected {least} to {most} (--min, --max)."
+            within = f"{self.limits.least} to {self.limits.most}"
+            return f"{processes} processes: expected {within} (--min, --max)."
         if self.state in ("suspend", "end") or self.result is not None:
             return "the run is ending."
         self.wanted = processes
         self._leaving = leaving & self.members.keys()
         self._do.log("resize", processes=processes, leaving=sorted(self._leaving))
-        self._fill_up()
+        staying = len(members.staying_of(self.members, self._leaving))
+        for _ in range(self.wanted - staying):
+            self._spawn()
         self._advance()
         return ""
 
@@ -158,24 +164,22 @@ class Supervisor:
     def take(self, worker: int, message: Message) -> None:
         """Takes a message of a worker."""
         kind, now = message["kind"], self._clock()
+        if kind in ("beat", "formed"):
+            self.reached = max(self.reached, message["step"])
         member = self.members.get(worker)
         if member is None:
             return
         member.heard_s, member.connected = now, True
         if message.get("generation", -1) not in (-1, self.generation):
+            if kind == "hello":
+                self._lead_out(worker, member, message["generation"])
             return  # of a world that is gone
         if handler := getattr(self, f"_take_{kind}", None):
             handler(worker, member, message)
         self._advance()
 
     def gone(self, worker: int, code: int | None, *, spare: bool = False) -> None:
-        """A worker's process has ended.
-
-        Args:
-          worker: its number.
-          code: its exit status, negative for a signal; None: not known.
-          spare: whether another machine waits that may take its place.
-        """
+        """A worker's process has ended; see `Reports`."""
         member = self.members.pop(worker, None)
         if member is None:
             return
@@ -195,7 +199,13 @@ class Supervisor:
         elif member.phase == "starting" and not self._ever and code is not None:
             self.stop(members.never_started(worker, code), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
-            self._ended_with(worker, code or 1, spare)
+            # An error of its own, or of the loss of another one.
+            why = f"worker {worker} ended with code {code}; see its output."
+            if self._breaks.aftermath:
+                self._ended = why
+                self._lose(worker, replace=True, spare=spare)
+            else:
+                self.stop(why, code or 1)
         else:
             died = not left and (code is None or code < 0)
             if died:
@@ -203,14 +213,10 @@ class Supervisor:
             self._lose(worker, replace=died, spare=spare)
         self._advance()
 
-    def _ended_with(self, worker: int, code: int, spare: bool) -> None:
-        """A script ended with an error of its own, or of the loss of another one."""
-        why = f"worker {worker} ended with code {code}; see its output."
-        if not self._breaks.aftermath:
-            self.stop(why, code)
-            return
-        self._ended = why
-        self._lose(worker, replace=True, spare=spare)
+    def excuse(self, away_s: float) -> None:
+        """Judges nobody by a time in which this process did nothing."""
+        self._progress_s += away_s
+        members.excuse(self.members, away_s)
 
     def tick(self) -> None:
         """Looks for workers that are silent, slow or stuck."""
@@ -228,22 +234,31 @@ class Supervisor:
         if self.state == "run" and now - self._progress_s > self.limits.stuck_s:
             self._abort("no progress")
 
-    # Messages.
-
     def _take_hello(self, worker: int, member: Member, message: Message) -> None:
         """Tells a worker that connects again what it missed, and that all is well."""
-        del message
+        member.formed = member.formed or message.get("phase") == "step"
         self._do.send(worker, "welcome", generation=self.generation)
         if member.leave_by_s < math.inf and self.state != "suspend":
             self._do.send(worker, "abort", generation=self.generation)
         elif worker in self.world and self.state == "pause" and member.started is None:
             self._do.send(worker, "pause", generation=self.generation)
 
+    def _lead_out(self, worker: int, member: Member, generation: int) -> None:
+        """Makes a worker leave a world that this supervisor knows nothing of."""
+        self.generation = max(self.generation, generation)
+        if self.state in ("run", "pause"):
+            self._abort("its workers are in another one")
+        self._phase(member, "in")
+        member.leave_by_s = self._clock() + self.limits.leave_s
+        self._do.send(worker, "abort", generation=generation)
+
     def _take_ready(self, worker: int, member: Member, message: Message) -> None:
         self._phase(member, "ready")
         member.ready, member.started, member.formed = message, None, False
         member.finished, member.broken = False, ""
         self._do.log("ready", worker=worker)
+        if worker in self.world and self.state in ("run", "pause"):
+            self._abort("a worker has left")  # while there was no supervisor
 
     def _take_beat(self, worker: int, member: Member, message: Message) -> None:
         del worker
@@ -266,9 +281,8 @@ class Supervisor:
     def _take_formed(self, worker: int, member: Member, message: Message) -> None:
         member.formed = True
         self._progress_s = self._clock()
-        if all(w in self.members and self.members[w].formed for w in self.world):
-            for w in self.world:
-                self.members[w].trained = True
+        if members.all_formed(self.members, self.world):
+            members.mark_trained(self.members, self.world)
             self._do.log("formed", generation=self.generation, step=message["step"])
             if message["step"] > self._done:
                 self._done = message["step"]
@@ -283,7 +297,6 @@ class Supervisor:
 
     def _take_leave(self, worker: int, member: Member, message: Message) -> None:
         """A worker that is about to be killed asks to go before."""
-        del member, message
         if worker not in self._leaving and (wrong := self.remove(worker)):
             self._do.log("refused", worker=worker, reason=wrong)
 
@@ -307,6 +320,10 @@ class Supervisor:
         else:
             self._breaks.wait(worker)
 
+    def _take_lost(self, worker: int, member: Member, message: Message) -> None:
+        del worker, member
+        self.stop(message["reason"], 1)
+
     def _take_finished(self, worker: int, member: Member, message: Message) -> None:
         member.finished = True
         if all(w in self.members and self.members[w].finished for w in self.world):
@@ -322,22 +339,17 @@ class Supervisor:
         del worker, member
         self.resize(int(message["processes"]))
 
-    # What follows.
-
     def _advance(self) -> None:
         """Does what the state of the workers asks for now."""
         if self.result is not None or self.state == "end":
             if self.state == "end" and not self.members:
                 self.stop("", 0)
             return
-        if self.state == "run" and (self._suspends_now() or self._change_wanted()):
+        if self.state == "run" and self._all_train() and self._change_wanted():
             self.state = "pause"
             self._to_world("pause")
         if self.state == "gather":
             self._form_if_ready()
-
-    def _suspends_now(self) -> bool:
-        return self._suspends and self._all_train()
 
     def _end_after_saving(self) -> None:
         """The world ends by itself once it has saved; those outside end at once."""
@@ -354,12 +366,11 @@ class Supervisor:
         return all(m is not None and m.formed and not m.finished for m in current)
 
     def _change_wanted(self) -> bool:
-        if not self._all_train():
-            return False
-        ready = members.ready_of(self.members)
+        workers = [*self.world, *members.ready_of(self.members)]
         rows = members.rows_of(self.members)
-        new = chosen([*self.world, *ready], self.wanted, self._leaving, rows)
-        return new != sorted(self.world) or self.cluster != self._planned_for
+        new = chosen(workers, self.wanted, self._leaving, rows)
+        changed = new != sorted(self.world) or self.cluster != self._planned_for
+        return changed or self._renews or self._suspends
 
     def _form_if_ready(self) -> None:
         waiting = [m for m in self.members.values() if m.phase != "ready"]
@@ -383,34 +394,32 @@ class Supervisor:
         self.generation += 1
         self.world, self.state, self._ever = tuple(workers), "run", True
         self._planned_for = self.cluster
+        self._renews = False
         readies = {w: m.ready for w, m in self.members.items() if m.ready}
         state = latest_state({r["port"]: r["holds"] for r in readies.values()})
-        known = [
-            {k: readies[w][k] for k in ("port", "pid", "devices")} | {"worker": w}
-            for w in workers
-        ]
-        pids = [m["pid"] for m in known]
-        address = self._do.open(self.generation, pids) if len(pids) > 1 else ""
-        lost = self._done if state is None and self._done > 0 else None
+        self._address = ""
+        if len(workers) > 1:
+            self._address = self._do.open(
+                self.generation, processes_of(readies, workers)
+            )
+        step = None if state is None else state["step"]
+        # Written down before anybody is told: another supervisor may take over here.
+        self._do.log("form", generation=self.generation, workers=workers, step=step)
+        same = {
+            "generation": self.generation,
+            "members": described(readies, workers),
+            "address": self._address,
+            "state": state,
+            "lost": self.reached if state is None and self.reached >= 0 else None,
+            "cluster": self.cluster,
+        }
         for rank, worker in enumerate(workers):
             member = self.members[worker]
             self._phase(member, "in")
             member.formed = member.finished = False
             member.started, member.step = None, -1
-            self._do.send(
-                worker,
-                "form",
-                generation=self.generation,
-                rank=rank,
-                members=known,
-                address=address,
-                state=state,
-                lost=lost,
-                cluster=self.cluster,
-            )
+            self._do.send(worker, "form", rank=rank, **same)
         self._progress_s = self._clock()
-        step = None if state is None else state["step"]
-        self._do.log("form", generation=self.generation, workers=workers, step=step)
 
     def _abort(self, why: str) -> None:
         """Makes a world be left at once."""
@@ -441,10 +450,8 @@ class Supervisor:
             self._restarts -= 0 if spare else 1
             self._spawn()
         else:
-            self.wanted = max(
-                self.limits.least,
-                min(self.wanted, len(members.staying_of(self.members, self._leaving))),
-            )
+            staying = len(members.staying_of(self.members, self._leaving))
+            self.wanted = max(self.limits.least, min(self.wanted, staying))
 
     def _without_newcomers(self) -> None:
         """Goes on without those who joined: with them no world forms."""
@@ -453,26 +460,17 @@ class Supervisor:
             reason = f"worker {worker} does not fit the others; see the errors above"
             self._do.log("refused", worker=worker)
             self._do.send(worker, "end", code=1, reason=reason)
-        self.wanted = max(
-            self.limits.least, len(members.staying_of(self.members, self._leaving))
-        )
+        staying = len(members.staying_of(self.members, self._leaving))
+        self.wanted = max(self.limits.least, staying)
         self._abort("a new worker does not fit")
 
     def _dismiss(self, *, everybody: bool = False) -> None:
         """Sends those home that have no place in the world."""
-        for worker, member in self.members.items():
-            if worker in self.world or member.phase != "ready" or member.dismissed:
-                continue
+        for worker in set(members.ready_of(self.members)) - set(self.world):
             if everybody or worker in self._leaving or len(self.world) >= self.wanted:
-                member.dismissed = True
+                self.members[worker].dismissed = True
                 reason = f"worker {worker} has no place in the run any more"
                 self._do.send(worker, "end", code=0, reason=reason)
-
-    def _fill_up(self) -> None:
-        for _ in range(
-            self.wanted - len(members.staying_of(self.members, self._leaving))
-        ):
-            self._spawn()
 
     def _spawn(self) -> None:
         now = self._clock()
@@ -489,12 +487,14 @@ class Supervisor:
             if worker in self.members:
                 self._do.send(worker, kind, generation=self.generation, **data)
 
+    def notes(self) -> Mapping[str, Any]:
+        """What a supervisor after this one has to know (`adopt`), without workers."""
+        names = ("generation", "wanted", "numbers", "cluster", "reached", "world")
+        formed = members.all_formed(self.members, self.world)
+        known = {name: getattr(self, name) for name in names}
+        return {**known, "formed": formed, "address": self._address}
+
     def status(self) -> Mapping[str, Any]:
         """The run in a few words, as plain data."""
-        return {
-            "state": self.state,
-            "generation": self.generation,
-            "world": list(self.world),
-            "wanted": self.wanted,
-            "workers": members.described(self.members),
-        }
+        workers = members.described(self.members)
+        return {**self.notes(), "state": self.state, "workers": workers}

@@ -25,6 +25,7 @@ from autopar.elastic.processes import holding
 from autopar.elastic.processes.channel import WorldChannel
 from autopar.elastic.processes.copies import Copier
 from autopar.elastic.processes.fetching import Fetcher, Source
+from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.link import (
     FOLDER_VARIABLE,
     VARIABLE,
@@ -33,14 +34,15 @@ from autopar.elastic.processes.link import (
 )
 from autopar.elastic.processes.messages import Message
 from autopar.elastic.processes.offers import Offers, Peer
+from autopar.elastic.processes.open_ends import OpenEnds
 from autopar.elastic.processes.sockets import break_connections, knock, listening
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RunError
 from autopar.runtime.threads import Threads
 from autopar.runtime.world import Alone, World
 from autopar_passes import jax_processes
 
-# How long the others may take to connect, and the supervisor to say who broke a world.
-_CONNECT_S, _VERDICT_S = 20, 60.0
+# How long the others may take to connect: XLA ends a process that does not.
+_CONNECT_S = 50
 _WATCH_S = 0.2
 # How long a step may go on once its world is to be left. Connections are shut down
 # at once, so that a collective that has noticed ends within milliseconds.
@@ -87,7 +89,13 @@ class Team:
     """
 
     def __init__(
-        self, address: Address, survive: int, rows: int, events: Sequence[str] = ()
+        self,
+        address: Address,
+        survive: int,
+        rows: int,
+        events: Sequence[str] = (),
+        *,
+        saves: bool = False,
     ) -> None:
         """Connects to the supervisor.
 
@@ -97,14 +105,17 @@ class Team:
             lies on no other one.
           rows: of a batch, which the devices of a world must divide; 0: any can.
           events: sources that the supervisor listens to.
+          saves: whether the run has checkpoints, and so can end without a supervisor.
 
         Raises:
           PlanError: there is no supervisor.
         """
+        self._saves = saves
         self._form: Message | None = None
         # The world that ends without a supervisor.
         self._last_generation: int | None = None
         self._client: Any = None  # once it is connected
+        self._ends: OpenEnds | None = None
         # Held by who ends the waits of a world, which must not meet the next one.
         self._breaking = threading.Lock()
         self._recent: list[tuple[int, dict[str, Any], Mapping[str, Any]]] = []
@@ -138,13 +149,16 @@ class Team:
         """Whether the run is to save its state at this step, and to go on later."""
         return self._link.suspended
 
-    def gone(self, saved: str) -> PlanError:
+    def gone(self, saved: str) -> RunError:
         """The error of a run without a supervisor; says what was saved."""
         return self._link.gone(saved)
 
     def _watch(self) -> None:
-        """Makes all processes stop at one step where the supervisor is gone."""
-        while True:
+        """Makes all processes stop at one step where the supervisor is gone.
+
+        Without checkpoints they go on, as their end would be that of the state.
+        """
+        while self._saves:
             time.sleep(_WATCH_S)
             form = self._form
             if self._link.lost and form is not None and form["rank"] == 0:
@@ -174,11 +188,17 @@ class Team:
 
     @classmethod
     def of_environment(
-        cls, survive: int, rows: int, events: Sequence[str] = ()
+        cls,
+        survive: int,
+        rows: int,
+        events: Sequence[str] = (),
+        *,
+        saves: bool = False,
     ) -> Team | None:
         """The team that `autopar run` started this process for, or None."""
-        text = os.environ.get(VARIABLE)
-        return Team(Address.parse(text), survive, rows, events) if text else None
+        if not (text := os.environ.get(VARIABLE)):
+            return None
+        return Team(Address.parse(text), survive, rows, events, saves=saves)
 
     @property
     def folder(self) -> pathlib.Path:
@@ -186,17 +206,15 @@ class Team:
         return run_folder()
 
     def join(self) -> Joined:
-        """Waits for a world and joins it; until it forms, again.
-
-        Raises:
-          PlanError: the supervisor is gone.
-        """
+        """Waits for a world and joins it; until it forms, again."""
+        own = ProcessId.of(os.getpid())
         while True:
             self._link.say(
                 "ready",
                 holds=self._offers.listed(),
                 port=self._offers.port,
                 pid=os.getpid(),
+                process=None if own is None else own.to_data(),
                 devices=local_devices(),
                 rows=self.rows,
             )
@@ -206,7 +224,7 @@ class Team:
             try:
                 return self._joined(order)
             except Exception as error:  # a process died while the world formed
-                if not self._link.verdict(error, _VERDICT_S):
+                if not self._link.verdict(error):
                     raise
                 self.leave()
 
@@ -218,7 +236,10 @@ class Team:
         jax_processes.leave_world()
         if count > 1:
             client = jax_processes.coordination_client(address, index, _CONNECT_S)
+            port = int(address.rpartition(":")[2])
+            self._ends = OpenEnds(port, _CONNECT_S)
             client.connect()
+            self._ends.wait()
             self._client = client  # XLA ends a process that uses it any earlier
             jax_processes.enter_world(client, address, index, count)
         self._check_alive()
@@ -329,7 +350,10 @@ class Team:
 
     def finished(self, step: int) -> bool:
         """Waits until all processes have done the last step; False: leave the world."""
-        return self._link.finished(step)
+        finished = self._link.finished(step)
+        if finished and self._link.lost:  # nothing is left that could be taken up
+            (self.folder / "run.json").unlink(missing_ok=True)
+        return finished
 
     def resize(self, processes: int) -> None:
         """Asks the supervisor for another number of processes."""
@@ -343,9 +367,13 @@ class Team:
         """Asks to leave the run: this process is about to be killed."""
         self._link.say("leave")
 
+    def lost(self, reason: str) -> None:
+        """Says that the run ends, as its state is gone."""
+        self._link.say("lost", reason=reason)
+
     def broken(self, error: BaseException) -> bool:
         """Whether an error came from the loss of a process, or from leaving."""
-        return isinstance(error, Exception) and self._link.verdict(error, _VERDICT_S)
+        return isinstance(error, Exception) and self._link.verdict(error)
 
     def leave(self) -> None:
         """Leaves the world; the state of the last steps stays on the host."""
@@ -364,8 +392,8 @@ class Team:
         jax_processes.leave_world()
         with self._breaking:  # the next world has connections to the same processes
             self._link.left()
-        if client is not None:
-            threading.Thread(target=_shut_down, args=(client,), daemon=True).start()
+        ends, self._ends = self._ends, None
+        threading.Thread(target=_shut_down, args=(client, ends), daemon=True).start()
         # Connections of the old world close with its last array: others wait for them.
         gc.collect()
 
@@ -385,11 +413,11 @@ class Team:
         ports.add(int(form["address"].rpartition(":")[2] or 0))
         pids = [m["pid"] for m in form["members"] if m["pid"] != os.getpid()]
         break_connections(pids, ports)
-        client = self._client
-        if client is not None:
-            others = [k for k in range(len(form["members"])) if k != form["rank"]]
+        if self._client is None and self._ends is not None:
+            self._ends.close()  # it connects to who stands in for the service
+        if self._client is not None:  # what waits for the service is cancelled
             with contextlib.suppress(Exception):
-                jax_processes.release(client, others, _groups(form["members"]))
+                self._client.shutdown()
         if not self._trains:  # gloo connects in the first step of a world
             knock(listening() - self._listening)
 
@@ -399,21 +427,6 @@ class Team:
         if reason:
             print(f"autopar: {reason}", file=sys.stderr)
         sys.exit(order.get("code", 0))
-
-
-def _groups(members: Sequence[Mapping[str, Any]]) -> list[list[int]]:
-    """Ids of the devices of each group that meshes of two axes have."""
-    ids = [
-        device
-        for k, member in enumerate(members)
-        for device in jax_processes.device_ids(k, member["devices"])
-    ]
-    found = [ids]
-    for width in range(2, len(ids)):
-        if len(ids) % width == 0:
-            rows = [ids[k : k + width] for k in range(0, len(ids), width)]
-            found += [*rows, *map(list, zip(*rows, strict=True))]
-    return found
 
 
 def _older(held: holding.Holding, generation: int, step: int) -> bool:
@@ -431,6 +444,9 @@ def local_devices() -> int:
     return jax_processes.local_device_count()
 
 
-def _shut_down(client: Any) -> None:
-    with contextlib.suppress(Exception):
-        client.shutdown()
+def _shut_down(client: Any, ends: OpenEnds | None) -> None:
+    if client is not None:
+        with contextlib.suppress(Exception):
+            client.shutdown()
+    if ends is not None:
+        ends.close()

@@ -29,7 +29,7 @@ from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
 from autopar.elastic.samples import Samples, batch_structs
 from autopar.elastic.saves import Saves
-from autopar.errors import PlanError
+from autopar.errors import RunError
 from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
@@ -168,7 +168,7 @@ class TeamRun:
 
         Raises:
           StopIteration: all steps have run, or the run was stopped.
-          PlanError: the state was lost, or the supervisor is gone.
+          RunError: the state was lost, or saved as the supervisor is gone.
         """
         before = self._train_step.running.planned
         while True:
@@ -208,10 +208,8 @@ class TeamRun:
         follow = self._follow
         return follow is not None and follow.ends.reached(follow.worth)
 
-    def _orphaned(self) -> PlanError:
+    def _orphaned(self) -> RunError:
         """Saves, with all other processes, and says that the run has ended."""
-        if self._saves.checkpoints is None:
-            return self._team.gone("There is no checkpoint=.")
         self._saves.end(self.state, self.step, self.position)
         return self._team.gone(f"The state after {self.step} steps was saved.")
 
@@ -234,7 +232,7 @@ class TeamRun:
                 raise
             self._reform()
             return
-        if self._team.finished(self.step):
+        if self._team.finished(self.step) or self._team.orphaned:
             self._stopped = True
         elif self._team.suspended:
             self._suspend()
@@ -421,11 +419,13 @@ class TeamRun:
             self._tell()
             return
         if joined.lost_step is not None:
-            raise PlanError(
-                f"the state after step {joined.lost_step} was lost with the processes "
-                "that held it, and there is no checkpoint. Pass survive=1, so that "
-                "another process keeps a copy, or checkpoint=."
+            reason = (
+                f"the state after {joined.lost_step} or more steps was lost with the "
+                "processes that held it, and there is no checkpoint. Pass survive=1 or "
+                "checkpoint=. `autopar run` with the same folder begins at step 0."
             )
+            self._team.lost(reason)
+            raise RunError(reason)
         self.state, self.step = self._train_step.init(self._create, *args), 0
         self._tell()
 

@@ -2,19 +2,38 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import pathlib
 import subprocess
 import sys
 
+from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import LocalLauncher
 
 
-def test_a_worker_that_nobody_waited_for_has_ended(tmp_path: pathlib.Path) -> None:
+def test_a_worker_that_nobody_waited_for_has_ended() -> None:
     launcher = LocalLauncher([sys.executable, "-c", "pass"])
-    child = subprocess.Popen([sys.executable, "-c", "pass"])
-    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
-    assert pathlib.Path(f"/proc/{child.pid}").exists()
-    assert not launcher.watch(0, child.pid)
-    child.wait()
-    assert not launcher.watch(0, child.pid)
+    with subprocess.Popen([sys.executable, "-c", "pass"]) as child:
+        process = ProcessId.of(child.pid)
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert pathlib.Path(f"/proc/{child.pid}").exists()
+        assert not launcher.watch(0, process)
+    assert not launcher.watch(0, process)
+
+
+def test_a_number_that_was_given_again_is_another_process() -> None:
+    """Neither watched nor ended, where it started at another time or boot."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as child:
+        process = ProcessId.of(child.pid)
+        assert process is not None
+        assert ProcessId.from_data(process.to_data()) == process
+        for other in (
+            dataclasses.replace(process, started=process.started - 1),
+            dataclasses.replace(process, boot="another"),
+        ):
+            assert not LocalLauncher(["true"]).watch(0, other)
+            other.kill()
+        assert child.poll() is None
+        process.kill()
+        assert child.wait(60) == -9

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 import pytest
 import step_forms as forms
-from elastic_processes import Run
+from elastic_processes import LIMIT_S, Run
 
 import autopar
 
@@ -114,8 +114,7 @@ def test_stages_move_between_worlds(start: Start) -> None:
 def test_a_supervisor_is_killed_and_started_again(start: Start) -> None:
     run = start(200, 1, 0.05, processes=2, grace=60)
     run.wait_for_world([0, 1])
-    run.process.kill()
-    run.process.wait()
+    run.kill_supervisor()
     run.process = run.started()
     run.wait_for(lambda: run.supervisor() == run.process.pid)
     run.wait_for(lambda: run.ask(command="status")["status"]["world"] == [0, 1])
@@ -130,8 +129,7 @@ def test_workers_save_and_stop_where_no_supervisor_comes_back(start: Start) -> N
     run = start(150, 0, 0.03, "checkpoints", processes=2, grace=0.5)
     run.wait_for_world([0, 1])
     pids = [run.pid(0), run.pid(1)]
-    run.process.kill()
-    run.process.wait()
+    run.kill_supervisor()
     for _ in range(1200):
         if not any(_alive(pid) for pid in pids):
             break
@@ -146,20 +144,96 @@ def test_workers_save_and_stop_where_no_supervisor_comes_back(start: Start) -> N
     check_losses(run, 150)
 
 
+def test_the_coordination_service_is_killed(start: Start) -> None:
+    """As all train, as they form another world, and with the supervisor.
+
+    Nobody else dies: every process is one of the first three.
+    """
+    run = start(300, 0, 0.03, processes=3, grace=1)
+    run.wait_for_world([0, 1, 2])
+    run.kill_service()
+    run.wait_for(lambda: len(run.worlds()) == 2)
+    run.wait_for_world([0, 1, 2])
+    forms = run.count("form")
+    assert run.ask(command="remove", worker=0)["wrong"] == ""
+    run.wait_for(lambda: run.count("form") > forms)
+    run.kill_service()
+    run.wait_for_world([1, 2])
+    services = [run.service()]
+    run.kill_service()
+    run.kill_supervisor()
+    there = run.last_step()
+    run.process = run.started()
+    run.wait_for(lambda: run.supervisor() == run.process.pid)
+    run.wait_for_world([1, 2])
+    services.append(run.service())
+    assert run.last_step() > there
+    assert run.wait() == 0, run.output()
+    check_losses(run, 300)
+    assert not any(_alive(pid) for pid in services)
+
+
+def test_no_supervisor_for_any_length(start: Start) -> None:
+    """Without a checkpoint, nobody ends: what is left waits with the state."""
+    run = start(150, 1, 0.03, processes=2, grace=0.5)
+    run.wait_for_world([0, 1])
+    service = run.service()
+    run.kill_supervisor()
+    run.kill(0)
+    run.wait_for_words("waits for a supervisor")
+    assert _alive(run.pid(1))
+    assert _alive(service)
+    run.process = run.started()
+    run.wait_for_world([1])
+    assert not _alive(service)
+    assert run.wait() == 0, run.output()
+    check_losses(run, 150)
+
+
+def test_all_that_held_the_state_die(start: Start) -> None:
+    """The run ends with an error, also that of another supervisor, and then anew."""
+    run = start(120, 1, 0.03, processes=2, restarts=4)
+    run.wait_for_world([0, 1])
+    run.kill_all([0, 1])
+    assert run.process.wait(LIMIT_S) == 1
+    assert "more steps was lost" in run.output().splitlines()[-1]
+    formed = run.count("formed")
+    run.process = run.started()
+    run.wait_for_words("starts anew, from the last checkpoint or")
+    run.wait_for(lambda: run.count("formed") > formed)
+    run.wait_for_world(run.worlds()[-1])
+    run.kill_supervisor()
+    run.kill_all(run.worlds()[-1])
+    run.process = run.started()
+    assert run.process.wait(LIMIT_S) == 1
+    assert "more steps was lost" in run.output().splitlines()[-1]
+
+
+@pytest.mark.parametrize("why", ["ends", "is another one"])
 def test_workers_that_end_as_they_are_taken_up(
-    start: Start, tmp_path: pathlib.Path
+    start: Start, tmp_path: pathlib.Path, why: str
 ) -> None:
-    """A supervisor that starts then begins anew; it found nobody who trains."""
+    """A supervisor that starts then begins anew; it found nobody who trains.
+
+    A process that only has the number of a worker lives on.
+    """
     (tmp_path / "run").mkdir()
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=-1) as ending:
-        known = {"workers": {"0": ending.pid}, "world": [0], "generation": 1}
+        stat = pathlib.Path(f"/proc/{ending.pid}/stat").read_text()
+        boot = pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        started = int(stat.rpartition(")")[2].split()[19]) - (why != "ends")
+        worker = {"pid": ending.pid, "started": started, "boot": boot}
+        known = {"workers": {"0": worker}, "world": [0], "generation": 1}
         known |= {"run": "1", "token": "t", "numbers": 1, "wanted": 1}
         (tmp_path / "run" / "run.json").write_text(json.dumps(known))
         run = start(12, 0, 0.0, processes=1)
         run.wait_for(lambda: run.supervisor() == run.process.pid)
-        assert not run.worlds()
+        if why == "ends":
+            assert not run.worlds()
+            ending.kill()
+        assert run.wait() == 0, run.output()
+        assert why == "ends" or ending.poll() is None
         ending.kill()
-    assert run.wait() == 0, run.output()
     check_losses(run, 12)
 
 
