@@ -30,6 +30,7 @@ from autopar.runtime.planned import abstract_mesh, device_mesh, planned_step
 from autopar.steps.analysis import Analysis, analyse, analyse_call
 from autopar.steps.state import warn_of_state
 from autopar_passes.jax_meshes import without_mesh
+from autopar_passes.program.calls import BatchNames, NamedRoles
 from autopar_passes.program.trace import opened
 
 
@@ -54,6 +55,8 @@ def plan(
     remat: int | str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: Sequence[str] = (),
+    batch_argnames: BatchNames = None,
+    frozen_argnames: str | Sequence[str] = (),
 ) -> Plan:
     """Finds the execution plan of a train step that is fastest on a cluster.
 
@@ -103,6 +106,11 @@ def plan(
       kwargs: the step's arguments that are given by name.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags and texts always are.
+      batch_argnames: names of the arguments that hold the batch, or patterns of paths
+        such as ``batch/*``; with the dimension of the rows where it is not found:
+        ``{"batch/x": 1}``. None: found from what the step does with its arguments.
+      frozen_argnames: names of arguments that do not come back and are the same for
+        all rows, such as the weights of a teacher; found likewise.
 
     Raises:
       TraceError: JAX cannot trace the step.
@@ -127,7 +135,8 @@ def plan(
         remat=remat,
     )
     made_for = as_cluster(cluster)
-    call = opened(step, args, kwargs, static_argnames)
+    roles = NamedRoles.of(batch_argnames, frozen_argnames)
+    call = opened(step, args, kwargs, static_argnames, roles)
     analysis = analyse_call(step, call)
     warn_of_state(step, analysis)
     return plan_analysis(analysis, made_for, with_logical_pins(options, call))
@@ -143,6 +152,8 @@ def audit(
     target: str | None = None,
     kwargs: Mapping[str, Any] | None = None,
     static_argnames: Sequence[str] = (),
+    batch_argnames: BatchNames = None,
+    frozen_argnames: str | Sequence[str] = (),
 ) -> Audit | StagedAudit:
     """Partitions a planned step with the compiler, and compares the communication.
 
@@ -162,6 +173,8 @@ def audit(
         compiler comes with ``autopar[gpu-compiler]`` or ``autopar[tpu-compiler]``.
       kwargs: the step's arguments that are given by name.
       static_argnames: names of arguments that are part of the program.
+      batch_argnames: as the plan was made with.
+      frozen_argnames: likewise.
 
     Raises:
       PlanError: the plan is for another step or cluster, or for another kind of
@@ -170,7 +183,8 @@ def audit(
     """
     found = as_plan(plan)
     made_for = found.cluster.read() if cluster is None else as_cluster(cluster)
-    analysis = analyse(step, args, kwargs, static_argnames)
+    roles = NamedRoles.of(batch_argnames, frozen_argnames)
+    analysis = analyse(step, args, kwargs, static_argnames, roles)
     held = carried_out(analysis, found, made_for, seconds=SOLVER_SECONDS)
     return audit_any(analysis, held, made_for, compiled=compiled, target=target)
 

@@ -23,7 +23,7 @@ from autopar.planner.limits import SOLVER_SECONDS
 from autopar.planner.options import PlanOptions, as_cluster
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
-from autopar.steps.analysis import Analysis, analyse
+from autopar.steps.analysis import Analysis
 
 Say = Callable[[str], None]
 
@@ -140,7 +140,7 @@ def plan_workload(
 ) -> tuple[Analysis, Plan]:
     """Traces a target's step and plans it; the plan remembers its target."""
     say(f"tracing {workload.target}")
-    analysis = analyse(workload.step, workload.args)
+    analysis = workload.analysed()
     count = len(analysis.contraction.nodes)
     say(f"planning for {cluster}: {count} decisions")
     plan = plan_analysis(analysis, cluster, limits)
@@ -200,7 +200,7 @@ def subject(
     options = plan.options | parse_words(given)
     workload = load(target, options)
     say(f"tracing {target}")
-    analysis = analyse(workload.step, workload.args)
+    analysis = workload.analysed()
     made_for = _cluster_of(plan, cluster)
     if plan.edited:
         say(f"carrying out what was edited: {', '.join(plan.edited)}")

@@ -25,7 +25,6 @@ from autopar.planner.cache import PlanCache
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.reports.table import columns
 from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
-from autopar.steps.analysis import analyse
 
 # Configurations that are worth a process of their own, which traces the step anew.
 _WORTH_A_PROCESS = 8
@@ -158,7 +157,7 @@ def _check_shapes(clusters: Sequence[Cluster]) -> None:
 
 def _wanted(asked: Asked) -> tuple[Wanted, dict[str, str]]:
     workload = load(asked.target, parse_words(asked.words))
-    program = Program(analyse(workload.step, workload.args))
+    program = Program(workload.analysed())
     base = asked.base_batch or program.rows
     wanted = Wanted(
         program=program,

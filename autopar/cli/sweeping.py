@@ -22,7 +22,7 @@ from autopar.reports.sweep import (
     table_lines,
     worth_it,
 )
-from autopar.steps.analysis import Analysis, analyse
+from autopar.steps.analysis import Analysis
 
 # Doublings of an option in the search for its largest value.
 _MOST_DOUBLINGS = 24
@@ -196,7 +196,7 @@ class _Analysed:
         if self._found is None:
             try:
                 workload = load(self.given.target, self.options)
-                self._found = workload, analyse(workload.step, workload.args)
+                self._found = workload, workload.analysed()
             except AutoparError as error:
                 self._found = error
         if isinstance(self._found, Exception):

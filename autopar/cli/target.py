@@ -1,8 +1,10 @@
 """Loads what a command is about: a function that returns a step and its arguments.
 
 A target is ``file.py:function`` or ``module:function``. The function is called with
-the ``key=value`` words of the command line and returns ``(train_step, state, batch)``;
-a state that is a plain tuple holds the leading arguments of the step, one each.
+the ``key=value`` words of the command line and returns ``(train_step, state, batch)``,
+or more arguments of the step behind the batch; a state that is a plain tuple holds the
+leading arguments of the step, one each. Or it returns a dictionary: ``step``, ``args``,
+and what else `autopar.plan` is to be told of the arguments, such as ``batch_argnames``.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from typing import Any
 
 from autopar.cli.failures import described
 from autopar.errors import TargetError, TraceError
+from autopar.steps.analysis import Analysis, analyse
 from autopar_passes.jax_compat import without_devices
+from autopar_passes.program.calls import NOT_NAMED, NamedRoles
 
 EXAMPLE = "Example: train.py:workload."
 _BOOLEANS = {
@@ -49,12 +53,26 @@ class Workload:
       args: its arguments, arrays or shapes.
       target: the text it was loaded from.
       options: the arguments given to the function, as text.
+      kwargs: arguments by name.
+      static: names of arguments that are part of the program.
+      roles: of arguments, as the target names them.
     """
 
     step: Callable[..., Any]
     args: tuple[Any, ...]
     target: str
     options: dict[str, str]
+    kwargs: dict[str, Any] = dataclasses.field(default_factory=dict)
+    static: tuple[str, ...] = ()
+    roles: NamedRoles = NOT_NAMED
+
+    def analysed(self) -> Analysis:
+        """Traces the step.
+
+        Raises:
+          TraceError: JAX cannot trace it.
+        """
+        return analyse(self.step, self.args, self.kwargs, self.static, self.roles)
 
 
 def load(target: str, options: dict[str, str]) -> Workload:
@@ -75,14 +93,41 @@ def load(target: str, options: dict[str, str]) -> Workload:
         raise TargetError(f"{target} called {_exit(error)}.") from error
     except Exception as error:  # whatever the user's function raises
         raise TargetError(f"{target} raised {described(error)}") from error
-    if not isinstance(made, tuple) or len(made) != 3 or not callable(made[0]):
+    if isinstance(made, dict):
+        return _from_dictionary(target, typing.cast(dict[str, Any], made), options)
+    if not isinstance(made, tuple) or len(made) < 3 or not callable(made[0]):
         raise TargetError(
-            f"{target} must return (train_step, state, batch), and returned "
-            f"{_kind(made)}."
+            f"{target} must return (train_step, state, batch), with any further "
+            "arguments of the step behind the batch, or a dictionary with 'step' and "
+            f"'args', and returned {_kind(made)}."
         )
-    step, state, batch = made
-    args = (*state, batch) if type(state) is tuple else (state, batch)
-    return Workload(step, args, target, options)
+    step, state, *others = made
+    first = state if type(state) is tuple else (state,)
+    return Workload(step, (*first, *others), target, options)
+
+
+def _from_dictionary(
+    target: str, made: dict[str, Any], options: dict[str, str]
+) -> Workload:
+    known = ["step", "args", "kwargs"]
+    known += ["static_argnames", "batch_argnames", "frozen_argnames"]
+    unknown = [str(key) for key in made if key not in known]
+    if unknown or not callable(made.get("step")):
+        wrong = f"{unknown[0]!r}" if unknown else "no function as 'step'"
+        raise TargetError(
+            f"{target} returned a dictionary with {wrong}; it may hold "
+            f"{', '.join(known)}."
+        )
+    static = made.get("static_argnames", ())
+    return Workload(
+        made["step"],
+        tuple(made.get("args", ())),
+        target,
+        options,
+        dict(made.get("kwargs", {})),
+        (static,) if isinstance(static, str) else tuple(static),
+        NamedRoles.of(made.get("batch_argnames"), made.get("frozen_argnames", ())),
+    )
 
 
 def parse_words(words: Sequence[str]) -> dict[str, str]:

@@ -34,6 +34,7 @@ from autopar_passes.graph.roles import InputRole, Role
 _HELD = {
     InputRole.PARAMETER: "parameter_bytes",
     InputRole.OPTIMIZER_STATE: "optimizer_bytes",
+    InputRole.FROZEN: "parameter_bytes",
     InputRole.BATCH: "batch_bytes",
 }
 

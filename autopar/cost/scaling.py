@@ -46,9 +46,8 @@ from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import shards
 from autopar.layouts.stacking import partial_along, without
 from autopar.steps.analysis import Analysis
-from autopar.steps.batch import BATCH
+from autopar.steps.batch import BATCH, batch_rows
 from autopar.steps.work import OperatorWork
-from autopar_passes.graph.roles import InputRole
 
 # Batches over the planned one at which products with a table are priced; the planned
 # one is among them. Between them a straight line is within a percent.
@@ -229,13 +228,10 @@ def _data_axis(assignment: Assignment) -> int | None:
 
 def _batch_size(analysis: Analysis) -> int:
     """Samples of the planned step."""
-    for given in analysis.graph.inputs:
-        shape = analysis.graph.values[given.value].shape
-        if given.role is InputRole.BATCH and shape and shape[0] > 1:
-            return shape[0]
-    raise PlanError(
-        "step_s: the step has no batch input with a leading dimension above 1."
-    )
+    rows = batch_rows(analysis.graph)
+    if rows < 2:
+        raise PlanError("step_s: the step has no batch of several rows.")
+    return rows
 
 
 def _accumulate_s(assignment: Assignment, device: DeviceSpec) -> float:

@@ -23,7 +23,6 @@ from autopar.runtime import agreement, changing_batches
 from autopar.runtime.changing_batches import Shape
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.recent import Recent
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call
 
 # What is kept: layouts times codecs.
@@ -150,9 +149,10 @@ class Anchors:
         found = 1
         for given in self.step.running.analysed.analysis.graph.inputs:
             spec = plan.home_spec(given.path)
-            if given.role is InputRole.BATCH and spec:
+            if 0 <= given.rows < len(spec):
                 sizes = dict(plan.home_axes[plan.home(given.path)])
-                found = max(found, math.prod(sizes[name] for name in spec[0]))
+                axes = spec[given.rows]
+                found = max(found, math.prod(sizes[name] for name in axes))
         return found
 
     def forget(self) -> None:

@@ -23,9 +23,8 @@ from autopar.planner.record import restore
 from autopar.planner.search import plan_mesh
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis, analyse_call
-from autopar.steps.batch import batch_shape, fails_with
-from autopar.steps.samples import batch_rows
-from autopar_passes.graph.roles import InputRole
+from autopar.steps.batch import fails_with, rows_axes
+from autopar.steps.samples import samples
 
 # Batches between the base and the largest: so many for each doubling.
 _PER_DOUBLING = 4
@@ -99,7 +98,7 @@ class Program:
         Raises:
           PlanError: the step has no batch.
         """
-        self.rows = batch_rows(analysis.graph)
+        self.rows = samples(analysis.graph)
         if not self.rows:
             raise PlanError(
                 "the step has no batch, whose goodput could be told: its last argument "
@@ -130,9 +129,14 @@ def _with_rows(analysis: Analysis, before: int, rows: int) -> Analysis:
     arrays = list(origin.call.arrays)
     for k, given in enumerate(analysis.graph.inputs):
         shape = tuple(analysis.graph.values[given.value].shape)
-        if given.role is not InputRole.BATCH or not shape:
+        if given.rows < 0:
             continue
-        dim = len(shape) - len(batch_shape(analysis.graph, given.value))
+        if given.output >= 0:
+            raise PlanError(
+                f"'{given.path}' is state with a part for each row of the batch, so "
+                "the step cannot be planned for another number of rows."
+            )
+        dim = given.rows
         scaled, rest = divmod(shape[dim] * rows, before)
         if rest or not scaled:
             raise PlanError(
@@ -202,9 +206,8 @@ def planned(program: Program, rows: int, cluster: Cluster, plan: Plan) -> Planne
     pricer = Pricer(cluster, plan_mesh(cluster, plan.axis_names, plan.axis_sizes))
     sizes = plan.mesh["axes"]
     splits = [
-        math.prod(sizes[name] for name in plan.inputs[given.path][0])
-        for given in analysis.graph.inputs
-        if given.role is InputRole.BATCH and plan.inputs[given.path]
+        math.prod(sizes[name] for name in axes)
+        for axes in rows_axes(analysis.graph, plan.inputs)
     ]
     return Planned(
         plan,

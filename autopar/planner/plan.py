@@ -47,9 +47,8 @@ from autopar.planner.stages.kept import kept_pipeline
 from autopar.plans import Plan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
-from autopar.steps.batch import batch_shape
+from autopar.steps.batch import batch_dims
 from autopar.steps.microbatches import numbers_of_microbatches
-from autopar_passes.graph.roles import InputRole
 
 
 def plan_analysis(
@@ -452,13 +451,11 @@ def check_batch(
     analysis: Analysis, cluster: Cluster, meshes: Sequence[MeshShape]
 ) -> None:
     """Raises `PlanError` where no mesh axis divides the rows of the batch."""
-    shapes = {
-        i.path: batch_shape(analysis.graph, i.value)
-        for i in analysis.graph.inputs
-        if i.role is InputRole.BATCH
+    graph, parts = analysis.graph, analysis.microbatches
+    leading = {
+        graph.inputs[k].path: graph.values[graph.inputs[k].value].shape[dim] // parts
+        for k, dim in batch_dims(graph).items()
     }
-    parts = analysis.microbatches
-    leading = {path: s[0] // parts for path, s in shapes.items() if s and s[0] > 1}
     sizes = sorted({size for m in meshes for size in m.sizes if size > 1})
     if not leading or not sizes:
         return

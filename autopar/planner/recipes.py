@@ -101,7 +101,7 @@ def _may_shard(
     role: InputRole | None, recipe: Recipe, has_batch: bool, node: Node
 ) -> bool:
     """Whether data axes may split something that is not the batch."""
-    if role is InputRole.PARAMETER:
+    if role in (InputRole.PARAMETER, InputRole.FROZEN):
         return recipe.shard_parameters
     if role is InputRole.OPTIMIZER_STATE:
         return recipe.shard_optimizer

@@ -35,7 +35,7 @@ from autopar.planner.search import candidate_meshes, search
 from autopar.plans import ClusterData, Plan, ReplicaPlan
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
-from autopar.steps.microbatches import batch_dims
+from autopar.steps.batch import batch_rows
 from autopar.steps.replicas import check_can_be_dealt_out, with_turns
 from autopar_solver import deal_out
 
@@ -169,11 +169,7 @@ def _numbers(whole: Analysis, options: PlanOptions, least: int) -> Iterator[int]
             )
         yield asked
         return
-    dims = batch_dims(whole)
-    values = [whole.graph.values[whole.graph.inputs[k].value] for k in dims]
-    rows = min(
-        (v.shape[d] for v, d in zip(values, dims.values(), strict=True)), default=1
-    )
+    rows = max(1, batch_rows(whole.graph))
     found = [n for n in range(least, least * _PER_REPLICA + 1) if rows % n == 0]
     if not found:
         raise PlanError(

@@ -14,7 +14,7 @@ from autopar.planner.scheme import scheme_of
 from autopar.plans.worth import AxisUse, Worth
 from autopar.steps.analysis import Analysis
 from autopar.steps.fusion import MATRIX
-from autopar.steps.samples import batch_rows, batch_tokens
+from autopar.steps.samples import batch_tokens, samples
 from autopar_passes.graph.operators import Operator
 
 # What JAX calls the part of a backward pass that repeats a forward pass.
@@ -38,7 +38,7 @@ def worth_of(
     overhead = cluster.device.calibrated.memory_overhead
     life = analysis.life(habits_of(cluster.device))
     one_bytes = peak_memory_bytes(whole, life, overhead)
-    rows, tokens = batch_rows(analysis.graph), batch_tokens(analysis.graph)
+    rows, tokens = samples(analysis.graph), batch_tokens(analysis.graph)
     done = [item for item in items if item.work is not None]
     flops, ideal_s = model_work(analysis, cluster.device)
     every_s = step_s * pricer.mesh.num_devices

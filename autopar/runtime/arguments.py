@@ -14,9 +14,10 @@ from autopar.plans import Plan
 from autopar.runtime import agreement, exchange, placement
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
+from autopar_passes.graph.build import step_graph
 from autopar_passes.program.calls import Call
 from autopar_passes.program.static_leaves import struct_of
-from autopar_passes.program.trace import carried_of
+from autopar_passes.program.trace import trace_call
 
 
 def signature(call: Call) -> Hashable:
@@ -43,15 +44,15 @@ class BatchArguments:
     """Finds the global shapes of a call's arguments.
 
     In a program of several processes, state is the same on every process or
-    already global; of a batch each process holds its own rows, as many as any
-    other. An argument of which something comes back from the step is state, any
-    other is batch.
+    already global, and so are keys and what is frozen; of a batch each process holds
+    its own rows, as many as any other. An argument of which something comes back from
+    the step is state.
     """
 
     def __init__(self, step: Callable[..., Any], capacity: int) -> None:
-        """Knows no calls yet; remembers the state of so many forms of them."""
+        """Knows no calls yet; remembers the batch of so many forms of them."""
         self._step, self._capacity = step, capacity
-        self._state: Recent[Hashable, frozenset[int]] = Recent(capacity)
+        self._rows: Recent[Hashable, dict[int, int]] = Recent(capacity)
         # Whether all processes pass such arguments; they must ask each other as often.
         self._checked: Recent[Hashable, bool] = Recent(capacity)
 
@@ -70,20 +71,17 @@ class BatchArguments:
         if world.process_count == 1:
             return local
         key = signature(local)
-        state = self._state.get(key)
+        rows = self._rows.get(key)
         if not self._checked.get(key):
             agreement.check_rows(world, named_shapes(local))
             self._checked.put(key, True)
-        if state is None:
+        if rows is None:
             with exchange.told(world, "tracing the step"):
-                found = state_arrays(self._step, local)
-            state = self._state.put(key, found)
-        whole = [
-            struct if k in state else _global(given, struct, world.process_count)
-            for k, (given, struct) in enumerate(
-                zip(call.arrays, local.arrays, strict=True)
-            )
-        ]
+                found = row_dims(self._step, local)
+            rows = self._rows.put(key, found)
+        whole = list(local.arrays)
+        for k, dim in rows.items():
+            whole[k] = _global(call.arrays[k], whole[k], world.process_count, dim)
         return dataclasses.replace(local, arrays=whole)
 
 
@@ -94,19 +92,25 @@ def named_shapes(call: Call) -> dict[str, tuple[int, ...]]:
     return dict(zip(paths, shapes, strict=True))
 
 
-def state_arrays(step: Callable[..., Any], call: Call) -> frozenset[int]:
-    """The arrays of arguments of which something comes back from the step."""
-    carried = carried_of(step, call).pairs
+def row_dims(step: Callable[..., Any], call: Call) -> dict[int, int]:
+    """The arrays of a call that hold rows of the batch, each with their dimension."""
+    traced = trace_call(step, call)
     owners = call.form.argument_of(call.arrays)
-    state = {owners[k] for k in carried}
-    return frozenset(k for k, owner in enumerate(owners) if owner in state)
+    state = {owners[k] for k in traced.carried}
+    inputs = step_graph(traced).inputs
+    return {
+        k: given.rows
+        for k, given in enumerate(inputs)
+        if given.rows >= 0 and owners[k] not in state
+    }
 
 
-def _global(leaf: Any, struct: Any, process_count: int) -> Any:
+def _global(leaf: Any, struct: Any, process_count: int, dim: int) -> Any:
     """The struct of a whole array, of which each process was given its rows."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         return struct
-    return struct.update(shape=placement.global_shape(leaf, process_count))
+    shape = placement.global_shape(leaf, process_count, dim)
+    return struct.update(shape=shape)
 
 
 def check_alive(name: str, call: Call) -> None:

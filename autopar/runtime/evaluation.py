@@ -16,8 +16,8 @@ from autopar.runtime.any_step import AnyStep
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.recent import Recent
 from autopar.runtime.world import World
+from autopar.steps.batch import rows_axes
 from autopar_passes import jax_compat
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.jax_meshes import off_mesh, without_mesh
 from autopar_passes.program.calls import Call, Parameters, ResultForm, flat_function
 from autopar_passes.program.nnx_objects import updating
@@ -173,12 +173,7 @@ def spread(arrays: Sequence[Any], mesh: Mesh) -> list[Any]:
 
 def batch_axes(running: PlannedStep) -> tuple[str, ...]:
     """The mesh axes that split the rows of a step's batch, the most of any array."""
-    inputs = running.analysis.graph.inputs
-    found = [
-        running.plan.inputs[given.path][0]
-        for given in inputs
-        if given.role is InputRole.BATCH and running.plan.inputs[given.path]
-    ]
+    found = rows_axes(running.analysis.graph, running.plan.inputs)
     return tuple(max(found, key=len, default=()))
 
 

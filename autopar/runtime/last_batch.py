@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
+from collections.abc import Sequence
 from typing import Any, Literal, get_args
 
 import jax
@@ -13,7 +14,6 @@ from autopar.errors import PlanError
 from autopar.plans import Plan
 from autopar.runtime import placement
 from autopar.runtime.any_step import AnyStep
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.calls import Call
 
 # What to do with fewer rows: run them as they are, split over as many devices as
@@ -43,19 +43,18 @@ class Rows:
     Attributes:
       given: rows of the call's batch, in this process.
       planned: rows that the step was planned for, in this process.
-      arrays: positions of the batch's arrays.
+      dims: the batch's arrays by position, each with the dimension of its rows.
     """
 
     given: int
     planned: int
-    arrays: tuple[int, ...]
+    dims: dict[int, int]
 
 
 def fewer_rows(call: Call, running: AnyStep, process_count: int) -> Rows | None:
     """The rows of a call that has fewer than the running step; None: it has not.
 
-    Nothing but the leading dimension of the batch's arrays may differ, and that of all
-    arrays by the same ratio.
+    Nothing but the rows of the batch's arrays may differ, by the same ratio.
     """
     analysis = running.analysis
     if analysis.pytrees.form != call.form:
@@ -65,12 +64,13 @@ def fewer_rows(call: Call, running: AnyStep, process_count: int) -> Rows | None:
         zip(call.arrays, analysis.graph.inputs, strict=True)
     ):
         want, have = analysis.graph.values[given.value].shape, tuple(np.shape(x))
-        if given.role is InputRole.BATCH and want and not placement.is_global(x):
+        dim = given.rows if given.output < 0 else -1
+        if dim >= 0 and len(have) == len(want) and not placement.is_global(x):
             parts = process_count if have != tuple(want) else 1
-            if have[1:] != tuple(want[1:]) or not have:
+            if _but(have, dim) != _but(want, dim):
                 return None
-            if have[0] * parts != want[0]:
-                differ[k] = have[0], want[0] // parts
+            if have[dim] * parts != want[dim]:
+                differ[k] = have[dim], want[dim] // parts
         elif have != tuple(want):
             return None
     if not differ:
@@ -79,7 +79,8 @@ def fewer_rows(call: Call, running: AnyStep, process_count: int) -> Rows | None:
     alike = all(a * planned == b * given for a, b in differ.values())
     if not alike or not 0 < given < planned:
         return None
-    return Rows(given, planned, tuple(differ))
+    dims = {k: analysis.graph.inputs[k].rows for k in differ}
+    return Rows(given, planned, dims)
 
 
 def plan_beside(call: Call, running: AnyStep | None, process_count: int) -> Plan | None:
@@ -122,9 +123,9 @@ def fitted(call: Call, running: AnyStep, how: LastBatch, process_count: int) -> 
     if not wanted:
         return call
     arrays = list(call.arrays)
-    for k in rows.arrays:
-        size = len(arrays[k]) * wanted // rows.given
-        arrays[k] = _resized(arrays[k], size)
+    for k, dim in rows.dims.items():
+        size = arrays[k].shape[dim] * wanted // rows.given
+        arrays[k] = _resized(arrays[k], size, dim)
     return dataclasses.replace(call, arrays=arrays)
 
 
@@ -133,17 +134,21 @@ def _split(call: Call, rows: Rows, plan: Plan) -> int:
     paths = call.form.paths(call.arrays)
     axes = plan.mesh["axes"]
     found = 1
-    for k in rows.arrays:
+    for k, dim in rows.dims.items():
         split = 1
-        for name in plan.inputs[paths[k]][0]:
+        for name in plan.inputs[paths[k]][dim]:
             split *= axes[name]
         found = max(found, split)
     return found
 
 
-def _resized(array: Any, size: int) -> Any:
+def _resized(array: Any, size: int, dim: int) -> Any:
     """The first rows, or all of them and the last one again and again."""
-    if size <= len(array):
-        return array[:size]
     xp = jax.numpy if isinstance(array, jax.Array) else np
-    return xp.concatenate([array, xp.repeat(array[-1:], size - len(array), axis=0)])
+    places = np.minimum(np.arange(size), array.shape[dim] - 1)
+    return xp.take(array, places, axis=dim)
+
+
+def _but(shape: Sequence[int], dim: int) -> tuple[int, ...]:
+    """A shape without one of its dimensions."""
+    return (*shape[:dim], *shape[dim + 1 :])

@@ -51,6 +51,7 @@ def _bound(step: Any, instance: Any) -> Any:
         codecs=type(step._codecs)(step._codecs.policy),
         world=step._world,
         static=step._parameters.static,
+        roles=step._parameters.roles,
         fewer=step._last_batch,
         cache=step._cache,
     )

@@ -41,7 +41,7 @@ from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
 from autopar_passes.jax_meshes import without_mesh
-from autopar_passes.program.calls import Call, Parameters
+from autopar_passes.program.calls import NOT_NAMED, Call, NamedRoles, Parameters
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened_within, step_name
 
@@ -64,6 +64,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         codecs: CodecRun,
         world: World | None = None,
         static: Collection[str] = (),
+        roles: NamedRoles = NOT_NAMED,
         fewer: LastBatch = "run",
         cache: PlanCache | None = None,
     ) -> None:
@@ -77,13 +78,14 @@ class ParallelStep(HasNoise, Generic[P, R]):
           codecs: runs the steps whose gradients have codecs.
           world: the processes and devices; None: those of JAX on the first use.
           static: names of arguments that are part of the program.
+          roles: of arguments, as the user names them.
           fewer: what to do with a batch of fewer rows.
           cache: where plans are kept on disk.
         """
         functools.update_wrapper(self, step)
         self.__name__: str = step_name(step)
         self._step = step
-        self._parameters = Parameters.of(step, static)
+        self._parameters = Parameters.of(step, static, roles)
         self._last_batch: LastBatch = fewer
         self._world = world
         self._setting = setting

@@ -33,6 +33,7 @@ from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.world import World
 from autopar.steps.spares import Spares
 from autopar_errors import check_path, check_type
+from autopar_passes.program.calls import BatchNames, NamedRoles
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -69,6 +70,8 @@ def parallelize(
     schedule: str | None = ...,
     remat: int | str | None = ...,
     static_argnames: Sequence[str] = ...,
+    batch_argnames: BatchNames = ...,
+    frozen_argnames: str | Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
 ) -> ParallelStep[P, R]: ...
@@ -101,6 +104,8 @@ def parallelize(
     schedule: str | None = ...,
     remat: int | str | None = ...,
     static_argnames: Sequence[str] = ...,
+    batch_argnames: BatchNames = ...,
+    frozen_argnames: str | Sequence[str] = ...,
     last_batch: str = ...,
     cache: str | os.PathLike[str] | None = ...,
 ) -> Callable[[Callable[P, R]], ParallelStep[P, R]]: ...
@@ -134,6 +139,8 @@ def parallelize(
     schedule: str | None = None,
     remat: int | str | None = None,
     static_argnames: Sequence[str] = (),
+    batch_argnames: BatchNames = None,
+    frozen_argnames: str | Sequence[str] = (),
     last_batch: str = "run",
     cache: str | os.PathLike[str] | None = None,
 ) -> Any:
@@ -183,6 +190,11 @@ def parallelize(
       remat: how many layers compute their activations again, or ``auto``.
       static_argnames: names of arguments that are part of the program, as for
         ``jax.jit``; flags (``bool``), texts and members of enumerations always are.
+      batch_argnames: names of the arguments that hold the batch, or patterns of paths
+        such as ``batch/*``; with the dimension of the rows where it is not found:
+        ``{"batch/x": 1}``. None: found from what the step does with its arguments.
+      frozen_argnames: names of arguments that do not come back and are the same for
+        all rows, such as the weights of a teacher; found likewise.
       last_batch: what a batch of fewer rows than the planned one does, such as the
         last of an epoch: ``run`` as it is, split over as many devices as divide it;
         ``drop`` the rows that the plan's split does not divide; ``pad`` it with its
@@ -233,6 +245,7 @@ def parallelize(
             "parallelize: devices=[] names no device: leave it out for all devices."
         )
     static = _names(static_argnames)
+    roles = NamedRoles.of(batch_argnames, frozen_argnames)
 
     def decorate(function: Callable[..., Any]) -> ParallelStep[..., Any]:
         _check_step(function, static)
@@ -251,6 +264,7 @@ def parallelize(
             codecs=CodecRun(policy),
             world=world,
             static=static,
+            roles=roles,
             fewer=fewer,
             cache=kept,
         )

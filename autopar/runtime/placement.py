@@ -108,18 +108,24 @@ def place_rows(leaf: Any, shape: Sequence[int], sharding: NamedSharding) -> Any:
       sharding: where it must lie.
     """
     rows = _row_mesh(sharding.mesh)
-    by_process = NamedSharding(rows, PartitionSpec("process"))
     local = np.asarray(leaf)
+    dim = rows_dim(local.shape, shape)
+    by_process = NamedSharding(rows, PartitionSpec(*[None] * dim, "process"))
     whole = jax.make_array_from_process_local_data(by_process, local, tuple(shape))
     return place(whole, sharding)
 
 
-def global_shape(leaf: Any, process_count: int) -> tuple[int, ...]:
+def rows_dim(part: Sequence[int], whole: Sequence[int]) -> int:
+    """The dimension in which the shape of a part differs from that of the whole."""
+    return next(d for d, (a, b) in enumerate(zip(part, whole, strict=True)) if a != b)
+
+
+def global_shape(leaf: Any, process_count: int, dim: int = 0) -> tuple[int, ...]:
     """The shape of a batch array over all processes, of which each has equal rows."""
     shape = tuple(np.shape(leaf))
     if process_count == 1 or is_global(leaf) or not shape or _is_key(leaf):
         return shape
-    return (shape[0] * process_count, *shape[1:])
+    return (*shape[:dim], shape[dim] * process_count, *shape[dim + 1 :])
 
 
 def _is_key(leaf: Any) -> bool:

@@ -61,7 +61,7 @@ from autopar_passes.graph.operators import Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.find import stacked_state
 from autopar_passes.microbatches.microbatched import Microbatched
-from autopar_passes.program.calls import Call
+from autopar_passes.program.calls import NOT_NAMED, Call, NamedRoles
 from autopar_passes.program.equations import Program
 from autopar_passes.program.static_leaves import struct_of
 from autopar_passes.program.trace import TracedStep, opened, step_name, trace_call
@@ -439,6 +439,7 @@ def analyse(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     static: Collection[str] = (),
+    roles: NamedRoles = NOT_NAMED,
 ) -> Analysis:
     """Traces a step and contracts its graph.
 
@@ -447,11 +448,12 @@ def analyse(
       args: its arguments, arrays or ``ShapeDtypeStruct``s.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
+      roles: of arguments, as the user names them.
 
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    return analyse_call(step, opened(step, args, kwargs, static))
+    return analyse_call(step, opened(step, args, kwargs, static, roles))
 
 
 @collector_paused()

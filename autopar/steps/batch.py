@@ -1,20 +1,19 @@
 """The batch in a program: which factors and dimensions grow with it.
 
-Found by following the leading dimensions of the batch inputs through the sharding
-rules; nothing is read from names. Dimension 0 of a batch input is the batch,
-dimension 1 of an integer batch input (tokens) is the sequence.
+Found by following the rows of the batch inputs (`autopar_passes.graph.batch`) through
+the sharding rules. The dimension beside the rows of an integer batch input (tokens) is
+the sequence.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax.numpy as jnp
 
 from autopar_passes.graph.operators import Operator, OperatorGraph
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.program.trace import TraceError
 
 BATCH = "batch"
@@ -51,11 +50,12 @@ def dim_labels(graph: OperatorGraph) -> DimLabels:
     out = DimLabels(graph.operators, {}, {})
     for given in graph.inputs:
         value = graph.values[given.value]
-        if given.role is InputRole.BATCH and value.shape:
+        if given.rows >= 0:
             names = [""] * len(value.shape)
-            names[0] = BATCH
+            names[given.rows] = BATCH
             if len(names) > 1 and is_integer(value.dtype):
-                names[1] = SEQUENCE
+                beside = given.rows + 1 if given.rows + 1 < len(names) else 0
+                names[beside] = names[beside] or SEQUENCE
             out.dims[given.value] = names
     for op in graph.operators:
         out.factors[op.index] = found = dict(_labels(op, out.dims))
@@ -93,16 +93,44 @@ def is_integer(dtype: Any) -> bool:
     return bool(jnp.issubdtype(dtype, jnp.integer))
 
 
-def batch_shape(graph: OperatorGraph, value: int) -> tuple[int, ...]:
-    """The shape of a batch input, from its rows on.
+def batch_dims(graph: OperatorGraph) -> dict[int, int]:
+    """The flat inputs that hold the rows of the batch, each with their dimension.
 
-    A loop over several batches, or over the parts of one, goes through a dimension in
-    front of the rows: the input is read there only, one slice in each turn.
+    All have the same number of rows, of which there are several.
     """
-    readers = [op for op in graph.operators if value in op.inputs]
-    if readers and all(op.kind == "slice_step" for op in readers):
-        return batch_shape(graph, readers[0].outputs[0])
-    return tuple(graph.values[value].shape)
+    return {
+        k: given.rows
+        for k, given in enumerate(graph.inputs)
+        if given.rows >= 0
+        and given.unit == 1
+        and graph.values[given.value].shape[given.rows] > 1
+    }
+
+
+def batch_rows(graph: OperatorGraph) -> int:
+    """Rows of the batch that the program takes at once; 0 without a batch."""
+    shapes = (
+        graph.values[given.value].shape[given.rows]
+        for given in graph.inputs
+        if given.rows >= 0 and given.unit == 1
+    )
+    return max(shapes, default=0)
+
+
+def rows_axes(
+    graph: OperatorGraph, specs: Mapping[str, Sequence[Sequence[str]]]
+) -> list[tuple[str, ...]]:
+    """The mesh axes that split the rows of each input of the batch.
+
+    Args:
+      graph: of the step.
+      specs: path of an input -> the axes of its first dimensions.
+    """
+    return [
+        tuple(specs[i.path][i.rows]) if i.rows < len(specs[i.path]) else ()
+        for i in graph.inputs
+        if i.rows >= 0
+    ]
 
 
 def _labels(op: Operator, dims: dict[int, list[str]]) -> Iterator[tuple[int, str]]:

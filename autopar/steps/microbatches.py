@@ -8,34 +8,28 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections import Counter
 from collections.abc import Iterator
 
 from autopar.errors import PlanError
 from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
-from autopar.steps.batch import batch_shape, fails_with
-from autopar_passes import jax_compat
+from autopar.steps.batch import batch_dims, batch_rows, fails_with
 from autopar_passes.graph.build import step_graph
 from autopar_passes.graph.operators import (
     Operator,
     OperatorGraph,
     readers,
 )
-from autopar_passes.graph.roles import InputRole
 from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.microbatches.accumulate import accumulated
 from autopar_passes.microbatches.find import microbatched, unsplit
 from autopar_passes.microbatches.microbatched import Microbatched, MicrobatchError
 from autopar_passes.program.calls import Call
-from autopar_passes.program.equations import Program, Value, walk
+from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep, trace_call
 from autopar_passes.remat.levels import RematError
 from autopar_passes.remat.merge import trace_without_checkpoints
 from autopar_passes.sums.deferral import Deferral
-
-# Shapes of raw random keys, which are no rows.
-_RAW_KEYS = ((2,), (4,))
 
 
 def in_microbatches(
@@ -64,7 +58,9 @@ def in_microbatches(
         found = split(whole, count, couple=couple)
         traced = accumulated(whole.pytrees, found)
         made = analyse_program(
-            traced.program, step_graph(traced), output_paths=traced.output_paths
+            traced.program,
+            step_graph(traced, like=whole.graph),
+            output_paths=traced.output_paths,
         )
         known = whole.splits[count, couple] = dataclasses.replace(
             made,
@@ -96,14 +92,17 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
     if known is None:
         start = time.perf_counter()
         if count == 1:
-            found, made = unsplit(whole.pytrees, whole.graph, batch_dims(whole)), whole
+            found, made = (
+                unsplit(whole.pytrees, whole.graph, batch_dims(whole.graph)),
+                whole,
+            )
         else:
             split_as = whole.splits.get((count, couple))
             held = None if split_as is None else split_as.split
             found = held or split(whole, count, couple=couple)
             made = analyse_program(
                 found.traced.program,
-                step_graph(found.traced),
+                step_graph(found.traced, like=whole.graph),
                 output_paths=found.traced.output_paths,
             )
         known = whole.single[count, couple] = dataclasses.replace(
@@ -123,12 +122,9 @@ def one_microbatch(analysis: Analysis, count: int, *, couple: bool = False) -> A
 def numbers_of_microbatches(analysis: Analysis) -> Iterator[int]:
     """Yields 1, 2, 4 ... as long as they divide the rows of the batch."""
     whole = analysis.whole or analysis
-    rows = [
-        whole.graph.values[whole.graph.inputs[k].value].shape[dim]
-        for k, dim in batch_dims(whole).items()
-    ]
+    rows = batch_rows(whole.graph)
     count = 1
-    while count == 1 or (rows and rows[0] % count == 0):
+    while count == 1 or (rows > 1 and rows % count == 0):
         yield count
         count *= 2
 
@@ -162,7 +158,7 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
     origin = analysis.origin
     if origin is None:
         raise MicrobatchError("it was not traced from a step.")
-    dims = batch_dims(analysis)
+    dims = batch_dims(analysis.graph)
     arrays = list(origin.call.arrays)
     for k, dim in dims.items():
         shape = list(arrays[k].shape)
@@ -184,59 +180,6 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
         if isinstance(error, RematError):
             raise MicrobatchError(f"on {what} {str(error).splitlines()[0]}") from error
         raise MicrobatchError(fails_with(what, error)) from error
-
-
-def batch_dims(analysis: Analysis) -> dict[int, int]:
-    """Finds the flat inputs that hold the batch, each with the dimension of its rows.
-
-    They are not carried, and have the same number of rows: that of the arguments with
-    most bytes whose arrays all have it. A tree of other arrays, such as those of a
-    teacher, has several sizes.
-    """
-    graph = analysis.graph
-    sizes: dict[str, Counter[int]] = {}
-    found: dict[int, tuple[str, int, int]] = {}
-    for k, given in enumerate(graph.inputs):
-        if given.role is not InputRole.BATCH:
-            continue
-        value = graph.values[given.value]
-        shape = batch_shape(graph, given.value)
-        if not shape or shape[0] == 1:
-            continue
-        if jax_compat.is_extended(value.dtype) or _is_raw_key(value):
-            continue
-        name = given.path.partition("/")[0]
-        found[k] = name, len(value.shape) - len(shape), shape[0]
-        sizes.setdefault(name, Counter())[shape[0]] += value.nbytes
-    even = {name: c for name, c in sizes.items() if len(c) == 1}
-    total = sum((even or sizes).values(), Counter[int]())
-    if not total:
-        return {}
-    rows = max(total, key=lambda size: (total[size], size))
-    return {
-        k: dim
-        for k, (name, dim, size) in found.items()
-        if size == rows and name in (even or sizes)
-    }
-
-
-def _is_raw_key(value: Value) -> bool:
-    return str(value.dtype) == "uint32" and tuple(value.shape) in _RAW_KEYS
-
-
-def of_one_microbatch(found: Microbatched) -> Analysis:
-    """Returns the analysis of the program of one microbatch, which runs for each.
-
-    A part of a pipeline is planned so: `over_microbatches` of its own analysis.
-
-    Args:
-      found: how the step is split.
-    """
-    traced = found.traced
-    made = analyse_program(
-        traced.program, step_graph(traced), output_paths=traced.output_paths
-    )
-    return over_microbatches(made, found)
 
 
 def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:

@@ -12,7 +12,7 @@ from autopar.progress import say
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.microbatches import in_microbatches, one_microbatch
 from autopar_passes.graph.build import step_graph
-from autopar_passes.graph.operators import update_equations
+from autopar_passes.graph.operators import OperatorGraph, update_equations
 from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.accumulate import accumulated
 from autopar_passes.microbatches.microbatched import Microbatched
@@ -89,7 +89,7 @@ def _without_checkpoints(written: Analysis) -> Analysis:
     except RematError as error:
         raise PlanError(f"{name}: remat='none': {error}") from error
     return dataclasses.replace(
-        _analysed(traced),
+        _analysed(traced, written.graph),
         origin=origin,
         written=written,
         spares=written.spares,
@@ -99,8 +99,8 @@ def _without_checkpoints(written: Analysis) -> Analysis:
     )
 
 
-def _analysed(traced: TracedStep) -> Analysis:
-    graph = step_graph(traced)
+def _analysed(traced: TracedStep, like: OperatorGraph) -> Analysis:
+    graph = step_graph(traced, like=like)
     made = analyse_program(traced.program, graph, output_paths=traced.output_paths)
     return dataclasses.replace(made, traced=traced)
 
@@ -129,7 +129,7 @@ def _rewritten(
         else accumulated(base.pytrees, split)
     )
     return dataclasses.replace(
-        _analysed(traced),
+        _analysed(traced, base.graph),
         origin=base.origin,
         split=split,
         whole=base,

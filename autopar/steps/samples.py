@@ -4,27 +4,19 @@ from __future__ import annotations
 
 import math
 
-from autopar.steps.batch import batch_shape, is_integer
+from autopar.steps.batch import batch_rows, is_integer
 from autopar_passes.graph.operators import OperatorGraph, readers
 from autopar_passes.graph.roles import InputRole, Role
 
 
-def batch_rows(graph: OperatorGraph) -> int:
-    """Rows of the batch in one step, 0 without a batch.
+def samples(graph: OperatorGraph) -> int:
+    """Samples in one step, 0 without a batch.
 
-    They are those of the largest input of the batch. What a loop cuts off, the parts
-    of the batch, counts with the rows.
+    They are the rows of the batch. What a loop cuts off, the parts of the batch or
+    several batches, counts with them.
     """
-    found = [
-        given.value
-        for given in graph.inputs
-        if given.role is InputRole.BATCH and graph.values[given.value].shape
-    ]
-    if not found:
-        return 0
-    largest = max(found, key=lambda value: graph.values[value].nbytes)
-    whole, rows = graph.values[largest].shape, batch_shape(graph, largest)
-    return math.prod(whole[: len(whole) - len(rows) + 1])
+    turns = [i.turns for i in graph.inputs if i.rows >= 0 and i.unit == 1]
+    return batch_rows(graph) * max(turns, default=1)
 
 
 def batch_tokens(graph: OperatorGraph) -> int:
@@ -34,7 +26,7 @@ def batch_tokens(graph: OperatorGraph) -> int:
     of a table, several for each row of the batch. Numbers that the step cuts off
     before, such as the last token of a row, do not count.
     """
-    rows = batch_rows(graph)
+    rows = samples(graph)
     most = max(_looked_up(graph), default=0)
     return most if most > rows else 0
 

@@ -6,11 +6,12 @@ import dataclasses
 from collections.abc import Collection, Sequence
 
 from autopar.steps.analysis import Analysis, analyse_program
+from autopar.steps.batch import BATCH
 from autopar.steps.microbatches import over_microbatches
 from autopar.steps.names import operator_name
 from autopar_passes.graph.build import build_graph
-from autopar_passes.graph.operators import producers
-from autopar_passes.graph.roles import Role
+from autopar_passes.graph.operators import GraphInput, producers
+from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.jax_compat import source_line
 from autopar_passes.microbatches.microbatched import Combine, Microbatched
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
@@ -148,13 +149,25 @@ def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> A
         f"received/{operator_name(analysis, makers[v].index)}:{v}"
         for v in stage.received
     ]
+    whole = {given.value: given for given in analysis.graph.inputs}
     graph = build_graph(
         stage.program,
         input_paths=[*(paths[v] for v in stage.given), *received],
         carried=stage.carried,
+        like=[
+            *(whole[v] for v in stage.given),
+            *(_of_rows(analysis, v) for v in stage.received),
+        ],
     )
     made = {v for op in graph.operators for v in op.outputs}
     graph = dataclasses.replace(graph, accumulated=found.accumulated & made)
     made = analyse_program(stage.program, graph)
     made = dataclasses.replace(made, spares=analysis.spares)
     return dataclasses.replace(over_microbatches(made, found), in_parts=True)
+
+
+def _of_rows(analysis: Analysis, value: int) -> GraphInput:
+    """An input of a stage that another one sends, of which rows are the batch's."""
+    dims = analysis.dim_labels.dims.get(value, [])
+    rows = dims.index(BATCH) if BATCH in dims else -1
+    return GraphInput(value, "", InputRole.BATCH, rows=rows)

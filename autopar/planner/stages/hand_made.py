@@ -17,7 +17,7 @@ from autopar.planner.options import PlanOptions
 from autopar.planner.recipes import Recipe
 from autopar.planner.search import candidate_meshes
 from autopar.planner.stages.entry import cut_for, even_pipeline
-from autopar.planner.stages.plan import batch_rows, divisors
+from autopar.planner.stages.plan import divisors, rows_to_split
 from autopar.planner.stages.stage_search import StageHints
 from autopar.planner.stages.staged import Wanted, staged_plan
 from autopar.plans import Plan
@@ -108,7 +108,7 @@ def _cut(
       PlanError: the step cannot be cut or split so.
     """
     asked = options.microbatches
-    rows = batch_rows(analysis.whole or analysis)
+    rows = rows_to_split(analysis.whole or analysis)
     counts = [each * stages for each in _PER_STAGE if rows % (each * stages) == 0]
     if isinstance(asked, int) or not counts:
         counts = [asked]

@@ -13,7 +13,7 @@ from collections.abc import Collection, Sequence
 import numpy as np
 
 from autopar.steps.analysis import Analysis
-from autopar.steps.microbatches import batch_dims
+from autopar.steps.batch import batch_dims
 from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import Role
 from autopar_passes.stages.layers import top_level
@@ -178,7 +178,7 @@ def needed_again(layers: LayerMap) -> frozenset[int]:
 def batch_inputs(analysis: Analysis) -> frozenset[int]:
     """The inputs that are split into microbatches."""
     inputs = analysis.graph.inputs
-    return frozenset(inputs[k].value for k in batch_dims(analysis))
+    return frozenset(inputs[k].value for k in batch_dims(analysis.graph))
 
 
 def layer_map(

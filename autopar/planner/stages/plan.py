@@ -21,7 +21,7 @@ from autopar.planner.stages.submeshes import (
     submeshes,
 )
 from autopar.steps.analysis import Analysis
-from autopar.steps.batch import batch_shape
+from autopar.steps.batch import batch_rows
 from autopar_passes.stages.layers import cluster_layers
 from autopar_solver import (
     Pipeline,
@@ -149,7 +149,7 @@ def plan_stages(
     spent = _Spent()
     layers = layers_of(analysis, cluster)
     spent.on("layers")
-    every = list(microbatches or divisors(batch_rows(analysis) * analysed))
+    every = list(microbatches or divisors(rows_to_split(analysis) * analysed))
     typical = min(_TYPICAL, max(every))
     weights = Weights(gathers=typical / analysed, sums=1.0 / analysed)
     found = submeshes(analysis, cluster, weights)
@@ -213,20 +213,19 @@ def layers_of(
     return layer_map(analysis, starts, batch)
 
 
-def batch_rows(analysis: Analysis) -> int:
-    """Rows of the batch; the fewest where inputs differ.
+def rows_to_split(analysis: Analysis) -> int:
+    """Rows of the batch, of which there are several.
 
     Raises:
       PlanError: no input has rows.
     """
-    shapes = [batch_shape(analysis.graph, v) for v in batch_inputs(analysis)]
-    rows = [shape[0] for shape in shapes if shape]
-    if not rows:
+    rows = batch_rows(analysis.graph)
+    if rows < 2:
         raise PlanError(
             "the step has no batch: an argument that does not come back, with rows. "
-            "Plan it without microbatches."
+            "Name it with batch_argnames, or plan it without microbatches."
         )
-    return min(rows)
+    return rows
 
 
 def divisors(rows: int) -> list[int]:
@@ -246,7 +245,7 @@ def microbatch_counts(analysis: Analysis, analysed: int = 1) -> list[int]:
       analysed: into how many microbatches the batch was cut for the analysis.
     """
     out: list[int] = []
-    every = divisors(batch_rows(analysis) * analysed)
+    every = divisors(rows_to_split(analysis) * analysed)
     for count in every:
         if not out or count >= _APART * out[-1] or count == every[-1]:
             out.append(count)

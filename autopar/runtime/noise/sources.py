@@ -16,8 +16,8 @@ from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Axes
 from autopar.planner.codecs.sites import gradients_of, updated_parameters
 from autopar.steps.analysis import Analysis
+from autopar.steps.batch import batch_dims, batch_rows
 from autopar.steps.labels import BATCH
-from autopar.steps.microbatches import batch_dims
 from autopar_passes.graph.operators import Operator, OperatorGraph
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.microbatches.microbatched import Combine
@@ -65,16 +65,6 @@ class Sources:
     rows: int
 
 
-def batch_rows(analysis: Analysis) -> int:
-    """Returns the number of rows in a step's batch; 0 if it has no batch."""
-    whole = analysis.whole or analysis
-    sizes = [
-        whole.graph.values[whole.graph.inputs[k].value].shape[dim]
-        for k, dim in batch_dims(whole).items()
-    ]
-    return int(sizes[0]) if sizes else 0
-
-
 def with_waiting(assignment: Assignment) -> Assignment:
     """The assignment with the sums of all gradients waiting where they may."""
     waiting = frozenset(gradients_of(assignment.analysis))
@@ -88,7 +78,7 @@ def find_sources(assignment: Assignment) -> Sources:
       assignment: the plan as layouts, of `with_waiting`.
     """
     analysis = assignment.analysis
-    rows = batch_rows(analysis)
+    rows = batch_rows((analysis.whole or analysis).graph)
     parameters = trained(analysis.graph)
     names = updated_parameters(analysis.graph, list(_candidates(analysis)))
     alone = alone_in(names)
@@ -253,7 +243,7 @@ def _batch_axes(assignment: Assignment) -> frozenset[int]:
     """The mesh axes that split the rows of the batch as it comes in."""
     analysis = assignment.analysis
     inputs, found = analysis.graph.inputs, set[int]()
-    for k, dim in batch_dims(analysis.whole or analysis).items():
+    for k, dim in batch_dims((analysis.whole or analysis).graph).items():
         found.update(assignment.home_layout(inputs[k].value)[dim])
     return frozenset(found)
 

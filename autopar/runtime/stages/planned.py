@@ -20,7 +20,6 @@ from autopar.plans import Plan
 from autopar.runtime.gradients.staged_sums import StagedSums
 from autopar.runtime.gradients.sums import gradient_sums
 from autopar.runtime.noise.options import NoiseOptions
-from autopar.runtime.noise.sources import batch_rows
 from autopar.runtime.noise.staged import StagedNoise, staged_noise
 from autopar.runtime.stages.codecs import StagedCodecs
 from autopar.runtime.stages.feed import Feed
@@ -32,6 +31,7 @@ from autopar.runtime.stages.stage import Stage
 from autopar.runtime.stages.transport import Links
 from autopar.runtime.world import World, grid
 from autopar.steps.analysis import Analysis
+from autopar.steps.batch import batch_rows
 from autopar.steps.stages import CutStep
 from autopar_passes import jax_compat
 from autopar_passes.layer_loops.split import piece_arguments
@@ -374,7 +374,8 @@ def _staged_noise(
         )
     assignments = [stage.assignment for stage in stages]
     device = stages[0].mesh.devices.flat[0]
-    return staged_noise(cut, assignments, batch_rows(analysis), noise, device)
+    rows = batch_rows((analysis.whole or analysis).graph)
+    return staged_noise(cut, assignments, rows, noise, device)
 
 
 def _shown(analysis: Analysis, cut: CutStep) -> set[int]:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from autopar_passes import debug
+from autopar_passes.graph.batch import with_batch
 from autopar_passes.graph.emit import emit_operators
 from autopar_passes.graph.operators import (
     GraphInput,
@@ -15,24 +17,33 @@ from autopar_passes.graph.operators import (
     read_operators,
 )
 from autopar_passes.graph.repeats import repeated_classes
-from autopar_passes.graph.roles import Role, input_roles, operator_roles
+from autopar_passes.graph.roles import InputRole, Role, input_roles, operator_roles
 from autopar_passes.graph.verify import verify
+from autopar_passes.program.calls import NOT_NAMED, NamedRoles
 from autopar_passes.program.equations import Program, walk
 from autopar_passes.program.trace import TracedStep
 from autopar_passes.rules.book import rule_book, signature
 
 
-def step_graph(traced: TracedStep, *, share_repeated: bool = True) -> OperatorGraph:
+def step_graph(
+    traced: TracedStep,
+    *,
+    like: OperatorGraph | None = None,
+    share_repeated: bool = True,
+) -> OperatorGraph:
     """Builds the operator graph of a traced step.
 
     Args:
       traced: the step.
+      like: a graph whose arguments it has, or of which it has the first.
       share_repeated: whether repeated layers share their decisions.
     """
     return build_graph(
         traced.program,
         input_paths=traced.input_paths,
         carried=traced.carried,
+        named=traced.form.roles,
+        like=None if like is None else like.inputs,
         share_repeated=share_repeated,
     )
 
@@ -42,6 +53,8 @@ def build_graph(
     *,
     input_paths: Sequence[str],
     carried: dict[int, int],
+    named: NamedRoles = NOT_NAMED,
+    like: Sequence[GraphInput] | None = None,
     share_repeated: bool = True,
 ) -> OperatorGraph:
     """Builds the operator graph of a flat program.
@@ -50,6 +63,9 @@ def build_graph(
       program: the flat step.
       input_paths: a readable path for each flat argument.
       carried: flat argument -> flat output that is its next value.
+      named: the roles that the user has given.
+      like: of the first arguments, ones whose roles and rows they have if they do not
+        come back; those behind them are of no batch. None: all are found.
       share_repeated: whether repeated layers share their decisions.
     """
     equations = walk(program.body)
@@ -58,6 +74,13 @@ def build_graph(
     emitted = emit_operators(program, found.rules, found.kernels)
     roles = operator_roles(emitted.stacks, read_operators(emitted.operators))
     inputs = _inputs(program, emitted.operators, roles, input_paths, carried)
+    if like is None:
+        inputs = with_batch(inputs, emitted.operators, roles, program.values, named)
+    else:
+        inputs = tuple(
+            _like(given, like[k] if k < len(like) else None)
+            for k, given in enumerate(inputs)
+        )
     classes = _classes(program, emitted.operators, roles, inputs, share=share_repeated)
     operators = [
         op.decided(role, class_index)
@@ -112,6 +135,16 @@ def _inputs(
     )
 
 
+def _like(given: GraphInput, other: GraphInput | None) -> GraphInput:
+    """An input with the role and rows of another one, if it does not come back."""
+    if other is None:
+        return dataclasses.replace(given, role=InputRole.OTHER)
+    role = given.role if given.output >= 0 else other.role
+    return dataclasses.replace(
+        given, role=role, rows=other.rows, unit=other.unit, turns=other.turns
+    )
+
+
 def _classes(
     program: Program,
     operators: Sequence[Operator],
@@ -123,7 +156,7 @@ def _classes(
     """The first operator that shares the decisions of each."""
     if not share:
         return [op.index for op in operators]
-    given = {i.value: (i.role, i.output >= 0) for i in inputs}
+    given = {i.value: i.role if i.output >= 0 else None for i in inputs}
     keys = [
         (
             _class_key(program, op, role),

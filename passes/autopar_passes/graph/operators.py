@@ -85,14 +85,22 @@ class GraphInput:
     Attributes:
       value: its value number.
       path: where it is in the arguments, such as ``state.params['dense']``.
-      role: parameter, optimizer state, batch or other.
+      role: parameter, optimizer state, batch, frozen or other.
       output: flat output that carries it to the next step, or -1.
+      rows: the dimension that grows with the rows of the batch, or -1. State may have
+        one, too: the activations that a recurrent net hands to the next step.
+      unit: entries of that dimension for each row; 0 where that is no whole number.
+      turns: the batches, or parts of one, in the dimensions before that one; a loop
+        goes through them.
     """
 
     value: int
     path: str
     role: InputRole
     output: int = -1
+    rows: int = -1
+    unit: int = 1
+    turns: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -22,6 +22,7 @@ class InputRole(enum.Enum):
     PARAMETER = "parameter"
     OPTIMIZER_STATE = "optimizer state"
     BATCH = "batch"
+    FROZEN = "frozen"
     OTHER = "other"
 
 
@@ -128,7 +129,8 @@ def input_roles(
     Carried floating-point state that the forward pass reads and whose new
     value depends on the backward pass is a parameter; carried state that the
     forward pass does not read is optimizer state; what is not carried is the
-    batch; the rest (batch statistics, keys, counters) is other.
+    batch, until `autopar_passes.graph.batch` has looked at it; the rest (batch
+    statistics, keys, counters) is other.
 
     Args:
       num_inputs: number of flat inputs.

@@ -169,7 +169,9 @@ def _check_inputs(graph: OperatorGraph) -> None:
             raise failure(
                 graph, k if op else None, f"it does not hand in '{given.path}'"
             )
-        if (given.role is InputRole.BATCH) != (given.output == -1):
+        alone = given.role in (InputRole.BATCH, InputRole.FROZEN)
+        known = alone or given.role is InputRole.OTHER
+        if (alone and given.output >= 0) or (given.output < 0 and not known):
             raise failure(graph, k, f"{given.role} is not the role of '{given.path}'")
         if given.output == -1:
             continue

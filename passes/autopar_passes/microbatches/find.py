@@ -53,7 +53,8 @@ def microbatched(
       MicrobatchError: it cannot be split.
     """
     pair = paired(whole.program, micro.program, count)
-    _check_inputs(pair, whole)
+    if not any(pair.has_rows(v) for v in pair.whole.body.inputs):
+        raise MicrobatchError("no argument has rows of a batch.")
     follower, unit = _followed(pair, facts(pair, graph), couple=couple)
     made = rewritten(pair, follower.edits)
     first = pair.micro.num_arguments
@@ -113,18 +114,6 @@ def _followed(pair: Pair, known: Facts, *, couple: bool) -> tuple[Follower, int]
             _check_unit(pair, unit)
         else:
             return follower, unit
-
-
-def _check_inputs(pair: Pair, whole: TracedStep) -> None:
-    body = pair.whole.body
-    for k, value in enumerate(body.inputs[: pair.whole.num_arguments]):
-        if pair.has_rows(value) and k in whole.carried:
-            raise MicrobatchError(
-                f"'{whole.input_paths[k]}' is carried from step to step and has a part "
-                "for each row of the batch."
-            )
-    if not any(pair.has_rows(v) for v in body.inputs):
-        raise MicrobatchError("no argument has rows of a batch.")
 
 
 def _given(pair: Pair, unit: int) -> dict[int, Split]:

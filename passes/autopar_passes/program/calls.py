@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import fnmatch
 import inspect
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 
@@ -37,6 +38,101 @@ _POSITIONAL = (
 )
 
 
+# What `NamedRoles.of` takes for the batch.
+BatchNames: TypeAlias = str | Sequence[str] | Mapping[str, int | None] | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class NamedRoles:
+    """What the user says of the arguments that do not come back from a step.
+
+    Each name is that of an argument, or a pattern of paths such as ``batch/*``.
+
+    Attributes:
+      batch: names of the batch, each with the dimension of its rows or None; None:
+        the batch is found.
+      frozen: names of what is the same for all rows.
+    """
+
+    batch: tuple[tuple[str, int | None], ...] | None = None
+    frozen: tuple[str, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        batch: BatchNames = None,
+        frozen: str | Sequence[str] = (),
+    ) -> NamedRoles:
+        """Reads the options ``batch_argnames`` and ``frozen_argnames``."""
+        if isinstance(batch, str):
+            batch = (batch,)
+        if batch is not None and not isinstance(batch, Mapping):
+            batch = dict.fromkeys(batch)
+        frozen = (frozen,) if isinstance(frozen, str) else tuple(frozen)
+        return cls(None if batch is None else tuple(batch.items()), frozen)
+
+    def is_batch(self, path: str) -> bool:
+        """Whether an array is named as one of the batch."""
+        return any(_names(name, path) for name, _ in self.batch or ())
+
+    def is_frozen(self, path: str) -> bool:
+        """Whether an array is named as frozen, or is none of the batch's names."""
+        if any(_names(name, path) for name in self.frozen):
+            return True
+        return self.batch is not None and not self.is_batch(path)
+
+    def dim_of(self, path: str) -> int | None:
+        """The dimension of an array's rows, where it is given."""
+        found = (dim for name, dim in self.batch or () if _names(name, path))
+        return next(found, None)
+
+    def problem(
+        self, shapes: Mapping[str, tuple[int, ...]], carried: Collection[str]
+    ) -> str:
+        """What does not fit a step: a name without an array, or two roles; else ''.
+
+        Args:
+          shapes: path -> shape of each of its arrays.
+          carried: paths of those that come back.
+        """
+        batch = [name for name, _ in self.batch or ()]
+        named = [("batch_argnames", name) for name in batch]
+        named += [("frozen_argnames", name) for name in self.frozen]
+        for option, name in named:
+            found = [path for path in shapes if _names(name, path)]
+            if not found:
+                known = ", ".join(dict.fromkeys(p.partition("/")[0] for p in shapes))
+                return f"{option}={name!r} names no array; the arguments are {known}."
+            if back := [path for path in found if path in carried]:
+                return (
+                    f"{option}={name!r} names '{back[0]}', which comes back from the "
+                    "step: it is state. Leave it out."
+                )
+        for path, shape in shapes.items():
+            if self.is_batch(path) and any(_names(n, path) for n in self.frozen):
+                return (
+                    f"'{path}' is named by both batch_argnames and frozen_argnames. "
+                    "Name it once."
+                )
+            dim = self.dim_of(path)
+            if dim is not None and not 0 <= dim < len(shape):
+                return (
+                    f"batch_argnames says that dimension {dim} of '{path}' is its "
+                    f"rows, and its shape is {shape}."
+                )
+        return ""
+
+
+NOT_NAMED = NamedRoles()
+
+
+def _names(name: str, path: str) -> bool:
+    """Whether a name, or a pattern of paths, fits an array's path."""
+    return (
+        path == name or path.startswith(f"{name}/") or fnmatch.fnmatchcase(path, name)
+    )
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Parameters:
     """How a step takes its arguments; read once, and used by all calls.
@@ -46,21 +142,29 @@ class Parameters:
       signature: of the step; None where Python does not know it.
       names: of the parameters that can be given by position.
       static: names of the arguments that are part of the program.
+      roles: of arguments, as the user names them.
     """
 
     step: Callable[..., Any]
     signature: inspect.Signature | None
     names: tuple[str, ...]
     static: frozenset[str]
+    roles: NamedRoles = NOT_NAMED
 
     @classmethod
-    def of(cls, step: Callable[..., Any], static: Collection[str] = ()) -> Parameters:
+    def of(
+        cls,
+        step: Callable[..., Any],
+        static: Collection[str] = (),
+        roles: NamedRoles = NOT_NAMED,
+    ) -> Parameters:
         """Reads the signature of a step.
 
         Args:
           step: the step; one whose signature Python does not know has no names.
           static: names of static arguments, besides those that ``jax.jit`` around the
             step was told of.
+          roles: of arguments, as the user names them.
         """
         try:
             signature = inspect.signature(step)
@@ -69,7 +173,7 @@ class Parameters:
         given = signature.parameters.values() if signature else ()
         names = tuple(p.name for p in given if p.kind in _POSITIONAL)
         told = jax_compat.static_argument_names(step)
-        return cls(step, signature, names, frozenset(static) | told)
+        return cls(step, signature, names, frozenset(static) | told, roles)
 
     def positional(self, count: int) -> tuple[str, ...]:
         """The step's own names of so many arguments; ``args2`` for those without."""
@@ -101,6 +205,7 @@ class CallForm:
       fixed: the tuple of the arguments without their arrays.
       objects: whether an argument holds NNX objects.
       mesh: that of ``jax.set_mesh`` around the call, which the step may read.
+      roles: of arguments, as the user names them.
     """
 
     names: tuple[str, ...]
@@ -108,6 +213,7 @@ class CallForm:
     fixed: Fixed
     objects: bool
     mesh: UserMesh | None = None
+    roles: NamedRoles = NOT_NAMED
 
     def paths(self, arrays: Sequence[Any]) -> list[str]:
         """A readable path of each array, which starts with the argument's name."""
@@ -190,7 +296,8 @@ def open_call(
     objects = holds_objects(values)
     trees = taken_out(tuple(values)) if objects else tuple(values)
     arrays, fixed = part(names, trees)
-    form = CallForm(names, tuple(keyword), fixed, objects, user_mesh())
+    mesh, roles = user_mesh(), parameters.roles
+    form = CallForm(names, tuple(keyword), fixed, objects, mesh, roles)
     return Call(form, arrays)
 
 

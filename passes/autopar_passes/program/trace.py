@@ -20,8 +20,10 @@ import jax
 from autopar_errors import InputError
 from autopar_passes import jax_compat, jax_meshes
 from autopar_passes.program.calls import (
+    NOT_NAMED,
     Call,
     CallForm,
+    NamedRoles,
     Parameters,
     ResultForm,
     flat_function,
@@ -84,6 +86,7 @@ def trace(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     static: Collection[str] = (),
+    roles: NamedRoles = NOT_NAMED,
 ) -> TracedStep:
     """Traces a step on arrays or ``ShapeDtypeStruct``s.
 
@@ -92,11 +95,12 @@ def trace(
       args: its arguments.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
+      roles: of arguments, as the user names them.
 
     Raises:
       TraceError: JAX cannot trace the step.
     """
-    return trace_call(step, opened(step, args, kwargs, static))
+    return trace_call(step, opened(step, args, kwargs, static, roles))
 
 
 def opened(
@@ -104,6 +108,7 @@ def opened(
     args: Sequence[Any],
     kwargs: Mapping[str, Any] | None = None,
     static: Collection[str] = (),
+    roles: NamedRoles = NOT_NAMED,
 ) -> Call:
     """Takes the arrays out of a call, of which nothing will be put back.
 
@@ -112,12 +117,13 @@ def opened(
       args: its arguments.
       kwargs: arguments by name.
       static: names of arguments that are part of the program.
+      roles: of arguments, as the user names them.
 
     Raises:
       TraceError: the arguments do not fit the step, or are nothing that JAX takes.
     """
     with updating():
-        return opened_within(Parameters.of(step, static), args, kwargs)
+        return opened_within(Parameters.of(step, static, roles), args, kwargs)
 
 
 def opened_within(
@@ -166,12 +172,18 @@ def trace_call(
             for k, x in enumerate(found.inputs)
         ]
         found = _traced(step, call.form, strong)
+    paths = tuple(call.form.paths(found.inputs))
+    if call.form.roles != NOT_NAMED:
+        shapes = {p: tuple(x.shape) for p, x in zip(paths, found.inputs, strict=True)}
+        back = {paths[k] for k in found.carried.pairs}
+        if problem := call.form.roles.problem(shapes, back):
+            raise TraceError(f"{step_name(step)}: {problem}")
     return TracedStep(
         name=step_name(step),
         program=flatten(found.jaxpr, found.replicas, checkpoints=checkpoints),
         form=call.form,
         result=found.result,
-        input_paths=tuple(call.form.paths(found.inputs)),
+        input_paths=paths,
         output_paths=tuple(found.result.paths(call.form.names, found.outputs)),
         carried=found.carried.pairs,
         changed=found.carried.changed,
@@ -198,15 +210,6 @@ class _Traced:
     result: ResultForm
     carried: Carried
     replicas: frozenset[str]
-
-
-def carried_of(step: Callable[..., Any], call: Call) -> Carried:
-    """What a step carries, without a program.
-
-    Raises:
-      TraceError: JAX cannot trace the step.
-    """
-    return _traced(step, call.form, [struct_of(x) for x in call.arrays]).carried
 
 
 def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Traced:

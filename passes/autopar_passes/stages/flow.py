@@ -121,7 +121,7 @@ class Flow:
             case InputRole.OPTIMIZER_STATE:
                 return self.value(given.value).size > 1
             case _:
-                return not self.small(given.value)
+                return given.rows < 0 and not self.small(given.value)
 
     @functools.cached_property
     def carried(self) -> dict[int, int]:

@@ -26,7 +26,7 @@ from autopar.plans import Plan, Worth
 from autopar.reports.worth import idle_texts, unused_text, worth_lines
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.batch import BATCH
-from autopar.steps.samples import batch_rows, batch_tokens
+from autopar.steps.samples import batch_tokens, samples
 
 # From small arrays to such whose work is worth splitting.
 SCALE = 64
@@ -200,7 +200,7 @@ def test_tokens_are_those_that_are_looked_up() -> None:
     table = jax.ShapeDtypeStruct((100, 8), jnp.float32)
     ids = jax.ShapeDtypeStruct((6, 5), jnp.int32)
     graph = analyse(lookup_step, (table, ids)).graph
-    assert (batch_rows(graph), batch_tokens(graph)) == (6, 6 * 4)
+    assert (samples(graph), batch_tokens(graph)) == (6, 6 * 4)
 
 
 def test_rows_are_those_of_the_largest_input() -> None:
@@ -211,7 +211,7 @@ def test_rows_are_those_of_the_largest_input() -> None:
     shapes = [((16, 16), jnp.float32), ((2,), jnp.uint32), ((24, 16), jnp.float32)]
     args = [jax.ShapeDtypeStruct(s, d) for s, d in shapes]
     graph = analyse(step, args).graph
-    assert (batch_rows(graph), batch_tokens(graph)) == (24, 0)
+    assert (samples(graph), batch_tokens(graph)) == (24, 0)
 
 
 def test_plans_of_earlier_versions_know_nothing_and_are_not_edited() -> None:

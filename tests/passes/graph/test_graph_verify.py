@@ -348,7 +348,7 @@ def value_of_an_input(graph: OperatorGraph) -> Iterator[Corrupted]:
 def role_of_an_input(graph: OperatorGraph) -> Iterator[Corrupted]:
     for k, given in enumerate(graph.inputs):
         batch = given.role is InputRole.BATCH
-        role = InputRole.OTHER if batch else InputRole.BATCH
+        role = InputRole.PARAMETER if batch else InputRole.BATCH
         yield with_input(graph, k, role=role), k, "is not the role of"
 
 

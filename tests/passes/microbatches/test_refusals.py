@@ -168,17 +168,6 @@ def test_groups_of_rows_stay_together_or_are_refused() -> None:
         split(sgd(loss), (W, MORE), 4)
 
 
-def test_state_with_rows_is_refused() -> None:
-    def step(state: Any, x: Any) -> Any:
-        w, memory = state
-        loss, grad = jax.value_and_grad(lambda w: jnp.mean((x @ w + memory) ** 2))(w)
-        return (w - grad, x @ w), loss
-
-    memory = jax.ShapeDtypeStruct((ROWS, CLASSES), jnp.float32)
-    with pytest.raises(PlanError, match="cannot be split"):
-        split(step, ((W, memory), X), 2)
-
-
 @pytest.mark.parametrize("counts", [False, True])
 def test_a_host_callback_that_knows_the_number_of_rows_is_refused(counts: bool) -> None:
     def loss(w: Any, x: Any) -> Any:

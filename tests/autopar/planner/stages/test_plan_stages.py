@@ -26,11 +26,11 @@ from autopar.planner.stages.entry import (
 )
 from autopar.planner.stages.plan import (
     SCHEDULES,
-    batch_rows,
     covering,
     divisors,
     microbatch_counts,
     plan_stages,
+    rows_to_split,
 )
 from autopar.planner.stages.submeshes import Weights, batch_splits, divides, submeshes
 from autopar.steps.analysis import analyse
@@ -109,7 +109,7 @@ def test_numbers_of_microbatches_divide_the_rows() -> None:
     counts = microbatch_counts(mlp())
     assert counts == [1, 2, 4, 8, 16, 32]
     assert microbatch_counts(mlp(), 4)[-1] == 4 * ROWS
-    assert batch_rows(mlp()) == ROWS
+    assert rows_to_split(mlp()) == ROWS
 
 
 def test_a_step_without_layers_is_refused() -> None:
@@ -257,4 +257,4 @@ def test_a_random_key_is_no_part_of_the_batch() -> None:
 
     key = jax.ShapeDtypeStruct((2,), jnp.uint32)
     known = analyse(step, ([struct(8, 8)] * 2, key, struct(12, 8)))
-    assert batch_rows(known) == 12
+    assert rows_to_split(known) == 12
