@@ -21,6 +21,7 @@ from autopar_passes.rules.factor_rule import FactorKind
 
 # Shapes of raw random keys, which are no rows.
 _RAW_KEYS = ((2,), (4,))
+_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 # Operators whose first operand is read or written at the places that others name.
 _INDEXED = ("gather", "dynamic_slice", "dynamic_update_slice")
 
@@ -58,7 +59,9 @@ def with_batch(
         if role is Role.FORWARD and op.kind not in ("input", "return")
     ]
     dims = _Dimensions(forward, values)
-    parameters = [i.value for i in inputs if i.role is InputRole.PARAMETER]
+    state = [i for i in inputs if i.output >= 0]
+    trained = [i for i in state if i.role is InputRole.PARAMETER]
+    parameters = [i.value for i in trained or state]
     rows = _rows(open_.values(), dims, parameters, named)
     backward = [k for k, role in enumerate(roles) if role is Role.BACKWARD]
     given = [i.value for i in open_.values()]
@@ -107,11 +110,12 @@ def _rows(
         known = named.dim_of(i.path)
         for k, dim in enumerate(dims.of(i.value)):
             for found in dim:
-                score = scores.setdefault(found, [0.0] * 4)
+                score = scores.setdefault(found, [0.0] * 5)
                 score[0] = max(score[0], float(known == k))
                 score[1] = float(found not in trained)
-                score[2] = dims.work.get(found, 0.0)
-                score[3] += dims.nbytes(i.value) / (1 + k)
+                score[2] = dims.products.get(found, 0.0)
+                score[3] = dims.other.get(found, 0.0)
+                score[4] += dims.nbytes(i.value) / (1 + k)
     return max(scores, key=lambda c: (*scores[c], -c), default=-1)
 
 
@@ -128,7 +132,9 @@ class _Dimensions:
         self._parts: dict[int, tuple[int, int]] = {}
         self._of: dict[int, list[tuple[int, ...]]] = {}
         factors = [self._join(op) for op in forward]
-        self.work: dict[int, float] = {}
+        # FLOPs of products, and of all else, that carry a set on.
+        self.products: dict[int, float] = {}
+        self.other: dict[int, float] = {}
         for op, found in zip(forward, factors, strict=True):
             self._count(op, found)
 
@@ -234,10 +240,11 @@ class _Dimensions:
             return
         results = {f for dims in op.rule.results for dim in dims for f in dim}
         work = max(op.flops, 1.0) * op.trips
+        total = self.products if op.kind in _PRODUCTS or op.kernel else self.other
         for factor, part in found.items():
             kept = factor in results and op.rule.kinds[factor] is FactorKind.PASS
             for node in self._leaves(part):
-                self.work[node] = self.work.get(node, 0.0) + (work if kept else -work)
+                total[node] = total.get(node, 0.0) + (work if kept else -work)
 
 
 class _Meetings:
