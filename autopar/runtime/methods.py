@@ -8,6 +8,7 @@ from typing import Any
 import jax
 
 from autopar.errors import PlanError
+from autopar_passes.program.calls import Parameters
 from autopar_passes.program.nnx_objects import is_object
 
 
@@ -43,15 +44,15 @@ def method_of(step: Any, instance: Any) -> Any:
 
 def _bound(step: Any, instance: Any) -> Any:
     """The step of one object, with plans of its own."""
+    bound, known = functools.partial(step._step, instance), step._parameters
     return type(step)(
-        functools.partial(step._step, instance),
+        bound,
         setting=step._setting,
         options=step.preparation.planner.options,
         store=step._store.empty(),
         codecs=type(step._codecs)(step._codecs.policy),
         world=step._world,
-        static=step._parameters.static,
-        roles=step._parameters.roles,
+        parameters=Parameters.of(bound, known.static, known.roles),
         fewer=step._last_batch,
         cache=step._cache,
     )

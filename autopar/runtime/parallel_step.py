@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, Literal, ParamSpec, TypeVar
 
 import jax
@@ -41,7 +41,7 @@ from autopar.runtime.state_mover import named
 from autopar.runtime.step_planner import ANALYSES, StepPlanner
 from autopar.runtime.world import World
 from autopar_passes.jax_meshes import without_mesh
-from autopar_passes.program.calls import NOT_NAMED, Call, NamedRoles, Parameters
+from autopar_passes.program.calls import Call, Parameters
 from autopar_passes.program.nnx_objects import updating
 from autopar_passes.program.trace import opened_within, step_name
 
@@ -63,8 +63,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         store: ProgramStore,
         codecs: CodecRun,
         world: World | None = None,
-        static: Collection[str] = (),
-        roles: NamedRoles = NOT_NAMED,
+        parameters: Parameters | None = None,
         fewer: LastBatch = "run",
         cache: PlanCache | None = None,
     ) -> None:
@@ -77,15 +76,14 @@ class ParallelStep(HasNoise, Generic[P, R]):
           store: where its programs are kept.
           codecs: runs the steps whose gradients have codecs.
           world: the processes and devices; None: those of JAX on the first use.
-          static: names of arguments that are part of the program.
-          roles: of arguments, as the user names them.
+          parameters: how the step takes its arguments; None: as its signature says.
           fewer: what to do with a batch of fewer rows.
           cache: where plans are kept on disk.
         """
         functools.update_wrapper(self, step)
         self.__name__: str = step_name(step)
         self._step = step
-        self._parameters = Parameters.of(step, static, roles)
+        self._parameters = parameters or Parameters.of(step)
         self._last_batch: LastBatch = fewer
         self._world = world
         self._setting = setting

@@ -33,7 +33,7 @@ from autopar.runtime.program_store import PROGRAMS, ProgramStore
 from autopar.runtime.world import World
 from autopar.steps.spares import Spares
 from autopar_errors import check_path, check_type
-from autopar_passes.program.calls import BatchNames, NamedRoles
+from autopar_passes.program.calls import BatchNames, NamedRoles, Parameters
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -263,8 +263,7 @@ def parallelize(
             ),
             codecs=CodecRun(policy),
             world=world,
-            static=static,
-            roles=roles,
+            parameters=Parameters.of(function, static, roles),
             fewer=fewer,
             cache=kept,
         )

@@ -445,8 +445,7 @@ def analyse(
 
     Args:
       step: the train step, in any of the forms of `autopar_passes.program.trace`.
-      args: its arguments, arrays or ``ShapeDtypeStruct``s.
-      kwargs: arguments by name.
+      args: its arguments, arrays or ``ShapeDtypeStruct``s; ``kwargs``: those by name.
       static: names of arguments that are part of the program.
       roles: of arguments, as the user names them.
 
@@ -487,8 +486,7 @@ def analyse_program(
     Args:
       program: the flat program.
       graph: its operator graph.
-      output_paths: a readable path for each flat output; ``output0`` and so on
-        without.
+      output_paths: a readable path for each flat output; else ``output0`` and so on.
     """
     contraction = contract(graph)
     paths = output_paths or [f"output{k}" for k in range(len(graph.outputs))]
