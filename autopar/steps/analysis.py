@@ -445,7 +445,8 @@ def analyse(
 
     Args:
       step: the train step, in any of the forms of `autopar_passes.program.trace`.
-      args: its arguments, arrays or ``ShapeDtypeStruct``s; ``kwargs``: those by name.
+      args: its arguments, arrays or ``ShapeDtypeStruct``s.
+      kwargs: arguments by name.
       static: names of arguments that are part of the program.
       roles: of arguments, as the user names them.
 
@@ -457,7 +458,7 @@ def analyse(
 
 @collector_paused()
 def analyse_call(step: Callable[..., Any], call: Call) -> Analysis:
-    """`analyse`, for a call whose arrays are already taken out."""
+    """`analyse`, of a call whose arrays are taken out."""
     start = time.perf_counter()
     say(f"tracing {step_name(step)}")
     traced = trace_call(step, call)
@@ -484,17 +485,16 @@ def analyse_program(
     """Contracts the graph of a program, with or without a step around it.
 
     Args:
-      program: the flat program.
+      program: flat.
       graph: its operator graph.
       output_paths: a readable path for each flat output; else ``output0`` and so on.
     """
-    contraction = contract(graph)
-    paths = output_paths or [f"output{k}" for k in range(len(graph.outputs))]
+    contraction, count = contract(graph), len(graph.outputs)
     return Analysis(
         program=program,
         graph=graph,
         contraction=contraction,
         sources=collect(graph, contraction),
         deferrals=find_deferrals(program, graph),
-        output_paths=tuple(paths),
+        output_paths=tuple(output_paths or (f"output{k}" for k in range(count))),
     )
