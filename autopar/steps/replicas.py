@@ -11,6 +11,7 @@ import dataclasses
 from autopar.errors import PlanError
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.operators import Operator
+from autopar_passes.jax_effects import is_ordered
 from autopar_passes.microbatches.microbatched import Combine
 from autopar_passes.program.equations import Equation, walk
 from autopar_passes.replay.replicas import can_add_up
@@ -40,7 +41,13 @@ def check_can_be_dealt_out(analysis: Analysis) -> None:
                 f"{name}: it returns random keys for each row ({dtype}), which "
                 "replicas of unequal devices cannot put together."
             )
-    if any(e.primitive == manual.PRIMITIVE for e in walk(_loop(analysis).regions[0])):
+    repeated = walk(_loop(analysis).regions[0])
+    if any(is_ordered(e.source) for e in repeated):
+        raise PlanError(
+            f"{name}: it calls the host in order, and replicas of unequal devices run "
+            "at the same time. Give ordered=False."
+        )
+    if any(e.primitive == manual.PRIMITIVE for e in repeated):
         raise PlanError(
             f"{name}: it has a shard_map of its own, over all devices of a mesh; "
             "replicas of unequal devices each run a part of them."

@@ -13,7 +13,9 @@ from autopar_passes.graph.build import build_graph
 from autopar_passes.graph.operators import GraphInput, producers
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.jax_compat import source_line
+from autopar_passes.jax_effects import is_ordered
 from autopar_passes.microbatches.microbatched import Combine, Microbatched
+from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
 from autopar_passes.stages.flow import reads
 from autopar_passes.stages.hoist import hoisted
@@ -89,6 +91,7 @@ def cut_step(
         split_backward=split_backward,
         recomputed=again,
     )
+    _check_order(program.body.equations, found, placed, stages)
     verify_cut(tasks)
     programs = tuple(stage_program(tasks, k) for k in range(stages))
     made = tuple(_analysed(analysis, found, p) for p in programs)
@@ -124,6 +127,22 @@ def _computed_again(layers: Parts, wanted: Collection[int]) -> set[int]:
             if flow.roles[reader] is Role.FORWARD
         )
     }
+
+
+def _check_order(
+    equations: Sequence[Equation], found: Microbatched, placed: Parts, stages: int
+) -> None:
+    """Raises `CutError` where callbacks that have an order are in several tasks."""
+    ordered = [e for e in equations if is_ordered(e.source)]
+    where = {placed.part.get(e.index, 0) % stages for e in ordered}
+    repeated = [e for e in ordered if e.index not in found.once]
+    if len(where) > 1 or (repeated and found.microbatches > 1):
+        eqn = (repeated or ordered)[-1]
+        raise CutError(
+            f"'{eqn.primitive}' ({source_line(eqn.source)}) calls the host in order, "
+            "and stages run at the same time. Give ordered=False, or plan with "
+            "stages=1."
+        )
 
 
 def _check_rows(analysis: Analysis, found: Microbatched) -> None:

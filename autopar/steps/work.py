@@ -7,9 +7,12 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+import numpy as np
+
 from autopar.steps.fusion import Fusion, is_elementwise, is_product, side_factors
 from autopar.steps.rounded import NOT_ROUNDED, Rounded
 from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.program.equations import Value
 
 # Operators that read a part of their first operand, as large as their result.
 _TAKING = frozenset({"slice", "dynamic_slice", "gather"})
@@ -161,8 +164,10 @@ def operator_work(graph: OperatorGraph, op: Operator, memory: InMemory) -> Opera
       memory: which of its values are in memory.
     """
     written = memory.fusion.in_memory
-    first = op.inputs[0] if op.inputs and op.inputs[0] is not None else None
-    value = graph.values[first if first is not None else op.outputs[0]]
+    # The first operand if it is an array; a callback may have neither it nor a result.
+    arrays = (*op.inputs[:1], *op.outputs, *op.inputs[1:])
+    read = [graph.values[v] for v in arrays if v is not None]
+    value = read[0] if read else Value((), np.dtype(np.int32))
     dtype = str(value.dtype) if op.kernel is None else op.kernel.dtype
     return OperatorWork(
         op,

@@ -266,7 +266,7 @@ class Splitter:
         """Writes one equation, in pieces if it can be."""
         self.stack = eqn.name_stack
         cut = {a for a in eqn.inputs if isinstance(a, int) and a in self.pieces}
-        if cut and not eqn.source.effects and self.in_pieces(eqn, cut):
+        if cut and self.in_pieces(eqn, cut):
             return
         kept = dataclasses.replace(eqn, inputs=tuple(self.read(a) for a in eqn.inputs))
         self.builder.equations.append(kept)

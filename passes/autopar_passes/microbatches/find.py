@@ -82,7 +82,9 @@ def unsplit(
       dims: flat input of the batch -> the dimension of its rows.
     """
     body = whole.program.body
-    once = update_equations(whole.program, graph)
+    # A callback without results stands in no part's way.
+    told = (e.index for e in body.equations if e.source.effects and not e.outputs)
+    once = update_equations(whole.program, graph).union(told)
     made = {v for e in body.equations if e.index not in once for v in e.outputs}
     read = [*body.outputs]
     for eqn in body.equations:

@@ -74,6 +74,10 @@ class Follower:
         """
         after: set[int] = set()
         for eqn in self.pair.micro.body.equations:
+            if eqn.source.effects and self._calls_once(eqn):
+                self.once.add(eqn.index)
+                after.update(eqn.outputs)
+                continue
             role = self.facts.roles[eqn.index]
             late = not after.isdisjoint(a for a in eqn.inputs if isinstance(a, int))
             if late and role is Role.BACKWARD:
@@ -90,6 +94,16 @@ class Follower:
                     self._forget(eqn)
             self.once.add(eqn.index)
             after.update(eqn.outputs)
+
+    def _calls_once(self, eqn: Equation) -> bool:
+        """Whether the host is called once, with what the whole batch makes.
+
+        A loop over rows calls it for those of each microbatch.
+        """
+        if not eqn.regions:
+            return True
+        kinds = {self.of(a).kind for a in eqn.inputs if a in self.classes}
+        return Kind.SUM in kinds and not self._reads_rows(eqn)
 
     def _reads_rows(self, eqn: Equation) -> bool:
         """Whether an equation reads rows, such as the gradient of each of them."""

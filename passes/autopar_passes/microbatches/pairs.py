@@ -167,6 +167,9 @@ def _equal(a: Any, b: Any, within: tuple[_Functions, ...] = ()) -> bool:
         return True
     if isinstance(a, FunctionType) and isinstance(b, FunctionType):
         return (a, b) in within or _same_function(a, b, (*within, (a, b)))
+    if dataclasses.is_dataclass(a) and type(a) is type(b):
+        held = ((getattr(x, f.name) for f in dataclasses.fields(a)) for x in (a, b))
+        return all(_equal(x, y, within) for x, y in zip(*held, strict=True))
     if getattr(a, "shape", None) != getattr(b, "shape", None):
         return False  # arrays of other shapes may be equal after broadcasting
     try:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
 
+from autopar_passes import jax_effects
 from autopar_passes.graph.operators import Operator
-from autopar_passes.program.equations import Atom, Equation, Region, Value
+from autopar_passes.program.equations import Atom, Equation, Region, Value, walk
 from autopar_passes.replay.replicas import Replicas
 from autopar_passes.replay.values import Values
 from autopar_passes.sums import stacked
@@ -65,11 +65,20 @@ class ControlFlow:
             )
             left = [*zip(carries, ends, strict=True), *zip(stacks, ys, strict=True)]
             return [self._replicas.left(self._values, op, x) for op, x in left]
-        end, (ys, seen) = jax.lax.scan(
-            functools.partial(step, outer[:consts]),
-            outer[consts:first], outer[first:], length=params["length"],
-            reverse=params["reverse"], unroll=params["unroll"],
+
+        def turn(carried: Any, sliced: Any) -> tuple[Any, Any]:
+            after, (ends, left) = self._in_turn(
+                carried[0], step, outer[:consts], carried[1], sliced
+            )
+            return (after, ends), left
+
+        (after, end), (ys, seen) = jax.lax.scan(
+            turn,
+            (self._turn(eqn), outer[consts:first]), outer[first:],
+            length=params["length"], reverse=params["reverse"],
+            unroll=params["unroll"],
         )  # fmt: skip
+        self._passed(after)
         if self._values.watch is not None:
             self._values.watch.after(eqn.index, seen)
         return self._hand_out(carries, 1, end) + self._hand_out(stacks, 0, ys)
@@ -96,7 +105,12 @@ class ControlFlow:
                 ends = self._hand_on(carries, 1, body.outputs)
             return _as_arrays(ends, carried)
 
-        end = jax.lax.while_loop(test, step, outer[n_cond + n_body :])
+        after, end = jax.lax.while_loop(
+            lambda carried: self._in_turn(carried[0], test, carried[1])[1],
+            lambda carried: self._in_turn(carried[0], step, carried[1]),
+            (self._turn(eqn), outer[n_cond + n_body :]),
+        )
+        self._passed(after)
         return self._hand_out(carries, 2, end)
 
     def cond(self, eqn: Equation, ops: Sequence[Operator]) -> list[Any]:
@@ -110,16 +124,42 @@ class ControlFlow:
             arguments.append(self._operands(enters, 0, eqn.inputs[1:]))
             branches.append(self._branch(region, enters, merges, b))
         index = self._values.plain(eqn.inputs[0])
-        out = jax.lax.switch(
+        after, out = jax.lax.switch(
             index,
-            [lambda args, f=f, b=b: f(args[b]) for b, f in enumerate(branches)],
+            [
+                lambda turn, args, f=f, b=b: self._in_turn(turn, f, args[b])
+                for b, f in enumerate(branches)
+            ],
+            self._turn(eqn),
             arguments,
         )
+        self._passed(after)
         plan = self._values.plan
         return [
             self._values.pin(x, plan.results(op, 0))
             for x, op in zip(out, merges, strict=True)
         ]
+
+    def _turn(self, eqn: Equation) -> tuple[Any, ...]:
+        """What the callbacks in regions wait for; nothing where they have no order."""
+        inner = (e for region in eqn.regions for e in walk(region))
+        ordered = any(jax_effects.is_ordered(e.source) for e in inner)
+        return (self._values.turn,) if ordered else ()
+
+    def _in_turn(
+        self, turn: tuple[Any, ...], run: Callable[..., Any], *args: Any
+    ) -> tuple[tuple[Any, ...], Any]:
+        """Runs a region after a callback; returns what to wait for, and its result."""
+        before, values = self._values.turn, self._values
+        values.turn = turn[0] if turn else before
+        made = run(*args)
+        after = (values.turn,) if turn else ()
+        values.turn = before
+        return after, made
+
+    def _passed(self, turn: tuple[Any, ...]) -> None:
+        """Goes on after the callbacks of a region."""
+        self._values.turn = turn[0] if turn else self._values.turn
 
     def _branch(
         self,

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from autopar_passes import jax_compat
+from autopar_passes import jax_compat, jax_effects
 from autopar_passes.graph.operators import Operator
 from autopar_passes.layouts import Layout, constrain
 from autopar_passes.program.equations import Atom, Equation, Scalar
@@ -58,6 +58,7 @@ class Values:
       plan: the layouts.
       mesh: the mesh of the layouts.
       scope: the innermost scope.
+      turn: what the last callback that has an order has returned.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Values:
         self.mesh = mesh
         self.synchroniser = synchroniser
         self.scope = Forms(values, None)
+        self.turn: Any = jax_effects.FIRST
 
     @contextlib.contextmanager
     def inside(self, values: dict[int, Any]) -> Generator[None]:
