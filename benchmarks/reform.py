@@ -10,9 +10,12 @@ compiling and loading the program, which the ledger has.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import pathlib
+import subprocess
+import sys
 import tempfile
 import time
 from typing import Any
@@ -67,30 +70,43 @@ def prepared(folder: pathlib.Path, wanted: set[int], limit_s: float) -> None:
     print(f"not prepared within {limit_s:.0f} s: {sorted(wanted - done)}")
 
 
+def wait(folder: pathlib.Path, size: int, limit_s: float = 120.0) -> None:
+    """Waits until a world of so many processes has formed."""
+    end = time.time() + limit_s
+    while time.time() < end:
+        with contextlib.suppress(OSError, ValueError):
+            now = command(folder, command="status")["status"]
+            if now["formed"] and len(now["world"]) == size:
+                return
+        time.sleep(0.05)
+    print(f"{size} processes did not form")
+
+
 def measure(given: Any, *, ahead: bool) -> list[dict[str, Any]]:
     """Runs the changes, with programs prepared or without."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = pathlib.Path(temporary)
-        run = soak.Soak(
-            folder,
-            seed=0,
-            processes=2,
-            options=[] if ahead else ["--no-ahead"],
-            words=[str(given.width), str(given.depth)],
+        sizes = ["--processes", "2", "--max", "4", *([] if ahead else ["--no-ahead"])]
+        words = [str(folder / "losses"), str(10**7), str(given.width), str(given.depth)]
+        script = [str(soak.SCRIPT), *words]
+        where = ["--folder", str(folder)]
+        run = subprocess.Popen(
+            [sys.executable, "-m", "autopar", "run", *where, *sizes, *script]
         )
         try:
+            wait(folder, 2)
             for size in CHANGES:
                 if ahead:
                     prepared(folder, {3, 4} if size == CHANGES[0] else {3}, 300)
-                begin = time.time()
                 command(folder, command="resize", processes=size)
-                if not run.wait(lambda b=begin, n=size: run.recovered(b, n)):
-                    print(f"{size} processes did not form")
+                wait(folder, size)
                 time.sleep(given.between_s)
             if ahead:
                 print(f"prepared: {(folder / 'ahead.jsonl').read_text()}")
+            command(folder, command="stop")
         finally:
-            run.stop()
+            run.terminate()
+            run.wait()
         return pauses(folder)
 
 

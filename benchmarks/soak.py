@@ -1,85 +1,149 @@
-"""Kills, joins and leaves at random, while a script trains in 2 to 4 processes.
+"""Lets everything fail at random, while a script trains in 2 to 4 processes.
 
-Usage: python benchmarks/soak.py --seed 1 --events 200
+Usage: python benchmarks/soak.py --seed 31 32 33 --events 200
 
-Prints the share of events after which all surviving processes went on, the pauses, and
-whether the losses are those of the uninterrupted run; exits with 1 where they are not,
-or where an event was not recovered.
+Events kill workers, the coordination service and the supervisor, one or two at once, at
+rest, as a world forms, as it compiles and as it saves; they stop processes, fill the
+disk, flip bytes of stored programs, add workers and take some away; and they kill all
+that hold the state. After each event the run has to train on, or, where the state is
+gone for good, to end with the error that says so. Losses must be those of a run in one
+process without events. Writes its figures to a file, and exits with 1 where an event
+went wrong.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
 import json
 import os
 import pathlib
 import random
+import resource
+import shutil
 import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable
 from typing import Any
 
+from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.runner import command
 
 HERE = pathlib.Path(__file__).parent
 SCRIPT = HERE / "soak_script.py"
 LEAST, MOST = 2, 4
-# Longest that an event may take to recover from; joins start a process.
-LIMIT_S = 120.0
+# Longest that an event may take to recover from; a busy machine is slow.
+LIMIT_S = 180.0
+SILENCE_S = 6.0
+DISK_BYTES = 48 << 20
+LOST = "was lost with the processes that held it"
 
 
 class Soak:
-    """A run that events happen to."""
+    """A run that events happen to, and the next one where that has ended."""
 
-    def __init__(
-        self,
-        folder: pathlib.Path,
-        seed: int,
-        processes: int = 3,
-        options: Sequence[str] = (),
-        words: Sequence[str] = (),
-    ) -> None:
-        """Starts the run.
+    def __init__(self, folder: pathlib.Path, seed: int) -> None:
+        """Starts a run.
 
         Args:
           folder: for all files.
           seed: of the events.
-          processes: to begin with.
-          options: of ``autopar run`` besides.
-          words: of the script besides.
         """
         self.folder, self.draw = folder, random.Random(seed)
         self.events: list[dict[str, Any]] = []
-        given = [str(SCRIPT), str(folder / "losses"), str(10**7), *words]
-        sizes = ["--processes", str(processes), "--max", str(MOST)]
-        rest = ["--folder", str(folder), "--silence", "20", *options]
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", "autopar", "run", *sizes, *rest, *given],
-            stdout=open(folder / "output", "w"),  # noqa: SIM115 (for the child)
-            stderr=subprocess.STDOUT,
-        )
-        self.wait(lambda: self.count("formed") > 0)
+        # What is checked in the end: each run's folder, and where steps may go back.
+        self.runs: list[pathlib.Path] = []
+        self.disk = Disk(folder / "disk")
+        self.begin()
 
-    def log(self) -> list[dict[str, Any]]:
-        """The supervisor's log."""
-        try:
-            lines = (self.folder / "log.jsonl").read_text().splitlines()
-        except OSError:
-            return []
-        return [json.loads(line) for line in lines if line.endswith("}")]
+    # The run.
 
-    def count(self, event: str) -> int:
-        """How often something has happened."""
-        return sum(x["event"] == event for x in self.log())
+    def begin(self) -> None:
+        """Starts a run in a folder of its own."""
+        self.run_folder = self.disk.folder / f"run{len(self.runs)}"
+        self.results = self.folder / f"results{len(self.runs)}"
+        self.run_folder.mkdir()
+        self.results.mkdir()
+        self.runs.append(self.results)
+        self.supervise()
+        self.wait(lambda: self.trains(-1))
+
+    def supervise(self) -> None:
+        """Starts `autopar run`, again where it was killed."""
+        sizes = ["--processes", "3", "--min", "1", "--max", str(MOST)]
+        rest = ["--silence", str(SILENCE_S), "--restarts", "1000000", "--no-ahead"]
+        where = ["--folder", str(self.run_folder)]
+        given = [str(SCRIPT), str(self.results / "losses"), str(10**7)]
+        checkpoint = str(self.results / "checkpoint")
+        with open(self.results / "output", "a") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "autopar", "run", *sizes, *rest, *where, *given],
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "SOAK_CHECKPOINT": checkpoint},
+            )
+
+    def status(self) -> dict[str, Any]:
+        """What the supervisor says now; nothing where it does not answer."""
+        with contextlib.suppress(OSError, ValueError, KeyError):
+            return command(self.run_folder, command="status")["status"]
+        return {}
+
+    def notes(self) -> dict[str, Any]:
+        """What the supervisor wrote down."""
+        with contextlib.suppress(OSError, ValueError):
+            return json.loads((self.run_folder / "run.json").read_text())
+        return {}
+
+    def worker(self, number: int) -> ProcessId | None:
+        """The process of a worker."""
+        return ProcessId.from_data(self.notes().get("workers", {}).get(str(number)))
+
+    def service(self) -> ProcessId | None:
+        """The process of the coordination service."""
+        return ProcessId.from_data(self.notes().get("service"))
+
+    def step(self) -> int:
+        """The last step that anybody has done since the newest world formed."""
+        return max((x[0] for x in self.latest()), default=-1)
+
+    def latest(self) -> list[tuple[int, float, float]]:
+        """The last line of each process's losses."""
+        found: list[tuple[int, float, float]] = []
+        for path in self.results.glob("losses.*"):
+            if path.suffix != ".ledger":
+                with open(path, "rb") as file, contextlib.suppress(ValueError):
+                    file.seek(max(0, path.stat().st_size - 300))
+                    lines = file.read().splitlines()
+                    found += [tuple(json.loads(x)) for x in lines[-2:-1]]
+        return found
+
+    def trains(
+        self,
+        generation: int,
+        dead: frozenset[int] = frozenset(),
+        size: Callable[[int], bool] = bool,
+    ) -> bool:
+        """Whether a world that formed later trains without those that are dead."""
+        now = self.status()
+        good = now.get("state") == "run" and now["formed"]
+        good = good and now["generation"] > generation
+        if not good or dead & set(now["world"]) or not size(len(now["world"])):
+            return False
+        begin = time.time()
+        end = begin + 5
+        while time.time() < end and self.process.poll() is None:
+            if sum(x[2] > begin for x in self.latest()) >= len(now["world"]):
+                return True
+            time.sleep(0.02)
+        return False
 
     def wait(self, done: Callable[[], bool], limit_s: float = LIMIT_S) -> bool:
-        """Waits until something has happened; False where it does not."""
+        """Waits until something has happened; False where the run ends before."""
         end = time.time() + limit_s
         while time.time() < end and self.process.poll() is None:
             if done():
@@ -87,86 +151,285 @@ class Soak:
             time.sleep(0.02)
         return False
 
-    def status(self) -> dict[str, Any]:
-        """What the supervisor says now."""
-        return command(self.folder, command="status")["status"]
+    def forming(self, generation: int) -> bool:
+        """Waits until a later world forms."""
+        return self.wait(lambda: self.notes().get("generation", 0) > generation)
 
-    def pids(self) -> dict[int, int]:
-        """Worker -> process id."""
-        return {x["worker"]: x["pid"] for x in self.log() if x["event"] == "start"}
+    # Events. Each returns the workers that it killed.
 
     def event(self) -> bool:
         """Lets one event happen, and waits until the run has recovered from it."""
-        world = self.status()["world"]
-        kinds = ["kill", "leave"] if len(world) > LEAST else []
-        kinds += ["join"] if len(world) < MOST else []
-        kind = self.draw.choice(kinds)
-        before = time.time()
-        if kind == "join":
-            command(self.folder, command="resize", processes=len(world) + 1)
+        now = self.status()
+        world, generation = now["world"], now["generation"]
+        kinds = [k for k, (least, most) in KINDS.items() if least <= len(world) <= most]
+        few = "join" in kinds and len(world) < MOST - 1 and self.draw.random() < 0.4
+        kind = "join" if few else self.draw.choice(kinds)
+        before, step = time.time(), self.step()
+        found: dict[str, Any] = {"kind": kind, "step": step, "time_s": before}
+        self.events.append(found)
+        expects = getattr(self, f"_{kind}")(found, world, generation)
+        good = self.wait(lambda: self.trains(**expects)) if expects else False
+        found["seconds"] = round(time.time() - before, 3)
+        if good:
+            found["outcome"] = "recovered"
+        elif self.process.poll() is not None:
+            words = (self.results / "output").read_text().strip().splitlines()
+            found["says"] = words[-1][:300] if words else ""
+            right = found.get("gone") and LOST in found["says"]
+            found["outcome"] = "ended as promised" if right else "ended"
         else:
-            worker = self.draw.choice(world)
-            if kind == "leave":
-                command(self.folder, command="remove", worker=worker)
-            else:
-                with contextlib.suppress(OSError):
-                    os.kill(self.pids()[worker], signal.SIGKILL)
-            world = [w for w in world if w != worker]
-        size = len(world) + (kind == "join")
-        recovered = self.wait(lambda: self.recovered(before, size, world))
-        found = {"kind": kind, "time_s": before, "recovered": recovered}
-        self.events.append({**found, "lost": len(self.lost(before))})
-        return recovered
-
-    def lost(self, before: float) -> list[int]:
-        """The processes that died since then though nobody killed them.
-
-        gloo ends a process that gets a message of another length than it waits for,
-        which happens where a peer dies in the middle of a collective. One whose
-        error was blamed on the death of another process ends with that error.
-        """
-        codes = [x for x in self.log() if x["event"] == "gone"]
-        return [x["worker"] for x in codes if x["time_s"] > before and _died(x["code"])]
-
-    def recovered(self, before: float, size: int, world: Collection[int] = ()) -> bool:
-        """Whether those that live have formed a world since then, and train.
-
-        ``world`` has so many processes less as were lost of it since.
-        """
-        log, size = self.log(), size - len({*self.lost(before)} & {*world})
-        formed = [k for k, x in enumerate(log) if x["event"] in ("form", "formed")]
-        if len(formed) < 2 or log[formed[-1]]["event"] != "formed":
+            found["outcome"] = "hangs"
+        self.disk.free()
+        if found["outcome"] in ("hangs", "ended"):
             return False
-        form, end = log[formed[-2]], log[formed[-1]]
-        return end["time_s"] > before and len(form.get("workers", ())) == size
+        if found["outcome"] != "recovered":
+            self.finish()
+            self.begin()
+        return True
+
+    def _some(self, world: list[int], count: int = 1) -> frozenset[int]:
+        """Kills so many workers at once."""
+        chosen = self.draw.sample(world, count)
+        for process in [self.worker(w) for w in chosen]:
+            if process is not None:
+                process.kill()
+        return frozenset(chosen)
+
+    def _supervisor_again(self, away_s: float) -> None:
+        """Kills the supervisor, and starts it again later."""
+        self.process.kill()
+        self.process.wait()
+        time.sleep(away_s)
+        self.supervise()
+
+    def _kill(self, found: Any, world: Any, generation: int) -> Any:
+        return {"generation": generation, "dead": self._some(world)}
+
+    def _leave(self, found: Any, world: Any, generation: int) -> Any:
+        gone = self.draw.choice(world)
+        command(self.run_folder, command="remove", worker=gone)
+        return {"generation": generation, "dead": frozenset([gone])}
+
+    def _join(self, found: Any, world: Any, generation: int) -> Any:
+        command(self.run_folder, command="resize", processes=len(world) + 1)
+        return {"generation": generation, "size": lambda n: n > len(world)}
+
+    def _service(self, found: Any, world: Any, generation: int) -> Any:
+        if (process := self.service()) is not None:
+            process.kill()
+        return {"generation": generation}
+
+    def _supervisor(self, found: Any, world: Any, generation: int) -> Any:
+        self._supervisor_again(self.draw.uniform(0, 1.5))
+        return {"generation": generation}
+
+    def _two(self, found: Any, world: Any, generation: int) -> Any:
+        found["which"] = which = self.draw.choice(
+            ["workers", "worker, service", "worker, supervisor", "service, supervisor"]
+        )
+        service = self.service()
+        dead = frozenset[int]()
+        if "worker" in which:
+            dead = self._some(world, 2 if which == "workers" else 1)
+        if "service" in which and service is not None:
+            service.kill()
+        if "supervisor" in which:
+            self._supervisor_again(self.draw.uniform(0, 1.5))
+        return {"generation": generation, "dead": dead}
+
+    def _change(self, found: Any, world: Any, generation: int) -> frozenset[int]:
+        """Makes another world form, and kills something as it does."""
+        first = self._some(world)
+        if not self.forming(generation):
+            return first
+        time.sleep(self.draw.uniform(0, 0.4))
+        there = [w for w in self.notes().get("world", ()) if w not in first]
+        found["which"] = which = self.draw.choice(["worker", "service", "supervisor"])
+        if which == "worker" and len(there) > 1:
+            return first | self._some(there)
+        if which == "supervisor":
+            self._supervisor_again(0.0)
+        elif (process := self.service()) is not None:
+            process.kill()
+        return first
+
+    def _forming(self, found: Any, world: Any, generation: int) -> Any:
+        dead = self._change(found, world, generation)
+        return {"generation": generation, "dead": dead}
+
+    def _compiling(self, found: Any, world: Any, generation: int) -> Any:
+        for name in ("programs", "plans"):
+            shutil.rmtree(self.run_folder / name, ignore_errors=True)
+        return self._forming(found, world, generation)
+
+    def _saving(self, found: Any, world: Any, generation: int) -> Any:
+        folder = self.results / "checkpoint"
+        before = set(os.listdir(folder)) if folder.exists() else set()
+        self.wait(lambda: folder.exists() and set(os.listdir(folder)) != before, 30.0)
+        return self._kill(found, world, generation)
+
+    def _stop(self, found: Any, world: Any, generation: int) -> Any:
+        found["which"] = which = self.draw.choice(
+            ["worker", "worker for good", "service", "service for good", "supervisor"]
+        )
+        worker = self.draw.choice(world)
+        stopped = {
+            "worker": lambda: self.worker(worker),
+            "service": self.service,
+            "supervisor": lambda: ProcessId.of(self.process.pid),
+        }[which.split()[0]]()
+        if stopped is None:
+            return {"generation": generation - 1}
+        os.kill(stopped.pid, signal.SIGSTOP)
+        if "for good" in which:
+            dead = frozenset([worker] if which.startswith("worker") else [])
+            return {"generation": generation, "dead": dead}
+        time.sleep(self.draw.uniform(0.2, 3.0))
+        os.kill(stopped.pid, signal.SIGCONT)
+        return {"generation": generation - 1}
+
+    def _disk(self, found: Any, world: Any, generation: int) -> Any:
+        """Fills the disk, kills a worker, and the supervisor perhaps, and frees it."""
+        self.disk.fill(self.notes())
+        dead = self._some(world)
+        found["which"] = which = self.draw.choice(["worker", "worker, supervisor"])
+        if which != "worker":
+            self._supervisor_again(0.0)
+        expects = {"generation": generation, "dead": dead}
+        if not self.wait(lambda: self.trains(**expects)):
+            return None
+        self.disk.free()
+        return expects
+
+    def _flip(self, found: Any, world: Any, generation: int) -> Any:
+        """Flips a byte of each stored program, and makes a world form that has one."""
+        for path in (self.run_folder / "programs").glob("*"):
+            data = bytearray(path.read_bytes())
+            if data:
+                place = self.draw.randrange(len(data))
+                data[place] ^= 1 << self.draw.randrange(8)
+                path.write_bytes(bytes(data))
+        return self._service(found, world, generation)
+
+    def _lose(self, found: Any, world: Any, generation: int) -> Any:
+        """Kills all workers; the run goes on from its checkpoint, where it has one."""
+        saved = (self.results / "checkpoint").glob
+        found["gone"] = not self.wait(lambda: any(saved("*/manifest.json")), 60.0)
+        self._all(found)
+        return {"generation": generation, "dead": frozenset(world)}
+
+    def _lose_all(self, found: Any, world: Any, generation: int) -> Any:
+        """Kills all workers of a run whose checkpoint is gone, and its supervisor."""
+        found["gone"] = True
+        if self.draw.random() < 0.5:
+            self.process.kill()
+            self.process.wait()
+        self._all(found)
+        shutil.rmtree(self.results / "checkpoint", ignore_errors=True)
+        if self.process.poll() is not None:
+            self.supervise()
+        return {"generation": generation, "dead": frozenset(world)}
+
+    def _all(self, found: dict[str, Any]) -> None:
+        found["back"] = True
+        known = self.notes().get("workers", {}).values()
+        for process in [ProcessId.from_data(x) for x in known]:
+            if process is not None:
+                process.kill()
+
+    # The end.
 
     def run(self, count: int) -> None:
         """Lets so many events happen."""
         for k in range(count):
-            time.sleep(self.draw.uniform(0.0, 1.0))
-            if not self.event():
-                print(f"event {k} was not recovered: {self.events[-1]}", flush=True)
-                for name in ("log.jsonl", "output"):
-                    text = (self.folder / name).read_text().splitlines()
-                    print(f"the end of {name}:", *text[-40:], sep="\n", flush=True)
-                return
-            if (k + 1) % 10 == 0:
-                print(f"{k + 1} events", flush=True)
+            time.sleep(self.draw.uniform(0.0, 0.5))
+            good = self.event()
+            last = {k: v for k, v in self.events[-1].items() if k != "time_s"}
+            print(k, json.dumps(last), flush=True)
+            if not good:
+                for path in (self.run_folder / "log.jsonl", self.results / "output"):
+                    text = path.read_text().splitlines()
+                    print(f"the end of {path}:", *text[-40:], sep="\n", flush=True)
+                self.finish()
+                self.begin()
 
-    def stop(self) -> None:
-        """Ends the run."""
-        with contextlib.suppress(OSError):
-            command(self.folder, command="stop")
-        with contextlib.suppress(subprocess.TimeoutExpired):
+    def finish(self) -> None:
+        """Ends the run, and all that is left of it."""
+        with contextlib.suppress(OSError, ValueError):
+            command(self.run_folder, command="stop")
             self.process.wait(30)
-        for pid in [self.process.pid, *self.pids().values()]:
-            with contextlib.suppress(OSError):
-                os.kill(pid, signal.SIGKILL)
+        known = self.notes()
+        left = [*known.get("workers", {}).values(), known.get("service")]
+        for process in map(ProcessId.from_data, left):
+            if process is not None:
+                process.kill()
+        self.process.kill()
         self.process.wait()
 
+    def close(self) -> None:
+        """Ends everything."""
+        self.finish()
+        self.disk.close()
 
-def _died(code: int | None) -> bool:
-    return code not in (None, 0, -signal.SIGKILL)
+
+# Fewest and most processes of the world that an event may happen to.
+KINDS = {
+    "kill": (2, MOST),
+    "leave": (3, MOST),
+    "join": (1, MOST - 1),
+    "service": (2, MOST),
+    "supervisor": (1, MOST),
+    "two": (3, MOST),
+    "forming": (3, MOST),
+    "compiling": (3, MOST),
+    "saving": (2, MOST),
+    "stop": (2, MOST),
+    "disk": (2, MOST),
+    "flip": (2, MOST),
+    "lose": (1, MOST),
+    "lose_all": (1, MOST),
+}
+
+
+class Disk:
+    """A small file system for a run's folder; else files that may not grow."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        """Mounts it where that is allowed."""
+        self.folder = folder
+        folder.mkdir()
+        words = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", folder]
+        self.mounted = os.getuid() == 0 and not subprocess.run(words).returncode
+        self._limited: list[ProcessId] = []
+
+    def fill(self, notes: Any) -> None:
+        """Lets nothing more be written by a run."""
+        if self.mounted:
+            with contextlib.suppress(OSError), open(self.folder / "full", "wb") as file:
+                while True:
+                    file.write(bytes(1 << 16))
+                    file.flush()
+            return
+        known = [notes.get("process"), *notes.get("workers", {}).values()]
+        for process in map(ProcessId.from_data, known):
+            if process is not None:
+                hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (1 << 10, hard))
+                self._limited.append(process)
+
+    def free(self) -> None:
+        """Lets all be written again."""
+        (self.folder / "full").unlink(missing_ok=True)
+        for process in self._limited:
+            with contextlib.suppress(OSError):
+                hard = resource.prlimit(process.pid, resource.RLIMIT_FSIZE)[1]
+                resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (hard, hard))
+        self._limited = []
+
+    def close(self) -> None:
+        """Unmounts it."""
+        if self.mounted:
+            subprocess.run(["umount", "-l", self.folder], check=False)
 
 
 def losses(folder: pathlib.Path) -> list[tuple[int, float, float]]:
@@ -194,75 +457,99 @@ def plain_losses(folder: pathlib.Path, steps: int) -> dict[int, float]:
     return {step: loss for step, loss, _ in lines}
 
 
-def pauses(events: list[dict[str, Any]], steps: list[tuple[int, float, float]]) -> list:
-    """Of each event the longest time between two steps that it fell into or caused."""
-    times = [x[2] for x in steps]
-    ends = [x["time_s"] for x in events[1:]] + [float("inf")]
-    found: list[float] = []
-    for event, end in zip(events, ends, strict=True):
-        gaps = [
-            b - a
-            for a, b in itertools.pairwise(times)
-            if b > event["time_s"] and a < end
-        ]
-        found.append(max(gaps, default=0.0))
-    return found
+def report(soak: Soak, seed: int) -> dict[str, Any]:
+    """The figures of a seed."""
+    runs = [losses(folder) for folder in soak.runs]
+    last = max((x[0] for steps in runs for x in steps), default=-1)
+    plain = plain_losses(soak.folder, last + 1)
+    worst = max(
+        (abs(x[1] - plain[x[0]]) / abs(plain[x[0]]) for steps in runs for x in steps),
+        default=0.0,
+    )
+    missing = sum(
+        len(set(range(max(x[0] for x in steps) + 1)) - {x[0] for x in steps})
+        for steps in runs
+        if steps
+    )
+    kinds: dict[str, Any] = {}
+    for kind in KINDS:
+        own = [x for x in soak.events if x["kind"] == kind]
+        if own:
+            seconds = [x["seconds"] for x in own]
+            kinds[kind] = {
+                "events": len(own),
+                "right": sum(_right(x) for x in own),
+                "median_s": round(statistics.median(seconds), 2),
+                "longest_s": round(max(seconds), 2),
+            }
+    return {
+        "seed": seed,
+        "events": len(soak.events),
+        "right": sum(_right(x) for x in soak.events),
+        "recovered": sum(x["outcome"] == "recovered" for x in soak.events),
+        "ended_as_promised": sum(
+            x["outcome"] == "ended as promised" for x in soak.events
+        ),
+        "wrong": [x for x in soak.events if not _right(x)],
+        "began_again": began_again(soak, runs),
+        "runs": len(runs),
+        "steps": sum(max((x[0] for x in steps), default=-1) + 1 for steps in runs),
+        "missing_steps": missing,
+        "worst_relative_difference_of_losses": worst,
+        "kinds": kinds,
+    }
+
+
+def began_again(soak: Soak, runs: list[list[tuple[int, float, float]]]) -> int:
+    """How often steps went back further than two where nothing had lost the state."""
+    back = [x["time_s"] for x in soak.events if x.get("back")]
+    count = 0
+    for steps in runs:
+        highest = -1
+        for step, _, seconds in steps:
+            lost = any(seconds - 2 * LIMIT_S < t < seconds for t in back)
+            count += step < highest - 3 and not (lost and step > 0)
+            highest = max(highest, step) if not lost else step
+    return count
+
+
+def _right(event: dict[str, Any]) -> bool:
+    promised = "ended as promised" if event.get("gone") else "recovered"
+    return event["outcome"] == promised
 
 
 def main() -> None:
     """Runs and reports."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--seed", type=int, nargs="+", default=[1])
     parser.add_argument("--events", type=int, default=20)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, help="these kinds alone")
     parser.add_argument("--keep", type=pathlib.Path, help="folder for all files")
+    data = HERE.parent / "docs" / "data" / "soak.json"
+    parser.add_argument("--out", type=pathlib.Path, default=data)
     given = parser.parse_args()
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = given.keep or pathlib.Path(temporary)
-        folder.mkdir(parents=True, exist_ok=True)
-        soak = Soak(folder, given.seed)
-        try:
-            soak.run(given.events)
-        finally:
-            soak.stop()
-        sys.exit(report(soak, given))
-
-
-def report(soak: Soak, given: Any) -> int:
-    """Prints what was found; returns the exit code."""
-    steps = losses(soak.folder)
-    last = max((x[0] for x in steps), default=-1)
-    plain = plain_losses(soak.folder, last + 1)
-    worst = max(
-        (abs(x[1] - plain[x[0]]) / abs(plain[x[0]]) for x in steps), default=0.0
-    )
-    missing = set(range(last + 1)) - {x[0] for x in steps}
-    killed = {x["worker"] for x in soak.log() if x["event"] == "kill"}
-    killed |= set(soak.lost(0.0))
-    found = pauses(soak.events, steps)
-    recovered = sum(x["recovered"] for x in soak.events)
-    count = len(soak.events)
-    result = {
-        "seed": given.seed,
-        "events": count,
-        "recovered": recovered,
-        "in_process": (count - len(killed)) / max(1, count),
-        "steps": last + 1,
-        "missing_steps": len(missing),
-        "worst_relative_difference_of_losses": worst,
-        "median_pause_s": round(statistics.median(found), 3),
-        "longest_pause_s": round(max(found), 3),
-    }
-    for kind in ("kill", "leave", "join"):
-        own = [p for p, e in zip(found, soak.events, strict=True) if e["kind"] == kind]
-        if own:
-            result[f"{kind}: events, median and longest pause in s"] = [
-                len(own),
-                round(statistics.median(own), 3),
-                round(max(own), 3),
-            ]
-    print(json.dumps(result, indent=1))
-    good = recovered == count == given.events and worst < 1e-5 and not missing
-    return 0 if good else 1
+    for kind in set(KINDS) - set(given.kinds or KINDS):
+        del KINDS[kind]
+    good, found = True, []
+    for seed in given.seed:
+        with tempfile.TemporaryDirectory() as temporary:
+            folder = (given.keep or pathlib.Path(temporary)) / str(seed)
+            folder.mkdir(parents=True)
+            begin = time.time()
+            soak = Soak(folder, seed)
+            try:
+                soak.run(given.events)
+            finally:
+                soak.close()
+            figures = {**report(soak, seed), "seconds": round(time.time() - begin)}
+        print(json.dumps(figures, indent=1), flush=True)
+        found.append(figures)
+        close = figures["worst_relative_difference_of_losses"] < 1e-5
+        right = figures["right"] == figures["events"] and not figures["began_again"]
+        good = good and close and right and not figures["missing_steps"]
+        given.out.parent.mkdir(parents=True, exist_ok=True)
+        given.out.write_text(json.dumps({"soak": found}, indent=1) + "\n")
+    sys.exit(0 if good else 1)
 
 
 if __name__ == "__main__":

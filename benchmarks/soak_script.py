@@ -106,7 +106,9 @@ def started(**options: Any) -> Any:
 
 def main() -> None:
     """Trains, and writes every step down."""
-    run = started(ledger=f"{OUT}.ledger")
+    folder = os.environ.get("SOAK_CHECKPOINT")
+    options = {"checkpoint": folder, "every": 200} if folder else {}
+    run = started(ledger=f"{OUT}.ledger", **options)
     with open(f"{OUT}.{os.getpid()}", "a") as file:
         for done in run:
             line = [done.step, float(done.result), time.time()]
