@@ -23,7 +23,7 @@ from typing import Any
 import ray
 import raylets
 from ray import cluster_utils
-from soak import losses, plain_losses
+from soak_figures import losses, plain_losses
 
 SCRIPT = pathlib.Path(__file__).parent / "ray_script.py"
 LIMIT_S = 240.0

@@ -20,7 +20,7 @@ import tempfile
 import time
 from typing import Any
 
-import soak
+from soak_figures import SCRIPT, losses
 
 from autopar.elastic.processes.runner import command
 
@@ -29,7 +29,7 @@ CHANGES = (4, 3, 2, 4, 3)
 
 def pauses(folder: pathlib.Path) -> list[dict[str, Any]]:
     """Of each world but the first: processes, pause and what it was spent on."""
-    steps = soak.losses(folder)
+    steps = losses(folder)
     lines = [json.loads(x) for x in (folder / "losses.ledger").read_text().splitlines()]
     worlds = [x for x in lines if x["kind"] == "world"][1:]
     found: list[dict[str, Any]] = []
@@ -88,7 +88,7 @@ def measure(given: Any, *, ahead: bool) -> list[dict[str, Any]]:
         folder = pathlib.Path(temporary)
         sizes = ["--processes", "2", "--max", "4", *([] if ahead else ["--no-ahead"])]
         words = [str(folder / "losses"), str(10**7), str(given.width), str(given.depth)]
-        script = [str(soak.SCRIPT), *words]
+        script = [str(SCRIPT), *words]
         where = ["--folder", str(folder)]
         run = subprocess.Popen(
             [sys.executable, "-m", "autopar", "run", *where, *sizes, *script]

@@ -22,7 +22,6 @@ import random
 import resource
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -30,11 +29,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from soak_figures import SCRIPT, report
+
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.runner import command
 
 HERE = pathlib.Path(__file__).parent
-SCRIPT = HERE / "soak_script.py"
 LEAST, MOST = 2, 4
 # Longest that an event may take to recover from; a busy machine is slow.
 LIMIT_S = 180.0
@@ -432,90 +432,15 @@ class Disk:
             subprocess.run(["umount", "-l", self.folder], check=False)
 
 
-def losses(folder: pathlib.Path) -> list[tuple[int, float, float]]:
-    """Step, loss and time of every step of every process, by time."""
-    found: list[tuple[int, float, float]] = []
-    for path in folder.glob("losses.*"):
-        if path.suffix != ".ledger":
-            for line in path.read_text().splitlines():
-                with contextlib.suppress(ValueError):
-                    step, loss, seconds = json.loads(line)
-                    found.append((step, loss, seconds))
-    return sorted(found, key=lambda x: x[2])
-
-
-def plain_losses(folder: pathlib.Path, steps: int) -> dict[int, float]:
-    """The losses of the same script in one process, without events."""
-    out = folder / "plain"
-    subprocess.run(
-        [sys.executable, str(SCRIPT), str(out), str(steps)],
-        env={**os.environ, "SOAK_PACE_S": "0", "SOAK_SPLIT": "0"},
-        check=True,
-    )
-    (path,) = [x for x in folder.glob("plain.*") if x.suffix != ".ledger"]
-    lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {step: loss for step, loss, _ in lines}
-
-
-def report(soak: Soak, seed: int) -> dict[str, Any]:
-    """The figures of a seed."""
-    runs = [losses(folder) for folder in soak.runs]
-    last = max((x[0] for steps in runs for x in steps), default=-1)
-    plain = plain_losses(soak.folder, last + 1)
-    worst = max(
-        (abs(x[1] - plain[x[0]]) / abs(plain[x[0]]) for steps in runs for x in steps),
-        default=0.0,
-    )
-    missing = sum(
-        len(set(range(max(x[0] for x in steps) + 1)) - {x[0] for x in steps})
-        for steps in runs
-        if steps
-    )
-    kinds: dict[str, Any] = {}
-    for kind in KINDS:
-        own = [x for x in soak.events if x["kind"] == kind]
-        if own:
-            seconds = [x["seconds"] for x in own]
-            kinds[kind] = {
-                "events": len(own),
-                "right": sum(_right(x) for x in own),
-                "median_s": round(statistics.median(seconds), 2),
-                "longest_s": round(max(seconds), 2),
-            }
+def data_of(given: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
+    """The data file of all seeds so far."""
+    seeds = " ".join(str(x["seed"]) for x in found)
+    names = ("events", "right", "recovered", "ended_as_promised", "began_again")
     return {
-        "seed": seed,
-        "events": len(soak.events),
-        "right": sum(_right(x) for x in soak.events),
-        "recovered": sum(x["outcome"] == "recovered" for x in soak.events),
-        "ended_as_promised": sum(
-            x["outcome"] == "ended as promised" for x in soak.events
-        ),
-        "wrong": [x for x in soak.events if not _right(x)],
-        "began_again": began_again(soak, runs),
-        "runs": len(runs),
-        "steps": sum(max((x[0] for x in steps), default=-1) + 1 for steps in runs),
-        "missing_steps": missing,
-        "worst_relative_difference_of_losses": worst,
-        "kinds": kinds,
+        "command": f"python benchmarks/soak.py --seed {seeds} --events {given.events}",
+        "summary": {name: sum(x[name] for x in found) for name in names},
+        "seeds": found,
     }
-
-
-def began_again(soak: Soak, runs: list[list[tuple[int, float, float]]]) -> int:
-    """How often steps went back further than two where nothing had lost the state."""
-    back = [x["time_s"] for x in soak.events if x.get("back")]
-    count = 0
-    for steps in runs:
-        highest = -1
-        for step, _, seconds in steps:
-            lost = any(seconds - 2 * LIMIT_S < t < seconds for t in back)
-            count += step < highest - 3 and not (lost and step > 0)
-            highest = max(highest, step) if not lost else step
-    return count
-
-
-def _right(event: dict[str, Any]) -> bool:
-    promised = "ended as promised" if event.get("gone") else "recovered"
-    return event["outcome"] == promised
 
 
 def main() -> None:
@@ -541,14 +466,17 @@ def main() -> None:
                 soak.run(given.events)
             finally:
                 soak.close()
-            figures = {**report(soak, seed), "seconds": round(time.time() - begin)}
+            figures = {
+                **report(soak, seed, KINDS),
+                "seconds": round(time.time() - begin),
+            }
         print(json.dumps(figures, indent=1), flush=True)
         found.append(figures)
         close = figures["worst_relative_difference_of_losses"] < 1e-5
         right = figures["right"] == figures["events"] and not figures["began_again"]
         good = good and close and right and not figures["missing_steps"]
         given.out.parent.mkdir(parents=True, exist_ok=True)
-        given.out.write_text(json.dumps({"soak": found}, indent=1) + "\n")
+        given.out.write_text(json.dumps(data_of(given, found), indent=1) + "\n")
     sys.exit(0 if good else 1)
 
 
