@@ -44,10 +44,10 @@ def test_events_larger_than_the_world_are_refused_in_a_line() -> None:
     huge = Cluster.parse("100x100:cpu").slice((1, 4))
     for event in ["9:cpu", "1000000:cpu", huge, {"kind": "added", "hosts": hosts}]:
         begin = time.perf_counter()
-        found = run.change(event)
+        with pytest.raises(EventError, match="this world at most 8") as caught:
+            run.change(event)
         assert time.perf_counter() - begin < 0.1
-        assert found.status == "refused"
-        assert "this world at most 8" in found.reason
+        assert len(str(caught.value)) < 300
         assert len(str(run.ledger.lines[-1])) < 700
     assert len(elastic_runs.losses(run)) == 3
 
@@ -148,7 +148,7 @@ class TestRefusals:
     def test_more_devices_than_the_world_has(self) -> None:
         run = elastic_runs.started(FORMS["plain"], 2)
         next(run)
-        with pytest.raises(EventError, match=r"not among the 8 of this world"):
+        with pytest.raises(EventError, match=r"16 devices, and this world at most 8"):
             run.change("16:cpu")
         assert next(run).plan is None
 
