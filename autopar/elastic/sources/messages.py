@@ -47,7 +47,7 @@ def _parsed(text: str) -> Any:
         bare = text.strip()
         if bare and bare[0] not in '{["' and "\n" not in bare:
             return bare  # a cluster's text, without quotes
-        raise EventError(f"not JSON: {error}.") from error
+        raise EventError(f"not JSON: {str(error).rstrip('.')}.") from error
 
 
 def _refuse(name: str) -> Any:

@@ -10,7 +10,7 @@ from autopar.elastic.sources.signals import GRACE_S, Signals
 from autopar.elastic.sources.source import Source
 from autopar.errors import PlanError
 
-_KNOWN = "file:PATH, http:PORT, http:HOST:PORT, signal, signal:SECONDS"
+_KNOWN = "file:PATH, http:PORT, https:PORT, http:HOST:PORT, signal, signal:SECONDS"
 
 
 def sources_of(given: Sequence[str | Source]) -> tuple[Source, ...]:
@@ -40,9 +40,9 @@ def source_of(text: str) -> Source:
     if kind == "file" and rest:
         return File(rest)
     try:
-        if kind == "http":
+        if kind in ("http", "https"):
             host, _, port = rest.rpartition(":")
-            return Http(int(port), host or "127.0.0.1")
+            return Http(int(port), host or "127.0.0.1", tls=kind == "https")
         if kind == "signal":
             return Signals(float(rest) if rest else GRACE_S)
     except ValueError as error:

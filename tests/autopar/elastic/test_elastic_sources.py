@@ -8,7 +8,11 @@ import json
 import os
 import signal
 import socket
+import ssl
+import subprocess
 import threading
+import time
+import urllib.request
 from collections.abc import Generator
 from pathlib import Path
 from typing import Any
@@ -19,7 +23,6 @@ from autopar import Cluster, PlanError
 from autopar.elastic.inbox import Inbox
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.resolve import Resolved
-from autopar.elastic.sources import http as http_source
 from autopar.elastic.sources.file import File
 from autopar.elastic.sources.http import TOKEN_VARIABLE, Http
 from autopar.elastic.sources.named import source_of, sources_of
@@ -166,6 +169,17 @@ def request(
         connection.close()
 
 
+def connected(source: Http) -> socket.socket:
+    host, port = source.url.split("/")[2].split(":")
+    return socket.create_connection((host, int(port)), PATIENCE_S)
+
+
+_CERTIFICATE = (
+    "openssl req -x509 -newkey rsa:2048 -nodes -days 1 -keyout key.pem -out cert.pem "
+    "-subj /CN=127.0.0.1 -addext subjectAltName=IP:127.0.0.1"
+)
+
+
 class TestHttp:
     @pytest.fixture
     def source(self) -> Http:
@@ -215,18 +229,15 @@ class TestHttp:
             chunks = iter([b"{}"])
             assert request(source, "POST", "/events", right, chunks)[0] == 411
 
-    def test_who_still_sends_is_not_cut_off(
-        self, source: Http, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_who_still_sends_is_not_cut_off(self, source: Http) -> None:
         """A refusal comes before the message does."""
-        monkeypatch.setattr(http_source, "_PATIENCE_S", PATIENCE_S)
-        with listening(source):
-            host, port = source.url.split("/")[2].split(":")
-            with socket.create_connection((host, int(port)), PATIENCE_S) as client:
-                client.sendall(b"POST /other HTTP/1.1\r\nContent-Length: 100\r\n\r\n")
-                assert client.makefile("rb").read().split()[1] == b"401"
-                for _ in range(100):
-                    client.sendall(b"{")
+        with listening(source), connected(source) as client:
+            client.sendall(
+                b"POST /other HTTP/1.1\r\nHost: a\r\nContent-Length: 100\r\n\r\n"
+            )
+            assert client.recv(1000).split()[1] == b"401"
+            for _ in range(100):
+                client.sendall(b"{")
 
     def test_oversized(self, source: Http) -> None:
         """It is refused by its length; nothing of it is read."""
@@ -246,20 +257,46 @@ class TestHttp:
             assert 1 <= len(heard.reasons) < 20
             assert set(found) == {200, 429}
 
-    def test_clients_that_say_nothing(self, source: Http) -> None:
-        """They hold their connections; the others' are closed, and none hangs."""
-        with listening(source):
-            host, port = source.url.split("/")[2].split(":")
-            with contextlib.ExitStack() as stack:
-                for _ in range(30):
-                    held = socket.create_connection((host, int(port)), PATIENCE_S)
-                    stack.enter_context(held)
-            for _ in range(100):  # until the server has seen that they went
-                with contextlib.suppress(OSError, http.client.HTTPException):
-                    if post(source, '"2x2:h100"')[0] == 200:
-                        break
-            else:
-                pytest.fail("the endpoint does not answer any more")
+    def test_strangers_count_for_nothing(self, source: Http) -> None:
+        """A flood without the token takes no request of who knows it, and no ledger."""
+        with listening(source) as heard:
+            found = {post(source, "{}", token="x" * 20)[0] for _ in range(120)}
+            assert found == {401}
+            assert post(source, '"2x2:h100"')[0] == 200
+            assert len(heard.reasons) < 5
+
+    def test_slow_clients_hold_nobody_up(self, source: Http) -> None:
+        """More of them than connections: the oldest go, and nobody waits."""
+        with listening(source), contextlib.ExitStack() as stack:
+            for k in range(400):
+                held = stack.enter_context(connected(source))
+                if k % 2:
+                    held.sendall(b"POST /events HTTP/1.1\r\nX-A: ")
+            begin = time.monotonic()
+            assert post(source, '"2x2:h100"')[0] == 200
+            assert time.monotonic() - begin < 1
+
+    def test_tls(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Http
+    ) -> None:
+        monkeypatch.setenv(TOKEN_VARIABLE, TOKEN)
+        monkeypatch.delenv("AUTOPAR_EVENTS_CERT", raising=False)
+        with pytest.raises(PlanError, match="https needs a certificate"):
+            source_of("https:0").start(Heard())
+        subprocess.run(
+            _CERTIFICATE.split(), cwd=tmp_path, check=True, capture_output=True
+        )
+        for name, file in (("CERT", "cert.pem"), ("KEY", "key.pem")):
+            monkeypatch.setenv(f"AUTOPAR_EVENTS_{name}", str(tmp_path / file))
+        secure = source_of("https:0")
+        assert isinstance(secure, Http)
+        context = ssl.create_default_context(cafile=str(tmp_path / "cert.pem"))
+        with listening(secure), connected(secure):  # one that does not say a word
+            assert secure.url.startswith("https://127.0.0.1:")
+            headers = {"Authorization": f"Bearer {TOKEN}"}
+            wanted = urllib.request.Request(secure.url, b'"2x2:h100"', headers)
+            with urllib.request.urlopen(wanted, context=context) as answer:
+                assert answer.status == 200
 
     def test_it_listens_on_this_machine_only(self, source: Http) -> None:
         with listening(source):
