@@ -28,7 +28,7 @@ class Job:
       plan: the plan its owner asks for; '' where there is one only.
       steps: how many steps it runs; 0 where it ends at a quality instead.
       duration_s: its run time on what it asks for; 0 where it is not known.
-      guaranteed: whether it must run at least as fast as on what it asks for.
+      guaranteed: whether it is promised to be as fast as on what it asks for.
     """
 
     name: str
@@ -119,7 +119,8 @@ class JobView:
       curve: its progress per second by configuration.
       measured: whether its curve comes from steps that were measured.
       restart_s: seconds that a move takes.
-      guaranteed: whether it must run at least as fast as on what it asks for.
+      guaranteed: whether it is promised to be as fast as on what it asks for.
+      floor: the progress per second that this means; 0: what its curve says of it.
       oracle: only for a policy that is named an oracle.
       by_kind: its curve on kinds of devices; `curve` on those that are missing.
       moves: seconds of a move by what it moves from and to; `restart_s` where None.
@@ -139,6 +140,7 @@ class JobView:
     measured: bool
     restart_s: float
     guaranteed: bool = False
+    floor: float = 0.0
     oracle: Oracle | None = None
     by_kind: Mapping[str, Curve] = dataclasses.field(default_factory=dict[str, Curve])
     moves: MoveSeconds | None = None

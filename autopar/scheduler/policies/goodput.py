@@ -6,6 +6,10 @@ job starves, times a weight that falls with the work that is left. What is left 
 seen. It is predicted from jobs of the same program that have ended, by Gittins' index;
 before one has, a job is taken to have as much left as it has done. A move shortens the
 time over which its gain counts. The allocation problem is solved to a stated gap.
+
+A guarantee is a floor under a job's speed, counted from its submission: that of what
+its owner asks for. It has a price and is no constraint. Speed up to the floor is worth
+more, the more the later the job is, and the more the fewer jobs have a guarantee.
 """
 
 from __future__ import annotations
@@ -30,7 +34,7 @@ from autopar.scheduler.models.remaining import gittins_left, mean_left, sureness
 from autopar.scheduler.nodes import Nodes
 from autopar.scheduler.packing import pack, sizes_of
 from autopar.scheduler.policies.base import Adapts
-from autopar_solver import Allocated, AllocationProblem, Status, solve_allocation
+from autopar_solver import Allocated, AllocationProblem, solve_allocation
 
 _Curves = list[tuple[int, np.ndarray, np.ndarray]]
 
@@ -57,6 +61,10 @@ class Settings:
         checkpoints).
       growth: how often more devices than it ran on a job may get at once.
       first: the most devices of a job that was not measured.
+      price: of guarantees, in extra counts of the speed up to the floor, for each job
+        without a guarantee that there is to one with it.
+      late_s: by so much delay behind its floor the price of a job rises by once.
+      latest: it rises to no more than this, and falls to none for a job that is ahead.
       least_sureness: of a prediction by which a job counts as nearly done (`sureness`).
       learns: whether jobs that ended tell what is left of others of their program.
       gap: of the allocation, relative.
@@ -70,6 +78,9 @@ class Settings:
     events_s: float = 960.0
     growth: int = 4
     first: int = 1
+    price: float = 1.0
+    late_s: float = 7200.0
+    latest: float = 3.0
     least_sureness: float = 0.8
     learns: bool = True
     gap: float = 1e-4
@@ -98,6 +109,22 @@ class _Option:
     place_worth: float
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Promise:
+    """What a job was promised.
+
+    Attributes:
+      speedup: the floor, as a speed-up over one device.
+      price: how often speed up to the floor counts more.
+    """
+
+    speedup: float
+    price: float
+
+
+_NOTHING = _Promise(0.0, 0.0)
+
+
 class Goodput:
     """Maximises weighted utilities of speed-ups over the curves, with move costs."""
 
@@ -111,6 +138,8 @@ class Goodput:
         """No job has ended."""
         self._settings = settings or Settings()
         self._ended: dict[str, list[float]] = {}
+        # The jobs that were seen, and whether each is guaranteed.
+        self._seen: dict[str, bool] = {}
         self._paces: dict[str, float] = {}
         self._last: dict[str, tuple[str, float]] = {}
         # By job, kind of devices, devices of a node and of all of the kind.
@@ -169,6 +198,7 @@ class Goodput:
                 del self._last[name]
         for name, view in jobs.items():
             self._last[name] = view.application, view.progress
+            self._seen[name] = view.guaranteed
         self._speeds = {k: v for k, v in self._speeds.items() if k[0] in jobs}
 
     def _left_s(self, view: JobView, single: float) -> float:
@@ -267,6 +297,7 @@ class Goodput:
         limit = max(set_.growth * view.tried, set_.first)
         old, single = (len(placement_of(held)), len(held)), _single(curves)
         lasts_s = self._lasts_s(view, single)
+        promise = self._promise(view, curves, single)
         for kind, counts, speeds in curves:
             per = max(nodes.devices[i] for i in allowed[kind])
             there = bool(held) and held[0] in allowed[kind]
@@ -278,49 +309,53 @@ class Goodput:
                 speedup, move_s = speed / single, _move_s(view, old, shape)
                 # A job that waits gains by a start however little it has left.
                 late_s = lasts_s / speedup if held else math.inf
-                worth = weight * self._utility(speedup, move_s, late_s)
+                worth = weight * self._utility(speedup, promise, move_s, late_s)
                 place = 0.0
                 if stays:
-                    place = weight * self._utility(speedup, move_s) - worth
-                    worth, move_s = weight * self._utility(speedup, 0.0), 0.0
+                    place = weight * self._utility(speedup, promise, move_s) - worth
+                    worth, move_s = weight * self._utility(speedup, promise), 0.0
                 found.append(_Option(kind, count, speed, worth, move_s, place))
         return found
 
+    def _promise(self, view: JobView, curves: _Curves, single: float) -> _Promise:
+        """What was promised to a job, and what that is worth now."""
+        floor = _floor(view, curves)
+        if not floor:
+            return _NOTHING
+        set_, guaranteed = self._settings, sum(self._seen.values())
+        late_s = view.age_s - view.progress / floor
+        rises = min(max(1 + late_s / set_.late_s, 0.0), set_.latest)
+        others = (len(self._seen) - guaranteed) / guaranteed
+        return _Promise(floor / single, set_.price * others * rises)
+
     def _utility(
-        self, speedup: float, move_s: float, lasts_s: float = math.inf
+        self,
+        speedup: float,
+        promise: _Promise,
+        move_s: float = 0.0,
+        lasts_s: float = math.inf,
     ) -> float:
-        set_ = self._settings
-        horizon_s = min(math.sqrt(set_.events_s * move_s), lasts_s)
+        horizon_s = min(math.sqrt(self._settings.events_s * move_s), lasts_s)
         kept = horizon_s / (horizon_s + move_s) if move_s else 1.0
-        value = max(speedup * kept, set_.least) ** set_.concavity
+        value = self._value(speedup * kept)
+        if promise.price:
+            value += promise.price * self._value(min(speedup * kept, promise.speedup))
+        return value
+
+    def _value(self, speedup: float) -> float:
+        set_ = self._settings
+        value = max(speedup, set_.least) ** set_.concavity
         return value - set_.least**set_.concavity
 
     def _solved(
         self, jobs: Views, options: Mapping[str, list[_Option]], budgets: list[int]
     ) -> tuple[dict[str, _Option], Allocated]:
-        """The best options; guaranteed jobs keep what they were promised.
-
-        Where the guarantees do not all fit, the jobs handed in last wait: they get what
-        they were promised once it fits, and until then nothing less.
-        """
-        guaranteed = [name for name, view in jobs.items() if view.guaranteed]
-        held = list(guaranteed)
-        while True:
-            allowed = {
-                name: _promised(jobs[name], options[name])
-                if name in guaranteed
-                else options[name]
-                for name in jobs
-            }
-            rows = [[(o.worth, o.kind, o.count) for o in allowed[n]] for n in jobs]
-            required = [name in held and bool(allowed[name]) for name in jobs]
-            problem = AllocationProblem.of(rows, budgets, required)
-            solution = solve_allocation(problem, gap=self._settings.gap)
-            if solution.status is not Status.INFEASIBLE:
-                break
-            held.pop()
+        """The best options that fit."""
+        rows = [[(o.worth, o.kind, o.count) for o in options[name]] for name in jobs]
+        problem = AllocationProblem.of(rows, budgets)
+        solution = solve_allocation(problem, gap=self._settings.gap)
         # The numbers of choices are those of the rows that were handed over.
-        flat = [option for name in jobs for option in allowed[name]]
+        flat = [option for name in jobs for option in options[name]]
         chosen = zip(jobs, solution.choices, strict=True)
         return {name: flat[k] for name, k in chosen if k >= 0}, solution
 
@@ -350,13 +385,18 @@ def _move_s(view: JobView, old: Shape, new: Shape) -> float:
     return max(view.move_s(old, new), view.restart_s)
 
 
-def _promised(view: JobView, options: list[_Option]) -> list[_Option]:
-    """The options at least as fast as what the owner asked for, on the same kind."""
-    asked: dict[int, float] = {}
-    for o in options:
-        if o.count <= view.asked:
-            asked[o.kind] = max(o.speed, asked.get(o.kind, 0.0))
-    return [o for o in options if o.speed >= asked.get(o.kind, 0.0) * (1 - 1e-9)]
+def _floor(view: JobView, curves: _Curves) -> float:
+    """The progress per second that a job was promised; 0 for none.
+
+    That of what its owner asks for, on the slowest kind of devices that runs it.
+    """
+    if not view.guaranteed or view.floor:
+        return view.floor if view.guaranteed else 0.0
+    asked = [
+        float(speeds[counts <= view.asked].max(initial=0.0))
+        for _, counts, speeds in curves
+    ]
+    return min((speed for speed in asked if speed > 0), default=0.0)
 
 
 def _plans(jobs: Views, chosen: Mapping[str, Allocation]) -> dict[str, str]:

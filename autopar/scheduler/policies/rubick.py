@@ -2,7 +2,8 @@
 
 Zhang et al., MLSys 2025, as its published simulator decides: jobs with flat curves
 first, each taking what is free on one node; large models take one of a list of
-placements over several nodes, and grow to a larger one where it fits.
+placements over several nodes, and grow to a larger one where it fits. Guaranteed jobs
+come before all others, and start only where they nearly reach what they were promised.
 """
 
 from __future__ import annotations
@@ -27,6 +28,10 @@ from autopar.scheduler.policies.base import Adapts, changes
 _OLD_S = 200_000.0
 _FEW_MOVES = 7
 _WIDE = 32
+# A guaranteed job starts where it would be slower than promised by no more than this.
+_NEARLY = 1.5
+# With more guaranteed jobs large models are placed anew however often they moved.
+_MANY = 12
 # Per large model its placements, in order of preference, by number of devices. From the
 # published artifact.
 _LARGE: dict[str, dict[int, tuple[int, ...]]] = {
@@ -70,7 +75,7 @@ class Rubick:
         order = sorted(self._queue, key=lambda name: work.slope(name, 1))
         work.release_wide(order)
         stale = work.free()
-        for name in order:
+        for name in sorted(order, key=lambda name: not jobs[name].guaranteed):
             stale = work.free()
             work.schedule(name, stale)
         for node in range(len(nodes.devices)):
@@ -144,10 +149,12 @@ class _Round:
 
     def release_wide(self, order: list[str]) -> None:
         """Large models on many devices are placed anew while they moved rarely."""
+        many = sum(view.guaranteed for view in self.jobs.values()) > _MANY
         for name in order:
             view = self.jobs[name]
             wide = len(self.places[name]) >= _WIDE
-            if view.application in _LARGE and wide and view.restarts < _FEW_MOVES:
+            moves = many or view.restarts < _FEW_MOVES
+            if view.application in _LARGE and wide and moves:
                 self.places[name] = []
 
     def schedule(self, name: str, free: dict[int, int]) -> None:
@@ -155,16 +162,23 @@ class _Round:
         if self.jobs[name].application in _LARGE:
             self.place_large(name, grow=False)
             return
-        places = self.places[name]
+        places, guaranteed = self.places[name], self.jobs[name].guaranteed
         order = sorted(range(len(self.nodes.devices)), key=lambda i: -free.get(i, 0))
         for node in order:
             if places and node not in places:
                 continue
             held = places.count(node)
-            if free.get(node, 0):
-                best = self._best(name, min(free.get(node, 0) + held, self._widest))
+            best = self._best(name, min(free.get(node, 0) + held, self._widest))
+            if self._nearly(name, best) if guaranteed else free.get(node, 0):
                 self._put(name, node, best.devices)
                 return
+
+    def _nearly(self, name: str, best: BestPlan) -> bool:
+        """Whether a plan is about as fast as a guaranteed job was promised."""
+        view = self.jobs[name]
+        known = PROGRAMS.get(view.application)
+        promised = view.floor * (known.batch if known else 1)
+        return best.speed * _NEARLY >= (promised or self._best(name, view.asked).speed)
 
     def _put(self, name: str, node: int, devices: int) -> None:
         kept = [other for other in self.places[name] if other != node]

@@ -11,6 +11,7 @@ import numpy as np
 from scipy.interpolate import LinearNDInterpolator  # SciPy comes with JAX
 
 from autopar.errors import ScheduleError
+from autopar.scheduler.jobs import Job
 from autopar.scheduler.simulator.tables import read_rows
 
 Placement = tuple[int, ...]
@@ -91,6 +92,26 @@ class PlanTimes:
                 f"{self.name}: no step time is known near placement {placement}."
             )
         return found
+
+    def asked_s(self, job: Job) -> float:
+        """Seconds of a step on what a job's owner asks for: the fastest placement.
+
+        Raises:
+          ScheduleError: nothing near was measured, and its run time is not known.
+        """
+        asked = [
+            seconds
+            for (plan, placement), seconds in self._seconds.items()
+            if plan == job.plan and sum(placement) == job.devices
+        ]
+        if asked:
+            return min(asked)
+        try:
+            return self.seconds(job.plan, (job.devices,))
+        except ScheduleError:
+            if job.duration_s <= 0:
+                raise
+            return job.duration_s / job.steps
 
     def _best_by_placement(self) -> dict[Placement, tuple[str, float]]:
         best: dict[Placement, tuple[str, float]] = {}

@@ -27,6 +27,10 @@ class StepTimes(Protocol):
         """Seconds of a step."""
         ...
 
+    def asked_s(self, job: Job) -> float:
+        """Seconds of a step on what a job's owner asks for."""
+        ...
+
 
 class StepJob:
     """One job over the plan tables of its program."""
@@ -51,6 +55,7 @@ class StepJob:
         self._restart_s, self._ghosts = restart_s, ghosts
         self._waiting_s = self._served = self._part_s = 0.0
         self._steps = 0
+        self._floor = 1.0 / times.asked_s(job) if job.guaranteed else 0.0
 
     @property
     def batch(self) -> int:
@@ -119,6 +124,7 @@ class StepJob:
             measured=True,
             restart_s=self._restart_s,
             guaranteed=self.job.guaranteed,
+            floor=self._floor,
             oracle=left,
         )
 

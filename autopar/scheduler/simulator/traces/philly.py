@@ -44,6 +44,10 @@ class PowerScaling:
         del plan
         return float((self.asked / sum(placement)) ** SCALING)
 
+    def asked_s(self, job: Job) -> float:
+        """Seconds of a step on what a job's owner asks for."""
+        return self.seconds(job.plan, (job.devices,))
+
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
         """Steps per second."""
         shape = np.broadcast(nodes, devices).shape
