@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from autopar.cli import failures, options
-from autopar.cli.commands import checkpoint
+from autopar.cli.commands import checkpoint, jobs
 from autopar.cli.commands.audit import audit
 from autopar.cli.commands.compare import compare
 from autopar.cli.commands.demo import demo
@@ -25,7 +26,6 @@ from autopar.cli.commands.diff import diff
 from autopar.cli.commands.doctor import doctor
 from autopar.cli.commands.explain import explain
 from autopar.cli.commands.goodput import goodput
-from autopar.cli.commands.jobs import jobs
 from autopar.cli.commands.ledger import ledger
 from autopar.cli.commands.plan import plan
 from autopar.cli.commands.profile import profile
@@ -49,7 +49,6 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
     goodput,
     simulate,
     schedule,
-    jobs,
     diff,
     ledger,
     profile,
@@ -61,14 +60,29 @@ _COMMANDS: tuple[Callable[..., _Returned], ...] = (
 # By name: words after the script of a command are the script's own.
 _SETTINGS = {"run": {"allow_interspersed_args": False}}
 # These show what happens while they run.
-_SHOWN = (demo, run)
+_SHOWN = (demo, run, jobs.logs)
 # Commands of several words, such as ``autopar checkpoint show``.
 _GROUPS: dict[str, tuple[str, tuple[Callable[..., _Returned], ...]]] = {
     "checkpoint": (
         "Shows, verifies and converts checkpoints.",
         (checkpoint.show, checkpoint.verify, checkpoint.convert),
     ),
+    "jobs": (
+        "Lists, shows, submits, holds and cancels the jobs of `autopar schedule`; "
+        "`autopar jobs DIR` lists them.",
+        (
+            jobs.list_,
+            jobs.submit,
+            jobs.cancel,
+            jobs.hold,
+            jobs.release,
+            jobs.logs,
+            jobs.show,
+        ),
+    ),
 }
+# What a group does without a word of its own.
+_DEFAULTS = {"jobs": "list"}
 _CODES = "; ".join(f"{code} {meaning}" for code, meaning in failures.EXIT_CODES)
 
 
@@ -85,11 +99,28 @@ def commands(stdout: Stdout) -> typer.Typer:
     for command in _COMMANDS:
         _add(app, stdout, command, command.__name__)
     for name, (text, members) in _GROUPS.items():
-        group = typer.Typer(help=text, rich_markup_mode=None)
+        group = typer.Typer(
+            help=text, rich_markup_mode=None, cls=_group(_DEFAULTS.get(name))
+        )
         for command in members:
-            _add(group, stdout, command, f"{name} {command.__name__}")
+            _add(group, stdout, command, f"{name} {command.__name__.rstrip('_')}")
         app.add_typer(group, name=name)
     return app
+
+
+def _group(default: str | None) -> type[TyperGroup]:
+    """A group of commands, with the command that other words are arguments of."""
+
+    class Group(TyperGroup):
+        """Puts the default command before words that begin with none."""
+
+        def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            known = *self.commands, "-h", "--help"
+            if default is not None and (not args or args[0] not in known):
+                args = [default, *args]
+            return super().parse_args(ctx, args)
+
+    return Group
 
 
 def _add(
@@ -99,7 +130,8 @@ def _add(
     epilog = f"Example: {options.EXAMPLES[words]}"
     made = _reporting(stdout, command)
     settings = _SETTINGS.get(words)
-    app.command(command.__name__, epilog=epilog, context_settings=settings)(made)
+    name = command.__name__.rstrip("_")  # list is Python's
+    app.command(name, epilog=epilog, context_settings=settings)(made)
 
 
 def _print_version(wanted: bool) -> None:

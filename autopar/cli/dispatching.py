@@ -1,49 +1,46 @@
-"""The work of ``autopar schedule`` and ``autopar jobs``."""
+"""The work of ``autopar schedule``."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import pathlib
+import signal
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Iterable, Sequence
 
 import msgspec
 
 from autopar.cli.curving import Asked as AskedCurve
 from autopar.cli.curving import curve_of
 from autopar.cli.output import Result
+from autopar.cli.owning import STATE_FILE, job_lines
 from autopar.cluster import Cluster
 from autopar.dispatch.backend import Backend, Place
 from autopar.dispatch.clusters import LocalCluster, RayCluster
 from autopar.dispatch.running import ProcessRuns
 from autopar.dispatch.scheduler import Scheduler, Settings
-from autopar.dispatch.specs import Handed, check_sizes, read_jobs
-from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
+from autopar.dispatch.specs import Handed, read_jobs
+from autopar.dispatch.store import FAILED, RUNNING, STOPPING, JobRecord, Store
 from autopar.dispatch.supervising import FileLock
 from autopar.dispatch.views import MoveTimes
 from autopar.errors import AutoparError, ScheduleError
 from autopar.planner.options import DEFAULTS
-from autopar.reports.table import columns
-from autopar.reports.units import seconds_text
 from autopar.scheduler.packing import sizes_of
 from autopar.scheduler.policies.base import Policy
 from autopar.scheduler.policies.named import policy_of
 
-_FILE = "state.sqlite"
 # These know the programs of published traces alone.
 _OF_TRACES = ("rubick",)
-_HEADING = (
-    "job", "state", "devices", "asked", "submitted", "started", "ended", "step",
-    "step takes", "loss", "moves", "why",
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
     """The options of ``autopar schedule``."""
 
-    jobs: pathlib.Path
+    jobs: pathlib.Path | None
+    stays: bool
     state: pathlib.Path
     policy: str
     backend: str
@@ -61,9 +58,15 @@ def schedule(asked: Asked) -> Result:
     Raises:
       ScheduleError: the table is wrong, or another scheduler uses the state.
     """
-    policy, jobs = _policy(asked.policy), read_jobs(asked.jobs)
+    policy = _policy(asked.policy)
+    jobs = () if asked.jobs is None else read_jobs(asked.jobs)
     moves = MoveTimes(start_s=asked.start_s, change_s=asked.change_s)
-    settings = Settings(interval_s=asked.interval_s, react_s=asked.react_s, moves=moves)
+    settings = Settings(
+        interval_s=asked.interval_s,
+        react_s=asked.react_s,
+        moves=moves,
+        stays=asked.stays,
+    )
     asked.state.mkdir(parents=True, exist_ok=True)
     lock = FileLock(asked.state / "lock")
     if not lock.take():
@@ -71,20 +74,40 @@ def schedule(asked: Asked) -> Result:
             f"{asked.state}: another scheduler uses it; take another --state, or end "
             "that one."
         )
-    store = Store(asked.state / _FILE)
+    store = Store(asked.state / STATE_FILE)
     cluster = _cluster(asked)
+    terminated = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _add(store, jobs, cluster, policy, asked)
         runs = ProcessRuns(asked.state / "jobs", cluster.words)
         scheduler = Scheduler(store, cluster, runs, policy, settings, say=_say)
         scheduler.run()
         records = tuple(scheduler.jobs.values())
+    except KeyboardInterrupt:
+        _say(_left_behind(store.jobs().values(), asked.state))
+        raise
     finally:
+        signal.signal(signal.SIGTERM, terminated)
         cluster.close()
         store.close()
         lock.free()
-    failed = any(job.state != DONE for job in records)
-    return Result("\n".join(_lines(records)), int(failed))
+    failed = any(job.state == FAILED for job in records)
+    return Result("\n".join(job_lines(records)), int(failed))
+
+
+def _left_behind(records: Iterable[JobRecord], state: pathlib.Path) -> str:
+    """What a scheduler that is stopped leaves, and what can be done with it."""
+    running = [job.name for job in records if job.state in (RUNNING, STOPPING)]
+    again = "The same command goes on where this one was"
+    if not running:
+        return f"the scheduler stops; no job runs. {again}."
+    one = len(running) == 1
+    count = "1 job runs" if one else f"{len(running)} jobs run"
+    return (
+        f"the scheduler stops; {count} on: {', '.join(running)}. {again}; `autopar "
+        f"jobs cancel {' '.join(running)} --state {state}` ends "
+        f"{'it' if one else 'them'}."
+    )
 
 
 def _say(text: str) -> None:
@@ -125,6 +148,8 @@ def _add(
     asked: Asked,
 ) -> None:
     """Adds the jobs that are new; those of an earlier start stay as they are."""
+    now = time.time()  # their clocks do not wait for curves to be planned
+    at_s = now - store.begin_s(now)
     known = store.jobs()
     new: list[Handed] = []
     for job in jobs:
@@ -138,11 +163,8 @@ def _add(
             )
     places = cluster.places()
     planned = tuple(_planned(job, places, asked) for job in new)
-    adapts = policy.adapts != "nothing"
-    kinds = tuple(dict.fromkeys(place.kind for place in places))
-    check_sizes(planned, sum(p.devices for p in places), kinds, adapts)
     store.set_facts({"policy": policy.name, "backend": asked.backend})
-    store.add_jobs(planned)
+    store.add_jobs(planned, at_s)
 
 
 def _planned(job: Handed, places: Sequence[Place], asked: Asked) -> Handed:
@@ -182,76 +204,3 @@ def configurations(places: Sequence[Place], most: float) -> list[Cluster]:
             if count <= most:
                 found.append(Cluster.parse(f"{nodes}x{count // nodes}:{kind}"))
     return found
-
-
-def jobs(folder: pathlib.Path, *, decisions: bool, as_json: bool) -> Result:
-    """The jobs of a scheduler's state, and why they got what they got.
-
-    Raises:
-      ScheduleError: there is no such state.
-    """
-    store = Store(folder / _FILE, reads=True)
-    try:
-        records, decided = tuple(store.jobs().values()), store.decisions()
-        facts = {key: store.fact(key) for key in ("policy", "backend", "begin_s")}
-        spans = store.spans()
-    finally:
-        store.close()
-    if as_json:
-        return Result.of(
-            {
-                **facts,
-                "jobs": [job.data for job in records],
-                "decisions": decided,
-                "spans": spans,
-            }
-        )
-    lines = _lines(records)
-    if decisions:
-        lines += ["", *(_decision(line) for line in decided)]
-    return Result("\n".join(lines))
-
-
-def _decision(line: dict[str, object]) -> str:
-    gain = line["gain"]
-    words = "" if not isinstance(gain, float) else f", gain {gain:+.1%}"
-    return (
-        f"{line['at_s']:.0f} s: {line['job']}: {line['kept']} -> {line['devices']} "
-        f"devices{words} ({line['compared']})"
-    )
-
-
-def _lines(records: Sequence[JobRecord]) -> list[str]:
-    if not records:
-        return ["no job was handed in yet"]
-    rows = [_HEADING, *(_row(job) for job in records)]
-    done = [j for j in records if j.state == DONE and j.ended_s is not None]
-    lines = columns(rows, right=range(2, 11))
-    open_ = sum(job.state not in ENDED for job in records)
-    text = f"{len(done)} of {len(records)} jobs are done, {open_} are open"
-    if done:
-        spent = [(j.ended_s or 0.0) - j.handed.spec.submitted_s for j in done]
-        text += f"; average completion {sum(spent) / len(spent):,.1f} s"
-    return [*lines, "", text]
-
-
-def _row(job: JobRecord) -> tuple[str, ...]:
-    spec = job.handed.spec
-    return (
-        job.name,
-        job.state,
-        str(job.given),
-        str(spec.devices),
-        f"{spec.submitted_s:g} s",
-        _time(job.started_s),
-        _time(job.ended_s),
-        str(job.step),
-        "" if job.step_s is None else seconds_text(job.step_s),
-        "" if job.loss is None else f"{job.loss:.6g}",
-        str(job.moves),
-        job.reason,
-    )
-
-
-def _time(seconds: float | None) -> str:
-    return "" if seconds is None else f"{seconds:.0f} s"

@@ -12,7 +12,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 from autopar.dispatch import store as states
-from autopar.dispatch.backend import Backend, Ending, Runs
+from autopar.dispatch.backend import Backend, Ending, Look, Runs
+from autopar.dispatch.specs import obstacle
 from autopar.dispatch.store import JobRecord, Store
 from autopar.dispatch.views import MOVES, MoveTimes, Numbering, view_of
 from autopar.elastic.processes.messages import SUSPENDED
@@ -23,6 +24,14 @@ from autopar.scheduler.rounds import Rounds, check_times
 
 # The exit status of a run that was told to end.
 _INTERRUPTED = 130
+# A job has no devices in these states.
+_WITHOUT = (states.PENDING, states.WAITING)
+# What is said when an owner wants something of a job.
+_WISHES = {
+    "": "it may run again",
+    states.HOLD: "it is held",
+    states.CANCEL: "it is to be cancelled",
+}
 # Lines of progress of a job by which its curve is corrected.
 _LINES = 200
 
@@ -39,6 +48,7 @@ class Settings:
       losses: a job whose workers are lost so often in a row, without a step between,
         has failed.
       leave_s: longest that a job may take to give its devices back.
+      stays: whether it waits for other jobs when all have ended.
 
     Raises:
       ScheduleError: a number is out of its range.
@@ -49,6 +59,7 @@ class Settings:
     moves: MoveTimes = MOVES
     losses: int = 3
     leave_s: float = 60.0
+    stays: bool = False
 
     def __post_init__(self) -> None:
         """Checks the times between decisions."""
@@ -86,11 +97,7 @@ class Scheduler:
         self._clock, self._sleep, self._say = clock, sleep, say
         self._jobs = store.jobs()
         self._lines: dict[str, list[Mapping[str, Any]]] = {}
-        begin = store.fact("begin_s")
-        if begin is None:
-            begin = str(clock())
-            store.set_facts({"begin_s": begin})
-        self._begin_s = float(begin)
+        self._begin_s = store.begin_s(clock())
         self._looked_s = float(store.fact("looked_s") or 0.0)
         self._take_up()
 
@@ -109,7 +116,8 @@ class Scheduler:
         times = Rounds(self._set.interval_s, self._set.react_s, first_s=self.now_s)
         while True:
             self.round(times)
-            if all(job.state in states.ENDED for job in self._jobs.values()):
+            ended = all(job.state in states.ENDED for job in self._jobs.values())
+            if ended and not self._set.stays:
                 return
             self._sleep(times.until_look_s(self.now_s))
 
@@ -123,6 +131,7 @@ class Scheduler:
         numbering = Numbering(self._store, self._backend.places())
         self._arrive(now_s)
         self._look(now_s)
+        self._heed(now_s)
         self._leave_lost_nodes(now_s, numbering)
         if times is None:
             self._decide(now_s, numbering)
@@ -150,8 +159,10 @@ class Scheduler:
             job.name: view_of(
                 job, now_s, kinds, self._set.moves, self._lines.get(job.name, ())
             )
-            for job in self._jobs.values()
-            if kinds and job.active and job.state != states.STOPPING
+            for job in list(self._jobs.values())
+            if job.active and job.state != states.STOPPING
+            # A policy that serves in order would have all others wait behind it.
+            if not self._obstacle(job, numbering)
         }
         if not views:
             return
@@ -166,6 +177,19 @@ class Scheduler:
         for reason in decided.reasons:
             self._say(f"{now_s:.0f} s: {reason.text}")
         self._apply(decided, views, numbering)
+
+    def _obstacle(self, job: JobRecord, numbering: Numbering) -> str:
+        """Why a job that waits cannot run on the nodes that are there; it is kept."""
+        if job.state != states.WAITING:
+            return ""
+        adapts = self._policy.adapts != "nothing"
+        devices, kinds = numbering.nodes.total, numbering.kinds
+        wrong = obstacle(job.handed, devices, kinds, adapts=adapts)
+        if job.reason != wrong and not job.losses:
+            self._update(job, reason=wrong)
+            if wrong:
+                self._say(f"job {job.name} waits: {wrong}")
+        return wrong
 
     def _keeps(self, job: JobRecord) -> bool:
         """Whether a policy is told what a job has.
@@ -190,16 +214,34 @@ class Scheduler:
             if job.state in (states.RUNNING, states.STOPPING):
                 look = self._runs.look(job)
                 self._note(job, look.lines)
-                if not look.alive and look.ending is None:
+                if not look.alive and _end_of(job, look) is None:
                     self._say(f"job {job.name}: its process is started again")
                     self._runs.start(job)
                 elif look.alive and job.state == states.RUNNING and job.places:
                     self._runs.move(job)
 
+    def _heed(self, now_s: float) -> None:
+        """Takes up jobs that were handed in since, and what owners want of theirs."""
+        wishes = self._store.wishes()
+        if not wishes.keys() <= self._jobs.keys():
+            self._jobs = {**self._store.jobs(), **self._jobs}
+        for name, wish in wishes.items():
+            job = self._jobs[name]
+            if job.wish != wish:
+                self._jobs[name] = dataclasses.replace(job, wish=wish)
+                self._say(f"job {name}: {_WISHES[wish]}")
+        for job in list(self._jobs.values()):
+            if job.wish == states.CANCEL and job.state in _WITHOUT:
+                self._ended(job, Ending(code=_INTERRUPTED), now_s)
+            elif job.wish == states.CANCEL and job.state not in states.ENDED:
+                self._runs.kill(self._update(job, state=states.STOPPING))
+            elif job.wish == states.HOLD:
+                self._suspend(job)
+        self._settle([job.name for job in self._jobs.values() if job.wish])
+
     def _arrive(self, now_s: float) -> None:
         for job in list(self._jobs.values()):
-            late = job.handed.spec.submitted_s <= now_s
-            if job.state == states.PENDING and late:
+            if job.state == states.PENDING and job.submitted_s <= now_s:
                 self._update(job, state=states.WAITING)
 
     def _look(self, now_s: float) -> None:
@@ -213,8 +255,8 @@ class Scheduler:
             served = job.served_device_s + passed_s * job.given
             look = self._runs.look(self._update(job, served_device_s=served))
             job = self._note(self._jobs[job.name], look.lines)
-            if look.ending is not None:
-                self._ended(job, look.ending, now_s)
+            if ending := _end_of(job, look):
+                self._ended(job, ending, now_s)
             elif not look.alive:
                 self._runs.start(job)
             elif job.state == states.STOPPING:
@@ -253,6 +295,12 @@ class Scheduler:
     def _ended(self, job: JobRecord, ending: Ending, now_s: float) -> None:
         """Takes the end of a job's processes."""
         self._store.span(job.name, now_s, {})
+        if job.wish == states.CANCEL and ending.code:
+            self._update(
+                job, state=states.CANCELLED, places={}, reason="", ended_s=now_s
+            )
+            self._say(f"{now_s:.0f} s: job {job.name} is cancelled")
+            return
         gives_back = job.state == states.STOPPING and ending.code == _INTERRUPTED
         if ending.code == SUSPENDED or gives_back:
             self._update(job, state=states.WAITING, places={}, reason="")
@@ -336,8 +384,8 @@ class Scheduler:
             for name in open_:
                 look = self._runs.look(self._jobs[name])
                 job = self._note(self._jobs[name], look.lines)
-                if look.ending is not None:
-                    self._ended(job, look.ending, self.now_s)
+                if ending := _end_of(job, look):
+                    self._ended(job, ending, self.now_s)
         for name in names:
             if self._jobs[name].state == states.STOPPING:
                 self._say(f"job {name} did not give its devices back, and is killed")
@@ -373,6 +421,12 @@ class Scheduler:
         made = self._store.update(job, **fields)
         self._jobs[job.name] = made
         return made
+
+
+def _end_of(job: JobRecord, look: Look) -> Ending | None:
+    """How a job ended; one that is to end, and has no process, has ended."""
+    gone = job.wish == states.CANCEL and not look.alive
+    return look.ending or (Ending(code=_INTERRUPTED) if gone else None)
 
 
 def _within(new: Mapping[str, int], old: Mapping[str, int]) -> bool:

@@ -28,7 +28,8 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       args: its arguments.
       application: which program it trains; jobs of one program are alike. The
         script's name by default.
-      submitted_s: when it is handed in, in seconds from the scheduler's start.
+      submitted_s: seconds after it was handed in from which it may run, and from which
+        its clock counts.
       devices: how many its owner asks for.
       min: fewest that it can use.
       max: most that it can use; 0: as many as its curve says, or else as asked for.
@@ -37,7 +38,7 @@ class JobSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
       target_args: arguments of the target's function, ``key=value``.
       noise_scale: of its gradients, for the planned curve; None: not known.
       max_batch: largest batch, for the planned curve.
-      guaranteed: whether it must run at least as fast as on what it asks for.
+      guaranteed: whether it is promised to be as fast as on what it asks for.
       save_every: steps between checkpoints, for a script that says nothing of them.
       ahead: whether a process prepares programs of likely next worlds.
     """
@@ -123,6 +124,20 @@ def _read(path: pathlib.Path, number: int, table: Any, folder: pathlib.Path) -> 
         spec = msgspec.convert(table, JobSpec)
     except msgspec.ValidationError as error:
         raise ScheduleError(f"{where}: {_plain(error)}.") from error
+    return checked(spec, folder, where)
+
+
+def checked(spec: JobSpec, folder: pathlib.Path, where: str) -> Handed:
+    """A job that is in order, with its curve.
+
+    Args:
+      spec: what was said of it.
+      folder: where its script runs.
+      where: it was said, for errors.
+
+    Raises:
+      ScheduleError: something of it is wrong.
+    """
     wrong = _wrong(spec, folder)
     if wrong:
         raise ScheduleError(f"{where}: {wrong}")
@@ -165,31 +180,24 @@ def _wrong(spec: JobSpec, folder: pathlib.Path) -> str:
     return ""
 
 
-def check_sizes(
-    jobs: tuple[Handed, ...], devices: int, kinds: tuple[str, ...], adapts: bool
-) -> None:
-    """Checks that every job can run on a cluster.
+def obstacle(job: Handed, devices: int, kinds: tuple[str, ...], *, adapts: bool) -> str:
+    """Why a job cannot run on a cluster as it is; '' where it can.
 
     Args:
-      jobs: the jobs.
+      job: the job.
       devices: of the cluster.
       kinds: of its devices.
       adapts: whether the policy may give a job other than what it asks for.
-
-    Raises:
-      ScheduleError: a job is larger than the cluster, or runs on none of its kinds.
     """
-    for job in jobs:
-        name, spec = job.spec.name, job.spec
-        least = spec.min if adapts else spec.devices
-        if least > devices:
-            raise ScheduleError(
-                f"job {name!r} needs {least} devices and the cluster has {devices}; "
-                "ask for fewer, or take a larger cluster."
-            )
-        if job.curve is not None and not job.most(kinds):
-            raise ScheduleError(
-                f"job {name!r} runs on {', '.join(job.curve.kinds) or 'nothing'}, by "
-                f"its curve, and the cluster has {', '.join(kinds)}; make a curve for "
-                "these."
-            )
+    least = job.spec.min if adapts else job.spec.devices
+    if least > devices:
+        return (
+            f"it needs {least} devices and the cluster has {devices}: it waits for "
+            "nodes that join"
+        )
+    if job.curve is not None and not job.most(kinds):
+        return (
+            f"by its curve it runs on {', '.join(job.curve.kinds) or 'nothing'} and "
+            f"the cluster has {', '.join(kinds)}: it waits for such nodes"
+        )
+    return ""

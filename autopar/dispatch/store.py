@@ -18,12 +18,14 @@ from autopar.dispatch.specs import Handed
 from autopar.errors import ScheduleError
 from autopar.scheduler.decisions import Decisions
 
-_SCHEMA = 1
+_SCHEMA = 2
 # What a job is: not handed in yet; without devices; with some; giving them back; and
-# the two ends.
+# the three ends.
 PENDING, WAITING, RUNNING, STOPPING = "pending", "waiting", "running", "stopping"
-DONE, FAILED = "done", "failed"
-ENDED = (DONE, FAILED)
+DONE, FAILED, CANCELLED = "done", "failed", "cancelled"
+ENDED = (DONE, FAILED, CANCELLED)
+# What its owner wants of a job that is not to run.
+HOLD, CANCEL = "hold", "cancel"
 
 _TABLES = """
 create table if not exists facts (key text primary key, value text not null);
@@ -36,7 +38,8 @@ create table if not exists jobs (
   places text not null, started_s real, ended_s real, step integer not null,
   position integer not null, devices integer not null, step_s real, loss real,
   finite integer not null, told_s real, served_device_s real not null,
-  tried integer not null, moves integer not null, losses integer not null);
+  tried integer not null, moves integer not null, losses integer not null,
+  handed_s real not null default 0, wish text not null default '');
 create table if not exists decisions (
   number integer primary key, at_s real not null, job text not null,
   kept integer not null, devices integer not null, gain real, cost_s real not null,
@@ -54,7 +57,7 @@ class JobRecord:
     Attributes:
       name: unique.
       handed: what was said of it.
-      state: one of `PENDING`, `WAITING`, `RUNNING`, `STOPPING`, `DONE`, `FAILED`.
+      state: one of `PENDING`, `WAITING`, `RUNNING`, `STOPPING` and `ENDED`.
       reason: why it failed, or waits; '' otherwise.
       attempt: how often its processes were started.
       places: node by name -> how many devices of it the job has.
@@ -72,6 +75,8 @@ class JobRecord:
       moves: changes of its devices after the first start.
       losses: ends of its processes in a row, without a step between, that it did not
         cause itself.
+      handed_s: when it was added, in seconds from the scheduler's first start.
+      wish: `HOLD` or `CANCEL`, as its owner last said; '': it is to run.
     """
 
     name: str
@@ -93,6 +98,13 @@ class JobRecord:
     tried: int = 0
     moves: int = 0
     losses: int = 0
+    handed_s: float = 0.0
+    wish: str = ""
+
+    @property
+    def submitted_s(self) -> float:
+        """When its clock starts, in seconds from the scheduler's first start."""
+        return self.handed_s + self.handed.spec.submitted_s
 
     @property
     def given(self) -> int:
@@ -101,8 +113,17 @@ class JobRecord:
 
     @property
     def active(self) -> bool:
-        """Whether it waits or runs."""
-        return self.state in (WAITING, RUNNING, STOPPING)
+        """Whether it waits or runs; one that is held or cancelled only gives back."""
+        waits = self.state == WAITING and not self.wish
+        return waits or self.state in (RUNNING, STOPPING)
+
+    @property
+    def shown_state(self) -> str:
+        """Its state for people: one that is held, or is being cancelled, says so."""
+        if self.wish == CANCEL and self.state not in ENDED:
+            return "cancelling"
+        held = self.wish == HOLD and self.state in (PENDING, WAITING)
+        return "held" if held else self.state
 
     @property
     def data(self) -> dict[str, Any]:
@@ -115,9 +136,10 @@ class JobRecord:
         }
         return {
             **shown,
+            "state": self.shown_state,
             "places": dict(self.places),
             "application": self.handed.application,
-            "submitted_s": spec.submitted_s,
+            "submitted_s": self.submitted_s,
             "asked": spec.devices,
             "guaranteed": spec.guaranteed,
         }
@@ -149,7 +171,10 @@ class Store:
             self._open(reads)
         except sqlite3.Error as error:
             raise ScheduleError(f"{path}: {error}.") from error
-        if (found := self.fact("schema")) != str(_SCHEMA):
+        found = self.fact("schema")
+        if found == "1":
+            self._from_first()
+        elif found != str(_SCHEMA):
             raise ScheduleError(
                 f"{path}: it is of schema {found}, and this version reads schema "
                 f"{_SCHEMA}; take another --state."
@@ -165,6 +190,15 @@ class Store:
         self._file.execute(
             "insert or ignore into facts values ('schema', ?)", (str(_SCHEMA),)
         )
+
+    def _from_first(self) -> None:
+        """Adds what schema 1 lacks."""
+        with self._all_or_nothing():
+            for column in ("handed_s real not null default 0", "wish text default ''"):
+                self._file.execute(f"alter table jobs add column {column}")
+            self._file.execute(
+                "update facts set value = ? where key = 'schema'", (str(_SCHEMA),)
+            )
 
     def close(self) -> None:
         """Closes the file."""
@@ -183,18 +217,33 @@ class Store:
                 "insert or replace into facts values (?, ?)", list(facts.items())
             )
 
-    def add_jobs(self, jobs: Iterable[Handed]) -> None:
+    def begin_s(self, now: float) -> float:
+        """When the clock of this state started, in seconds since the epoch.
+
+        Args:
+          now: when it starts, where it did not yet.
+        """
+        self._file.execute(
+            "insert or ignore into facts values ('begin_s', ?)", (str(now),)
+        )
+        return float(self.fact("begin_s") or now)
+
+    def add_jobs(self, jobs: Iterable[Handed], at_s: float = 0.0) -> None:
         """Adds jobs, all or none.
+
+        Args:
+          jobs: as they are handed in.
+          at_s: when, in seconds from the start of the clock.
 
         Raises:
           ScheduleError: one of a name is there.
         """
         with self._all_or_nothing():
             for job in jobs:
-                self._add(job)
+                self._add(job, at_s)
 
-    def _add(self, job: Handed) -> None:
-        row = _row(JobRecord(name=job.spec.name, handed=job))
+    def _add(self, job: Handed, at_s: float) -> None:
+        row = _row(JobRecord(name=job.spec.name, handed=job, handed_s=at_s))
         names, marks = ", ".join(row), ", ".join("?" * len(row))
         try:
             self._file.execute(
@@ -208,6 +257,18 @@ class Store:
         names = ", ".join(_FIELDS)
         rows = self._file.execute(f"select {names} from jobs order by number")
         return {row[0]: _record(row) for row in rows}
+
+    def wishes(self) -> dict[str, str]:
+        """What the owner of each job wants of it, by the job's name."""
+        return dict(self._file.execute("select name, wish from jobs order by number"))
+
+    def wish(self, names: Iterable[str], wish: str) -> None:
+        """Says what the owner of some jobs wants; one that is cancelled stays so."""
+        with self._all_or_nothing():
+            self._file.executemany(
+                "update jobs set wish = ? where name = ? and wish != ?",
+                [(wish, name, CANCEL) for name in names],
+            )
 
     def update(self, job: JobRecord, **fields: Any) -> JobRecord:
         """Changes a job; returns it as it is then.

@@ -117,7 +117,7 @@ def view_of(
     """
     handed, spec = job.handed, job.handed.spec
     curve = handed.curve and corrected(handed.curve, lines)
-    submitted_s = spec.submitted_s
+    submitted_s = job.submitted_s
     shared: dict[str, Any] = {
         "name": job.name,
         "application": handed.application,

@@ -18,9 +18,12 @@ class Cluster(enum.StrEnum):
 
 def schedule(
     table: Annotated[
-        pathlib.Path,
-        typer.Argument(metavar="JOBS.toml", help="A table [[job]] for each job."),
-    ],
+        pathlib.Path | None,
+        typer.Argument(
+            metavar="JOBS.toml",
+            help="A table [[job]] for each job; without it, what was submitted.",
+        ),
+    ] = None,
     policy: Annotated[
         str,
         typer.Option(
@@ -74,12 +77,17 @@ def schedule(
             help="Pause of a job that gets other devices, for the policy.",
         ),
     ] = 2.0,
+    stay: Annotated[
+        bool,
+        typer.Option("--stay", help="Wait for `autopar jobs submit` when all ended."),
+    ] = False,
 ) -> Result:
     """Runs jobs on a cluster that they share, until all have ended.
 
     Each job is a script that calls autopar.elastic. It is started, grown, shrunk and
     preempted as the policy decides. A scheduler that is killed goes on when it is
-    started again with the same --state; jobs go on without it.
+    started again with the same --state; jobs go on without it, until `autopar jobs
+    cancel` ends them.
     """
     # They import JAX, which help must not.
     from autopar.cli import dispatching
@@ -89,6 +97,7 @@ def schedule(
         raise ScheduleError("--address is that of a Ray cluster: add --backend ray.")
     asked = dispatching.Asked(
         jobs=table,
+        stays=stay,
         state=state,
         policy=policy,
         backend=backend.value,

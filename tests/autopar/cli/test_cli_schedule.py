@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 
 import pytest
 from command_line import Run, assert_fails
@@ -44,10 +46,73 @@ def test_what_makes_no_sense_is_refused(
     assert not list(state.glob("jobs/*"))
 
 
-def test_a_job_that_is_too_large_is_named(run: Run, table: pathlib.Path) -> None:
-    table.write_text(ONE + "devices = 3\n")
-    words = ("--state", table.parent / "s", "--nodes", "2x1", "--policy", "fifo")
-    assert_fails(run("schedule", table, *words), "job 'one' needs 3 devices")
+def test_a_scheduler_that_is_stopped_says_what_runs_on(
+    run: Run, table: pathlib.Path
+) -> None:
+    """And how to end it; a job that is too large waits, with the reason shown."""
+    (table.parent / "train.py").write_text("import time\ntime.sleep(90)\n")
+    table.write_text(ONE + ONE.replace("one", "wide") + "devices = 3\n")
+    state = table.parent / "state"
+    words = ("schedule", str(table), "--state", str(state), "--policy", "fifo")
+    with subprocess.Popen(
+        [sys.executable, "-m", "autopar", *words], stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        for line in process.stderr:
+            if "one: 0 -> 1 devices" in line:
+                break
+        assert f"a scheduler runs (process {process.pid})" in run("jobs", state).out
+        told = run("jobs", "hold", "wide", "--state", state)
+        assert f"the scheduler (process {process.pid}) does it" in told.out
+        process.terminate()
+        said = process.stderr.read()
+        assert process.wait() == 130
+    assert "1 job runs on: one" in said
+    assert f"`autopar jobs cancel one --state {state}` ends it" in said
+    listed = run("jobs", state).out
+    assert "no scheduler runs; the figures are " in listed
+    assert "jobs that run go on; `autopar jobs cancel one" in listed
+    ended = run("jobs", "cancel", "one", "wide", "--state", state)
+    assert ended.out.splitlines()[:2] == [
+        "job one is cancelled",
+        "job wide is cancelled",
+    ]
+    data = run("jobs", state, "--json").json
+    assert [job["state"] for job in data["jobs"]] == ["cancelled", "cancelled"]
+    assert data["scheduler"] is None
+    assert_fails(run("jobs", "hold", "one", "--state", state), "'one' is cancelled")
+
+
+def test_jobs_are_submitted_held_and_shown(run: Run, table: pathlib.Path) -> None:
+    """Without a scheduler they wait; the clock of each starts when it is handed in."""
+    state = table.parent / "state"
+    words = ("--state", state)
+    assert "no scheduler runs: `autopar sch" in run("jobs", "submit", table, *words).out
+    script = table.parent / "train.py"
+    more = ("--devices", "2", "--name", "two", "--", "--rate", "1")
+    assert run("jobs", "submit", script, *words, *more).code == 0
+    assert_fails(run("jobs", "submit", table, *words), "'one' is there already")
+    assert_fails(run("jobs", "submit", table, *words, "--name", "x"), "says all of its")
+    assert_fails(run("jobs", "submit", "none.py", *words), "there is no such file")
+    table.write_text(ONE.replace("one", "three") + 'target = "train.py:f"\n')
+    assert_fails(
+        run("jobs", "submit", table, *words), "job 'three'", "autopar schedule"
+    )
+    assert run("jobs", "hold", "two", *words).out.startswith("job two is held")
+    shown = run("jobs", "show", "two", *words).out
+    assert f"script      {script} --rate 1" in shown
+    assert "held" in shown
+    assert "no scheduler runs; no scheduler has looked yet" in shown
+    assert run("jobs", "release", "two", *words).out.startswith("job two is pending")
+    assert run("jobs", "show", "two", *words, "--json").json["args"] == ["--rate", "1"]
+    assert_fails(run("jobs", "logs", "two", *words), "'two' is pending and has printed")
+    (state / "jobs" / "two").mkdir(parents=True)
+    (state / "jobs" / "two" / "output").write_text("a\nb\nc\n")
+    assert run("jobs", "logs", "two", *words, "-n", "2").out == "b\nc\n"
+    assert_fails(
+        run("jobs", "show", "four", *words), "'four': there is none", "one, two"
+    )
+    assert_fails(run("jobs", "cancel", "four", *words), "'four': there is none")
 
 
 def test_a_state_has_one_scheduler(run: Run, table: pathlib.Path) -> None:
@@ -68,6 +133,7 @@ def test_jobs_are_listed(run: Run, tmp_path: pathlib.Path) -> None:
     world.scheduler.run()
     found = run("jobs", tmp_path)
     assert found.code == 0
+    assert "no scheduler runs; the figures are " in found.out
     table, follows = found.out.rstrip().split("\n\n")
     rows = [line.split() for line in table.splitlines()]
     assert [row[:2] for row in rows[1:]] == [["one", "done"], ["two", "failed"]]

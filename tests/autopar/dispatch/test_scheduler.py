@@ -6,7 +6,7 @@ import pathlib
 import sqlite3
 
 import pytest
-from dispatching import BATCH, World, handed
+from dispatching import BATCH, World, curve, handed
 
 from autopar.dispatch.backend import Ending, Place
 from autopar.dispatch.scheduler import Settings
@@ -292,3 +292,95 @@ def test_a_job_waits_rather_than_run_on_too_few(tmp_path: pathlib.Path) -> None:
     assert any("below min = 3" in text for text in world.said)
     world.scheduler.run()
     assert set(world.states().values()) == {"done"}
+
+
+@pytest.mark.parametrize(
+    ("policy", "fields", "needs"),
+    [
+        ("fifo", {"devices": 6, "max": 6}, 6),
+        ("goodput", {"devices": 8, "min": 6, "max": 8}, 6),
+    ],
+)
+def test_a_job_larger_than_the_cluster_waits_for_nodes(
+    policy: str, fields: dict[str, int], needs: int, tmp_path: pathlib.Path
+) -> None:
+    """It says why, and holds up none of those behind it."""
+    jobs = [handed("wide", table=curve(*range(1, 9)), **fields), handed("small")]
+    world = World(tmp_path, jobs, {"wide": 20, "small": 30}, policy=policy)
+    world.rounds(6)
+    assert world.states() == {"wide": "waiting", "small": "done"}
+    reason = world.scheduler.jobs["wide"].reason
+    assert reason.startswith(f"it needs {needs} devices and the cluster has 4")
+    assert sum(reason in line for line in world.said) == 1
+    world.cluster.found += [Place(f"new{k}", 1) for k in range(4)]
+    world.scheduler.run()
+    assert world.states()["wide"] == "done"
+    assert world.scheduler.jobs["wide"].reason == ""
+
+
+def test_a_job_that_runs_on_other_kinds_waits(tmp_path: pathlib.Path) -> None:
+    world = World(tmp_path, [handed("one")], {"one": 5})
+    world.cluster.found = [Place("a", 2, kind="h100")]
+    world.rounds(2)
+    assert world.states() == {"one": "waiting"}
+    assert "it runs on cpu and the cluster has h100" in world.said[0]
+
+
+def test_owners_hold_release_and_cancel_their_jobs(tmp_path: pathlib.Path) -> None:
+    """The scheduler heeds what stands in the store, and a cancelled job is not done."""
+    names = ["held", "runs", "waits", "other"]
+    world = World(tmp_path, [handed(name) for name in names], dict.fromkeys(names, 90))
+    store = Store(world.path)
+    world.rounds(2)
+    store.wish(["held"], "hold")
+    store.wish(["runs", "waits"], "cancel")
+    world.rounds(1)
+    assert "held" not in world.given()
+    shown = {name: job.shown_state for name, job in world.scheduler.jobs.items()}
+    assert shown["held"] == "held"
+    assert shown["runs"] == shown["waits"] == "cancelled"
+    at = world.trainings.done["held"]
+    world.rounds(4)
+    assert world.trainings.done["held"] == at > 0
+    store.wish(["held", "runs"], "")
+    world.scheduler.run()
+    assert world.states() == {
+        "held": "done", "runs": "cancelled", "waits": "cancelled", "other": "done"
+    }  # fmt: skip
+    assert world.trainings.done["runs"] < 90
+
+
+def test_a_cancelled_job_without_a_process_is_not_started(tmp_path: pathlib.Path):
+    world = World(tmp_path, [handed("one"), handed("two")], {"one": 90, "two": 9})
+    world.rounds(1)
+    Store(world.path).wish(["one"], "cancel")
+    del world.trainings.of["one"]
+    begun = list(world.trainings.started)
+    world.again().run()
+    assert world.states() == {"one": "cancelled", "two": "done"}
+    assert [name for name, _ in world.trainings.started[len(begun) :]] in ([], ["two"])
+
+
+def test_a_job_that_comes_later_counts_from_then(tmp_path: pathlib.Path) -> None:
+    world = World(tmp_path, [handed("one")], {"one": 60, "late": 6})
+    world.rounds(3)
+    Store(world.path).add_jobs([handed("late", submitted_s=5.0)], world.scheduler.now_s)
+    world.rounds(1)
+    assert world.states()["late"] == "pending"
+    world.scheduler.run()
+    late = world.scheduler.jobs["late"]
+    assert late.submitted_s == 35.0
+    assert late.state == "done"
+    assert late.data["submitted_s"] == 35.0
+
+
+def test_a_state_of_the_first_schema_is_taken_up(tmp_path: pathlib.Path) -> None:
+    world = World(tmp_path, [handed("one", submitted_s=3.0)], {"one": 5})
+    with sqlite3.connect(world.path) as file:
+        for column in ("handed_s", "wish"):
+            file.execute(f"alter table jobs drop column {column}")
+        file.execute("update facts set value = '1' where key = 'schema'")
+    file.close()
+    world.again().run()
+    assert world.states() == {"one": "done"}
+    assert world.scheduler.jobs["one"].submitted_s == 3.0

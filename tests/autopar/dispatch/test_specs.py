@@ -5,9 +5,9 @@ from __future__ import annotations
 import pathlib
 
 import pytest
-from dispatching import HALVES, handed
+from dispatching import HALVES
 
-from autopar.dispatch.specs import check_sizes, read_jobs
+from autopar.dispatch.specs import read_jobs
 from autopar.errors import ScheduleError
 
 ONE = '[[job]]\nname = "one"\nscript = "train.py"\n'
@@ -64,19 +64,3 @@ def test_what_is_wrong_is_named(text: str, words: str, tmp_path: pathlib.Path) -
 def test_a_table_that_is_not_there(tmp_path: pathlib.Path) -> None:
     with pytest.raises(ScheduleError, match="No such file"):
         read_jobs(tmp_path / "jobs.toml")
-
-
-def test_a_job_larger_than_the_cluster_is_named() -> None:
-    wide = (handed("small"), handed("wide", devices=8, max=8))
-    check_sizes(wide, 4, ("cpu",), adapts=True)
-    with pytest.raises(ScheduleError, match="job 'wide' needs 8 devices and the clu"):
-        check_sizes(wide, 4, ("cpu",), adapts=False)
-    least = (handed("wide", devices=8, min=6),)
-    with pytest.raises(ScheduleError, match="job 'wide' needs 6 devices"):
-        check_sizes(least, 4, ("cpu",), adapts=True)
-
-
-def test_a_job_that_runs_on_other_kinds_is_named() -> None:
-    jobs = (handed("one"),)
-    with pytest.raises(ScheduleError, match="job 'one' runs on cpu, by its curve, and"):
-        check_sizes(jobs, 4, ("h100",), adapts=True)

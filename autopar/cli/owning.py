@@ -1,0 +1,321 @@
+"""The work of ``autopar jobs``: lists, shows, submits and ends jobs of a scheduler."""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import dataclasses
+import pathlib
+import time
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from autopar.cli.output import Result
+from autopar.dispatch.owners import carry_out, wished
+from autopar.dispatch.running import ProcessRuns
+from autopar.dispatch.specs import JobSpec, checked, read_jobs
+from autopar.dispatch.store import DONE, ENDED, JobRecord, Store
+from autopar.dispatch.supervising import FileLock, holder
+from autopar.errors import ScheduleError
+from autopar.reports.table import columns
+from autopar.reports.units import seconds_text
+
+STATE_FILE = "state.sqlite"
+_HEADING = (
+    "job", "state", "devices", "asked", "submitted", "started", "ended", "step",
+    "step takes", "loss", "moves", "why",
+)  # fmt: skip
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """The options of ``autopar jobs submit``."""
+
+    file: pathlib.Path
+    words: tuple[str, ...]
+    state: pathlib.Path
+    name: str
+    devices: int
+    guaranteed: bool
+
+
+def submit(asked: Submitted) -> Result:
+    """Hands jobs in: those of a table, or one that is a script.
+
+    Raises:
+      ScheduleError: a job is wrong, or one of its name is there; none is added then.
+    """
+    if asked.file.suffix == ".toml":
+        if asked.words or asked.name or asked.devices > 1 or asked.guaranteed:
+            raise ScheduleError(
+                f"{asked.file}: a table says all of its jobs; leave out what follows "
+                "it, --name, --devices and --guaranteed."
+            )
+        jobs = read_jobs(asked.file)
+    else:
+        spec = JobSpec(
+            name=asked.name or asked.file.stem,
+            script=asked.file.name,
+            args=asked.words,
+            devices=asked.devices,
+            guaranteed=asked.guaranteed,
+        )
+        jobs = (checked(spec, asked.file.absolute().parent, str(asked.file)),)
+    for job in jobs:
+        if job.spec.target:
+            raise ScheduleError(
+                f"{asked.file}: job {job.spec.name!r}: the curve of its target is "
+                "planned by `autopar schedule JOBS.toml`; hand it in there, or make a "
+                "file with `autopar goodput --out` and name that as curve."
+            )
+    asked.state.mkdir(parents=True, exist_ok=True)
+    store = Store(asked.state / STATE_FILE)
+    try:
+        now = time.time()
+        store.add_jobs(jobs, now - store.begin_s(now))
+    finally:
+        store.close()
+    lines = [f"job {job.spec.name} is submitted" for job in jobs]
+    if not _scheduler(asked.state):
+        lines.append(
+            "no scheduler runs: `autopar schedule --state "
+            f"{asked.state} --nodes 1x2` starts one"
+        )
+    return Result("\n".join(lines))
+
+
+def wish(state: pathlib.Path, names: Sequence[str], wanted: str) -> Result:
+    """Has jobs cancelled, held or released.
+
+    Raises:
+      ScheduleError: there is no such job, or it has ended.
+    """
+    with _store(state) as store:
+        jobs = wished(store, names, wanted)
+        lock = FileLock(state / "lock")
+        if not lock.take():
+            told = (
+                f"the scheduler (process {_scheduler(state)}) does it at its next look"
+            )
+            return Result("\n".join(f"job {n}: {told}" for n in names))
+        try:
+            runs = ProcessRuns(state / "jobs", {})
+            found = carry_out(store, runs, [job.name for job in jobs])
+        finally:
+            lock.free()
+    lines = [f"job {name} is {shown}" for name, shown in found.items()]
+    return Result("\n".join([*lines, "no scheduler runs"]))
+
+
+def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
+    """All that is known of one job.
+
+    Raises:
+      ScheduleError: there is none of the name.
+    """
+    with _store(state) as store:
+        job = _named(store, name)
+        decided = [line for line in store.decisions() if line["job"] == name]
+        spans = [span for span in store.spans() if span["job"] == name]
+        figures = _figures(store, state)
+    spec, folder = job.handed.spec, state / "jobs" / name
+    data = {
+        **job.data,
+        "script": str(pathlib.Path(job.handed.folder) / spec.script),
+        "args": list(spec.args),
+        "folder": str(folder),
+        "output": str(folder / "output"),
+    }
+    if as_json:
+        return Result.of({**data, **figures, "decisions": decided, "spans": spans})
+    shown = {
+        "job": name,
+        "state": f"{job.shown_state}{f': {job.reason}' if job.reason else ''}",
+        "script": " ".join([str(data["script"]), *spec.args]),
+        "output": data["output"],
+        "devices": _devices(job),
+        "submitted": f"{job.submitted_s:.0f} s",
+        "started": _time(job.started_s),
+        "ended": _time(job.ended_s),
+        "steps": str(job.step),
+        "step takes": "" if job.step_s is None else seconds_text(job.step_s),
+        "loss": "" if job.loss is None else f"{job.loss:.6g}",
+        "moves": str(job.moves),
+        "guaranteed": "yes" if spec.guaranteed else "no",
+    }
+    lines = [f"{key:<12}{value}" for key, value in shown.items() if value]
+    lines += ["", *(_decision(line) for line in decided)] if decided else []
+    return Result("\n".join([*lines, "", _age(figures)]))
+
+
+def _devices(job: JobRecord) -> str:
+    where = ", ".join(f"{n} of {node}" for node, n in job.places.items())
+    return f"{job.given} of {job.handed.spec.devices} asked for" + (
+        f" ({where})" if where else ""
+    )
+
+
+def logs(state: pathlib.Path, name: str, lines: int, *, follow: bool) -> Result:
+    """The last lines of what a job printed.
+
+    Raises:
+      ScheduleError: there is no such job, or it has not printed anything.
+    """
+    with _store(state) as store:
+        job = _named(store, name)
+    path = state / "jobs" / name / "output"
+    try:
+        with path.open(errors="replace") as file:
+            text = "".join(collections.deque(file, lines))
+            if follow:
+                print(text, end="", flush=True)
+                _follow(state, name, file)
+                return Result("")
+    except FileNotFoundError:
+        raise ScheduleError(
+            f"job {name!r} is {job.shown_state} and has printed nothing yet: it did "
+            "not start."
+        ) from None
+    except OSError as error:
+        raise ScheduleError(f"{path}: {error.strerror}.") from error
+    return Result(text.rstrip("\n"))
+
+
+def _follow(state: pathlib.Path, name: str, file: Any) -> None:
+    """Prints what is added, until the job has ended."""
+    while True:
+        with _store(state) as store:
+            ended = _named(store, name).state in ENDED
+        print(file.read(), end="", flush=True)
+        if ended:
+            return
+        time.sleep(0.5)
+
+
+@contextlib.contextmanager
+def _store(state: pathlib.Path) -> Generator[Store]:
+    """The state of a scheduler, which must be there."""
+    store = Store(state / STATE_FILE, reads=True)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _named(store: Store, name: str) -> JobRecord:
+    jobs = store.jobs()
+    if name not in jobs:
+        raise ScheduleError(
+            f"job {name!r}: there is none; there are {', '.join(jobs) or 'none'}."
+        )
+    return jobs[name]
+
+
+def _scheduler(state: pathlib.Path) -> int:
+    """The process of the scheduler that uses a state; 0: none does."""
+    return holder(state / "lock")
+
+
+def _figures(store: Store, state: pathlib.Path) -> dict[str, Any]:
+    """Whether a scheduler runs, and how old its figures are."""
+    begin, looked = store.fact("begin_s"), store.fact("looked_s")
+    age_s = None
+    if begin is not None and looked is not None:
+        age_s = max(time.time() - float(begin) - float(looked), 0.0)
+    return {"scheduler": _scheduler(state) or None, "age_s": age_s}
+
+
+def _age(figures: dict[str, Any]) -> str:
+    """The same in words."""
+    age_s, process = figures["age_s"], figures["scheduler"]
+    old = "no scheduler has looked yet"
+    if age_s is not None:
+        old = f"the figures are {_duration(age_s)} old"
+    if process:
+        return f"a scheduler runs (process {process}); {old}"
+    return f"no scheduler runs; {old}"
+
+
+def _duration(seconds: float) -> str:
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def jobs(folder: pathlib.Path, *, decisions: bool, as_json: bool) -> Result:
+    """The jobs of a scheduler's state, and why they got what they got.
+
+    Raises:
+      ScheduleError: there is no such state.
+    """
+    with _store(folder) as store:
+        records, decided = tuple(store.jobs().values()), store.decisions()
+        facts = {key: store.fact(key) for key in ("policy", "backend", "begin_s")}
+        spans, figures = store.spans(), _figures(store, folder)
+    if as_json:
+        return Result.of(
+            {
+                **facts,
+                **figures,
+                "jobs": [job.data for job in records],
+                "decisions": decided,
+                "spans": spans,
+            }
+        )
+    lines = [*job_lines(records), _age(figures)]
+    running = [job.name for job in records if job.given]
+    if running and not figures["scheduler"]:
+        lines.append(
+            f"jobs that run go on; `autopar jobs cancel {' '.join(running)} --state "
+            f"{folder}` ends them"
+        )
+    if decisions:
+        lines += ["", *(_decision(line) for line in decided)]
+    return Result("\n".join(lines))
+
+
+def _decision(line: dict[str, object]) -> str:
+    gain = line["gain"]
+    words = "" if not isinstance(gain, float) else f", gain {gain:+.1%}"
+    return (
+        f"{line['at_s']:.0f} s: {line['job']}: {line['kept']} -> {line['devices']} "
+        f"devices{words} ({line['compared']})"
+    )
+
+
+def job_lines(records: Sequence[JobRecord]) -> list[str]:
+    """A table of jobs, and a line on how many are done."""
+    if not records:
+        return ["no job was handed in yet"]
+    rows = [_HEADING, *(_row(job) for job in records)]
+    done = [j for j in records if j.state == DONE and j.ended_s is not None]
+    lines = columns(rows, right=range(2, 11))
+    open_ = sum(job.state not in ENDED for job in records)
+    text = f"{len(done)} of {len(records)} jobs are done, {open_} are open"
+    if done:
+        spent = [(j.ended_s or 0.0) - j.submitted_s for j in done]
+        text += f"; average completion {sum(spent) / len(spent):,.1f} s"
+    return [*lines, "", text]
+
+
+def _row(job: JobRecord) -> tuple[str, ...]:
+    spec = job.handed.spec
+    return (
+        job.name,
+        job.shown_state,
+        str(job.given),
+        str(spec.devices),
+        _time(job.submitted_s),
+        _time(job.started_s),
+        _time(job.ended_s),
+        str(job.step),
+        "" if job.step_s is None else seconds_text(job.step_s),
+        "" if job.loss is None else f"{job.loss:.6g}",
+        str(job.moves),
+        job.reason,
+    )
+
+
+def _time(seconds: float | None) -> str:
+    return "" if seconds is None else f"{seconds:.0f} s"
