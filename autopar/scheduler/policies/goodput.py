@@ -63,8 +63,8 @@ class Settings:
       first: the most devices of a job that was not measured.
       price: of guarantees, in extra counts of the speed up to the floor, for each job
         without a guarantee that there is to one with it.
-      late_s: by so much delay behind its floor the price of a job rises by once.
-      latest: it rises to no more than this, and falls to none for a job that is ahead.
+      ahead_s: the price of a job falls with how far it is ahead of its floor, to none
+        where it is so many seconds ahead.
       least_sureness: of a prediction by which a job counts as nearly done (`sureness`).
       learns: whether jobs that ended tell what is left of others of their program.
       gap: of the allocation, relative.
@@ -78,9 +78,8 @@ class Settings:
     events_s: float = 960.0
     growth: int = 4
     first: int = 1
-    price: float = 1.0
-    late_s: float = 7200.0
-    latest: float = 3.0
+    price: float = 0.85
+    ahead_s: float = 7200.0
     least_sureness: float = 0.8
     learns: bool = True
     gap: float = 1e-4
@@ -323,10 +322,10 @@ class Goodput:
         if not floor:
             return _NOTHING
         set_, guaranteed = self._settings, sum(self._seen.values())
-        late_s = view.age_s - view.progress / floor
-        rises = min(max(1 + late_s / set_.late_s, 0.0), set_.latest)
+        ahead_s = max(view.progress / floor - view.age_s, 0.0)
+        owed = max(1 - ahead_s / set_.ahead_s, 0.0)
         others = (len(self._seen) - guaranteed) / guaranteed
-        return _Promise(floor / single, set_.price * others * rises)
+        return _Promise(floor / single, set_.price * others * owed)
 
     def _utility(
         self,

@@ -66,14 +66,6 @@ def test_a_job_ahead_of_its_promise_is_like_any_other() -> None:
     assert decided(*short, view("long", **ahead, guaranteed=True)) == free
 
 
-def test_the_later_of_two_promises_is_kept_first() -> None:
-    jobs = [view(f"b{k}", progress=1.0) for k in range(6)]
-    early = view("early", guaranteed=True, asked=8, progress=4000.0)
-    late = view("late", guaranteed=True, asked=8, progress=4000.0, age_s=20_000.0)
-    found = decided(*jobs, early, late)
-    assert found["late"] > found["early"]
-
-
 def test_fewer_devices_keep_a_promise_where_they_are_as_fast() -> None:
     """Its curve is flat: what it asks for is worth no more than one device."""
     flat = Table(1.0, 1.0, 1.0, 1.0)
