@@ -16,8 +16,6 @@ _Names = Annotated[list[str], typer.Argument(metavar="JOB...", help="Names of jo
 _Name = Annotated[str, typer.Argument(metavar="JOB", help="The name of a job.")]
 _DEFAULT = pathlib.Path("autopar-jobs")
 
-# They import what imports JAX, which help must not, when they are called.
-
 
 def list_(
     folder: Annotated[
@@ -29,6 +27,7 @@ def list_(
     as_json: options.Json = False,
 ) -> Result:
     """Lists the jobs of a scheduler, and says whether it runs; `autopar jobs DIR`."""
+    # It imports JAX, which help must not.
     from autopar.cli import owning
 
     return owning.jobs(folder, decisions=decisions, as_json=as_json)
@@ -60,6 +59,7 @@ def submit(
     ] = False,
 ) -> Result:
     """Hands in jobs, whether or not a scheduler runs."""
+    # It imports JAX, which help must not.
     from autopar.cli import owning
 
     asked = owning.Submitted(
@@ -75,6 +75,7 @@ def submit(
 
 def cancel(names: _Names, state: _State = _DEFAULT) -> Result:
     """Ends jobs for good; what they saved stays in their folders."""
+    # It imports JAX, which help must not.
     from autopar.cli import owning
 
     return owning.wish(state, names, "cancel")
@@ -82,6 +83,7 @@ def cancel(names: _Names, state: _State = _DEFAULT) -> Result:
 
 def hold(names: _Names, state: _State = _DEFAULT) -> Result:
     """Has jobs saved and stopped; they wait until they are released."""
+    # It imports JAX, which help must not.
     from autopar.cli import owning
 
     return owning.wish(state, names, "hold")
@@ -89,6 +91,7 @@ def hold(names: _Names, state: _State = _DEFAULT) -> Result:
 
 def release(names: _Names, state: _State = _DEFAULT) -> Result:
     """Lets jobs that were held run again."""
+    # It imports JAX, which help must not.
     from autopar.cli import owning
 
     return owning.wish(state, names, "")
@@ -105,6 +108,7 @@ def logs(
     ] = False,
 ) -> Result:
     """Prints what a job printed."""
+    # It imports JAX, which help must not.
     from autopar.cli import owning
 
     return owning.logs(state, name, lines, follow=follow)
@@ -114,6 +118,7 @@ def show(
     name: _Name, state: _State = _DEFAULT, as_json: options.Json = False
 ) -> Result:
     """Shows all that is known of a job: its devices, times, decisions and output."""
+    # It imports JAX, which help must not.
     from autopar.cli import owning
 
     return owning.show(state, name, as_json=as_json)
