@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import msgspec
 
-from autopar.errors import PlanError
+from autopar.errors import RunError
 
 # How long one request waits; Ctrl-C is noticed in between. One that may be called off
 # asks more often.
@@ -58,7 +58,7 @@ class KeyValueExchange:
           what: is being done; for a warning.
 
         Raises:
-          PlanError: the coordination service is gone.
+          RunError: the coordination service is gone.
         """
         number = self._next()
         if self.index:
@@ -119,7 +119,7 @@ class KeyValueExchange:
         except jax.errors.JaxRuntimeError as error:
             if "DEADLINE_EXCEEDED" in str(error):
                 return None
-            raise PlanError(
+            raise RunError(
                 f"process {self.index} has lost the coordination service of "
                 f"jax.distributed: {error}"
             ) from error

@@ -8,7 +8,14 @@ from collections.abc import Callable
 # Worlds in a row that may break at one step though nobody died.
 _BREAKS = 3
 # Errors that the loss of another process may have caused.
-_OF_OTHERS = ("RuntimeError", "Connection", "OSError", "TimeoutError", "WorldBroken")
+_OF_OTHERS = (
+    "RuntimeError",
+    "RunError",
+    "Connection",
+    "OSError",
+    "TimeoutError",
+    "WorldBroken",
+)
 # For so long after a loss, any error may come from it: a process that meets the end of
 # another one between two calls may read half of what it expects.
 _AFTERMATH_S = 30.0

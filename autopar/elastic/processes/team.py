@@ -237,7 +237,7 @@ class Team:
         if count > 1:
             client = jax_processes.coordination_client(address, index, _CONNECT_S)
             port = int(address.rpartition(":")[2])
-            self._ends = OpenEnds(port, _CONNECT_S)
+            self._ends = OpenEnds(port, _CONNECT_S, self._cancel_calls)
             client.connect()
             self._ends.wait()
             self._client = client  # XLA ends a process that uses it any earlier
@@ -413,13 +413,15 @@ class Team:
         ports.add(int(form["address"].rpartition(":")[2] or 0))
         pids = [m["pid"] for m in form["members"] if m["pid"] != os.getpid()]
         break_connections(pids, ports)
-        if self._client is None and self._ends is not None:
-            self._ends.close()  # it connects to who stands in for the service
-        if self._client is not None:  # what waits for the service is cancelled
-            with contextlib.suppress(Exception):
-                self._client.shutdown()
+        self._cancel_calls()
         if not self._trains:  # gloo connects in the first step of a world
             knock(listening() - self._listening)
+
+    def _cancel_calls(self) -> None:
+        """Ends what waits for the coordination service."""
+        if (client := self._client) is not None:
+            with contextlib.suppress(Exception):
+                client.shutdown()
 
     def _dismissed(self, order: Message) -> None:
         """Ends this process: the run goes on without it, or is over."""
