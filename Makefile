@@ -10,11 +10,15 @@ INSTALLED := $(VENV)/installed-from-lock
 WORKERS ?= 2
 PYTEST_ARGS ?=
 
+# The lower bound of JAX, and the releases of Python after the one that `make test` has.
+OLDEST_JAX = $(shell sed -n 's/^  "jax>=\([0-9.]*\),.*/\1/p' pyproject.toml)
+LATER_PYTHONS := 3.12 3.13 3.14
+
 GOLDEN_TESTS := tests/autopar/cli/test_cli_commands.py tests/examples/test_golden_plans.py \
 	tests/autopar/reports/test_table.py tests/autopar/plans/test_stages.py \
 	tests/autopar/cli/test_cli_remat.py
 
-.PHONY: help demo test test-ray golden lint format docs wheel-check lock clean
+.PHONY: help demo test test-ray golden lint format docs wheel-check jax-versions python-versions lock clean
 
 help:
 	@sed -n 's/^## //p' $(MAKEFILE_LIST)
@@ -54,6 +58,23 @@ docs: $(INSTALLED)
 ## make wheel-check  build the wheel and use it outside the source tree
 wheel-check: $(INSTALLED)
 	$(BIN)/python scripts/check_wheel.py
+
+## make jax-versions     a short run under the oldest and the newest JAX that pyproject.toml allows
+jax-versions: $(INSTALLED)
+	for jax in $(OLDEST_JAX) newest; do \
+		$(BIN)/uv venv --quiet --clear --python $(BIN)/python build/jax-$$jax && \
+		$(BIN)/uv pip install --quiet --python build/jax-$$jax/bin/python . \
+			$$(test $$jax = newest || echo jax==$$jax jaxlib==$$jax) && \
+		(cd build && jax-$$jax/bin/python ../scripts/smoke.py) || exit 1; \
+	done
+
+## make python-versions  types and dependencies under the later releases of Python
+python-versions: $(INSTALLED)
+	for python in $(LATER_PYTHONS); do \
+		$(BIN)/uv pip compile --quiet pyproject.toml --group dev --python-version $$python --output-file /dev/null \
+			|| exit 1; \
+	done
+	echo $(LATER_PYTHONS) | xargs -n 1 -P 2 $(BIN)/pyright --pythonpath $(BIN)/python --pythonversion
 
 ## make lock         resolve requirements.lock again; UPGRADE=1 takes newer versions
 lock: $(INSTALLED)

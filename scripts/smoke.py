@@ -64,7 +64,7 @@ def losses(run: Any, state: Any, batches: Any) -> list[float]:
     return found
 
 
-def check_plain(batches: np.ndarray) -> None:
+def check_plain(batches: Any) -> None:
     """Plans of all kinds train as jit does."""
     key = jax.random.key(0)
     expected = losses(jax.jit(step), create_state(key), batches)
@@ -75,9 +75,9 @@ def check_plain(batches: np.ndarray) -> None:
         print(f"  {name}: losses as under jit")
 
 
-def check_changes(batches: np.ndarray) -> None:
+def check_changes(batches: Any) -> None:
     """Codecs, another cluster and a checkpoint."""
-    run = autopar.parallelize(
+    run: Any = autopar.parallelize(
         step,
         cluster="4x2:cpu,network=10Mb/s",
         compression="int8",
@@ -85,19 +85,20 @@ def check_changes(batches: np.ndarray) -> None:
         pins={"params/*": P(), "batch": P("data")},
     )
     state = run.init(create_state, jax.random.key(0), batch=batches[0])
-    *state, before = run(*state, batches[0])
+    params, opt_state, before = run(*state, batches[0])
+    assert run.plan is not None
     assert {gradient.codec for gradient in run.plan.gradients} == {"int8"}
-    state = run.replan("4x1:cpu,network=10Mb/s", tuple(state))
+    params, opt_state = run.replan("4x1:cpu,network=10Mb/s", (params, opt_state))
     with tempfile.TemporaryDirectory() as folder:
         checkpoints = autopar.Checkpoints(pathlib.Path(folder))
-        checkpoints.save(run, state, step=1)
+        checkpoints.save(run, (params, opt_state), step=1)
         checkpoints.wait()
-    *state, after = run(*state, batches[1])
+    *_, after = run(params, opt_state, batches[1])
     assert float(after) < float(before)
     print("  codecs, another cluster, a checkpoint")
 
 
-def check_nnx(batches: np.ndarray) -> None:
+def check_nnx(batches: Any) -> None:
     """A model of NNX, changed in place."""
     model = nnx.Linear(WIDTH, WIDTH, rngs=nnx.Rngs(0))
     optimizer = nnx.Optimizer(model, OPTIMIZER, wrt=nnx.Param)

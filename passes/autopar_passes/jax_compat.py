@@ -96,13 +96,19 @@ def source_of(eqn: Any) -> Generator[None]:
 
 
 def bind(eqn: Any, *args: Any) -> list[Any]:
-    """Binds the primitive of ``eqn`` to ``args``; always returns a list.
+    """Binds the primitive of ``eqn`` to ``args``; always returns a list."""
+    functions, params = _bind_parameters(eqn)
+    out = eqn.primitive.bind(*functions, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
-    ``Primitive.get_bind_params`` is not part of `jax.extend.core` (0.10.2).
+
+def _bind_parameters(eqn: Any) -> tuple[Sequence[Any], dict[str, Any]]:
+    """``Primitive.get_bind_params``, no part of `jax.extend.core` (0.10.2).
+
+    Before 0.10 the functions that a primitive calls come beside its parameters.
     """
-    primitive = eqn.primitive
-    out = primitive.bind(*args, **primitive.get_bind_params(eqn.params))
-    return list(out) if primitive.multiple_results else [out]
+    found = eqn.primitive.get_bind_params(eqn.params)
+    return found if isinstance(found, tuple) else ((), found)
 
 
 def bind_anywhere(eqn: Any, *args: Any) -> list[Any]:
@@ -111,13 +117,13 @@ def bind_anywhere(eqn: Any, *args: Any) -> list[Any]:
     Inside a manual ``shard_map`` the shardings in parameters say nothing but the name
     of that mesh (0.10.2).
     """
-    primitive = eqn.primitive
+    functions, params = _bind_parameters(eqn)
     params = {
         k: None if isinstance(v, jax.sharding.NamedSharding) else v
-        for k, v in primitive.get_bind_params(eqn.params).items()
+        for k, v in params.items()
     }
-    out = primitive.bind(*args, **params)
-    return list(out) if primitive.multiple_results else [out]
+    out = eqn.primitive.bind(*functions, *args, **params)
+    return list(out) if eqn.primitive.multiple_results else [out]
 
 
 def bind_with(eqn: Any, params: dict[str, Any], *args: Any) -> list[Any]:
