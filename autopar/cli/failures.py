@@ -12,11 +12,15 @@ import typer
 from autopar.cli.interrupts import STOPPED
 
 DIFFERENT, BAD_INPUT, DOES_NOT_FIT, BUG = 1, 2, 3, 70
+COULD_NOT_RUN = DOES_NOT_FIT
 EXIT_CODES = (
     (0, "done"),
     (DIFFERENT, "diff: the plans differ; doctor, verify: something is wrong"),
     (BAD_INPUT, "the input is wrong, or the target's own code failed"),
-    (DOES_NOT_FIT, "no plan fits the memory of a device"),
+    (
+        DOES_NOT_FIT,
+        "no plan fits the memory of a device; simulate: jobs could not run",
+    ),
     (BUG, "a bug in autopar"),
     (STOPPED, "interrupted"),
 )

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pathlib
 
+from autopar.cli.failures import COULD_NOT_RUN
 from autopar.cli.output import Result
 from autopar.errors import ScheduleError
 from autopar.scheduler.nodes import Nodes
@@ -13,7 +14,7 @@ from autopar.scheduler.policies.named import policy_of
 from autopar.scheduler.simulator.engine import History, Options, simulate
 from autopar.scheduler.simulator.metrics import Metrics, metrics
 from autopar.scheduler.simulator.timeline import timeline_page
-from autopar.scheduler.simulator.traces.detect import jobs_of
+from autopar.scheduler.simulator.traces.detect import Trace, read_trace
 from autopar.scheduler.simulator.traces.spot import read_events
 
 
@@ -24,7 +25,7 @@ class Asked:
     trace: pathlib.Path
     cluster: str
     policy: str
-    tables: pathlib.Path | None
+    tables: tuple[str, ...]
     interval_s: float
     react_s: float | None
     restart_s: float | None
@@ -49,21 +50,66 @@ def simulated(asked: Asked, *, as_json: bool) -> Result:
         raise ScheduleError(
             f"the restart takes {restart_s} s; give a finite time of at least 0."
         )
-    jobs = jobs_of(asked.trace, asked.tables, nodes, policy, asked.restart_s)
-    if not jobs:
+    trace = read_trace(asked.trace, _tables(asked.tables), nodes, policy, restart_s)
+    if not trace.jobs:
         raise ScheduleError(f"{asked.trace}: it has no jobs; give one row at least.")
-    history = simulate(jobs, nodes, policy, options)
+    history = simulate(trace.jobs, nodes, policy, options)
     figures = metrics(history)
     if asked.page is not None:
         asked.page.write_text(timeline_page(history, figures))
+    code = COULD_NOT_RUN if figures.failed else 0
     if as_json:
-        return Result.of(
-            figures.data | ({"decisions": _all(history)} if asked.explain else {})
-        )
-    lines = [_table(figures)]
-    lines += [f"job {name} died: {why}" for name, why in figures.failed.items()]
+        data = {
+            **figures.data,
+            "left_out": dict(trace.left_out),
+            "kinds_alike": list(trace.alike),
+        }
+        more = {"decisions": _all(history)} if asked.explain else {}
+        return Result.of(data | more, code)
+    lines = [*_headline(figures, trace), _table(figures)]
+    lines += [
+        f"job {name} could not run: {why}" for name, why in figures.failed.items()
+    ]
     lines += _all(history) if asked.explain else []
-    return Result("\n".join(lines))
+    return Result("\n".join(lines), code)
+
+
+def _tables(words: tuple[str, ...]) -> dict[str, pathlib.Path]:
+    """Folders by kind of devices, from DIR or KIND=DIR.
+
+    Raises:
+      ScheduleError: a kind stands there twice, or a folder has none beside others.
+    """
+    found: dict[str, pathlib.Path] = {}
+    for word in words:
+        kind, equals, folder = word.partition("=")
+        kind, folder = (kind, folder) if equals else ("", word)
+        if kind in found or (found and "" in (kind, *found)):
+            raise ScheduleError(
+                f"--tables {word}: give one folder, or one for each kind of devices, "
+                "as --tables t4=DIR --tables a100=DIR."
+            )
+        found[kind] = pathlib.Path(folder)
+    return found
+
+
+def _headline(figures: Metrics, trace: Trace) -> list[str]:
+    """What must be known before the figures."""
+    lines: list[str] = []
+    if lost := figures.submitted - figures.jobs:
+        lines.append(
+            f"{lost} of {figures.submitted} jobs could not run: the figures are of the "
+            f"{figures.jobs} others"
+        )
+    for why, count in trace.left_out.items():
+        lines.append(f"{count} jobs of the trace {why} and are left out")
+    if trace.alike:
+        kinds = ", ".join(kind or "others" for kind in trace.alike)
+        lines.append(
+            f"no table distinguishes {kinds}: these kinds of devices count as equally "
+            "fast"
+        )
+    return lines
 
 
 def _all(history: History) -> list[str]:
@@ -78,8 +124,9 @@ def _all(history: History) -> list[str]:
 def _table(figures: Metrics) -> str:
     rows = (
         ("policy", figures.policy),
-        ("jobs done", f"{figures.jobs}"),
+        ("jobs done", f"{figures.jobs}{_beside(figures)}"),
         ("average completion", f"{figures.average_s:,.1f} s"),
+        *_guaranteed(figures),
         ("median completion", f"{figures.median_s:,.1f} s"),
         ("99th percentile", f"{figures.p99_s:,.1f} s"),
         ("makespan", f"{figures.makespan_s:,.1f} s"),
@@ -88,3 +135,15 @@ def _table(figures: Metrics) -> str:
         ("moves", f"{figures.restarts}"),
     )
     return "\n".join(f"{name:<26}{value}" for name, value in rows)
+
+
+def _beside(figures: Metrics) -> str:
+    """The jobs that there were, where not all were done."""
+    return "" if figures.jobs == figures.submitted else f" of {figures.submitted}"
+
+
+def _guaranteed(figures: Metrics) -> list[tuple[str, str]]:
+    if figures.guaranteed_s is None:
+        return []
+    seconds = f"{figures.guaranteed_s:,.1f} s, {figures.guaranteed} jobs"
+    return [("of guaranteed jobs", seconds)]

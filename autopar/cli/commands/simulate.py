@@ -12,7 +12,8 @@ from autopar.cli.output import Result
 
 def simulate(
     trace: Annotated[
-        pathlib.Path, typer.Argument(help="A CSV file with one job a row.")
+        pathlib.Path,
+        typer.Argument(help="A CSV file, the output of sacct -P, or Philly's JSON."),
     ],
     cluster: Annotated[
         str,
@@ -29,9 +30,11 @@ def simulate(
         ),
     ] = "goodput",
     tables: Annotated[
-        pathlib.Path | None,
+        list[str] | None,
         typer.Option(
-            help="The folder of measured tables; ../traces beside the trace's folder."
+            metavar="[KIND=]DIR",
+            help="The folder of measured tables, or one for each kind of devices; "
+            "../traces beside the trace's folder by default.",
         ),
     ] = None,
     interval: Annotated[
@@ -74,8 +77,9 @@ def simulate(
 ) -> Result:
     """Simulates the jobs of a trace on a cluster, and tells how long they took.
 
-    The trace is one of those published with Pollux or Rubick, or a table with name,
-    submitted_s, devices and duration_s.
+    The trace is one of those published with Pollux or Rubick, a table with name,
+    submitted_s, devices and duration_s, Philly's cluster_job_log or philly.csv, or what
+    sacct -P prints. The exit code is 3 where jobs could not run.
     """
     # Fits are of a few numbers: threads of linear algebra only wait for each other, for
     # 7 of 8 CPU seconds of Pollux's policy. It is read when SciPy is loaded.
@@ -87,7 +91,7 @@ def simulate(
         trace=trace,
         cluster=cluster,
         policy=policy,
-        tables=tables,
+        tables=tuple(tables or ()),
         interval_s=interval,
         react_s=react or None,
         restart_s=restart,

@@ -78,7 +78,7 @@ class Settings:
     events_s: float = 960.0
     growth: int = 4
     first: int = 1
-    price: float = 0.85
+    price: float = 0.7
     ahead_s: float = 7200.0
     least_sureness: float = 0.8
     learns: bool = True

@@ -134,11 +134,10 @@ def simulate(
     policy: Policy,
     options: Options | None = None,
 ) -> History:
-    """Runs jobs under a policy until all are done.
+    """Runs jobs under a policy until all are done, or cannot run.
 
     Raises:
-      ScheduleError: a job asks for more than the cluster has, two have one name, a
-        policy gives out what is not there, or nothing ends.
+      ScheduleError: two jobs have one name, or a policy gives out what is not there.
     """
     simulation = _Simulation(jobs, nodes, policy, options or Options())
     return simulation.run()
@@ -159,10 +158,10 @@ class _Simulation:
             raise ScheduleError(f"job {name!r} stands in the trace twice; rename one.")
         for job in jobs:
             if policy.adapts == "nothing" and job.job.devices > nodes.total:
-                raise ScheduleError(
-                    f"job {job.job.name!r} asks for {job.job.devices} devices and "
-                    f"the cluster has {nodes.total}; policy {policy.name!r} gives a "
-                    "job what it asks for, so take a larger cluster, or leave it out."
+                job.failed = (
+                    f"it asks for {job.job.devices} devices and the cluster has "
+                    f"{nodes.total}; policy {policy.name!r} gives a job what it asks "
+                    "for, so take a larger cluster"
                 )
         self._nodes, self._policy, self._options = nodes, policy, options
         self._now_s = 0.0
@@ -180,11 +179,8 @@ class _Simulation:
         """Steps to the end."""
         while self._open():
             if self._now_s > self._options.most_s:
-                name = self._open()[0].job.name
-                raise ScheduleError(
-                    f"job {name!r} is not done after {self._now_s:g} s under policy "
-                    f"{self._policy.name!r}; it may never get what it needs."
-                )
+                self._give_up(f"it is not done after {self._now_s:g} s")
+                break
             self._step()
         jobs = tuple(self._jobs.values())
         return History(
@@ -227,21 +223,27 @@ class _Simulation:
             nodes = self._nodes.without(self._away)
             decided = self._policy.decide(self._now_s, views, nodes, self._current)
             self._apply(views, nodes, decided)
-        self._refuse_idleness()
+        self._end_idleness()
 
-    def _refuse_idleness(self) -> None:
-        """Raises where jobs wait, nobody runs, and nothing is still to come."""
+    def _end_idleness(self) -> None:
+        """Gives up on jobs that wait while nobody runs and nothing is still to come."""
         waiting = self._open()
         comes = any(job.job.submitted_s > self._now_s for job in waiting)
         idle = bool(waiting) and not (self._current or comes or self._events)
         self._idle = self._idle + 1 if idle else 0
         if self._idle >= _IDLE_ROUNDS:
-            raise ScheduleError(
-                f"job {waiting[0].job.name!r} waits, and policy {self._policy.name!r} "
-                f"gives it nothing of an idle cluster with {self._nodes.total} "
-                "devices; its tables may have no configuration that fits: take a "
-                "larger cluster, or leave it out."
+            self._give_up(
+                f"policy {self._policy.name!r} gives it nothing of an idle cluster "
+                f"with {self._nodes.total} devices; its tables may have no "
+                "configuration that fits, so take a larger cluster"
             )
+
+    def _give_up(self, why: str) -> None:
+        for job in self._open():
+            job.failed = why
+            if job.placement:
+                job.reallocate((), "")
+                self._end_span(job.job.name)
 
     def _advance(self, job: RunningJob, seconds: float, slowed: set[str]) -> None:
         slowdown = self._options.interference if job.job.name in slowed else 0.0

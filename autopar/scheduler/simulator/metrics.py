@@ -16,9 +16,12 @@ class Metrics:
 
     Attributes:
       policy: its name.
-      jobs: how many were done.
+      submitted: how many jobs there were.
+      jobs: how many of them were done.
       failed: why the others were not, by name.
-      average_s: mean completion time, from handing in to the end.
+      average_s: mean completion time of those done, from handing in to the end.
+      guaranteed: how many of those done had a guarantee.
+      guaranteed_s: the mean completion time of these; None where there are none.
       median_s: the median of them.
       p99_s: 99 of 100 jobs took no longer.
       makespan_s: the end of the last job.
@@ -28,9 +31,12 @@ class Metrics:
     """
 
     policy: str
+    submitted: int
     jobs: int
     failed: dict[str, str]
     average_s: float
+    guaranteed: int
+    guaranteed_s: float | None
     median_s: float
     p99_s: float
     makespan_s: float
@@ -62,12 +68,16 @@ def metrics(history: History) -> Metrics:
         if served.get(job.job.name, 0.0) > 0
     ]
     some = bool(len(done))
+    promised = np.array([job.job.guaranteed for job in done], bool)
     makespan = float(ends.max()) if some else float("nan")
     return Metrics(
         policy=history.policy,
+        submitted=len(history.jobs),
         jobs=len(done),
         failed={job.job.name: job.failed for job in history.jobs if job.failed},
         average_s=float(spent.mean()) if some else float("nan"),
+        guaranteed=int(promised.sum()),
+        guaranteed_s=float(spent[promised].mean()) if promised.any() else None,
         median_s=float(np.median(spent)) if some else float("nan"),
         p99_s=float(np.quantile(spent, 0.99)) if some else float("nan"),
         makespan_s=makespan,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Protocol
 
 import numpy as np
@@ -36,16 +37,25 @@ class StepJob:
     """One job over the plan tables of its program."""
 
     def __init__(
-        self, job: Job, times: StepTimes, restart_s: float, *, ghosts: bool = False
+        self,
+        job: Job,
+        times: StepTimes,
+        restart_s: float,
+        *,
+        ghosts: bool = False,
+        one_more: bool = True,
+        by_kind: Mapping[str, StepTimes] | None = None,
     ) -> None:
         """Nothing has run.
 
         Args:
-          job: it runs ``steps`` steps, and one more, as the published simulator has it.
+          job: it runs ``steps`` steps.
           times: seconds of its steps.
           restart_s: seconds that a move takes.
           ghosts: repeat a slip of the published simulator, in which a job that loses
             its devices runs on where it was.
+          one_more: whether it makes one step more, as the published simulator has it.
+          by_kind: seconds of its steps on kinds of devices; ``times`` on others.
         """
         self.job, self.times = job, times
         self.completed_s: float | None = None
@@ -55,6 +65,8 @@ class StepJob:
         self._restart_s, self._ghosts = restart_s, ghosts
         self._waiting_s = self._served = self._part_s = 0.0
         self._steps = 0
+        self._whole = job.steps + one_more
+        self._by_kind, self._kinds = dict(by_kind or {}), ("",)
         self._floor = 1.0 / times.asked_s(job) if job.guaranteed else 0.0
 
     @property
@@ -72,8 +84,12 @@ class StepJob:
         now_s, seconds = now_s + delay, seconds - delay
         if seconds <= 0:
             return
-        step_s = self.times.seconds(self.plan, self.placement) / (1.0 - slowdown)
-        left = self.job.steps + 1 - self._steps
+        # On several kinds a step waits for the slowest.
+        step_s = max(
+            self._by_kind.get(kind, self.times).seconds(self.plan, self.placement)
+            for kind in self._kinds
+        ) / (1.0 - slowdown)
+        left = self._whole - self._steps
         until = left * step_s - self._part_s
         if until <= seconds:
             self.completed_s = now_s + until
@@ -92,14 +108,13 @@ class StepJob:
         The same placement on other nodes with the same plan costs nothing in the
         published simulator; here it does, unless ``ghosts`` is set.
         """
-        del kinds  # the tables are of one kind
         if not placement:
             if not self._ghosts:
                 self.placement = ()
             return
         if self._ghosts and placement == self.placement:
             return
-        self.placement, self.plan = placement, plan
+        self.placement, self.plan, self._kinds = placement, plan, kinds or ("",)
         self._waiting_s = self._restart_s
         self.restarts += 1
 
@@ -108,7 +123,7 @@ class StepJob:
         left = None
         if oracle:
             seconds = _step_seconds(self.times.curve, self.times.most)
-            left = Oracle(self.job.steps + 1 - self._steps, seconds)
+            left = Oracle(self._whole - self._steps, seconds)
         return JobView(
             name=self.job.name,
             application=self.job.application,
@@ -126,6 +141,7 @@ class StepJob:
             guaranteed=self.job.guaranteed,
             floor=self._floor,
             oracle=left,
+            by_kind={kind: times.curve for kind, times in self._by_kind.items()},
         )
 
 

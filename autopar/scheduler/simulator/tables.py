@@ -59,7 +59,9 @@ class Row:
         return int(value)
 
 
-def read_rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[Row]:
+def read_rows(
+    path: pathlib.Path, columns: Sequence[str], *, delimiter: str = ","
+) -> Iterator[Row]:
     """The rows of a CSV file with a head line.
 
     Raises:
@@ -67,8 +69,8 @@ def read_rows(path: pathlib.Path, columns: Sequence[str]) -> Iterator[Row]:
     """
     try:
         with path.open(newline="") as file:
-            lines = list(csv.reader(file))
-    except (OSError, UnicodeDecodeError) as error:
+            lines = list(csv.reader(file, delimiter=delimiter))
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise ScheduleError(f"{path}: it cannot be read: {error}.") from error
     head = [name.strip() for name in lines[0]] if lines else []
     missing = [name for name in columns if name not in head]

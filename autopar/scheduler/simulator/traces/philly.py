@@ -1,4 +1,4 @@
-"""Reads Philly-style traces and tables of jobs: when, how many devices, how long.
+"""Tables of jobs: when, how many devices, how long.
 
 Such a trace has no measured tables. A job's work is its duration on the devices it asks
 for; on other numbers it runs by a power of them.
@@ -7,6 +7,7 @@ for; on other numbers it runs by a power of them.
 from __future__ import annotations
 
 import dataclasses
+import math
 import pathlib
 
 import numpy as np
@@ -21,18 +22,25 @@ SCALING = 0.8
 """Exponent of the speed in the number of devices."""
 
 _MOST_DEVICES = 64
+_LEAST_S = 1e-6
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class PowerScaling:
-    """A step is one second on the devices asked for; a power of them on others."""
+    """Steps by a power of the devices.
+
+    Attributes:
+      asked: how many devices the owner asks for.
+      step_s: seconds of a step on them.
+    """
 
     asked: int
+    step_s: float = 1.0
 
     @property
     def most(self) -> int:
-        """No job gets more than this."""
-        return _MOST_DEVICES
+        """No job gets more than this, or than it asks for."""
+        return max(_MOST_DEVICES, self.asked)
 
     @property
     def curve(self) -> PowerScaling:
@@ -42,7 +50,7 @@ class PowerScaling:
     def seconds(self, plan: str, placement: tuple[int, ...]) -> float:
         """Seconds of a step."""
         del plan
-        return float((self.asked / sum(placement)) ** SCALING)
+        return float(self.step_s * (self.asked / sum(placement)) ** SCALING)
 
     def asked_s(self, job: Job) -> float:
         """Seconds of a step on what a job's owner asks for."""
@@ -51,7 +59,8 @@ class PowerScaling:
     def goodput(self, nodes: np.ndarray, devices: np.ndarray) -> np.ndarray:
         """Steps per second."""
         shape = np.broadcast(nodes, devices).shape
-        return np.broadcast_to((devices / self.asked) ** SCALING, shape)
+        speeds = (devices / self.asked) ** SCALING / self.step_s
+        return np.broadcast_to(speeds, shape)
 
 
 def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
@@ -60,21 +69,43 @@ def read_jobs(path: pathlib.Path) -> list[tuple[str, Job]]:
     Raises:
       ScheduleError: a row is wrong; it is named.
     """
-    found: list[tuple[str, Job]] = []
-    for row in read_rows(path, COLUMNS):
-        duration_s = row.number("duration_s", 1.0)
-        job = Job(
-            name=row.text("name"),
-            application=row.text("name"),
-            submitted_s=row.number("submitted_s", 0.0),
-            devices=row.whole("devices", 1),
-            steps=round(duration_s),
-            duration_s=duration_s,
+    return [
+        (
+            row.where,
+            timed_job(
+                row.text("name"),
+                row.number("submitted_s", 0.0),
+                row.whole("devices", 1),
+                row.number("duration_s", _LEAST_S),
+            ),
         )
-        found.append((row.where, job))
-    return found
+        for row in read_rows(path, COLUMNS)
+    ]
+
+
+def timed_job(name: str, submitted_s: float, devices: int, seconds: float) -> Job:
+    """A job of which nothing is known but its run time on what it asks for.
+
+    It makes a step each second; all are equally long, and end with the run time.
+    """
+    return Job(
+        name=name,
+        application=name,
+        submitted_s=submitted_s,
+        devices=devices,
+        steps=math.ceil(seconds),
+        duration_s=seconds,
+    )
 
 
 def running(jobs: list[tuple[str, Job]], restart_s: float = RESTART_S) -> list[StepJob]:
     """The jobs, ready to be simulated."""
-    return [StepJob(job, PowerScaling(job.devices), restart_s) for _, job in jobs]
+    return [
+        StepJob(
+            job,
+            PowerScaling(job.devices, job.duration_s / job.steps),
+            restart_s,
+            one_more=False,
+        )
+        for _, job in jobs
+    ]

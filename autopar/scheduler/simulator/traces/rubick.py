@@ -68,8 +68,16 @@ def running(
     restart_s: float = RESTART_S,
     *,
     ghosts: bool = False,
+    by_kind: Mapping[str, Mapping[str, PlanTimes]] | None = None,
 ) -> list[StepJob]:
     """The jobs, ready to be simulated.
+
+    Args:
+      jobs: of `read_jobs`.
+      times: seconds of steps of each program.
+      restart_s: seconds of a move.
+      ghosts: repeat a slip of the published simulator (`StepJob`).
+      by_kind: by kind of devices, seconds of steps of each program.
 
     Raises:
       ScheduleError: an application is not in the tables.
@@ -81,5 +89,14 @@ def running(
                 f"{where}: application {job.application!r} has no tables; there are "
                 f"{', '.join(times) or 'none'}."
             )
-        made.append(StepJob(job, times[job.application], restart_s, ghosts=ghosts))
+        kinds: dict[str, PlanTimes] = {}
+        for kind, of in (by_kind or {}).items():
+            if job.application not in of:
+                raise ScheduleError(
+                    f"{where}: application {job.application!r} has no tables of kind "
+                    f"{kind!r}; add them to the folder of that kind."
+                )
+            kinds[kind] = of[job.application]
+        own = times[job.application]
+        made.append(StepJob(job, own, restart_s, ghosts=ghosts, by_kind=kinds))
     return made
