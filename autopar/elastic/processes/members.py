@@ -168,6 +168,18 @@ def last_error(members: Mapping[int, Member]) -> str:
     return errors[-1] if errors else "none"
 
 
+def never_starts(member: Member, code: int | None, restarts: int) -> bool:
+    """Whether a worker ended before it joined, and another one would do so, too.
+
+    Args:
+      member: the worker.
+      code: its exit status, negative for a signal; None: not known.
+      restarts: how many workers that were killed are replaced.
+    """
+    killed = code is None or (code < 0 and restarts > 0)
+    return member.phase == "starting" and not killed
+
+
 def never_started(worker: int, code: int) -> str:
     """Why a run ends whose worker ended before it joined."""
     how = f"with code {code}" if code >= 0 else "by a signal"
@@ -189,7 +201,7 @@ def adopted(now: float, *, inside: bool, formed: bool = False) -> Member:
         phase="in" if inside else "starting",
         since_s=now,
         heard_s=now,
-        connected=True,
+        connected=inside,  # another one may still be starting
         formed=inside and formed,
         trained=inside,
     )

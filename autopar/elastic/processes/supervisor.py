@@ -196,8 +196,8 @@ class Supervisor:
             self._early_s = min(self._early_s, self._clock())
             if not self.members:
                 self.stop("", 0)
-        elif member.phase == "starting" and not self._ever and code is not None:
-            self.stop(members.never_started(worker, code), code or 1)
+        elif members.never_starts(member, code, self._restarts) and not self._ever:
+            self.stop(members.never_started(worker, code or 0), code or 1)
         elif (code or 0) > 0 and not left and not members.is_new(member, self.members):
             # An error of its own, or of the loss of another one.
             why = f"worker {worker} ended with code {code}; see its output."

@@ -61,6 +61,16 @@ def test_a_lost_state_is_said_to_be_lost() -> None:
     assert fake.of("form")[-1][1]["lost"] == 3
 
 
+def test_a_state_that_had_made_no_step_is_lost_too() -> None:
+    """All that formed its world die; a run that never formed one may begin."""
+    fake = running(2, restarts=2)
+    fake.supervisor.gone(0, -9)
+    fake.supervisor.gone(1, -9)
+    fake.ready(2, 3)
+    assert fake.of("form")[-1][1]["lost"] == 0
+    assert fake.of("form")[0][1]["lost"] is None
+
+
 def test_a_world_has_as_many_as_divide_the_batch() -> None:
     """A fifth worker waits, and takes the place of one that dies."""
     fake = Fake(processes=4)
@@ -316,6 +326,38 @@ def test_workers_of_a_supervisor_that_died() -> None:
     assert [w for w, _ in fake.of("abort")] == [0]
     fake.ready(0, holds=holding(4, 1, WHOLE))
     assert fake.world() == [0]
+
+
+def test_a_worker_that_starts_as_the_supervisor_dies_may_go_on() -> None:
+    fake = Fake(processes=0, silent_s=5)
+    known = {"generation": 0, "numbers": 1, "wanted": 1, "world": [], "reached": -1}
+    fake.supervisor.adopt({**known, "workers": {"0": None}})
+    fake.now = 60.0
+    fake.supervisor.tick()
+    assert fake.killed == []
+    fake.ready(0)
+    assert fake.world() == [0]
+
+
+def test_a_worker_that_is_killed_as_it_starts_is_replaced() -> None:
+    fake = Fake(processes=2, restarts=1)
+    fake.supervisor.gone(1, -9)
+    fake.ready(0, 2)
+    assert fake.world() == [0, 2]
+
+
+def test_a_world_is_formed_again_for_another_service() -> None:
+    """Those who train leave together; where it forms, it is left at once."""
+    fake = running(2)
+    fake.supervisor.renew()
+    assert [w for w, _ in fake.of("pause")] == [0, 1]
+    for worker in range(2):
+        fake.tell(worker, "started", generation=1, step=4)
+    fake.ready(0, 1, holds=holding(5, 1, WHOLE))
+    assert fake.supervisor.generation == 2
+    assert not fake.of("abort")
+    fake.supervisor.renew()
+    assert [w for w, _ in fake.of("abort")] == [0, 1]
 
 
 class TestWorkersThatConnectAgain:
