@@ -75,6 +75,17 @@ def source_line(eqn: Any) -> str:
     return ""
 
 
+def is_of_random(eqn: Any) -> bool:
+    """Whether a sampler of `jax.random` made an equation.
+
+    JAX's own frames stand in the traceback of ``source_info`` alone (0.10.2).
+    """
+    home = _prng.__file__.rpartition("/")[0]
+    traceback = eqn.source_info.traceback
+    frames = () if traceback is None else traceback.frames
+    return any(frame.file_name.startswith(home) for frame in frames)
+
+
 def thread_options() -> list[Any]:
     """Returns contexts of the options of JAX that this thread has set for itself."""
     own = [x for x in vars(_config).values() if isinstance(x, _config.State)]

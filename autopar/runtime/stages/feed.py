@@ -58,7 +58,7 @@ class Feed:
         # Stage -> the flat arguments that it deals out to microbatches.
         self.dealt: dict[int, list[int]] = defaultdict(list)
         for k in self.found.batch:
-            self.dealt[self.owners[self.values[k]]].append(k)
+            self.dealt[self.owners[arguments[k]]].append(k)
         self.deal = {s: self._deal_code(s, ks) for s, ks in self.dealt.items()}
         self.state = set(analysis.carried.values())
         self.numbers = self._numbers(arguments)
@@ -81,7 +81,8 @@ class Feed:
         """A jitted function from whole batches to those of all microbatches."""
         where = self.pipeline.stages[stage]
         count = self.found.microbatches
-        shardings = [where.sharding(self.values[k]) for k in positions]
+        arguments = self.program.body.inputs
+        shardings = [where.sharding(arguments[k]) for k in positions]
 
         def deal(*arrays: Any) -> list[list[Any]]:
             return [
@@ -171,15 +172,20 @@ class Feed:
             for k, (v, x) in enumerate(zip(self.values, flat, strict=True))
             if k not in split
         }
-        known.update(self._given(flat))
+        given_ahead = self._given(flat)
+        known.update({v: x for k, (v, x) in given_ahead.items() if k not in split})
         micro = [dict(given) for given in self.numbers]
+        arguments = self.program.body.inputs
         for stage, positions in self.dealt.items():
-            values = [self.values[k] for k in positions]
+            values = [arguments[k] for k in positions]
             if not self.pipeline.here(stage):
                 for given in micro:
                     given.update(dict.fromkeys(values))
                 continue
-            parts = self.deal[stage](*(flat[k] for k in positions))
+            wholes = (
+                flat[k] if k < len(flat) else given_ahead[k][1] for k in positions
+            )
+            parts = self.deal[stage](*wholes)
             for given, arrays in zip(micro, parts, strict=True):
                 given.update(zip(values, arrays, strict=True))
         ran = run_step(self.pipeline, known, micro, codecs)
@@ -208,6 +214,8 @@ class Feed:
         """The arrays of the batch that the step returns as they are."""
         out: dict[int, Any] = {}
         for k in sorted(self.found.batch):
+            if k >= len(flat):
+                break
             value, links = self.values[k], self.pipeline.links
             if value in self.pipeline.outputs:
                 owner = self.pipeline.processes[self.owners[value]]
@@ -223,13 +231,16 @@ class Feed:
         for code in (*self.deal.values(), *self._late.values()):
             code.clear_cache()
 
-    def _given(self, flat: Sequence[Any]) -> dict[int, Any]:
-        """What depends on the whole batch and goes to all microbatches."""
+    def _given(self, flat: Sequence[Any]) -> dict[int, tuple[int, Any]]:
+        """What depends on the whole batch: flat input -> its value and the array."""
         if self.ahead is None:
             return {}
         made = self.ahead(*self._whole(flat))
         values = [self.program.body.inputs[k] for k in self.found.given]
-        return {v: self._on_owner(v, x) for v, x in zip(values, made, strict=True)}
+        arrays = map(self._on_owner, values, made)
+        return dict(
+            zip(self.found.given, zip(values, arrays, strict=True), strict=True)
+        )
 
     def _on_owner(self, value: int, array: Any) -> Any:
         owner = self.owners[value]

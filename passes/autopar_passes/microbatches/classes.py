@@ -14,6 +14,7 @@ class Kind(enum.Enum):
     ROWS = "their rows, put together"
     SUM = "their sum"
     POSITION = "the numbers of their rows"
+    WHOLE = "none: it is computed from the whole batch"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class Split:
 
 SAME, LOCAL, SUM = Split(Kind.SAME), Split(Kind.LOCAL), Split(Kind.SUM)
 ANY_ROWS, POSITION = Split(Kind.ROWS), Split(Kind.POSITION)
+WHOLE = Split(Kind.WHOLE)
 
 
 def joined(a: Split, b: Split) -> Split | None:
@@ -63,7 +65,8 @@ class Edits:
       drawn: equations that draw for the rows of a microbatch what they draw for these
         rows in the whole batch -> `Rows.inner` of those.
       kept: equations whose scalars stay those of a microbatch.
-      replaced: values that are computed from the whole batch wherever they are read.
+      replaced: values that are computed from the whole batch wherever they are read;
+        a microbatch reads its rows of them.
     """
 
     scaled: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)

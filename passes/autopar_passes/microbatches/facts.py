@@ -5,7 +5,12 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 
-from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.graph.operators import (
+    GraphInput,
+    Operator,
+    OperatorGraph,
+    producers,
+)
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.microbatches.pairs import Pair
 from autopar_passes.program.equations import Equation, walk
@@ -27,7 +32,8 @@ class Facts:
       operators: the operator of each equation without regions.
       roles: the role of each top-level equation.
       back: top-level equations whose results the backward pass needs.
-      given: values that depend on the batch alone, not on state or random numbers.
+      given: values that are known before the first microbatch without a forward pass:
+        those that depend on the batch, on keys and on counters alone.
       statistics: statistics of the batch that normalise its rows and that carried
         state keeps.
       updated: values that are made of results of the backward pass.
@@ -116,16 +122,21 @@ def _needed_back(
 
 
 def _given(pair: Pair, graph: OperatorGraph) -> frozenset[int]:
-    """The values outside of loops that depend on what is not carried alone."""
+    """The values outside of loops that need no array of the state."""
     body = pair.whole.body
-    found = {i.value for i in graph.inputs if i.output < 0}
+    found = {i.value for i in graph.inputs if i.output < 0 or not _is_array(graph, i)}
     found.update(body.inputs[pair.whole.num_arguments :])
     for eqn in body.equations:
-        inner = {e.primitive for region in eqn.regions for e in walk(region)}
-        drawn = not RANDOM.isdisjoint({eqn.primitive, *inner})
-        if not drawn and all(a in found for a in eqn.inputs if isinstance(a, int)):
+        told = eqn.source.effects
+        if not told and all(a in found for a in eqn.inputs if isinstance(a, int)):
             found.update(eqn.outputs)
     return frozenset(found)
+
+
+def _is_array(graph: OperatorGraph, given: GraphInput) -> bool:
+    """Whether an input is an array of numbers that the step learns or keeps."""
+    value = graph.values[given.value]
+    return value.floating and (given.role is not InputRole.OTHER or value.size > 1)
 
 
 def _updated(graph: OperatorGraph) -> frozenset[int]:

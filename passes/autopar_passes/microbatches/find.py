@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from autopar_passes.graph.operators import OperatorGraph, update_equations
-from autopar_passes.microbatches.classes import SAME, Kind, Split
+from autopar_passes.microbatches.classes import SAME, Kind
 from autopar_passes.microbatches.facts import Facts, facts
 from autopar_passes.microbatches.follow import Follower
 from autopar_passes.microbatches.microbatched import (
@@ -20,7 +20,7 @@ from autopar_passes.microbatches.operators import Grouped, is_float
 from autopar_passes.microbatches.pairs import Pair, paired, place
 from autopar_passes.microbatches.rewrite import Rewritten, rewritten
 from autopar_passes.program.building import needed
-from autopar_passes.program.equations import Program, Region
+from autopar_passes.program.equations import Program, Region, walk
 from autopar_passes.program.trace import TracedStep
 
 _COMBINED = {
@@ -55,15 +55,21 @@ def microbatched(
     pair = paired(whole.program, micro.program, count)
     if not any(pair.has_rows(v) for v in pair.whole.body.inputs):
         raise MicrobatchError("no argument has rows of a batch.")
-    follower, unit = _followed(pair, facts(pair, graph), couple=couple)
-    made = rewritten(pair, follower.edits)
+    known, hoisted = facts(pair, graph), frozenset[int]()
+    while True:
+        follower, unit = _followed(pair, known, couple=couple, hoisted=hoisted)
+        made = rewritten(pair, follower.known.edits)
+        again = _drawn_twice(pair, follower, made)
+        if not again:
+            break
+        hoisted |= again
     first = pair.micro.num_arguments
     return Microbatched(
         microbatches=count,
         traced=_traced(micro, made),
         once=frozenset(follower.once),
         crossings=_crossings(pair, follower),
-        batch=_batch(pair, unit),
+        batch=_batch(pair, unit) | _rows_ahead(pair, follower, made),
         number=first if made.number else None,
         ahead=_ahead(pair, made),
         given=tuple(first + made.number + k for k in range(len(made.ahead))),
@@ -103,12 +109,13 @@ def unsplit(
     )
 
 
-def _followed(pair: Pair, known: Facts, *, couple: bool) -> tuple[Follower, int]:
+def _followed(
+    pair: Pair, known: Facts, *, couple: bool, hoisted: frozenset[int]
+) -> tuple[Follower, int]:
     """The classes of all values, and how many rows are dealt out together."""
     unit = 1
     while True:
-        follower = Follower(pair, known, couple=couple)
-        follower.classes.update(_given(pair, unit))
+        follower = Follower(pair, known, unit, couple=couple, hoisted=hoisted)
         try:
             follower.run()
         except Grouped as grouped:
@@ -118,12 +125,28 @@ def _followed(pair: Pair, known: Facts, *, couple: bool) -> tuple[Follower, int]
             return follower, unit
 
 
-def _given(pair: Pair, unit: int) -> dict[int, Split]:
-    """The classes of the inputs."""
+def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Rows]:
+    """Where the rows are of what is computed from the whole batch and dealt out."""
+    first = pair.micro.num_arguments + made.number
     return {
-        v: Split(Kind.ROWS, unit) if pair.has_rows(v) else SAME
-        for v in pair.micro.body.inputs
+        first + k: Rows(pair.dims[v], max(1, follower.known.of_whole(v).inner))
+        for k, v in enumerate(made.ahead)
+        if pair.has_rows(v)
     }
+
+
+def _drawn_twice(pair: Pair, follower: Follower, made: Rewritten) -> frozenset[int]:
+    """The equations that draw something else ahead than in each microbatch."""
+    folded = {index for index, _ in follower.known.edits.folded}
+    ahead = needed(pair.whole.body.equations, made.ahead)
+    return frozenset(
+        eqn.index
+        for eqn in ahead
+        if eqn.index not in follower.hoisted
+        and not folded.isdisjoint(
+            {eqn.index, *(e.index for r in eqn.regions for e in walk(r))}
+        )
+    )
 
 
 def _check_unit(pair: Pair, unit: int) -> None:
@@ -180,7 +203,9 @@ def _crossings(pair: Pair, follower: Follower) -> tuple[Crossing, ...]:
             read.extend(eqn.inputs)
     found: list[Crossing] = []
     for value in dict.fromkeys(a for a in read if isinstance(a, int) and a in made):
-        split = follower.classes[value]
+        split = follower.known.classes[value]
+        if value in follower.known.edits.replaced:
+            split = SAME  # The whole value is there already.
         combine = _COMBINED.get(split.kind)
         dtype = pair.micro.values[value].dtype
         if combine is None or (combine is Combine.MEAN and not is_float(dtype)):

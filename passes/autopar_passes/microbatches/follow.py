@@ -10,61 +10,72 @@ sum of what was given with the batch alone (the number of tokens that count) is
 computed ahead. Otherwise each microbatch may take ``M`` times its own part for the
 whole: so batch normalisation has the statistics of each microbatch, and its backward
 pass follows by the same rule.
+
+Rows of the batch that are mixed before the model reads them (reversed, permuted, drawn)
+are computed from the whole batch ahead, too. A microbatch takes its rows of the result.
 """
 
 from __future__ import annotations
 
-from autopar_passes.graph.roles import Role
+from autopar_passes import jax_compat
+from autopar_passes.graph.roles import Role, module_path
 from autopar_passes.microbatches import operators
 from autopar_passes.microbatches.classes import (
     ANY_ROWS,
     LOCAL,
     SAME,
     SUM,
-    Edits,
+    WHOLE,
     Kind,
     Split,
     joined,
 )
 from autopar_passes.microbatches.draws import can_draw
 from autopar_passes.microbatches.facts import RANDOM, Facts
+from autopar_passes.microbatches.known import Again, Known
 from autopar_passes.microbatches.microbatched import MicrobatchError
-from autopar_passes.microbatches.pairs import Pair, place
-from autopar_passes.program.equations import Atom, Equation, Region, Scalar, walk
+from autopar_passes.microbatches.pairs import Pair, check_dims, place
+from autopar_passes.microbatches.row_loops import added_up
+from autopar_passes.program.equations import Equation, Region, walk
 
 
 class _Late(Exception):  # no error: it ends the look at an equation
     """An equation needs whole values, and can wait for them."""
 
 
-class _Again(Exception):  # no error: it starts a loop anew
-    """A loop must be looked at again: what enters it has another class."""
-
-
 class Follower:
     """Follows the classes of values through one program."""
 
-    def __init__(self, pair: Pair, facts: Facts, *, couple: bool) -> None:
-        """Knows no class yet.
+    def __init__(
+        self,
+        pair: Pair,
+        facts: Facts,
+        unit: int,
+        *,
+        couple: bool,
+        hoisted: frozenset[int] = frozenset(),
+    ) -> None:
+        """Knows the classes of the inputs.
 
         Args:
           pair: the programs.
           facts: of the step.
+          unit: how many rows of the batch are dealt out together.
           couple: whether everything that couples the batch is computed from each
             microbatch alone.
+          hoisted: top-level equations that are computed from the whole batch ahead.
         """
         self.pair = pair
         self.facts = facts
         self.couple = couple
-        self.classes: dict[int, Split] = {}
-        self.edits = Edits()
+        self.hoisted = hoisted
+        self.known = Known(pair, facts, unit)
         self.once: set[int] = set()
         self.local: dict[str, None] = {}
         self._modules: set[str] = set()
         self._top: Equation | None = None
-        # Inputs of regions -> the equation and operand that they come from.
-        self._outer: dict[int, tuple[Equation, int]] = {}
-        self._forced: dict[tuple[int, int], Split] = {}
+        # Within a sampler, which draws again for the rows that it has not accepted.
+        self._sampling = False
 
     def run(self) -> None:
         """Follows the whole program.
@@ -87,11 +98,8 @@ class Follower:
                 )
             if not late and (role is not Role.UPDATE or self._reads_rows(eqn)):
                 self._top = eqn
-                try:
-                    self.equation(eqn)
+                if self._in_microbatches(eqn):
                     continue
-                except _Late:
-                    self._forget(eqn)
             self.once.add(eqn.index)
             after.update(eqn.outputs)
 
@@ -102,32 +110,46 @@ class Follower:
         """
         if not eqn.regions:
             return True
-        kinds = {self.of(a).kind for a in eqn.inputs if a in self.classes}
+        kinds = {self.known.of(a).kind for a in eqn.inputs if a in self.known.classes}
         return Kind.SUM in kinds and not self._reads_rows(eqn)
+
+    def _in_microbatches(self, eqn: Equation) -> bool:
+        """Finds the classes of a top-level equation's results; False: it waits."""
+        ahead = self.facts.given.issuperset(eqn.outputs)
+        if ahead and eqn.index in self.hoisted:
+            self.known.hoist(eqn.outputs)
+            return True
+        known = dict(self.local), set(self._modules)
+        try:
+            self.equation(eqn)
+        except _Late:
+            self._forget(eqn)
+            return False
+        except MicrobatchError:
+            if not ahead:
+                raise
+            self._forget(eqn)
+            self.local, self._modules = known
+            self.known.hoist(eqn.outputs)
+        return True
 
     def _reads_rows(self, eqn: Equation) -> bool:
         """Whether an equation reads rows, such as the gradient of each of them."""
         read = [a for a in eqn.inputs if isinstance(a, int)]
         return any(
-            v in self.classes and self.classes[v].kind is Kind.ROWS for v in read
+            v in self.known.classes and self.known.classes[v].kind is Kind.ROWS
+            for v in read
         )
 
     def _forget(self, eqn: Equation) -> None:
-        self.edits.forget(eqn.index)
+        self.known.edits.forget(eqn.index)
         for region in eqn.regions:
             for inner in walk(region):
-                self.edits.forget(inner.index)
-
-    def of(self, atom: Atom) -> Split:
-        """The class of an atom."""
-        return SAME if isinstance(atom, Scalar) else self.classes[atom]
-
-    def operand(self, eqn: Equation, slot: int) -> Split:
-        """The class of an operand, with what was found to be needed of it."""
-        return self._forced.get((eqn.index, slot), self.of(eqn.inputs[slot]))
+                self.known.edits.forget(inner.index)
 
     def equation(self, eqn: Equation) -> None:
         """Finds the classes of the results of an equation."""
+        self._check_part(eqn)
         match eqn.primitive:
             case "scan":
                 found = self._until_settled(eqn, self._scan)
@@ -136,15 +158,33 @@ class Follower:
             case "cond":
                 found = self._until_settled(eqn, self._cond)
             case "optimization_barrier":
-                found = [self.of(a) for a in eqn.inputs]
+                found = [self.known.of(a) for a in eqn.inputs]
             case _:
                 found = self._plain(eqn)
-        self.classes.update(zip(eqn.outputs, found, strict=True))
+        self.known.classes.update(zip(eqn.outputs, found, strict=True))
+
+    def _check_part(self, eqn: Equation) -> None:
+        """Checks that a microbatch has a part of all that an equation is about.
+
+        Raises:
+          MicrobatchError: it has not, and nothing else can be done.
+        """
+        try:
+            check_dims(self.pair, eqn)
+            if WHOLE in map(self.known.of, eqn.inputs):
+                raise MicrobatchError(
+                    f"{place(eqn)} reads what only the whole batch has."
+                )
+        except MicrobatchError:
+            assert self._top is not None
+            if self._top.index not in self.facts.back:
+                raise _Late from None
+            raise
 
     # -- equations without regions -------------------------------------------------
 
     def _plain(self, eqn: Equation) -> list[Split]:
-        given = [self.of(a) for a in eqn.inputs]
+        given = [self.known.of(a) for a in eqn.inputs]
         if not eqn.outputs:
             return []
         kinds = {c.kind for c in given}
@@ -152,21 +192,20 @@ class Follower:
             return self._positions(eqn, given)
         if Kind.ROWS not in kinds and operators.moved(self.pair, eqn):
             return self._coupled(eqn, "counts the rows")
-        if Kind.SUM in kinds:
-            return self._sums(eqn, given)
-        if Kind.ROWS in kinds:
-            return self._rows(eqn, given)
-        if any(self.pair.has_rows(v) for v in eqn.outputs):
-            return self._rows_of_none(eqn, given)
-        return [LOCAL if Kind.LOCAL in kinds else SAME] * len(eqn.outputs)
+        return self._by_classes(eqn, given)
 
     def _positions(self, eqn: Equation, given: list[Split]) -> list[Split]:
         found = operators.positions(self.pair, eqn, given)
-        if found is None:
-            return self._coupled(eqn, "uses the numbers of the rows")
-        if found.kind is Kind.POSITION:
-            self.edits.kept.add(eqn.index)
-        return [found] * len(eqn.outputs)
+        if found is not None:
+            if found.kind is Kind.POSITION:
+                self.known.edits.kept.add(eqn.index)
+            return [found] * len(eqn.outputs)
+        if self.facts.given.issuperset(eqn.outputs):
+            return self.known.hoist(eqn.outputs)
+        for slot, split in enumerate(given):
+            if split.kind is Kind.POSITION:
+                given[slot] = self.known.numbers(eqn, slot)
+        return self._by_classes(eqn, given)
 
     def _rows_of_none(self, eqn: Equation, given: list[Split]) -> list[Split]:
         """Values with rows are made of values without."""
@@ -180,37 +219,41 @@ class Follower:
 
     def _drawn(self, eqn: Equation, key: Split) -> Split:
         """Random numbers for rows: those of the whole batch, if they can be had."""
-        inner = self._adjacent(eqn.outputs[0])
+        inner = self.known.adjacent(eqn.outputs[0])
         of = eqn.inputs[0]
         if key.kind is Kind.SAME and isinstance(of, int):
             if can_draw(eqn, self.pair.micro.values[of].dtype):
-                self.edits.drawn[eqn.index] = inner
+                self.known.edits.drawn[eqn.index] = inner
             else:
-                self.edits.folded.add((eqn.index, 0))
-                op = self.facts.operators[eqn.index]
-                self.local.setdefault(f"random numbers of {op.module or op.source}")
+                self._fold(eqn, 0)
         return Split(Kind.ROWS, inner)
 
-    def _adjacent(self, value: int) -> int:
-        """How many adjacent rows of a value are of one row of the batch, or of a group.
+    def _fold(self, eqn: Equation, slot: int) -> None:
+        """Gives each microbatch a key of its own."""
+        self.known.edits.folded.add((eqn.index, slot))
+        where = module_path(eqn.name_stack) or jax_compat.source_line(eqn.source)
+        self.local.setdefault(f"random numbers of {where or place(eqn)}")
 
-        A batch of B rows that is flattened with S others has B S rows, S of each.
+    def _check_drawn(self, eqn: Equation) -> None:
+        """Has numbers drawn ahead, all at once, where a sampler needs no activations.
+
+        Raises:
+          MicrobatchError: they can be; the equation is computed from the whole batch.
         """
-        body, rows = self.pair.whole.body, self.pair.rows_of(value)
-        for given in body.inputs:
-            if self.pair.has_rows(given):
-                held = rows * self.classes[given].inner
-                if held % self.pair.rows_of(given) == 0:
-                    return held // self.pair.rows_of(given)
-        return 1
+        assert self._top is not None
+        if self.facts.given.issuperset(self._top.outputs):
+            raise MicrobatchError(f"{place(eqn)} draws for all rows at once.")
 
     def _rows(self, eqn: Equation, given: list[Split]) -> list[Split]:
         op = self.facts.operators[eqn.index]
+        if eqn.primitive == "random_gamma" and given[0].kind is Kind.SAME:
+            self._check_drawn(eqn)
+            self._fold(eqn, 0)
         found = operators.rows(self.pair, eqn, given, op.rule)
         if isinstance(found, str):
             return self._coupled(eqn, found)
         if SUM in found and eqn.primitive == "scatter-add":
-            self.as_part(eqn, 0)
+            self.known.as_part(eqn, 0)
         return found
 
     def _sums(self, eqn: Equation, given: list[Split]) -> list[Split]:
@@ -222,66 +265,49 @@ class Follower:
         if linear is None:
             for slot in sums:
                 given[slot] = self.settle(eqn, slot)
-            return self._with_classes(eqn, given)
+            return self._by_classes(eqn, given)
         for slot in [k for k in sums if k not in linear.sums]:
             given[slot] = self.settle(eqn, slot)
         for slot in linear.parts:
             if given[slot].kind is not Kind.SUM:
-                self.as_part(eqn, slot)
+                self.known.as_part(eqn, slot)
         return [SUM] * len(eqn.outputs)
 
-    def _with_classes(self, eqn: Equation, given: list[Split]) -> list[Split]:
+    def _by_classes(self, eqn: Equation, given: list[Split]) -> list[Split]:
         kinds = {c.kind for c in given}
+        if Kind.SUM in kinds:
+            return self._sums(eqn, given)
         if Kind.ROWS in kinds:
             return self._rows(eqn, given)
         if any(self.pair.has_rows(v) for v in eqn.outputs):
             return self._rows_of_none(eqn, given)
         return [LOCAL if Kind.LOCAL in kinds else SAME] * len(eqn.outputs)
 
-    # -- what is needed of an operand ----------------------------------------------
-
-    def as_part(self, eqn: Equation, slot: int) -> None:
-        """Makes an operand that all microbatches have alike count once in their sum."""
-        atom = eqn.inputs[slot]
-        if operators.is_zero(self.pair.made_by, atom):
-            return
-        value = atom.aval if isinstance(atom, Scalar) else self.pair.micro.values[atom]
-        if operators.is_float(value.dtype):
-            self.edits.scaled[eqn.index, slot] = 1 / self.pair.count
-        elif operators.is_integer(value.dtype):
-            self.edits.first.add((eqn.index, slot))
-        else:
-            raise MicrobatchError(
-                f"{place(eqn)} adds what no microbatch has a part of."
-            )
-
     def settle(self, eqn: Equation, slot: int) -> Split:
         """The class of a sum that is needed before all microbatches are through."""
         value = eqn.inputs[slot]
         assert isinstance(value, int)
-        origin = self._outer.get(value)
+        origin = self.known.outer.get(value)
         if value in self.facts.given:
-            self.edits.ahead[eqn.index, slot] = value
+            self.known.edits.ahead[eqn.index, slot] = value
             return SAME
-        if origin is not None and self._source(origin) in self.facts.given:
-            loop, place_of = origin
-            self._forced[loop.index, place_of] = SAME
-            self.edits.ahead[loop.index, place_of] = self._source(origin)
-            raise _Again(loop.index)
+        if origin is not None and self.known.source(origin) in self.facts.given:
+            self.known.force(origin, SAME)
         self._wait_or_accept(eqn, value, "needs a sum over the batch")
-        self.edits.scaled[eqn.index, slot] = float(self.pair.count)
+        self.known.edits.scaled[eqn.index, slot] = float(self.pair.count)
         return LOCAL
-
-    def _source(self, origin: tuple[Equation, int]) -> int:
-        atom = origin[0].inputs[origin[1]]
-        return atom if isinstance(atom, int) else -1
 
     def _coupled(self, eqn: Equation, why: str) -> list[Split]:
         """The classes of results that depend on several rows in another way."""
-        plain = [v for v in eqn.outputs if not self.pair.has_rows(v)]
-        if self.facts.given.issuperset(eqn.outputs) and len(plain) == len(eqn.outputs):
-            self.edits.replaced.update(eqn.outputs)
-            return [SAME] * len(eqn.outputs)
+        if self._sampling:
+            return [
+                Split(Kind.ROWS, self.known.adjacent(v))
+                if self.pair.has_rows(v)
+                else LOCAL
+                for v in eqn.outputs
+            ]
+        if self.facts.given.issuperset(eqn.outputs):
+            return self.known.hoist(eqn.outputs)
         self._wait_or_accept(eqn, None, why)
         return [
             Split(Kind.ROWS, 1) if self.pair.has_rows(v) else LOCAL for v in eqn.outputs
@@ -323,20 +349,20 @@ class Follower:
         while True:
             try:
                 return look(eqn)
-            except _Again as again:
+            except Again as again:
                 if again.args != (eqn.index,):
                     raise
 
     def _enter(self, eqn: Equation, slots: list[int], inputs: list[int]) -> None:
         for slot, value in zip(slots, inputs, strict=True):
-            self._outer[value] = (eqn, slot)
-            self.classes[value] = self.operand(eqn, slot)
+            self.known.outer[value] = (eqn, slot)
+            self.known.classes[value] = self.known.operand(eqn, slot)
 
     def _body(self, region: Region) -> list[Split]:
         for eqn in region.equations:
-            self.edits.forget(eqn.index)
+            self.known.edits.forget(eqn.index)
             self.equation(eqn)
-        return [self.of(a) for a in region.outputs]
+        return [self.known.of(a) for a in region.outputs]
 
     def _loop(
         self, eqn: Equation, region: Region, start: int, carried: list[int], first: int
@@ -350,9 +376,9 @@ class Follower:
           carried: the inputs of the body that are carried.
           first: the first of its results that is carried.
         """
-        now = [self.operand(eqn, start + k) for k in range(len(carried))]
+        now = [self.known.operand(eqn, start + k) for k in range(len(carried))]
         while True:
-            self.classes.update(zip(carried, now, strict=True))
+            self.known.classes.update(zip(carried, now, strict=True))
             out = self._body(region)
             new = [
                 self._join(eqn, a, b)
@@ -363,8 +389,8 @@ class Follower:
             now = new
         for k, split in enumerate(now):
             if split.kind is Kind.SUM:
-                if self.operand(eqn, start + k).kind is not Kind.SUM:
-                    self.as_part(eqn, start + k)
+                if self.known.operand(eqn, start + k).kind is not Kind.SUM:
+                    self.known.as_part(eqn, start + k)
                 if out[first + k].kind is not Kind.SUM:
                     raise MicrobatchError(f"{place(eqn)} carries a sum in some turns.")
         return out[:first] + now + out[first + len(now) :]
@@ -380,17 +406,65 @@ class Follower:
     def _scan(self, eqn: Equation) -> list[Split]:
         params, body = eqn.params, eqn.regions[0]
         consts, carry = params["num_consts"], params["num_carry"]
-        whole = self.pair.sources[eqn.index]
-        if whole.params["length"] != params["length"]:
-            return self._coupled(eqn, "goes through the rows one by one")
+        if self.pair.sources[eqn.index].params["length"] != params["length"]:
+            return self._scan_of_rows(eqn)
         rest = [*range(consts), *range(consts + carry, len(eqn.inputs))]
         self._enter(eqn, rest, [body.inputs[k] for k in rest])
         for k in range(consts, consts + carry):
-            self._outer[body.inputs[k]] = (eqn, k)
+            self.known.outer[body.inputs[k]] = (eqn, k)
         carried = list(body.inputs[consts : consts + carry])
         return self._loop(eqn, body, consts, carried, 0)
 
+    def _scan_of_rows(self, eqn: Equation) -> list[Split]:
+        """A scan whose turns are the rows: a map, or what adds up over them."""
+        body = eqn.regions[0]
+        consts, carry = eqn.params["num_consts"], eqn.params["num_carry"]
+        added = added_up(eqn)
+        given = [self.known.operand(eqn, k) for k in range(len(eqn.inputs))]
+        for slot in range(consts + carry, len(given)):
+            if given[slot].kind is Kind.POSITION:
+                given[slot] = self.known.numbers(eqn, slot)
+        inners = {c.inner for c in given[consts + carry :]} - {0}
+        apart = all(c.kind in (Kind.SAME, Kind.LOCAL) for c in given[: consts + carry])
+        mapped = all(c.kind is Kind.ROWS for c in given[consts + carry :]) and all(
+            self.pair.dims[v] == 0 for v in eqn.outputs[carry:]
+        )
+        if added is None or not apart or not mapped or len(inners) > 1:
+            return self._coupled(eqn, "goes through the rows one by one")
+        self.known.classes.update((v, SAME) for v in body.inputs)
+        if not all(c.kind in (Kind.SAME, Kind.LOCAL) for c in self._body(body)):
+            return self._coupled(eqn, "goes through the rows one by one")
+        for k, adds in enumerate(added):
+            if adds:
+                self.known.as_part(eqn, consts + k)
+        ends = [SUM if adds else given[consts + k] for k, adds in enumerate(added)]
+        inner = inners.pop() if inners else 0
+        return [*ends, *[Split(Kind.ROWS, inner)] * (len(eqn.outputs) - carry)]
+
+    def _sampler(self, eqn: Equation) -> list[Split]:
+        """A loop of `jax.random` that goes on until all rows have their numbers."""
+        self._check_drawn(eqn)
+        if Kind.SUM in {self.known.of(a).kind for a in eqn.inputs}:
+            return self._coupled(eqn, "needs a sum over the batch")
+        for slot, atom in enumerate(eqn.inputs):
+            if not isinstance(atom, int) or self.known.of(atom).kind is not Kind.SAME:
+                continue
+            if jax_compat.is_extended(self.pair.micro.values[atom].dtype):
+                self._fold(eqn, slot)
+                self.known.forced[eqn.index, slot] = LOCAL
+        self._sampling = True
+        try:
+            return self._while_of(eqn)
+        finally:
+            self._sampling = False
+
     def _while(self, eqn: Equation) -> list[Split]:
+        draws = any(e.primitive in RANDOM for r in eqn.regions for e in walk(r))
+        if draws and not self._sampling and jax_compat.is_of_random(eqn.source):
+            return self._sampler(eqn)
+        return self._while_of(eqn)
+
+    def _while_of(self, eqn: Equation) -> list[Split]:
         test, body = eqn.regions
         n_test, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         self._enter(eqn, list(range(n_test)), list(test.inputs[:n_test]))
@@ -398,14 +472,17 @@ class Follower:
         self._enter(eqn, slots, list(body.inputs[:n_body]))
         carried = list(body.inputs[n_body:])
         found = self._loop(eqn, body, n_test + n_body, carried, 0)
-        self.classes.update(zip(test.inputs[n_test:], found, strict=True))
+        self.known.classes.update(zip(test.inputs[n_test:], found, strict=True))
         (again,) = self._body(test)
+        kinds = {c.kind for c in found}
+        if again.kind is Kind.ROWS and kinds <= {Kind.SAME, Kind.ROWS}:
+            return found  # A loop that is mapped over rows ends for each by itself.
         if again.kind not in (Kind.SAME, Kind.LOCAL):
             return self._coupled(eqn, "goes on until all rows are through")
         return found
 
     def _cond(self, eqn: Equation) -> list[Split]:
-        if self.of(eqn.inputs[0]).kind is Kind.SUM:
+        if self.known.of(eqn.inputs[0]).kind is Kind.SUM:
             self.settle(eqn, 0)
         found: list[Split] | None = None
         slots = list(range(1, len(eqn.inputs)))

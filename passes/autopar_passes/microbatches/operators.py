@@ -26,6 +26,13 @@ class Grouped(Exception):  # no error: the rows are dealt out anew
 
 Look = Callable[[Equation], list[Split]]
 
+# They make keys, bits or numbers of each key; its dimensions are their first.
+KEYED = frozenset(
+    {
+        "random_bits", "random_clone", "random_fold_in", "random_gamma", "random_seed",
+        "random_split", "random_unwrap", "random_wrap",
+    }
+)  # fmt: skip
 # Keys that can be folded are their first operand.
 FOLDED = frozenset({"random_bits", "random_split", "random_gamma"})
 # They make rows that are all equal of values without rows.
@@ -133,6 +140,8 @@ def _in_their_way(
     """What operators do that their rules do not tell; None: their rules do."""
     dim = max(pair.dims[a] for a in eqn.inputs if isinstance(a, int))
     match eqn.primitive:
+        case kind if kind in KEYED:
+            return _keyed(pair, eqn, inner)
         case "reshape":
             return _reshaped(pair, eqn, inner)
         case "slice" if _rows_cut(pair, eqn):
@@ -145,6 +154,15 @@ def _in_their_way(
             return _split(pair, eqn, inner)
         case _:
             return "picks rows by an index" if indexes_rows(pair, eqn) else None
+
+
+def _keyed(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
+    """What is made of the keys of rows, or with a key for the numbers of rows."""
+    arrays = (a for a in eqn.inputs if isinstance(a, int) and pair.has_rows(a))
+    dims = {pair.dims[v] for v in (*arrays, *eqn.outputs)}
+    if len(dims) != 1:
+        return "brings rows together"
+    return [Split(Kind.ROWS, inner)]
 
 
 def _by_rule(

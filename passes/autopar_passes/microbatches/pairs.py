@@ -29,7 +29,7 @@ _SIZES = frozenset(
     {
         "shape", "new_sizes", "sizes", "slice_sizes", "limit_indices", "start_indices",
         "sharding", "out_sharding", "jaxpr", "cond_jaxpr", "body_jaxpr", "branches",
-        "operand_shape", "updates_shape", "padding_config",
+        "operand_shape", "updates_shape", "padding_config", "length",
     }
 )  # fmt: skip
 
@@ -42,7 +42,8 @@ class Pair:
       whole: of the whole batch.
       micro: of one microbatch.
       count: number of microbatches.
-      dims: of each value, the dimension with the rows of the batch; -1: none.
+      dims: of each value, the dimension with the rows of the batch; -1: none; less:
+        a microbatch has no part of it.
       sources: the equations of the whole batch, also those of regions, by index.
       made_by: the equation of a microbatch that makes each value.
     """
@@ -72,15 +73,12 @@ def paired(whole: Program, micro: Program, count: int) -> Pair:
     if len(whole.values) != len(micro.values):
         raise _depends("it has other operators for as few as a microbatch has")
     _compare(whole.body, micro.body)
-    _compare_constants(whole, micro)
     dims = tuple(
         _dim(a.shape, b.shape, count)
         for a, b in zip(whole.values, micro.values, strict=True)
     )
     made_by = {v: e for e in walk(micro.body) for v in e.outputs}
-    pair = Pair(whole, micro, count, dims, whole.by_index(), made_by)
-    _check_dims(pair, whole.body)
-    return pair
+    return Pair(whole, micro, count, dims, whole.by_index(), made_by)
 
 
 # What `_dim` gives for shapes that no single dimension of rows tells apart.
@@ -96,13 +94,15 @@ def _dim(whole: tuple[int, ...], micro: tuple[int, ...], count: int) -> int:
     return _SEVERAL if len(differ) > 1 else differ[0] if differ else -1
 
 
-def _check_dims(pair: Pair, region: Region) -> None:
-    for eqn in region.equations:
-        for value in eqn.outputs:
-            if pair.dims[value] < -1:
-                raise MicrobatchError(_wrong_dims(pair, eqn, value))
-        for inner in eqn.regions:
-            _check_dims(pair, inner)
+def check_dims(pair: Pair, eqn: Equation) -> None:
+    """Checks that a microbatch has a part of each result of an equation.
+
+    Raises:
+      MicrobatchError: it has not.
+    """
+    for value in eqn.outputs:
+        if pair.dims[value] < -1:
+            raise MicrobatchError(_wrong_dims(pair, eqn, value))
 
 
 def _wrong_dims(pair: Pair, eqn: Equation, value: int) -> str:
@@ -203,18 +203,3 @@ def _held(function: FunctionType) -> dict[str | int, Any]:
         with contextlib.suppress(ValueError):  # the cell is empty
             out[name] = cell.cell_contents
     return out
-
-
-def _compare_constants(whole: Program, micro: Program) -> None:
-    for a, b in zip(whole.constants, micro.constants, strict=True):
-        if np.shape(a) != np.shape(b) or not _same_array(a, b):
-            shape = "x".join(map(str, np.shape(a)))
-            raise _depends(f"it holds an array of {shape} that is made of it")
-
-
-def _same_array(a: Any, b: Any) -> bool:
-    if a is b:
-        return True
-    if jax_compat.is_extended(getattr(a, "dtype", np.dtype("float32"))):
-        return False
-    return bool(np.array_equal(np.asarray(a), np.asarray(b)))

@@ -54,9 +54,6 @@ class _Writer:
         micro = self.pair.micro
         if self.edits.first or self.edits.folded or self.edits.drawn:
             self.number = self.builder.value((), jnp.dtype("int32"))
-        for value in sorted({*self.edits.ahead.values(), *self.edits.replaced}):
-            of = self.pair.whole.values[value]
-            self.given[value] = self.builder.value(of.shape, of.dtype)
         region = self.region(self.pair.whole.body, micro.body)
         read = [v for v in region.outputs if isinstance(v, int)]
         for eqn in region.equations:
@@ -69,7 +66,12 @@ class _Writer:
             e for e in region.equations if e.index in kept or e.source.effects
         )
         body = Region(self.inputs(), equations, region.outputs)
-        program = Program(tuple(self.builder.values), body, micro.constants)
+        # A constant with rows is read as the rows of the whole one, ahead.
+        constants = tuple(
+            a if np.shape(a) == np.shape(b) else b
+            for a, b in zip(self.pair.whole.constants, micro.constants, strict=True)
+        )
+        program = Program(tuple(self.builder.values), body, constants)
         return Rewritten(program, self.number is not None, tuple(self.given))
 
     def inputs(self) -> tuple[int, ...]:
@@ -93,7 +95,15 @@ class _Writer:
         replaced = isinstance(atom, int) and atom in self.edits.replaced
         if not replaced or not isinstance(atom, int):
             return atom
-        return self.take(self.given[atom])
+        return self.take(self.ahead(atom))
+
+    def ahead(self, value: int) -> int:
+        """The input that takes what is computed from the whole batch."""
+        if value not in self.given:
+            part = self.pair.has_rows(value)
+            of = (self.pair.micro if part else self.pair.whole).values[value]
+            self.given[value] = self.builder.value(of.shape, of.dtype)
+        return self.given[value]
 
     def equation(self, whole: Equation, micro: Equation) -> None:
         inputs = list(micro.inputs)
@@ -149,7 +159,9 @@ class _Writer:
             params["num_consts"] += len(values)
         elif eqn.primitive == "while":
             if taken[0]:
-                raise MicrobatchError(f"{place(eqn)} draws random numbers in its test.")
+                raise MicrobatchError(
+                    f"{place(eqn)} tests what is drawn or mixed for each microbatch."
+                )
             at, handing = params["cond_nconsts"], [1]
             params["body_nconsts"] += len(values)
         else:
@@ -177,7 +189,7 @@ class _Writer:
         """What an equation reads, with what is to be done to it before."""
         key = (eqn.index, slot)
         if key in self.edits.ahead:
-            return self.take(self.given[self.edits.ahead[key]])
+            return self.take(self.ahead(self.edits.ahead[key]))
         if key in self.edits.scaled:
             factor = self.edits.scaled[key]
             if isinstance(atom, Scalar):

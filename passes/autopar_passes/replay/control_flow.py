@@ -94,16 +94,22 @@ class ControlFlow:
         n_cond, n_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         outer = self._hand_in(ops, eqn.inputs)
         carries = ops[n_cond + n_body :]
+        # Each element of a loop under `jax.vmap` ends for itself.
+        mapped = bool(eqn.params["cond_jaxpr"].out_avals[0].shape)
 
-        def test(carried: Any) -> Any:
+        def goes_on(carried: Any) -> Any:
             with self._inside(cond, ops, (*_kept(outer[:n_cond]), *carried)):
                 return self._values.plain(cond.outputs[0])
+
+        def test(carried: Any) -> Any:
+            return jax.numpy.any(goes_on(carried))
 
         def step(carried: Any) -> Any:
             consts = _kept(outer[n_cond : n_cond + n_body])
             with self._inside(body, ops, (*consts, *carried)):
                 ends = self._hand_on(carries, 1, body.outputs)
-            return _as_arrays(ends, carried)
+            made = _as_arrays(ends, carried)
+            return _where(goes_on(carried), made, carried) if mapped else made
 
         after, end = jax.lax.while_loop(
             lambda carried: self._in_turn(carried[0], test, carried[1])[1],
@@ -262,6 +268,14 @@ def _kept(constants: Sequence[Any]) -> list[Any]:
     to the last layout that the body states, and back for the next iteration.
     """
     return [jax.lax.optimization_barrier(x) for x in constants]
+
+
+def _where(test: Any, new: Sequence[Any], old: Sequence[Any]) -> list[Any]:
+    """New arrays where the elements of their first dimensions pass a test."""
+    return [
+        jax.numpy.where(jax.numpy.expand_dims(test, range(test.ndim, x.ndim)), x, y)
+        for x, y in zip(new, old, strict=True)
+    ]
 
 
 def _as_arrays(ends: Sequence[Any], types: Sequence[Any]) -> list[Any]:

@@ -46,10 +46,6 @@ def running(w: Any, x: Any) -> Any:
     return jnp.mean(jnp.cumsum(x @ w, axis=0) ** 2)
 
 
-def mirrored(w: Any, x: Any) -> Any:
-    return jnp.mean((x @ w) * (x[::-1] @ w))
-
-
 def ordered(w: Any, x: Any) -> Any:
     return jnp.mean(jnp.sort(x @ w, axis=0)[:2])
 
@@ -57,10 +53,6 @@ def ordered(w: Any, x: Any) -> Any:
 def neighbours(w: Any, x: Any) -> Any:
     h = x @ w
     return jnp.mean(h * h[(jnp.arange(x.shape[0]) + 1) % x.shape[0]])
-
-
-def weighed_by_row(w: Any, x: Any) -> Any:
-    return jnp.mean(jnp.sum(x @ w, -1) * jnp.arange(x.shape[0]))
 
 
 def root(w: Any, x: Any) -> Any:
@@ -95,10 +87,6 @@ def other_rows(w: Any, x: Any) -> Any:
     return jnp.mean(h[jnp.arange(x.shape[0]) // 2, jnp.argmax(h, 1)])
 
 
-def every_second(w: Any, x: Any) -> Any:
-    return jnp.mean((x @ w)[::2])
-
-
 def beside_each_other(w: Any, x: Any) -> Any:
     both = jnp.concatenate([x @ w, 2 * x @ w])
     return jnp.mean(jnp.prod(both.reshape(-1, 2, CLASSES), 1))
@@ -120,17 +108,14 @@ LOSSES: dict[str, tuple[Callable[..., Any], str]] = {
     "softmax along the batch": (by_the_batch, "the loss of one row depends on"),
     "variance": (variance, "needs a sum over the batch"),
     "cumulative sum": (running, "'cumsum'"),
-    "mirrored": (mirrored, "'rev'"),
     "sorted": (ordered, "'sort'"),
-    "neighbours": (neighbours, "the numbers of the rows"),
-    "weighed by row": (weighed_by_row, "the numbers of the rows"),
+    "neighbours": (neighbours, "picks rows by an index"),
     "root": (root, "'sqrt'"),
     "picked": (picked, "picks rows by an index"),
     "changed": (changed, "picks rows by an index"),
     "added to": (added_to, "picks rows by an index"),
     "overwritten": (overwritten, "picks rows by an index"),
-    "other rows": (other_rows, "the numbers of the rows"),
-    "every second": (every_second, "'pad'"),
+    "other rows": (other_rows, "picks rows by an index"),
     "beside each other": (beside_each_other, "reads rows in two orders"),
     "of segments": (of_segments, "needs a sum over the batch"),
     "sharpened": (sharpened, "needs whole gradients"),
@@ -258,15 +243,6 @@ def test_a_program_of_its_own_for_a_number_of_rows_is_refused() -> None:
     def loss(w: Any, x: Any) -> Any:
         h = jnp.tanh(x @ w) if x.shape[0] > 4 else x @ w
         return jnp.mean(h**2)
-
-    with pytest.raises(PlanError, match="depends on the number of rows"):
-        split(sgd(loss), (W, X), 2)
-
-
-def test_a_constant_of_the_batch_is_refused() -> None:
-    def loss(w: Any, x: Any) -> Any:
-        weights = jnp.asarray([float(k) for k in range(x.shape[0])])
-        return jnp.mean(jnp.sum(x @ w, -1) * weights)
 
     with pytest.raises(PlanError, match="depends on the number of rows"):
         split(sgd(loss), (W, X), 2)
