@@ -85,4 +85,4 @@ def load(step: ParallelStep[..., Any], function: Any) -> None:
     current = step.running
     planned = dataclasses.replace(current.planned, function=function)
     step.preparation.loaded(planned)
-    step._current = dataclasses.replace(current, planned=planned, ready=True)
+    step._current = dataclasses.replace(current, planned=planned, ready=True, full=None)

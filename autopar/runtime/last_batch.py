@@ -83,13 +83,6 @@ def fewer_rows(call: Call, running: AnyStep, process_count: int) -> Rows | None:
     return Rows(given, planned, dims)
 
 
-def plan_beside(call: Call, running: AnyStep | None, process_count: int) -> Plan | None:
-    """The plan that runs, if a call has fewer rows of the batch; else None."""
-    if running is None or fewer_rows(call, running, process_count) is None:
-        return None
-    return running.plan
-
-
 def fitted(call: Call, running: AnyStep, how: LastBatch, process_count: int) -> Call:
     """The call with rows dropped or repeated where it has fewer than were planned.
 

@@ -270,20 +270,20 @@ class ParallelStep(HasNoise, Generic[P, R]):
             with progress.shown():
                 beside, setting = self._beside(call), self._setting
                 analysed = self._preparation.analysed(structs)
-                plan = self._preparation.plan(analysed, setting, beside)
+                near = None if beside is None else beside.plan
+                plan = self._preparation.plan(analysed, setting, near)
                 planned = self._preparation.program(analysed, plan, setting)
                 self._preparation.remember(analysed, setting, plan)
-                self._current = Running(analysed, planned)
+                self._current = Running(analysed, planned, full=beside)
         return self._current.planned
 
-    def _beside(self, call: Call) -> Plan | None:
-        """The plan that runs, if the state is to stay where it lies."""
-        if self._current is None or self._setting.plan is not None:
+    def _beside(self, call: Call) -> AnyStep | None:
+        """The step of a full batch, if the state is to stay where it lies."""
+        current = self._current
+        if current is None or self._setting.plan is not None or current.has_stages:
             return None
-        if len(self._current.planned.plan.stages) > 1:
-            return None
-        running, count = self._current.planned, self.world.process_count
-        return last_batch.plan_beside(call, running, count)
+        full, count = current.of_full_batch, self.world.process_count
+        return full if last_batch.fewer_rows(call, full, count) else None
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Runs one step; see `autopar.parallelize`. Under a JAX transform, as it is."""
@@ -298,7 +298,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     def _run(self, call: Call) -> Any:
         """Runs one step on the arrays of a call."""
         if self._current is not None and self._last_batch != "run":
-            count, running = self.world.process_count, self._current.planned
+            count, running = self.world.process_count, self._current.of_full_batch
             call = last_batch.fitted(call, running, self._last_batch, count)
         planned = self._prepare(call)
         if planned.sums is None:

@@ -43,12 +43,24 @@ PLANS = 32
 class Running:
     """The step that runs: the shapes it was planned for, and its program.
 
-    It is ready once all processes have compiled the program.
+    It is ready once all processes have compiled the program. Batches with fewer rows
+    leave the state where the step of a ``full`` batch has it.
     """
 
     analysed: Analysed
     planned: AnyStep
     ready: bool = False
+    full: AnyStep | None = None
+
+    @property
+    def of_full_batch(self) -> AnyStep:
+        """The step that was planned for a full batch."""
+        return self.full or self.planned
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether it is a pipeline."""
+        return len(self.planned.plan.stages) > 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

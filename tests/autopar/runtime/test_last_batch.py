@@ -45,7 +45,7 @@ def test_state_stays_in_its_layouts() -> None:
     *state, _ = step(*state, next(forms.batches(1)))
     assert any(x for spec in step.plan.inputs.values() for x in spec)
     before = [x.sharding for x in jax.tree.leaves(state)]
-    for rows in (16, 5):
+    for rows in (5, 7, 24, 1, 16):
         *state, _ = step(*state, next(forms.batches(1, rows=rows)))
         assert [x.sharding for x in jax.tree.leaves(state)] == before
 
@@ -59,6 +59,8 @@ def test_drop() -> None:
     with pytest.warns(UserWarning, match=r"3 of them are dropped \(last_batch='drop'"):
         *state, _ = step(*state, next(forms.batches(1, rows=11)))
     assert step.plan.shapes["batch/x"][0] == 8
+    with pytest.warns(UserWarning, match="3 of them are dropped"):
+        *state, _ = step(*state, next(forms.batches(1, rows=19)))
     with pytest.warns(UserWarning, match="so all are kept"):
         *state, loss = step(*state, next(forms.batches(1, rows=1)))
     assert np.isfinite(loss)
