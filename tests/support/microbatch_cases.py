@@ -97,8 +97,6 @@ def _equation(eqn: Equation, given: list[Any], env: dict[int, Any]) -> list[Any]
             )
             return [*end, *stacked]
         case "while":
-            if eqn.params["cond_jaxpr"].out_avals[0].shape:
-                raise NotImplementedError("a loop under jax.vmap")
             tests, bodies = params["cond_nconsts"], params["body_nconsts"]
             first = tests + bodies
             return list(
