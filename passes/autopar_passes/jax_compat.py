@@ -80,10 +80,8 @@ def is_of_random(eqn: Any) -> bool:
 
     JAX's own frames stand in the traceback of ``source_info`` alone (0.10.2).
     """
-    home = _prng.__file__.rpartition("/")[0]
-    traceback = eqn.source_info.traceback
-    frames = () if traceback is None else traceback.frames
-    return any(frame.file_name.startswith(home) for frame in frames)
+    home, traceback = _prng.__file__.rpartition("/")[0], eqn.source_info.traceback
+    return any(f.file_name.startswith(home) for f in getattr(traceback, "frames", ()))
 
 
 def thread_options() -> list[Any]:
