@@ -16,7 +16,7 @@ from html import escape
 from typing import Any
 
 DOCS = pathlib.Path(__file__).resolve().parent.parent / "docs"
-WIDTH = 640
+WIDTH = 440  # letters stay readable on a phone
 STYLE = """<style>
 text { font: 13px system-ui, sans-serif; fill: #222 }
 .small { font-size: 12px } .end { text-anchor: end } .mid { text-anchor: middle }
@@ -147,7 +147,7 @@ def experts(found: Found) -> str:
 def published(found: Found) -> str:
     """Predicted against measured seconds of published runs."""
     rows = found["rows"]
-    low, high, left, size = 0.04, 40.0, 60, 420
+    low, high, left, size = 0.04, 40.0, 46, 310
 
     def place(value: float) -> float:
         return math.log(value / low) / math.log(high / low) * size

@@ -78,7 +78,7 @@ def test_options_of_targets_exist() -> None:
 
 
 def test_the_readme_shows_commands() -> None:
-    assert commands() >= {"plan", "explain", "audit", "compare", "profile", "demo"}
+    assert commands() >= {"plan", "explain", "audit", "compare", "profile"}
 
 
 @pytest.mark.parametrize("page", PAGES, ids=checkout.relative)

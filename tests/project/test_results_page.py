@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import re
@@ -47,6 +48,17 @@ def test_plots_are_those_of_the_data() -> None:
         if picture is not None
     } == {name: picture for name, picture in drawn.items() if picture is not None}
     assert "experts" in drawn
+
+
+def test_the_tables_of_when_are_those_of_the_data(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.syspath_prepend(str(checkout.ROOT / "benchmarks"))
+    when = importlib.import_module("when")
+    found = json.loads((DOCS / "data" / "when.json").read_text())
+
+    assert when.table(found).strip() in (DOCS / "when.md").read_text()
+    assert {case["name"] for case in found["cases"]} <= {c.name for c in when.CASES}
 
 
 def test_results_show_further_data(tmp_path: Path) -> None:
