@@ -1,8 +1,10 @@
 """Says what a first call does, which may take minutes: a log, and a line on a terminal.
 
 Everything goes to the logger ``autopar`` at level INFO. On a terminal the newest
-message also stands in one line of stderr, which is wiped when the work is done.
-``AUTOPAR_PROGRESS=0`` keeps the line away, ``AUTOPAR_PROGRESS=1`` shows it everywhere.
+message also stands in one line of stderr, which is wiped when the work is done. Where
+stderr is no terminal, a line every 10 s says it, with the seconds so far.
+``AUTOPAR_PROGRESS=0`` keeps both away, ``AUTOPAR_PROGRESS=1`` shows the one line
+everywhere.
 """
 
 from __future__ import annotations
@@ -13,10 +15,14 @@ import logging
 import os
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable, Generator
 
 LOGGER = logging.getLogger("autopar")
+
+# Seconds between two lines where stderr is no terminal.
+EVERY_S = 10.0
 
 _Listener = Callable[[str], None]
 _LISTENER: contextvars.ContextVar[_Listener | None] = contextvars.ContextVar(
@@ -42,17 +48,25 @@ def stage(what: str) -> Generator[None]:
 
 
 @contextlib.contextmanager
-def shown() -> Generator[None]:
-    """Within it, messages stand in a line of a terminal."""
-    if _LISTENER.get() is not None or not wanted():
+def shown(first: str = "") -> Generator[None]:
+    """Within it, messages stand in a line of a terminal, or in a line now and then.
+
+    Args:
+      first: what is being done until something is said.
+    """
+    never = os.environ.get("AUTOPAR_PROGRESS") == "0"
+    if _LISTENER.get() is not None or never:
         yield
         return
-    token = _LISTENER.set(write)
+    lines = _Line() if wanted() else _Lines()
+    token = _LISTENER.set(lines.say)
+    if first:
+        lines.say(first)
     try:
         yield
     finally:
         _LISTENER.reset(token)
-        wipe()
+        lines.end()
 
 
 def wanted() -> bool:
@@ -64,11 +78,51 @@ def wanted() -> bool:
 def write(message: str) -> None:
     """Shows a message in the line of a terminal."""
     width = shutil.get_terminal_size().columns - 1
-    sys.stderr.write("\r\x1b[K" + f"autopar: {message}"[:width])
-    sys.stderr.flush()
+    _write("\r\x1b[K" + f"autopar: {message}"[:width])
 
 
 def wipe() -> None:
     """Wipes the line of a terminal."""
-    sys.stderr.write("\r\x1b[K")
-    sys.stderr.flush()
+    _write("\r\x1b[K")
+
+
+class _Line:
+    """One line of a terminal, which the newest message takes."""
+
+    def say(self, message: str) -> None:
+        """Shows a message."""
+        write(message)
+
+    def end(self) -> None:
+        """Wipes the line."""
+        wipe()
+
+
+class _Lines:
+    """A line each `EVERY_S` seconds, with the seconds so far and the newest message."""
+
+    def __init__(self) -> None:
+        self._message = "starting"
+        self._begin = time.perf_counter()
+        self._ended = threading.Event()
+        threading.Thread(target=self._run, name="autopar progress", daemon=True).start()
+
+    def say(self, message: str) -> None:
+        """Keeps a message for the next line."""
+        self._message = message
+
+    def end(self) -> None:
+        """Ends the lines."""
+        self._ended.set()
+
+    def _run(self) -> None:
+        while not self._ended.wait(EVERY_S):
+            spent = time.perf_counter() - self._begin
+            _write(f"autopar: {spent:.0f} s: {self._message}\n")
+
+
+def _write(text: str) -> None:
+    # The stream may be closed, or a pipe that nobody reads.
+    with contextlib.suppress(OSError, ValueError):
+        sys.stderr.write(text)
+        sys.stderr.flush()

@@ -28,6 +28,9 @@ os.environ.setdefault(
 # each would compile the product's 500 modules for a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
+# A slow machine would have commands say how far they are.
+os.environ.setdefault("AUTOPAR_PROGRESS", "0")
+
 # Every graph that a test builds is checked.
 os.environ.setdefault("AUTOPAR_VERIFY", "1")
 

@@ -36,6 +36,7 @@ from autopar.cli.commands.sweep import sweep
 from autopar.cli.commands.workers import workers
 from autopar.cli.interrupts import STOPPED, stoppable
 from autopar.cli.output import Result, Stdout
+from autopar.terminal import folded, followed
 from autopar.version import __version__
 
 # What a command returns; one that yields has a result before it ends.
@@ -163,15 +164,17 @@ def _reporting(stdout: Stdout, command: Callable[..., _Returned]) -> Callable[..
         del traceback  # `main` reads it: a failure may come before any option is read
         shown = contextlib.nullcontext() if command in _SHOWN else stdout.kept()
         try:
-            with shown:
-                result = _last(stdout, command(*args, **kwargs))
+            with followed():
+                with shown:
+                    result = _last(stdout, command(*args, **kwargs))
+                text = "" if result is None else folded(result.text)
         except KeyboardInterrupt:
             raise typer.Abort from None
         except SystemExit as error:
             raise _exited(error) from error
         if result is None:
             return 0
-        typer.echo(result.text)
+        typer.echo(text)
         return result.code
 
     signature = inspect.signature(command)

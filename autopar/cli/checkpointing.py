@@ -14,7 +14,8 @@ from autopar.checkpoint.manifest import Manifest
 from autopar.cli.failures import DIFFERENT
 from autopar.cli.output import Result
 from autopar.errors import CheckpointError
-from autopar.reports.table import bytes_text, columns
+from autopar.reports.table import bytes_text
+from autopar.terminal import columns
 
 
 def show(directory: pathlib.Path, step: int | None, as_json: bool) -> Result:

@@ -9,8 +9,6 @@ from collections.abc import Callable, Generator, Sequence
 
 import jax
 import msgspec
-import rich.console
-import rich.text
 
 from autopar.cli.target import Workload, load, parse_words
 from autopar.cluster import Cluster, ClusterError
@@ -23,6 +21,7 @@ from autopar.planner.limits import SOLVER_SECONDS
 from autopar.planner.options import PlanOptions, as_cluster
 from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
+from autopar.progress import say, shown
 from autopar.steps.analysis import Analysis
 
 Say = Callable[[str], None]
@@ -30,10 +29,9 @@ Say = Callable[[str], None]
 
 @contextlib.contextmanager
 def progress() -> Generator[Say]:
-    """Shows what is being done, on stderr and only where that is a terminal."""
-    console = rich.console.Console(stderr=True)
-    with console.status("starting") as status:
-        yield lambda text: status.update(rich.text.Text(text))
+    """Shows what is being done, on stderr; see `autopar.progress`."""
+    with shown("starting"):
+        yield say
 
 
 def read_cluster(text: str | None, memory: str | None = None) -> Cluster:

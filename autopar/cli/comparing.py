@@ -17,9 +17,10 @@ from autopar.planner.record import check_plan, make_plan
 from autopar.planner.stages.entry import cut_as
 from autopar.planner.stages.hand_made import HandMade, hand_made
 from autopar.plans import Plan
-from autopar.reports.table import bytes_text, columns, mesh_text, seconds_text
+from autopar.reports.table import bytes_text, mesh_text, remat_text, seconds_text
 from autopar.runtime.timing import measure_plans
 from autopar.steps.analysis import Analysis
+from autopar.terminal import columns
 
 OURS = "autopar"
 
@@ -66,7 +67,37 @@ def compare(
             rows = [row | {"measured_s": took.get(row["name"])} for row in rows]
     if as_json:
         return Result.of({"cluster": str(cluster), "plans": rows})
-    return Result("\n".join([f"cluster  {cluster}", "", *table_lines(rows)]))
+    made = ours | {p.name: p.plan for p in piped if p.plan is not None}
+    notes = program_notes(made, len(experts))
+    return Result("\n".join([f"cluster  {cluster}", "", *table_lines(rows), *notes]))
+
+
+def program_notes(plans: Mapping[str, Plan], experts: int) -> list[str]:
+    """Says which plans run another program than the others; nothing where none does.
+
+    Args:
+      plans: by name.
+      experts: how many plans beside them run the step as it is written.
+    """
+    programs = {name: _program(plan) for name, plan in plans.items()}
+    if experts:
+        programs["the plans that people write"] = _AS_WRITTEN
+    if len(set(programs.values())) < 2:
+        return []
+    names: dict[str, list[str]] = {}
+    for name, program in programs.items():
+        names.setdefault(program, []).append(name)
+    lines = [f"{', '.join(who)}: {program}" for program, who in names.items()]
+    return ["", "the plans run different programs:", *(f"  {x}" for x in lines)]
+
+
+def _program(plan: Plan) -> str:
+    """How a plan changes the step that it runs."""
+    parts = plan.microbatches
+    changes = [f"{parts} microbatches"] if parts > 1 else []
+    if again := remat_text(plan):
+        changes.append(f"computes again {again}")
+    return "; ".join(changes) or _AS_WRITTEN
 
 
 def _pipelines(
@@ -244,6 +275,7 @@ def _plans(
     }
 
 
+_AS_WRITTEN = "the step as it is written"
 _TIMES = ("step_s", "compute_s", "communication_s")
 
 

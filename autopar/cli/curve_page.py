@@ -10,7 +10,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.goodput.curves import CurvePoint, CurveTable
-from autopar.reports.style import STYLE
+from autopar.reports.style import STYLE, VIEWPORT
 from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
 
 _WIDTH, _HEIGHT, _MARGIN = 720, 320, 60
@@ -29,7 +29,8 @@ def curve_page(table: CurveTable) -> str:
     noise = "not known" if table.noise_scale is None else f"{table.noise_scale:g} rows"
     title = html.escape(table.target or table.program)
     return (
-        f"<!doctype html><meta charset=utf-8><title>goodput of {title}</title>"
+        f"<!doctype html><meta charset=utf-8>{VIEWPORT}"
+        f"<title>goodput of {title}</title>"
         f"<style>{STYLE}</style><h1>Goodput of {title}</h1>"
         f"<p>Base batch {table.base_batch} rows, largest batch {table.max_batch} rows, "
         f"noise scale {noise}. Goodput is in rows of the base batch per second.</p>"

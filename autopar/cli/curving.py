@@ -23,8 +23,8 @@ from autopar.goodput.configurations import Wanted, chain
 from autopar.goodput.curves import CurvePoint, CurveTable
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import DEFAULTS, PlanOptions
-from autopar.reports.table import columns
 from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
+from autopar.terminal import columns
 
 # Configurations that are worth a process of their own, which traces the step anew.
 _WORTH_A_PROCESS = 8

@@ -27,15 +27,10 @@ from autopar.planner.plan import plan_analysis
 from autopar.plans import Plan
 from autopar.profiling import profile
 from autopar.reports.audit import Audit
-from autopar.reports.table import (
-    bytes_text,
-    columns,
-    planning_times,
-    render,
-    seconds_text,
-)
+from autopar.reports.table import bytes_text, planning_times, render, seconds_text
 from autopar.runtime.parallelize import parallelize
 from autopar.steps.analysis import analyse
+from autopar.terminal import columns
 
 Show = Callable[[str], None]
 

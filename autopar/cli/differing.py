@@ -14,12 +14,12 @@ from autopar.plans.specs import spec_text
 from autopar.reports.table import (
     bytes_text,
     collapse,
-    columns,
     mesh_text,
     method_text,
     seconds_text,
     template,
 )
+from autopar.terminal import columns
 
 _ABSENT = "-"
 # The tables show these fields; all others that differ are counted.

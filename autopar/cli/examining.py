@@ -16,7 +16,7 @@ import jax
 from autopar.cli.failures import DIFFERENT
 from autopar.cli.output import Result
 from autopar.cluster import Cluster, ClusterError, local
-from autopar.reports.table import columns
+from autopar.terminal import columns
 
 _OK, _NOTE, _WRONG = "ok", "note", "wrong"
 _PACKAGES = ("jax", "jaxlib", "flax", "optax", "numpy", "highspy", "pulp")

@@ -42,13 +42,13 @@ from autopar.reports.table import (
     bytes_text,
     collapse,
     collective_lines,
-    columns,
     seconds_text,
     shape_text,
     stage_text,
     summary_lines,
     template,
 )
+from autopar.terminal import columns
 
 # Rows of the table of collectives, and decisions of one pattern, that are shown.
 _MOST_COLLECTIVES = 12

@@ -11,7 +11,6 @@ from autopar.reports.gradients import codec_options
 from autopar.reports.table import (
     bytes_text,
     collapse,
-    columns,
     method_text,
     over_text,
     ratio_text,
@@ -19,6 +18,7 @@ from autopar.reports.table import (
     template,
 )
 from autopar.steps.sums import worth_a_codec
+from autopar.terminal import columns
 
 _HEADING = ("codec", "sends", "ratio", "link", "device", "error", "counts as", "")
 

@@ -8,8 +8,8 @@ from typing import Any
 
 from autopar.cli.output import Result
 from autopar.elastic.ledger import read_ledger
-from autopar.reports.table import columns
 from autopar.reports.units import bytes_text, seconds_text
+from autopar.terminal import columns
 
 _Line = Mapping[str, Any]
 _HEADING = (

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import pathlib
+import time
 from collections.abc import Sequence
+
+import msgspec
 
 from autopar.cli import common
 from autopar.cli.output import Result
@@ -34,9 +37,13 @@ def plan(
     trace: pathlib.Path | None = None,
 ) -> Result:
     """Plans a target's step; writes the files that are asked for."""
+    begin = time.perf_counter()
     with common.progress() as say:
         workload = load(target, parse_words(words))
         analysis, found = common.plan_workload(workload, cluster, limits, say)
+        total_s = time.perf_counter() - begin
+        spent = msgspec.structs.replace(found.seconds, total=total_s)
+        found = msgspec.structs.replace(found, seconds=spent)
         if out is not None:
             found.save(out)
         if trace is not None:

@@ -19,6 +19,7 @@ from autopar.cluster import DeviceSpec, MeshShape
 from autopar.cost.collectives import collective_pieces
 from autopar.cost.compute import (
     attained_flops_per_s,
+    kernel_flops_per_s,
     matrix_sides,
     roofline_s,
     tabled_s,
@@ -295,9 +296,15 @@ def work_pieces(
     labels, op = assignment.analysis.dim_labels, work.op
     growing = labels.batch_factors(op.index)
     shards_of = math.prod(parts)
-    rate = attained_flops_per_s(work.dtype, device, work.is_matrix)
+    kernel = op.kernel if work.is_matrix else None
+    if kernel is not None:
+        rate = kernel_flops_per_s(kernel, device)
+    else:
+        rate = attained_flops_per_s(work.dtype, device, work.is_matrix)
     compute = monomial(op.flops / shards_of / rate, _degree(len(growing)))
     memory = _memory(assignment, work, work.memory_parts(parts), device)
+    if kernel is not None:
+        return largest(compute, memory)
     if not work.is_matrix:
         slower = device.calibrated.vector_slowdown
         return largest(times(compute, slower), times(memory, slower))

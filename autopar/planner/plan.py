@@ -7,6 +7,7 @@ import glob
 import time
 from collections.abc import Sequence
 
+import msgspec
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import Cluster, MeshShape
@@ -45,6 +46,7 @@ from autopar.planner.search import candidate_meshes, given, search
 from autopar.planner.stages.entry import plan_with_stages, without_stages
 from autopar.planner.stages.kept import kept_pipeline
 from autopar.plans import Plan
+from autopar.plans.schema import Seconds
 from autopar.progress import say
 from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims
@@ -62,6 +64,8 @@ def plan_analysis(
 ) -> Plan:
     """`autopar.plan`, for a step that is already analysed.
 
+    The plan's `Seconds.solve` are those of the whole search.
+
     Args:
       analysis: the step.
       cluster: what to plan for.
@@ -77,6 +81,25 @@ def plan_analysis(
       PlanError: a pin does not fit, the batch cannot be split, or Flax's rules were
         not turned into pins (`with_logical_pins`).
     """
+    begin = time.perf_counter()
+    found = _plan_analysis(analysis, cluster, options, sent, errors, advise=advise)
+    trace_s, graph_s = analysis.trace_s, analysis.graph_s
+    solve_s = time.perf_counter() - begin
+    total_s = trace_s + graph_s + solve_s
+    spent = Seconds(trace=trace_s, graph=graph_s, solve=solve_s, total=total_s)
+    return msgspec.structs.replace(found, seconds=spent)
+
+
+def _plan_analysis(
+    analysis: Analysis,
+    cluster: Cluster,
+    options: PlanOptions,
+    sent: Plan | None,
+    errors: Errors | None,
+    *,
+    advise: bool,
+) -> Plan:
+    """See `plan_analysis`."""
     if options.logical_axis_rules:
         raise PlanError(
             "plan_analysis: logical_axis_rules need the step's arguments; turn them "

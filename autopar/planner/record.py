@@ -191,7 +191,7 @@ def another_step(analysis: Analysis, plan: Plan) -> PlanError:
     have = {i.path for i in analysis.graph.inputs}
     want = set(plan.shapes or plan.inputs)
     differ = sorted(have ^ want)
-    what = "the inputs have the same names; shapes, dtypes or operators differ"
+    what = _differing_shapes(analysis, plan)
     if differ:
         what = (
             f"the plan has {len(want)} inputs, the step has {len(have)}; only in one "
@@ -209,6 +209,22 @@ def another_step(analysis: Analysis, plan: Plan) -> PlanError:
         f"the plan belongs to another step ({plan.fingerprint}, not "
         f"{analysis.fingerprint}): {what}. Make a new plan with autopar.plan."
     )
+
+
+def _differing_shapes(analysis: Analysis, plan: Plan) -> str:
+    """What differs of a step and a plan whose inputs have the same names."""
+    values = analysis.graph.values
+    shapes = {i.path: tuple(values[i.value].shape) for i in analysis.graph.inputs}
+    found = [
+        f"'{path}' is {list(shape)} in the step and {list(plan.shapes[path])} in the "
+        "plan"
+        for path, shape in shapes.items()
+        if shape != tuple(plan.shapes.get(path, shape))
+    ]
+    if not found:
+        return "the inputs have the same names and shapes; dtypes or operators differ"
+    more = f", and {len(found) - 1} other inputs differ" if len(found) > 1 else ""
+    return f"{found[0]}{more}"
 
 
 def only_batch_differs(analysis: Analysis, plan: Plan) -> bool:

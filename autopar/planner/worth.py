@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 
-from autopar.cluster import DeviceSpec
 from autopar.cost.items import CostItem, work_items
 from autopar.cost.memory import habits_of, peak_memory_bytes
 from autopar.cost.pricer import Pricer
@@ -13,12 +14,23 @@ from autopar.layouts.layout import axes_of
 from autopar.planner.scheme import scheme_of
 from autopar.plans.worth import AxisUse, Worth
 from autopar.steps.analysis import Analysis
+from autopar.steps.attention import Attention, written_attention
 from autopar.steps.fusion import MATRIX
 from autopar.steps.samples import batch_tokens, samples
 from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.roles import Role
+from autopar_passes.rules.kernel import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 
 # What JAX calls the part of a backward pass that repeats a forward pass.
 _REPEATED = "rematted_computation"
+# The largest head for which a kind of device has a fused kernel of attention, and the
+# part of the peak that it reaches: cuDNN's and Splash attention.
+_FUSED = {"gpu": (128, CUDNN_EFFICIENCY), "tpu": (256, PALLAS_EFFICIENCY)}
+# What such a kernel takes.
+_HALF = frozenset({"bfloat16", "float16"})
+# A kernel's backward pass has five products where that of the written-out products
+# has four: the scores once more.
+_AGAIN = 1.25
 
 
 def worth_of(
@@ -40,15 +52,21 @@ def worth_of(
     one_bytes = peak_memory_bytes(whole, life, overhead)
     rows, tokens = samples(analysis.graph), batch_tokens(analysis.graph)
     done = [item for item in items if item.work is not None]
-    flops, ideal_s = model_work(analysis, cluster.device)
-    every_s = step_s * pricer.mesh.num_devices
+    program = analysis.program
+    closed_over = program.body.inputs[program.num_arguments :]
+    constants = dict(zip(closed_over, program.constants, strict=True))
+    written = written_attention(analysis.graph, constants)
+    work = model_work(analysis, written)
+    most = step_s * pricer.mesh.num_devices * cluster.device.peak(work.dtype)
     return Worth(
         one_device_s=one_s,
         one_device_bytes=float(one_bytes),
         one_device_fits=bool(one_bytes <= cluster.memory_bytes),
         speed_up=one_s / step_s if step_s else 1.0,
-        model_flops=flops,
-        mfu=ideal_s / every_s if every_s else 0.0,
+        model_flops=work.flops,
+        mfu=work.flops / most if most else 0.0,
+        causal_mfu=(work.flops - 0.5 * work.causal_flops) / most if most else 0.0,
+        fused_saves_s=fused_saves_s(analysis, written, done, pricer),
         rows=rows,
         tokens=tokens,
         rows_per_s=rows / step_s if step_s else 0.0,
@@ -58,21 +76,101 @@ def worth_of(
     )
 
 
-def model_work(analysis: Analysis, device: DeviceSpec) -> tuple[float, float]:
-    """The matrix products of a step, without what rematerialisation repeats.
+@dataclasses.dataclass(frozen=True, slots=True)
+class ModelWork:
+    """The matrix products and the attention of a step, on the whole batch.
 
-    Returns:
-      Floating point operations on the whole batch, and seconds in which one device
-      would do them at the peak of their dtypes.
+    What rematerialisation and kernels compute again is left out, and attention counts
+    in full, whatever its mask (Chowdhery et al., "PaLM", 2022, appendix B).
+
+    Attributes:
+      flops: floating point operations.
+      causal_flops: those of them that are attention with a causal mask.
+      dtype: in which most of the forward pass is done.
     """
-    flops = seconds = 0.0
-    for op in analysis.graph.operators:
-        if op.kind in MATRIX and not is_repeated(op):
-            done = op.flops * op.trips
-            first = op.inputs[0] if op.inputs[0] is not None else op.outputs[0]
-            flops += done
-            seconds += done / device.peak(str(analysis.graph.values[first].dtype))
-    return flops, seconds
+
+    flops: float
+    causal_flops: float
+    dtype: str
+
+
+def model_work(analysis: Analysis, written: Sequence[Attention]) -> ModelWork:
+    """The model's own work in a step.
+
+    Args:
+      analysis: the step.
+      written: attention that it writes out.
+    """
+    graph = analysis.graph
+    masked = frozenset[int]().union(*(x.products for x in written if x.causal))
+    flops = causal = 0.0
+    forward: dict[str, float] = {}
+    for op in graph.operators:
+        if is_repeated(op) or not (op.kind in MATRIX or op.kernel is not None):
+            continue
+        if op.kernel is not None:
+            own, half = op.kernel.model_flops, op.kernel.causal_flops
+            dtype = op.kernel.dtype
+        else:
+            own = op.flops if _is_matrix(op) else 0.0
+            half = own if op.index in masked else 0.0
+            of = (graph.values[v].dtype for v in op.inputs if v is not None)
+            dtype = str(min(of, key=lambda x: x.itemsize, default="float32"))
+        flops += own * op.trips
+        causal += half * op.trips
+        if op.role is Role.FORWARD:
+            forward[dtype] = forward.get(dtype, 0.0) + own * op.trips
+    most = max(forward, key=lambda x: forward[x], default="float32")
+    return ModelWork(flops, causal, most)
+
+
+def fused_saves_s(
+    analysis: Analysis,
+    written: Sequence[Attention],
+    done: Sequence[CostItem],
+    pricer: Pricer,
+) -> float:
+    """Seconds of a step that a fused kernel would save; 0 where there is none for it.
+
+    A kernel reads queries, keys and values, keeps scores on the chip, leaves out what
+    a causal mask hides, and computes the scores again in the backward pass.
+
+    Args:
+      analysis: the step.
+      written: attention that it writes out.
+      done: the items of its work.
+      pricer: the mesh and cluster.
+    """
+    device = pricer.cluster.device
+    most, efficiency = _FUSED.get(device.kind, (0, 0.0))
+    operators, trips = analysis.graph.operators, analysis.trips
+    saved = 0.0
+    for found in written:
+        if found.dtype not in _HALF or found.head_dim > most:
+            continue
+        classes = {operators[k].class_index for k in found.products | found.between}
+        products = {operators[k].class_index for k in found.products}
+        kernel_s = 0.0
+        for item in done:
+            if item.operator not in classes or item.work is None:
+                continue
+            saved += item.cost.work_s
+            if item.operator in products:
+                op = item.work.op
+                again = _AGAIN if op.role is Role.BACKWARD else 1.0
+                each = op.flops * trips[item.operator] / math.prod(item.parts)
+                kernel_s += each * again * (0.5 if found.causal else 1.0)
+        saved -= kernel_s / (efficiency * device.peak(found.dtype))
+    return max(0.0, saved)
+
+
+def _is_matrix(op: Operator) -> bool:
+    """Whether a product makes more than inner products of the rows of its operands."""
+    rule = op.rule
+    sides = rule.factors_of(rule.results[0]) - frozenset.intersection(
+        *map(rule.factors_of, rule.operands)
+    )
+    return any(rule.sizes[f] > 1 for f in sides)
 
 
 def is_repeated(op: Operator) -> bool:

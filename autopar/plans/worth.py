@@ -49,10 +49,14 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
       one_device_bytes: most bytes live at once there.
       one_device_fits: whether a device has so much memory.
       speed_up: ``one_device_s`` over the seconds of a step of the plan.
-      model_flops: floating point operations of the step's matrix products on the whole
-        batch; those that rematerialisation repeats count once.
+      model_flops: floating point operations of the step's matrix products and attention
+        on the whole batch. What is computed again counts once, and attention in full,
+        whatever its mask.
       mfu: model FLOPs utilisation: the time of these at the devices' peak, over the
         time of the step.
+      causal_mfu: the same where attention with a causal mask counts half.
+      fused_saves_s: seconds of a step that a fused kernel of attention would save where
+        the step writes its attention out.
       rows: rows of the batch in a step; 0 where there is no batch.
       tokens: tokens of the batch in a step; 0 where the batch holds none.
       rows_per_s: rows a second.
@@ -73,6 +77,8 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     tokens_per_s: float
     axes: tuple[AxisUse, ...]
     scheme: str
+    causal_mfu: float = 0.0
+    fused_saves_s: float = 0.0
 
     @property
     def devices(self) -> int:
@@ -105,6 +111,7 @@ class Worth(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             self,
             speed_up=self.speed_up * factor,
             mfu=self.mfu * factor,
+            causal_mfu=self.causal_mfu * factor,
             rows_per_s=self.rows_per_s * factor,
             tokens_per_s=self.tokens_per_s * factor,
         )

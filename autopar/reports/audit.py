@@ -12,8 +12,9 @@ from autopar.cost.reassociation import compiled_traffic
 from autopar.plans import Plan
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
-from autopar.reports.table import bytes_text, columns, mesh_text
+from autopar.reports.table import bytes_text, mesh_text
 from autopar.reports.target_audit import TargetAudit
+from autopar.terminal import columns
 from autopar_passes.audit.collectives import AuditedCollective
 from autopar_passes.audit.compiled import CompiledAudit, compiled_audit
 from autopar_passes.audit.partitioned import shardy_collectives

@@ -10,7 +10,7 @@ from autopar.plans import Plan
 from autopar.reports.attribution import HEADING, Part, part_cells
 from autopar.reports.notebook import largest_inputs, plan_picture
 from autopar.reports.schedule import STAGE_HEADING, stage_rows, timeline_html
-from autopar.reports.style import SEARCH, STYLE
+from autopar.reports.style import SEARCH, STYLE, VIEWPORT
 from autopar.reports.table import (
     COLLECTIVE_HEADING,
     GRADIENT_HEADING,
@@ -69,7 +69,7 @@ def render_html(
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"{VIEWPORT}"
         f"<title>{_text(title)}</title><style>{STYLE}</style></head>\n<body>\n"
         + "\n".join(sections)
         + f"\n<script>{SEARCH}</script></body></html>\n"

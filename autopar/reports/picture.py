@@ -15,8 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.plans.specs import Spec, spec_text
 
-# Most parts that are drawn along a side; more would be too small to see.
-MOST_PARTS = 8
+# Most parts of an array, and devices of a mesh, that are drawn along a side; more would
+# be too small to see.
+MOST_PARTS, MOST_DEVICES = 8, 64
 _SIDE, _GAP, _LABELS = 96, 56, 34
 
 
@@ -28,14 +29,14 @@ def picture(axes: Mapping[str, int], arrays: Sequence[tuple[str, Spec]]) -> str:
       arrays: name and layout of each array to draw.
     """
     names = list(axes)
-    mesh = tuple((name,) for name in names[:2])
+    mesh = (tuple(names[:1]), tuple(names[1:]))
     label = " x ".join(f"{name}={size}" for name, size in axes.items())
     drawn = [("mesh", label, mesh)]
     drawn += [(name, spec_text(spec), two_dims(spec)) for name, spec in arrays]
     step = _SIDE + _GAP
     width, height = step * len(drawn), _SIDE + _LABELS
     parts = [
-        f'<g transform="translate({k * step} 0)">{_drawing(axes, *each)}</g>'
+        f'<g transform="translate({k * step} 0)">{_drawing(axes, *each, k == 0)}</g>'
         for k, each in enumerate(drawn)
     ]
     return (
@@ -54,11 +55,21 @@ def two_dims(spec: Spec) -> Spec:
     return (*split, (), ())[:2]
 
 
-def _drawing(axes: Mapping[str, int], name: str, label: str, spec: Spec) -> str:
-    """A square split in rows and columns, with its name and label below."""
+def _drawing(
+    axes: Mapping[str, int], name: str, label: str, spec: Spec, is_mesh: bool
+) -> str:
+    """Parts in rows and columns, with the name and the label below.
+
+    An array is a square. A device of a mesh is one, so that a mesh is to scale.
+    """
+    most = MOST_DEVICES if is_mesh else MOST_PARTS
+    sides = [_drawn(axes, names, most) for names in (*spec, (), ())[:2]]
+    longest = max(map(len, sides))
+    size = [_SIDE * len(x) / longest if is_mesh else _SIDE for x in sides]
+    stroke = 1 if longest <= MOST_PARTS else 0
     cells = "".join(
         f'<path d="M{x:g} {y:g}h{w:g}v{h:g}h{-w:g}z" fill="{colour}"/>'
-        for x, y, w, h, colour in _cells(axes, spec)
+        for x, y, w, h, colour in _cells(axes, sides, size)
     )
     texts = "".join(
         f'<text x="0" y="{_SIDE + offset}" fill="currentColor">{html.escape(t)}</text>'
@@ -66,7 +77,7 @@ def _drawing(axes: Mapping[str, int], name: str, label: str, spec: Spec) -> str:
     )
     return (
         f"<title>{html.escape(f'{name}: {label}')}</title>"
-        f'<g stroke="#fff" stroke-width="1">{cells}</g>{texts}'
+        f'<g stroke="#fff" stroke-width="{stroke}">{cells}</g>{texts}'
     )
 
 
@@ -75,22 +86,25 @@ def _short(text: str, most: int = 22) -> str:
 
 
 def _cells(
-    axes: Mapping[str, int], spec: Spec
+    axes: Mapping[str, int],
+    sides: Sequence[Sequence[Mapping[str, int]]],
+    size: Sequence[float],
 ) -> Iterator[tuple[float, float, float, float, str]]:
     """The left, the top, the width, the height and the colour of each part."""
-    rows, columns = (*spec, (), ())[:2]
-    down, along = _drawn(axes, rows), _drawn(axes, columns)
-    height, width = _SIDE / len(down), _SIDE / len(along)
+    down, along = sides
+    height, width = size[0] / len(down), size[1] / len(along)
     for (i, row), (j, column) in itertools.product(enumerate(down), enumerate(along)):
         colour = _colour(axes, {**row, **column})
         yield j * width, i * height, width, height, colour
 
 
-def _drawn(axes: Mapping[str, int], names: Sequence[str]) -> list[dict[str, int]]:
-    """The mesh indices of the parts along one side, `MOST_PARTS` of them at most."""
+def _drawn(
+    axes: Mapping[str, int], names: Sequence[str], most: int
+) -> list[dict[str, int]]:
+    """The mesh indices of the parts along one side, or of some of them."""
     sizes = [axes[name] for name in names]
     parts = math.prod(sizes)
-    count = min(parts, MOST_PARTS)
+    count = min(parts, most)
     found: list[dict[str, int]] = []
     for k in range(count):
         number = k * parts // count

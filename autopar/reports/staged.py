@@ -18,9 +18,10 @@ from autopar.plans import Plan
 from autopar.reports.attribution import Part, attributed, step_of
 from autopar.reports.explain import BoundPlan
 from autopar.reports.schedule import played
-from autopar.reports.table import bytes_text, columns, seconds_text
+from autopar.reports.table import bytes_text, seconds_text
 from autopar.steps.analysis import Analysis
 from autopar.steps.stages import CutStep
+from autopar.terminal import columns
 
 WAITS = "waits for other stages"
 _HEADING = (

@@ -10,7 +10,8 @@ from typing import Any
 from autopar.plans import Plan
 from autopar.reports.audit import Audit, equal_bytes, kind_rows, verdicts
 from autopar.reports.staged import Link
-from autopar.reports.table import bytes_text, columns, mesh_text
+from autopar.reports.table import bytes_text, mesh_text
+from autopar.terminal import columns
 
 ACTIVATIONS, COTANGENTS = "activations", "cotangents"
 BATCH, ONCE = "batch", "once a step"

@@ -1,5 +1,8 @@
 """How the page of a plan looks, and the search in its table of inputs."""
 
+# A phone shows a page in its own width.
+VIEWPORT = '<meta name="viewport" content="width=device-width, initial-scale=1">'
+
 STYLE = """
 :root { color-scheme: light dark; --text: #1d2433; --soft: #5a6578; --back: #fff;
   --line: #e3e7ee; --card: #f6f8fb; --compute: #4c78a8; --sent: #e4893b;
@@ -34,6 +37,14 @@ td { font-family: ui-monospace, monospace; overflow-wrap: break-word; }
 .bars i { display: block; height: 1rem; border-radius: 2px; min-width: 1px; }
 .compute { background: var(--compute); } .sent { background: var(--sent); }
 .saved { background: var(--saved); }
+@media (max-width: 30rem) {
+  body { margin: .8rem auto; padding: 0 .7rem; }
+  table { font-size: 12px; } th, td { padding: .2rem .35rem; }
+  .figures { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: .5rem; }
+  .figure { padding: .4rem .5rem; overflow-wrap: anywhere; }
+  .figure b { font-size: 1rem; }
+  .bars { grid-template-columns: minmax(0, 1fr) max-content; }
+  .bars i { grid-column: 1 / -1; grid-row: auto; } }
 .picture { overflow-x: auto; } .picture svg { max-width: none !important; }
 summary { cursor: pointer; color: var(--soft); }
 input[type=search] { font: inherit; width: 100%; max-width: 24rem; margin: .5rem 0;

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from autopar.plans import GradientDecision, Plan, StagePlan
 from autopar.plans.schema import Predicted, set_renderer
@@ -17,8 +17,11 @@ from autopar.plans.specs import spec_text
 from autopar.reports.schedule import STAGE_HEADING, bubble, drawing, stage_rows
 from autopar.reports.units import bytes_text, seconds_text, three_digits
 from autopar.reports.worth import worth_lines
+from autopar.terminal import columns
 from autopar_passes.remat.levels import DOTS, names_of
 
+# Seconds of planning that are told of what is neither traced nor solved.
+_TOLD_S = 0.1
 _MOMENTS = "optimizer state"
 # A word that stands for several, such as {mu,nu}; numbers alone are a range.
 _JOINED = re.compile(r"\{[^}0-9.,]")
@@ -27,24 +30,6 @@ _JOINED = re.compile(r"\{[^}0-9.,]")
 def mesh_text(plan: Plan | StagePlan) -> str:
     """The mesh of a stage, such as ``data=2 tensor=4``; of a plan: of its only one."""
     return " ".join(f"{name}={size}" for name, size in plan.mesh["axes"].items())
-
-
-def columns(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> list[str]:
-    """Aligns rows of text; the first row is the heading.
-
-    Args:
-      rows: all of the same length.
-      right: the columns that are aligned to the right.
-    """
-    rights = frozenset(right)
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if k in rights else cell.ljust(width)
-            for k, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
 
 
 @set_renderer("table")
@@ -93,16 +78,22 @@ def range_lines(expected: Predicted) -> list[str]:
 
 def _remat_lines(plan: Plan) -> list[str]:
     """What the plan computes again beside what the step does."""
+    text = remat_text(plan)
+    return [f"remat    {text}"] if text else []
+
+
+def remat_text(plan: Plan) -> str:
+    """What the plan computes again beside what the step does; '' for nothing."""
     remat = plan.remat
     if not remat.checkpoints:
-        return ["remat    nothing: the step's own jax.checkpoint is dropped"]
+        return "nothing: the step's own jax.checkpoint is dropped"
     if not remat.layers:
-        return []
+        return ""
     what = f"the activations of {len(remat.layers)} of {len(remat.starts)} layers"
     kept = " but their matrix products" if remat.level == DOTS else ""
     if names := names_of(remat.level):
         kept = f" but {', '.join(names)}"
-    return [f"remat    {what}{kept}"]
+    return f"{what}{kept}"
 
 
 def _bubble_lines(plan: Plan) -> list[str]:
@@ -160,9 +151,11 @@ def stage_text(number: int, stage: StagePlan) -> str:
 def planning_times(plan: Plan) -> str:
     """The time of each part of planning, in one line."""
     spent = plan.seconds
+    rest_s = spent.total - spent.trace - spent.graph - spent.solve
+    rest = f", loading the step {rest_s:.1f} s" if rest_s >= _TOLD_S else ""
     return (
         f"planned in {spent.total:.1f} s: tracing {spent.trace:.1f} s, "
-        f"graph {spent.graph:.1f} s, solving {spent.solve:.1f} s"
+        f"graph {spent.graph:.1f} s, solving {spent.solve:.1f} s{rest}"
     )
 
 

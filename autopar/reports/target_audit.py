@@ -13,7 +13,8 @@ from autopar.compilers.timeline import Timeline, timeline
 from autopar.cost.messages import messages
 from autopar.reports.explain import BoundPlan
 from autopar.reports.gradients import codec_rows
-from autopar.reports.table import bytes_text, columns, seconds_text
+from autopar.reports.table import bytes_text, seconds_text
+from autopar.terminal import columns
 from autopar_passes.audit.compiled import hlo_collectives
 from autopar_passes.audit.events import Event, Loop, Start, events
 

@@ -15,6 +15,8 @@ from autopar.reports.units import (
 
 # An axis along which at least this part of the work is repeated is named.
 _TOLD = 0.1
+# A saving by a fused kernel of attention of at least this part of a step is named.
+_TOLD_SAVED = 0.02
 
 
 def worth_lines(worth: Worth | None) -> list[str]:
@@ -26,6 +28,8 @@ def worth_lines(worth: Worth | None) -> list[str]:
         ("scheme", worth.scheme),
         *zip(("idle", *[""] * 9), idle_texts(worth), strict=False),
     ]
+    if fused := fused_text(worth):
+        found.append(("kernels", fused))
     return [f"{name:9}{text}" for name, text in found]
 
 
@@ -46,11 +50,30 @@ def speed_up_text(worth: Worth) -> str:
 def rates(worth: Worth) -> Iterator[str]:
     """Model FLOPs utilisation, and rows and tokens a second where there are some."""
     if worth.model_flops:
-        yield f"MFU {share_text(worth.mfu)}"
+        yield f"MFU {mfu_text(worth)}"
     if worth.rows:
         yield f"{count_text(worth.rows_per_s)} rows/s"
     if worth.tokens:
         yield f"{count_text(worth.tokens_per_s)} tokens/s"
+
+
+def mfu_text(worth: Worth) -> str:
+    """Model FLOPs utilisation; beside it that of causal attention counted by half."""
+    whole, half = share_text(worth.mfu), share_text(worth.causal_mfu)
+    causal = 0.0 < worth.causal_mfu < worth.mfu and half != whole
+    return f"{whole} ({half} with causal attention at half)" if causal else whole
+
+
+def fused_text(worth: Worth) -> str:
+    """What a fused kernel of attention would save; '' for next to nothing."""
+    step_s = worth.one_device_s / worth.speed_up if worth.speed_up else 0.0
+    if worth.fused_saves_s < _TOLD_SAVED * step_s or not step_s:
+        return ""
+    saved, part = seconds_text(worth.fused_saves_s), worth.fused_saves_s / step_s
+    return (
+        f"a fused kernel of attention would save about {saved} of a step "
+        f"({share_text(part)})"
+    )
 
 
 def idle_texts(worth: Worth) -> Iterator[str]:
@@ -85,7 +108,9 @@ def worth_facts(worth: Worth | None) -> list[tuple[str, str]]:
         return []
     idle = "; ".join(idle_texts(worth))
     facts = [("worth", worth_text(worth)), ("resembles", worth.scheme)]
-    return facts + ([("idle", idle)] if idle else [])
+    facts += [("idle", idle)] if idle else []
+    fused = fused_text(worth)
+    return facts + ([("kernels", fused)] if fused else [])
 
 
 def _named(axis: AxisUse) -> str:

@@ -27,8 +27,10 @@ def timeline_page(history: History, figures: Metrics) -> str:
     more = f"<p>and {cut} more</p>" if cut > 0 else ""
     return (
         "<!doctype html><meta charset=utf-8>"
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
         f"<title>{html.escape(history.policy)}</title>"
-        "<style>body{font:14px sans-serif;margin:2em}th{text-align:left}</style>"
+        "<style>body{font:14px sans-serif;margin:1em;overflow-wrap:anywhere}"
+        "th{text-align:left}</style>"
         f"<h1>{html.escape(history.policy)}</h1><table>{rows}</table>"
         f"<h2>Devices over time</h2>{_picture(history)}"
         f"<h2>Decisions</h2><ol>{''.join(reasons[:_MOST_REASONS])}</ol>{more}"

@@ -179,8 +179,9 @@ def attention_kernel(
     """
     call = _Call(operands, params)
     pairs = float(call.batch * call.heads) * call.q_seq * call.kv_seq
-    flops = 2.0 * (call.qk_dim + call.v_dim) * pairs * _part(call, params)
-    backward = primitive == BACKWARD
+    whole = 2.0 * (call.qk_dim + call.v_dim) * pairs
+    backward, flops = primitive == BACKWARD, whole * _part(call, params)
+    model = whole * (2.0 if backward else 1.0)
     return Kernel(
         name="cudnn attention" + (" backward" if backward else ""),
         flops=flops * (_BACKWARD_FLOPS if backward else 1.0),
@@ -188,12 +189,17 @@ def attention_kernel(
         dtype=str(operands[0].dtype),
         efficiency=CUDNN_EFFICIENCY,
         platforms=(GPU,),
+        own_model_flops=model,
+        causal_flops=model if _is_causal(params) else 0.0,
     )
+
+
+def _is_causal(params: dict[str, Any]) -> bool:
+    return getattr(params["mask_type"], "name", "") in _CAUSAL
 
 
 def _part(call: _Call, params: dict[str, Any]) -> float:
     """The part of all pairs of a query and a key that the mask leaves."""
-    causal = getattr(params["mask_type"], "name", "") in _CAUSAL
-    part = 0.5 if causal else 1.0
+    part = 0.5 if _is_causal(params) else 1.0
     window = params.get("sliding_window_length")
     return part if not window else min(part, window / call.kv_seq)

@@ -31,6 +31,9 @@ class Kernel:
       efficiency: part of the peak rate that it reaches, 0 to 1.
       platforms: kinds of devices that can run it; empty: any.
       assumed: what the FLOPs assume; empty: nothing.
+      own_model_flops: FLOPs of the model's own products, where they are other than what
+        it runs: attention without its mask, and without what it computes again.
+      causal_flops: the part of these that is attention with a causal mask.
     """
 
     name: str
@@ -40,3 +43,12 @@ class Kernel:
     efficiency: float
     platforms: tuple[str, ...] = ()
     assumed: str = ""
+    own_model_flops: float | None = None
+    causal_flops: float = 0.0
+
+    @property
+    def model_flops(self) -> float:
+        """FLOPs of the model's own products."""
+        if self.own_model_flops is not None:
+            return self.own_model_flops
+        return self.flops if self.matrix else 0.0

@@ -9,11 +9,17 @@ the same way; its specs are its rule.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
+from autopar_passes import jax_compat
 from autopar_passes.program.equations import Equation
 from autopar_passes.rules import cudnn, manual, pallas_flops, pallas_grid
+from autopar_passes.rules.attention import attention_flops
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.rules.kernel import GPU, PALLAS_EFFICIENCY, TPU, Kernel
 from autopar_passes.rules.registry import registered_rule
@@ -80,11 +86,26 @@ def kernel_work(
     if eqn.primitive in cudnn.PRIMITIVES:
         return cudnn.attention_kernel(eqn.primitive, operands, eqn.params)
     if eqn.primitive == manual.PRIMITIVE:
-        return manual.manual_kernel(operands, results, eqn.params)
-    name, cost = kernel_name(eqn), eqn.params.get("cost_estimate")
-    found = pallas_flops.count(eqn.params, arrays)
+        made = manual.manual_kernel(operands, results, eqn.params)
+        shards = math.prod(manual.manual_axes(eqn.params).values())
+        model, causal = (shards * n for n in _model_flops(eqn.params["jaxpr"], arrays))
+        return dataclasses.replace(made, own_model_flops=model, causal_flops=causal)
+    return _pallas_work(eqn.params, operands, results, arrays)
+
+
+def _pallas_work(
+    params: dict[str, Any],
+    operands: Sequence[Any],
+    results: Sequence[Any],
+    arrays: Sequence[Any],
+) -> Kernel:
+    """See `kernel_work`."""
+    name, cost = pallas_grid.kernel_name(params), params.get("cost_estimate")
+    found = pallas_flops.count(params, arrays)
     matrix = found.matrix > 0
     flops, assumed = found.matrix if matrix else found.vector, ""
+    attention = attention_flops(params, operands, results, found.matrix)
+    model, causal = attention or (None, False)
     if cost is not None and not name.startswith(_ATTENTION):
         flops = float(cost.flops)
     elif not found.exact:
@@ -95,9 +116,51 @@ def kernel_work(
         matrix=matrix,
         dtype=found.dtype or str(operands[0].dtype if operands else "float32"),
         efficiency=PALLAS_EFFICIENCY if matrix else 1.0,
-        platforms=_platforms(eqn.params),
+        platforms=_platforms(params),
         assumed=assumed,
+        own_model_flops=model,
+        causal_flops=model if model and causal else 0.0,
     )
+
+
+def _model_flops(body: Any, arrays: Sequence[Any]) -> tuple[float, float]:
+    """The model FLOPs of the body of a ``shard_map``, and the causal part of them.
+
+    Args:
+      body: the body, of one shard.
+      arrays: for each operand, its array where the program holds it, else None.
+    """
+    total = causal = 0.0
+    jaxpr = getattr(body, "jaxpr", body)
+    if len(arrays) != len(jaxpr.invars):
+        arrays = [None] * len(jaxpr.invars)
+    held = {
+        var: array
+        for var, array in zip(jaxpr.invars, arrays, strict=True)
+        if np.shape(array) == var.aval.shape and array is not None
+    }
+    for eqn in jaxpr.eqns:
+        known = [
+            None if isinstance(v, jax_compat.Literal) else held.get(v)
+            for v in eqn.invars
+        ]
+        name, times = eqn.primitive.name, float(eqn.params.get("length", 1))
+        given, made = ([v.aval for v in x] for x in (eqn.invars, eqn.outvars))
+        if name in cudnn.PRIMITIVES:
+            kernel = cudnn.attention_kernel(name, given, eqn.params)
+            found = [(kernel.model_flops, kernel.causal_flops)]
+        elif name == pallas_grid.PRIMITIVE:
+            kernel = _pallas_work(eqn.params, given, made, known)
+            found = [(kernel.model_flops, kernel.causal_flops)]
+        elif inner := list(jax_compat.subjaxprs(eqn)):
+            bodies = [_model_flops(x, known) for x in inner]
+            found = [max(bodies)] if name == "cond" else bodies
+            times = times if name == "scan" else 1.0
+        else:
+            found = [(pallas_flops.product_flops(eqn), 0.0)]
+        total += times * sum(x for x, _ in found)
+        causal += times * sum(x for _, x in found)
+    return total, causal
 
 
 def _platforms(params: dict[str, Any]) -> tuple[str, ...]:

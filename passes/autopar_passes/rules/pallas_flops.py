@@ -112,6 +112,18 @@ def count_body(jaxpr: Any) -> Count:
     return _Walk({}, {}, {}).body(jaxpr, {})[0]
 
 
+def product_flops(eqn: Any) -> float:
+    """FLOPs of an equation without a body that is a product; 0 of any other.
+
+    Inner products of rows alone are none.
+    """
+    numbers = eqn.params.get("dimension_numbers")
+    if eqn.primitive.name != "dot_general" or numbers is None:
+        return 0.0
+    inner = eqn.outvars[0].aval.ndim == len(numbers[1][0])
+    return 0.0 if inner else _flops(eqn).matrix
+
+
 def _spread(size: int) -> list[int]:
     """Points of one dimension: all of them, or some in the middle of equal parts."""
     if size <= POINTS:

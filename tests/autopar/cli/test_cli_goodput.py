@@ -11,6 +11,25 @@ from autopar.cli import curving
 from autopar.cluster import Cluster
 from autopar.goodput.curves import CurveTable
 
+FUSED = """
+import jax
+import jax.numpy as jnp
+
+
+def step(weights, batch):
+    def loss(weights):
+        x = (batch @ weights).reshape(*batch.shape[:2], 2, 64)
+        out = jax.nn.dot_product_attention(x, x, x, implementation="cudnn")
+        return (out.astype(jnp.float32) ** 2).mean()
+
+    value, gradient = jax.value_and_grad(loss)(weights)
+    return weights - gradient, value
+
+
+def workload(batch=32):
+    rows = jax.ShapeDtypeStruct((batch, 256, 128), jnp.bfloat16)
+    return step, jax.ShapeDtypeStruct((128, 128), jnp.bfloat16), rows
+"""
 GIVEN = (TARGET, *SMALL, "--seconds", 2)
 
 
@@ -48,6 +67,20 @@ def test_the_json_is_a_curve(run: Run, tmp_path: pathlib.Path) -> None:
     )
     assert table.options == {"width": "1024", "batch": "4096", "layers": "3"}
     assert page.read_text().count("<circle") == 2
+
+
+def test_a_kernel_of_attention_has_a_curve(run: Run, tmp_path: pathlib.Path) -> None:
+    """Where larger batches are looked at, too: they take longer, and no less a row."""
+    target = tmp_path / "fused.py"
+    target.write_text(FUSED)
+    words = (f"{target}:workload", "--clusters", "1:h100", "2:h100", "--seconds", 2)
+    found = run("goodput", *words, "--noise-scale", 10**6, "--max-batch", 512, "--json")
+    table = msgspec.convert(found.json, CurveTable)
+
+    assert [point.devices for point in table.points] == [1, 2]
+    for point in table.points:
+        assert point.batch > table.base_batch
+        assert not point.reason
 
 
 def test_several_processes_find_the_same(tmp_path: pathlib.Path) -> None:

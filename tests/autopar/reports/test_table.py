@@ -16,7 +16,6 @@ from autopar.reports.table import (
     bytes_text,
     collapse,
     collective_lines,
-    columns,
     gradient_rows,
     input_rows,
     method_text,
@@ -26,6 +25,7 @@ from autopar.reports.table import (
     seconds_text,
     shape_text,
 )
+from autopar.terminal import columns
 
 SPLIT = (("data",), ())
 WHOLE = ((), ())

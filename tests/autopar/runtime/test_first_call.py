@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import pathlib
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -51,7 +52,19 @@ def test_one_line_of_a_terminal(
     assert "autopar: compiling step" in lines
 
 
-def test_piped_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_piped_there_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the seconds so far and the newest message, and none once it is done."""
+    monkeypatch.delenv("AUTOPAR_PROGRESS")
+    monkeypatch.setattr(progress, "EVERY_S", 0.02)
+    one_step()
+    lines = capsys.readouterr().err.splitlines()
+    assert lines
+    found = [re.fullmatch(r"autopar: (\d+) s: (.+)", line) for line in lines]
+    assert all(found)
+    assert "compiling step" in {line[2] for line in found if line}
+    monkeypatch.setattr(progress, "EVERY_S", 60.0)
     one_step()
     assert capsys.readouterr().err == ""
 

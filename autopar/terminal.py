@@ -1,0 +1,150 @@
+"""Tables and sentences in the width of a terminal.
+
+A command that writes to a terminal, or with ``COLUMNS`` in its environment, keeps to
+that width; what goes to a file or a pipe keeps its lines.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import os
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Collection, Generator, Sequence
+
+_WIDTH: contextvars.ContextVar[int | None] = contextvars.ContextVar(
+    "autopar_width", default=None
+)
+# A column of text is not made narrower than this.
+_LEAST = 12
+# A table is never wider than this by a sentence in its last column, such as an error.
+_LONGEST_REASON = 100
+# A sentence behind a word that stands in the first columns: "step     661 us: ...".
+_LABELLED = re.compile(r"(\w+ +| {9})(\S+(?: \S+)*)")
+_BREAKS = "/, "
+
+
+@contextlib.contextmanager
+def followed() -> Generator[None]:
+    """Within it, tables keep to the width of the terminal, if there is one."""
+    known = sys.stdout.isatty() or os.environ.get("COLUMNS", "").isdigit()
+    columns = shutil.get_terminal_size().columns if known else None
+    token = _WIDTH.set(columns)
+    try:
+        yield
+    finally:
+        _WIDTH.reset(token)
+
+
+def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[str]:
+    """Aligns rows of text; the first row is the heading.
+
+    Where a terminal is narrower, cells of text continue in the next line, and what is
+    still too wide becomes several tables that begin with the same column.
+
+    Args:
+      rows: all of the same length.
+      right: the columns that are aligned to the right.
+    """
+    last = len(rows[0]) - 1
+    cells = [
+        [*row[:-1], row[-1] if last in right else shortened(row[-1])] for row in rows
+    ]
+    widths = [max(len(row[k]) for row in cells) for k in range(last + 1)]
+    most = _WIDTH.get()
+    if most is None or _total(widths) <= most:
+        return _aligned(cells, widths, right)
+    text = [k for k in range(last + 1) if k not in right]
+    least = [min(w, _LEAST) if k in text else w for k, w in enumerate(widths)]
+    groups = _groups(least, most)
+    out: list[str] = []
+    for group in groups:
+        own = _narrowed([widths[k] for k in group], [least[k] for k in group], most)
+        part = [[row[k] for k in group] for row in cells]
+        out += ["", *_aligned(part, own, [group.index(k) for k in right if k in group])]
+    return out[1:]
+
+
+def shortened(text: str) -> str:
+    """A sentence of a table, cut where it is too long for one."""
+    if len(text) <= _LONGEST_REASON:
+        return text
+    return text[: _LONGEST_REASON - 1].rstrip() + "…"
+
+
+def folded(text: str) -> str:
+    """Text whose sentences are folded at the width of the terminal."""
+    most = _WIDTH.get()
+    if most is None:
+        return text
+    return "\n".join(_folded(line, most) for line in text.split("\n"))
+
+
+def _folded(line: str, most: int) -> str:
+    found = _LABELLED.fullmatch(line)
+    if len(line) <= most or found is None:
+        return line
+    label = found[1] if found[1].endswith("  ") or len(found[1]) == 9 else ""
+    return textwrap.fill(
+        line[len(label) :],
+        max(most, len(label) + _LEAST),
+        initial_indent=label,
+        subsequent_indent=" " * len(label),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + 2 * (len(widths) - 1)
+
+
+def _groups(least: Sequence[int], most: int) -> list[list[int]]:
+    """The columns of each table: the first one in all of them."""
+    groups: list[list[int]] = [[0]]
+    for k in range(1, len(least)):
+        if len(groups[-1]) > 1 and _total([least[j] for j in (*groups[-1], k)]) > most:
+            groups.append([0])
+        groups[-1].append(k)
+    return groups
+
+
+def _narrowed(widths: Sequence[int], least: Sequence[int], most: int) -> list[int]:
+    """Widths that fit: the widest column gives way first."""
+    out = list(widths)
+    while _total(out) > most:
+        spare = [w - low for w, low in zip(out, least, strict=True)]
+        if max(spare) <= 0:
+            break
+        widest = max(range(len(out)), key=lambda k: (spare[k] > 0, out[k]))
+        out[widest] -= 1
+    return out
+
+
+def _aligned(
+    rows: Sequence[Sequence[str]], widths: Sequence[int], right: Collection[int]
+) -> list[str]:
+    lines: list[str] = []
+    for row in rows:
+        cells = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+        for k in range(max(map(len, cells))):
+            parts = [cell[k] if k < len(cell) else "" for cell in cells]
+            line = "  ".join(
+                part.rjust(width) if c in right else part.ljust(width)
+                for c, (part, width) in enumerate(zip(parts, widths, strict=True))
+            )
+            lines.append(line.rstrip())
+    return lines
+
+
+def _broken(cell: str, width: int) -> list[str]:
+    """A cell in lines of a width, broken behind a slash, a comma or a space."""
+    lines: list[str] = []
+    while len(cell) > width:
+        at = max(cell.rfind(mark, 0, width) for mark in _BREAKS) + 1 or width
+        lines.append(cell[:at].rstrip())
+        cell = cell[at:].lstrip()
+    return [*lines, cell]
