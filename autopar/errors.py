@@ -16,7 +16,8 @@ the user's is neither::
     ├── InputTypeError (TypeError)    what was given is of a wrong type
     ├── CompileError              the compiler of an accelerator refuses a step
     ├── RunError (RuntimeError)   a run cannot go on
-    │   └── StageError                a task of a pipeline failed
+    │   ├── StageError                a task of a pipeline failed
+    │   └── NotFiniteError            steps of a run are NaN or infinite
     └── InternalError (RuntimeError)  autopar itself is wrong: report it
 
 The four that all packages share are in ``autopar_errors``, below them all.
@@ -43,6 +44,7 @@ __all__ = [
     "InputError",
     "InputTypeError",
     "InternalError",
+    "NotFiniteError",
     "PlanError",
     "RunError",
     "ScheduleError",
@@ -87,6 +89,19 @@ class RunError(AutoparError, RuntimeError):
 
 class StageError(RunError):
     """A task of a pipeline failed; the state is as before the step."""
+
+
+class NotFiniteError(RunError):
+    """Steps of a run are not finite; the state of the last good one is kept.
+
+    Attributes:
+      step: number of steps behind which that state is.
+    """
+
+    def __init__(self, message: str, *, step: int = 0) -> None:
+        """Says which steps."""
+        super().__init__(message)
+        self.step = step
 
 
 class CheckpointError(InputError):

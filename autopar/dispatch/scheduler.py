@@ -257,6 +257,8 @@ class Scheduler:
             job = self._note(self._jobs[job.name], look.lines)
             if ending := _end_of(job, look):
                 self._ended(job, ending, now_s)
+            elif not job.finite:
+                self._runs.kill(job)  # more steps are of no use
             elif not look.alive:
                 self._runs.start(job)
             elif job.state == states.STOPPING:
@@ -302,10 +304,10 @@ class Scheduler:
             self._say(f"{now_s:.0f} s: job {job.name} is cancelled")
             return
         gives_back = job.state == states.STOPPING and ending.code == _INTERRUPTED
-        if ending.code == SUSPENDED or gives_back:
+        if job.finite and (ending.code == SUSPENDED or gives_back):
             self._update(job, state=states.WAITING, places={}, reason="")
             return
-        if ending.lost and job.losses + 1 < self._set.losses:
+        if ending.lost and job.finite and job.losses + 1 < self._set.losses:
             self._say(f"job {job.name} lost its workers: {ending.reason}")
             lost = job.losses + 1
             self._update(
@@ -313,7 +315,7 @@ class Scheduler:
             )
             return
         reason = ending.reason if ending.code else ""
-        if not reason and not job.finite:
+        if not job.finite:
             reason = f"its loss is not finite after {job.step} steps"
         state = states.FAILED if ending.code or reason else states.DONE
         told_s = job.told_s if state == states.DONE else None
@@ -425,7 +427,8 @@ class Scheduler:
 
 def _end_of(job: JobRecord, look: Look) -> Ending | None:
     """How a job ended; one that is to end, and has no process, has ended."""
-    gone = job.wish == states.CANCEL and not look.alive
+    ends = job.wish == states.CANCEL or not job.finite
+    gone = ends and not look.alive
     return look.ending or (Ending(code=_INTERRUPTED) if gone else None)
 
 

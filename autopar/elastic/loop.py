@@ -23,6 +23,7 @@ from autopar.elastic.events import Event
 from autopar.elastic.inbox import Inbox
 from autopar.elastic.ledger import Ledger, event_data
 from autopar.elastic.membership import Alone, Change, Membership
+from autopar.elastic.nans import Finiteness, OnNan
 from autopar.elastic.options import meshes_of
 from autopar.elastic.replanning import Outcome, Replanner
 from autopar.elastic.resolve import Resolved
@@ -52,6 +53,7 @@ class Step:
       result: what the step returned besides the state.
       seconds: how long it took, with its batch and without a change before it.
       plan: the new plan, where the step is the first under it; else None.
+      finite: whether its loss and gradients were finite (``on_nan=``).
     """
 
     step: int
@@ -59,6 +61,7 @@ class Step:
     result: Any
     seconds: float
     plan: Plan | None = None
+    finite: bool = True
 
 
 class ElasticRun:
@@ -71,6 +74,7 @@ class ElasticRun:
       notes: plain data of the checkpoint that the run was restored from; or None.
       sources: of events.
       ahead: prepares likely next clusters; None: nothing does.
+      nans: counts the steps that were not finite.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class ElasticRun:
         checkpoints: Checkpoints | None = None,
         every: int | None = None,
         shows: bool | None = None,
+        on_nan: OnNan = "stop",
     ) -> None:
         """See `autopar.elastic`, which makes these.
 
@@ -100,7 +105,9 @@ class ElasticRun:
           checkpoints: where the run is saved.
           every: after how many steps; None: at the end alone.
           shows: whether progress is shown; None: on a terminal.
+          on_nan: what is done where a step is not finite.
         """
+        self.nans = Finiteness(step, on_nan, self._write)
         self._train_step, self._samples, self._steps = step, samples, steps
         self.ledger = ledger
         self.state: Any = None
@@ -255,6 +262,7 @@ class ElasticRun:
 
         Raises:
           StopIteration: all steps have run, or the run was stopped.
+          NotFiniteError: steps are not finite; `state` is that of the last good one.
         """
         plan = None if self._ended() else self._changed()
         if self._ended():
@@ -264,11 +272,21 @@ class ElasticRun:
         begin = time.perf_counter()
         step, position, result = self.step, self.position, self._run()
         seconds = time.perf_counter() - begin
+        if (error := self.nans.error()) is not None:
+            self.step = self.nans.first
+            self.save()
+            self.close()
+            raise error
         self._measured(seconds)
         self._saves.after(self.state, self.step, self.position)
         self._display.show(step + 1, seconds, self.plan)
         return Step(
-            step=step, position=position, result=result, seconds=seconds, plan=plan
+            step=step,
+            position=position,
+            result=result,
+            seconds=seconds,
+            plan=plan,
+            finite=self.nans.finite,
         )
 
     def _ended(self) -> bool:
@@ -297,8 +315,13 @@ class ElasticRun:
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
         jax.block_until_ready(jax.tree.leaves(result))
-        self.state, self.step = state, self.step + 1
+        self.nans.look(self.step, result, says=not world.process_index)
+        self.state, self.step = self.nans.kept(self.state, state), self.step + 1
         return result
+
+    def _write(self, kind: str, **fields: Any) -> None:
+        """Writes a line of the ledger, with where the run stands."""
+        self.ledger.write(kind, step=self.step, position=self.position, **fields)
 
     def _changed(self) -> Plan | None:
         """Carries out a change that waits; returns the new plan, if there is one."""

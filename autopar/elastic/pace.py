@@ -52,6 +52,7 @@ class Pace:
         result: Any,
         *,
         last: bool = False,
+        lost: bool = False,
     ) -> None:
         """Takes a step that was done.
 
@@ -62,6 +63,7 @@ class Pace:
           devices: of the world that ran it.
           result: what it returned besides the state.
           last: whether no other step follows; such a step is always written.
+          lost: whether the step is not finite and its state stays so; likewise.
         """
         now = self._clock()
         if devices != self._devices:
@@ -70,7 +72,7 @@ class Pace:
         if self._done_s is not None:
             self._seconds.append(now - self._done_s)
         self._done_s = now
-        if now - self._told_s < self._every_s and not last:
+        if now - self._told_s < self._every_s and not (last or lost):
             return
         loss = loss_of(result)
         self._ledger.write(
@@ -82,7 +84,7 @@ class Pace:
             steps=len(self._seconds),
             step_s=statistics.median(self._seconds) if self._seconds else None,
             loss=loss if loss is not None and math.isfinite(loss) else None,
-            finite=loss is None or math.isfinite(loss),
+            finite=not lost,
         )
         self._told_s, self._seconds = now, []
 

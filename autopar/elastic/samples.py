@@ -15,6 +15,7 @@ import jax
 import numpy as np
 
 from autopar.errors import PlanError
+from autopar.runtime import placement
 from autopar.runtime.any_step import AnyStep
 from autopar.runtime.world import World
 
@@ -91,6 +92,12 @@ class Samples:
                 "such samples. End the run before them (steps= or samples=), or begin "
                 "again from the first."
             ) from error
+        if not jax.tree.leaves(batch):
+            raise PlanError(
+                f"source({position}, {rows}) returned {batch!r}, which holds no array; "
+                f"it must return {rows} samples. End the run before them (steps= or "
+                "samples=) where there are no more."
+            )
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
             if np.ndim(leaf) and np.shape(leaf)[0] != rows:
                 raise PlanError(
@@ -123,6 +130,24 @@ def batch_structs(planned: AnyStep, argument: int) -> Any:
         for v, sharding in zip(values, planned.in_shardings, strict=True)
     ]
     return form.fixed.join(structs)[argument]
+
+
+def placed_rest(planned: AnyStep, first: int, rest: Sequence[Any]) -> list[Any]:
+    """Arguments as global arrays, of which every process has the whole.
+
+    Args:
+      planned: the step under a plan.
+      first: position of the first of them among the step's arguments.
+      rest: the arguments.
+    """
+    return [
+        jax.tree.map(
+            lambda x, s: placement.place(x, s.sharding) if np.ndim(x) else x,
+            given,
+            batch_structs(planned, first + k),
+        )
+        for k, given in enumerate(rest)
+    ]
 
 
 def _on_stages(structs: Any, world: World) -> bool:

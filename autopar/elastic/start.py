@@ -9,6 +9,7 @@ from typing import Any
 from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun
+from autopar.elastic.nans import OnNan, guarded
 from autopar.elastic.processes.joining import join_run
 from autopar.elastic.processes.link import CHECKPOINT_VARIABLE, EVERY_VARIABLE
 from autopar.elastic.processes.training import TeamRun
@@ -34,6 +35,7 @@ def elastic(
     ledger: str | os.PathLike[str] | None = None,
     ahead: bool = True,
     survive: int = 0,
+    on_nan: OnNan = "stop",
     progress: bool | None = None,
 ) -> ElasticRun | TeamRun:
     """Starts a run of a train step that goes on when devices go and come.
@@ -68,6 +70,10 @@ def elastic(
         `autopar run` started several (docs/elastic_processes.md). The state before a
         step is kept as long as the step runs, and what lies on one process alone is
         copied to others.
+      on_nan: what is done where a loss or a gradient is not finite, which is always
+        said and written to the ledger: ``stop`` ends the run behind the third such step
+        in a row with `autopar.NotFiniteError`, the state that of the last good step;
+        ``skip`` leaves the state as it was before such a step; ``continue`` goes on.
       progress: whether a line of progress is shown; None: on a terminal.
 
     Raises:
@@ -79,6 +85,7 @@ def elastic(
     check_step("elastic", step, create_state, source)
     _check_counts(batch, steps)
     checkpoints, every = saves_of("elastic", checkpoint, every)
+    guarded("elastic", step, on_nan)
     samples = Samples(source, batch, others_of(others))
     together = join_run(
         step,
@@ -92,6 +99,7 @@ def elastic(
         every=every,
         survive=survive,
         shows=progress,
+        on_nan=on_nan,
     )
     if together is not None:
         return together
@@ -105,6 +113,7 @@ def elastic(
         checkpoints=checkpoints,
         every=every,
         shows=progress,
+        on_nan=on_nan,
     )
     try:
         run.create(create_state, args)

@@ -12,6 +12,7 @@ from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.beside import Beside
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun, Step
+from autopar.elastic.nans import OnNan, guarded
 from autopar.elastic.processes.following import Ends, TeamFollowing
 from autopar.elastic.processes.joining import join_run
 from autopar.elastic.processes.training import TeamRun
@@ -53,6 +54,7 @@ def train(
     ledger: str | os.PathLike[str] | None = None,
     ahead: bool = True,
     survive: int = 0,
+    on_nan: OnNan = "stop",
     progress: bool | None = None,
 ) -> TrainRun | TeamRun:
     """Starts a run of a train step whose batch, plan and codecs follow its noise.
@@ -97,6 +99,10 @@ def train(
       survive: how many processes may die at once without loss of state, as for
         `autopar.elastic`. Where `autopar run` started several processes, one decides,
         and all change at the same step; programs are not prepared beside the run.
+      on_nan: what is done where a loss or a gradient is not finite, which is always
+        said and written to the ledger: ``stop`` ends the run behind the third such step
+        in a row with `autopar.NotFiniteError`, the state that of the last good step;
+        ``skip`` leaves the state as it was before such a step; ``continue`` goes on.
       progress: whether a line of progress is shown; None: on a terminal.
 
     Raises:
@@ -117,6 +123,7 @@ def train(
     )
     _check_state(create_state, args)
     rows = _left(step, checkpoints, following)
+    guarded("train", step, on_nan)
     changing_batches.measure_noise(step, noise_options(step, following, lr_rule))
     most = math.inf if steps is None else steps
     ends = Ends(samples=samples, until=until, steps=most)
@@ -132,6 +139,7 @@ def train(
         every=every,
         survive=survive,
         shows=progress,
+        on_nan=on_nan,
         following=lambda record: TeamFollowing(
             step, following, rule=lr_rule, ends=ends, record=record
         ),
@@ -149,6 +157,7 @@ def train(
         checkpoints=checkpoints,
         every=every,
         shows=progress,
+        on_nan=on_nan,
     )
     try:
         beside = run.ahead.beside if run.ahead is not None else None

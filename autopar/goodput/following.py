@@ -12,6 +12,7 @@ from autopar.goodput.choice import Ratio
 from autopar.goodput.critical import CriticalRegimes
 from autopar.goodput.progress_ratio import ProgressRatio
 from autopar.goodput.rates import Rule, rule_of
+from autopar.planner.codecs.options import parsed
 from autopar_errors import check_type
 
 
@@ -39,11 +40,18 @@ class Following:
     sigmas: float = 1.0
 
     def __post_init__(self) -> None:
-        """Checks ranges."""
+        """Checks ranges and codecs.
+
+        Raises:
+          PlanError: a number is out of its range, or there is no such codec.
+        """
         for name in ("base_batch", "max_batch", "every"):
             given = getattr(self, name)
             if not isinstance(given, int) or isinstance(given, bool) or given < 1:
                 raise PlanError(f"{name}={given!r} must be a whole number, at least 1.")
+        for text in self.codecs:
+            check_type("codecs=", text, str, "texts of codecs, such as ['int8']")
+            parsed(text)
         if self.max_batch < self.base_batch:
             raise PlanError(
                 f"max_batch={self.max_batch} is smaller than "

@@ -224,3 +224,10 @@ def measure_noise(step: ParallelStep[..., Any], options: NoiseOptions) -> None:
             "autopar.parallelize(..., noise_scale=True)."
         )
     step._store.noise = options
+
+
+def guard(step: ParallelStep[..., Any]) -> None:
+    """Lets a step that is not finite leave its state as it was, from now on."""
+    if not step._store.guard:
+        step._store.clear()
+        step._store.guard, step._current = True, None

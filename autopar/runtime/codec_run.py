@@ -48,6 +48,31 @@ from autopar.runtime.gradients.sums import GradientSums, Member, State
 from autopar.runtime.world import World
 
 
+class Telemetry(dict[str, GradientReport]):
+    """Telemetry of compressed gradients, by parameter.
+
+    Attributes:
+      reason: why it is empty; '' where it is not.
+    """
+
+    def __init__(
+        self, reports: Mapping[str, GradientReport] | None = None, *, reason: str = ""
+    ) -> None:
+        """Holds reports, or the reason why there are none."""
+        super().__init__(reports or {})
+        self.reason = reason
+
+    def __repr__(self) -> str:
+        """The reports, or the reason."""
+        return super().__repr__() if self else f"<no telemetry: {self.reason}>"
+
+
+_NO_CODEC = (
+    "no gradient has a codec under this plan; compression= of autopar.parallelize "
+    "asks for one"
+)
+
+
 class CodecRun:
     """The codecs' side of a planned step: their state, telemetry and policy."""
 
@@ -261,14 +286,19 @@ class CodecRun:
         assert self._state is not None
         return self._state
 
-    def report(self) -> dict[str, GradientReport]:
+    def report(self, running: AnyStep | None) -> Telemetry:
         """The telemetry of the last step that measured it, by parameter.
 
         Where a gradient of the last step is not finite, it is that of the last step.
 
+        Args:
+          running: the program in use; None: none yet.
+
         Raises:
           PlanError: no step has run yet.
         """
+        if running is not None and running.sums is None:
+            return Telemetry(reason=_NO_CODEC)
         if self._planned is None:
             raise PlanError(
                 "telemetry: no step has run yet with compressed gradients. Call the "
@@ -294,7 +324,7 @@ class CodecRun:
         for name, codec in self.adoption.waiting.items():
             if name in reports:
                 reports[name] = dataclasses.replace(reports[name], put_off=codec)
-        return self._with_levels(sums, reports) if sums.fallback else reports
+        return Telemetry(self._with_levels(sums, reports) if sums.fallback else reports)
 
     def _with_levels(
         self, sums: AnySums, reports: dict[str, GradientReport]
@@ -361,7 +391,7 @@ class CodecRun:
         if self.policy is None or not self._observed(self._done):
             return None
         self.adoption.done(self._done)
-        gradients, finite = self.report(), self.finite()
+        gradients, finite = self.report(self._planned), self.finite()
         seconds = (time.perf_counter() - self._since) / max(1, self._steps)
         seconds = agreement.shared_number(world, seconds)
         self._since, self._steps = time.perf_counter(), 0

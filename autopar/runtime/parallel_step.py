@@ -12,7 +12,6 @@ from jax.core import Tracer
 
 from autopar import progress
 from autopar.cluster import Cluster
-from autopar.compression.policies.policy import GradientReport
 from autopar.errors import PlanError
 from autopar.planner.cache import PlanCache
 from autopar.planner.options import PlanOptions
@@ -28,9 +27,10 @@ from autopar.runtime import (
     placement,
 )
 from autopar.runtime.any_step import AnyStep
-from autopar.runtime.codec_run import CodecRun
+from autopar.runtime.codec_run import CodecRun, Telemetry
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.adopting import CodecChange
+from autopar.runtime.guarding import settled
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
 from autopar.runtime.noise_run import HasNoise, NoiseRun
@@ -101,6 +101,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._noise = NoiseRun()
         self._batches = arguments.BatchArguments(step, ANALYSES)
         self._current: Running | None = None
+        self.finite: Any = None  # of the last step, where it is guarded
 
     @property
     def world(self) -> World:
@@ -200,13 +201,15 @@ class ParallelStep(HasNoise, Generic[P, R]):
         self._codecs.restore(state, held=held)
 
     @property
-    def telemetry(self) -> dict[str, GradientReport]:
+    def telemetry(self) -> Telemetry:
         """Telemetry of the last step for each compressed gradient, by parameter.
 
+        Where the plan has no codec it is empty, and its ``reason`` says so.
+
         Raises:
-          PlanError: no step with compressed gradients has run.
+          PlanError: no step has run yet.
         """
-        return self._codecs.report()
+        return self._codecs.report(self._current and self._current.planned)
 
     @property
     def codec_changes(self) -> tuple[CodecChange, ...]:
@@ -309,12 +312,14 @@ class ParallelStep(HasNoise, Generic[P, R]):
         first = not self._current.ready
         placed = self._preparation.placed(planned, call.arrays, first=first)
         self._make_ready()
-        carried = planned.analysis.carried if self._store.donate else {}
+        carried = self._store.consumed(planned)
         placement.separate(call.arrays, placed, carried)
         if planned.sums is not None:
             self._codecs.prepare(planned, placed, self.world)
         with self._preparation.compiling(planned, self.__name__):
             flat = self._noise.run(planned, placed, self._codecs)
+        if self._store.guard:
+            flat, self.finite = settled(planned, placed, flat)
         placement.consume(call.arrays, placed, carried, flat)
         if planned.sums is not None and (wish := self._codecs.advise(self.world)):
             self._follow(wish)
@@ -395,10 +400,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
 
     @without_mesh()
     def compile(self, *args: Any, **kwargs: Any) -> Plan:
-        """Plans and compiles for these arguments without running; arrays or structs.
-
-        The next call with such arguments finds the program compiled.
-        """
+        """Plans and compiles for arguments, arrays or structs, of the next call."""
         planned = self.prepare(*args, **kwargs)
         self._preparation.compile(planned)
         return planned.plan
@@ -441,8 +443,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
         where the cluster has their mesh; elsewhere new ones are found, with a warning.
 
         Args:
-          cluster: the cluster to move to, such as ``Cluster.local(devices=4)``, or
-            its text, such as ``"4:cpu"``.
+          cluster: to move to, such as ``Cluster.local(devices=4)`` or ``"4:cpu"``.
           state: the carried state: one pytree, or a tuple of the leading
             arguments (NNX: the model and optimizer, updated in place).
           devices: the devices to run on, or their ids; default: those that the

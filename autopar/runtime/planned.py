@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from autopar.compression.codecs.blocks import WITH_BARRIERS
 from autopar.compression.fallback import Fallback
@@ -21,6 +21,7 @@ from autopar.plans import Plan
 from autopar.runtime.compiler import compile_lowered
 from autopar.runtime.gradients.probing import partial_gradients
 from autopar.runtime.gradients.restoring import Restorer
+from autopar.runtime.gradients.soundness import Soundness
 from autopar.runtime.gradients.sums import (
     GradientSums,
     gradient_sums,
@@ -88,6 +89,7 @@ class PlannedStep:
       gradients: the jitted function of the flat arguments to the partial gradients
         that are worth a codec; compiled if it is called.
       noise: how the noise of gradients is measured; None: it is not.
+      guard: whether the last flat result says that the step is finite.
     """
 
     analysis: Analysis
@@ -98,6 +100,7 @@ class PlannedStep:
     sums: GradientSums | None = None
     gradients: Any = None
     noise: NoiseSpec | None = None
+    guard: bool = False
 
     @property
     def links(self) -> None:
@@ -170,6 +173,7 @@ def planned_step(
     noise: NoiseOptions | None = None,
     signals: bool = False,
     every: int = TELEMETRY_EVERY,
+    guard: bool = False,
     wait: Wait | None = None,
     turns: int | None = None,
 ) -> PlannedStep:
@@ -185,6 +189,7 @@ def planned_step(
       noise: how the noise of gradients is measured; None: it is not.
       signals: whether the signal of what codecs send is measured.
       every: the telemetry of one step in so many is measured.
+      guard: whether a step that is not finite leaves its state as it was, and says so.
       wait: of a plan with replicas, what waits in each turn of one
         (`autopar_passes.replay.replicas.Replicas`), to simulate slower devices.
       turns: of a plan with replicas, how many turns each has, for audits alone; None:
@@ -211,7 +216,9 @@ def planned_step(
         assignment, plan, mesh, fallback, signals=signals, every=every
     )
     measured = None if noise is None else _noise_spec(assignment, mesh, noise, found)
-    if found is None and measured is None:
+    if guard:
+        outputs = [*outputs, NamedSharding(mesh, PartitionSpec())]
+    if found is None and measured is None and not guard:
         function = jax.jit(
             run,
             in_shardings=inputs,
@@ -223,11 +230,12 @@ def planned_step(
     states = [x.shardings() for x in (found, measured) if x is not None]
     made = [] if found is None else [found.shardings(), None, None]
     made += [] if measured is None else [measured.shardings()]
+    step = _synchronised(run, found, measured, assignment, guard=guard)
     beside = tuple(range(len(inputs), len(inputs) + len(states)))
     function = jax.jit(
-        _named(_synchronised(run, found, measured, assignment), analysis),
+        _named(step, analysis),
         in_shardings=[*inputs, *states],
-        out_shardings=(outputs, *made),
+        out_shardings=(outputs, *made) if states else outputs,
         donate_argnums=(*carried, *beside) if donate else (),
         compiler_options=_compiler_options(assignment, mesh, codecs=found is not None),
     )
@@ -240,7 +248,7 @@ def planned_step(
             compiler_options=_compiler_options(assignment, mesh),
         )
     return PlannedStep(
-        analysis, plan, assignment, mesh, function, found, gradients, measured
+        analysis, plan, assignment, mesh, function, found, gradients, measured, guard
     )
 
 
@@ -308,11 +316,13 @@ def _synchronised(
     sums: GradientSums | None,
     noise: NoiseSpec | None,
     assignment: Assignment,
+    *,
+    guard: bool = False,
 ) -> Callable[..., Any]:
-    """A step whose gradients are summed by codecs, or whose noise is measured.
+    """A step with codecs, or whose noise is measured, or that is guarded.
 
-    With codecs the carried state is restored when a gradient is not finite. Only the
-    telemetry of the step counts such elements.
+    With codecs the carried state is restored when a gradient is not finite, with a
+    guard also when a result is not; it is said in the last of the flat results.
     """
     analysis = assignment.analysis
     count = len(analysis.graph.inputs)
@@ -322,19 +332,35 @@ def _synchronised(
         codecs = None if sums is None else CodecSynchroniser(sums, states.pop(0))
         meter = None if noise is None else NoiseMeter(noise, states[0], flat, codecs)
         synchroniser = codecs if meter is None else meter
-        beside: list[Any] = []
-        if codecs is None:
+        sound = Soundness(analysis, codecs) if guard else None
+        looked, beside = sound or codecs, list[Any]()
+        if looked is None:
             out = run(*flat, synchroniser=synchroniser, watch=meter)
         else:
-            restorer = Restorer(codecs, analysis, assignment, flat)
-            out = run(*flat, synchroniser=synchroniser, made=restorer.made, watch=meter)
+            restorer = Restorer(looked, analysis, assignment, flat)
+
+            def made(value: int, array: Any) -> Any:
+                seen = array if sound is None else sound.made(value, array)
+                return restorer.made(value, seen)
+
+            out = run(*flat, synchroniser=synchroniser, made=made, watch=meter)
             out = restorer.finish(out)
+        if codecs is not None:
             beside = [*codecs.finish(), codecs.taken()]
         if meter is not None:
             beside.append(meter.finish())
-        return out, *beside
+        if sound is not None:
+            out = [*out, sound.told()]
+            if meter is not None:
+                beside[-1] = _kept(sound.finite, beside[-1], arguments[-1])
+        return (out, *beside) if beside else out
 
     return step
+
+
+def _kept(finite: jax.Array, new: Any, old: Any) -> Any:
+    """The new averages of noise, or the old ones behind a step that is not finite."""
+    return jax.tree.map(lambda a, b: jax.numpy.where(finite, a, b), new, old)
 
 
 def _compiler_options(

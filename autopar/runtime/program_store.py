@@ -48,6 +48,7 @@ class ProgramStore:
         noise: NoiseOptions | None = None,
         signals: bool = False,
         every: int = 1,
+        guard: bool = False,
         capacity: int = PROGRAMS,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -59,12 +60,13 @@ class ProgramStore:
           noise: how programs measure the noise of gradients; None: they do not.
           signals: whether programs measure the signal of what codecs send.
           every: the telemetry of codecs is measured in one step of so many.
+          guard: whether a step that is not finite leaves the state as it was.
           capacity: most programs to hold.
           clock: seconds now.
 
         ``compile_s`` is the seconds that the program took which was compiled last.
         """
-        self.donate = donate
+        self.donate, self.guard = donate, guard
         self.compile_s = 0.0
         self._clock = clock
         # Of each jitted function: it is compiled by a call or ahead of it, or by both.
@@ -87,8 +89,21 @@ class ProgramStore:
             noise=self.noise,
             signals=self.signals,
             every=self.every,
+            guard=self.guard,
             capacity=self._capacity,
         )
+
+    def consumed(self, planned: AnyStep) -> dict[int, int]:
+        """The carried arguments of a program that its calls consume, with results."""
+        return planned.analysis.carried if self.consumes(planned.plan) else {}
+
+    def consumes(self, plan: Plan) -> bool:
+        """Whether the program of a plan consumes the carried state.
+
+        The stages of a pipeline cannot restore it: with a guard it stays until the step
+        has ended.
+        """
+        return self.donate and not (self.guard and len(plan.stages) > 1)
 
     def clear(self) -> None:
         """Drops all programs."""
@@ -136,6 +151,7 @@ class ProgramStore:
                     noise=self.noise,
                     signals=self.signals,
                     every=self.every,
+                    guard=self.guard,
                 )
                 found = self._programs.put(key, made)
         return _with_inputs(found, plan)
@@ -163,7 +179,7 @@ class ProgramStore:
                     cut_as(analysed.analysis, plan),
                     plan,
                     devices,
-                    donate=self.donate,
+                    donate=self.consumes(plan),
                     links=links,
                     noise=self.noise,
                     fallback=self.fallback,

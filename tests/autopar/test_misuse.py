@@ -359,7 +359,6 @@ class TestAfterAStep:
     @pytest.mark.parametrize(
         ("use", "message"),
         [
-            (lambda s: s.telemetry, r"no step has run yet with"),
             (
                 lambda s: s.recode({"w": "int8"}),
                 r"no gradient.*compression=",
@@ -385,7 +384,7 @@ class TestAfterAStep:
             (lambda s: s(W, X[:, :3]), r"contracting dimensions"),
             (lambda s: s(W, "text"), r"shape|type"),
         ],
-        ids=range(16),
+        ids=range(15),
     )
     def test_state_intact(self, run: Any, use: Any, message: str) -> None:
         before, _ = run(W, X)

@@ -9,6 +9,7 @@ from typing import Any
 from autopar.checkpoint.checkpoints import Checkpoints
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
+from autopar.elastic.nans import OnNan
 from autopar.elastic.processes.ahead import Ahead, prepare_and_exit
 from autopar.elastic.processes.beside import rest_structs
 from autopar.elastic.processes.following import TeamFollowing
@@ -42,6 +43,7 @@ def join_run(
     every: int | None,
     survive: int,
     shows: bool | None,
+    on_nan: OnNan = "stop",
     following: Callable[[Record], TeamFollowing] | None = None,
 ) -> TeamRun | None:
     """Joins the run of several processes that this one was started for.
@@ -58,6 +60,7 @@ def join_run(
       every: after how many steps; None: at the end alone.
       survive: how many processes may die at once without loss of state.
       shows: whether progress is shown; None: on a terminal.
+      on_nan: what is done where a step is not finite.
       following: makes what lets the batch follow; None: the batch stays.
 
     Returns:
@@ -102,6 +105,7 @@ def join_run(
         donate=donate,
         shows=shows,
         following=following,
+        on_nan=on_nan,
     )
 
 

@@ -173,6 +173,7 @@ def _name(planned: PlannedStep, donate: bool) -> str:
         content_digest(program_plan(planned.plan)),
         repr(devices),
         repr(donate),
+        repr(planned.guard),
         repr(how),
         repr(None if planned.noise is None else planned.noise.options),
     )

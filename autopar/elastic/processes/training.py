@@ -8,10 +8,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
-import numpy as np
 
 from autopar.cluster import Cluster
 from autopar.elastic import display
@@ -19,6 +18,7 @@ from autopar.elastic.carrying import carried_out, splat
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import Step
+from autopar.elastic.nans import Finiteness, OnNan
 from autopar.elastic.pace import Pace
 from autopar.elastic.processes import beside, hosting
 from autopar.elastic.processes.following import TeamFollowing
@@ -27,13 +27,13 @@ from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.programs import Programs
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
-from autopar.elastic.samples import Samples, batch_structs
+from autopar.elastic.samples import Samples, batch_structs, placed_rest
 from autopar.elastic.saves import Saves
-from autopar.errors import RunError
+from autopar.errors import NotFiniteError, RunError
 from autopar.goodput.loop import Record
 from autopar.planner.cache import PlanCache
 from autopar.plans import Plan
-from autopar.runtime import changing_worlds, placement
+from autopar.runtime import changing_worlds
 from autopar.runtime.creation import StateShapes, flat_state, replaced, state_shapes
 from autopar.runtime.parallel_step import ParallelStep
 
@@ -67,6 +67,7 @@ class TeamRun:
         donate: bool,
         shows: bool | None = None,
         following: Callable[[Record], TeamFollowing] | None = None,
+        on_nan: OnNan = "stop",
     ) -> None:
         """Joins the run.
 
@@ -79,11 +80,12 @@ class TeamRun:
           ledger: what changes are written to.
           saves: its checkpoints.
           team: this process's part.
-          donate: whether steps consume the state, which then is lost with a step that
-            breaks.
+          donate: whether steps consume the state: one that breaks loses it.
           shows: whether progress is shown; None: on a terminal.
           following: makes what lets the batch follow; None: the batch stays.
+          on_nan: what is done where a step is not finite.
         """
+        self.nans = Finiteness(step, on_nan, self._record)
         self._train_step, self._samples, self._steps = step, samples, steps
         self._follow = None if following is None else following(self._record)
         self._create, self._args = create_state, hosting.hosted(tuple(args))
@@ -91,8 +93,7 @@ class TeamRun:
         self._base = step.setting.cluster
         self._folder = team.folder
         self.state: Any = None
-        self.step = 0
-        self._saves = saves
+        self.step, self._saves = 0, saves
         # Of the run, whoever runs it: a scheduler reads it.
         self._pace = Pace(Ledger(team.folder / "progress.jsonl"))
         self._yielded = -1
@@ -189,11 +190,20 @@ class TeamRun:
             if done is not None and done.step > self._yielded:
                 self._yielded = done.step
                 self._log(done)
+                if (error := self.nans.error()) is not None:
+                    self._give_up(error)
                 self._display.show(done.step + 1, done.seconds, self.plan)
                 if self._follow is not None and (until := self._follow.ends.until):
                     self._steps = self.step if until(done) else self._steps
                 changed = self._train_step.running.planned is not before
                 return dataclasses.replace(done, plan=self.plan) if changed else done
+
+    def _give_up(self, error: NotFiniteError) -> NoReturn:
+        """Saves the last good state, with all other processes, and ends the run."""
+        self.step = self.nans.first
+        self._saves.end(self.state, self.step, self.position)
+        self.close()
+        raise error
 
     def _log(self, done: Step) -> None:
         """Writes down how far the run is; one process writes for all."""
@@ -201,7 +211,8 @@ class TeamRun:
         if not world.process_index:
             last = self.step >= self._steps
             at = (self.step, self.position, self._samples.batch, len(world.devices))
-            self._pace.done(*at, done.result, last=last)
+            lost = self.nans.hopeless
+            self._pace.done(*at, done.result, last=last, lost=lost)
 
     def _reached(self) -> bool:
         """Whether the steps were worth what they were to be."""
@@ -255,7 +266,8 @@ class TeamRun:
             return None
         seconds = time.perf_counter() - begin
         self._seconds = [*self._seconds[-19:], seconds]
-        return Step(step=step, position=position, result=result, seconds=seconds)
+        done = Step(step=step, position=position, result=result, seconds=seconds)
+        return dataclasses.replace(done, finite=self.nans.finite)
 
     def _run(self) -> Any:
         """Runs one step, and keeps its state."""
@@ -266,11 +278,13 @@ class TeamRun:
         structs = None if world.process_count == 1 else batch_structs(planned, count)
         rest, named = self._samples.arguments(self.step, world, structs)
         if world.process_count > 1 and len(self.plan.stages) == 1:
-            rest = (rest[0], *self._placed(planned, count + 1, rest[1:]))
+            rest = (rest[0], *placed_rest(planned, count + 1, rest[1:]))
         returned = self._called(rest, named)
         analysis = self._train_step.running.analysed.analysis
         state, result = carried_out(analysis, self.state, returned)
         host = hosting.hosted(result)
+        self.nans.look(self.step, host, says=not world.process_index)
+        state = self.nans.kept(self.state, state)
         if self._follow is not None:
             seconds = time.perf_counter() - begin
             state = self._follow.after(state, rest, named, seconds, host)
@@ -296,20 +310,6 @@ class TeamRun:
         """Rows that the devices of a world must divide; 0: any can."""
         splits = self._train_step.preparation.planner.options.split_batch
         return samples.batch if splits else 0
-
-    def _placed(self, planned: Any, first: int, rest: Sequence[Any]) -> list[Any]:
-        """Arguments after the batch as global arrays; every process has them whole."""
-        out: list[Any] = []
-        for k, given in enumerate(rest):
-            structs = batch_structs(planned, first + k)
-            out.append(
-                jax.tree.map(
-                    lambda x, s: placement.place(x, s.sharding) if np.ndim(x) else x,
-                    given,
-                    structs,
-                )
-            )
-        return out
 
     def _keep(self, state: Any, step: int, *, placed: Cluster | None = None) -> None:
         """Keeps the state after a step for a world to come.

@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
 from autopar.compression.synchronise import restore_unless_finite
 from autopar.layouts.assignment import Assignment
-from autopar.runtime.gradients.synchroniser import CodecSynchroniser
 from autopar.steps.analysis import Analysis
+
+
+class Looked(Protocol):
+    """What has looked at the gradients of a step."""
+
+    @property
+    def complete(self) -> bool:
+        """Whether it has seen all."""
+        ...
+
+    @property
+    def finite(self) -> jax.Array:
+        """Whether what it has seen is finite."""
+        ...
 
 
 class Restorer:
@@ -32,14 +45,21 @@ class Restorer:
 
     def __init__(
         self,
-        synchroniser: CodecSynchroniser,
+        looked: Looked,
         analysis: Analysis,
         assignment: Assignment,
         arguments: Sequence[Any],
     ) -> None:
-        """Starts a step with these flat arguments."""
+        """Starts a step.
+
+        Args:
+          looked: says whether the step's numbers are finite.
+          analysis: the step.
+          assignment: its layouts.
+          arguments: its flat arguments.
+        """
         graph, found = analysis.graph, analysis.poisoned
-        self._synchroniser = synchroniser
+        self._looked = looked
         self._outputs = analysis.program.body.outputs
         self._carried: dict[int, Any] = {}
         # The step itself decides on these values, unless they are spoilt anyway.
@@ -66,7 +86,7 @@ class Restorer:
 
     def made(self, value: int, array: Any) -> Any:
         """Returns what later operators read (`autopar_passes.replay.run.replay`)."""
-        if value not in self._early or not self._synchroniser.complete:
+        if value not in self._early or not self._looked.complete:
             return array
         self._done.add(value)
         return self._restored(array, self._early[value])
@@ -84,14 +104,14 @@ class Restorer:
         return out
 
     def _restored(self, new: Any, old: Any) -> Any:
-        return restore_unless_finite(old, new, self._synchroniser.finite)
+        return restore_unless_finite(old, new, self._looked.finite)
 
     def _sound(self, arrays: list[Any]) -> list[jax.Array]:
         """Whether each may stay; they are looked at only in a step that is skipped."""
         if not arrays:
             return []
         return jax.lax.cond(
-            self._synchroniser.finite,
+            self._looked.finite,
             lambda xs: [jnp.bool_(True) for _ in xs],
             lambda xs: [jnp.all(jnp.isfinite(x)) for x in xs],
             arrays,

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 
 from autopar.compression.synchronise import restore_unless_finite
 from autopar.steps.analysis import Analysis
+from autopar_passes.graph.roles import InputRole
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,6 +61,43 @@ def restored_state(analysis: Analysis) -> tuple[Carried, ...]:
             continue
         out.append(Carried(argument, result, old, new, own, counts[new] == 1))
     return tuple(out)
+
+
+def is_finite(analysis: Analysis, flat: Sequence[Any]) -> bool:
+    """Whether the results of a pipeline's step are finite, and its new parameters.
+
+    Of a step that looks at its gradients itself only what it returns besides counts.
+
+    Args:
+      analysis: of the step.
+      flat: its flat results.
+    """
+    graph, looks = analysis.graph, analysis.poisoned.guarded
+    state = {given.output: given.role for given in graph.inputs if given.output >= 0}
+    flags = [
+        jnp.all(jnp.isfinite(x))
+        for k, x in enumerate(flat)
+        if jnp.issubdtype(jnp.result_type(x), jnp.floating)
+        and (k not in state or (state[k] is InputRole.PARAMETER and not looks))
+    ]
+    return all(bool(x) for x in jax.device_get(flags))
+
+
+def with_old_state(
+    analysis: Analysis, arguments: Sequence[Any], flat: Sequence[Any]
+) -> list[Any]:
+    """The flat results of a step with the state that it was given.
+
+    Args:
+      analysis: of the step.
+      arguments: its flat arguments, in their places.
+      flat: its flat results.
+    """
+    out = list(flat)
+    for carried in restored_state(analysis):
+        if not carried.own:
+            out[carried.result] = arguments[carried.argument]
+    return out
 
 
 class TaskRestorer:

@@ -161,14 +161,19 @@ def test_a_job_that_dies_at_its_start_fails_alone(tmp_path: pathlib.Path) -> Non
     assert any("job two is failed" in text for text in world.said)
 
 
-def test_a_job_whose_loss_is_nan_at_its_end_has_failed(tmp_path: pathlib.Path) -> None:
+def test_a_job_whose_loss_is_nan_fails_at_once(tmp_path: pathlib.Path) -> None:
+    """It gives its devices back long before its steps are done."""
     world = two(tmp_path)
     world.trainings.losses["two"] = float("nan")
     world.scheduler.run()
     assert world.states() == {"one": "done", "two": "failed"}
-    assert world.scheduler.jobs["two"].reason == (
-        "its loss is not finite after 60 steps"
-    )
+    failed, done = (world.scheduler.jobs[name] for name in ("two", "one"))
+    assert failed.reason == f"its loss is not finite after {failed.step} steps"
+    assert 0 < failed.step < 60
+    assert failed.ended_s is not None
+    assert done.ended_s is not None
+    assert failed.ended_s < done.ended_s
+    assert not failed.places
 
 
 def test_a_job_that_loses_its_workers_starts_again(tmp_path: pathlib.Path) -> None:

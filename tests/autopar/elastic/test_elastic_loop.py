@@ -214,3 +214,72 @@ def test_a_source_that_returns_too_few_rows() -> None:
             steps=2,
             args=(jax.random.key(0),),
         )
+
+
+def blown_up(scale: str, **options: Any) -> Any:
+    """A run in which the losses, or the gradients alone, of some steps are not finite.
+
+    A root has an infinite slope where it is zero.
+    """
+
+    def step(ws: Any, x: Any) -> Any:
+        def loss(ws: Any) -> Any:
+            some = jnp.where(jnp.isnan(x), 0.0, 1.0)
+            h = jnp.nan_to_num(x) if scale == "gradient" else x
+            for w in ws:
+                h = jnp.tanh(h @ w)
+            return jnp.mean(h**2 + jnp.sqrt(some * jnp.sum(ws[0] ** 2)))
+
+        value, grads = jax.value_and_grad(loss)(ws)
+        return jax.tree.map(lambda w, g: w - 0.1 * g, ws, grads), value
+
+    def source(position: int, rows: int) -> Any:
+        bad = position // rows in (2, 3, 5, 6, 7)
+        return np.full((rows, 16), np.nan if bad else 1 + position / 100, np.float32)
+
+    made = autopar.parallelize(step, cluster="2:cpu", **options.pop("plan", {}))
+    create, kept = (lambda: [jnp.eye(16)] * 2), {"batch": 8, "steps": 10}
+    return autopar.elastic(made, create, source, ahead=False, **kept, **options)
+
+
+def held(run: Any) -> np.ndarray:
+    return np.stack([np.asarray(w) for w in run.state])
+
+
+@pytest.mark.parametrize("scale", ["loss", "gradient"])
+@pytest.mark.parametrize(
+    "plan",
+    [
+        {},
+        {"microbatches": 2},
+        {"stages": 2, "microbatches": 2},
+    ],
+)
+def test_steps_that_are_not_finite_end_a_run(scale: str, plan: Any) -> None:
+    """The third in a row does; the state is that of the last good step."""
+    run = blown_up(scale, plan=plan)
+    skipped = blown_up(scale, plan=plan, on_nan="skip")
+    with pytest.raises(autopar.NotFiniteError, match="steps 5 to 7"):
+        for _ in run:
+            pass
+    seen = [(done.finite, held(skipped)) for done in skipped]
+
+    assert run.step == 5
+    lines = [x for x in run.ledger.lines if x["kind"] == "not finite"]
+    assert [x["number"] for x in lines] == [2, 3, 5, 6, 7]
+    assert [x["count"] for x in lines] == [1, 2, 3, 4, 5]
+    bad = {2, 3, 5, 6, 7}
+    assert [finite for finite, _ in seen] == [k not in bad for k in range(10)]
+    for k in bad:
+        np.testing.assert_array_equal(seen[k][1], seen[k - 1][1])
+    np.testing.assert_array_equal(held(run), seen[4][1])
+    assert np.isfinite(seen[9][1]).all()
+    assert (seen[9][1] != seen[7][1]).any()
+
+
+def test_a_run_goes_on_where_it_is_asked_to() -> None:
+    run = blown_up("loss", on_nan="continue")
+    assert [done.finite for done in run] == [True] * 2 + [False] * 8
+    assert run.nans.count == 8
+    with pytest.raises(autopar.PlanError, match="on_nan='ignore'"):
+        blown_up("loss", on_nan="ignore")

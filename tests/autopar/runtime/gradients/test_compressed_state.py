@@ -319,6 +319,12 @@ class TestBadInput:
         with pytest.raises(PlanError, match="no step has run"):
             _ = fresh("int4").telemetry
 
+    def test_telemetry_without_a_codec(self) -> None:
+        case, step = case_of(NAME), fresh("none")
+        case.train(step, case.state(), [case.batch(0)])
+        assert step.telemetry == {}
+        assert "compression=" in step.telemetry.reason
+
 
 class TestOddParameters:
     """They are left as they are, and trained all the same."""
