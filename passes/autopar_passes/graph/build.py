@@ -139,7 +139,9 @@ def _like(given: GraphInput, other: GraphInput | None) -> GraphInput:
     """An input with the role and rows of another one, if it does not come back."""
     if other is None:
         return dataclasses.replace(given, role=InputRole.OTHER)
-    role = given.role if given.output >= 0 else other.role
+    role = given.role
+    if given.output < 0:  # what another stage carries is of no role here
+        role = InputRole.OTHER if other.output >= 0 else other.role
     return dataclasses.replace(
         given, role=role, rows=other.rows, unit=other.unit, turns=other.turns
     )
