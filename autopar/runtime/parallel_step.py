@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Generic, Literal, ParamSpec, TypeVar
+from typing import Any, Generic, Literal, ParamSpec, TypeVar, cast
 
 import jax
 from jax.core import Tracer
@@ -98,10 +98,9 @@ class ParallelStep(HasNoise, Generic[P, R]):
         )
         ending.announce()
         self._codecs = codecs
-        self._noise = NoiseRun()
+        self._noise, self.finite = NoiseRun(), cast(Any, None)
         self._batches = arguments.BatchArguments(step, ANALYSES)
         self._current: Running | None = None
-        self.finite: Any = None  # of the last step, where it is guarded
 
     @property
     def world(self) -> World:
