@@ -63,6 +63,9 @@ class Settings:
       first: the most devices of a job that was not measured.
       price: of guarantees, in extra counts of the speed up to the floor, for each job
         without a guarantee that there is to one with it.
+      had_s: promised seconds after which the price of a job is half of what it was.
+      size: exponent of the floor in the price, so that jobs which need many devices
+        at once are not always last.
       ahead_s: the price of a job falls with how far it is ahead of its floor, to none
         where it is so many seconds ahead.
       least_sureness: of a prediction by which a job counts as nearly done (`sureness`).
@@ -78,7 +81,9 @@ class Settings:
     events_s: float = 960.0
     growth: int = 4
     first: int = 1
-    price: float = 0.7
+    price: float = 1.5
+    had_s: float = 900.0
+    size: float = 0.3
     ahead_s: float = 7200.0
     least_sureness: float = 0.8
     learns: bool = True
@@ -325,7 +330,10 @@ class Goodput:
         ahead_s = max(view.progress / floor - view.age_s, 0.0)
         owed = max(1 - ahead_s / set_.ahead_s, 0.0)
         others = (len(self._seen) - guaranteed) / guaranteed
-        return _Promise(floor / single, set_.price * others * owed)
+        size = (floor / single) ** set_.size
+        # Nobody knows how long a job lasts: those that had little so far come first.
+        had = 1 + view.progress / floor / set_.had_s
+        return _Promise(floor / single, set_.price * others * owed * size / had)
 
     def _utility(
         self,
