@@ -159,6 +159,8 @@ def tried(
             if not mesh or _runs(feature, batch):
                 return refused(error)
             said = error
+        except autopar.StageError:
+            raise  # it wraps what a task of a stage has raised
         except autopar.AutoparError as error:
             return refused(error)
         # JAX asks the step to say how its results lie, where the batch is split.

@@ -11,6 +11,7 @@ import contextlib
 import dataclasses
 import math
 import threading
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
@@ -138,17 +139,18 @@ def unsharded(closed: Any) -> Any:
     ``reshard`` and its like are dropped. A ``shard_map`` keeps its own mesh. What the
     program computes does not change: an explicit sharding says where parts lie.
     """
-    return _closed(closed, {})
+    return jex_core.ClosedJaxpr(_jaxpr(closed.jaxpr), closed.consts)
 
 
-def _closed(closed: Any, known: dict[int, Any]) -> Any:
-    return jex_core.ClosedJaxpr(_jaxpr(closed.jaxpr, known), closed.consts)
+# Two traces share the jaxprs that JAX keeps, such as that of a scatter's sum. Programs
+# are compared by them, so one jaxpr has one form without shardings.
+_unsharded: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
-def _jaxpr(jaxpr: Any, known: dict[int, Any]) -> Any:
-    found = known.get(id(jaxpr))
+def _jaxpr(jaxpr: Any) -> Any:
+    found = _unsharded.get(jaxpr)
     if found is not None:
-        return found[1]
+        return found
     atoms: dict[Any, Any] = {}
 
     def define(var: Any) -> Any:
@@ -173,7 +175,7 @@ def _jaxpr(jaxpr: Any, known: dict[int, Any]) -> Any:
             eqn.replace(
                 invars=given,
                 outvars=[define(v) for v in eqn.outvars],
-                params=_params(eqn, known),
+                params=_params(eqn),
                 ctx=_without_mesh(eqn.ctx),
             )
         )
@@ -183,29 +185,28 @@ def _jaxpr(jaxpr: Any, known: dict[int, Any]) -> Any:
         outvars=[read(v) for v in jaxpr.outvars],
         eqns=equations,
     )
-    # The original is kept with it, so that no other takes its number.
-    known[id(jaxpr)] = jaxpr, made
+    _unsharded[jaxpr] = made
     return made
 
 
-def _params(eqn: Any, known: dict[int, Any]) -> dict[str, Any]:
+def _params(eqn: Any) -> dict[str, Any]:
     if eqn.primitive.name == "shard_map":
         return eqn.params
-    found = {k: _param(k, v, known) for k, v in eqn.params.items()}
+    found = {k: _param(k, v) for k, v in eqn.params.items()}
     if "ctx_mesh" in found:
         found["ctx_mesh"] = _mesh.empty_concrete_mesh
     return found
 
 
-def _param(name: str, value: Any, known: dict[int, Any]) -> Any:
+def _param(name: str, value: Any) -> Any:
     if name in ("in_shardings", "out_shardings"):
         return tuple(_UNSPECIFIED for _ in value)
     if isinstance(value, jex_core.ClosedJaxpr):
-        return _closed(value, known)
+        return unsharded(value)
     if isinstance(value, jex_core.Jaxpr):
-        return _jaxpr(value, known)
+        return _jaxpr(value)
     if type(value) in (tuple, list):
-        return type(value)(_param(name, v, known) for v in value)
+        return type(value)(_param(name, v) for v in value)
     if isinstance(value, NamedSharding) and name.endswith("sharding"):
         return None
     return _aval(value)
