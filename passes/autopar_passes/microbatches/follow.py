@@ -32,6 +32,7 @@ from autopar_passes.microbatches.classes import (
 )
 from autopar_passes.microbatches.draws import can_draw
 from autopar_passes.microbatches.facts import RANDOM, Facts
+from autopar_passes.microbatches.indexing import check_within
 from autopar_passes.microbatches.known import Again, Known
 from autopar_passes.microbatches.microbatched import MicrobatchError
 from autopar_passes.microbatches.pairs import Pair, check_dims, place
@@ -300,12 +301,8 @@ class Follower:
     def _coupled(self, eqn: Equation, why: str) -> list[Split]:
         """The classes of results that depend on several rows in another way."""
         if self._sampling:
-            return [
-                Split(Kind.ROWS, self.known.adjacent(v))
-                if self.pair.has_rows(v)
-                else LOCAL
-                for v in eqn.outputs
-            ]
+            made = map(self.known.of_whole, eqn.outputs)
+            return [LOCAL if split == SAME else split for split in made]
         if self.facts.given.issuperset(eqn.outputs):
             return self.known.hoist(eqn.outputs)
         self._wait_or_accept(eqn, None, why)
@@ -335,8 +332,12 @@ class Follower:
             raise MicrobatchError(
                 f"{place(eqn)} {why} before the backward pass"
                 + (f", in {op.module}" if op.module else "")
-                + ": the loss of one row depends on the others."
+                + ": the loss of one row depends on the others. "
+                'coupled="microbatch" (--coupled microbatch) takes each microbatch '
+                "for the batch there."
             )
+        if not known:
+            check_within(self.pair, eqn, value)
         if op.role is Role.FORWARD or op.module not in self._modules:
             what = "batch statistics" if value in self.facts.statistics else place(eqn)
             where = op.module or op.source

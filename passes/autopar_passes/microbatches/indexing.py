@@ -6,8 +6,9 @@ say that an index is none of a row.
 
 from __future__ import annotations
 
-from autopar_passes.microbatches.pairs import Pair
-from autopar_passes.program.equations import Atom, Equation
+from autopar_passes.microbatches.microbatched import MicrobatchError
+from autopar_passes.microbatches.pairs import Pair, place
+from autopar_passes.program.equations import Atom, Equation, Scalar
 
 SCATTERS = frozenset(
     {
@@ -15,6 +16,9 @@ SCATTERS = frozenset(
         "scatter-max",
     }
 )  # fmt: skip
+
+# They make numbers of rows of what a microbatch has.
+_RANKING = frozenset({"argmax", "argmin", "iota", "sort", "top_k"})
 
 
 def indexes_rows(pair: Pair, eqn: Equation) -> bool:
@@ -35,6 +39,64 @@ def indexes_rows(pair: Pair, eqn: Equation) -> bool:
             return not _scatters_in_rows(pair, eqn)
         case _:
             return False
+
+
+def check_within(pair: Pair, eqn: Equation, value: int | None) -> None:
+    """Checks that a microbatch can stand for the batch in what an operator does.
+
+    Args:
+      pair: the programs.
+      eqn: the operator.
+      value: the sum over the batch that it needs; None: it needs rows.
+
+    Raises:
+      MicrobatchError: it picks or adds up rows by numbers that are given.
+    """
+    found = [eqn] if value is None else []
+    left, seen = [value], set[int | None]()
+    while left:
+        maker = pair.made_by.get(left[-1]) if left[-1] is not None else None
+        seen.add(left.pop())
+        if maker is not None:
+            found.append(maker)
+            plain = [a for a in maker.inputs if isinstance(a, int)]
+            left.extend(v for v in plain if v not in seen and not pair.has_rows(v))
+    for maker in found:
+        added = value is not None and maker.primitive in SCATTERS
+        picked = value is None and indexes_rows(pair, maker)
+        if (added or picked) and not _indexes_within(pair, maker):
+            raise MicrobatchError(
+                f"{place(maker)} takes rows by numbers that are given with the whole "
+                "batch. A microbatch does not have all of them, and no option helps: "
+                "plan with microbatches=1."
+            )
+
+
+def _indexes_within(pair: Pair, eqn: Equation) -> bool:
+    """Whether what an operator indexes rows by is made of a microbatch's own rows.
+
+    Their order, or the place of the largest, is one within the microbatch. A number
+    that is given, such as a node's neighbour, counts the rows of the whole batch.
+    """
+    first = {"gather": 1, "dynamic_slice": 1, "dynamic_update_slice": 2}
+    at = first.get(eqn.primitive, 1)
+    end = len(eqn.inputs) if eqn.primitive.startswith("dynamic") else at + 1
+    whole = pair.sources[eqn.index].inputs
+    left = [(eqn.inputs[k], whole[k]) for k in range(at, end)]
+    while left:
+        own, other = left.pop()
+        if isinstance(own, Scalar):
+            if not isinstance(other, Scalar) or own.value != other.value:
+                return False
+            continue
+        maker = pair.made_by.get(own)
+        if maker is None or maker.regions:
+            return False
+        if maker.primitive not in _RANKING:
+            left.extend(
+                zip(maker.inputs, pair.sources[maker.index].inputs, strict=True)
+            )
+    return True
 
 
 def _dim(pair: Pair, atom: Atom) -> int:

@@ -173,6 +173,8 @@ def _by_rule(
     for atom, dims in zip(eqn.inputs, rule.operands, strict=True):
         if isinstance(atom, int) and pair.has_rows(atom):
             factors.update(dims[pair.dims[atom]])
+    if len(factors) > 1 and eqn.primitive == "pallas_call":
+        return _by_blocks(pair, eqn, rule, inner)
     if len(factors) != 1:
         return "brings rows together"
     (factor,) = factors
@@ -188,6 +190,29 @@ def _by_rule(
         else:
             return "brings rows together"
     return out
+
+
+def _by_blocks(
+    pair: Pair, eqn: Equation, rule: FactorRule, inner: int
+) -> list[Split] | str:
+    """What a kernel does with blocks of rows, each of which it takes for itself."""
+    found = {
+        (of[0], math.prod(rule.sizes[f] for f in of[1:]))
+        for atom, dims in zip(
+            (*eqn.inputs, *eqn.outputs), (*rule.operands, *rule.results), strict=True
+        )
+        if isinstance(atom, int) and pair.has_rows(atom)
+        for of in (dims[pair.dims[atom]],)
+    }
+    rows = all(pair.has_rows(v) for v in eqn.outputs)
+    if not inner or not rows or len(found) != 1:
+        return "brings rows together"
+    ((major, block),) = found
+    if rule.kinds[major] is not FactorKind.PASS:
+        return "brings rows together"
+    if inner % block:
+        raise Grouped(block // math.gcd(inner, block))
+    return [Split(Kind.ROWS, inner)] * len(eqn.outputs)
 
 
 def _adds_up(eqn: Equation, rule: FactorRule, factor: int) -> bool:
