@@ -17,8 +17,9 @@ import os
 import pathlib
 import secrets
 import stat
-import tempfile
 import warnings
+
+from autopar.whole_files import write_whole
 
 # The key in hex digits, where another process of the run hands it on.
 KEY_VARIABLE = "AUTOPAR_KEY"
@@ -76,23 +77,6 @@ class SealedFolder:
                 f"is needed again: {reason}.",
                 stacklevel=2,
             )
-
-
-def write_whole(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file, for its owner alone, that is there whole or not at all.
-
-    Raises:
-      OSError: it cannot be written; what was there before is as it was.
-    """
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(content)
-        os.replace(part, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(part)
-        raise
 
 
 def key_to_share() -> str:

@@ -17,8 +17,10 @@ Kinds of lines:
 
 from __future__ import annotations
 
+import collections
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Mapping
@@ -27,6 +29,7 @@ from typing import Any
 
 from autopar.elastic.resolve import Resolved
 from autopar.errors import PlanError
+from autopar.whole_files import append_lines
 
 # Lines that a run keeps in memory.
 _KEPT = 1000
@@ -35,8 +38,8 @@ _KEPT = 1000
 class Ledger:
     """Writes lines to a file, and keeps the latest in memory.
 
-    A line that cannot be written, as on a full disk, does not stop the run: the
-    failure is kept in ``failure``, and lines in memory go on.
+    A line that cannot be written, as on a full disk, does not stop the run: it is said
+    once, ``failure`` says why, and lines that wait are written when there is room.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None) -> None:
@@ -51,6 +54,7 @@ class Ledger:
         self.path = None if path is None else Path(path)
         self.lines: list[dict[str, Any]] = []
         self.failure = ""
+        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_KEPT)
         self._lock = threading.Lock()
         if self.path is not None:
             try:
@@ -71,11 +75,17 @@ class Ledger:
             self.lines = [*self.lines[1 - _KEPT :], line]
             if self.path is None:
                 return
+            text = json.dumps(line, allow_nan=False).encode() + b"\n"
             try:
-                with self.path.open("a") as file:
-                    file.write(json.dumps(line, allow_nan=False) + "\n")
+                append_lines(self.path, b"".join([*self._waiting, text]))
+                self._waiting.clear()
             except OSError as error:
+                self._waiting.append(text)
+                if not self.failure:
+                    print(f"autopar: {self.path}: {error}.", file=sys.stderr)
                 self.failure = str(error)
+            else:
+                self.failure = ""
 
     def note(self, found: Resolved) -> None:
         """Adds an event that changes nothing."""

@@ -7,6 +7,7 @@ and keeps the plan and the program in the folder of the run.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import pathlib
@@ -24,6 +25,7 @@ from autopar.planner.cache import PlanCache
 from autopar.runtime import changing_worlds
 from autopar.runtime.parallel_step import ParallelStep
 from autopar.runtime.world import Alone, World
+from autopar.whole_files import append_lines
 from autopar_passes import jax_processes
 
 _POLL_S = 0.5
@@ -146,8 +148,9 @@ def _running(folder: pathlib.Path) -> int | None:
 
 
 def _write(folder: pathlib.Path, line: dict[str, Any]) -> None:
-    with open(folder / "ahead.jsonl", "a") as file:
-        file.write(json.dumps({"time_s": time.time(), **line}) + "\n")
+    text = json.dumps({"time_s": time.time(), **line})
+    with contextlib.suppress(OSError):  # a full disk: the supervisor says it
+        append_lines(folder / "ahead.jsonl", text.encode() + b"\n")
 
 
 def prepare_and_exit(ahead: Ahead, text: str) -> NoReturn:

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import pathlib
 import queue
@@ -42,10 +41,11 @@ from autopar.elastic.processes.messages import (
     knows,
     listen,
 )
+from autopar.elastic.processes.records import Records, read_state
 from autopar.elastic.processes.service_process import ServiceProcess
 from autopar.elastic.processes.supervisor import Supervisor
 from autopar.elastic.resolve import Resolved
-from autopar.errors import RunError
+from autopar.errors import PlanError, RunError
 from autopar.sealed_files import KEY_VARIABLE, key_to_share
 
 # A process that turns to nothing for so long was stopped.
@@ -91,21 +91,27 @@ class Runner:
           launcher: starts the workers; on this machine by default.
 
         Raises:
-          OSError: the port of the earlier supervisor is taken.
+          PlanError: the folder cannot be used, or another supervisor runs there.
         """
-        job.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            job.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise PlanError(
+                f"{job.folder} cannot be the folder of a run: {error.strerror}. Name "
+                "another one with --folder."
+            ) from error
         self._job = job
-        self._state_file = job.folder / "run.json"
+        self._records = Records(job.folder)
         self._events: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._launcher = launcher or LocalLauncher(job.command)
         self._key = key_to_share()
-        before = _read(self._state_file)
+        before = read_state(job.folder) or {}
         known = self._taken_up(before)
         reached = before.get("reached", -1)
         if not known:
             self._say_anew(reached)
         self._token = known.get("token") or secrets.token_hex(16)
-        self._server = listen(known.get("port", 0))
+        self._server = self._listening_on(known.get("port", 0))
         self._port = int(self._server.getsockname()[1])
         self._connections: dict[int, Connection] = {}
         # Whether a worker has said a word to this supervisor; one that it starts will.
@@ -117,12 +123,22 @@ class Runner:
         # That of an earlier supervisor, until its worlds have been left.
         self._service_before = ProcessId.from_data(known.get("service"))
         self._ahead: Popen[bytes] | None = None
-        self._log = open(job.folder / "log.jsonl", "a")  # noqa: SIM115 (kept open)
         self.supervisor = Supervisor(job.limits, self)
         self.supervisor.reached = reached
         self._listening = Listening(job.limits, self, self._follow)
         if known:
             self._adopt(known)
+
+    def _listening_on(self, port: int) -> socket.socket:
+        """A socket on the port that an earlier supervisor had; 0: any."""
+        try:
+            return listen(port)
+        except OSError as error:
+            raise PlanError(
+                f"port {port}, at which the processes of {self._job.folder} look for "
+                f"their supervisor, cannot be had: {error.strerror}. Another `autopar "
+                "run` may serve that folder: see `autopar workers`."
+            ) from error
 
     def run(self) -> int:
         """Runs until the script has ended in all processes; returns the exit code."""
@@ -200,6 +216,7 @@ class Runner:
             self._events.get(timeout=_TICK_S)()
             while True:
                 self._events.get_nowait()()
+        self._records.flush()
         away, self._turned_s = time.monotonic() - self._turned_s, time.monotonic()
         if away > _AWAY_S:
             self.supervisor.excuse(away)
@@ -301,9 +318,7 @@ class Runner:
 
     def log(self, event: str, **data: Any) -> None:
         """See `Actions`."""
-        line = json.dumps({"time_s": round(time.time(), 4), "event": event, **data})
-        self._log.write(line + "\n")
-        self._log.flush()
+        self._records.log({"time_s": round(time.time(), 4), "event": event, **data})
         if event in ("form", "start"):
             self._write()
         if event == "formed" and self._job.ahead and self._ahead is None:
@@ -351,9 +366,8 @@ class Runner:
             self._ahead.kill()
             self._ahead.wait()
         self._launcher.close()
-        self._state_file.unlink(missing_ok=True)
+        self._records.end()
         self._server.close()
-        self._log.close()
 
     # Messages.
 
@@ -430,10 +444,7 @@ class Runner:
             **self.supervisor.notes(),
             "events": self._listening.addresses(),
         }
-        temporary = self._state_file.with_suffix(".new")
-        temporary.touch(mode=0o600)
-        temporary.write_text(json.dumps(data))
-        temporary.replace(self._state_file)
+        self._records.state(data)
 
     def _taken_up(self, known: Message) -> Message:
         """What an earlier supervisor wrote; empty where none of its workers runs."""
@@ -458,22 +469,16 @@ def _data(process: ProcessId | None) -> Message | None:
     return None if process is None else process.to_data()
 
 
-def _read(path: pathlib.Path) -> Message:
-    """What an earlier supervisor wrote down; empty where there was none."""
-    try:
-        return json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def command(folder: pathlib.Path, **words: Any) -> Message:
     """Sends a command to the supervisor of a run.
 
     Raises:
       OSError: there is none, or it does not answer.
-      InputError: the state file of the run is damaged.
+      PlanError: the state file of the run is damaged.
     """
-    state = json.loads((folder / "run.json").read_text())
+    state = read_state(folder)
+    if state is None:
+        raise FileNotFoundError("there is no run.json")
     connection = connect("127.0.0.1", state["port"], timeout_s=_ANSWER_S)
     connection.patience(_ANSWER_S)
     connection.send("command", token=state["token"], **words)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import pathlib
+import resource
 import time
 from collections.abc import Callable
 from typing import Any
@@ -50,6 +53,32 @@ def test_events_larger_than_the_world_are_refused_in_a_line() -> None:
         assert len(str(caught.value)) < 300
         assert len(str(run.ledger.lines[-1])) < 700
     assert len(elastic_runs.losses(run)) == 3
+
+
+def test_a_full_disk_is_said_once_and_the_ledger_resumes(
+    tmp_path: pathlib.Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A limit on the size of a file refuses a write as a full disk does."""
+    path = tmp_path / "ledger.jsonl"
+    run = elastic_runs.started(FORMS["plain"], 1, ledger=path)
+
+    def refuse_an_event() -> None:
+        with pytest.raises(EventError):
+            run.change("9:cpu")
+
+    refuse_an_event()
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 20, hard))
+    try:
+        refuse_an_event()
+        refuse_an_event()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, hard))
+    assert len(path.read_text().splitlines()) == 1
+    assert capsys.readouterr().err.count("File too large") == 1
+    refuse_an_event()
+    assert len([json.loads(x) for x in path.read_text().splitlines()]) == 4
+    run.close()
 
 
 def test_the_program_runs_on_the_devices_that_are_left() -> None:

@@ -1,0 +1,119 @@
+"""What a run writes down in its folder: a log, and the state for a later supervisor.
+
+A disk that is full or read-only does not stop a run: it is said once, lines wait, and
+the log goes on with them when there is room again.
+"""
+
+from __future__ import annotations
+
+import collections
+import json
+import pathlib
+import sys
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from autopar.elastic.processes.messages import Message
+from autopar.errors import PlanError
+from autopar.whole_files import append_lines, write_whole
+
+# Lines that wait for room at most; older ones are given up.
+_WAITING = 10_000
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 30)]
+
+
+class _State(msgspec.Struct):
+    """The fields of a state that must be there, and the types of all that are used."""
+
+    workers: dict[int, Any]
+    world: list[int]
+    generation: Annotated[int, msgspec.Meta(ge=-1, le=1 << 30)]
+    wanted: _Count
+    numbers: _Count
+    token: str
+    run: str
+    port: Annotated[int, msgspec.Meta(ge=0, le=65535)] = 0
+    reached: Annotated[int, msgspec.Meta(ge=-1)] = -1
+    address: str = ""
+    formed: bool = True
+
+
+# Made at import: msgspec crashes where two threads find out about one type at once.
+_STATE = msgspec.json.Decoder(_State)
+
+
+def read_state(folder: pathlib.Path) -> Message | None:
+    """The state that a supervisor has written down; None: there is none.
+
+    Raises:
+      PlanError: the file is damaged, or cannot be read.
+    """
+    path = folder / "run.json"
+    try:
+        data = path.read_bytes()
+        _STATE.decode(data)
+        return json.loads(data)
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        reason = str(getattr(error, "strerror", None) or error).rstrip(".")
+        raise PlanError(
+            f"{path}: not the state of a run: {reason}. Remove it; what still runs of "
+            "that run ends by itself after its --grace seconds."
+        ) from error
+
+
+class Records:
+    """Writes the log and the state of a run."""
+
+    def __init__(self, folder: pathlib.Path) -> None:
+        """Writes nothing yet."""
+        self._log, self._state = folder / "log.jsonl", folder / "run.json"
+        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_WAITING)
+        self._kept: bytes | None = None
+        self._failed = False
+
+    def log(self, line: Mapping[str, Any]) -> None:
+        """Adds a line to the log, behind those that wait."""
+        self._waiting.append(json.dumps(line).encode() + b"\n")
+        self.flush()
+
+    def state(self, data: Mapping[str, Any]) -> None:
+        """Writes the state, in place of the one before."""
+        self._kept = json.dumps(data).encode()
+        self.flush()
+
+    def flush(self) -> None:
+        """Writes what waits; says once that it cannot be written."""
+        if not self._waiting and self._kept is None:
+            return
+        try:
+            if self._waiting:
+                append_lines(self._log, b"".join(self._waiting))
+                self._waiting.clear()
+            if self._kept is not None:
+                write_whole(self._state, self._kept)
+                self._kept = None
+        except OSError as error:
+            if not self._failed:
+                self._say(f"cannot be written: {error.strerror}. The run goes on")
+            self._failed = True
+            return
+        if self._failed:
+            self._say("can be written again")
+        self._failed = False
+
+    def end(self) -> None:
+        """Removes the state: the run has ended."""
+        self._kept = None
+        self.flush()
+        try:
+            self._state.unlink(missing_ok=True)
+        except OSError as error:
+            self._say(f"cannot be written: {error.strerror}. Remove {self._state.name}")
+
+    def _say(self, what: str) -> None:
+        text = f"autopar run: {self._log.parent} {what}."
+        print(text, file=sys.stderr, flush=True)
