@@ -29,6 +29,8 @@ def read(path: pathlib.Path, convert: Callable[[data.Data], T]) -> T:
         raise ClusterError(
             f"cannot read the cluster file {str(path)!r}: {error.strerror}. {_HELP}"
         ) from error
+    except RecursionError as error:
+        raise ClusterError(f"{path}: is nested too deeply. {_HELP}") from error
     except ValueError as error:  # of TOML, of msgspec, and our own ClusterError
         raise ClusterError(f"{path}: {error} {_HELP}") from error
 

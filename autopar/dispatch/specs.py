@@ -98,7 +98,7 @@ def read_jobs(path: pathlib.Path) -> tuple[Handed, ...]:
         found = tomllib.loads(path.read_text())
     except OSError as error:
         raise ScheduleError(f"{path}: {error.strerror}.") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ScheduleError(f"{path}: it is no TOML: {error}.") from error
     tables = found.pop("job", None)
     if found:

@@ -1,0 +1,221 @@
+"""Feeds damaged files to readers of each format: only the package's errors come out.
+
+    python benchmarks/fuzz.py --format plans --minutes 20 [--seed 0] [--out FILE]
+
+Valid files are mutated, as bytes, as words and as trees of JSON. A mutant that runs a
+line of the package that no other ran is kept, and mutated further. A case fails where
+another error than `autopar.AutoparError` comes out, where it takes more than 5 s of
+CPU, or where the process dies. The figures go to ``docs/data/fuzz_FORMAT.json``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import pathlib
+import random
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from typing import Any
+
+import fuzz_formats
+from fuzz_formats import FORMATS, Format
+
+import autopar
+
+ROOT = pathlib.Path(__file__).parents[1]
+SLOW_S, MEMORY_BYTES, MOST_CORPUS, MOST_FAILURES = 5.0, 4 << 30, 400, 40
+PACKAGE = str(ROOT / "autopar")
+
+
+class Coverage:
+    """The lines of the package that ran."""
+
+    def __init__(self) -> None:
+        """Has seen none."""
+        self.seen: set[tuple[int, int]] = set()
+        self.new = False
+
+    def calls(self, frame: Any, event: str, argument: Any) -> Any:
+        """Follows calls of the package's functions (`sys.settrace`)."""
+        del event, argument
+        here = frame.f_code.co_filename.startswith(PACKAGE)
+        return self._lines if here else None
+
+    def _lines(self, frame: Any, event: str, argument: Any) -> Any:
+        del argument
+        if event == "line":
+            key = id(frame.f_code), frame.f_lineno
+            if key not in self.seen:
+                self.seen.add(key)
+                self.new = True
+        return self._lines
+
+
+class Result:
+    """What came of the cases of one format."""
+
+    def __init__(self) -> None:
+        """Has run none."""
+        self.cases = self.accepted = 0
+        self.errors: collections.Counter[str] = collections.Counter()
+        self.failures: dict[str, dict[str, Any]] = {}
+        self.slowest_s = 0.0
+
+    def take(self, found: Format, data: bytes) -> None:
+        """Runs a case."""
+        begin = time.process_time()
+        self.cases += 1
+        try:
+            found.read(data)
+            self.accepted += 1
+        except autopar.AutoparError as error:
+            self.errors[_kind(error)] += 1
+            if len(str(error)) > 20_000:
+                self._fail(f"a message of {len(str(error)):,} letters", data)
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{pathlib.Path(last.filename).name}:{last.lineno}"
+            self._fail(f"{type(error).__name__} at {where}: {str(error)[:120]}", data)
+        seconds = time.process_time() - begin
+        self.slowest_s = max(self.slowest_s, seconds)
+        if seconds > SLOW_S:
+            self._fail(f"{seconds:.0f} s of CPU", data)
+
+    def _fail(self, what: str, data: bytes) -> None:
+        name = what.partition(":")[0] + what[what.find(" at ") :].partition(": ")[0]
+        if name not in self.failures and len(self.failures) < MOST_FAILURES:
+            self.failures[name] = {"what": what, "case": data[:4000].hex()}
+
+    def to_data(self) -> dict[str, Any]:
+        """The figures, as JSON can hold them."""
+        return {
+            "cases": self.cases,
+            "accepted": self.accepted,
+            "distinct_errors": len(self.errors),
+            "errors": dict(self.errors.most_common(60)),
+            "slowest_s": round(self.slowest_s, 3),
+            "failures": list(self.failures.values()),
+        }
+
+
+def _kind(error: BaseException | None) -> str:
+    """An error without the numbers and names that it quotes."""
+    words: list[str] = []
+    while error is not None and len(words) < 4:
+        tb = traceback.extract_tb(error.__traceback__)
+        where = f"{pathlib.Path(tb[-1].filename).name}:{tb[-1].lineno}" if tb else ""
+        words.append(f"{type(error).__name__} at {where}")
+        error = error.__cause__
+    return ", ".join(words)
+
+
+def run(
+    name: str,
+    seed: int,
+    *,
+    cases: int | None = None,
+    seconds: float,
+    traced: bool = True,
+    last: Any = None,
+) -> Result:
+    """Runs cases of a format until they are so many, or time is up.
+
+    Args:
+      name: of the format.
+      seed: of the mutations.
+      cases: at most so many; None: until time is up.
+      seconds: at most so long.
+      traced: whether mutants that run new lines are kept; it takes most of the time.
+      last: file to which each case is written before it runs; None: nowhere.
+    """
+    draw = random.Random(seed)
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = FORMATS[name](pathlib.Path(place))
+        corpus = list(found.seeds)
+        result, coverage = Result(), Coverage()
+        for data in corpus:
+            found.read(data)  # they are valid
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and (cases is None or result.cases < cases):
+            data = fuzz_formats.mutated(draw, draw.choice(corpus), corpus, found)
+            if last is not None:
+                last.seek(0)
+                last.write(len(data).to_bytes(8, "little") + data)
+                last.flush()
+            coverage.new = False
+            before = sys.gettrace()
+            if traced:
+                sys.settrace(coverage.calls)
+            try:
+                result.take(found, data)
+            finally:
+                sys.settrace(before)
+            if coverage.new and len(corpus) < MOST_CORPUS and len(data) < 1 << 17:
+                corpus.append(data)
+    return result
+
+
+def alone(name: str, seed: int, minutes: float) -> dict[str, Any]:
+    """Runs a format in processes of their own, which may die; the figures."""
+    end, total, died = time.monotonic() + 60 * minutes, Result(), []
+    with tempfile.NamedTemporaryFile() as last:
+        while (left := end - time.monotonic()) > 1:
+            words = [sys.executable, __file__, "--format", name, "--inner", last.name]
+            words += ["--minutes", str(left / 60), "--seed", str(seed + len(died))]
+            child = subprocess.run(words, stdout=subprocess.PIPE, check=False)
+            if not child.returncode:
+                return _joined(json.loads(child.stdout), died)
+            data = pathlib.Path(last.name).read_bytes()
+            case = data[8 : 8 + int.from_bytes(data[:8], "little")]
+            died.append({"what": f"exit {child.returncode}", "case": case[:4000].hex()})
+            if len(died) > MOST_FAILURES:
+                break
+    return _joined(total.to_data(), died)
+
+
+def _joined(found: dict[str, Any], died: list[Any]) -> dict[str, Any]:
+    return {**found, "failures": [*found["failures"], *died]}
+
+
+def main() -> int:
+    """Prints the figures, writes them, and returns 1 if a case has failed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--format", choices=sorted(FORMATS), required=True)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=pathlib.Path)
+    parser.add_argument("--inner", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.inner:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+        with open(given.inner, "r+b") as last:
+            found = run(given.format, given.seed, seconds=60 * given.minutes, last=last)
+        print(json.dumps(found.to_data()))
+        return 0
+    figures = {
+        "command": f"python benchmarks/fuzz.py --format {given.format} "
+        f"--minutes {given.minutes:g} --seed {given.seed}",
+        "format": given.format,
+        "minutes": given.minutes,
+        **alone(given.format, given.seed, given.minutes),
+    }
+    out = given.out or ROOT / "docs" / "data" / f"fuzz_{given.format}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(figures, indent=1) + "\n")
+    print(
+        f"{given.format}: {figures['cases']} cases, {figures['accepted']} valid, "
+        f"{figures['distinct_errors']} errors, {len(figures['failures'])} failures"
+    )
+    return 1 if figures["failures"] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

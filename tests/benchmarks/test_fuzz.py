@@ -1,0 +1,30 @@
+"""Damaged files of every format are refused with the package's errors."""
+
+from __future__ import annotations
+
+import importlib
+import pathlib
+
+import pytest
+
+BENCHMARKS = pathlib.Path(__file__).resolve().parents[2] / "benchmarks"
+CASES = {
+    "plans": 300,
+    "events": 600,
+    "manifests": 300,
+    "pt": 2000,
+    "toml": 300,
+    "traces": 300,
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_only_errors_of_the_package_come_out(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    fuzz = importlib.import_module("fuzz")
+    found = fuzz.run(name, 7, cases=CASES[name], seconds=120, traced=False)
+    assert found.cases == CASES[name]
+    assert found.errors
+    assert found.failures == {}
