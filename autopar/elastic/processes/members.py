@@ -10,6 +10,9 @@ from typing import Any, Protocol
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.messages import Message
 
+# Seconds after which a run says that it waits for a script to join it.
+_LATE_S = 15.0
+
 
 class Actions(Protocol):
     """What a supervisor does to the world outside."""
@@ -118,6 +121,15 @@ class Member:
     leave_by_s: float = math.inf
     dismissed: bool = False
     trained: bool = False
+
+
+def late(members: Mapping[int, Member], now: float) -> frozenset[int]:
+    """The workers whose scripts have not joined the run for a while."""
+    return frozenset(
+        worker
+        for worker, member in members.items()
+        if member.phase == "starting" and now - member.since_s > _LATE_S
+    )
 
 
 def overdue(member: Member, limits: Limits, now: float) -> str:

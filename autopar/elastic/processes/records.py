@@ -74,6 +74,7 @@ class Records:
         self._waiting: collections.deque[bytes] = collections.deque(maxlen=_WAITING)
         self._kept: bytes | None = None
         self._failed = False
+        self._awaited: frozenset[int] = frozenset()
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Adds a line to the log, behind those that wait."""
@@ -113,6 +114,19 @@ class Records:
             self._state.unlink(missing_ok=True)
         except OSError as error:
             self._say(f"cannot be written: {error.strerror}. Remove {self._state.name}")
+
+    def say_awaited(self, late: frozenset[int]) -> None:
+        """Says once of each worker that the run waits for it."""
+        if new := sorted(late - self._awaited):
+            names = ", ".join(map(str, new))
+            print(
+                f"autopar run: waits for worker {names}, whose script has not called "
+                "autopar.elastic or autopar.train yet; see its output, or end the run "
+                "with `autopar workers --stop`.",
+                file=sys.stderr,
+                flush=True,
+            )
+        self._awaited |= late
 
     def _say(self, what: str) -> None:
         text = f"autopar run: {self._log.parent} {what}."

@@ -33,7 +33,7 @@ from autopar.elastic.processes.link import (
     Address,
 )
 from autopar.elastic.processes.listening import Listening, Wanted
-from autopar.elastic.processes.members import Limits
+from autopar.elastic.processes.members import Limits, late
 from autopar.elastic.processes.messages import (
     Connection,
     Message,
@@ -51,10 +51,10 @@ from autopar.sealed_files import KEY_VARIABLE, key_to_share
 # A process that turns to nothing for so long was stopped.
 _TICK_S, _AWAY_S = 0.25, 3.0
 _COLLECTIVE = "xla_cpu_collective_timeout_seconds"
-# How long a supervisor may take to answer a command.
-_ANSWER_S = 10.0
-# How long workers may take to end once they are told to.
-_END_S = 10.0
+# Commands without arguments.
+_PLAIN = ("status", "stop", "suspend")
+# How long a supervisor may take to answer a command, and workers to end when told to.
+_ANSWER_S, _END_S = 10.0, 10.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,6 +217,7 @@ class Runner:
             while True:
                 self._events.get_nowait()()
         self._records.flush()
+        self._records.say_awaited(late(self.supervisor.members, time.monotonic()))
         away, self._turned_s = time.monotonic() - self._turned_s, time.monotonic()
         if away > _AWAY_S:
             self.supervisor.excuse(away)
@@ -362,9 +363,9 @@ class Runner:
         self._service.stop()
         if self._service_before is not None:
             self._service_before.kill()
-        if self._ahead is not None:
-            self._ahead.kill()
-            self._ahead.wait()
+        if (ahead := self._ahead) is not None:
+            ahead.kill()
+            ahead.wait()
         self._launcher.close()
         self._records.end()
         self._server.close()
@@ -408,21 +409,26 @@ class Runner:
 
     def _obey(self, message: Message, connection: Connection) -> None:
         """Carries out a command of `autopar workers`."""
-        command, wrong = message.get("command"), ""
+        try:
+            wrong = self._done(message.get("command"), message)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            wrong = f"the command {message.get('command')!r} lacks or misuses {error}."
+        connection.send("answer", wrong=wrong, status=dict(self.supervisor.status()))
+        connection.close()
+
+    def _done(self, command: Any, message: Message) -> str:
+        """Carries out a command; returns what is wrong, or ''."""
         if command == "resize":
-            wrong = self.supervisor.resize(int(message["processes"]))
-        elif command == "remove":
-            wrong = self.supervisor.remove(int(message["worker"]))
-        elif command == "place":
-            wrong = self._place(message["places"])
-        elif command == "suspend":
+            return self.supervisor.resize(int(message["processes"]))
+        if command == "remove":
+            return self.supervisor.remove(int(message["worker"]))
+        if command == "place":
+            return self._place(message["places"])
+        if command == "suspend":
             self.supervisor.suspend()
         elif command == "stop":
             self.supervisor.stop("stopped", 0)
-        elif command != "status":
-            wrong = f"no such command: {command}"
-        connection.send("answer", wrong=wrong, status=dict(self.supervisor.status()))
-        connection.close()
+        return "" if command in _PLAIN else f"no such command: {command}"
 
     def _place(self, places: Mapping[str, int]) -> str:
         """Moves the workers to places; returns what is wrong, or ''."""
