@@ -33,7 +33,7 @@ import autopar
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 OUT = ROOT / "docs" / "data" / "when.json"
 DEVICES = 8
-ROUNDS = 20
+ROUNDS = 15
 GPT_1B = (
     "scan=true layers=24 d_model=2048 heads=16 seq=2048 vocab=50304 dtype=bfloat16"
     " attention=cudnn"
@@ -194,9 +194,10 @@ def compared(case: Case) -> dict[str, Any]:
 
 
 def by_hand(rounds: int = ROUNDS) -> dict[str, Any]:
-    """Step times of a small GPT, planned and with its batch split by hand.
+    """Step times of a small GPT: planned, planned with the batch split, and by hand.
 
-    The first calls, and the CPU seconds that each takes, are of fresh programs.
+    The second has the layouts of the third, so what differs is what autopar adds to a
+    step. The first calls, and the CPU seconds that each takes, are of fresh programs.
     """
     jax.config.update("jax_num_cpu_devices", DEVICES)
     run = workloads.training("gpt", batch=32)
@@ -206,14 +207,19 @@ def by_hand(rounds: int = ROUNDS) -> dict[str, Any]:
     )
     whole, rows = NamedSharding(mesh, P()), NamedSharding(mesh, P("data"))
 
-    planned = autopar.parallelize(run.step, cluster=f"{DEVICES}:cpu")
+    cluster = f"{DEVICES}:cpu"
+    planned = autopar.parallelize(run.step, cluster=cluster)
+    pins = {"state/*": P(), "batch/*": P("data")}
+    split = autopar.parallelize(run.step, cluster=cluster, max_axes=1, pins=pins)
     plain = jax.jit(run.step, donate_argnums=0)
     states = {
-        "autopar": planned.init(run.create_state, jax.random.key(0), batch=run.batch),
+        name: step.init(run.create_state, jax.random.key(0), batch=run.batch)
+        for name, step in (("autopar", planned), ("autopar, batch split", split))
+    } | {
         "by hand": jax.device_put(run.create_state(jax.random.key(0)), whole),
     }
-    steps = {"autopar": planned, "by hand": plain}
-    batches = {"autopar": batch, "by hand": jax.device_put(batch, rows)}
+    steps = {"autopar": planned, "autopar, batch split": split, "by hand": plain}
+    batches = dict.fromkeys(steps, batch) | {"by hand": jax.device_put(batch, rows)}
     seconds: dict[str, list[float]] = {name: [] for name in steps}
     first: dict[str, float] = {}
     losses: dict[str, float] = {}
