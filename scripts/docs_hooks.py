@@ -19,7 +19,14 @@ PAGES = {
     "contributing.md": "CONTRIBUTING.md",
     "changes.md": "CHANGELOG.md",
 }
-SHOWN = {"experts", "links", "planning", "published", "when"}  # by plots and tables
+SHOWN = {
+    "experts",
+    "guarantees",
+    "links",
+    "planning",
+    "published",
+    "when",
+}  # by plots and tables
 DATA = "<!-- data -->"
 _LINK = re.compile(r"\[([^\]]+)\]\((?!https?:|#)([^)#]+)(#[^)]*)?\)")
 

@@ -182,8 +182,20 @@ def published(found: Found) -> str:
     return svg(size + 64, "Predicted against measured seconds of a step", parts)
 
 
+def guarantees(found: Found) -> str:
+    """Average seconds to completion of traces with guaranteed jobs."""
+    kinds = ("Rubick's policy", "goodput")
+    groups = []
+    for row in found["rows"]:
+        both = (row["rubick_s"], row["ours_s"])
+        rows = [(k, s, f"{s:.0f} s") for k, s in zip(kinds, both, strict=True)]
+        groups.append((row["trace"], rows))
+    return bars("Average seconds to completion, with guaranteed jobs", groups, kinds)
+
+
 PLOTS: dict[str, Callable[[Found], str]] = {
     "experts": experts,
+    "guarantees": guarantees,
     "links": links,
     "published": published,
     "when": when,
