@@ -437,7 +437,10 @@ def data_of(given: Any, found: list[dict[str, Any]]) -> dict[str, Any]:
     seeds = " ".join(str(x["seed"]) for x in found)
     names = ("events", "right", "recovered", "ended_as_promised", "began_again")
     return {
-        "command": f"python benchmarks/soak.py --seed {seeds} --events {given.events}",
+        "command": " ".join(
+            ["python benchmarks/soak.py --seed", seeds, "--events", str(given.events)]
+            + (["--kinds", *given.kinds] if given.kinds else [])
+        ),
         "summary": {name: sum(x[name] for x in found) for name in names},
         "seeds": found,
     }
