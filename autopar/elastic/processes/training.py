@@ -225,11 +225,7 @@ class TeamRun:
         return self._team.gone(f"The state after {self.step} steps was saved.")
 
     def _suspend(self) -> None:
-        """Saves, with all other processes, and ends this one; the run goes on later.
-
-        Raises:
-          SystemExit: always.
-        """
+        """Saves, with all other processes, and exits; the run goes on later."""
         self._display.close()
         self._saves.end(self.state, self.step, self.position)
         sys.exit(SUSPENDED)
@@ -254,8 +250,11 @@ class TeamRun:
         """Runs a step; None where the world broke, and another one has been joined."""
         begin = time.perf_counter()
         step, position = self.step, self.position
+        ran, result = False, None
         try:
             result = self._run()
+            ran = True
+            self._saves.after(self.state, self.step, self.position)
         except Exception as error:
             self._broke_s = self._broke_s or begin
             # XLA:CPU may fail to find a function of a program that it loaded.
@@ -263,7 +262,8 @@ class TeamRun:
             if not self._team.broken(error):
                 raise
             self._reform()
-            return None
+            if not ran or self.step <= step:
+                return None  # it runs again
         seconds = time.perf_counter() - begin
         self._seconds = [*self._seconds[-19:], seconds]
         done = Step(step=step, position=position, result=result, seconds=seconds)
@@ -292,7 +292,6 @@ class TeamRun:
             self._samples, self._team.rows = samples, self._rows(samples)
         self._keep(state, self.step + 1)
         self.state, self.step = state, self.step + 1
-        self._saves.after(self.state, self.step, self.position)
         return host
 
     def _called(self, rest: Sequence[Any], named: Mapping[str, Any]) -> Any:
