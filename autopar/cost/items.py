@@ -147,7 +147,7 @@ def hidden_item(
     It belongs to the whole program, so it stands at the program's last operator.
     """
     known = pricer.cluster.device.calibrated
-    if not known.overlap:
+    if not known.overlap or not assignment.graph.operators:
         return None
     whole = known.whole_messages
     lines = tuple(timelines(assignment, seconds_of(found), whole=whole))

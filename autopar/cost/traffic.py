@@ -132,6 +132,8 @@ def traffic(
       rounds: whether what only products read is sent in bfloat16
         (`autopar.cluster.DeviceSpec.rounds_operands`).
     """
+    if not assignment.graph.operators:  # a stage may have no work of its own
+        return []
     whole = np.zeros(len(assignment.graph.values), dtype=bool)
     forms = _Forms([], {}, set(), rounds, whole)
     among = operators_of(assignment, only)

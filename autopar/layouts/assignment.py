@@ -257,7 +257,8 @@ class Assignment:
                 ways = self.ways[reading.group]
                 for source, way in zip(reading.sources, ways, strict=True):
                     out.setdefault(source, set()).add(way)
-        backward = self.is_backward(self.graph.operators[-1])
+        operators = self.graph.operators
+        backward = bool(operators) and self.is_backward(operators[-1])
         for position, value in enumerate(self.graph.outputs):
             layout = self.output(position)
             if value is not None and layout is not None:

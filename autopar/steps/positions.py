@@ -67,7 +67,9 @@ def positions(
             for o, c in zip(operators, classes, strict=True)
         ]
     )
-    roles = {role: np.array([o.role is role for o in operators]) for role in PASSES}
+    roles = {
+        role: np.array([o.role is role for o in operators], bool) for role in PASSES
+    }
     # Sums that a forward pass completes are those of reported values, its loss.
     everywhere = np.ones(len(operators), bool)
     summed = {Role.FORWARD: ~everywhere, Role.BACKWARD: everywhere}
@@ -77,7 +79,7 @@ def positions(
         for op, ends in deferral.reach:
             made = [contraction.producer[end].index for end in ends]
             ready[op] = max((op, *made))
-    update = np.array([o.role is Role.UPDATE for o in operators])
+    update = np.array([o.role is Role.UPDATE for o in operators], bool)
     return Positions(classes, shares, roles, update, summed, ready)
 
 
