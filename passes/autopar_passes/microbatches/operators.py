@@ -140,6 +140,8 @@ def _in_their_way(
     """What operators do that their rules do not tell; None: their rules do."""
     dim = max(pair.dims[a] for a in eqn.inputs if isinstance(a, int))
     match eqn.primitive:
+        case "ffi_call":
+            return "is a kernel of which nothing says that its rows are apart"
         case kind if kind in KEYED:
             return _keyed(pair, eqn, inner)
         case "reshape":

@@ -29,7 +29,7 @@ _SIZES = frozenset(
     {
         "shape", "new_sizes", "sizes", "slice_sizes", "limit_indices", "start_indices",
         "sharding", "out_sharding", "jaxpr", "cond_jaxpr", "body_jaxpr", "branches",
-        "operand_shape", "updates_shape", "padding_config", "length",
+        "operand_shape", "updates_shape", "padding_config", "length", "result_avals",
     }
 )  # fmt: skip
 # Those of a Pallas kernel. Its grid and blocks are traced for a microbatch; its body

@@ -78,3 +78,24 @@ def test_edges_to_nodes_of_other_microbatches_are_refused(coupled: Any) -> None:
         autopar.plan(
             graph_step, w, graph, cluster="2:cpu", microbatches=4, coupled=coupled
         )
+
+
+def test_a_foreign_call_needs_the_option_that_couples_microbatches() -> None:
+    def called(x: Any) -> Any:
+        return jax.ffi.ffi_call("a_kernel", jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
+
+    foreign = jax.custom_vjp(called)
+    foreign.defvjp(lambda x: (called(x), None), lambda _, ct: (ct,))
+
+    def step(w: Any, x: Any) -> Any:
+        loss_of = jax.value_and_grad(lambda w: jnp.mean(foreign(x @ w) ** 2))
+        loss, grad = loss_of(w)
+        return w - 0.1 * grad, loss
+
+    arrays = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 32)]
+    with pytest.raises(PlanError, match=r"'ffi_call'.* coupled=\"microbatch\""):
+        autopar.plan(step, *arrays, cluster="2:cpu", microbatches=4)
+    plan = autopar.plan(
+        step, *arrays, cluster="2:cpu", microbatches=4, coupled="microbatch"
+    )
+    assert any("ffi_call" in line for line in plan.local)
