@@ -7,6 +7,7 @@ back equal values.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -127,6 +128,12 @@ class _Unequal(msgspec.Struct, forbid_unknown_fields=True):
 _DECODER = msgspec.json.Decoder(_Unequal)
 
 
+def _whole(name: str, value: float) -> int:
+    if not math.isfinite(value):
+        raise ClusterError(f"{name} must be positive and finite, got {value}.")
+    return round(value)
+
+
 def _device(given: _Device) -> DeviceSpec:
     values: dict[str, Any] = {}
     if given.preset is not None:
@@ -137,7 +144,7 @@ def _device(given: _Device) -> DeviceSpec:
     values.update({key: value for key, value in own.items() if value is not None})
     for name in ("memory_bytes", "workspace_bytes", "on_chip_bytes"):
         if own[name] is not None:
-            values[name] = round(own[name])
+            values[name] = _whole(name, own[name])
     if given.peak_flops_per_s is not None:
         values["peak_flops_per_s"] = tuple(given.peak_flops_per_s.items())
     if given.codec_s_per_element is not None:

@@ -64,7 +64,8 @@ def format_quantity(value: float, unit: str) -> str:
     ]
     short = [f"{value / scale:g}{name}" for name, scale in _UNITS[unit].items()]
     exact = [text for text in short + written if parse_quantity(text, unit) == value]
-    return min(exact, key=len)
+    # None is exact where a whole number has more digits than a float.
+    return min(exact or written, key=len)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -95,6 +95,7 @@ class TestReading:
             ("9" * 5000 + ":cpu", "is not a shape"),
             ("9" * 8 + ":cpu", "at most 1048576"),
             ("1000x1000x1000:cpu", "at most 1048576 devices"),
+            ({"cluster": {"device": {"memory_bytes": 1e400}, "level": []}}, "finite"),
             ("4:cpu,memory=1e400GB", "memory_bytes must be positive and finite"),
             ("4:cpu,memory=" + "9" * 5000 + "GB", "must be positive and finite"),
         ],
