@@ -109,7 +109,7 @@ class _Groups:
 def _alike(graph: OperatorGraph, op: Operator, read: int, made: int) -> bool:
     """Whether a result holds an element for each one of an operand."""
     one, other = graph.values[read], graph.values[made]
-    if one.dtype.kind in "biu" or other.dtype.kind in "biu" or not other.shape:
+    if not (one.floating and other.floating and other.shape):
         return False
     if op.kind in ("slice_step", "stack_step"):
         stacked, part = (one, other) if op.kind == "slice_step" else (other, one)

@@ -16,9 +16,8 @@ from autopar.planner.search import candidate_meshes, search
 from autopar.steps.analysis import Analysis, analyse
 from autopar.steps.microbatches import (
     in_microbatches,
-    of_one_microbatch,
+    one_microbatch,
     over_microbatches,
-    split,
 )
 from autopar_passes.graph.roles import Role
 from autopar_passes.microbatches.microbatched import (
@@ -115,7 +114,9 @@ def test_it_costs_what_the_loop_over_microbatches_costs() -> None:
     """The program of one microbatch, counted, and the one with the loop."""
     whole = analysis()
     looped = data_parallel(in_microbatches(whole, COUNT))
-    counted = data_parallel(of_one_microbatch(split(whole, COUNT)))
+    one = one_microbatch(whole, COUNT)
+    assert one.split is not None
+    counted = data_parallel(over_microbatches(one, one.split))
 
     # The loop deals the rows out and adds the gradients up, too.
     assert 0.84 * looped.step_s < counted.step_s < looped.step_s
