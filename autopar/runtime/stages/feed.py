@@ -190,9 +190,14 @@ class Feed:
                 given.update(zip(values, arrays, strict=True))
         ran = run_step(self.pipeline, known, micro, codecs)
         ran.told.update(self._passed(flat))
-        return [
-            self._result(k, ran) for k in range(len(self.program.body.outputs))
-        ], ran
+        out = [self._result(k, ran) for k in range(len(self.program.body.outputs))]
+        state = set(self.analysis.carried.values())
+        held = {id(out[k]) for k in state}
+        for k, x in enumerate(out):
+            # The next step consumes its state, and no result that is equal to it.
+            if k not in state and id(x) in held and x.sharding.addressable_devices:
+                out[k] = jax.numpy.copy(x)
+        return out, ran
 
     def _result(self, k: int, ran: Ran) -> Any:
         """A flat result of a step."""

@@ -24,7 +24,7 @@ def step(ws: Any, state: Any, x: Any) -> Any:
 
     value, grads = jax.value_and_grad(loss)(ws)
     updates, new = TX.update(grads, state, ws)
-    done = new.mini_step == 0, new.gradient_step * 2
+    done = new.mini_step == 0, new.gradient_step
     return optax.apply_updates(ws, updates), new, (value, *done)
 
 
@@ -45,15 +45,20 @@ def test_metrics_of_counters_are_planned(cluster: str) -> None:
     assert len(plan.stages) == 2
 
 
-def test_metrics_of_counters_are_those_of_one_program() -> None:
+@pytest.mark.parametrize("donate", [False, True])
+def test_metrics_of_counters_are_those_of_one_program(donate: bool) -> None:
+    """The next step does not consume a counter that is a metric, too."""
     run = autopar.parallelize(
-        step, cluster="2:cpu", stages=2, microbatches=4, donate=False, seconds=1
+        step, cluster="2:cpu", stages=2, microbatches=4, donate=donate, seconds=1
     )
+    told: list[Any] = []
     plain, planned = start(), start()
     for k in range(4):
         x = np.random.default_rng(k).standard_normal((16, 16)).astype(np.float32)
         *plain, want = jax.jit(step)(*plain, x)
         *planned, got = run(*planned, x)
         np.testing.assert_allclose(np.stack(got), np.stack(want), rtol=1e-4)
+        told.append(got)
+    assert [int(counts[-1]) for counts in told] == [0, 1, 1, 2]
     for a, b in zip(jax.tree.leaves(plain), jax.tree.leaves(planned), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
