@@ -223,14 +223,22 @@ def _traced(step: Callable[..., Any], form: CallForm, inputs: list[Any]) -> _Tra
     with updating():
         flat, results = flat_function(step, form)
         typed = [jax_meshes.on_mesh(x, form.mesh) for x in inputs]
-        with jax_meshes.entered(form.mesh):
-            try:
+        try:
+            with jax_meshes.entered(form.mesh):
                 traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, typed))
-            except ValueError:
-                # Without a mesh that is set, types alone let a shard_map be traced.
-                if form.mesh is not None or not any(explicit):
-                    raise
-                traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, inputs))
+        except ValueError as error:
+            if form.mesh is None and not any(explicit):
+                raise
+            # What JAX asks of types is where arrays lie, which the plan decides: a
+            # step without such words is traced without the mesh. Without a mesh that
+            # is set, types alone let a shard_map be traced.
+            other = inputs
+            if form.mesh is not None:
+                other = [jax_meshes.on_mesh(x, None) for x in inputs]
+            try:
+                traced, replicas = with_one_replica(lambda: _jaxpr(step, flat, other))
+            except (ValueError, TypeError):
+                raise TraceError(_trace_failure(step, error)) from error
     outputs = list(traced.out_info)
     carried = find_carried(form, inputs, results[-1], outputs)
     jaxpr = traced.jaxpr
@@ -261,6 +269,8 @@ def _call_failure(step: Callable[..., Any], error: Exception) -> str:
 
 
 def _trace_failure(step: Callable[..., Any], error: Exception) -> str:
+    if isinstance(error, TraceError):
+        return str(error)
     name = step_name(step)
     first = str(error).strip().split("\n", 1)[0]
     return (

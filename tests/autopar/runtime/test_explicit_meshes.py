@@ -159,10 +159,21 @@ def test_typed_arrays_without_a_mesh_that_is_set() -> None:
 
 def test_step_that_does_not_fit_the_mesh_is_refused_in_a_line() -> None:
     def step(w: Any, x: Any) -> Any:
+        return w, jnp.sum(jax.sharding.reshard(x, P("model")))
+
+    with (
+        jax.set_mesh(_mesh(8)),
+        pytest.raises(autopar.TraceError, match="model"),
+    ):
+        autopar.parallelize(step, cluster="8:cpu")(jnp.asarray(W), X)
+
+
+def test_product_that_jit_calls_ambiguous_runs_under_a_mesh() -> None:
+    def step(w: Any, x: Any) -> Any:
         return w, jnp.sum(jnp.dot(x.T, x))
 
     mesh = _mesh(8)
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P("data")))
-        with pytest.raises(autopar.TraceError, match="out_sharding"):
-            autopar.parallelize(step, cluster="8:cpu")(jnp.asarray(W), x)
+        _, total = autopar.parallelize(step, cluster="8:cpu")(jnp.asarray(W), x)
+    np.testing.assert_allclose(total, np.sum(X.T @ X), rtol=1e-4)
