@@ -85,7 +85,13 @@ class ProcessRuns:
 
     def kill(self, job: JobRecord) -> None:
         """See `Runs`."""
-        pid = holder(self._of(job) / "lock")
+        folder = self._of(job)
+        if not holder(folder / "lock"):
+            # One that is still starting finds that it has ended.
+            folder.mkdir(parents=True, exist_ok=True)
+            told = {"code": 130, "reason": "interrupted.", "lost": False}
+            put(ending_file(folder, job.attempt), json.dumps(told).encode())
+        pid = holder(folder / "lock")
         if pid > 1:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGTERM)
