@@ -72,16 +72,16 @@ def bars(
     line stands at *mark*.
     """
     high = max(v for _, rows in groups for _, v, _ in rows if math.isfinite(v))
-    left = 20 + 6.6 * max(len(name) for name, _ in groups)
+    left = 22 + 7.2 * max(len(name) for name, _ in groups)
     scale = (WIDTH - 70 - left) / high
     parts: list[str] = []
     top = 12.0
     if len(kinds) > 1:
-        top = 36.0
-        for number, kind in enumerate(kinds):
-            x = 10 + number * (WIDTH - 20) / len(kinds)
-            parts.append(box(x, 8, 11, 11, f"c{number}"))
-            parts.append(text(x + 16, 18, kind, "small"))
+        for number, kind in enumerate(kinds):  # two in a row
+            x, y = 10 + number % 2 * WIDTH / 2, 8 + number // 2 * 18
+            parts.append(box(x, y, 11, 11, f"c{number}"))
+            parts.append(text(x + 16, y + 10, kind, "small"))
+            top = y + 28.0
     first = top
     for name, rows in groups:
         parts.append(text(left - 10, top + 8 * len(rows) + 3, name, "small end"))
