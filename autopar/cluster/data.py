@@ -7,7 +7,6 @@ back equal values.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -19,7 +18,14 @@ from autopar.cluster.errors import ClusterError
 from autopar.cluster.fields import ClusterFields
 from autopar.cluster.members import Members, everything
 from autopar.cluster.presets import preset
-from autopar.cluster.specs import CollectiveFit, DeviceSpec, Kind, Level, LinkSpec
+from autopar.cluster.specs import (
+    CollectiveFit,
+    DeviceSpec,
+    Kind,
+    Level,
+    LinkSpec,
+    shown,
+)
 
 Data = dict[str, Any]
 C = TypeVar("C")
@@ -129,8 +135,8 @@ _DECODER = msgspec.json.Decoder(_Unequal)
 
 
 def _whole(name: str, value: float) -> int:
-    if not math.isfinite(value):
-        raise ClusterError(f"{name} must be positive and finite, got {value}.")
+    if not abs(value) < 1e99:  # as of infinity, and of too many digits
+        raise ClusterError(f"{name} must be positive and finite, got {shown(value)}.")
     return round(value)
 
 
