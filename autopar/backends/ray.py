@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import os
 import signal
@@ -15,6 +16,7 @@ from autopar.backends.ray_nodes import Node, Placer, Places, alive
 from autopar.backends.ray_worker import ScriptActor
 from autopar.elastic.processes.identity import ProcessId
 from autopar.elastic.processes.launching import Reports
+from autopar.elastic.sources.watching import Watched
 from autopar.errors import PlanError
 
 _NAMESPACE = "autopar"
@@ -56,13 +58,13 @@ class RayLauncher:
         if places is None:
             self._begin_with(processes)
         self._actors: dict[int, Any] = {}
-        self._closed = threading.Event()
+        self._watched: Watched | None = None
         self._run, self._reports = "", None
 
     def begin(self, run: str, reports: Reports) -> None:
         """See `Launcher`."""
         self._run, self._reports = run, reports
-        threading.Thread(target=self._follow, daemon=True, name="nodes").start()
+        self._watched = Watched("nodes", self._follow, _say)
 
     def start(self, worker: int, environment: Mapping[str, str]) -> ProcessId | None:
         """See `Launcher`."""
@@ -114,7 +116,8 @@ class RayLauncher:
 
     def close(self) -> None:
         """See `Launcher`."""
-        self._closed.set()
+        if self._watched is not None:
+            self._watched.ending.set()  # it may wait for the cluster's answer
         self._ray.shutdown()
 
     def _name(self, worker: int) -> str:
@@ -158,16 +161,18 @@ class RayLauncher:
         assert self._reports is not None
         self._reports.ended(worker, code, spare=spare)
 
-    def _follow(self) -> None:
+    def _follow(self, watched: Watched) -> None:
         """Tells of nodes that join; those that die are told of by their actors."""
-        while not self._closed.wait(_POLL_S):
-            # The cluster's head may be away for a while.
-            with contextlib.suppress(Exception):
+        assert self._reports is not None
+        while not watched.ending.wait(_POLL_S):
+            try:
                 nodes, _ = self._nodes()
-                with self._lock:
-                    new = self._places.update(nodes)
-                if new and self._reports is not None:
-                    self._reports.joined(new)
+            except Exception:
+                continue  # the cluster's head may be away for a while
+            with self._lock:
+                new = self._places.update(nodes)
+            if new:
+                watched.call(functools.partial(self._reports.joined, new))
 
     def _nodes(self) -> tuple[list[Node], int]:
         return nodes_here(self._ray)
@@ -184,6 +189,10 @@ class RayLauncher:
                 f"this machine, and --processes asks for {processes}."
                 f"{far if elsewhere else ''} Add nodes, or ask for fewer."
             )
+
+
+def _say(reason: str) -> None:
+    print(f"autopar: nodes of the Ray cluster: {reason}", file=sys.stderr)
 
 
 def connected(address: str) -> Any:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import functools
 import os
-import threading
 from pathlib import Path
 
+from autopar.elastic.events import Event
 from autopar.elastic.sources.messages import LARGEST_BYTES, read_events
 from autopar.elastic.sources.source import Sink
+from autopar.elastic.sources.watching import Watched
 from autopar.errors import EventError
 
-# What says that a file has changed: time, size and number of the inode.
-_Stamp = tuple[int, int, int]
+# What says that a file has changed: time, size and number of the inode; or why it
+# cannot be looked at.
+_Stamp = tuple[int, int, int] | str
 
 
 class File:
@@ -31,47 +35,59 @@ class File:
         """
         self.path = Path(path)
         self._every_s = every_s
-        self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._watched: Watched | None = None
         self._stamp: _Stamp | None = None
+        self._waiting: collections.deque[Event] = collections.deque()
 
     def start(self, sink: Sink) -> None:
         """See `Source`."""
-        self._look(sink, first=True)
-        self._thread = threading.Thread(
-            target=self._watch, args=(sink,), name="autopar-file", daemon=True
-        )
-        self._thread.start()
+        self._look(sink)
+        while self._waiting:
+            event = self._waiting.popleft()
+            if event.kind == "cluster":
+                sink.put(event)
+
+        def watch(watched: Watched) -> None:
+            while True:
+                while self._waiting:
+                    event = self._waiting.popleft()
+                    watched.call(functools.partial(sink.put, event))
+                if watched.ending.wait(self._every_s):
+                    return
+                self._look(sink)
+
+        report = functools.partial(sink.wrong, f"file:{self.path}")
+        self._watched = Watched("autopar-file", watch, report)
 
     def stop(self) -> None:
         """See `Source`."""
-        self._end.set()
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        if self._watched is not None:
+            self._watched.end()
+            self._watched = None
 
-    def _watch(self, sink: Sink) -> None:
-        while not self._end.wait(self._every_s):
-            self._look(sink)
-
-    def _look(self, sink: Sink, *, first: bool = False) -> None:
-        name = f"file:{self.path}"
+    def _look(self, sink: Sink) -> None:
+        """Takes the events of a new content."""
+        name, stamp = f"file:{self.path}", self._stamp
         try:
-            found = self.path.stat()
-            stamp = (found.st_mtime_ns, found.st_size, found.st_ino)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            with self.path.open("rb") as file:
-                events = read_events(file.read(LARGEST_BYTES + 1), name)
+            stamp = self._stamp_now()
+            if stamp != self._stamp:
+                if isinstance(stamp, str):
+                    raise EventError(stamp)
+                with self.path.open("rb") as file:
+                    self._waiting += read_events(file.read(LARGEST_BYTES + 1), name)
         except FileNotFoundError:
             return
         except (OSError, EventError) as error:
             sink.wrong(name, str(error))
-            return
         except Exception as error:  # the next content is looked at as ever
             sink.wrong(name, f"a bug in autopar: {type(error).__name__}: {error}"[:500])
-            return
-        for event in events:
-            if event.kind == "cluster" or not first:
-                sink.put(event)
+        self._stamp = stamp
+
+    def _stamp_now(self) -> _Stamp:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            raise
+        except (OSError, ValueError) as error:
+            return str(error)  # said once
+        return found.st_mtime_ns, found.st_size, found.st_ino

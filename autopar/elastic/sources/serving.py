@@ -1,20 +1,22 @@
 """The server behind `autopar.elastic.sources.http`: Tornado in a thread of its own.
 
 One thread serves all connections, so slow ones hold nobody up. Who has not sent a whole
-request in time is cut off, and where there are too many connections the oldest goes.
-The token is checked first: requests without it count for nothing.
+request and taken the answer in time is cut off, and where there are too many
+connections the oldest goes. The token is checked first: requests without it count for
+nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
 import collections
+import contextlib
+import functools
 import hmac
 import json
 import logging
 import socket
 import ssl
-import threading
 import time
 from http import HTTPStatus
 from typing import Any
@@ -24,11 +26,12 @@ from tornado import http1connection, httpserver, iostream, web
 from autopar.elastic.resolve import Resolved
 from autopar.elastic.sources.messages import LARGEST_BYTES, read_events
 from autopar.elastic.sources.source import Sink
+from autopar.elastic.sources.watching import Watched
 from autopar.errors import EventError
 
 # Requests a second over a longer time, and at once, of who knows the token.
 _RATE, _BURST = 10.0, 40
-# Seconds for the head of a request, and for its body; most connections at a time.
+# Seconds of a connection, from TLS to the answer; most connections at a time.
 _PATIENCE_S, _CONNECTIONS = 5.0, 256
 _LONGEST_HEAD = 16 << 10
 # Seconds between two notes of refusals without a token.
@@ -76,15 +79,17 @@ class _Server(httpserver.HTTPServer):
 
     def initialize(self, *args: Any, **options: Any) -> None:
         super().initialize(*args, **options)
-        self._open: collections.deque[iostream.IOStream] = collections.deque()
+        self.connections: collections.deque[iostream.IOStream] = collections.deque()
 
     def handle_stream(self, stream: iostream.IOStream, address: Any) -> None:
-        if len(self._open) >= _CONNECTIONS:
-            there = [x for x in self._open if not x.closed()]
-            self._open = collections.deque(there)
-        if len(self._open) >= _CONNECTIONS:
-            self._open.popleft().close()
-        self._open.append(stream)
+        if len(self.connections) >= _CONNECTIONS:
+            there = [x for x in self.connections if not x.closed()]
+            self.connections.clear()
+            self.connections.extend(there)
+        if len(self.connections) >= _CONNECTIONS:
+            self.connections.popleft().close()
+        self.connections.append(stream)
+        asyncio.get_running_loop().call_later(_PATIENCE_S, stream.close)
         super().handle_stream(stream, address)
 
 
@@ -203,39 +208,54 @@ class Serving:
         listening = socket.create_server(address, family=family, backlog=1024)
         listening.setblocking(False)
         self.address: tuple[str, int] = listening.getsockname()[:2]
-        self._loop = asyncio.new_event_loop()
+        self._listening = listening
+        self._loop: asyncio.AbstractEventLoop | None = None
         self._ended = asyncio.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(listening,), name="autopar-http", daemon=True
+        # What it says of clients that break off is no concern of the run.
+        logging.getLogger("tornado.general").setLevel(logging.ERROR)
+        self._watched = Watched(
+            "autopar-http",
+            self._run,
+            functools.partial(sink.wrong, "http"),
         )
-        self._thread.start()
 
     def close(self) -> None:
         """Stops listening."""
-        self._loop.call_soon_threadsafe(self._ended.set)
-        self._thread.join()
+        self._watched.ending.set()
+        if (loop := self._loop) is not None:
+            with contextlib.suppress(RuntimeError):  # a loop that an error has closed
+                loop.call_soon_threadsafe(lambda: self._ended.set())
+        self._watched.end()
+        self._listening.close()
 
-    def _run(self, listening: socket.socket) -> None:
-        # What it says of clients that break off is no concern of the run.
-        logging.getLogger("tornado.general").setLevel(logging.ERROR)
-        asyncio.set_event_loop(self._loop)
-        self._loop.run_until_complete(self._serve(listening))
-        self._loop.close()
+    def _run(self, watched: Watched) -> None:
+        connections: collections.deque[iostream.IOStream] = collections.deque()
+        try:
+            asyncio.run(self._serve(watched, connections))
+        finally:
+            for stream in connections:  # those that are open yet when the loop dies
+                if stream.socket is not None:
+                    stream.socket.close()
 
-    async def _serve(self, listening: socket.socket) -> None:
+    async def _serve(
+        self, watched: Watched, connections: collections.deque[iostream.IOStream]
+    ) -> None:
+        self._ended = asyncio.Event()
+        self._loop = asyncio.get_running_loop()
+        if watched.ending.is_set():
+            return
         rules = [(".*", _Handler, {"serving": self})]
         application = web.Application(rules, log_function=lambda handler: None)
         server = _Server(
             application,
             ssl_options=self._context,
             no_keep_alive=True,
-            idle_connection_timeout=_PATIENCE_S,
-            body_timeout=_PATIENCE_S,
             max_header_size=_LONGEST_HEAD,
             max_body_size=LARGEST_BYTES,
             max_buffer_size=2 * LARGEST_BYTES,
         )
-        server.add_socket(listening)
+        server.connections = connections
+        server.add_socket(self._listening)
         await self._ended.wait()
         server.stop()
         await server.close_all_connections()

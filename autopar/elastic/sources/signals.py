@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import queue
 import signal
 import threading
@@ -9,6 +10,7 @@ from typing import Any
 
 from autopar.elastic.events import Event
 from autopar.elastic.sources.source import Sink
+from autopar.elastic.sources.watching import Watched
 from autopar.errors import PlanError
 
 # What Kubernetes gives a process between SIGTERM and SIGKILL unless told otherwise.
@@ -28,7 +30,7 @@ class Signals:
         # A handler runs between any two instructions, also while the inbox is locked.
         # It only puts into this queue, which may be done at any time.
         self._heard: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._watched: Watched | None = None
         self._before: Any = None
 
     def start(self, sink: Sink) -> None:
@@ -39,21 +41,21 @@ class Signals:
                 "there, or leave 'signal' out."
             )
         self._before = signal.signal(signal.SIGTERM, lambda *_: self._heard.put(True))
-        self._thread = threading.Thread(
-            target=self._wait, args=(sink,), name="autopar-signal", daemon=True
-        )
-        self._thread.start()
+        gone = Event(kind="gone", deadline_s=self._grace_s, source="signal")
+
+        def wait(watched: Watched) -> None:
+            while self._heard.get():
+                watched.call(lambda: sink.put(gone))
+
+        report = functools.partial(sink.wrong, "signal")
+        self._watched = Watched("autopar-signal", wait, report)
 
     def stop(self) -> None:
         """See `Source`."""
-        if self._thread is None:
+        if self._watched is None:
             return
         if threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
         self._heard.put(False)
-        self._thread.join()
-        self._thread = None
-
-    def _wait(self, sink: Sink) -> None:
-        while self._heard.get():
-            sink.put(Event(kind="gone", deadline_s=self._grace_s, source="signal"))
+        self._watched.end()
+        self._watched = None

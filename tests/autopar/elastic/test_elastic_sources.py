@@ -71,8 +71,8 @@ class Heard:
 
 
 @contextlib.contextmanager
-def listening(source: Source) -> Generator[Heard]:
-    heard = Heard()
+def listening(source: Source, heard: Heard | None = None) -> Generator[Heard]:
+    heard = heard or Heard()
     source.start(heard)
     try:
         yield heard
@@ -115,6 +115,42 @@ class TestFile:
         with listening(File(tmp_path)) as heard:
             heard.wait()
         assert "directory" in heard.reasons[0]
+
+
+class Dying(Heard):
+    """A sink that ends the thread which puts the first event."""
+
+    died = False
+
+    def put(self, event: Any) -> Resolved:
+        if not self.died:
+            self.died = True
+            raise SystemExit("the first event ends the thread")
+        return super().put(event)
+
+
+@pytest.mark.filterwarnings("ignore:coroutine:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["file", "http", "signal"])
+def test_a_thread_that_dies_begins_again(tmp_path: Path, kind: str) -> None:
+    """It is reported, and the event of a file or a signal is not lost."""
+    path, http_source = tmp_path / "cluster.json", Http(token=TOKEN)
+    file = File(path, every_s=0.01)
+    source = {"file": file, "http": http_source, "signal": Signals()}[kind]
+    with listening(source, Dying()) as heard:
+        if kind == "file":
+            replace(path, '["2x2:h100"]')
+        elif kind == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            with contextlib.suppress(OSError, http.client.HTTPException):
+                post(http_source, '"2x2:h100"')  # its sender hears nothing
+            assert post(http_source, '"2x2:h100"')[0] == 200
+        heard.wait(2)
+        assert "ends the thread; it begins again" in heard.reasons[0]
+        found = heard.inbox.take()
+        assert [x.event.kind for x in found] == [
+            "gone" if kind == "signal" else "cluster"
+        ]
 
 
 def replace(path: Path, text: str) -> None:
@@ -275,6 +311,27 @@ class TestHttp:
             begin = time.monotonic()
             assert post(source, '"2x2:h100"')[0] == 200
             assert time.monotonic() - begin < 1
+
+    @pytest.mark.parametrize("part", ["head", "body"])
+    def test_a_whole_request_has_one_limit(
+        self, source: Http, part: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Who sends a byte now and then is cut off, wherever it is in the request."""
+        monkeypatch.setattr("autopar.elastic.sources.serving._PATIENCE_S", 0.3)
+        with listening(source), connected(source) as client:
+            begin = time.monotonic()
+            client.sendall(b"POST /events HTTP/1.1\r\nHost: a\r\n")
+            if part == "body":
+                client.sendall(f"Authorization: Bearer {TOKEN}\r\n".encode())
+                client.sendall(b"Content-Length: 100000\r\n\r\n")
+            client.settimeout(0.02)
+            data = None
+            while data is None:
+                with contextlib.suppress(TimeoutError, BrokenPipeError):
+                    client.sendall(b"a")
+                    data = client.recv(1000)
+                assert time.monotonic() - begin < 20
+            assert data == b""
 
     def test_tls(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: Http
