@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 from autopar.steps.analysis import Analysis, analyse_program
 from autopar.steps.batch import BATCH
@@ -14,10 +15,9 @@ from autopar_passes.graph.operators import GraphInput, producers
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.jax_compat import source_line
 from autopar_passes.jax_effects import is_ordered
-from autopar_passes.microbatches.microbatched import Combine, Microbatched
+from autopar_passes.microbatches.microbatched import Microbatched
 from autopar_passes.program.equations import Equation
 from autopar_passes.stages.cut import Cut, StageProgram, cut, stage_program
-from autopar_passes.stages.flow import reads
 from autopar_passes.stages.hoist import hoisted
 from autopar_passes.stages.parts import CutError, Parts, parts_of
 from autopar_passes.stages.verify import verify_cut
@@ -68,21 +68,23 @@ def cut_step(
     Raises:
       CutError: the parts do not begin at different equations of the forward pass.
     """
-    _check_rows(analysis, found)
     program, graph = analysis.program, analysis.graph
     arguments = program.body.inputs
     split = [*found.batch, *([] if found.number is None else [found.number])]
     batch = [arguments[k] for k in split]
     starts = [layers[k] for k in parts]
     stage_of = [k % stages for k in range(len(parts))]
-    placed = parts_of(program, graph, starts, batch=batch, once=found.once)
+    gathered = {arguments[k]: v for k, v in found.gathered.items()}
+
+    known: Any = {"batch": batch, "gathered": gathered}
+    placed = parts_of(program, graph, starts, once=found.once, **known)
     late = hoisted(found, placed, stage_of)
     if late is not found:
         found = late
-        placed = parts_of(program, graph, starts, batch=batch, once=found.once)
+        placed = parts_of(program, graph, starts, once=found.once, **known)
     again: set[int] = set()
     if recomputed:
-        by_layer = parts_of(program, graph, layers, batch=batch, once=found.once)
+        by_layer = parts_of(program, graph, layers, once=found.once, **known)
         again = _computed_again(by_layer, set(recomputed))
     tasks = cut(
         placed,
@@ -143,21 +145,6 @@ def _check_order(
             "and stages run at the same time. Give ordered=False, or plan with "
             "stages=1."
         )
-
-
-def _check_rows(analysis: Analysis, found: Microbatched) -> None:
-    """Raises `CutError` where the update reads rows of the whole batch.
-
-    One microbatch's program has it with the rows of one microbatch.
-    """
-    rows = {c.value for c in found.crossings if c.combine is Combine.ROWS}
-    for eqn in analysis.program.body.equations:
-        if eqn.index in found.once and rows.intersection(reads(eqn)):
-            raise CutError(
-                f"'{eqn.primitive}' ({source_line(eqn.source)}) reads rows of the "
-                "whole batch after all microbatches. Compute it from results, or "
-                "plan with stages=1."
-            )
 
 
 def _analysed(analysis: Analysis, found: Microbatched, stage: StageProgram) -> Analysis:

@@ -22,6 +22,7 @@ from autopar.steps.stages import CutStep
 from autopar_passes.microbatches.rows import part
 from autopar_passes.program.equations import Program, Scalar, walk
 from autopar_passes.program.evaluate import evaluate
+from autopar_passes.stages.cut import Phase
 
 
 class Feed:
@@ -108,6 +109,18 @@ class Feed:
         return [{value: jax.device_put(np.int32(m), where)} for m in range(count)]
 
     @functools.cached_property
+    def read_late(self) -> frozenset[int]:
+        """The arguments of the batch that updates read."""
+        updates = (
+            t for k, t in self.pipeline.cut.tasks.items() if k.phase is Phase.UPDATE
+        )
+        read = {v for task in updates for v, _ in task.inputs}
+        own = range(len(self.values))
+        return frozenset(
+            k for k in self.found.batch if k in own and self.values[k] in read
+        )
+
+    @functools.cached_property
     def read(self) -> frozenset[int]:
         """The arguments that are read ahead of the microbatches."""
         assert self.found.ahead is not None
@@ -174,6 +187,8 @@ class Feed:
         }
         given_ahead = self._given(flat)
         known.update({v: x for k, (v, x) in given_ahead.items() if k not in split})
+        # What reads the batch after its only microbatch; of several, it has no rows.
+        known.update({self.values[k]: flat[k] for k in self.read_late})
         micro = [dict(given) for given in self.numbers]
         arguments = self.program.body.inputs
         for stage, positions in self.dealt.items():

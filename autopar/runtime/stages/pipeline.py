@@ -288,6 +288,14 @@ class Pipeline:
         later = tasks[tasks.index(task) + 1 :]
         read = {v for t in later for v, _ in t.inputs}
         batch = self.cut.parts.flow.batch
+        # Rows are put together where they are made, after all microbatches.
+        read |= {
+            v
+            for v, maker in task.inputs
+            if maker is not None
+            and maker.stage == task.key.stage
+            and (v in self.crossed.same or v in self.crossed.rows)
+        }
         mine = {v for v, maker in task.inputs if maker is not None or v in batch}
         return tuple(v for v in mine if v not in read)
 

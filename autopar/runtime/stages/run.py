@@ -314,10 +314,23 @@ class _Run(Transfers):
                     found = [arrays[value] for arrays in numbers]
                     self.step[stage][value] = together(found)
         self.micro = []
+        self.gather()
         for k, copy in enumerate(pipeline.late_copies):
             self.copy(("late", k), copy, self.step, copy.sent.values)
         for value, stage in pipeline.unsummed:
             self.leave_unsummed(value, stage)
+
+    def gather(self) -> None:
+        """Hands rows of all microbatches to the updates that read them."""
+        pipeline, gathered = self.pipeline, self.pipeline.cut.parts.gathered
+        for value, crossing in gathered.items():
+            owner = pipeline.cut.owners[value]
+            if self.makes(owner):
+                where = pipeline.stages[owner].sharding(value)
+                rows = jax.device_put(self.step[owner][crossing], where)
+                self.step[owner][value] = rows
+        for k, copy in enumerate(pipeline.copies):
+            self.copy(("gathered", k), copy, self.step, gathered)
 
     def finish(self, stage: int) -> None:
         """Ends the sums of a stage, and sends them to whoever reads them."""

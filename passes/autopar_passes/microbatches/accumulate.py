@@ -221,7 +221,8 @@ class _Joiner:
         arguments = list(own[: self.whole.num_arguments])
         constants = list(own[self.whole.num_arguments :])
         number = [] if self.found.number is None else [-1]
-        given = [*arguments, *number, *self.ahead(), *constants]
+        once = [-1] * len(self.found.gathered)
+        given = [*arguments, *number, *self.ahead(), *once, *constants]
         return list(zip(self.micro.body.inputs, given, strict=True))
 
     def zero(self, crossing: Crossing) -> Atom:

@@ -58,12 +58,13 @@ def microbatched(
     known, hoisted = facts(pair, graph), frozenset[int]()
     while True:
         follower, unit = _followed(pair, known, couple=couple, hoisted=hoisted)
-        made = rewritten(pair, follower.known.edits)
+        made = rewritten(pair, follower.known.edits, follower.once)
         again = _drawn_twice(pair, follower, made)
         if not again:
             break
         hoisted |= again
     first = pair.micro.num_arguments
+    behind = first + made.number + len(made.ahead)
     return Microbatched(
         microbatches=count,
         traced=_traced(micro, made),
@@ -72,7 +73,8 @@ def microbatched(
         batch=_batch(pair, unit) | _rows_ahead(pair, follower, made),
         number=first if made.number else None,
         ahead=_ahead(pair, made),
-        given=tuple(first + made.number + k for k in range(len(made.ahead))),
+        given=tuple(range(first + made.number, behind)),
+        gathered={behind + k: v for k, v in enumerate(made.gathered)},
         local=tuple(follower.local),
     )
 
@@ -130,7 +132,7 @@ def _rows_ahead(pair: Pair, follower: Follower, made: Rewritten) -> dict[int, Ro
     first = pair.micro.num_arguments + made.number
     return {
         first + k: Rows(pair.dims[v], max(1, follower.known.of_whole(v).inner))
-        for k, v in enumerate(made.ahead)
+        for k, v in enumerate(made.ahead[: made.parts])
         if pair.has_rows(v)
     }
 
@@ -173,10 +175,10 @@ def _batch(pair: Pair, unit: int) -> dict[int, Rows]:
 def _traced(micro: TracedStep, made: Rewritten) -> TracedStep:
     """The step on one microbatch, with names for the inputs that were added."""
     number = ("microbatch",) if made.number else ()
-    given = tuple(f"whole batch/{k}" for k in range(len(made.ahead)))
-    return dataclasses.replace(
-        micro, program=made.program, input_paths=(*micro.input_paths, *number, *given)
-    )
+    given = (f"whole batch/{k}" for k in range(len(made.ahead)))
+    gathered = (f"all microbatches/{k}" for k in range(len(made.gathered)))
+    paths = (*micro.input_paths, *number, *given, *gathered)
+    return dataclasses.replace(micro, program=made.program, input_paths=paths)
 
 
 def _ahead(pair: Pair, made: Rewritten) -> Program | None:

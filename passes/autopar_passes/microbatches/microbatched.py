@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+from collections.abc import Mapping
 
 from autopar_errors import InputError
 from autopar_passes.program.equations import Program
@@ -61,8 +62,9 @@ class Microbatched:
     """A step over several microbatches.
 
     The program of one microbatch is complete: its constants are those of the whole
-    batch, so that what is a mean over the batch is a sum over the microbatches. Behind
-    the step's own flat inputs it has those of `number` and `given`.
+    batch, so that what is a mean over the batch is a sum over the microbatches. What
+    runs once has the rows of the whole batch. Behind the step's own flat inputs it has
+    those of `number`, `given` and `gathered`.
 
     Attributes:
       microbatches: how many there are.
@@ -76,6 +78,8 @@ class Microbatched:
         `given`; None: there are none.
       given: the flat inputs that take what depends on the whole batch, such as the
         number of its tokens that count.
+      gathered: the flat inputs, last, that take rows of all microbatches together for
+        what runs once -> the crossings that they are put together of.
       local: what is computed from each microbatch alone, for people.
     """
 
@@ -87,12 +91,13 @@ class Microbatched:
     number: int | None = None
     ahead: Program | None = None
     given: tuple[int, ...] = ()
+    gathered: Mapping[int, int] = dataclasses.field(default_factory=dict[int, int])
     local: tuple[str, ...] = ()
 
     @property
     def own(self) -> int:
         """The number of the step's own flat inputs, which come first."""
-        added = len(self.given) + (self.number is not None)
+        added = len(self.given) + len(self.gathered) + (self.number is not None)
         return self.traced.program.num_arguments - added
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jax
@@ -16,7 +16,14 @@ from autopar_passes.microbatches.draws import drawn
 from autopar_passes.microbatches.microbatched import MicrobatchError, Rows
 from autopar_passes.microbatches.pairs import Pair, place
 from autopar_passes.program.building import Builder, needed, next_index
-from autopar_passes.program.equations import Atom, Equation, Program, Region, Scalar
+from autopar_passes.program.equations import (
+    Atom,
+    Equation,
+    Program,
+    Region,
+    Scalar,
+    walk,
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,34 +35,48 @@ class Rewritten:
         it needs that, and those for what is computed from the whole batch.
       number: whether it takes the number.
       ahead: the values of the whole batch that it takes.
+      parts: those of them that are dealt out to the microbatches, the first ones.
+      gathered: values of microbatches whose rows it takes together, behind the others.
     """
 
     program: Program
     number: bool
     ahead: tuple[int, ...]
+    parts: int
+    gathered: tuple[int, ...]
 
 
-def rewritten(pair: Pair, edits: Edits) -> Rewritten:
-    """Writes the program of a microbatch."""
-    return _Writer(pair, edits).run()
+def rewritten(pair: Pair, edits: Edits, once: Collection[int]) -> Rewritten:
+    """Writes the program of a microbatch.
+
+    Args:
+      pair: the programs.
+      edits: what was found out.
+      once: indices of the equations that run once, with the rows of the whole batch.
+    """
+    return _Writer(pair, edits, once).run()
 
 
 class _Writer:
-    def __init__(self, pair: Pair, edits: Edits) -> None:
+    def __init__(self, pair: Pair, edits: Edits, once: Collection[int]) -> None:
         self.pair = pair
         self.edits = edits
+        self.once = once
         self.builder = Builder(pair.micro.values, next_index(pair.micro))
         self.number: int | None = None
         # Of each open region, values of the program -> what it takes them in as.
         self.taken: list[dict[int, int]] = []
         self.given: dict[int, int] = {}
+        # The same for what runs once: with all rows, and put together of microbatches.
+        self.whole: dict[int, int] = {}
+        self.gathered: dict[int, int] = {}
 
     def run(self) -> Rewritten:
         micro = self.pair.micro
         if self.edits.first or self.edits.folded or self.edits.drawn:
             self.number = self.builder.value((), jnp.dtype("int32"))
         region = self.region(self.pair.whole.body, micro.body)
-        read = [v for v in region.outputs if isinstance(v, int)]
+        read = [*self.gathered, *(v for v in region.outputs if isinstance(v, int))]
         for eqn in region.equations:
             if eqn.source.effects:
                 read.extend(
@@ -72,19 +93,29 @@ class _Writer:
             for a, b in zip(self.pair.whole.constants, micro.constants, strict=True)
         )
         program = Program(tuple(self.builder.values), body, constants)
-        return Rewritten(program, self.number is not None, tuple(self.given))
+        return Rewritten(
+            program,
+            self.number is not None,
+            (*self.given, *self.whole),
+            len(self.given),
+            tuple(self.gathered),
+        )
 
     def inputs(self) -> tuple[int, ...]:
         micro = self.pair.micro
         own = micro.body.inputs[: micro.num_arguments]
         constants = micro.body.inputs[micro.num_arguments :]
         number = () if self.number is None else (self.number,)
-        return (*own, *number, *self.given.values(), *constants)
+        taken = (*self.given.values(), *self.whole.values(), *self.gathered.values())
+        return (*own, *number, *taken, *constants)
 
     def region(self, whole: Region, micro: Region) -> Region:
         outer, self.builder.equations = self.builder.equations, []
         for a, b in zip(whole.equations, micro.equations, strict=True):
-            self.equation(a, b)
+            if a.index in self.once:
+                self.late(a)
+            else:
+                self.equation(a, b)
         equations = tuple(self.builder.equations)
         self.builder.equations = outer
         outputs = _scalars_of(whole.outputs, micro.outputs)
@@ -124,6 +155,28 @@ class _Writer:
             return
         made = dataclasses.replace(micro, inputs=tuple(read), regions=tuple(regions))
         self.builder.equations.append(self.with_taken(made, taken))
+
+    def late(self, eqn: Equation) -> None:
+        """What runs once, on the rows of the whole batch."""
+        for inner in (eqn, *(e for region in eqn.regions for e in walk(region))):
+            made = (*inner.outputs, *(v for r in inner.regions for v in r.inputs))
+            for value in made:
+                self.builder.values[value] = self.pair.whole.values[value]
+        inputs = tuple(map(self.late_operand, eqn.inputs))
+        self.builder.equations.append(dataclasses.replace(eqn, inputs=inputs))
+
+    def late_operand(self, atom: Atom) -> Atom:
+        """What is read of all rows, by an equation that runs once."""
+        if not isinstance(atom, int) or self.pair.dims[atom] == -1:
+            return self.read(atom)
+        maker = self.pair.made_by.get(atom)
+        if maker is not None and maker.index in self.once:
+            return atom
+        known = maker is None or atom in self.edits.replaced
+        among = self.whole if known else self.gathered
+        if atom not in among:
+            among[atom] = self.builder.like(self.pair.whole.values[atom])
+        return among[atom]
 
     def draw(self, whole: Equation, micro: Equation, key: Atom) -> None:
         """What is drawn for the rows of the whole batch, for those of a microbatch."""

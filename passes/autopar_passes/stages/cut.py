@@ -159,6 +159,8 @@ class _Cutter:
         self.crossings = crossings
         self.recomputed = recomputed
         program = self.flow.program
+        self.leaving = {v for v in program.body.outputs if isinstance(v, int)}
+        self.leaving.update(parts.gathered.values())
         # Every task has the program's constants.
         self.constants = program.body.inputs[program.num_arguments :]
         self.order = {index: k for k, index in enumerate(self.flow.equations)}
@@ -178,11 +180,10 @@ class _Cutter:
             for value, maker in found:
                 if maker is not None:
                     wanted[maker][value] = None
-        leaving = {v for v in self.flow.program.body.outputs if isinstance(v, int)}
         out: dict[TaskKey, Task] = {}
         for key, equations in full.items():
             made = self.made(key, equations)
-            outputs = (v for v in made if v in leaving or v in wanted[key])
+            outputs = (v for v in made if v in self.leaving or v in wanted[key])
             out[key] = Task(key, tuple(equations), tuple(inputs[key]), tuple(outputs))
         return out
 
@@ -283,8 +284,7 @@ class _Cutter:
         """
         flow = self.flow
         last = self.forward_key(self.parts.count - 1)
-        leaving = {v for v in flow.program.body.outputs if isinstance(v, int)}
-        for value in sorted(leaving | self.crossings):
+        for value in sorted(self.leaving | self.crossings):
             maker = flow.maker.get(value)
             if maker is None or maker in self.parts.part:
                 continue

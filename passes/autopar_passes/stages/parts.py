@@ -11,7 +11,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from autopar_errors import InputError
 from autopar_passes.graph.operators import OperatorGraph, update_equations
@@ -33,12 +33,14 @@ class Parts:
       count: how many parts there are.
       part: equation -> its part, for all that run in one part.
       homes: state input -> the part that holds it between steps.
+      gathered: input with rows of all microbatches -> what each of them makes of it.
     """
 
     flow: Flow
     count: int
     part: dict[int, int]
     homes: dict[int, int]
+    gathered: Mapping[int, int]
 
     def of_value(self, value: int) -> int | None:
         """The part that makes or holds a value; None: whoever reads it makes it."""
@@ -54,6 +56,7 @@ def parts_of(
     *,
     batch: Collection[int],
     once: Collection[int] | None = None,
+    gathered: Mapping[int, int] | None = None,
 ) -> Parts:
     """Gives every top-level equation its part.
 
@@ -65,6 +68,7 @@ def parts_of(
       batch: input values that are split into microbatches.
       once: indices of the equations that run once, after all microbatches; None: those
         of the update.
+      gathered: as of `Parts`.
 
     Raises:
       CutError: parts do not begin at different top-level equations.
@@ -76,14 +80,17 @@ def parts_of(
         raise CutError(f"parts must begin at different equations, got {list(starts)}.")
     if missing := [s for s in starts if s not in flow.equations]:
         raise CutError(f"no equation of the top level has the index {missing[0]}.")
-    return _Placer(flow, starts).run()
+    return _Placer(flow, starts, gathered or {}).run()
 
 
 class _Placer:
     """Places equations: forward, backward, update."""
 
-    def __init__(self, flow: Flow, starts: Sequence[int]) -> None:
+    def __init__(
+        self, flow: Flow, starts: Sequence[int], gathered: Mapping[int, int]
+    ) -> None:
         self.flow = flow
+        self.gathered = gathered
         self.starts = starts
         self.part: dict[int, int] = {}
         # State -> the parts whose forward equations read it.
@@ -97,8 +104,12 @@ class _Placer:
         self.anchored()
         self.backward()
         self.homes.update({v: min(parts) for v, parts in self.held.items()})
+        # Rows are put together where they are made; what is free is made last.
+        for value, crossing in self.gathered.items():
+            maker = self.flow.maker[crossing]
+            self.homes[value] = self.part.get(maker, len(self.starts) - 1)
         self.update()
-        return Parts(self.flow, len(self.starts), self.part, self.homes)
+        return Parts(self.flow, len(self.starts), self.part, self.homes, self.gathered)
 
     def of_role(self, role: Role) -> list[int]:
         """The equations of a role that run in one part."""
