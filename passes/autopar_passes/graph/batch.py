@@ -1,16 +1,18 @@
 """Finds the batch among the inputs of a step: its arrays, and the dimension of rows.
 
-Rules of operators say which dimensions are the same. A set of them that stays apart
-through the forward pass and meets no dimension of a parameter is a set of samples; the
-rows of the batch are the set that most of the work carries. An array that meets rows
-and has none is the same for all of them: it is frozen, as a teacher's weights are.
+Rules of operators say which dimensions are the same. A set of them that meets no
+dimension of a parameter may be the rows. Of those, the rows are in the most products
+of data without meeting each other: a sequence meets itself in attention, and time in
+the loop of a recurrent net. Among equals, the set wins that is reduced, shifted,
+compared or counted out by constants the least. An array that meets rows and has none
+is the same for all of them: it is frozen, as a teacher's weights are.
 """
 
 from __future__ import annotations
 
 import bisect
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 
 from autopar_passes import jax_compat
 from autopar_passes.graph.operators import BOUNDARIES, GraphInput, Operator, readers
@@ -58,14 +60,17 @@ def with_batch(
         for op, role in zip(operators, roles, strict=True)
         if role is Role.FORWARD and op.kind not in ("input", "return")
     ]
+    given = [i.value for i in open_.values()]
+    data = _reached(given, operators)
+    constant = set(range(len(values))) - _reached((i.value for i in inputs), operators)
+    backward = [k for k, role in enumerate(roles) if role is Role.BACKWARD]
     dims = _Dimensions(forward, values)
+    apart = _Apart(forward, backward, dims, data, constant)
     state = [i for i in inputs if i.output >= 0]
     trained = [i for i in state if i.role is InputRole.PARAMETER]
     parameters = [i.value for i in trained or state]
-    rows = _rows(open_.values(), dims, parameters, named)
-    backward = [k for k, role in enumerate(roles) if role is Role.BACKWARD]
-    given = [i.value for i in open_.values()]
-    meets = _Meetings(forward, backward, dims, rows, given)
+    rows = _rows(open_.values(), apart, parameters, named)
+    meets = _Meetings(forward, apart, rows, given)
     for k, given in enumerate(out):
         if k in open_:
             out[k] = _found(given, meets, named)
@@ -97,25 +102,38 @@ def _by_itself(value: Value, *, frozen: bool) -> InputRole:
     return InputRole.FROZEN if frozen else InputRole.BATCH
 
 
+def _reached(values: Iterable[int], operators: Sequence[Operator]) -> set[int]:
+    """The values that are made of some; a loop hands them back to its start."""
+    out, waiting, reads = set[int](), list(values), readers(operators)
+    while waiting:
+        value = waiting.pop()
+        if value not in out:
+            out.add(value)
+            waiting += (v for op, _ in reads.get(value, ()) for v in op.outputs)
+    return out
+
+
 def _rows(
     given: Iterable[GraphInput],
-    dims: _Dimensions,
+    apart: _Apart,
     parameters: Sequence[int],
     named: NamedRoles,
 ) -> int:
     """The set of dimensions that are the rows; -1: no input has any."""
+    dims = apart.dims
     trained = {c for v in parameters for dim in dims.of(v) for c in dim}
     scores: dict[int, list[float]] = {}
     for i in given:
         known = named.dim_of(i.path)
         for k, dim in enumerate(dims.of(i.value)):
             for found in dim:
-                score = scores.setdefault(found, [0.0] * 5)
+                score = scores.setdefault(found, [0.0] * 6)
                 score[0] = max(score[0], float(known == k))
                 score[1] = float(found not in trained)
-                score[2] = dims.products.get(found, 0.0)
-                score[3] = dims.other.get(found, 0.0)
-                score[4] += dims.nbytes(i.value) / (1 + k)
+                score[2] = apart.products.get(found, 0.0)
+                score[3] = -float(found in apart.in_turns)
+                score[4] = -apart.mixed.get(found, 0.0)
+                score[5] += dims.nbytes(i.value) / (1 + k)
     return max(scores, key=lambda c: (*scores[c], -c), default=-1)
 
 
@@ -131,19 +149,28 @@ class _Dimensions:
         self._parent: list[int] = []
         self._parts: dict[int, tuple[int, int]] = {}
         self._of: dict[int, list[tuple[int, ...]]] = {}
-        factors = [self._join(op) for op in forward]
-        # FLOPs of products, and of all else, that carry a set on.
-        self.products: dict[int, float] = {}
-        self.other: dict[int, float] = {}
-        for op, found in zip(forward, factors, strict=True):
-            self._count(op, found)
+        self._factors = {op.index: self._join(op) for op in forward}
+        loops: dict[int, tuple[int, ...]] = {}
+        for op in forward:
+            lead = self.lead(op)
+            if lead is not None:
+                self._unite(loops.setdefault(op.equation, lead), lead)
+
+    def lead(self, op: Operator) -> tuple[int, ...] | None:
+        """The dimension that a loop slices or stacks in turns, if it is one's end."""
+        ends = {"slice_step": op.inputs, "stack_step": op.outputs}.get(op.kind)
+        return None if not ends or ends[0] is None else self._dims(ends[0])[0]
+
+    def sets(self, op: Operator) -> list[tuple[int, tuple[int, ...]]]:
+        """The factors of an operator, each with its sets."""
+        return [(f, self.leaves(d)) for f, d in self._factors[op.index].items()]
 
     def nbytes(self, value: int) -> float:
         return float(self.values[value].nbytes)
 
     def of(self, value: int) -> list[tuple[int, ...]]:
         """The sets of each dimension of a value."""
-        return [self._leaves(dim) for dim in self._dims(value)]
+        return [self.leaves(dim) for dim in self._dims(value)]
 
     def position(self, value: int, rows: int) -> int | None:
         """The dimension of a value that is a set; None: it has none."""
@@ -168,12 +195,12 @@ class _Dimensions:
             node = self._parent[node]
         return node
 
-    def _leaves(self, dim: Sequence[int]) -> tuple[int, ...]:
+    def leaves(self, dim: Sequence[int]) -> tuple[int, ...]:
         out: list[int] = []
         for node in dim:
             root = self._find(node)
             parts = self._parts.get(root)
-            out += [root] if parts is None else self._leaves(parts)
+            out += [root] if parts is None else self.leaves(parts)
         return tuple(out)
 
     def _join(self, op: Operator) -> dict[int, tuple[int, ...]]:
@@ -196,7 +223,7 @@ class _Dimensions:
 
     def _cut(self, dim: Sequence[int], sizes: Sequence[int]) -> list[tuple[int, ...]]:
         """The sets of each factor of a dimension; fewer where they do not fit."""
-        left, out = list(self._leaves(dim)), list[tuple[int, ...]]()
+        left, out = list(self.leaves(dim)), list[tuple[int, ...]]()
         if len(sizes) == 1:
             return [tuple(left)]
         for size in sizes:
@@ -223,7 +250,7 @@ class _Dimensions:
         while a and b:
             x, y = self._find(a.pop(0)), self._find(b.pop(0))
             if x in self._parts or y in self._parts:
-                a, b = [*self._leaves((x,)), *a], [*self._leaves((y,)), *b]
+                a, b = [*self.leaves((x,)), *a], [*self.leaves((y,)), *b]
             elif self.size[x] == self.size[y]:
                 self._parent[max(x, y)] = min(x, y)
             else:
@@ -234,17 +261,74 @@ class _Dimensions:
                 self._parts[large] = self._new(self.size[small]), self._new(times)
                 a, b = [x, *a], [y, *b]
 
-    def _count(self, op: Operator, found: dict[int, tuple[int, ...]]) -> None:
-        """Adds the work of an operator to the sets that it carries on."""
-        if op.kind in BOUNDARIES:
-            return
+
+class _Apart:
+    """How far the sets of dimensions stay apart.
+
+    Attributes:
+      dims: the sets.
+      products: FLOPs of the products of data that carry a set on without mixing it,
+        and half of those in which it meets itself alone. A loop that carries nothing
+        from turn to turn carries on what it goes through.
+      mixed: FLOPs of all else that does mix a set, or counts it out by constants.
+      sequential: equations of the loops that carry something from turn to turn.
+      in_turns: sets that a loop with backward passes inside goes through.
+    """
+
+    def __init__(
+        self,
+        forward: Sequence[Operator],
+        backward: Sequence[int],
+        dims: _Dimensions,
+        data: Set[int],
+        constant: Set[int],
+    ) -> None:
+        self.dims, self._backward = dims, backward
+        self.products: dict[int, float] = {}
+        self.mixed: dict[int, float] = {}
+        self.in_turns: set[int] = set()
+        self.sequential = {op.equation for op in forward if op.kind == "carry"}
+        maps: dict[int, tuple[int, tuple[int, ...]]] = {}
+        for op in forward:
+            if op.kind == "slice_step" and op.equation not in self.sequential:
+                sets = dims.leaves(dims.lead(op) or ())
+                maps[op.equation] = op.until, sets
+                self.in_turns.update(sets if self.trains(op) else ())
+            if op.kind in BOUNDARIES:
+                continue
+            maps = {k: found for k, found in maps.items() if op.index <= found[0]}
+            read = [v for v in op.inputs if v is not None]
+            if any(v in data for v in read):
+                self._count(op, [sets for _, sets in maps.values()])
+            elif all(v in constant for v in read):
+                _add(self.mixed, {n for _, part in dims.sets(op) for n in part}, op)
+
+    def trains(self, loop: Operator) -> bool:
+        """Whether a loop has backward passes inside."""
+        first = bisect.bisect(self._backward, loop.index)
+        return first < len(self._backward) and self._backward[first] <= loop.until
+
+    def _count(self, op: Operator, maps: Iterable[tuple[int, ...]]) -> None:
+        """Adds the work of an operator to the sets that it carries on, or mixes."""
         results = {f for dims in op.rule.results for dim in dims for f in dim}
-        work = max(op.flops, 1.0) * op.trips
-        total = self.products if op.kind in _PRODUCTS or op.kernel else self.other
-        for factor, part in found.items():
-            kept = factor in results and op.rule.kinds[factor] is FactorKind.PASS
-            for node in self._leaves(part):
-                total[node] = total.get(node, 0.0) + (work if kept else -work)
+        kept, twice, mixed = {n for sets in maps for n in sets}, set[int](), set[int]()
+        for factor, part in self.dims.sets(op):
+            if factor not in results or op.rule.kinds[factor] is not FactorKind.PASS:
+                mixed.update(part)
+            twice |= kept.intersection(part)
+            kept.update(part)
+        if op.kind in _PRODUCTS or op.kernel:
+            _add(self.products, kept - mixed - twice, op)
+            _add(self.products, twice - mixed, op, 0.5)
+        else:
+            _add(self.mixed, mixed | twice, op)
+
+
+def _add(
+    total: dict[int, float], sets: Iterable[int], op: Operator, part: float = 1.0
+) -> None:
+    for found in sets:
+        total[found] = total.get(found, 0.0) + part * max(op.flops, 1.0) * op.trips
 
 
 class _Meetings:
@@ -254,33 +338,38 @@ class _Meetings:
       dims: the sets of dimensions.
       rows: the set that is the rows; -1: there is none.
       size: the number of rows.
+      single: where the only row of a batch of one lies.
     """
 
     def __init__(
         self,
         forward: Sequence[Operator],
-        backward: Sequence[int],
-        dims: _Dimensions,
+        apart: _Apart,
         rows: int,
         given: Iterable[int],
     ) -> None:
-        self.backward, self.dims, self.rows = backward, dims, rows
+        self._apart, self.dims, self.rows = apart, apart.dims, rows
         self.readers = readers(forward)
-        self.size = self._size([v for v in given if self._has_rows(v)])
+        self.size, self.single = self._size([v for v in given if self._has_rows(v)])
 
-    def _size(self, given: Sequence[int]) -> int:
-        """The rows of the largest input that has them.
+    def _size(self, given: Sequence[int]) -> tuple[int, int]:
+        """The rows of the largest input that has them, each once; and where one lies.
 
-        A batch of one row has a first dimension of one, which no rule names.
+        A batch of one row has a dimension of one, which no rule names: the first, or
+        the one behind the time that a loop goes through.
         """
         if not given:
-            return 1
-        largest = max(given, key=self.dims.nbytes)
+            return 1, 0
+        once = [v for v in given if sum(self.rows in d for d in self.dims.of(v)) == 1]
+        largest = max(once or given, key=self.dims.nbytes)
         dim = self.dims.position(largest, self.rows)
-        shape = self.dims.values[largest].shape
+        shape, loop = self.dims.values[largest].shape, self._loop(largest)
         assert dim is not None
-        single = dim and shape[0] == 1 and not self._loop(largest)
-        return 1 if single else shape[dim]
+        timed = loop is not None and loop.equation in self._apart.sequential
+        if timed and dim == 0 and shape[1:2] == (1,):
+            return 1, 1
+        first = loop is None or not (timed or self._apart.trains(loop))
+        return (1 if first and dim and shape[0] == 1 else shape[dim]), 0
 
     def rows_of(self, value: int) -> int:
         """The dimension of carried state that has a part for each row, or -1."""
@@ -289,9 +378,9 @@ class _Meetings:
 
     def frozen(self, value: int) -> bool:
         """Whether a value without rows is the same for all of them."""
-        first = self.dims.values[value].shape[0]
+        shape = self.dims.values[value].shape
         if self.size == 1:
-            return first != 1
+            return shape[self.single : self.single + 1] != (1,)
         seen, waiting, data = {value}, [value], False
         while waiting:
             for op, slot in self.readers.get(waiting.pop(), ()):
@@ -303,7 +392,7 @@ class _Meetings:
                 after = [v for v in op.outputs if v not in made and v not in seen]
                 seen.update(after)
                 waiting += after
-        return not data and bool(first % self.size)
+        return not data and bool(shape[0] % self.size)
 
     def _has_rows(self, value: int) -> bool:
         return self.dims.position(value, self.rows) is not None
@@ -313,16 +402,11 @@ class _Meetings:
         count = 1
         for _ in range(dim):
             loop = self._loop(value)
-            if loop is None or not self._trains(loop):
+            if loop is None or not self._apart.trains(loop):
                 break
             count *= self.dims.values[value].shape[0]
             value = loop.outputs[0]
         return count
-
-    def _trains(self, loop: Operator) -> bool:
-        """Whether a loop has backward passes inside."""
-        first = bisect.bisect(self.backward, loop.index)
-        return first < len(self.backward) and self.backward[first] <= loop.until
 
     def _loop(self, value: int) -> Operator | None:
         """The loop that alone reads a value, a slice in each turn."""

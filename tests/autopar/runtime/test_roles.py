@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from command_line import Run, assert_fails
+from step_forms import cheap
 
 import autopar
 
@@ -90,6 +91,94 @@ def test_rows_are_what_stays_apart(loss: Callable[..., Any], args: Any) -> None:
 
     assert plan.worth is not None
     assert plan.worth.rows == ROWS
+
+
+def attend(h: Any, w: Any) -> Any:
+    """Causal attention of (rows, time, width), with rotary positions."""
+    time, width = h.shape[1:]
+    angle = jnp.einsum("t,d->td", jnp.arange(1.0 * time), jnp.arange(1.0 * width))
+    h = h * jnp.cos(angle)
+    scores = jnp.einsum("btd,bsd->bts", h @ w, h)
+    scores = jnp.where(jnp.tril(jnp.ones((time, time), bool)), scores, -1e9)
+    return jnp.einsum("bts,bsd->btd", jax.nn.softmax(scores), h)
+
+
+def attention(w: Any, x: Any) -> Any:
+    return jnp.mean((attend(x, w) @ w) ** 2)
+
+
+def attention_of_time_first(w: Any, x: Any) -> Any:
+    return attention(w, x.swapaxes(0, 1))
+
+
+def rotary(w: Any, x: Any) -> Any:
+    """Positions alone tell time from rows."""
+    return jnp.mean((attend(x, 0 * w)[:, :1] * 0 + jnp.tanh(x @ w)) ** 2)
+
+
+def cumulative(w: Any, x: Any) -> Any:
+    return jnp.mean(jnp.tanh(jax.lax.associative_scan(jnp.add, x @ w, axis=1) @ w))
+
+
+def shifted(w: Any, x: Any) -> Any:
+    return jnp.mean((jnp.tanh(x[:, :-1] @ w) - x[:, 1:]) ** 2)
+
+
+def dropped(w: Any, x: Any, key: Any) -> Any:
+    """One mask for all times of a row."""
+    keep = jax.random.bernoulli(key, 0.9, (x.shape[0], 1, x.shape[2]))
+    return jnp.mean(jnp.tanh((x * keep) @ w) ** 2)
+
+
+def picked(w: Any, x: Any) -> Any:
+    """Rows are numbered, as for the logit of a label."""
+    rows, times = jnp.arange(x.shape[0]), jnp.arange(x.shape[1])
+    return jnp.mean(attend(x, w)[rows[:, None], times, 0])
+
+
+def mapped(w: Any, x: Any) -> Any:
+    return jnp.mean(jax.lax.map(lambda row: jnp.mean(jnp.tanh(row @ w) ** 2), x))
+
+
+def paired(w: Any, x: Any) -> Any:
+    """Rows meet each other in the loss."""
+    pooled = jnp.mean(jnp.tanh(x @ w), 1) @ w
+    return -jnp.mean(jnp.diag(jax.nn.log_softmax(pooled @ pooled.T)))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        attention,
+        attention_of_time_first,
+        rotary,
+        cumulative,
+        shifted,
+        dropped,
+        picked,
+        mapped,
+        paired,
+    ],
+)
+def test_time_is_not_taken_for_rows(loss: Callable[..., Any]) -> None:
+    """Whichever is longer, and where a batch has one row."""
+    for rows, time in ((4, 12), (12, 4), (1, 4)):
+        first = loss is attention_of_time_first
+        shape = (time, rows) if first and rows > 1 else (rows, time)
+        keys = [jax.random.key(0)] if loss is dropped else []
+        args = array(WIDTH, WIDTH), array(*shape, WIDTH), *keys
+        plan = autopar.plan(trained(loss), *args, cluster="1:cpu", seconds=None)
+
+        assert plan.worth is not None
+        assert plan.worth.rows == rows
+
+
+def test_rows_are_told_from_as_many_times() -> None:
+    args = array(WIDTH, WIDTH), array(ROWS, ROWS, WIDTH)
+    plan = autopar.plan(trained(attention), *args, cluster=cheap("2:cpu"), seconds=None)
+
+    batch = list(plan.inputs.values())[1]
+    assert [bool(axes) for axes in batch] == [True, False, False]
 
 
 @pytest.mark.parametrize("options", [{}, {"stages": 2}])
