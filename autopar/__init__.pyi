@@ -12,6 +12,7 @@ from autopar.errors import ClusterError as ClusterError
 from autopar.errors import CompileError as CompileError
 from autopar.errors import EventError as EventError
 from autopar.errors import InfeasibleError as InfeasibleError
+from autopar.errors import NotFiniteError as NotFiniteError
 from autopar.errors import PlanError as PlanError
 from autopar.errors import ScheduleError as ScheduleError
 from autopar.errors import StageError as StageError
@@ -36,6 +37,7 @@ __all__ = [
     "FactorKind",
     "FactorRule",
     "InfeasibleError",
+    "NotFiniteError",
     "ParallelStep",
     "Plan",
     "PlanError",

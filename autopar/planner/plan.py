@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import glob
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Concatenate, ParamSpec
 
 import msgspec
 from jax.sharding import PartitionSpec
@@ -52,7 +54,28 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_dims
 from autopar.steps.microbatches import numbers_of_microbatches
 
+P = ParamSpec("P")
 
+
+def _with_seconds(
+    plan: Callable[Concatenate[Analysis, P], Plan],
+) -> Callable[Concatenate[Analysis, P], Plan]:
+    """Writes into a plan how long all of its search took."""
+
+    @functools.wraps(plan)
+    def timed(analysis: Analysis, /, *args: P.args, **kwargs: P.kwargs) -> Plan:
+        begin = time.perf_counter()
+        found = plan(analysis, *args, **kwargs)
+        trace_s, graph_s = analysis.trace_s, analysis.graph_s
+        solve_s = time.perf_counter() - begin
+        total_s = trace_s + graph_s + solve_s
+        spent = Seconds(trace=trace_s, graph=graph_s, solve=solve_s, total=total_s)
+        return msgspec.structs.replace(found, seconds=spent)
+
+    return timed
+
+
+@_with_seconds
 def plan_analysis(
     analysis: Analysis,
     cluster: Cluster,
@@ -81,25 +104,6 @@ def plan_analysis(
       PlanError: a pin does not fit, the batch cannot be split, or Flax's rules were
         not turned into pins (`with_logical_pins`).
     """
-    begin = time.perf_counter()
-    found = _plan_analysis(analysis, cluster, options, sent, errors, advise=advise)
-    trace_s, graph_s = analysis.trace_s, analysis.graph_s
-    solve_s = time.perf_counter() - begin
-    total_s = trace_s + graph_s + solve_s
-    spent = Seconds(trace=trace_s, graph=graph_s, solve=solve_s, total=total_s)
-    return msgspec.structs.replace(found, seconds=spent)
-
-
-def _plan_analysis(
-    analysis: Analysis,
-    cluster: Cluster,
-    options: PlanOptions,
-    sent: Plan | None,
-    errors: Errors | None,
-    *,
-    advise: bool,
-) -> Plan:
-    """See `plan_analysis`."""
     if options.logical_axis_rules:
         raise PlanError(
             "plan_analysis: logical_axis_rules need the step's arguments; turn them "
