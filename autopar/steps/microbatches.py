@@ -179,7 +179,13 @@ def _traced(analysis: Analysis, count: int) -> TracedStep:
         what = f"a microbatch of {rows} rows"
         if isinstance(error, RematError):
             raise MicrobatchError(f"on {what} {str(error).splitlines()[0]}") from error
-        raise MicrobatchError(fails_with(what, error)) from error
+        said = fails_with(what, error)
+        if any(arrays[k].dtype.kind in "iu" for k in dims):
+            said += (
+                " Numbers of rows in the batch, such as a graph's edges, point into "
+                "rows of other microbatches: with them, plan with microbatches=1."
+            )
+        raise MicrobatchError(said) from error
 
 
 def over_microbatches(analysis: Analysis, found: Microbatched) -> Analysis:

@@ -42,6 +42,7 @@ from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import cuda_versions as _cuda_versions
 from jax._src.lib import xla_client as _xc  # pyright: ignore[reportPrivateImportUsage]
 from jax._src.random import prng as _prng
+from jax._src.state import discharge as _discharge
 from jax.experimental import topologies as _topologies
 from jax.extend import backend as jex_backend
 from jax.extend import core as jex_core
@@ -314,19 +315,21 @@ def subjaxprs(eqn: Any) -> Iterator[Any]:
                 yield inner
 
 
-def grid_axes_asked(jaxpr: Any) -> frozenset[int]:
-    """Returns the axes of the grid that a Pallas kernel asks the number or size of.
+def without_refs(jaxpr: Any) -> Any:
+    """Returns the body of a Pallas kernel as a pure function, closed.
 
-    ``program_id`` and ``num_programs`` are primitives of `jax._src.pallas` (0.10.2);
-    their axes do not count dimensions that ``jax.vmap`` has added.
+    Its inputs are what its refs hold first, then the numbers of the point of its grid;
+    its results are what its refs hold last. ``state.discharge.discharge_state`` is
+    private (0.10.2).
     """
-    found: set[int] = set()
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name in ("program_id", "num_programs"):
-            found.add(eqn.params["axis"])
-        for inner in subjaxprs(eqn):
-            found |= grid_axes_asked(inner)
-    return frozenset(found)
+    asked = ("program_id", "num_programs")
+    numbers = [e for e in jaxpr.eqns if e.primitive.name in asked]
+    pure = jaxpr.replace(
+        invars=[*jaxpr.invars, *(v for e in numbers for v in e.outvars)],
+        eqns=[e for e in jaxpr.eqns if e not in numbers],
+        debug_info=jaxpr.debug_info.with_unknown_names(),
+    )
+    return _discharge.discharge_state(ClosedJaxpr(pure, ()))
 
 
 # The version that steps are traced for where there is no cuDNN, as the library counts.

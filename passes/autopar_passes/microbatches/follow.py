@@ -17,15 +17,18 @@ are computed from the whole batch ahead, too. A microbatch takes its rows of the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar_passes import jax_compat
 from autopar_passes.graph.roles import Role, module_path
-from autopar_passes.microbatches import operators
+from autopar_passes.microbatches import kernels, operators
 from autopar_passes.microbatches.classes import (
     ANY_ROWS,
     LOCAL,
     SAME,
     SUM,
     WHOLE,
+    Edits,
     Kind,
     Split,
     joined,
@@ -79,11 +82,7 @@ class Follower:
         self._sampling = False
 
     def run(self) -> None:
-        """Follows the whole program.
-
-        Raises:
-          MicrobatchError: it cannot be split.
-        """
+        """Follows the whole program, or raises a `MicrobatchError`."""
         after: set[int] = set()
         for eqn in self.pair.micro.body.equations:
             if eqn.source.effects and self._calls_once(eqn):
@@ -165,11 +164,7 @@ class Follower:
         self.known.classes.update(zip(eqn.outputs, found, strict=True))
 
     def _check_part(self, eqn: Equation) -> None:
-        """Checks that a microbatch has a part of all that an equation is about.
-
-        Raises:
-          MicrobatchError: it has not, and nothing else can be done.
-        """
+        """Checks that a microbatch has a part of all that an equation is about."""
         try:
             check_dims(self.pair, eqn)
             if WHOLE in map(self.known.of, eqn.inputs):
@@ -236,11 +231,7 @@ class Follower:
         self.local.setdefault(f"random numbers of {where or place(eqn)}")
 
     def _check_drawn(self, eqn: Equation) -> None:
-        """Has numbers drawn ahead, all at once, where a sampler needs no activations.
-
-        Raises:
-          MicrobatchError: they can be; the equation is computed from the whole batch.
-        """
+        """Has numbers drawn ahead, all at once, where a sampler can."""
         assert self._top is not None
         if self.facts.given.issuperset(self._top.outputs):
             raise MicrobatchError(f"{place(eqn)} draws for all rows at once.")
@@ -250,7 +241,7 @@ class Follower:
         if eqn.primitive == "random_gamma" and given[0].kind is Kind.SAME:
             self._check_drawn(eqn)
             self._fold(eqn, 0)
-        found = operators.rows(self.pair, eqn, given, op.rule)
+        found = operators.rows(self.pair, eqn, given, op.rule, self.kernel)
         if isinstance(found, str):
             return self._coupled(eqn, found)
         if SUM in found and eqn.primitive == "scatter-add":
@@ -306,19 +297,22 @@ class Follower:
         if self.facts.given.issuperset(eqn.outputs):
             return self.known.hoist(eqn.outputs)
         self._wait_or_accept(eqn, None, why)
+        if eqn.primitive == "cumsum":  # as a sum, an estimate of that of the batch
+            self.known.edits.scaled[eqn.index, 0] = float(self.pair.count)
         return [
             Split(Kind.ROWS, 1) if self.pair.has_rows(v) else LOCAL for v in eqn.outputs
         ]
 
     def _wait_or_accept(self, eqn: Equation, value: int | None, why: str) -> None:
-        """Lets an equation wait for the whole batch, or takes the microbatch for it.
-
-        Raises:
-          MicrobatchError: neither is possible.
-        """
+        """Lets an equation wait for the whole batch, or takes the microbatch for it."""
         assert self._top is not None
         if self._top.index not in self.facts.back:
             raise _Late
+        if eqn.primitive == "scan":
+            raise MicrobatchError(
+                f"{place(eqn)} {why}: a row needs those before it, and a microbatch "
+                "does not have them. No option helps: plan with microbatches=1."
+            )
         op = self.facts.operators[eqn.index]
         known = value in self.facts.statistics or (
             op.role is Role.BACKWARD and op.module in self._modules
@@ -329,13 +323,7 @@ class Follower:
                     f"{place(eqn)} needs whole gradients, and a backward pass reads "
                     "what it makes: the batch would be gone through more than once."
                 )
-            raise MicrobatchError(
-                f"{place(eqn)} {why} before the backward pass"
-                + (f", in {op.module}" if op.module else "")
-                + ": the loss of one row depends on the others. "
-                'coupled="microbatch" (--coupled microbatch) takes each microbatch '
-                "for the batch there."
-            )
+            raise kernels.CoupledError(eqn, why, op.module)
         if not known:
             check_within(self.pair, eqn, value)
         if op.role is Role.FORWARD or op.module not in self._modules:
@@ -343,6 +331,16 @@ class Follower:
             where = op.module or op.source
             self.local.setdefault(f"{what} of {where}" if where else what)
         self._modules.add(op.module)
+
+    def kernel(
+        self, pair: Pair, facts: Facts, given: Sequence[Split]
+    ) -> tuple[list[Split], Edits]:
+        """Follows the body of a kernel (`autopar_passes.microbatches.kernels`)."""
+        inner, body = Follower(pair, facts, 1, couple=False), pair.micro.body
+        inner.known.classes.update(zip(body.inputs, given, strict=False))
+        for inner._top in body.equations:
+            inner.equation(inner._top)
+        return [inner.known.of(a) for a in body.outputs], inner.known.edits
 
     # -- loops and branches ----------------------------------------------------------
 

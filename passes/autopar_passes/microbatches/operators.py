@@ -10,6 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from autopar_passes import jax_compat
+from autopar_passes.microbatches import kernels
 from autopar_passes.microbatches.classes import POSITION, SUM, Kind, Split
 from autopar_passes.microbatches.indexing import indexes_rows
 from autopar_passes.microbatches.microbatched import Rows
@@ -113,7 +114,11 @@ def linear_in(pair: Pair, eqn: Equation, sums: Sequence[int]) -> Linear | None:
 
 
 def rows(
-    pair: Pair, eqn: Equation, given: Sequence[Split], rule: FactorRule
+    pair: Pair,
+    eqn: Equation,
+    given: Sequence[Split],
+    rule: FactorRule,
+    follow: kernels.Follow,
 ) -> list[Split] | str:
     """The classes of the results of an operator that reads rows.
 
@@ -122,6 +127,7 @@ def rows(
       eqn: the equation.
       given: classes of its operands, none of them a sum.
       rule: its sharding rule, on the whole batch.
+      follow: follows the body of a kernel.
 
     Returns:
       The classes, or what the operator does with several rows.
@@ -130,6 +136,8 @@ def rows(
     if len(inners) > 1:
         return "reads rows in two orders"
     inner = inners.pop() if inners else 0
+    if kernels.is_followed(pair, eqn):
+        return kernels.classes(pair, eqn, given, inner, follow)
     own = _in_their_way(pair, eqn, given, inner)
     return _by_rule(pair, eqn, rule, inner) if own is None else own
 
@@ -141,7 +149,7 @@ def _in_their_way(
     dim = max(pair.dims[a] for a in eqn.inputs if isinstance(a, int))
     match eqn.primitive:
         case "ffi_call":
-            return "is a kernel of which nothing says that its rows are apart"
+            return "is a kernel that cannot be followed"
         case kind if kind in KEYED:
             return _keyed(pair, eqn, inner)
         case "reshape":

@@ -32,9 +32,12 @@ _SIZES = frozenset(
         "operand_shape", "updates_shape", "padding_config", "length", "result_avals",
     }
 )  # fmt: skip
-# Those of a Pallas kernel. Its grid and blocks are traced for a microbatch; its body
-# must be the same.
-_KERNEL_SIZES = frozenset({"out_avals", "grid_mapping", "cost_estimate", "jaxpr"})
+# Those of kernels, which are traced for a microbatch
+# (`autopar_passes.microbatches.kernels`).
+_KERNEL_SIZES = {
+    "pallas_call": frozenset({"out_avals", "grid_mapping", "cost_estimate", "jaxpr"}),
+    "custom_partitioning": frozenset({"call"}),
+}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -145,14 +148,10 @@ def _compare(whole: Region, micro: Region) -> None:
     for a, b in zip(whole.equations, micro.equations, strict=True):
         if a.primitive != b.primitive or not _alike(a.inputs, b.inputs):
             raise _depends(f"it runs {place(a)} there, and {place(b)} here")
-        sizes = _KERNEL_SIZES if a.primitive == "pallas_call" else _SIZES
+        sizes = _KERNEL_SIZES.get(a.primitive, _SIZES)
         for key, value in a.params.items():
             if key not in sizes and not _equal(value, b.params.get(key)):
                 raise _depends(f"{place(a)} has another '{key}'")
-        if a.primitive == "pallas_call" and str(a.params["jaxpr"]) != str(
-            b.params["jaxpr"]
-        ):
-            raise _depends(f"{place(a)} is a kernel whose blocks grow with it")
         for inner in zip(a.regions, b.regions, strict=True):
             _compare(*inner)
 

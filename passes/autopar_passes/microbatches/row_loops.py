@@ -12,7 +12,8 @@ def added_up(eqn: Equation) -> list[bool] | None:
     The transpose of a map over rows adds up gradients, each turn those of its row.
 
     Returns:
-      For each carried value, whether turns add to it; others stay as they begin.
+      For each carried value, whether turns add to it; others stay as they begin, and
+      may be read.
     """
     (body,) = eqn.regions
     first, count = eqn.params["num_consts"], eqn.params["num_carry"]
@@ -25,11 +26,8 @@ def added_up(eqn: Equation) -> list[bool] | None:
     for start, end in zip(
         body.inputs[first : first + count], body.outputs[:count], strict=True
     ):
-        if end == start:
-            kept = not reads.get(start)
-        else:
-            kept = isinstance(end, int) and _adds(body, reads, start, end)
-        if not kept:
+        adds = isinstance(end, int) and _adds(body, reads, start, end)
+        if end != start and not adds:
             return None
         found.append(end != start)
     return found
@@ -42,7 +40,15 @@ def _adds(body: Region, reads: dict[int, list[Equation]], value: int, end: int) 
         if len(following) != 1 or value in body.outputs:
             return False
         (eqn,) = following
-        if eqn.primitive not in ADDITIONS or eqn.inputs.count(value) != 1:
+        adds = eqn.primitive in ADDITIONS and eqn.inputs.count(value) == 1
+        if not adds and not _hands_on(eqn):
             return False
         (value,) = eqn.outputs
     return not reads.get(end) and body.outputs.count(end) == 1
+
+
+def _hands_on(eqn: Equation) -> bool:
+    """Whether an equation converts a value to the dtype that it has."""
+    (given,) = eqn.source.invars[:1]
+    kind = eqn.primitive == "convert_element_type"
+    return kind and given.aval.dtype == eqn.params["new_dtype"]

@@ -19,6 +19,7 @@ from jax.core import ShapedArray
 
 from autopar_passes import jax_compat
 from autopar_passes.program.equations import Value
+from autopar_passes.rules import pallas_grid
 from autopar_passes.rules.flops import equation_flops
 
 # Points of one dimension of the grid at which the body is counted; of a longer
@@ -89,7 +90,7 @@ def count(params: dict[str, Any], operands: Sequence[Any]) -> Count:
     mapping, jaxpr = params["grid_mapping"], params["jaxpr"]
     grid = [n if isinstance(n, int) else 1 for n in mapping.grid]
     own = [g for g in range(len(grid)) if g not in mapping.vmapped_dims]
-    asked = sorted(jax_compat.grid_axes_asked(jaxpr))
+    asked = sorted(pallas_grid.grid_axes_asked(jaxpr))
     axes = [_spread(grid[own[a]]) for a in asked]
     refs: dict[Any, Any] = {
         var: np.asarray(array)

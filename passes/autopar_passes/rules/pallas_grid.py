@@ -89,6 +89,38 @@ def grid_rule(params: dict[str, Any], read: Sequence[bool]) -> FactorRule | None
     return found.rule(free) if free else None
 
 
+# A dimension that each point of a grid sees whole, or of which it may see anything.
+WHOLE, UNKNOWN = -1, -2
+
+
+def dims_seen(params: dict[str, Any]) -> list[tuple[int, ...]] | None:
+    """Returns what the points of a kernel's grid see of each dimension.
+
+    Args:
+      params: parameters of the ``pallas_call``.
+
+    Returns:
+      Of each operand and result, for each dimension: `WHOLE`, the dimension of the
+      grid that it follows, whose points are independent, or `UNKNOWN`. None where the
+      grid is of a kind that is not known.
+    """
+    found = _blocks(params)
+    if found is None:
+        return None
+    read = [True] * len(found.results)
+    free = {g for g in range(len(found.grid)) if found.independent(g, read)}
+
+    def seen(size: int, block: int, index: _Index) -> int:
+        if size == block:
+            return WHOLE
+        return index.along if index.along in free and index.repeat == 1 else UNKNOWN
+
+    return [
+        tuple(map(seen, block.shape, block.sizes, block.indices))
+        for block in (*found.operands, *found.results)
+    ]
+
+
 def check_rule(params: dict[str, Any], rule: FactorRule, name: str) -> FactorRule:
     """Returns a registered rule, once it is sure that shards can run.
 
@@ -287,11 +319,25 @@ def _blocks(params: dict[str, Any]) -> _Grid | None:
         operands=(*prefetched, *blocks[: mapping.num_inputs]),
         results=tuple(blocks[mapping.num_inputs :]),
         aliases=tuple(params["input_output_aliases"]),
-        asked=frozenset(own[a] for a in jax_compat.grid_axes_asked(jaxpr)),
+        asked=frozenset(own[a] for a in grid_axes_asked(jaxpr)),
         vmapped=frozenset(mapping.vmapped_dims),
         parallel=_declared(params["compiler_params"], own, count),
         scratch=bool(mapping.scratch_avals),
     )
+
+
+def grid_axes_asked(jaxpr: Any) -> frozenset[int]:
+    """Returns the axes of the grid that a Pallas kernel asks the number or size of.
+
+    Axes do not count dimensions that ``jax.vmap`` has added.
+    """
+    found: set[int] = set()
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name in ("program_id", "num_programs"):
+            found.add(eqn.params["axis"])
+        for inner in jax_compat.subjaxprs(eqn):
+            found |= grid_axes_asked(inner)
+    return frozenset(found)
 
 
 def _block_size(dim: Any) -> int | None:

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
+from jax.experimental.custom_partitioning import custom_partitioning
 
 import autopar
 from autopar.errors import PlanError
@@ -99,3 +100,168 @@ def test_a_foreign_call_needs_the_option_that_couples_microbatches() -> None:
         step, *arrays, cluster="2:cpu", microbatches=4, coupled="microbatch"
     )
     assert any("ffi_call" in line for line in plan.local)
+
+
+def _tanh(x: Any, out: Any) -> None:
+    out[...] = jnp.tanh(x[...])
+
+
+def _of_columns(x: Any, out: Any) -> None:
+    out[...] = jnp.tanh(x[...]) + 0.0 * pl.program_id(0)
+
+
+def _centred(x: Any, out: Any) -> None:
+    out[...] = jnp.tanh(x[...] - jnp.sum(x[...], 0))
+
+
+def _scaled(x: Any, out: Any) -> None:
+    out[...] = jnp.tanh(x[...]) * x.shape[0]
+
+
+def _turned(x: Any, out: Any) -> None:
+    out[...] = jnp.tanh(x[...][::-1])
+
+
+def _kernel(body: Any, rows: Any, columns: int, by: int) -> Any:
+    """A kernel with blocks of rows and columns, its grid along one of them."""
+
+    def call(x: Any) -> Any:
+        block = (rows(len(x)), columns)
+
+        def at(i: Any) -> Any:
+            return (i, 0) if by == 0 else (0, i)
+
+        spec = pl.BlockSpec(block, at)
+        return pl.pallas_call(
+            body,
+            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+            grid=(x.shape[by] // block[by],),
+            in_specs=[spec],
+            out_specs=spec,
+            interpret=True,
+        )(x)
+
+    return call
+
+
+def _whole(body: Any) -> Any:
+    return lambda x: pl.pallas_call(
+        body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True
+    )(x)
+
+
+def _partitioned(function: Any) -> Any:
+    made = custom_partitioning(function)
+    made.def_partition(
+        partition=lambda mesh, args, result: (
+            mesh,
+            function,
+            result.sharding,
+            tuple(x.sharding for x in args),
+        ),
+        infer_sharding_from_operands=lambda mesh, args, result: args[0].sharding,
+        sharding_rule="i j -> i j",
+    )
+    return made
+
+
+def _of_shards(function: Any) -> Any:
+    auto = (jax.sharding.AxisType.Auto,)
+    rows = jax.sharding.PartitionSpec("rows")
+
+    def call(x: Any) -> Any:
+        mesh = jax.make_mesh((2,), ("rows",), axis_types=auto)
+        return jax.shard_map(function, mesh=mesh, in_specs=rows, out_specs=rows)(x)
+
+    return call
+
+
+def _tanh_step(call: Any) -> Any:
+    function = jax.custom_vjp(call)
+    function.defvjp(lambda x: ((y := call(x)), y), lambda y, ct: (ct * (1 - y * y),))
+
+    def step(w: Any, x: Any) -> Any:
+        loss_of = jax.value_and_grad(lambda w: jnp.mean((function(x @ w) - 1.0) ** 2))
+        loss, grad = loss_of(w)
+        return w - 0.1 * grad, loss
+
+    return step
+
+
+APART = {
+    "no grid": _whole(_tanh),
+    "grid over columns": _kernel(_of_columns, lambda n: n, 4, 1),
+    "blocks that grow": _kernel(_tanh, lambda n: n // 4, 8, 0),
+    "smaller blocks": _kernel(_tanh, lambda n: min(n, 16), 8, 0),
+    "custom_partitioning": _partitioned(jnp.tanh),
+    "shard_map": _of_shards(jnp.tanh),
+}
+TOGETHER = {
+    "sum": (_whole(_centred), "needs a sum over the batch"),
+    "turned": (_whole(_turned), "brings rows together"),
+    "number of rows": (_whole(_scaled), "reads the number of rows"),
+    "blocks that ask": (
+        _kernel(_of_columns, lambda n: n // 4, 8, 0),
+        "blocks grow with the rows",
+    ),
+    "partitioned sum": (_partitioned(lambda x: x - x.sum(0)), "needs a sum"),
+    "shards": (_of_shards(lambda x: x * jax.lax.axis_index("rows")), "shards of rows"),
+}
+
+
+@pytest.mark.parametrize("name", APART)
+def test_a_kernel_whose_rows_stay_apart_runs(name: str) -> None:
+    draw = np.random.default_rng(0)
+    w, x = (draw.standard_normal((n, 8)).astype(np.float32) for n in (8, 32))
+    step = _tanh_step(APART[name])
+    run = autopar.parallelize(step, cluster="2:cpu", microbatches=4, donate=False)
+
+    for found, want in zip(run(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_a_kernel_that_brings_rows_together_is_refused(name: str) -> None:
+    call, reason = TOGETHER[name]
+    arrays = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 32)]
+    with pytest.raises(PlanError, match=rf"{reason}.* coupled=\"microbatch\""):
+        autopar.plan(_tanh_step(call), *arrays, cluster="2:cpu", microbatches=4)
+
+
+def test_a_loop_over_parts_of_the_batch_that_adds_up_is_exact() -> None:
+    def loss_of(w: Any, x: Any) -> Any:
+        parts = x.reshape(-1, 4, x.shape[1])
+
+        def add(total: Any, part: Any) -> Any:
+            return total + jnp.mean(jnp.tanh(part @ w) ** 2), None
+
+        return jax.lax.scan(add, 0.0, parts)[0] / len(parts)
+
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(loss_of)(w, x)
+        return w - 0.1 * grad, loss
+
+    draw = np.random.default_rng(0)
+    w, x = (draw.standard_normal((n, 8)).astype(np.float32) for n in (8, 32))
+    run = autopar.parallelize(step, cluster="2:cpu", microbatches=4, donate=False)
+
+    for found, want in zip(run(w, x), jax.jit(step)(w, x), strict=True):
+        np.testing.assert_allclose(found, want, rtol=2e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("coupled", ["refuse", "microbatch"])
+def test_a_loop_in_which_a_row_needs_those_before_it_is_refused(coupled: Any) -> None:
+    def loss_of(w: Any, x: Any) -> Any:
+        def turn(h: Any, row: Any) -> Any:
+            h = jnp.tanh(h + row @ w)
+            return h, h
+
+        return jnp.mean(jax.lax.scan(turn, jnp.zeros(8), x)[1])
+
+    def step(w: Any, x: Any) -> Any:
+        loss, grad = jax.value_and_grad(loss_of)(w, x)
+        return w - 0.1 * grad, loss
+
+    arrays = [jax.ShapeDtypeStruct((n, 8), jnp.float32) for n in (8, 32)]
+    with pytest.raises(PlanError, match="a row needs those before it"):
+        autopar.plan(step, *arrays, cluster="2:cpu", microbatches=4, coupled=coupled)

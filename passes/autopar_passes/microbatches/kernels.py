@@ -1,0 +1,249 @@
+"""Whether the rows of a batch stay apart in a kernel, as its body tells.
+
+A kernel runs as it was traced for a microbatch: nothing in it can be changed. Its body
+is followed like the step, on what each point of its grid sees. Whatever must be known
+of a body is what is known of a step: which of its results have rows, which are sums
+over the batch, and that none needs another row first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+
+from autopar_passes import jax_compat
+from autopar_passes.graph.build import build_graph
+from autopar_passes.graph.operators import Operator
+from autopar_passes.microbatches.classes import SAME, Edits, Kind, Split, joined
+from autopar_passes.microbatches.facts import Facts
+from autopar_passes.microbatches.microbatched import MicrobatchError
+from autopar_passes.microbatches.pairs import Pair, paired, place
+from autopar_passes.program.equations import Equation, Program, Scalar, walk
+from autopar_passes.program.flatten import flatten
+from autopar_passes.rules import manual, pallas_grid
+
+T = TypeVar("T")
+
+PARTITIONED = "custom_partitioning"
+# Kernels whose rows are not known to depend on each other where they are refused.
+_OPAQUE = frozenset({PARTITIONED, manual.PRIMITIVE, pallas_grid.PRIMITIVE, "ffi_call"})
+# Follows the body of a kernel: from the classes of its inputs to those of its results.
+Follow = Callable[[Pair, Facts, Sequence[Split]], tuple[list[Split], Edits]]
+
+
+class CoupledError(MicrobatchError):
+    """The loss of one row depends on others, or may.
+
+    Attributes:
+      why: the operator that couples them, and how.
+    """
+
+    def __init__(self, eqn: Equation, why: str, module: str) -> None:
+        """Says it, with the option that helps."""
+        self.why = f"{place(eqn)} {why}"
+        where = f", in {module}" if module else ""
+        if eqn.primitive in _OPAQUE:
+            said = f"{self.why}{where}: its rows may depend on each other. "
+            how = "runs it on each microbatch."
+        else:
+            said = (
+                f"{self.why} before the backward pass{where}: the loss of one row "
+                "depends on the others. "
+            )
+            how = "takes each microbatch for the batch there."
+        super().__init__(f'{said}coupled="microbatch" (--coupled microbatch) {how}')
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Body:
+    """What a kernel computes at each point of its grid.
+
+    Attributes:
+      program: from what its arrays hold to what they hold in the end.
+      results: which results of the program are those of the kernel.
+      state: how many inputs behind the operands hold what an earlier point has left
+        there; the last results are what they hold then.
+    """
+
+    program: Program
+    results: slice
+    state: int = 0
+
+
+def is_followed(pair: Pair, eqn: Equation) -> bool:
+    """Whether what a kernel does with rows is told by its body, not by its grid."""
+    if eqn.primitive != pallas_grid.PRIMITIVE:
+        return eqn.primitive in (PARTITIONED, manual.PRIMITIVE)
+    whole = pair.sources[eqn.index].params
+    bodies = (str(params["jaxpr"]) for params in (whole, eqn.params))
+    return len(set(bodies)) > 1
+
+
+def classes(
+    pair: Pair, eqn: Equation, given: Sequence[Split], inner: int, follow: Follow
+) -> list[Split] | str:
+    """The classes of a kernel's results, or why its rows are not known to be apart.
+
+    Args:
+      pair: the programs.
+      eqn: the equation of the kernel, of a microbatch.
+      given: classes of its operands, none of them a sum.
+      inner: of the rows that it reads (`Split.inner`).
+      follow: follows a program.
+    """
+    try:
+        made = _classes(pair, eqn, given, inner, follow)
+    except MicrobatchError as error:
+        why = error.why if isinstance(error, CoupledError) else str(error).rstrip(".")
+        return f"is a kernel in which {why}"
+    for value, split in zip(eqn.outputs, made, strict=True):
+        if pair.has_rows(value) != (split.kind is Kind.ROWS):
+            return "is a kernel whose results have other rows than its operands"
+    return made
+
+
+def _classes(
+    pair: Pair, eqn: Equation, given: Sequence[Split], inner: int, follow: Follow
+) -> list[Split]:
+    sources = pair.sources[eqn.index], eqn
+    if eqn.primitive == PARTITIONED:
+        bodies = [_Body(flatten(e.params["call"]), slice(None)) for e in sources]
+    elif eqn.primitive == manual.PRIMITIVE:
+        bodies = [_of_shards(pair, e, inner) for e in sources]
+    else:
+        _check_grids(pair, eqn, inner)
+        bodies = [_of_points(e) for e in sources]
+    whole, micro = bodies
+    own = paired(whole.program, micro.program, _ratio(whole.program, micro.program))
+    more = micro.program.body.inputs[len(given) : own.micro.num_arguments]
+    held = [Split(Kind.ROWS, inner) if own.has_rows(v) else SAME for v in more]
+    facts = _tried(lambda: _facts(own.whole))
+    while True:
+        found, edits = follow(own, facts, [*given, *held])
+        _check_kept(own, edits)
+        left = [*found[len(found) - micro.state :], *held[micro.state :]]
+        after = [joined(a, b) for a, b in zip(held, left, strict=True)]
+        if after == held:
+            return found[micro.results]
+        if None in after:
+            raise MicrobatchError("one point of the grid reads what another left")
+        held = [split for split in after if split is not None]
+
+
+def _tried(follow: Callable[[], T]) -> T:
+    try:
+        return follow()
+    except Exception as error:  # whatever a kernel does
+        raise MicrobatchError("something is done that cannot be followed") from error
+
+
+def _ratio(whole: Program, micro: Program) -> int:
+    """How many times the rows of a microbatch a body sees of the whole batch."""
+    pairs = zip(whole.body.inputs, micro.body.inputs, strict=False)
+    shapes = [(whole.values[a].shape, micro.values[b].shape) for a, b in pairs]
+    sizes = (x for a, b in shapes for x in zip(a, b, strict=False))
+    return next((m // n for m, n in sizes if m != n), 1)
+
+
+def _of_points(eqn: Equation) -> _Body:
+    """What a Pallas kernel computes at a point of its grid."""
+    body = eqn.params["jaxpr"]
+    program = _tried(lambda: flatten(jax_compat.without_refs(body)))
+    count = len(eqn.inputs)
+    region = program.body
+    if region.outputs[:count] != region.inputs[:count]:
+        raise MicrobatchError("operands are carried or changed")
+    made = slice(count, count + len(eqn.outputs))
+    return _Body(program, made, len(region.outputs) - count)
+
+
+def _check_grids(pair: Pair, eqn: Equation, inner: int) -> None:
+    """Checks that a point of the grid sees all rows, or independent blocks of them.
+
+    Raises:
+      MicrobatchError: nothing tells what rows it sees.
+    """
+    arrays = (*eqn.inputs, *eqn.outputs)
+    at = [pair.dims[a] if isinstance(a, int) else -1 for a in arrays]
+    grids: list[tuple[int, ...]] = []
+    split = set[int]()
+    for source in (pair.sources[eqn.index], eqn):
+        seen = pallas_grid.dims_seen(source.params)
+        if seen is None:
+            raise MicrobatchError("the grid is of a kind that cannot be followed")
+        rows = {dims[d] for dims, d in zip(seen, at, strict=True) if d >= 0}
+        rows -= {pallas_grid.WHOLE}
+        others = {
+            dims[k]
+            for dims, d in zip(seen, at, strict=True)
+            for k in range(len(dims))
+            if k != d
+        }
+        if pallas_grid.UNKNOWN in rows or rows & others or (rows and inner > 1):
+            raise MicrobatchError("blocks grow with the rows")
+        split |= rows
+        grids.append(source.params["grid_mapping"].grid)
+    same = {tuple(n for g, n in enumerate(grid) if g not in split) for grid in grids}
+    maps = {_index_maps(e) for e in (pair.sources[eqn.index], eqn)}
+    if len(same) > 1 or len(maps) > 1:
+        raise MicrobatchError("the grid depends on the number of rows")
+
+
+def _index_maps(eqn: Equation) -> tuple[str, ...]:
+    mappings = eqn.params["grid_mapping"].block_mappings
+    return tuple(str(m.index_map_jaxpr) for m in mappings)
+
+
+def _of_shards(pair: Pair, eqn: Equation, inner: int) -> _Body:
+    """What a `jax.shard_map` computes from shards, some of which are of rows."""
+    params = eqn.params
+    arrays = (*eqn.inputs, *eqn.outputs)
+    rows, others = set[str](), set[str]()
+    for atom, spec in zip(
+        arrays, (*params["in_specs"], *params["out_specs"]), strict=True
+    ):
+        for d, entry in enumerate(spec):
+            names = entry if isinstance(entry, tuple) else (entry,)
+            at = isinstance(atom, int) and pair.has_rows(atom) and pair.dims[atom] == d
+            (rows if at else others).update(n for n in names if n is not None)
+    program = flatten(jax_compat.ClosedJaxpr(params["jaxpr"], ()))
+    asked = any(e.primitive == "axis_index" for e in walk(program.body))
+    if asked or rows & others or (rows and inner > 1):
+        raise MicrobatchError("shards of rows differ from each other")
+    return _Body(program, slice(None))
+
+
+def _facts(program: Program) -> Facts:
+    """The facts of a body, in which nothing can wait and nothing comes ahead."""
+    paths = [str(k) for k in range(program.num_arguments)]
+    graph = build_graph(
+        program, input_paths=paths, carried={}, like=(), share_repeated=False
+    )
+    operators: dict[int, Operator] = {
+        op.equation: op for op in graph.operators if op.equation >= 0
+    }
+    indices = [e.index for e in program.body.equations]
+    none = frozenset[int]()
+    return Facts(operators, {}, frozenset(indices), none, none, none)
+
+
+def _check_kept(pair: Pair, edits: Edits) -> None:
+    """Checks that a body needs no change to be a part of that of the whole batch."""
+    changed = (edits.scaled, edits.first, edits.ahead, edits.folded, edits.drawn)
+    if any(changed) or edits.replaced:
+        raise MicrobatchError("a microbatch has no part of what the whole batch has")
+    for a, b in zip(walk(pair.whole.body), walk(pair.micro.body), strict=True):
+        if b.index not in edits.kept and not _alike(a.inputs, b.inputs):
+            raise MicrobatchError(f"{place(b)} reads the number of rows")
+    constants = zip(pair.whole.constants, pair.micro.constants, strict=True)
+    if not all(np.array_equal(a, b) for a, b in constants):
+        raise MicrobatchError("a constant depends on the number of rows")
+
+
+def _alike(whole: Sequence[Any], micro: Sequence[Any]) -> bool:
+    """Whether atoms are the same, scalars too."""
+    pairs = [(a, b) for a, b in zip(whole, micro, strict=True) if isinstance(a, Scalar)]
+    return all(np.array_equal(a.value, b.value, equal_nan=True) for a, b in pairs)
