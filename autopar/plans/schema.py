@@ -23,7 +23,7 @@ from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
 from autopar_errors import check_path
-from autopar_passes.layer_loops.paths import piece_paths
+from autopar_passes.layer_loops.paths import one_each, piece_paths
 
 # Orders in which the stages of a pipeline may run their microbatches; one stage has
 # none.
@@ -213,14 +213,15 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
     def home(self, path: str) -> int:
         """The number of the stage that has an input of the step between steps.
 
-        An array of which every stage has a piece is on the mesh behind theirs
-        (`home_axes`).
+        An array of which every stage has an equal piece is on the mesh behind theirs
+        (`home_axes`). One in other pieces is where the first of them is.
         """
         if self.pipeline is None:
             return 0
         if path in self.pipeline.pieces:
-            homes = {self.pipeline.homes[p] for p in self._pieces(path)}
-            return homes.pop() if len(homes) == 1 else len(self.stages)
+            homes = [self.pipeline.homes[p] for p in self._pieces(path)]
+            even = one_each(self.pipeline.pieces[path], homes, len(self.stages))
+            return len(self.stages) if even else homes[0]
         return self.pipeline.homes[path]
 
     def home_spec(self, path: str) -> Spec:
@@ -228,7 +229,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.pipeline is not None and path in self.pipeline.pieces:
             spec = self.home_spec(self._pieces(path)[0])
             if self.home(path) < len(self.stages):
-                return spec
+                return ((), *spec[1:])
             return ((self.stage_axis, *spec[0]), *spec[1:])
         replicated = ((),) * len(self.shapes.get(path, ()))
         return self.stages[self.home(path)].inputs.get(path, replicated)
@@ -247,6 +248,19 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         if self.pipeline is None or not self.pipeline.pieces:
             return own
         return (*own, ((self.stage_axis, len(self.stages)), *own[0]))
+
+    @property
+    def uneven(self) -> tuple[str, ...]:
+        """Arrays of which several stages have pieces, and that lie on one of them."""
+        if self.pipeline is None:
+            return ()
+        homes, count = self.pipeline.homes, len(self.stages)
+        return tuple(
+            path
+            for path in self.pipeline.pieces
+            if len({homes[p] for p in self._pieces(path)}) > 1
+            and self.home(path) < count
+        )
 
     @property
     def stage_axis(self) -> str:

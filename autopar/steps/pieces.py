@@ -14,20 +14,23 @@ from autopar_passes.layer_loops.paths import whole_path
 from autopar_passes.layer_loops.split import in_pieces
 
 
-def equal_pieces(analysis: Analysis, count: int) -> dict[int, tuple[int, ...]]:
-    """Pieces of as many layers each, of all state that loops over layers go through.
+def even_pieces(analysis: Analysis, count: int) -> dict[int, tuple[int, ...]]:
+    """Pieces of about as many layers each, of state that loops over layers go through.
 
     Args:
       analysis: of the step as it is written.
-      count: how many pieces; stacks of layers that it does not divide stay whole.
+      count: how many pieces. Where it divides some stacks of layers, others stay
+        whole. Otherwise the first pieces have a layer more.
 
     Returns:
       Flat argument -> the number of layers of each of its pieces.
     """
+    stacked = analysis.stacked if count > 1 else {}
+    divided = {k: layers for k, layers in stacked.items() if layers % count == 0}
     return {
-        k: (layers // count,) * count
-        for k, layers in analysis.stacked.items()
-        if count > 1 and layers % count == 0
+        k: tuple(layers // count + (n < layers % count) for n in range(count))
+        for k, layers in (divided or stacked).items()
+        if layers >= count
     }
 
 

@@ -34,7 +34,7 @@ from autopar.planner.stages.staged import (
 from autopar.plans import Plan
 from autopar.steps.analysis import Analysis
 from autopar.steps.microbatches import one_microbatch, over_microbatches
-from autopar.steps.pieces import equal_pieces, sizes_from_paths, with_pieces
+from autopar.steps.pieces import even_pieces, sizes_from_paths, with_pieces
 from autopar.steps.stages import CutStep, cut_step
 from autopar_passes.stages.parts import CutError
 from autopar_solver import Schedule, ScheduleKind
@@ -94,7 +94,7 @@ def even_pipeline(
     schedule = _schedule(options.schedule or ScheduleKind.ONE_F_ONE_B.value)
     count = _microbatches(whole, options, stages)
     parts = stages * schedule.chunks
-    whole = with_pieces(whole, equal_pieces(whole, stages))
+    whole = with_pieces(whole, even_pieces(whole, stages))
     if whole.pieces:
         _check_stacked(schedule, stages)
     layers = layers_of(whole, cluster)
@@ -169,7 +169,7 @@ def _best_of_loops(
     most = _most_pieces(whole, _MOST_PIECES)
     asked = options.microbatches
     choice = plan_stages(
-        with_pieces(whole, equal_pieces(whole, most)),
+        with_pieces(whole, even_pieces(whole, most)),
         cluster,
         microbatches=[asked] if isinstance(asked, int) else None,
         schedules=_schedules_of_loops(options),
@@ -221,14 +221,10 @@ def _check_stacked(schedule: Schedule, stages: object) -> None:
 
 
 def _loops_text(whole: Analysis) -> str:
-    """What to say of loops over layers whose layers the stages do not divide."""
+    """What to say of loops that have fewer layers than there are stages."""
     if not whole.stacked:
         return ""
-    lengths = sorted(set(whole.stacked.values()))
-    return (
-        f", or for a number that divides the layers of its loops, "
-        f"{', '.join(map(str, lengths))}"
-    )
+    return f": its loops have at most {max(whole.stacked.values())} layers"
 
 
 def _reported(plan: Plan, choice: PipelineChoice) -> Plan:

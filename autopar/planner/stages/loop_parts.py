@@ -8,7 +8,7 @@ from autopar.planner.stages.layer_map import LayerMap, batch_inputs
 from autopar.steps.analysis import Analysis
 from autopar_passes.graph.operators import update_equations
 from autopar_passes.graph.roles import Role
-from autopar_passes.layer_loops.split import piece_arguments
+from autopar_passes.layer_loops.paths import piece_arguments
 from autopar_passes.stages.flow import Flow
 from autopar_passes.stages.layers import top_level
 
@@ -32,7 +32,7 @@ def parts_at_loops(
 
 
 def _heaviest(whole: Analysis, stages: int) -> list[int]:
-    """The forward equations of the loop that has most work, piece after piece."""
+    """The forward equations of the loop that has most work, in their order."""
     pieces = _piece_numbers(whole)
     graph = whole.graph
     once = update_equations(whole.program, graph)
@@ -57,7 +57,7 @@ def _heaviest(whole: Analysis, stages: int) -> list[int]:
         if len(read) == 1:
             found[read.pop()].append(index)
     chains = list(zip(*(found[k] for k in range(stages)), strict=False))
-    return list(max(chains, key=lambda loops: sum(work[k] for k in loops)))
+    return sorted(max(chains, key=lambda loops: sum(work[k] for k in loops)))
 
 
 def _piece_numbers(whole: Analysis) -> dict[int, int]:

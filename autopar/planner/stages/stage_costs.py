@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import dataclasses
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from autopar.layouts.layout import shards
 from autopar.planner.candidate import Candidate
 from autopar.steps.stages import CutStep
 from autopar_passes.graph.roles import Role
+from autopar_passes.layer_loops.paths import one_each, piece_arguments
 from autopar_passes.program.equations import walk
 from autopar_passes.stages.cut import Phase, Task, TaskKey
 from autopar_passes.stages.flow import reads
@@ -73,6 +74,12 @@ def stage_costs(
                 step_s[stage] += value
             else:
                 task_s[key.number, _KINDS[key.phase]] += value / count
+    moved = [0.0] * len(found)
+    for home, stage, nbytes in _moved_layers(cut, found):
+        moved[home] += nbytes
+        link = link_between(cluster, devices[home], devices[stage])
+        # There before the microbatches, and back after the update.
+        step_s[home] += 2 * (link.latency_s + nbytes / link.bandwidth_bytes_per_s)
     links = [_link(cut, cluster, devices, found, k) for k in range(parts - 1)]
     held = [_activation_bytes(cut, k, found) for k in range(parts)]
     tasks = TaskSeconds(
@@ -86,10 +93,33 @@ def stage_costs(
     )
     return StageCosts(
         tasks,
-        tuple(float(c.peak_memory_bytes) for c in found),
+        tuple(c.peak_memory_bytes + m for c, m in zip(found, moved, strict=True)),
         tuple(held),
-        tuple(c.communication_bytes for c in found),
+        tuple(c.communication_bytes + m for c, m in zip(found, moved, strict=True)),
     )
+
+
+def _moved_layers(
+    cut: CutStep, found: Sequence[Candidate]
+) -> Iterator[tuple[int, int, float]]:
+    """The layers of which another stage has the array that they are a part of.
+
+    Yields the stage that has the array between steps, that of the layers, and the bytes
+    of one of its devices.
+    """
+    whole, owners = cut.analysis.whole or cut.analysis, cut.cut.owners
+    arguments = cut.cut.program.body.inputs
+    behind = sum(len(sizes) - 1 for sizes in whole.pieces.values())
+    written = len(whole.graph.inputs) - behind
+    for k, places in piece_arguments(written, whole.pieces).items():
+        values = [arguments[place] for place in places]
+        stages = [owners[v] for v in values]
+        if one_each(whole.pieces[k], stages, len(found)):
+            continue
+        for value, stage in zip(values, stages, strict=True):
+            if stage != stages[0]:
+                assignment = found[stage].assignment
+                yield stages[0], stage, _device_bytes(cut, [value], assignment)
 
 
 def _task_seconds(

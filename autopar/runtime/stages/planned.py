@@ -34,7 +34,7 @@ from autopar.steps.analysis import Analysis
 from autopar.steps.batch import batch_rows
 from autopar.steps.stages import CutStep
 from autopar_passes import jax_compat
-from autopar_passes.layer_loops.split import piece_arguments
+from autopar_passes.layer_loops.paths import piece_arguments
 from autopar_passes.microbatches.microbatched import Combine, Microbatched
 from autopar_passes.microbatches.rows import together
 from autopar_passes.stages.cut import TaskKey
@@ -169,11 +169,18 @@ def check_world(world: World, plan: Plan, devices: Sequence[Any]) -> None:
       devices: those of the plan's cluster, by position.
 
     Raises:
-      PlanError: a stage lies on devices of several processes, there are too few
-        devices, or the processes have no coordination service.
+      PlanError: a stage lies on devices of several processes, an array of stacked
+        layers is not split over stages, there are too few devices, or the processes
+        have no coordination service.
     """
     if world.process_count == 1:
         return
+    if uneven := plan.uneven:
+        raise PlanError(
+            f"'{uneven[0]}' is an array of layers of several processes, which cannot "
+            "be split evenly over their stages. Plan with a number of stages that "
+            "divides its layers, or run one process with all devices."
+        )
     for number, mesh in enumerate(stage_meshes(plan, devices)):
         owners = sorted({d.process_index for d in mesh.devices.flat})
         if len(owners) > 1:

@@ -20,8 +20,9 @@ from autopar_passes.layer_loops.paths import ranges
 class StackedArray:
     """An array whose pieces are arguments of a pipeline.
 
-    Where every stage has a piece, the array is split over the stages, and its pieces
-    are made of its shards without a copy. Where one stage has all, it cuts them.
+    Where every stage has an equal piece, the array is split over the stages, and its
+    pieces are made of its shards without a copy. Otherwise it is whole on one stage,
+    which cuts it, and sends the pieces of others to them and gets them back.
 
     Attributes:
       places: the flat arguments that are its pieces.
@@ -41,13 +42,19 @@ class StackedArray:
 
     @property
     def spread(self) -> bool:
-        """Whether every stage has a piece."""
-        return len({frozenset(p.device_set) for p in self.pieces}) > 1
+        """Whether the array is split over stages."""
+        return any(p.device_set < self.sharding.device_set for p in self.pieces)
+
+    @property
+    def cut_pieces(self) -> list[NamedSharding]:
+        """Where each piece lies on the stage that has the whole array."""
+        home = self.sharding
+        return [p if p.device_set == home.device_set else home for p in self.pieces]
 
     def apart(self, array: Any) -> list[Any]:
         """The pieces of the array, which lies as it does between steps."""
         if not self.spread:
-            return list(self._cut(array))
+            return jax.device_put(list(self._cut(array)), list(self.pieces))
         shards = {
             x.device: x.data for x in jax_compat.key_bits(array).addressable_shards
         }
@@ -59,7 +66,7 @@ class StackedArray:
     def joined(self, pieces: Sequence[Any]) -> Any:
         """The array of its pieces."""
         if not self.spread:
-            return self._put_together(*pieces)
+            return self._put_together(*jax.device_put(list(pieces), self.cut_pieces))
         shards = {
             x.device: x.data
             for piece in pieces
@@ -90,7 +97,7 @@ class StackedArray:
         def cut(array: Any) -> list[Any]:
             return [array[a:b] for a, b in ranges(self.sizes)]
 
-        return jax.jit(cut, out_shardings=list(self.pieces))
+        return jax.jit(cut, out_shardings=self.cut_pieces)
 
     @functools.cached_property
     def _put_together(self) -> Any:

@@ -29,7 +29,8 @@ def stacked_state(program: Program, carried: Mapping[int, int]) -> dict[int, int
             first = eqn.params["num_consts"] + eqn.params["num_carry"]
             for atom in eqn.inputs[first:]:
                 if isinstance(atom, int) and atom in comes_from:
-                    found[comes_from[atom]] = eqn.params["length"]
+                    k = comes_from[atom]
+                    found[k] = program.values[program.body.inputs[k]].shape[0]
     while found:
         splitter = Splitter(program, {k: (1, n - 1) for k, n in found.items()})
         splitter.run({carried[k]: k for k in found})
@@ -51,6 +52,10 @@ def _sources(program: Program, carried: Mapping[int, int]) -> dict[int, int]:
     values, arguments = program.values, program.body.inputs
     found = {arguments[k]: k for k in carried if values[arguments[k]].shape}
     for eqn in program.body.equations:
+        if eqn.primitive == "slice" and isinstance(read := eqn.inputs[0], int):
+            (made,) = eqn.outputs
+            if read in found and values[read].shape[1:] == values[made].shape[1:]:
+                found[made] = found[read]  # some of the layers
         if eqn.primitive not in POINTWISE or len(eqn.outputs) != 1:
             continue
         shape = values[eqn.outputs[0]].shape

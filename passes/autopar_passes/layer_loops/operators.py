@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 
+from autopar_passes.layer_loops.paths import ranges
 from autopar_passes.program.building import renumbered
 from autopar_passes.program.equations import Equation, Program, Region
 
@@ -85,16 +86,47 @@ def moved(
             return dim - sum(d < dim for d in dims), lambda _: {}
         case "concatenate" if params["dimension"] != dim:
             return dim, lambda _: {}
-        case "slice":
-            start, limit = params["start_indices"], params["limit_indices"]
-            strides = params["strides"]
-            if (start[dim], limit[dim]) != (0, shape[dim]) or (
-                strides is not None and strides[dim] != 1
-            ):
-                return None
-            return dim, lambda n: {"limit_indices": _with(limit, dim, n)}
         case _:
             return None
+
+
+def resized(
+    eqn: Equation, dim: int, sizes: Sequence[int]
+) -> list[dict[str, Any]] | None:
+    """Parameters of a slice or of padding on each piece of a dimension.
+
+    None: it is no such operator, or a piece would be empty.
+    """
+    params = eqn.params
+    if eqn.primitive == "slice":
+        start, limit = params["start_indices"], params["limit_indices"]
+        strides = params["strides"]
+        ends = [(max(start[dim], a), min(limit[dim], b)) for a, b in ranges(sizes)]
+        if any(a >= b for a, b in ends) or (strides and strides[dim] != 1):
+            return None
+        return [
+            {
+                "start_indices": _with(start, dim, a - begin),
+                "limit_indices": _with(limit, dim, b - begin),
+            }
+            for (a, b), (begin, _) in zip(ends, ranges(sizes), strict=True)
+        ]
+    if eqn.primitive == "pad":
+        config = params["padding_config"]
+        low, high, inner = config[dim]
+        if min(low, high) < 0 or inner:
+            return None
+        return [
+            {
+                "padding_config": (
+                    *config[:dim],
+                    (low * (k == 0), high * (k == len(sizes) - 1), 0),
+                    *config[dim + 1 :],
+                )
+            }
+            for k in range(len(sizes))
+        ]
+    return None
 
 
 def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:

@@ -24,6 +24,7 @@ from autopar_passes.layer_loops.operators import (
     REDUCTIONS,
     in_order,
     moved,
+    resized,
 )
 from autopar_passes.layer_loops.paths import piece_paths, ranges
 from autopar_passes.program.building import Builder, next_index, renumbered
@@ -95,23 +96,6 @@ def _check_sizes(traced: TracedStep, sizes: Mapping[int, Sequence[int]]) -> None
                 f"pieces of {list(own)} layers do not make up argument {k}, "
                 f"'{traced.input_paths[k]}' of shape {value.shape}."
             )
-
-
-def piece_arguments(
-    count: int, sizes: Mapping[int, Sequence[int]]
-) -> dict[int, list[int]]:
-    """Flat argument -> the flat arguments that are its pieces.
-
-    Args:
-      count: how many arguments the step has as it is written.
-      sizes: as of `in_pieces`.
-    """
-    out: dict[int, list[int]] = {}
-    for k in sorted(sizes):
-        more = len(sizes[k]) - 1
-        out[k] = [k, *range(count, count + more)]
-        count += more
-    return out
 
 
 class Splitter:
@@ -288,6 +272,8 @@ class Splitter:
             return self.reduction(eqn, dim, sizes)
         if kind == "dot_general":
             return self.product(eqn, dim, sizes)
+        if (own := resized(eqn, dim, sizes)) is not None and eqn.inputs[0] in cut:
+            return self.resized(eqn, own)
         changed = moved(eqn, dim, [self.shape(a) for a in eqn.inputs])
         if changed is None or len(cut) != len(eqn.inputs):
             return False
@@ -322,6 +308,19 @@ class Splitter:
             for k, atoms in enumerate(zip(*given, strict=True))
         ]
         self.pieces[eqn.outputs[0]] = Pieces(tuple(made), to, sizes)
+        return True
+
+    def resized(self, eqn: Equation, changed: Sequence[Mapping[str, Any]]) -> bool:
+        """Some of the layers, or layers with others around them."""
+        value, *rest = eqn.inputs
+        assert isinstance(value, int)
+        of = self.pieces[value]
+        made = [
+            self.bound(eqn, [piece, *map(self.read, rest)], **own)[0]
+            for piece, own in zip(of.values, changed, strict=True)
+        ]
+        sizes = tuple(self.builder.values[v].shape[of.dim] for v in made)
+        self.pieces[eqn.outputs[0]] = Pieces(tuple(made), of.dim, sizes)
         return True
 
     def pointwise(self, eqn: Equation, dim: int, sizes: tuple[int, ...]) -> bool:

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar_passes.layer_loops.find import stacked_state
-from autopar_passes.layer_loops.paths import piece_paths, whole_path
-from autopar_passes.layer_loops.split import in_pieces, piece_arguments
+from autopar_passes.layer_loops.paths import piece_arguments, piece_paths, whole_path
+from autopar_passes.layer_loops.split import in_pieces
 from autopar_passes.program.evaluate import evaluate
 from autopar_passes.program.trace import TracedStep, trace
 

@@ -104,7 +104,37 @@ def test_layers_in_turn_are_refused():
         step(state, batch())
 
 
-def test_a_number_that_does_not_divide_the_layers_is_named():
-    step, state = staged(stages=3, cluster="3:cpu", microbatches=4)
-    with pytest.raises(PlanError, match="divides the layers of its loops, 4"):
+def test_more_stages_than_layers_are_refused():
+    step, state = staged(stages=8, cluster="8:cpu", microbatches=4)
+    with pytest.raises(PlanError, match="loops have at most 4 layers"):
         step(state, batch())
+
+
+@pytest.mark.parametrize(("stages", "reverse"), [(3, False), (2, True)])
+def test_layers_that_stages_do_not_share_equally(stages, reverse):
+    """Some of the layers, in 2, 1 and 1 or the last ones first."""
+
+    def step(state, batch):
+        def loss(params):
+            layers = jax.tree.map(lambda x: x[:-1] if reverse else x, params)
+            x, _ = jax.lax.scan(
+                lambda x, own: (x + jnp.tanh(x @ own["w"] + own["b"]), None),
+                batch["x"],
+                layers,
+                reverse=reverse,
+            )
+            return jnp.mean((x - batch["y"]) ** 2)
+
+        value, grads = jax.value_and_grad(loss)(state)
+        return jax.tree.map(lambda p, g: p - 0.1 * g, state, grads), value
+
+    layers = jax.tree.map(lambda *xs: jnp.stack(xs), *weights())
+    wanted, losses = train(jax.jit(step), copied(layers))
+    run = autopar.parallelize(
+        step, stages=stages, cluster=f"{stages}:cpu", microbatches=4
+    )
+    found, own = train(run, copied(layers))
+    np.testing.assert_allclose(own, losses, rtol=CLOSE)
+    assert distance(wanted, found) < CLOSE
+    (home,) = found["w"].sharding.device_set
+    assert home == jax.devices()[stages - 1 if reverse else 0], "the first layer's"
