@@ -33,6 +33,7 @@ from autopar.runtime.step_planner import Analysed, StepPlanner
 from autopar.runtime.world import World
 from autopar.steps import program_text
 from autopar_passes.graph.roles import InputRole
+from autopar_passes.jax_meshes import without_mesh
 from autopar_passes.program.calls import Call
 
 # Most plans that are remembered, by shapes of the arguments and cluster.
@@ -120,6 +121,7 @@ class Preparation:
         self._started = weakref.WeakSet()
         self._links = None
 
+    @without_mesh()
     def analysed(self, structs: Call) -> Analysed:
         """The step on the arguments of a call, structs of global shapes.
 
@@ -133,6 +135,7 @@ class Preparation:
         """Uses a plan where this setting comes back."""
         self._plans.put(self._place(analysed, setting), plan)
 
+    @without_mesh()
     def plan(
         self, analysed: Analysed, setting: Setting, beside: Plan | None = None
     ) -> Plan:
@@ -171,6 +174,7 @@ class Preparation:
             ),
         )
 
+    @without_mesh()
     def made_for(
         self,
         analysed: Analysed,
@@ -218,6 +222,7 @@ class Preparation:
             found = self.planner.known(analysed, cluster, setting.codecs)
         return found
 
+    @without_mesh()
     def warm(self, analysed: Analysed, setting: Setting, running: Plan) -> Plan:
         """A good plan of a setting in a short time (`StepPlanner.warm`)."""
         cluster = setting.cluster or self._cluster()
@@ -233,6 +238,7 @@ class Preparation:
             ),
         )
 
+    @without_mesh()
     def repriced(
         self, analysed: Analysed, setting: Setting, cluster: Cluster, plan: Plan
     ) -> Plan:
@@ -267,6 +273,7 @@ class Preparation:
         """Seconds that the program took which was compiled last."""
         return self._store.compile_s
 
+    @without_mesh()
     def recoded(self, analysed: Analysed, setting: Setting, plan: Plan) -> Plan:
         """The layouts of a plan with the codecs that ``auto`` chooses for them."""
         asked = dataclasses.replace(
@@ -278,6 +285,7 @@ class Preparation:
             lambda: self.planner.plan(analysed, cluster, asked, errors=self._errors()),
         )
 
+    @without_mesh()
     def program(self, analysed: Analysed, plan: Plan, setting: Setting) -> AnyStep:
         """The program of a plan, once all processes have checked that it fits."""
         devices = self.devices(setting)
@@ -336,6 +344,7 @@ class Preparation:
         """Takes a program for one that has been compiled."""
         self._started.add(planned.function)
 
+    @without_mesh()
     def compile(self, planned: AnyStep) -> None:
         """Compiles a program, and takes the time."""
         with self._store.compiling(planned):

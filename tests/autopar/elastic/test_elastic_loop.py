@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import step_forms as forms
+from jax.sharding import AxisType
 from step_forms import FORMS
 
 import autopar
@@ -39,6 +40,22 @@ def test_losses_are_those_of_the_uninterrupted_run(name: str) -> None:
         str(c) for c in CHANGES.values()
     ]
     assert (run.step, run.position) == (8, 8 * forms.BATCH)
+
+
+def test_a_run_under_an_explicit_mesh_of_the_caller(tmp_path: Any) -> None:
+    """Devices go and come, and a second run goes on from the checkpoint."""
+    form = FORMS["plain"]
+    plain = elastic_runs.losses(elastic_runs.started(form, 5))
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(AxisType.Explicit,))
+
+    with jax.set_mesh(mesh):
+        found = list[float]()
+        for steps, changes in ((4, {2: CHANGES[2], 3: CHANGES[6]}), (5, None)):
+            run = elastic_runs.started(form, steps, checkpoint=tmp_path)
+            found += elastic_runs.losses(run, changes)
+            run.close()
+
+    np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
 def test_events_larger_than_the_world_are_refused_in_a_line() -> None:

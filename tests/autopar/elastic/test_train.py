@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import following_cases as cases
+import jax
 import numpy as np
 import optax
 import pytest
@@ -45,9 +47,14 @@ def _calls_take_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_the_batch_grows_and_samples_follow_one_another() -> None:
-    run = started(until=lambda done: False)
-    positions = [done.position for done in run]
+@pytest.mark.parametrize("mesh", [False, True])
+def test_the_batch_grows_and_samples_follow_one_another(mesh: bool) -> None:
+    """Under an explicit mesh of the caller, too."""
+    devices = jax.devices()[:4]
+    own = jax.make_mesh((4,), ("data",), devices=devices)
+    with jax.set_mesh(own) if mesh else contextlib.nullcontext():
+        run = started(until=lambda done: False)
+        positions = [done.position for done in run]
     sizes = np.diff([*positions, run.position])
     assert positions[0] == 0
     assert sizes[0] == BASE
