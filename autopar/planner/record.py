@@ -222,22 +222,28 @@ def _differing_shapes(analysis: Analysis, plan: Plan) -> str:
         if shape != tuple(plan.shapes.get(path, shape))
     ]
     if not found:
-        return "the inputs have the same names and shapes; dtypes or operators differ"
+        return (
+            "it is another program: the inputs have the same names and shapes, and "
+            "dtypes or operators differ"
+        )
     more = f", and {len(found) - 1} other inputs differ" if len(found) > 1 else ""
     return f"{found[0]}{more}"
 
 
 def only_batch_differs(analysis: Analysis, plan: Plan) -> bool:
     """Whether a step has the inputs of a plan, but for the sizes of its batch."""
+    differs = False
     shapes = {i.path: i for i in analysis.graph.inputs}
     if shapes.keys() != plan.shapes.keys():
         return False
     for path, given in shapes.items():
         shape, planned = analysis.graph.values[given.value].shape, plan.shapes[path]
         batch = given.role is InputRole.BATCH and len(shape) == len(planned)
-        if tuple(shape) != tuple(planned) and not batch:
-            return False
-    return True
+        if tuple(shape) != tuple(planned):
+            if not batch:
+                return False
+            differs = True
+    return differs
 
 
 def assignment_of(analysis: Analysis, plan: Plan) -> Assignment:

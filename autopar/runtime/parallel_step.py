@@ -105,7 +105,7 @@ class ParallelStep(HasNoise, Generic[P, R]):
     @property
     def world(self) -> World:
         """The processes and devices that the step may use."""
-        if self._world is None:
+        if self._world is None or self._world.is_left:
             self._world = World.current()
             ending.announce()
         return self._world

@@ -18,11 +18,12 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from autopar.cluster.specs import shown
-from autopar.errors import PlanError
+from autopar.errors import PlanError, RunError
 from autopar.runtime import lanes
 from autopar.runtime.key_values import KeyValueExchange
 from autopar_errors import InputError
 from autopar_passes import jax_compat
+from autopar_passes.jax_processes import was_forked
 
 
 class Channel(Protocol):
@@ -193,10 +194,25 @@ class World:
 
     @classmethod
     def current(cls) -> World:
-        """The world of this process's JAX backend, which this starts."""
+        """The world of this process's JAX backend, which this starts.
+
+        Raises:
+          RunError: the process was forked from one in which JAX ran.
+        """
+        if was_forked():
+            raise RunError(
+                "this process was forked from one in which JAX ran, and JAX's threads "
+                "are not here: a step would wait forever. Start processes by "
+                "multiprocessing.get_context('spawn'), or fork before JAX is used."
+            )
         count = jax.process_count()
         channel = JaxChannel() if count > 1 else Alone()
         return cls(tuple(jax.devices()), jax.process_index(), count, channel)
+
+    @property
+    def is_left(self) -> bool:
+        """Whether the process was forked, and the devices stayed with its parent."""
+        return was_forked()
 
     def take(self, chosen: Sequence[Any]) -> tuple[Any, ...]:
         """The devices of this world that are named.

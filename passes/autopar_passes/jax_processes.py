@@ -16,6 +16,7 @@ from typing import Any
 
 import jax
 from jax._src import distributed as _distributed
+from jax._src import xla_bridge as _xla_bridge
 from jax._src.interpreters import mlir as _mlir
 from jax._src.lib import _jax  # pyright: ignore[reportPrivateImportUsage, reportPrivateUsage]
 from jax._src.lib import xla_client as _xla_client  # pyright: ignore[reportPrivateImportUsage]
@@ -26,6 +27,24 @@ from jaxlib.mlir import ir as _ir
 # The supervisor watches processes. JAX's own heartbeats must not end one that is slow.
 _HEARTBEAT_S = 24 * 3600
 _SHUTDOWN_S = 2
+
+# Whether this process was forked from one in which JAX's threads ran, which `fork`
+# does not copy.
+_forked: list[bool] = []
+
+
+def was_forked() -> bool:
+    """Whether JAX cannot run here, as it ran before the process was forked."""
+    return bool(_forked)
+
+
+def _after_fork() -> None:
+    # The dictionary, not `backends_are_initialized`: another thread may hold its lock.
+    if _xla_bridge._backends:  # pyright: ignore[reportPrivateUsage]
+        _forked.append(True)
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 def coordination_service(address: str, count: int) -> Any:

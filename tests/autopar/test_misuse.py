@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import pathlib
+import re
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -254,6 +257,35 @@ def test_a_plan_for_another_step(good: Plan) -> None:
     refused(lambda: parallelize(lambda w, b: (w * 2, b), plan=good)(W, X), another)
     refused(lambda: parallelize(step, plan=good)(W[:8, :8], X[:, :8]), another)
     refused(lambda: autopar.audit(lambda w, b: w, W, X, plan=good), another)
+    alike = "it is another program: the inputs have the same names and shapes"
+
+    def other(w: Any, batch: Any) -> Any:
+        return step(w, jnp.tanh(batch))
+
+    refused(lambda: parallelize(other, plan=good)(W, X), alike)
+    refused(lambda: autopar.plan(other, W, X, cluster=EIGHT, layouts=good), alike)
+
+
+def test_forked_processes() -> None:
+    """A fork of a process in which JAX ran is refused at once; one before that runs."""
+    program = """if True:
+        import os, numpy as np, autopar
+        def step(w, x): return w + x.sum(), x.sum()
+        step = autopar.parallelize(step, cluster="1:cpu")
+        w, x = np.zeros(()), np.ones((4, 2))
+        for number in range(2):
+            if not (child := os.fork()):
+                try: print(number, step(w, x)[1], flush=True)
+                except autopar.AutoparError as error: print(number, error, flush=True)
+                os._exit(0)
+            os.waitpid(child, 0)
+            step(w, x)
+    """
+    words = [sys.executable, "-c", program]
+    found = subprocess.run(words, check=True, capture_output=True, timeout=120)
+    first, second = found.stdout.decode().splitlines()
+    assert first == "0 8.0"
+    assert re.match("1 this process was forked from one in which JAX ran", second)
 
 
 @pytest.mark.parametrize(
