@@ -5,7 +5,8 @@ from __future__ import annotations
 import contextlib
 import os
 import pathlib
-import tempfile
+import secrets
+import stat
 
 
 def write_whole(path: pathlib.Path, content: bytes) -> None:
@@ -14,14 +15,43 @@ def write_whole(path: pathlib.Path, content: bytes) -> None:
     Raises:
       OSError: it cannot be written; what was there before is as it was.
     """
-    handle, part = tempfile.mkstemp(dir=path.parent, suffix=".part")
+    _replace(path, content, 0o600)
+
+
+def export_whole(path: str | os.PathLike[str], content: bytes) -> None:
+    """Writes a file for people that is there whole or not at all.
+
+    A file that was there keeps its mode, and a link its place. What is no plain file,
+    such as ``/dev/stdout``, is written to as it is.
+
+    Raises:
+      OSError: it cannot be written; what was there before is as it was.
+    """
+    given = pathlib.Path(path)
+    # /dev/stdout may be a link to the file that a shell holds open.
+    name = given.absolute()
+    device = name.is_relative_to("/dev") and not name.is_relative_to("/dev/shm")
+    if device or (given.exists() and not given.is_file()):
+        given.write_bytes(content)
+    else:
+        _replace(pathlib.Path(os.path.realpath(given)), content, 0o666)
+
+
+def _replace(path: pathlib.Path, content: bytes, mode: int) -> None:
+    part = path.parent / f".{secrets.token_hex(8)}.part"
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
-        with os.fdopen(handle, "wb") as file:
+        with os.fdopen(os.open(part, flags, mode), "wb") as file:
             file.write(content)
+        if mode != 0o600:
+            with contextlib.suppress(OSError):
+                os.chmod(part, stat.S_IMODE(path.stat().st_mode))
         os.replace(part, path)
-    except BaseException:
+    except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(part)
+        if isinstance(error, OSError):  # it names the part
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
         raise
 
 

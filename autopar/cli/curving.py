@@ -25,6 +25,7 @@ from autopar.planner.cache import PlanCache
 from autopar.planner.options import DEFAULTS, PlanOptions
 from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
 from autopar.terminal import columns
+from autopar.whole_files import export_whole
 
 # Configurations that are worth a process of their own, which traces the step anew.
 _WORTH_A_PROCESS = 8
@@ -97,7 +98,7 @@ def goodput(
     if out is not None:
         table.save(out)
     if page is not None:
-        page.write_text(curve_page(table))
+        export_whole(page, curve_page(table).encode())
     if as_json:
         return Result.of(msgspec.to_builtins(table))
     return Result("\n".join(lines_of(table)))

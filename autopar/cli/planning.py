@@ -23,6 +23,7 @@ from autopar.reports.html import render_html
 from autopar.reports.schedule import trace_text
 from autopar.reports.table import planning_times, render
 from autopar.steps.analysis import Analysis
+from autopar.whole_files import export_whole
 
 
 def plan(
@@ -52,10 +53,10 @@ def plan(
                     f"--trace {trace}: the plan has one stage and no schedule to "
                     "write. Say --stages, too, or leave --trace out."
                 )
-            trace.write_text(trace_text(found), encoding="utf-8")
+            export_whole(trace, trace_text(found).encode())
         if html is not None:
             say(f"writing {html}")
-            html.write_text(_page(analysis, found, cluster), encoding="utf-8")
+            export_whole(html, _page(analysis, found, cluster).encode())
     if as_json:
         return Result.of(found.to_json())
     return Result(f"{render(found)}\n\n{planning_times(found)}")

@@ -16,6 +16,7 @@ from autopar.scheduler.simulator.metrics import Metrics, metrics
 from autopar.scheduler.simulator.timeline import timeline_page
 from autopar.scheduler.simulator.traces.detect import Trace, read_trace
 from autopar.scheduler.simulator.traces.spot import read_events
+from autopar.whole_files import export_whole
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +57,7 @@ def simulated(asked: Asked, *, as_json: bool) -> Result:
     history = simulate(trace.jobs, nodes, policy, options)
     figures = metrics(history)
     if asked.page is not None:
-        asked.page.write_text(timeline_page(history, figures))
+        export_whole(asked.page, timeline_page(history, figures).encode())
     code = COULD_NOT_RUN if figures.failed else 0
     if as_json:
         data = {

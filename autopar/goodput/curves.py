@@ -19,6 +19,7 @@ import msgspec
 import numpy as np
 
 from autopar.errors import ScheduleError
+from autopar.whole_files import export_whole
 
 # Raised by one whenever a field changes its meaning.
 SCHEMA = 1
@@ -205,7 +206,7 @@ class CurveTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the table as JSON."""
-        Path(path).write_bytes(msgspec.json.format(msgspec.json.encode(self)) + b"\n")
+        export_whole(path, msgspec.json.format(msgspec.json.encode(self)) + b"\n")
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> CurveTable:

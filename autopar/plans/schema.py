@@ -22,6 +22,7 @@ from autopar.plans.replicas import ReplicaPlan, check_replicas
 from autopar.plans.specs import Entries, Spec
 from autopar.plans.stage import CopyDecision, NodeDecision, StagePlan
 from autopar.plans.worth import Worth
+from autopar.whole_files import export_whole
 from autopar_errors import check_path
 from autopar_passes.layer_loops.paths import one_each, piece_paths
 
@@ -419,7 +420,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         """Writes the plan as JSON."""
         check_path("Plan.save", path)
         text = msgspec.json.format(msgspec.json.encode(self), indent=1)
-        pathlib.Path(path).write_bytes(text + b"\n")
+        export_whole(path, text + b"\n")
 
     @classmethod
     def load(cls, path: str | pathlib.Path) -> Plan:

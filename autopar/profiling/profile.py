@@ -32,6 +32,7 @@ from autopar.cluster.specs import KINDS
 from autopar.cost.collectives import bytes_ratio, collective_s
 from autopar.cost.compute import roofline_s
 from autopar.profiling import codecs, fit, kernels, processes, transfers
+from autopar.whole_files import export_whole
 
 Progress = Callable[[str], None]
 
@@ -461,7 +462,5 @@ def save(cluster: Cluster, path: str | os.PathLike[str] | None = None) -> pathli
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     # Several processes of a machine may write the same file at the same time.
-    part = target.with_name(f".{target.name}.{os.getpid()}")
-    part.write_text(cluster.to_toml(), encoding="utf-8")
-    part.replace(target)
+    export_whole(target, cluster.to_toml().encode())
     return target

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pathlib
+import resource
 from typing import Any
 
 import jax
@@ -72,6 +73,29 @@ def test_saving_and_loading_loses_nothing(
     assert (tmp_path / "again.json").read_bytes() == (
         tmp_path / "plan.json"
     ).read_bytes()
+
+
+def test_a_plan_that_cannot_be_saved_leaves_the_one_before(
+    tmp_path: pathlib.Path,
+) -> None:
+    """No half of a file, as where a disk is full; links and modes stay."""
+    plan, target, link = made(), tmp_path / "plan.json", tmp_path / "link.json"
+    target.write_text("what was there before")
+    target.chmod(0o640)
+    link.symlink_to(target)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, hard))
+    try:
+        with pytest.raises(OSError, match=r"too large: .*plan\.json"):
+            plan.save(link)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert target.read_text() == "what was there before"
+    assert {x.name for x in tmp_path.iterdir()} == {"plan.json", "link.json"}
+    plan.save(link)
+    assert Plan.load(target) == plan
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
 
 
 def test_inputs_and_shapes_are_those_of_the_step() -> None:
