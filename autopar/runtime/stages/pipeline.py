@@ -145,7 +145,7 @@ class Pipeline:
         self.microbatches = 1 + max(issue.microbatch for issue in order)
         self.given = {v: i for i, v in cut.parts.flow.carried.items()}
         self.restored = {} if codecs is None else self._restored(codecs.state)
-        self._donated = self._donations() if donate else {}
+        self._donated = self._donations() if donate and not self._may_fail() else {}
         self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
         self.sums = self._summed()
         self.held = {s: self._held(s) for s in self.sums}
@@ -317,6 +317,14 @@ class Pipeline:
             return ()
         done = {c.new for found in self.restored.values() for c in found}
         return tuple(c for c in self.codecs.state if c.new not in done)
+
+    def _may_fail(self) -> bool:
+        """Whether an update calls functions of the host, so that state has to stay."""
+        return any(
+            calls_back(equations_of(self.cut.program, task))
+            for key, task in self.cut.tasks.items()
+            if key.phase is Phase.UPDATE
+        )
 
     def _donations(self) -> dict[TaskKey, tuple[int, ...]]:
         """State whose next value a task makes, and that nothing reads later."""

@@ -114,7 +114,7 @@ class _Run(Transfers):
         """Waits for tasks that call functions of the host.
 
         Devices run tasks later than they are issued, and so does a function fail. The
-        state is then as before the step: no update is issued yet.
+        state is then as before the step: no update is issued yet, or none took it over.
 
         Raises:
           StageError: one failed.
@@ -136,7 +136,7 @@ class _Run(Transfers):
           StageError: it failed.
         """
         try:
-            jax.block_until_ready(made)
+            jax.block_until_ready(made) if made else jax.effects_barrier()
         except Exception as error:
             key = call.code.task.key
             raise failure(key, number, error, self.operators(call.code)) from error
@@ -144,9 +144,11 @@ class _Run(Transfers):
     def end(self) -> None:
         """Puts the microbatches together, and issues the updates."""
         self.cross()
+        self.watched = []
         for key, call in self.pipeline.calls.items():
             if key.phase is Phase.UPDATE:
                 self.update(call)
+        self.settle()
 
     # Tasks.
 
@@ -286,6 +288,8 @@ class _Run(Transfers):
             raise failure(key, -1, error, self.operators(code)) from error
         self.record(code, -1, issued, made)
         made = self.measured(code, made)
+        if call.calls_back:
+            self.watch(call, -1, made, len(made))
         for value in code.donated:
             del step[value]
         self.hand_out(code, made, step, -1)
