@@ -76,9 +76,9 @@ def paired(whole: Program, micro: Program, count: int) -> Pair:
     Raises:
       MicrobatchError: they differ in more than the number of rows.
     """
-    if len(whole.values) != len(micro.values):
-        raise _depends("it has other operators for as few as a microbatch has")
     _compare(whole.body, micro.body)
+    if len(whole.values) != len(micro.values):
+        raise _depends("it has other arrays for as few as a microbatch has")
     dims = tuple(
         _dim(a.shape, b.shape, count)
         for a, b in zip(whole.values, micro.values, strict=True)
@@ -138,22 +138,21 @@ def _depends(why: str) -> MicrobatchError:
 
 
 def _compare(whole: Region, micro: Region) -> None:
-    same = (
-        whole.inputs == micro.inputs
-        and len(whole.equations) == len(micro.equations)
-        and _alike(whole.outputs, micro.outputs)
-    )
-    if not same:
-        raise _depends("it has other operators for other numbers of rows")
-    for a, b in zip(whole.equations, micro.equations, strict=True):
-        if a.primitive != b.primitive or not _alike(a.inputs, b.inputs):
-            raise _depends(f"it runs {place(a)} there, and {place(b)} here")
+    if whole.inputs != micro.inputs:
+        raise _depends("it has other arrays for as few as a microbatch has")
+    for a, b in zip(whole.equations, micro.equations, strict=False):
+        same = a.primitive == b.primitive and _alike(a.inputs, b.inputs)
+        if not same or a.outputs != b.outputs:
+            raise _depends(_difference(a, b))
         sizes = _KERNEL_SIZES.get(a.primitive, _SIZES)
         for key, value in a.params.items():
             if key not in sizes and not _equal(value, b.params.get(key)):
                 raise _depends(f"{place(a)} has another '{key}'")
         for inner in zip(a.regions, b.regions, strict=True):
             _compare(*inner)
+    more = len(whole.equations) != len(micro.equations)
+    if more or not _alike(whole.outputs, micro.outputs):
+        raise _depends("it has other operators for as few as a microbatch has")
 
 
 def _alike(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
@@ -164,6 +163,14 @@ def _alike(a: tuple[Atom, ...], b: tuple[Atom, ...]) -> bool:
     return all(
         x == y if isinstance(x, int) else isinstance(y, Scalar) for x, y in pairs
     )
+
+
+def _difference(whole: Equation, micro: Equation) -> str:
+    """Says where programs go apart."""
+    of = " of jax.random" if jax_compat.is_of_random(whole.source) else ""
+    if whole.primitive == micro.primitive:
+        return f"{place(whole)}{of} has other operands in a microbatch"
+    return f"it runs {place(whole)}{of}, and {place(micro)} in a microbatch"
 
 
 _Functions = tuple[FunctionType, FunctionType]
