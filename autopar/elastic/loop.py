@@ -27,7 +27,7 @@ from autopar.elastic.nans import Finiteness, OnNan
 from autopar.elastic.options import meshes_of
 from autopar.elastic.replanning import Outcome, Replanner
 from autopar.elastic.resolve import Resolved
-from autopar.elastic.samples import Samples, batch_structs
+from autopar.elastic.samples import Samples, planned_batch
 from autopar.elastic.saves import Saves
 from autopar.elastic.sources.source import Source
 from autopar.errors import AutoparError, EventError
@@ -305,11 +305,9 @@ class ElasticRun:
         another process must be seen in the step that it hits.
         """
         world = self._membership.world
-        structs = None
-        if world.process_count > 1:
-            planned = self._train_step.running.planned
-            structs = batch_structs(planned, len(splat(self.state)))
-        rest, named = self._samples.arguments(self.step, world, structs)
+        planned = self._train_step.running.planned
+        known = planned_batch(planned, len(splat(self.state)), world)
+        rest, named = self._samples.arguments(self.step, world, known)
         self._last = jax.tree.map(struct_of, (rest, named))
         returned = self._train_step(*splat(self.state), *rest, **named)
         analysis = self._train_step.running.analysed.analysis

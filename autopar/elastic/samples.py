@@ -55,31 +55,37 @@ class Samples:
         return dataclasses.replace(self, batch=batch, first=first)
 
     def arguments(
-        self, step: int, world: World, structs: Any = None
+        self, step: int, world: World, known: tuple[Any, Any] | None = None
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """What a step takes after the state, in order and by name.
 
         Args:
           step: its number.
           world: the processes.
-          structs: of the batch's arrays over all processes, with shardings
-            (`batch_structs`); None: not known yet, and the whole batch is returned.
+          known: of the batch's arrays (`planned_batch`); None: nothing yet, and the
+            whole batch is returned.
         """
         position = self.position(step)
-        if world.process_count == 1 or structs is None:
-            batch = self._asked(position, self.batch)
+        structs, dims = known or (None, None)
+        if structs is None:
+            batch = self._asked(position, self.batch, dims)
         elif _on_stages(structs, world):
             each = self.batch // world.process_count
-            batch = self._asked(position + world.process_index * each, each)
+            batch = self._asked(position + world.process_index * each, each, dims)
         else:
-            batch = self._own(position, structs)
+            batch = self._own(position, structs, dims)
         rest = self.others(step)
         if isinstance(rest, Mapping):
             return (batch,), dict(rest)
         return (batch, *rest), {}
 
-    def _asked(self, position: int, rows: int) -> Any:
+    def _asked(self, position: int, rows: int, dims: Any) -> Any:
         """So many samples of the source.
+
+        Args:
+          position: of the first.
+          rows: how many.
+          dims: the dimension of the rows in each array; None: not known yet.
 
         Raises:
           PlanError: the source returns another number of them.
@@ -98,21 +104,25 @@ class Samples:
                 f"it must return {rows} samples. End the run before them (steps= or "
                 "samples=) where there are no more."
             )
+        places = iter(jax.tree.leaves(dims))
         for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-            if np.ndim(leaf) and np.shape(leaf)[0] != rows:
+            shape, dim = np.shape(leaf), next(places, None)
+            if shape and rows not in (shape if dim is None else shape[dim : dim + 1]):
                 raise PlanError(
-                    f"source({position}, {rows}) returned {np.shape(leaf)[0]} rows in "
-                    f"'{jax.tree_util.keystr(path)}'; it must return {rows}."
+                    f"source({position}, {rows}) returned {shape[dim or 0]} rows in "
+                    f"'{jax.tree_util.keystr(path)}', dimension {dim or 0} of "
+                    f"{shape}; it must return {rows}. Where rows lie in another "
+                    "dimension, name it: autopar.parallelize(step, batch_argnames=...)."
                 )
         return batch
 
-    def _own(self, position: int, structs: Any) -> Any:
+    def _own(self, position: int, structs: Any, dims: Any) -> Any:
         """The batch as global arrays, of which this process asks for its rows alone."""
-        wanted = jax.tree.leaves(structs)
-        ranges = sorted({r for x in wanted for r in _row_ranges(x)})
-        parts = {r: self._asked(position + r[0], r[1] - r[0]) for r in ranges}
+        wanted = list(zip(jax.tree.leaves(structs), jax.tree.leaves(dims), strict=True))
+        ranges = sorted({r for x, dim in wanted for r in _row_ranges(x, dim)})
+        parts = {r: self._asked(position + r[0], r[1] - r[0], dims) for r in ranges}
         leaves = {r: jax.tree.leaves(part) for r, part in parts.items()}
-        made = [_global_array(k, struct, leaves) for k, struct in enumerate(wanted)]
+        made = [_global_array(k, x, dim, leaves) for k, (x, dim) in enumerate(wanted)]
         return jax.tree.unflatten(jax.tree.structure(structs), made)
 
 
@@ -130,6 +140,22 @@ def batch_structs(planned: AnyStep, argument: int) -> Any:
         for v, sharding in zip(values, planned.in_shardings, strict=True)
     ]
     return form.fixed.join(structs)[argument]
+
+
+def planned_batch(planned: AnyStep, argument: int, world: World) -> tuple[Any, Any]:
+    """What a plan knows of a batch: `batch_structs`, and the dimensions of rows.
+
+    A single process needs no structs. The dimension is 0 in arrays without rows.
+
+    Args:
+      planned: the step under a plan.
+      argument: position of the batch among the step's arguments.
+      world: the processes.
+    """
+    alone, analysis = world.process_count == 1, planned.analysis
+    dims = [max(given.rows, 0) for given in analysis.graph.inputs]
+    structs = None if alone else batch_structs(planned, argument)
+    return structs, analysis.pytrees.form.fixed.join(dims)[argument]
 
 
 def placed_rest(planned: AnyStep, first: int, rest: Sequence[Any]) -> list[Any]:
@@ -161,24 +187,25 @@ def _on_stages(structs: Any, world: World) -> bool:
     )
 
 
-def _row_ranges(struct: Any) -> set[tuple[int, int]]:
+def _row_ranges(struct: Any, dim: int) -> set[tuple[int, int]]:
     """The rows that this process's devices hold of an array of the batch."""
     if not struct.shape:
         return set()
     index = struct.sharding.addressable_devices_indices_map(struct.shape)
-    return {x[0].indices(struct.shape[0])[:2] for x in index.values()}
+    return {x[dim].indices(struct.shape[dim])[:2] for x in index.values()}
 
 
 def _global_array(
-    k: int, struct: Any, leaves: Mapping[tuple[int, int], Sequence[Any]]
+    k: int, struct: Any, dim: int, leaves: Mapping[tuple[int, int], Sequence[Any]]
 ) -> Any:
     """One array of the batch, put together from the ranges that were asked for."""
     if not struct.shape:
         return next(iter(leaves.values()))[k]
 
     def part(index: Any) -> Any:
-        begin, end, _ = index[0].indices(struct.shape[0])
-        return np.asarray(leaves[begin, end][k])[(slice(None), *index[1:])]
+        begin, end, _ = index[dim].indices(struct.shape[dim])
+        own = (*index[:dim], slice(None), *index[dim + 1 :])
+        return np.asarray(leaves[begin, end][k])[own]
 
     return jax.make_array_from_callback(struct.shape, struct.sharding, part)
 

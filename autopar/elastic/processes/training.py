@@ -27,7 +27,7 @@ from autopar.elastic.processes.messages import SUSPENDED
 from autopar.elastic.processes.programs import Programs
 from autopar.elastic.processes.sizing import cluster_of
 from autopar.elastic.processes.team import Joined, Team, WorldBroken
-from autopar.elastic.samples import Samples, batch_structs, placed_rest
+from autopar.elastic.samples import Samples, placed_rest, planned_batch
 from autopar.elastic.saves import Saves
 from autopar.errors import NotFiniteError, RunError
 from autopar.goodput.loop import Record
@@ -275,8 +275,8 @@ class TeamRun:
         world = self._train_step.world
         planned = self._train_step.running.planned
         count = len(splat(self.state))
-        structs = None if world.process_count == 1 else batch_structs(planned, count)
-        rest, named = self._samples.arguments(self.step, world, structs)
+        known = planned_batch(planned, count, world)
+        rest, named = self._samples.arguments(self.step, world, known)
         if world.process_count > 1 and len(self.plan.stages) == 1:
             rest = (rest[0], *placed_rest(planned, count + 1, rest[1:]))
         returned = self._called(rest, named)

@@ -58,6 +58,49 @@ def test_a_run_under_an_explicit_mesh_of_the_caller(tmp_path: Any) -> None:
     np.testing.assert_allclose(found, plain, rtol=1e-5)
 
 
+def _recurrent(w: Any, batch: Any) -> Any:
+    """A recurrent net; time is the first dimension of its batch."""
+
+    def loss(w: Any) -> Any:
+        def cell(h: Any, x: Any) -> Any:
+            h = jnp.tanh(x @ w + h)
+            return h, h
+
+        seen = jax.lax.scan(cell, jnp.zeros(batch["x"].shape[1:]), batch["x"])[1]
+        return jnp.mean((seen - batch["y"]) ** 2)
+
+    value, gradient = jax.value_and_grad(loss)(w)
+    return w - 0.1 * gradient, value
+
+
+def _time_first(position: int, rows: int) -> Any:
+    drawn = [elastic_runs.source(3 * (position + k), 3) for k in range(rows)]
+    return jax.tree.map(lambda *x: np.stack(x, 1), *drawn)
+
+
+@pytest.mark.parametrize("names", [None, {"batch/*": 1}])
+def test_rows_of_a_source_may_lie_behind_time(names: Any) -> None:
+    """Samples are counted in that dimension, and a wrong number is refused."""
+    w = jnp.eye(forms.WIDTH) / 4
+    plain, want = w, list[Any]()
+    for k in range(3):
+        plain, loss = jax.jit(_recurrent)(plain, _time_first(8 * k, 8))
+        want.append(float(loss))
+    step = autopar.parallelize(_recurrent, cluster="4:cpu", batch_argnames=names)
+    options: dict[str, Any] = {"batch": 8, "steps": 3, "ahead": False}
+
+    run = autopar.elastic(step, lambda: w, _time_first, **options)
+    found = elastic_runs.losses(run, {1: "2:cpu"})
+    short = autopar.elastic(
+        step, lambda: w, lambda at, rows: _time_first(at, rows - at // 8), **options
+    )
+
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+    assert run.position == 24
+    with pytest.raises(PlanError, match=r"returned 7 rows in .*dimension 1"):
+        elastic_runs.losses(short)
+
+
 def test_events_larger_than_the_world_are_refused_in_a_line() -> None:
     run = elastic_runs.started(FORMS["plain"], 3)
     hosts = [f"new{k}" for k in range(9_000)]
