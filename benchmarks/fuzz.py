@@ -1,17 +1,19 @@
 """Feeds damaged files to readers of each format: only the package's errors come out.
 
-    python benchmarks/fuzz.py --format plans --minutes 20 [--seed 0] [--out FILE]
+    python benchmarks/fuzz.py --format all --minutes 20 [--jobs 2] [--seed 0] [--out F]
 
 Valid files are mutated, as bytes, as words and as trees of JSON. A mutant that runs a
 line of the package that no other ran is kept, and mutated further. A case fails where
 another error than `autopar.AutoparError` comes out, where it takes more than 5 s of
-CPU, or where the process dies. The figures go to ``docs/data/fuzz_FORMAT.json``.
+CPU, or where the process dies. The figures go to ``docs/data/fuzz.json``, those of one
+format, such as ``--format plans``, to standard output and to ``--out`` alone.
 """
 
 from __future__ import annotations
 
 import argparse
 import collections
+import concurrent.futures
 import json
 import pathlib
 import random
@@ -188,8 +190,9 @@ def _joined(found: dict[str, Any], died: list[Any]) -> dict[str, Any]:
 def main() -> int:
     """Prints the figures, writes them, and returns 1 if a case has failed."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--format", choices=sorted(FORMATS), required=True)
-    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--format", choices=["all", *sorted(FORMATS)], required=True)
+    parser.add_argument("--minutes", type=float, default=20.0, help="of each format")
+    parser.add_argument("--jobs", type=int, default=1, help="formats at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=pathlib.Path)
     parser.add_argument("--inner", help=argparse.SUPPRESS)
@@ -200,21 +203,38 @@ def main() -> int:
             found = run(given.format, given.seed, seconds=60 * given.minutes, last=last)
         print(json.dumps(found.to_data()))
         return 0
+    whole = given.format == "all"
+    names = sorted(FORMATS) if whole else [given.format]
+
+    def one(name: str) -> dict[str, Any]:
+        found = {"format": name, **alone(name, given.seed, given.minutes)}
+        print(
+            f"{name}: {found['cases']} cases, {found['accepted']} valid, "
+            f"{found['distinct_errors']} errors, {len(found['failures'])} failures",
+            flush=True,
+        )
+        return found
+
+    with concurrent.futures.ThreadPoolExecutor(given.jobs) as pool:
+        formats = list(pool.map(one, names))
+    failures = sum(len(x["failures"]) for x in formats)
     figures = {
         "command": f"python benchmarks/fuzz.py --format {given.format} "
         f"--minutes {given.minutes:g} --seed {given.seed}",
-        "format": given.format,
-        "minutes": given.minutes,
-        **alone(given.format, given.seed, given.minutes),
+        "summary": {
+            "formats": len(formats),
+            "minutes": given.minutes,
+            "cases": sum(x["cases"] for x in formats),
+            "accepted": sum(x["accepted"] for x in formats),
+            "failures": failures,
+        },
+        "formats": formats,
     }
-    out = given.out or ROOT / "docs" / "data" / f"fuzz_{given.format}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(figures, indent=1) + "\n")
-    print(
-        f"{given.format}: {figures['cases']} cases, {figures['accepted']} valid, "
-        f"{figures['distinct_errors']} errors, {len(figures['failures'])} failures"
-    )
-    return 1 if figures["failures"] else 0
+    out = given.out or (ROOT / "docs" / "data" / "fuzz.json" if whole else None)
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        out.write_text(json.dumps(figures, indent=1) + "\n")
+    return 1 if failures else 0
 
 
 if __name__ == "__main__":
