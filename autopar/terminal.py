@@ -20,7 +20,7 @@ _WIDTH: contextvars.ContextVar[int | None] = contextvars.ContextVar(
 )
 # A column of text is not made narrower than this.
 _LEAST = 12
-# A table is never wider than this by a sentence in its last column, such as an error.
+# Errors are cut here where they stand in a table.
 _LONGEST_REASON = 100
 # A sentence behind a word that stands in the first columns: "step     661 us: ...".
 _LABELLED = re.compile(r"(\w+ +| {9})(\S+(?: \S+)*)")
@@ -50,9 +50,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
       right: the columns that are aligned to the right.
     """
     last = len(rows[0]) - 1
-    cells = [
-        [*row[:-1], row[-1] if last in right else shortened(row[-1])] for row in rows
-    ]
+    cells = [list(row) for row in rows]
     widths = [max(len(row[k]) for row in cells) for k in range(last + 1)]
     most = _WIDTH.get()
     if most is None or _total(widths) <= most:
@@ -69,7 +67,7 @@ def columns(rows: Sequence[Sequence[str]], right: Collection[int] = ()) -> list[
 
 
 def shortened(text: str) -> str:
-    """A sentence of a table, cut where it is too long for one."""
+    """An error in a table, cut where it is too long for one."""
     if len(text) <= _LONGEST_REASON:
         return text
     return text[: _LONGEST_REASON - 1].rstrip() + "…"

@@ -31,6 +31,9 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # A slow machine would have commands say how far they are.
 os.environ.setdefault("AUTOPAR_PROGRESS", "0")
 
+# Output is compared as it is in a pipe, whatever terminal the tests are started in.
+os.environ.pop("COLUMNS", None)
+
 # Every graph that a test builds is checked.
 os.environ.setdefault("AUTOPAR_VERIFY", "1")
 

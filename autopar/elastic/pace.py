@@ -75,6 +75,7 @@ class Pace:
         if now - self._told_s < self._every_s and not (last or lost):
             return
         loss = loss_of(result)
+        finite = loss is None or math.isfinite(loss)
         self._ledger.write(
             "progress",
             step=step,
@@ -83,8 +84,8 @@ class Pace:
             devices=devices,
             steps=len(self._seconds),
             step_s=statistics.median(self._seconds) if self._seconds else None,
-            loss=loss if loss is not None and math.isfinite(loss) else None,
-            finite=not lost,
+            loss=loss if finite else None,
+            finite=finite and not lost,
         )
         self._told_s, self._seconds = now, []
 

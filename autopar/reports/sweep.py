@@ -9,7 +9,7 @@ from typing import Any
 from autopar.plans import Plan, Worth
 from autopar.plans.schema import Predicted
 from autopar.reports.units import bytes_text, count_text, seconds_text, share_text
-from autopar.terminal import columns
+from autopar.terminal import columns, shortened
 
 _FIGURES = ("step", "rows/s", "MFU", "efficiency", "memory", "fits")
 
@@ -157,7 +157,8 @@ def _named(point: Point, names: Sequence[str]) -> tuple[str, ...]:
 def _figures(point: Point) -> tuple[str, ...]:
     worth, expected = point.worth, point.predicted
     if expected is None or worth is None:
-        return ("", "", "", "", "", "no" if point.fits is False else point.reason)
+        why = "no" if point.fits is False else shortened(point.reason)
+        return ("", "", "", "", "", why)
     return (
         seconds_text(expected.step_s),
         count_text(worth.rows_per_s) if worth.rows else "",

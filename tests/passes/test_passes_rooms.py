@@ -53,6 +53,6 @@ def test_modules_and_functions_are_short(path: Path) -> None:
     text = path.read_text()
     functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef)]
 
-    assert text.count("\n") <= 500
+    assert text.count("\n") <= 800
     for function in functions:
-        assert (function.end_lineno or 0) - function.lineno < 40, function.name
+        assert (function.end_lineno or 0) - function.lineno < 60, function.name

@@ -133,20 +133,31 @@ class _Handler(web.RequestHandler):
             self._refuse(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, text)
 
     def data_received(self, chunk: bytes) -> None:
-        if not self._finished:
+        if not self._headers_written:
             self._body += chunk
+
+    def _end(self) -> None:
+        """Ends a request that was refused, once all of it is here."""
+        self.finish()
+
+    get = head = put = patch = delete = options = _end
 
     def post(self) -> None:
         """Takes the events of a message."""
+        if self._headers_written:
+            self._end()
+            return
         try:
             events = read_events(bytes(self._body), self._source)
         except EventError as error:
             self._refuse(HTTPStatus.BAD_REQUEST, str(error))
+            self.finish()
             return
         found = [self._serving.sink.put(event) for event in events]
         refused = any(x.status == "refused" for x in found)
         status = HTTPStatus.CONFLICT if refused else HTTPStatus.OK
         self._answer(status, {"events": [_answer(x) for x in found]})
+        self.finish()
 
     @property
     def _source(self) -> str:
@@ -165,12 +176,17 @@ class _Handler(web.RequestHandler):
         self._answer(status, {"error": reason})
 
     def _answer(self, status: HTTPStatus, body: dict[str, Any]) -> None:
+        """Answers; `_end` or `post` ends the request, which closes the connection."""
+        text = json.dumps(body).encode() + b"\n"
         self.set_status(status)
         self.set_header("Content-Type", "application/json")
-        self.finish(json.dumps(body).encode() + b"\n")
+        self.set_header("Content-Length", len(text))
+        self.write(text)
+        self.flush()
 
     def write_error(self, status_code: int, **_: Any) -> None:
         self._answer(HTTPStatus(status_code), {"error": HTTPStatus(status_code).phrase})
+        self.finish()
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
         """A bug is noted where refusals are; the server goes on."""

@@ -179,7 +179,7 @@ class TestErrors:
         cluster = Cluster.parse("8:h100")
         pricer = Pricer(cluster, candidate_meshes(cluster)[0])
         found = solve_mesh(analysis, pricer, seconds=5)
-        with pytest.raises(PlanError, match="no batch input"):
+        with pytest.raises(PlanError, match="no batch of several rows"):
             ScaledCost(found.assignment, pricer)
 
     def test_splits_that_do_not_come_out_even(self) -> None:
