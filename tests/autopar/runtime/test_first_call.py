@@ -57,7 +57,7 @@ def test_piped_there_is_a_line_now_and_then(
 ) -> None:
     """With the seconds so far and the newest message, and none once it is done."""
     monkeypatch.delenv("AUTOPAR_PROGRESS")
-    monkeypatch.setattr(progress, "EVERY_S", 0.02)
+    monkeypatch.setattr(progress, "EVERY_S", 0.001)
     one_step()
     lines = capsys.readouterr().err.splitlines()
     assert lines
