@@ -162,8 +162,23 @@ def _in_their_way(
             return _concatenated(pair, eqn, given, inner)
         case "split" if eqn.params["axis"] == dim:
             return _split(pair, eqn, inner)
+        case "triangular_solve" if _solves_apart(pair, eqn):
+            return [Split(Kind.ROWS, inner)]
         case _:
             return "picks rows by an index" if indexes_rows(pair, eqn) else None
+
+
+def _solves_apart(pair: Pair, eqn: Equation) -> bool:
+    """Whether rows are right-hand sides of one system, each solved for itself."""
+    system, sides = eqn.inputs
+    if not isinstance(sides, int) or _has_rows(pair, system):
+        return False
+    free = len(pair.micro.values[sides].shape) - (1 if eqn.params["left_side"] else 2)
+    return pair.dims[sides] == free == pair.dims[eqn.outputs[0]]
+
+
+def _has_rows(pair: Pair, atom: Atom) -> bool:
+    return isinstance(atom, int) and pair.has_rows(atom)
 
 
 def _keyed(pair: Pair, eqn: Equation, inner: int) -> list[Split] | str:
