@@ -14,16 +14,27 @@ _NAMES = {
     2: ("data", "tensor"),
     3: ("data", "fsdp", "tensor"),
 }
+DEFAULT_NAMES = _NAMES[3]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class MeshAxis:
-    """One axis of a logical mesh; `level` counts from the outermost, 0."""
+    """One axis of a logical mesh.
+
+    Attributes:
+      name: of the axis.
+      size: number of devices along it.
+      link: between neighbours along it.
+      level: of the cluster in which it lies, from the outermost, 0.
+      named: whether somebody gave the name. Otherwise it says the position alone, and
+        a plan names the axis by what it splits.
+    """
 
     name: str
     size: int
     link: LinkSpec
     level: int
+    named: bool = True
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,6 +52,12 @@ class MeshShape:
     def sizes(self) -> tuple[int, ...]:
         """The sizes of the axes."""
         return tuple(axis.size for axis in self.axes)
+
+    @property
+    def label(self) -> str:
+        """Sizes by name, or such as ``8x4`` where nobody named an axis."""
+        named = any(axis.named for axis in self.axes)
+        return str(self) if named else "x".join(map(str, self.sizes))
 
     @property
     def num_devices(self) -> int:
@@ -98,13 +115,21 @@ def _sizes_per_level(
 
 
 def _build(
-    levels: Sequence[Level], sizes: tuple[tuple[int, ...], ...], names: Sequence[str]
+    levels: Sequence[Level],
+    sizes: tuple[tuple[int, ...], ...],
+    names: Sequence[str] | None,
 ) -> MeshShape:
     placed = [(i, size) for i, inside in enumerate(sizes) for size in inside]
     placed = placed or [(len(levels) - 1, 1)]  # a mesh has an axis, be it of size 1
     axes = [
-        MeshAxis(name=name, size=size, link=levels[i].link, level=i)
-        for name, (i, size) in zip(names, placed, strict=True)
+        MeshAxis(
+            name=name,
+            size=size,
+            link=levels[i].link,
+            level=i,
+            named=names is not None,
+        )
+        for name, (i, size) in zip(_names_for(len(placed), names), placed, strict=True)
     ]
     return MeshShape(axes=tuple(axes))
 
@@ -134,7 +159,4 @@ def mesh_shapes(
     found.sort(
         key=lambda sizes: (sum(map(len, sizes)), [[-s for s in x] for x in sizes])
     )
-    return tuple(
-        _build(levels, sizes, _names_for(max(1, sum(map(len, sizes))), names))
-        for sizes in found
-    )
+    return tuple(_build(levels, sizes, names) for sizes in found)

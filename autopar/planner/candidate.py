@@ -18,6 +18,7 @@ from autopar.cost.traffic import Collective
 from autopar.layouts.assignment import Assignment, assign
 from autopar.planner.hiding import Weights
 from autopar.planner.problem import Formulation
+from autopar.planner.scheme import with_axis_names
 from autopar.steps.analysis import Analysis
 from autopar_solver import Solution, Status
 
@@ -50,6 +51,12 @@ class Candidate:
     peak_memory_bytes: float
     weights: Weights | None = None
     lower_s: float | None = None
+
+    @functools.cached_property
+    def mesh(self) -> MeshShape:
+        """The mesh with its axes named by what they split; given names stay."""
+        done = [item for item in self.items if item.work is not None]
+        return with_axis_names(self.pricer.mesh, self.assignment, done)
 
     @functools.cached_property
     def cost(self) -> CostBreakdown:

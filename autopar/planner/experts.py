@@ -46,10 +46,10 @@ def expert_plans(
             limit = restriction_of(analysis, recipe, pricer)
             try:
                 candidate = solve_mesh(analysis, pricer, limit, seconds)
-                out.append(Expert(recipe.name, str(mesh), candidate))
+                out.append(Expert(recipe.name, str(candidate.mesh), candidate))
             except PlanError as error:
                 reason = str(error).split("\n", 1)[0]
-                out.append(Expert(recipe.name, str(mesh), None, reason))
+                out.append(Expert(recipe.name, mesh.label, None, reason))
     return out
 
 

@@ -6,8 +6,10 @@ most as good as one without.
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import flax.linen as nn
@@ -16,11 +18,13 @@ from flax.linen import spmd
 from jax.sharding import PartitionSpec
 
 from autopar.cluster import MeshShape
+from autopar.cluster.mesh import DEFAULT_NAMES
 from autopar.errors import PlanError
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import Layout, from_spec
 from autopar.layouts.strategies import Strategy, layout_of
 from autopar.planner.problem import Restriction
+from autopar.planner.scheme import is_axis_name
 from autopar.plans.specs import spec_of
 from autopar.steps.analysis import Analysis
 from autopar.steps.nodes import Node
@@ -64,13 +68,15 @@ def fitting_meshes(
 ) -> list[MeshShape]:
     """Returns the meshes that have the pins' axes, in sizes that divide the arrays.
 
+    Their axes keep their names, which are those that pins know.
+
     Raises:
       PlanError: there is none; the message is that of the last mesh, which has the
         most axes.
     """
     out: list[MeshShape] = []
     failure: PlanError | None = None
-    for mesh in meshes:
+    for mesh in itertools.chain.from_iterable(_named(m, pins) for m in meshes):
         try:
             pinned_layouts(analysis, pins, mesh)
             out.append(mesh)
@@ -79,6 +85,38 @@ def fitting_meshes(
     if failure is not None and not out:
         raise failure
     return out
+
+
+def _named(mesh: MeshShape, pins: Pins) -> Iterator[MeshShape]:
+    """Yields a mesh with the names of pins on its axes, in every way that there is.
+
+    Axes are named by their position, where pins have no names beside these that plans
+    give (`is_axis_name`). A name that finds no axis is an error later.
+    """
+    wanted = dict.fromkeys(
+        axis
+        for spec in pins.values()
+        for entry in spec
+        for axis in ((entry,) if isinstance(entry, str) else entry or ())
+    )
+    new = [name for name in wanted if name not in (*mesh.names, *DEFAULT_NAMES)]
+    free = [
+        position
+        for position, axis in enumerate(mesh.axes)
+        if not axis.named and axis.name not in wanted
+    ]
+    if len(new) > len(free) or not all(map(is_axis_name, new)):
+        new = []
+    for places in itertools.permutations(free, len(new)):
+        given = dict(zip(places, new, strict=True))
+        yield MeshShape(
+            axes=tuple(
+                dataclasses.replace(
+                    axis, name=given.get(position, axis.name), named=True
+                )
+                for position, axis in enumerate(mesh.axes)
+            )
+        )
 
 
 def check_pinned(

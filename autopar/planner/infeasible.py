@@ -40,7 +40,7 @@ def infeasible(
             f"{has}; {there}, and no choice of layouts was found that stays below that "
             "limit at every moment"
         )
-    lines = [f"no plan fits on {pricer.cluster} (mesh {pricer.mesh}): {reason}."]
+    lines = [f"no plan fits on {pricer.cluster} (mesh {pricer.mesh.label}): {reason}."]
     largest: dict[int, float] = {}
     for term in found.terms:
         largest[term.node] = largest.get(term.node, 0.0) + term.least

@@ -190,7 +190,9 @@ def formulate(
             matrices.append(matrix)
     priced = (*costs, *matrices)
     if pricer.without and not all(np.isfinite(c).any() for c in priced):
-        raise PlanError(f"mesh {pricer.mesh}: no plan does without these messages.")
+        raise PlanError(
+            f"mesh {pricer.mesh.label}: no plan does without these messages."
+        )
     terms: tuple[MemoryTerm, ...] = ()
     if memory_limit is not None:
         known = _terms(like, spaces, copies) if like is not None else ()

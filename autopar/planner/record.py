@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -42,6 +43,7 @@ GIVEN = "layouts as they were given"
 def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
     """Writes the best candidate of a search down as a plan."""
     best = result.best
+    pricer = dataclasses.replace(best.pricer, mesh=best.mesh)
     solution = result.report
     low_s, high_s = interval_s(best.cost, best.pricer.cluster.device)
     predicted = Predicted(
@@ -61,7 +63,7 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
         cost=float(solution.cost),
         # No step takes less than no time: a search that ended early may know no more.
         bound=max(0.0, float(solution.bound)),
-        meshes={str(m): c.step_s for m, c in result.tried if c is not None},
+        meshes={str(c.mesh): c.step_s for _, c in result.tried if c is not None},
     )
     seconds = Seconds(
         trace=analysis.trace_s,
@@ -89,13 +91,13 @@ def make_plan(analysis: Analysis, result: SearchResult) -> Plan:
             i.path: tuple(analysis.graph.values[i.value].shape)
             for i in analysis.graph.inputs
         },
-        worth=worth_of(best.assignment, best.pricer, best.items, best.step_s),
+        worth=worth_of(best.assignment, pricer, best.items, best.step_s),
     ).stamped()
 
 
 def _stage(analysis: Analysis, best: Candidate) -> StagePlan:
     """The whole step on all devices."""
-    names, sizes = best.pricer.mesh.names, best.pricer.sizes
+    names, sizes = best.mesh.names, best.mesh.sizes
     inputs, outputs = _interface(analysis, best.assignment, names)
     return StagePlan(
         name="step",

@@ -134,7 +134,7 @@ def priced(view: Analysis, found: Candidate, site: Site) -> Candidate:
 
 def _mesh_on(site: Site, found: Candidate) -> MeshShape:
     """A candidate's mesh with the links of a replica."""
-    mesh = found.pricer.mesh
+    mesh = found.mesh
     levels = site.part.levels
     return MeshShape(
         axes=tuple(dataclasses.replace(a, link=levels[a.level].link) for a in mesh.axes)

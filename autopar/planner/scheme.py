@@ -2,14 +2,17 @@
 
 Nothing is read from names: what an axis splits in matrix products says what it does
 with the work, where parameters and optimizer state lie says what it does with memory.
+The names of the axes follow from it.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
+from autopar.cluster import MeshShape
 from autopar.cost.items import CostItem
 from autopar.layouts.assignment import Assignment
 from autopar.layouts.layout import axes_of
@@ -19,6 +22,7 @@ from autopar_passes.graph.operators import Operator
 from autopar_passes.graph.roles import InputRole, Role
 
 DATA, CONTEXT, TENSOR, EXPERTS = "data", "sequence", "tensor", "experts"
+_KINDS = {BATCH: DATA, SEQUENCE: CONTEXT}
 # Parts of the work, or of the bytes, from which a scheme is named.
 _NAMED, _MOST = 0.2, 0.5
 _NAMES = {
@@ -26,6 +30,9 @@ _NAMES = {
     TENSOR: "tensor parallel",
     EXPERTS: "expert parallel",
 }
+# What an axis is called that splits a kind most, and one that splits no work.
+_AXES, _OTHER = {DATA: "data", CONTEXT: "sequence", TENSOR: "tensor"}, "x"
+_EXPERT = "expert"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +41,8 @@ class Split:
 
     Attributes:
       work: part of the work of matrix products whose batch, sequence, experts or other
-        dimensions it splits.
+        dimensions it splits; where it splits none of them, of the bytes of the other
+        work of the forward pass.
       columns: whether it splits a dimension that stays, of a product of the forward
         pass with parameters split.
       rows: whether it splits one that is summed.
@@ -71,6 +79,50 @@ def scheme_of(
     return ", ".join(parts) or "one device: nothing is split"
 
 
+def with_axis_names(
+    mesh: MeshShape, assignment: Assignment, work: Sequence[CostItem]
+) -> MeshShape:
+    """The mesh with its axes named by what they split; given names stay.
+
+    Args:
+      mesh: that of the assignment.
+      assignment: strategies as layouts.
+      work: the items of the work of a step.
+    """
+    taken = {axis.name for axis in mesh.axes if axis.named}
+    made = list(mesh.axes)
+    for position, axis in enumerate(mesh.axes):
+        if axis.named:
+            continue
+        name = axis.name  # of one device: nothing is split, whatever its name
+        if axis.size > 1:
+            name = axis_name_of(split_of(assignment, work, position))
+        name = next(n for n in _numbered(name) if n not in taken)
+        taken.add(name)
+        made[position] = dataclasses.replace(axis, name=name, named=True)
+    return MeshShape(axes=tuple(made))
+
+
+def _numbered(name: str) -> Iterator[str]:
+    yield name
+    yield from (f"{name}_{number}" for number in itertools.count(2))
+
+
+def is_axis_name(name: str) -> bool:
+    """Whether a plan may give an axis this name: that of a kind, or a numbered one."""
+    kind, _, number = name.partition("_")
+    known = kind in {*_AXES.values(), _EXPERT, _OTHER}
+    return known and (kind == name or number.isdecimal())
+
+
+def axis_name_of(split: Split) -> str:
+    """The name of an axis: what it splits most, before all experts."""
+    if split.work.get(EXPERTS, 0.0) >= _NAMED:
+        return _EXPERT
+    kind = max(split.work, key=lambda kind: split.work[kind], default="")
+    return _EXPERT if kind == EXPERTS else _AXES.get(kind, _OTHER)
+
+
 def name_of(split: Split) -> str:
     """The name of what one axis does."""
     ranked = sorted(split.work.items(), key=lambda item: -item[1])
@@ -78,7 +130,7 @@ def name_of(split: Split) -> str:
     if kinds:
         return " and ".join(_name(kind, split) for kind in kinds)
     if ranked and ranked[0][1] > 0:
-        return f"{_name(ranked[0][0], split)}, in few products,"
+        return f"{_name(ranked[0][0], split)}, in little of the work,"
     if split.parameters or split.optimizer:
         return "state split, no work,"
     return "nothing"
@@ -90,6 +142,8 @@ def _name(kind: str, split: Split) -> str:
             return "FSDP (ZeRO-3)"
         return "ZeRO-1" if split.optimizer >= _MOST else "data parallel"
     text = _NAMES[kind]
+    if kind == CONTEXT and split.parameters >= _MOST:
+        return f"{text} with split parameters"
     if kind == TENSOR:
         text = f"Megatron {text}" if split.columns and split.rows else text
         return f"{text} with sequence parallelism" if split.between >= _MOST else text
@@ -105,6 +159,8 @@ def split_of(assignment: Assignment, work: Sequence[CostItem], axis: int) -> Spl
     parts, sides = _of_products(assignment, forward, axis)
     if not parts:
         parts, _ = _of_products(assignment, products, axis)
+    if not parts:
+        parts = _of_others(assignment, work, axis)
     return Split(
         parts,
         False in sides,
@@ -139,6 +195,23 @@ def _of_products(
             flops[kind] += done
         sides |= {f in op.rule.reduced for f in split if kinds[f] == TENSOR}
     return {kind: done / total for kind, done in flops.items() if total}, sides
+
+
+def _of_others(
+    assignment: Assignment, work: Sequence[CostItem], axis: int
+) -> dict[str, float]:
+    """Parts of the bytes of forward work without products that it splits so."""
+    total, parts = 0.0, defaultdict[str, float](float)
+    for item in work:
+        if item.work is None or item.work.is_matrix or not _is_forward(item):
+            continue
+        nbytes = item.work.nbytes * assignment.analysis.trips[item.operator]
+        total += nbytes
+        labels = _labels(assignment, item.operator)
+        split = _split_factors(assignment, item.operator, axis)
+        for kind in {_KINDS.get(labels.get(f, ""), TENSOR) for f in split}:
+            parts[kind] += nbytes
+    return {kind: nbytes / total for kind, nbytes in parts.items() if total}
 
 
 def _between(assignment: Assignment, work: Sequence[CostItem], axis: int) -> float:
@@ -182,7 +255,7 @@ def _place(assignment: Assignment, member: int) -> tuple[Node, tuple[int, ...]]:
 def _kind(assignment: Assignment, op: Operator, label: str, factor: int) -> str:
     """What is split where a factor of a product is."""
     if label:
-        return DATA if label == BATCH else CONTEXT
+        return _KINDS[label]
     arrays = (*op.rule.operands[:2], op.rule.results[0])
     everywhere = all(factor in op.rule.factors_of(dims) for dims in arrays)
     if everywhere and any(_is_parameter(assignment, v) for v in op.inputs[:2]):

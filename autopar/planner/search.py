@@ -123,7 +123,7 @@ def search(
     failures: list[tuple[Pricer, PlanError]] = []
     wanted = candidate_meshes(cluster) if meshes is None else list(meshes)
     for number, mesh in enumerate(wanted, 1):
-        say(f"planning mesh {number} of {len(wanted)} ({mesh}){_best(tried)}")
+        say(f"planning mesh {number} of {len(wanted)} ({mesh.label}){_best(tried)}")
         pricer = Pricer(cluster, mesh)
         limit = restriction(pricer) if restriction is not None else None
         try:

@@ -442,7 +442,7 @@ def _solved(
         if status in (Status.INFEASIBLE, Status.UNKNOWN):
             break
         if solution.bound >= task.below_s:
-            raise _SlowerError(f"no plan on mesh {pricer.mesh} is as fast.")
+            raise _SlowerError(f"no plan on mesh {pricer.mesh.label} is as fast.")
         found = solved_again(task.analysis, formulation, solution, start)
         if found is not None:
             found = dataclasses.replace(found, weights=weights)
@@ -471,13 +471,14 @@ def _failed(
     """The error where the solver found no plan that fits."""
     if status is Status.UNKNOWN:
         return TimeOutError(
-            f"no plan found on mesh {pricer.mesh} within {task.limit.seconds:g} s. "
-            "Give the solver more time with seconds=."
+            f"no plan found on mesh {pricer.mesh.label} within "
+            f"{task.limit.seconds:g} s. Give the solver more time with seconds=."
         )
     if tightened is None or formulation is None:
         return PlanError(
-            f"no plan found on mesh {pricer.mesh}: no choice of layouts is possible."
+            f"no plan found on mesh {pricer.mesh.label}: no choice of layouts is "
+            "possible."
         )
     if math.isfinite(task.below_s):  # a plan is known, and nobody reads why
-        return _SlowerError(f"no other plan on mesh {pricer.mesh} fits.")
+        return _SlowerError(f"no other plan on mesh {pricer.mesh.label} fits.")
     return infeasible(task.analysis, pricer, formulation)

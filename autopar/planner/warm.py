@@ -116,11 +116,11 @@ def _meshes(
 
 def _ordered(meshes: Sequence[MeshShape], running: Plan) -> list[MeshShape]:
     """The meshes, those most like the running plan's first."""
-    sizes = dict(zip(running.axis_names, running.axis_sizes, strict=True))
+    sizes = running.axis_sizes
 
     def unlike(mesh: MeshShape) -> tuple[bool, int]:
-        same = sum(sizes.get(a.name) == a.size for a in mesh.axes)
-        return mesh.names != running.axis_names, -same
+        same = sum(a == b for a, b in zip(mesh.sizes, sizes, strict=False))
+        return len(mesh.sizes) != len(sizes), -same
 
     return sorted(meshes, key=unlike)
 
@@ -204,7 +204,7 @@ def _on_mesh(
     starts: list[Candidate] = []
     # Another number of microbatches, or of rows, may make another program.
     alike = len(running.nodes) == len(analysis.contraction.nodes)
-    if alike and pricer.mesh.names == running.axis_names:
+    if alike and len(pricer.sizes) == len(running.axis_sizes):
         with contextlib.suppress(PlanError):
             starts.append(carried_plan(analysis, pricer, running, limit))
     with contextlib.suppress(PlanError):

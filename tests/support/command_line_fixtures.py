@@ -25,4 +25,5 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 def saved(tmp_path_factory: pytest.TempPathFactory) -> pathlib.Path:
     """A plan saved by the command line; tests only read the file."""
     path = tmp_path_factory.mktemp("plans") / "a.json"
-    return save_plan(path, *SMALL, "--cluster", "2x4:cpu")
+    words = ("--cluster", "2x4:cpu", "--axis-names", "data,tensor")
+    return save_plan(path, *SMALL, *words)

@@ -421,7 +421,7 @@ def _solved(
 
 def gradient_decisions(choice: CodecChoice) -> tuple[GradientDecision, ...]:
     """Writes a choice down."""
-    mesh = choice.candidate.pricer.mesh.axes
+    mesh = choice.candidate.mesh.axes
     out: list[GradientDecision] = []
     for site, text, saved, error, summation in zip(
         choice.sites,

@@ -94,9 +94,9 @@ def _of(
             hints = StageHints(seconds=options.seconds, recipe=recipe)
             try:
                 plan = staged_plan(cut, cluster, placed, dense, hints)
-                yield HandMade(recipe.name, stages, str(mesh), plan)
+                yield HandMade(recipe.name, stages, mesh.label, plan)
             except PlanError as error:
-                yield HandMade(recipe.name, stages, str(mesh), None, _line(error))
+                yield HandMade(recipe.name, stages, mesh.label, None, _line(error))
 
 
 def _cut(

@@ -147,7 +147,23 @@ def _laid(
             break  # what does not fit is said where the plan is written
     costs = stage_costs(cut, cluster, devices, found)
     memory = _memory_bytes(table, costs, _saved(cut, wanted, again, found))
-    return _Laid(found, costs, memory)
+    return _Laid(_with_equal_names(cut, found), costs, memory)
+
+
+def _with_equal_names(cut: CutStep, found: list[Candidate]) -> list[Candidate]:
+    """The stages on meshes whose axes have the same names, if they share an array.
+
+    An array of which every stage has a piece lies on a mesh of all stages, so one in
+    the middle names the axes of all.
+    """
+    shared = sizes_by_path(cut.analysis.whole or cut.analysis)
+    if not shared or len({c.pricer.mesh for c in found}) > 1:
+        return found
+    mesh = found[len(found) // 2].mesh
+    return [
+        dataclasses.replace(c, pricer=dataclasses.replace(c.pricer, mesh=mesh))
+        for c in found
+    ]
 
 
 def _sent(

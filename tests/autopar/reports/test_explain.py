@@ -45,7 +45,8 @@ def analysis() -> Analysis:
 
 @pytest.fixture(scope="module")
 def plan(analysis: Analysis, cluster: Cluster) -> Plan:
-    return plan_analysis(analysis, cluster)
+    options = PlanOptions(axis_names=("data", "tensor"))
+    return plan_analysis(analysis, cluster, options)
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ def fills(svg: str, number: int) -> list[str]:
 def test_a_plan_in_one_line() -> None:
     plan = small_step.plan("8:cpu")
     expected = (
-        r"<Plan 8:cpu, mesh data=8, step \d[\d.]* us, \d[\d.]* k?B on each device, "
-        r"proved (optimal|within 0.\d\d% of the optimum), no codecs, data \(8\) unused>"
+        r"<Plan 8:cpu, mesh x=8, step \d[\d.]* us, \d[\d.]* k?B on each device, "
+        r"proved (optimal|within 0.\d\d% of the optimum), no codecs, x \(8\) unused>"
     )
     assert re.fullmatch(expected, repr(plan))
     assert repr(plan) == f"{plan!r}" != str(plan)
