@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import math
+import numbers
 import pathlib
 from collections.abc import Mapping, Sequence
 from types import NoneType
@@ -248,6 +249,8 @@ class Cluster:
         >>> Cluster.parse("2x4:h100").slice((1, 2), offset=6).device_names
         ('host1/device2', 'host1/device3')
         """
+        check_type("Cluster.slice: shape", shape, (tuple, list), "sizes such as (1, 2)")
+        check_type("Cluster.slice: offset", offset, numbers.Integral, "a whole number")
         if self.groups:
             return groups_of.slice_of(self, shape, offset)
         sizes = slices.check_shape(self.levels, shape)
@@ -267,6 +270,10 @@ class Cluster:
         >>> [stage.ids for stage in stages]
         [(0, 1), (4, 5, 6, 7), (2, 3)]
         """
+        wanted = "a list of shapes, such as [(1, 2), (1, 2)]"
+        check_type("Cluster.partition", shapes, (tuple, list), wanted)
+        for shape in shapes:
+            check_type("Cluster.partition", shape, (tuple, list), wanted)
         offsets = slices.partition(self.levels, shapes)
         pairs = zip(shapes, offsets, strict=True)
         return tuple(self._cut(tuple(shape), offset) for shape, offset in pairs)

@@ -32,6 +32,7 @@ from autopar import (
     parallelize,
     plan,
 )
+from autopar.compression.policies import topk_levels
 
 EIGHT = "8:cpu"
 ROWS, WIDTH = 16, 16
@@ -94,6 +95,20 @@ NO_DEVICE = r"unknown device.*the presets are .*TOML file"
 def test_clusters(text: str, message: str) -> None:
     refused(lambda: Cluster.parse(text), message, ClusterError)
     refused(lambda: parallelize(step, cluster=text), message, ClusterError)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: Cluster.parse("2x4:cpu").slice(None), r"slice: .*\(1, 2\), got None"),
+        (lambda: Cluster.parse("2x4:cpu").slice((1, 2), "0"), "offset: .*got '0'"),
+        (lambda: Cluster.parse("2x4:cpu").partition(3), "partition: .*got 3"),
+        (lambda: Cluster.parse("2x4:cpu").partition([3]), "partition: .*got 3"),
+        (lambda: topk_levels("x"), "topk_levels: least: .*got 'x'"),
+    ],
+)
+def test_arguments_of_a_wrong_type(call: Call, message: str) -> None:
+    refused(call, message, TypeError)
 
 
 @pytest.mark.parametrize("given", [8, None, ["8:cpu"], {}])

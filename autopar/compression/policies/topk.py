@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from autopar.compression.policies.signals import canonical
-from autopar_errors import InputError
+from autopar_errors import InputError, check_type
 
 Stepping = Literal["geometric", "exponential"]
 
@@ -33,6 +33,8 @@ def topk_levels(
     >>> topk_levels(10, 1000, 2, "exponential")
     ('topk:ratio=0.1', 'topk:ratio=0.05', 'topk:ratio=0.0125', 'topk:ratio=0.001')
     """
+    for name, given in (("least", least), ("most", most), ("factor", factor)):
+        check_type(f"topk_levels: {name}", given, (int, float), "a number, such as 10")
     if not (1.0 <= least <= most and factor > 1.0):
         raise InputError(
             "topk_levels: needs 1 <= least <= most and factor > 1, got least="
