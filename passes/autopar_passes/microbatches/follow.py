@@ -35,7 +35,7 @@ from autopar_passes.microbatches.classes import (
 )
 from autopar_passes.microbatches.draws import can_draw
 from autopar_passes.microbatches.facts import RANDOM, Facts
-from autopar_passes.microbatches.indexing import check_within
+from autopar_passes.microbatches.indexing import taken_from_others
 from autopar_passes.microbatches.known import Again, Known
 from autopar_passes.microbatches.microbatched import MicrobatchError
 from autopar_passes.microbatches.pairs import Pair, check_dims, place
@@ -317,15 +317,14 @@ class Follower:
         known = value in self.facts.statistics or (
             op.role is Role.BACKWARD and op.module in self._modules
         )
-        if not known and not self.couple:
+        others = None if known else taken_from_others(self.pair, eqn, value)
+        if not known and (others is not None or not self.couple):
             if value in self.facts.updated and op.role is not Role.BACKWARD:
                 raise MicrobatchError(
                     f"{place(eqn)} needs whole gradients, and a backward pass reads "
                     "what it makes: the batch would be gone through more than once."
                 )
-            raise kernels.CoupledError(eqn, why, op.module)
-        if not known:
-            check_within(self.pair, eqn, value)
+            raise kernels.CoupledError(eqn, why, op.module, others)
         if op.role is Role.FORWARD or op.module not in self._modules:
             what = "batch statistics" if value in self.facts.statistics else place(eqn)
             where = op.module or op.source

@@ -6,8 +6,7 @@ say that an index is none of a row.
 
 from __future__ import annotations
 
-from autopar_passes.microbatches.microbatched import MicrobatchError
-from autopar_passes.microbatches.pairs import Pair, place
+from autopar_passes.microbatches.pairs import Pair
 from autopar_passes.program.equations import Atom, Equation, Scalar
 
 SCATTERS = frozenset(
@@ -41,16 +40,16 @@ def indexes_rows(pair: Pair, eqn: Equation) -> bool:
             return False
 
 
-def check_within(pair: Pair, eqn: Equation, value: int | None) -> None:
-    """Checks that a microbatch can stand for the batch in what an operator does.
+def taken_from_others(pair: Pair, eqn: Equation, value: int | None) -> Equation | None:
+    """What takes rows that other microbatches have, so that none stands for the batch.
 
     Args:
       pair: the programs.
-      eqn: the operator.
+      eqn: the operator that needs the batch.
       value: the sum over the batch that it needs; None: it needs rows.
 
-    Raises:
-      MicrobatchError: it picks or adds up rows by numbers that are given.
+    Returns:
+      An operator that picks or adds up rows by numbers that are given.
     """
     found = [eqn] if value is None else []
     left, seen = [value], set[int | None]()
@@ -65,11 +64,8 @@ def check_within(pair: Pair, eqn: Equation, value: int | None) -> None:
         added = value is not None and maker.primitive in SCATTERS
         picked = value is None and indexes_rows(pair, maker)
         if (added or picked) and not _indexes_within(pair, maker):
-            raise MicrobatchError(
-                f"{place(maker)} takes rows by numbers that are given with the whole "
-                "batch. A microbatch does not have all of them, and no option helps: "
-                "plan with microbatches=1."
-            )
+            return maker
+    return None
 
 
 def _indexes_within(pair: Pair, eqn: Equation) -> bool:

@@ -41,9 +41,18 @@ class CoupledError(MicrobatchError):
       why: the operator that couples them, and how.
     """
 
-    def __init__(self, eqn: Equation, why: str, module: str) -> None:
-        """Says it, with the option that helps."""
+    def __init__(
+        self, eqn: Equation, why: str, module: str, others: Equation | None
+    ) -> None:
+        """Says it, with the option that helps, or what takes rows of other parts."""
         self.why = f"{place(eqn)} {why}"
+        if others is not None:
+            super().__init__(
+                f"{place(others)} takes rows by numbers that are given with the whole "
+                "batch. A microbatch does not have all of them, and no option helps: "
+                "plan with microbatches=1."
+            )
+            return
         where = f", in {module}" if module else ""
         if eqn.primitive in _OPAQUE:
             said = f"{self.why}{where}: its rows may depend on each other. "

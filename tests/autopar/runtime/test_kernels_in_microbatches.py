@@ -74,8 +74,7 @@ def test_edges_to_nodes_of_other_microbatches_are_refused(coupled: Any) -> None:
     nodes = jax.ShapeDtypeStruct((64, 8), jnp.float32)
     graph = {"nodes": nodes, "from": edges, "to": edges}
     w = jax.ShapeDtypeStruct((8, 8), jnp.float32)
-    reason = "coupled=" if coupled == "refuse" else "no option helps"
-    with pytest.raises(PlanError, match=reason):
+    with pytest.raises(PlanError, match="no option helps"):
         autopar.plan(
             graph_step, w, graph, cluster="2:cpu", microbatches=4, coupled=coupled
         )
