@@ -11,6 +11,7 @@ from autopar.elastic.beside import Beside
 from autopar.elastic.events import Event
 from autopar.elastic.ledger import Ledger
 from autopar.elastic.loop import ElasticRun, Step
+from autopar.elastic.nans import Finiteness
 from autopar.elastic.resolve import Resolved
 from autopar.errors import PlanError
 from autopar.goodput.following import Following
@@ -77,6 +78,11 @@ class TrainRun:
         self.run.state = self.loop.begin(self.run.state, *rest, **named)
         self.run.keep(self.loop.to_data)
         self._worth = progress(self.run.state)
+
+    @property
+    def nans(self) -> Finiteness:
+        """Counts the steps that were not finite."""
+        return self.run.nans
 
     @property
     def state(self) -> Any:

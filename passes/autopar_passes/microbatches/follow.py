@@ -181,9 +181,14 @@ class Follower:
 
     def _plain(self, eqn: Equation) -> list[Split]:
         given = [self.known.of(a) for a in eqn.inputs]
+        kinds = {c.kind for c in given}
+        if eqn.source.effects and Kind.SUM in kinds:
+            raise MicrobatchError(
+                f"{place(eqn)} would tell the host a part of a sum over rows, once for "
+                "each microbatch. Call it outside of the loop, or give microbatches=1."
+            )
         if not eqn.outputs:
             return []
-        kinds = {c.kind for c in given}
         if eqn.primitive == "iota" or Kind.POSITION in kinds:
             return self._positions(eqn, given)
         if Kind.ROWS not in kinds and operators.moved(self.pair, eqn):

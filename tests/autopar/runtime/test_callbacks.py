@@ -157,3 +157,23 @@ def test_a_loop_of_layers_that_calls_the_host_is_cut_into_stages() -> None:
     jax.effects_barrier()
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     np.testing.assert_allclose(found, sorted(log), rtol=1e-4, atol=1e-4)
+
+
+def test_a_part_of_a_sum_in_a_loop_over_layers_is_refused() -> None:
+    """Plain jit tells the host the mean over all rows, once for each layer."""
+
+    def step(ws: Any, x: Any) -> Any:
+        def layer(h: Any, w: Any) -> Any:
+            h = jnp.tanh(h @ w)
+            jax.debug.callback(lambda _: None, h.mean())
+            return h, None
+
+        def loss(ws: Any) -> Any:
+            return jnp.mean(jax.lax.scan(layer, x, ws)[0] ** 2)
+
+        value, gradient = jax.value_and_grad(loss)(ws)
+        return ws - 0.1 * gradient, value
+
+    ws = np.stack([W, W])
+    with pytest.raises(autopar.AutoparError, match="a part of a sum over rows"):
+        autopar.plan(step, ws, X, cluster="4:cpu", microbatches=2)
