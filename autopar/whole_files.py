@@ -51,7 +51,7 @@ def _replace(path: pathlib.Path, content: bytes, mode: int) -> None:
         with contextlib.suppress(OSError):
             os.unlink(part)
         if isinstance(error, OSError):  # it names the part
-            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+            error.filename = os.fspath(path)
         raise
 
 

@@ -308,8 +308,8 @@ def test_forked_processes() -> None:
     [
         ({"nothing": P("data")}, r"matches no input; inputs are named like"),
         ({"w": P("zzz")}, r"no mesh axis 'zzz'; the mesh has"),
-        ({"w": P("data", "data")}, r"uses a mesh axis twice"),
-        ({"w": P(None, None, "data")}, r"more entries than shape"),
+        ({"w": P("x", "x")}, r"uses a mesh axis twice"),
+        ({"w": P(None, None, "x")}, r"more entries than shape"),
         ("w", r"expected a dictionary of path patterns"),
     ],
 )

@@ -132,7 +132,8 @@ def _rows(
                 score[1] = float(found not in trained)
                 score[2] = apart.products.get(found, 0.0)
                 score[3] = -float(found in apart.in_turns)
-                score[4] = -apart.mixed.get(found, 0.0)
+                if score[2]:  # without products, what a sum costs says nothing
+                    score[4] = -apart.mixed.get(found, 0.0)
                 score[5] += dims.nbytes(i.value) / (1 + k)
     return max(scores, key=lambda c: (*scores[c], -c), default=-1)
 
