@@ -10,11 +10,10 @@ import numpy as np
 from autopar.cost.local import Buffer, local_bytes
 from autopar.layouts.assignment import Assignment, Way
 from autopar.layouts.layout import Layout
-from autopar.steps.fusion import MATRIX
 from autopar.steps.lifetimes import Lifetimes
 from autopar.steps.readings import Reading
 from autopar.steps.widening import WIDER
-from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import Role
 
 # Convolutions run on operands copied into the order that their kernels want.
@@ -91,7 +90,7 @@ class Brought:
             key = value, self.assignment.layout(op, op.rule.operands[reading.slot])
             span = self.life.time[op.index], until
             self.spread[key] = _joined(self.spread.get(key, span), span)
-        ways, special = self.assignment.ways[reading.group], op.kind in MATRIX
+        ways, special = self.assignment.ways[reading.group], op.kind in PRODUCTS
         for source, way in zip(reading.sources, ways, strict=True):
             if special or way[0]:
                 self._need(op, source, way, until)
@@ -104,7 +103,7 @@ class Brought:
         """Notes that an operator needs a value until a time."""
         steps, fresh = way
         start = self.life.arrives(source, op.index)
-        product = op.kind in MATRIX
+        product = op.kind in PRODUCTS
         wide = product and source in self.life.widened.operands
         if steps:
             _extend(self.ends, source, start)
@@ -196,7 +195,7 @@ def _special(assignment: Assignment, life: Lifetimes) -> np.ndarray:
     readings = assignment.analysis.readings
     # Elsewhere a product asks for nothing else of what it reads as it lies.
     wide = life.early or life.widened.operands or life.replacing.waits_for
-    apart = MATRIX if wide else _COPIES_OPERANDS
+    apart = PRODUCTS if wide else _COPIES_OPERANDS
     unlike = [
         bool(steps) or group.operator.kind in apart
         for group, ways in zip(readings.groups, assignment.ways, strict=True)

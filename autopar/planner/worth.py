@@ -14,10 +14,8 @@ from autopar.layouts.layout import axes_of
 from autopar.planner.scheme import scheme_of
 from autopar.plans.worth import AxisUse, Worth
 from autopar.steps.analysis import Analysis
-from autopar.steps.attention import Attention, written_attention
-from autopar.steps.fusion import MATRIX
 from autopar.steps.samples import batch_tokens, samples
-from autopar_passes.graph.operators import Operator
+from autopar_passes.graph.operators import PRODUCTS, Operator
 from autopar_passes.graph.roles import Role
 from autopar_passes.rules.kernel import CUDNN_EFFICIENCY, PALLAS_EFFICIENCY
 
@@ -52,11 +50,7 @@ def worth_of(
     one_bytes = peak_memory_bytes(whole, life, overhead)
     rows, tokens = samples(analysis.graph), batch_tokens(analysis.graph)
     done = [item for item in items if item.work is not None]
-    program = analysis.program
-    closed_over = program.body.inputs[program.num_arguments :]
-    constants = dict(zip(closed_over, program.constants, strict=True))
-    written = written_attention(analysis.graph, constants)
-    work = model_work(analysis, written)
+    work = model_work(analysis)
     most = step_s * pricer.mesh.num_devices * cluster.device.peak(work.dtype)
     return Worth(
         one_device_s=one_s,
@@ -66,7 +60,7 @@ def worth_of(
         model_flops=work.flops,
         mfu=work.flops / most if most else 0.0,
         causal_mfu=(work.flops - 0.5 * work.causal_flops) / most if most else 0.0,
-        fused_saves_s=fused_saves_s(analysis, written, done, pricer),
+        fused_saves_s=fused_saves_s(analysis, done, pricer),
         rows=rows,
         tokens=tokens,
         rows_per_s=rows / step_s if step_s else 0.0,
@@ -94,19 +88,18 @@ class ModelWork:
     dtype: str
 
 
-def model_work(analysis: Analysis, written: Sequence[Attention]) -> ModelWork:
+def model_work(analysis: Analysis) -> ModelWork:
     """The model's own work in a step.
 
     Args:
       analysis: the step.
-      written: attention that it writes out.
     """
-    graph = analysis.graph
+    graph, written = analysis.graph, analysis.attention
     masked = frozenset[int]().union(*(x.products for x in written if x.causal))
     flops = causal = 0.0
     forward: dict[str, float] = {}
     for op in graph.operators:
-        if is_repeated(op) or not (op.kind in MATRIX or op.kernel is not None):
+        if is_repeated(op) or not (op.kind in PRODUCTS or op.kernel is not None):
             continue
         if op.kernel is not None:
             own, half = op.kernel.model_flops, op.kernel.causal_flops
@@ -126,7 +119,6 @@ def model_work(analysis: Analysis, written: Sequence[Attention]) -> ModelWork:
 
 def fused_saves_s(
     analysis: Analysis,
-    written: Sequence[Attention],
     done: Sequence[CostItem],
     pricer: Pricer,
 ) -> float:
@@ -137,7 +129,6 @@ def fused_saves_s(
 
     Args:
       analysis: the step.
-      written: attention that it writes out.
       done: the items of its work.
       pricer: the mesh and cluster.
     """
@@ -145,7 +136,7 @@ def fused_saves_s(
     most, efficiency = _FUSED.get(device.kind, (0, 0.0))
     operators, trips = analysis.graph.operators, analysis.trips
     saved = 0.0
-    for found in written:
+    for found in analysis.attention:
         if found.dtype not in _HALF or found.head_dim > most:
             continue
         classes = {operators[k].class_index for k in found.products | found.between}

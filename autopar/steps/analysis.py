@@ -14,10 +14,11 @@ from autopar.garbage import collector_paused
 from autopar.plans.rematerialisation import AS_WRITTEN, Rematerialisation
 from autopar.progress import say
 from autopar.steps import spares
+from autopar.steps.attention import Attention, written_attention
 from autopar.steps.batch import DimLabels, dim_labels
 from autopar.steps.breadth import breadth_first
 from autopar.steps.fingerprints import fingerprint, structure
-from autopar.steps.fusion import BOUNDARY, MATRIX, Fusion, fusion, looked_up, made_again
+from autopar.steps.fusion import BOUNDARY, Fusion, fusion, looked_up, made_again
 from autopar.steps.independence import Independent, independent
 from autopar.steps.labels import Labels, factor_labels
 from autopar.steps.lifetimes import (
@@ -57,7 +58,7 @@ from autopar.steps.work import (
 )
 from autopar_errors import InputError
 from autopar_passes.graph.build import step_graph
-from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, producers
 from autopar_passes.graph.roles import Role
 from autopar_passes.layer_loops.find import stacked_state
 from autopar_passes.microbatches.microbatched import Microbatched
@@ -167,6 +168,14 @@ class Analysis:
     def cuts(self) -> dict[tuple[tuple[int, tuple[int, ...]], ...], Analysis]:
         """What `autopar.steps.pieces.with_pieces` has made of it."""
         return {}
+
+    @functools.cached_property
+    def attention(self) -> tuple[Attention, ...]:
+        """The attention that the step writes out."""
+        program = self.program
+        closed_over = program.body.inputs[program.num_arguments :]
+        constants = dict(zip(closed_over, program.constants, strict=True))
+        return written_attention(self.graph, constants)
 
     @functools.cached_property
     def stacked(self) -> dict[int, int]:
@@ -304,7 +313,7 @@ class Analysis:
                 widened=widened(self.graph) if habits.widens else known.widened,
                 rounded=self.rounded if habits.rounds else known.rounded,
             )
-            if any(op.kind in MATRIX for op in self.graph.operators):
+            if any(op.kind in PRODUCTS for op in self.graph.operators):
                 room = habits.workspace_bytes
                 known = dataclasses.replace(known, workspace_bytes=room)
             self._lives[habits] = known
@@ -336,7 +345,7 @@ class Analysis:
         return {
             op.index: self.independent.computations[op.index]
             for op in self.graph.operators
-            if op.kind in MATRIX
+            if op.kind in PRODUCTS
             and op.role is Role.BACKWARD
             and op.class_index in self.independent.summing
         }

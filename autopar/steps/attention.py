@@ -17,13 +17,11 @@ from typing import Any
 
 import numpy as np
 
-from autopar.steps.fusion import MATRIX
-from autopar_passes.graph.operators import Operator, OperatorGraph, producers
+from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, producers
+from autopar_passes.rules.attention import EXPONENTIALS, ORDERINGS
 
-_EXP = frozenset({"exp", "exp2"})
-_ORDER = frozenset({"ge", "gt", "le", "lt"})
 # Operators whose result of the same size is not element by element that of an operand.
-_APART = MATRIX | {"gather", "sort", "top_k", "dynamic_update_slice", "rev", "cumsum"}
+_APART = PRODUCTS | {"gather", "sort", "top_k", "dynamic_update_slice", "rev", "cumsum"}
 # Operators that a mask is made by; what lies behind more of them is not looked at.
 _DEEP = 200
 
@@ -56,7 +54,7 @@ def written_attention(
       graph: the operator graph.
       constants: the arrays of values that the step closes over.
     """
-    if not any(op.kind in _EXP for op in graph.operators):
+    if not any(op.kind in EXPONENTIALS for op in graph.operators):
         return ()
     made = producers(graph.operators)
     free = _free(graph)
@@ -133,7 +131,7 @@ class _Group:
         self, graph: OperatorGraph, groups: _Groups, root: int, ops: list[Operator]
     ) -> None:
         self.graph, self.groups, self.root, self.ops = graph, groups, root, ops
-        self.products = [op for op in ops if op.kind in MATRIX]
+        self.products = [op for op in ops if op.kind in PRODUCTS]
         self.scores = [
             op
             for op in self.products
@@ -149,7 +147,7 @@ class _Group:
         kinds = {op.kind for op in self.ops if self.has(op.inputs)}
         return (
             bool(self.scores)
-            and bool(kinds & _EXP)
+            and bool(kinds & EXPONENTIALS)
             and "reduce_sum" in kinds
             and any(self.has(op.inputs) for op in self.products)
             and all(map(_is_batched, self.products))
@@ -205,7 +203,12 @@ def _is_causal(
         if value in constants and _is_triangle(constants[value]):
             return True
         one, other = (*op.inputs, None, None)[:2]
-        if op.kind in _ORDER and one is not None and other is not None and one != other:
+        if (
+            op.kind in ORDERINGS
+            and one is not None
+            and other is not None
+            and one != other
+        ):
             sources = _sources(one, made)
             if sources and sources == _sources(other, made):
                 return True
@@ -227,7 +230,7 @@ def _behind(value: int, made: Mapping[int, Operator]) -> Iterator[tuple[int, Ope
     while left and len(seen) < _DEEP:
         value = left.pop()
         op = made.get(value)
-        if value in seen or op is None or op.kind in MATRIX:
+        if value in seen or op is None or op.kind in PRODUCTS:
             continue
         seen.add(value)
         yield value, op

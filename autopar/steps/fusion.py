@@ -13,13 +13,11 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Self
 
-from autopar_passes.graph.operators import Operator, OperatorGraph
+from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph
 from autopar_passes.rules.factor_rule import FactorKind, FactorRule
 
 # Boundary operators hand values over; they compute nothing.
 BOUNDARY = frozenset({"input", "return", "enter", "carry", "merge"})
-# Products on the matrix units; everything else runs on the vector units.
-MATRIX = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # Element-wise operators that XLA does not compute once for each reader
 # (openxla/xla, HloInstruction::IsExpensive as instruction fusion applies it).
 _COSTLY = frozenset(
@@ -116,7 +114,7 @@ def is_product(op: Operator) -> bool:
     where something is contracted (openxla/xla, AlgebraicSimplifierVisitor::HandleDot).
     """
     if op.kind != "dot_general":
-        return op.kind in MATRIX
+        return op.kind in PRODUCTS
     sizes = op.rule.sizes
     return all(math.prod(sizes[f] for f in side) > 1 for side in side_factors(op.rule))
 

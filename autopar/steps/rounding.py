@@ -22,12 +22,12 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
-from autopar.steps.fusion import BOUNDARY, MATRIX, is_elementwise, is_product
+from autopar.steps.fusion import BOUNDARY, is_elementwise, is_product
 from autopar.steps.nodes import Contraction
 from autopar.steps.readings import ReadingGroup, Readings
 from autopar.steps.rounded import Rounded
 from autopar.steps.uses import ValueClass, node_dims, value_class
-from autopar_passes.graph.operators import Operator, OperatorGraph, readers
+from autopar_passes.graph.operators import PRODUCTS, Operator, OperatorGraph, readers
 from autopar_passes.program.equations import Equation
 
 # Operators that a conversion moves through.
@@ -83,7 +83,7 @@ def _single_pass(
     graph: OperatorGraph, op: Operator, equations: Mapping[int, Equation]
 ) -> bool:
     """Whether an operator is a product that rounds its operands of float32."""
-    if op.kind not in MATRIX or not is_product(op) or op.equation not in equations:
+    if op.kind not in PRODUCTS or not is_product(op) or op.equation not in equations:
         return False
     if not all(v is not None and _is_float32(graph, v) for v in op.inputs[:2]):
         return False
@@ -139,7 +139,7 @@ def _in_one_kernel(graph: OperatorGraph, rounded: Collection[int]) -> set[int]:
         for value in op.outputs:
             if op.kind not in _HANDED and _is_float32(graph, value) and applied(value):
                 ends.add(value)
-                if op.kind in MATRIX:
+                if op.kind in PRODUCTS:
                     out.add(value)
     return out
 

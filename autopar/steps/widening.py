@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import dataclasses
 
-from autopar.steps.fusion import BOUNDARY, MATRIX, is_elementwise
-from autopar_passes.graph.operators import OperatorGraph, readers
+from autopar.steps.fusion import BOUNDARY, is_elementwise
+from autopar_passes.graph.operators import PRODUCTS, OperatorGraph, readers
 from autopar_passes.graph.roles import Role
 
 # Bytes of the types that are widened, and the factor on them.
@@ -48,7 +48,7 @@ def widened(graph: OperatorGraph) -> Widened:
     def reduces(value: int) -> bool:
         return any(r.kind.startswith("reduce_") for r, _ in read.get(value, []))
 
-    products = [op for op in graph.operators if op.kind in MATRIX]
+    products = [op for op in graph.operators if op.kind in PRODUCTS]
     operands = {v for op in products for v in op.inputs}
     held = {
         op.inputs[0]

@@ -15,7 +15,13 @@ import dataclasses
 from collections.abc import Iterable, Sequence, Set
 
 from autopar_passes import jax_compat
-from autopar_passes.graph.operators import BOUNDARIES, GraphInput, Operator, readers
+from autopar_passes.graph.operators import (
+    BOUNDARIES,
+    PRODUCTS,
+    GraphInput,
+    Operator,
+    readers,
+)
 from autopar_passes.graph.roles import InputRole, Role
 from autopar_passes.program.calls import NOT_NAMED, NamedRoles
 from autopar_passes.program.equations import Value
@@ -23,7 +29,6 @@ from autopar_passes.rules.factor_rule import FactorKind
 
 # Shapes of raw random keys, which are no rows.
 _RAW_KEYS = ((2,), (4,))
-_PRODUCTS = ("dot_general", "conv_general_dilated", "ragged_dot_general")
 # Operators whose first operand is read or written at the places that others name.
 _INDEXED = ("gather", "dynamic_slice", "dynamic_update_slice")
 
@@ -318,7 +323,7 @@ class _Apart:
                 mixed.update(part)
             twice |= kept.intersection(part)
             kept.update(part)
-        if op.kind in _PRODUCTS or op.kernel:
+        if op.kind in PRODUCTS or op.kernel:
             _add(self.products, kept - mixed - twice, op)
             _add(self.products, twice - mixed, op, 0.5)
         else:

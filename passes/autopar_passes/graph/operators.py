@@ -15,6 +15,8 @@ from autopar_passes.program.equations import Program, Value
 from autopar_passes.rules.factor_rule import FactorRule
 from autopar_passes.rules.kernel import Kernel
 
+# Primitives that multiply matrices, as they are or as a convolution.
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 # They hand values into a region and out of it.
 BOUNDARIES = frozenset({"enter", "slice_step", "carry", "stack_step", "merge"})
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from autopar_passes import jax_compat
+from autopar_passes.graph.operators import PRODUCTS
 from autopar_passes.program.building import renumbered
 from autopar_passes.program.calls import Call
 from autopar_passes.program.equations import Equation, Program, Region, walk
@@ -20,8 +21,6 @@ from autopar_passes.rules.book import signature
 
 # JAX's name for the part of a backward pass that repeats a forward pass.
 REPEATED = "rematted_computation"
-# Operators that do most of the work of a layer.
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated", "ragged_dot_general"})
 
 
 def trace_without_checkpoints(step: Callable[..., Any], call: Call) -> TracedStep:

@@ -22,9 +22,10 @@ from typing import Any
 
 from autopar_passes import jax_compat
 
-_EXP = frozenset({"exp", "exp2"})
+# Primitives of a softmax, and of a mask.
+EXPONENTIALS = frozenset({"exp", "exp2"})
+ORDERINGS = frozenset({"ge", "gt", "le", "lt"})
 _DOTS = frozenset({"dot_general", "dot"})
-_ORDER = frozenset({"ge", "gt", "le", "lt"})
 # What a mask that leaves out the later keys takes off, at the least, of what runs.
 _LEAST_MASKED = 0.95
 
@@ -51,7 +52,7 @@ def attention_flops(
     kinds = {eqn.primitive.name for eqn in body}
     first = mapping.num_index_operands
     arrays = operands[first:]
-    if not (kinds & _EXP and kinds & _DOTS) or len(arrays) < 3:
+    if not (kinds & EXPONENTIALS and kinds & _DOTS) or len(arrays) < 3:
         return None
     query, key, value = arrays[:3]
     rank = len(query.shape)
@@ -98,7 +99,7 @@ def _sequence(mapping: Any) -> int | None:
 
 def _orders(eqn: Any) -> bool:
     """Whether an equation compares whole numbers of two dimensions of a block."""
-    return eqn.primitive.name in _ORDER and all(
+    return eqn.primitive.name in ORDERINGS and all(
         len(getattr(atom.aval, "shape", ())) >= 2 and _integer(atom.aval)
         for atom in eqn.invars
     )

@@ -97,7 +97,7 @@ def test_a_step_that_does_not_fit_one_device_says_so() -> None:
 
 @pytest.mark.parametrize("loss", [mlp_loss, remat_loss])
 def test_rematerialised_products_count_once(loss: Any) -> None:
-    work = model_work(analysed(loss), ())
+    work = model_work(analysed(loss))
     assert (work.flops, work.causal_flops, work.dtype) == (FLOPS, 0.0, "float32")
 
 
