@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import os
 import pathlib
@@ -73,3 +74,31 @@ def append_lines(path: pathlib.Path, lines: bytes) -> None:
             raise
     finally:
         os.close(file)
+
+
+class WaitingLines:
+    """Lines of a file; those for which there is no room wait until there is."""
+
+    def __init__(self, path: pathlib.Path, most: int) -> None:
+        """Writes nothing yet.
+
+        Args:
+          path: of the file.
+          most: lines that wait; older ones are given up.
+        """
+        self._path = path
+        self._lines: collections.deque[bytes] = collections.deque(maxlen=most)
+
+    def add(self, line: bytes) -> None:
+        """Has a line wait behind the others."""
+        self._lines.append(line)
+
+    def flush(self) -> None:
+        """Writes all that wait, or none.
+
+        Raises:
+          OSError: they cannot be written; they go on waiting.
+        """
+        if self._lines:
+            append_lines(self._path, b"".join(self._lines))
+            self._lines.clear()

@@ -17,7 +17,6 @@ Kinds of lines:
 
 from __future__ import annotations
 
-import collections
 import json
 import os
 import sys
@@ -29,7 +28,7 @@ from typing import Any
 
 from autopar.elastic.resolve import Resolved
 from autopar.errors import PlanError
-from autopar.whole_files import append_lines
+from autopar.whole_files import WaitingLines
 
 # Lines that a run keeps in memory.
 _KEPT = 1000
@@ -54,7 +53,7 @@ class Ledger:
         self.path = None if path is None else Path(path)
         self.lines: list[dict[str, Any]] = []
         self.failure = ""
-        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_KEPT)
+        self._file = None if self.path is None else WaitingLines(self.path, _KEPT)
         self._lock = threading.Lock()
         if self.path is not None:
             try:
@@ -73,14 +72,12 @@ class Ledger:
         line = {"kind": kind, "time_s": time.time(), **fields}
         with self._lock:
             self.lines = [*self.lines[1 - _KEPT :], line]
-            if self.path is None:
+            if self._file is None:
                 return
-            text = json.dumps(line, allow_nan=False).encode() + b"\n"
+            self._file.add(json.dumps(line, allow_nan=False).encode() + b"\n")
             try:
-                append_lines(self.path, b"".join([*self._waiting, text]))
-                self._waiting.clear()
+                self._file.flush()
             except OSError as error:
-                self._waiting.append(text)
                 if not self.failure:
                     print(f"autopar: {self.path}: {error}.", file=sys.stderr)
                 self.failure = str(error)

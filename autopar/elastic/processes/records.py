@@ -6,7 +6,6 @@ the log goes on with them when there is room again.
 
 from __future__ import annotations
 
-import collections
 import json
 import pathlib
 import sys
@@ -17,7 +16,7 @@ import msgspec
 
 from autopar.elastic.processes.messages import Message
 from autopar.errors import PlanError
-from autopar.whole_files import append_lines, write_whole
+from autopar.whole_files import WaitingLines, write_whole
 
 # Lines that wait for room at most; older ones are given up.
 _WAITING = 10_000
@@ -70,15 +69,15 @@ class Records:
 
     def __init__(self, folder: pathlib.Path) -> None:
         """Writes nothing yet."""
-        self._log, self._state = folder / "log.jsonl", folder / "run.json"
-        self._waiting: collections.deque[bytes] = collections.deque(maxlen=_WAITING)
+        self._folder, self._state = folder, folder / "run.json"
+        self._log = WaitingLines(folder / "log.jsonl", _WAITING)
         self._kept: bytes | None = None
         self._failed = False
         self._awaited: frozenset[int] = frozenset()
 
     def log(self, line: Mapping[str, Any]) -> None:
         """Adds a line to the log, behind those that wait."""
-        self._waiting.append(json.dumps(line).encode() + b"\n")
+        self._log.add(json.dumps(line).encode() + b"\n")
         self.flush()
 
     def state(self, data: Mapping[str, Any]) -> None:
@@ -88,12 +87,8 @@ class Records:
 
     def flush(self) -> None:
         """Writes what waits; says once that it cannot be written."""
-        if not self._waiting and self._kept is None:
-            return
         try:
-            if self._waiting:
-                append_lines(self._log, b"".join(self._waiting))
-                self._waiting.clear()
+            self._log.flush()
             if self._kept is not None:
                 write_whole(self._state, self._kept)
                 self._kept = None
@@ -129,5 +124,5 @@ class Records:
         self._awaited |= late
 
     def _say(self, what: str) -> None:
-        text = f"autopar run: {self._log.parent} {what}."
+        text = f"autopar run: {self._folder} {what}."
         print(text, file=sys.stderr, flush=True)
