@@ -114,7 +114,7 @@ def show(state: pathlib.Path, name: str, *, as_json: bool) -> Result:
       ScheduleError: there is none of the name.
     """
     with _store(state) as store:
-        job = _named(store, name)
+        job = store.job(name)
         decided = [line for line in store.decisions() if line["job"] == name]
         spans = [span for span in store.spans() if span["job"] == name]
         figures = _figures(store, state)
@@ -162,7 +162,7 @@ def logs(state: pathlib.Path, name: str, lines: int, *, follow: bool) -> Result:
       ScheduleError: there is no such job, or it has not printed anything.
     """
     with _store(state) as store:
-        job = _named(store, name)
+        job = store.job(name)
     path = state / "jobs" / name / "output"
     try:
         with path.open(errors="replace") as file:
@@ -185,7 +185,7 @@ def _follow(state: pathlib.Path, name: str, file: Any) -> None:
     """Prints what is added, until the job has ended."""
     while True:
         with _store(state) as store:
-            ended = _named(store, name).state in ENDED
+            ended = store.job(name).state in ENDED
         print(file.read(), end="", flush=True)
         if ended:
             return
@@ -200,15 +200,6 @@ def _store(state: pathlib.Path) -> Generator[Store]:
         yield store
     finally:
         store.close()
-
-
-def _named(store: Store, name: str) -> JobRecord:
-    jobs = store.jobs()
-    if name not in jobs:
-        raise ScheduleError(
-            f"job {name!r}: there is none; there are {', '.join(jobs) or 'none'}."
-        )
-    return jobs[name]
 
 
 def _scheduler(state: pathlib.Path) -> int:

@@ -21,24 +21,19 @@ def wished(store: Store, names: Sequence[str], wish: str) -> tuple[JobRecord, ..
     Raises:
       ScheduleError: there is no such job, or it has ended; nothing is written then.
     """
-    jobs = store.jobs()
     for name in names:
-        if name not in jobs:
+        job = store.job(name)
+        if job.state in states.ENDED:
             raise ScheduleError(
-                f"job {name!r}: there is none; there are {', '.join(jobs) or 'none'}."
+                f"job {name!r} is {job.state} already; submit it again under another "
+                "name."
             )
-        if jobs[name].state in states.ENDED:
-            raise ScheduleError(
-                f"job {name!r} is {jobs[name].state} already; submit it again under "
-                "another name."
-            )
-        if jobs[name].wish == states.CANCEL and wish != states.CANCEL:
+        if job.wish == states.CANCEL and wish != states.CANCEL:
             raise ScheduleError(
                 f"job {name!r} is being cancelled; submit it again under another name."
             )
     store.wish(names, wish)
-    jobs = store.jobs()
-    return tuple(jobs[name] for name in names)
+    return tuple(map(store.job, names))
 
 
 def carry_out(
@@ -65,14 +60,14 @@ def carry_out(
     """
     now_s = clock() - store.begin_s(clock())
     for name in names:
-        job = store.jobs()[name]
+        job = store.job(name)
         if job.state in (states.RUNNING, states.STOPPING) and job.wish:
             store.update(job, state=states.STOPPING)
             (runs.kill if job.wish == states.CANCEL else runs.suspend)(job)
     end = clock() + wait_s
     while _left(store, runs, names, now_s) and clock() < end:
         sleep(0.1)
-    return {name: store.jobs()[name].shown_state for name in names}
+    return {name: store.job(name).shown_state for name in names}
 
 
 def _left(store: Store, runs: Runs, names: Collection[str], now_s: float) -> int:

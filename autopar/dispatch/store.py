@@ -252,6 +252,19 @@ class Store:
         except sqlite3.IntegrityError as error:
             raise ScheduleError(f"job {job.spec.name!r} is there already.") from error
 
+    def job(self, name: str) -> JobRecord:
+        """The job of a name.
+
+        Raises:
+          ScheduleError: there is none.
+        """
+        jobs = self.jobs()
+        if name not in jobs:
+            raise ScheduleError(
+                f"job {name!r}: there is none; there are {', '.join(jobs) or 'none'}."
+            )
+        return jobs[name]
+
     def jobs(self) -> dict[str, JobRecord]:
         """All jobs by name, in the order that they were added."""
         names = ", ".join(_FIELDS)
