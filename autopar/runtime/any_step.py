@@ -2,7 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from autopar.runtime.planned import PlannedStep
 from autopar.runtime.stages.planned import PipelinedStep
+from autopar.runtime.stages.restoring import is_finite, with_old_state
 
 AnyStep = PlannedStep | PipelinedStep
+
+
+def settled(
+    planned: AnyStep, placed: Sequence[Any], flat: Sequence[Any]
+) -> tuple[list[Any], Any]:
+    """The flat results of a guarded step, and whether it was finite.
+
+    A program of one stage has restored its state and says so. Stages in one process are
+    looked at here; of those in several processes nobody has all results, so None is
+    returned.
+
+    Args:
+      planned: the program.
+      placed: its flat arguments.
+      flat: what it returned.
+    """
+    if isinstance(planned, PlannedStep):
+        *own, finite = flat
+        return own, finite
+    if planned.links is not None:
+        return list(flat), None
+    finite = is_finite(planned.analysis, flat)
+    if finite:
+        return list(flat), True
+    return with_old_state(planned.analysis, placed, flat), False

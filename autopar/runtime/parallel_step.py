@@ -26,11 +26,10 @@ from autopar.runtime import (
     last_batch,
     placement,
 )
-from autopar.runtime.any_step import AnyStep
+from autopar.runtime.any_step import AnyStep, settled
 from autopar.runtime.codec_run import CodecRun, Telemetry
 from autopar.runtime.evaluation import Evaluation
 from autopar.runtime.gradients.adopting import CodecChange
-from autopar.runtime.guarding import settled
 from autopar.runtime.last_batch import LastBatch
 from autopar.runtime.methods import method_of
 from autopar.runtime.noise_run import HasNoise, NoiseRun
