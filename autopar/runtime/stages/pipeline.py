@@ -145,7 +145,14 @@ class Pipeline:
         self.microbatches = 1 + max(issue.microbatch for issue in order)
         self.given = {v: i for i, v in cut.parts.flow.carried.items()}
         self.restored = {} if codecs is None else self._restored(codecs.state)
-        self._donated = self._donations() if donate and not self._may_fail() else {}
+        self._calling = frozenset(
+            key
+            for key, task in cut.tasks.items()
+            if calls_back(equations_of(cut.program, task))
+        )
+        # An update that calls the host may fail, so the state has to stay till its end.
+        fails = any(key.phase is Phase.UPDATE for key in self._calling)
+        self._donated = self._donations() if donate and not fails else {}
         self.calls = {key: self._call(task) for key, task in cut.tasks.items()}
         self.sums = self._summed()
         self.held = {s: self._held(s) for s in self.sums}
@@ -205,7 +212,7 @@ class Pipeline:
             self._last(task),
             _taker(code.inputs),
             _taker(summed),
-            calls_back(equations_of(self.cut.program, task)),
+            key in self._calling,
         )
 
     def _readers(self, task: Task, stage: int) -> set[int]:
@@ -317,14 +324,6 @@ class Pipeline:
             return ()
         done = {c.new for found in self.restored.values() for c in found}
         return tuple(c for c in self.codecs.state if c.new not in done)
-
-    def _may_fail(self) -> bool:
-        """Whether an update calls functions of the host, so that state has to stay."""
-        return any(
-            calls_back(equations_of(self.cut.program, task))
-            for key, task in self.cut.tasks.items()
-            if key.phase is Phase.UPDATE
-        )
 
     def _donations(self) -> dict[TaskKey, tuple[int, ...]]:
         """State whose next value a task makes, and that nothing reads later."""
